@@ -1,0 +1,256 @@
+"""shard(): say where a few modules, functions or tensors live; the rest follows.
+
+    shard(model.up, params={"weight": ("tp", None)})       a module's parameters
+    shard(model.bn, ((4, 1),))                              a module's inputs, in order
+    matmul = shard(torch.matmul, ((1, 1), (1, 4)))          a function's inputs
+    x = shard(x, ("dp", None, "tp"))                        a tensor, inside forward
+
+Each dim takes None, the name of a mesh axis, a tuple of names (outermost first), or a number of
+slices. An annotation changes nothing until the model is parallelised.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import linecache
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autopar.capture.marker import Annotation, Entry, annotate
+from autopar.errors import InvalidInput
+
+Dims = Sequence[Entry]
+_calls = itertools.count()
+_PARAMETERS = "_autopar_parameters"
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def shard(
+    target: Any,
+    in_strategy: Sequence[Dims | None] | Dims | None = None,
+    out_strategy: Sequence[Dims | None] | Dims | None = None,
+    params: Mapping[str, Dims] | None = None,
+) -> Any:
+    """Annotate a module (in place, returned), a function (wrapped) or a tensor (marked).
+
+    For a tensor `in_strategy` is one entry for each dim. For a function or module it is a tuple
+    with one such tuple (or None: no wish) for each tensor input, in order; `out_strategy` the same
+    for the outputs; `params` maps names of parameters (dotted, from the module) to entries.
+    """
+    source = _caller()
+    if isinstance(target, torch.Tensor):
+        if in_strategy is None or out_strategy is not None or params is not None:
+            raise InvalidInput(
+                "a tensor takes one strategy, an entry for each dim",
+                got=f"in_strategy={in_strategy}, out_strategy={out_strategy}, params={params}",
+                remedy='shard(x, ("dp", None))',
+                source=source,
+            )
+        dims = _dims(in_strategy, "the tensor", source)
+        return _mark(target, Annotation(dims, "value", next(_calls), 0, "tensor", source))
+    if isinstance(target, nn.Module):
+        return _shard_module(target, in_strategy, out_strategy, params or {}, source)
+    if callable(target):
+        if params is not None:
+            raise InvalidInput(
+                "params= names parameters of a module; a function has none",
+                got=f"{_name(target)} with params={dict(params)}",
+                remedy="shard the module that owns the parameters",
+                source=source,
+            )
+        return _shard_function(target, in_strategy, out_strategy, source)
+    raise InvalidInput(
+        "shard() takes a module, a function or a tensor",
+        got=f"{type(target).__name__}",
+        remedy="shard(model.layer, ...), shard(torch.matmul, ...) or shard(x, ...)",
+        source=source,
+    )
+
+
+def parameter_annotations(model: nn.Module) -> dict[str, list[Annotation]]:
+    """Every wish about a parameter, under its name in `model`."""
+    found: dict[str, list[Annotation]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, annotation in module.__dict__.get(_PARAMETERS, ()):
+            found.setdefault(f"{prefix}.{name}" if prefix else name, []).append(annotation)
+    return found
+
+
+def _shard_module(
+    module: nn.Module,
+    in_strategy: Any,
+    out_strategy: Any,
+    params: Mapping[str, Dims],
+    source: str,
+) -> nn.Module:
+    what = type(module).__name__
+    names = dict(module.named_parameters(remove_duplicate=False))
+    for name, entries in params.items():
+        if name not in names:
+            raise InvalidInput(
+                "params= names parameters of the module",
+                got=f"{name!r}; {what} has {', '.join(map(repr, names)) or 'none'}",
+                remedy="use one of these names",
+                source=source,
+            )
+        dims = _dims(entries, f"parameter {name!r}", source)
+        if len(dims) != names[name].ndim:
+            raise InvalidInput(
+                "a strategy has one entry for each dim",
+                got=f"{dims} for {name!r} of shape {tuple(names[name].shape)}",
+                remedy=f"give {names[name].ndim} entries, None for a dim that is not cut",
+                source=source,
+            )
+        annotation = Annotation(dims, "value", next(_calls), 0, f"{what}.{name}", source)
+        module.__dict__.setdefault(_PARAMETERS, []).append((name, annotation))
+    # The inputs of a leaf are its one operator's: they bind it. Those of a composite are values.
+    role = "value" if any(module.children()) else "input"
+    inputs = _strategies(in_strategy, "in_strategy", what, source)
+    outputs = _strategies(out_strategy, "out_strategy", what, source)
+    if inputs is not None:
+
+        def before(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+            if not torch.compiler.is_exporting():
+                return None
+            return _mark_all((args, kwargs), inputs, role, what, source)
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+    if outputs is not None:
+
+        def after(_: nn.Module, args: tuple, result: Any) -> Any:
+            if not torch.compiler.is_exporting():
+                return result
+            return _mark_all(result, outputs, "output", what, source)
+
+        module.register_forward_hook(after)
+    return module
+
+
+def _shard_function(
+    function: Callable, in_strategy: Any, out_strategy: Any, source: str
+) -> Callable:
+    what = _name(function)
+    inputs = _strategies(in_strategy, "in_strategy", what, source)
+    outputs = _strategies(out_strategy, "out_strategy", what, source)
+
+    @functools.wraps(function, updated=())
+    def annotated(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_exporting():
+            return _call_marked(function, inputs, outputs, what, source, args, kwargs)
+        if _any_dtensor(args, kwargs):
+            from autopar.region import run_region
+
+            region = functools.partial(_call_marked, function, inputs, outputs, what, source)
+            return run_region(annotated, region, args, kwargs)
+        return function(*args, **kwargs)
+
+    return annotated
+
+
+def _call_marked(
+    function: Callable,
+    inputs: tuple | None,
+    outputs: tuple | None,
+    what: str,
+    source: str,
+    args: tuple,
+    kwargs: dict,
+) -> Any:
+    if inputs is not None:
+        args, kwargs = _mark_all((args, kwargs), inputs, "input", what, source)
+    result = function(*args, **kwargs)
+    if outputs is not None:
+        result = _mark_all(result, outputs, "output", what, source)
+    return result
+
+
+def _mark_all(tree: Any, strategies: tuple, role: str, what: str, source: str) -> Any:
+    """Mark the tensors of `tree`, in order, with one strategy each."""
+    leaves, spec = pytree.tree_flatten(tree)
+    tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    plural = "outputs" if role == "output" else "inputs"
+    if len(tensors) != len(strategies):
+        raise InvalidInput(
+            f"a strategy has one entry for each of the tensor {plural}, in order",
+            got=f"{len(strategies)} for {what} with {len(tensors)} tensor {plural}",
+            remedy=f"give {len(tensors)}, None for one without a wish",
+            source=source,
+        )
+    call = next(_calls)
+    for position, (index, dims) in enumerate(zip(tensors, strategies)):
+        if dims is not None:
+            annotation = Annotation(dims, role, call, position, what, source)
+            leaves[index] = _mark(leaves[index], annotation)
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def _mark(tensor: torch.Tensor, annotation: Annotation) -> torch.Tensor:
+    if not torch.compiler.is_exporting():
+        return tensor
+    if tensor.ndim != len(annotation.dims):
+        raise InvalidInput(
+            "a strategy has one entry for each dim",
+            got=f"{annotation.dims} for a tensor of shape {tuple(tensor.shape)}"
+            f" ({annotation.role} {annotation.index} of {annotation.what})",
+            remedy=f"give {tensor.ndim} entries, None or 1 for a dim that is not cut",
+            source=annotation.source,
+        )
+    return annotate(tensor, annotation.encode())
+
+
+def _strategies(given: Any, argument: str, what: str, source: str) -> tuple | None:
+    if given is None:
+        return None
+    if isinstance(given, str | int) or not all(
+        entry is None or isinstance(entry, tuple | list) for entry in given
+    ):
+        raise InvalidInput(
+            f"{argument} is a tuple with one tuple for each tensor, in order",
+            got=f"{given!r} for {what}",
+            remedy=f'{argument}=(("dp", None),) for one tensor of two dims',
+            source=source,
+        )
+    return tuple(None if entry is None else _dims(entry, what, source) for entry in given)
+
+
+def _dims(given: Any, what: str, source: str) -> tuple[Entry, ...]:
+    entries: list[Entry] = []
+    for entry in given if isinstance(given, tuple | list) else (given,):
+        names = tuple(entry) if isinstance(entry, tuple | list) else entry
+        is_number = isinstance(entry, int) and not isinstance(entry, bool) and entry >= 1
+        is_names = isinstance(names, tuple) and all(isinstance(name, str) for name in names)
+        if not (entry is None or isinstance(entry, str) or is_number or is_names):
+            raise InvalidInput(
+                "each dim takes None, an axis, a tuple of axes, or a number of slices from 1",
+                got=f"{entry!r} for {what}",
+                remedy='("dp", None, ("sp", "tp")) or (2, 1, 4)',
+                source=source,
+            )
+        entries.append(names)
+    return tuple(entries)
+
+
+def _any_dtensor(*trees: Any) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(trees))
+
+
+def _name(function: Callable) -> str:
+    return getattr(function, "__qualname__", None) or repr(function)
+
+
+def _caller() -> str:
+    """The user's line: the innermost frame outside this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+        frame = frame.f_back
+    filename, line = frame.f_code.co_filename, frame.f_lineno
+    return f"{filename}:{line}  {linecache.getline(filename, line).strip()}"

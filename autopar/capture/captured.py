@@ -1,0 +1,33 @@
+"""Captured: a model as one flat fx graph with every tensor's origin known by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The graph that capture hands on; nothing later changes it.
+
+    Placeholders come in the order parameters, buffers, constants, inputs. The output node holds
+    one flat tuple: the user's outputs (tensors only), then the new values of mutated buffers.
+    Every node has in `meta`: `val` (a fake tensor of the global shape), `source` (the user's file,
+    line and text), `module` (dotted path of the module that ran it), `differentiable` (whether a
+    gradient flows through it).
+    """
+
+    graph: fx.Graph
+    parameters: dict[str, str]  # placeholder -> name in the model
+    buffers: dict[str, str]  # placeholder -> name in the model
+    constants: dict[str, torch.Tensor]  # placeholder -> value
+    inputs: tuple[str | None, ...]  # placeholder of each flat user argument; None if not a tensor
+    tied: dict[str, str]  # alias -> the name under which the parameter is kept
+    mutations: dict[str, str]  # name of buffer -> name of the node with its new value
+    input_spec: pytree.TreeSpec  # of (args, kwargs)
+    output_spec: pytree.TreeSpec
+    output_leaves: tuple[object, ...]  # each flat output: the node's name as fx.Node, or a constant
+    static_inputs: dict[int, object] = field(default_factory=dict)  # flat arguments not tensors

@@ -1,0 +1,49 @@
+"""The one family of errors: each says the rule, what was given, the remedy and the user's line.
+
+>>> raise InvalidInput("a mesh axis cuts at most one dim of a tensor",
+...                    got="('tp', 'tp')", remedy="name 'tp' once", source="train.py:12")
+"""
+
+from __future__ import annotations
+
+
+class AutoparError(Exception):
+    """Base of every error that autopar raises on purpose."""
+
+    def __init__(
+        self,
+        rule: str,
+        *,
+        got: object = None,
+        remedy: str | None = None,
+        source: str | None = None,
+    ) -> None:
+        self.rule, self.got, self.remedy, self.source = rule, got, remedy, source
+        super().__init__(rule)
+
+    def __str__(self) -> str:
+        parts = [self.rule]
+        for label, value in (("given", self.got), ("remedy", self.remedy), ("at", self.source)):
+            if value is not None:
+                text = str(value).replace("\n", "\n          ")
+                parts.append(f"  {label + ':':<8}{text}")
+        return "\n".join(parts)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.rule, str(self.got), self.remedy, self.source)
+
+
+def _rebuild(kind: type[AutoparError], rule: str, got: str, remedy: str, source: str) -> object:
+    return kind(rule, got=None if got == "None" else got, remedy=remedy, source=source)
+
+
+class InvalidInput(AutoparError, ValueError):
+    """The caller asked for something that a rule forbids."""
+
+
+class ExecutionError(AutoparError, RuntimeError):
+    """A program that was accepted could not be carried out."""
+
+
+class VerifierError(ExecutionError):
+    """A pass broke an invariant of the graph: an error of autopar, not of its user."""

@@ -1,0 +1,302 @@
+"""Layout: where one tensor lives on a mesh, and TensorType: a layout with shape and dtype.
+
+For each dim, the axes that cut it, outermost first; and the axes over which the tensor is a
+partial sum. Every other axis holds a replica.
+
+>>> layout = Layout("dp", None, ("tp",))
+>>> print(TensorType.parse("f32[8@dp, 128, 1024]{+tp}"))
+f32[8@dp, 128, 1024]{+tp}
+>>> layout.local_shape((8, 128, 4096), Mesh(dp=2, tp=4), rank=0)
+(4, 128, 1024)
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from autopar.errors import InvalidInput
+from autopar.mesh import Mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
+
+AxisNames = str | Sequence[str] | None
+
+
+def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Start and length of piece `index` of `parts`: DTensor's rule, the last pieces are shorter."""
+    full = -(-size // parts)
+    start = min(full * index, size)
+    return start, min(full, size - start)
+
+
+class Layout:
+    """A frozen value; equal layouts are interchangeable."""
+
+    __slots__ = ("_hash", "dims", "partial")
+    dims: tuple[tuple[str, ...], ...]
+    partial: tuple[str, ...]
+
+    def __init__(self, *dims: AxisNames, partial: Iterable[str] = ()) -> None:
+        self.dims = tuple(_axis_names(dim) for dim in dims)
+        self.partial = tuple(sorted((partial,) if isinstance(partial, str) else partial))
+        self._hash = hash((self.dims, self.partial))
+        used = [axis for dim in self.dims for axis in dim] + list(self.partial)
+        if len(set(used)) != len(used):
+            twice = sorted({axis for axis in used if used.count(axis) > 1})
+            raise InvalidInput(
+                "an axis may be used once on one tensor: it cuts one dim or holds a partial sum",
+                got=f"{self}, which uses {', '.join(map(repr, twice))} more than once",
+                remedy="keep one of the uses",
+            )
+
+    @classmethod
+    def replicated(cls, ndim: int) -> Layout:
+        """Whole on every rank."""
+        return cls(*(None,) * ndim)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.dims)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every axis that cuts a dim or holds a partial sum."""
+        return tuple(axis for dim in self.dims for axis in dim) + self.partial
+
+    @property
+    def is_replicated(self) -> bool:
+        return not self.partial and not any(self.dims)
+
+    def dim_of(self, axis: str) -> int | None:
+        """The dim that `axis` cuts, if it cuts one."""
+        for index, dim in enumerate(self.dims):
+            if axis in dim:
+                return index
+        return None
+
+    def with_dim(self, dim: int, axes: AxisNames) -> Layout:
+        """The same layout with `dim` cut by `axes`."""
+        dims = list(self.dims)
+        dims[dim] = _axis_names(axes)
+        return Layout(*dims, partial=self.partial)
+
+    def with_partial(self, axes: Iterable[str]) -> Layout:
+        """The same cuts with exactly `axes` as partial sums."""
+        return Layout(*self.dims, partial=axes)
+
+    def only(self, axes: Iterable[str]) -> Layout:
+        """What this layout says of `axes`; the others replicated."""
+        kept = set(axes)
+        return Layout(
+            *(tuple(axis for axis in dim if axis in kept) for dim in self.dims),
+            partial=(axis for axis in self.partial if axis in kept),
+        )
+
+    @property
+    def gradient(self) -> Layout:
+        """The layout of the gradient: replicas and partial sums have replicas, cuts have cuts."""
+        return self.with_partial(())
+
+    def local_bounds(
+        self, shape: Sequence[int], mesh: Mesh, rank: int
+    ) -> tuple[tuple[int, int], ...]:
+        """Start and length of the piece of each dim that `rank` holds."""
+        place = mesh.coordinate(rank)
+        bounds = []
+        for size, axes in zip(shape, self.dims):
+            start, length = 0, size
+            for axis in axes:
+                offset, length = chunk(length, mesh[axis], place[axis])
+                start += offset
+            bounds.append((start, length))
+        return tuple(bounds)
+
+    def local_shape(self, shape: Sequence[int], mesh: Mesh, rank: int) -> tuple[int, ...]:
+        """The shape of the piece that `rank` holds."""
+        return tuple(length for _, length in self.local_bounds(shape, mesh, rank))
+
+    def largest_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
+        """The shape of the largest piece: rank 0's."""
+        return self.local_shape(shape, mesh, 0)
+
+    def is_even(self, shape: Sequence[int], mesh: Mesh) -> bool:
+        """Whether all pieces have one shape."""
+        return all(size % mesh.degree(axes) == 0 for size, axes in zip(shape, self.dims))
+
+    def validate(self, shape: Sequence[int], mesh: Mesh, source: str | None = None) -> None:
+        """Refuse a layout that does not fit the tensor or the mesh."""
+        if len(shape) != self.ndim:
+            raise InvalidInput(
+                "a layout names every dim of its tensor, once",
+                got=f"{self} has {self.ndim} dims, the tensor has shape {tuple(shape)}",
+                remedy=f"give {len(shape)} entries, None for a dim that is not cut",
+                source=source,
+            )
+        for axis in self.axes:
+            if axis not in mesh:
+                raise InvalidInput(
+                    "an axis of a layout must be one of the mesh's",
+                    got=f"{axis!r} in {self}; the mesh is {mesh}",
+                    remedy=f"use one of {', '.join(map(repr, mesh.names))}",
+                    source=source,
+                )
+
+    def to_placements(self, mesh: Mesh) -> tuple[Placement, ...]:
+        """DTensor's placements, one for each mesh axis, the order of axes on a dim kept."""
+        from torch.distributed.tensor import Partial, Replicate, Shard
+
+        from autopar._torch import StridedShard
+
+        placements: list[Placement] = []
+        for position, axis in enumerate(mesh.names):
+            dim = self.dim_of(axis)
+            if dim is None:
+                placements.append(Partial() if axis in self.partial else Replicate())
+                continue
+            outer = self.dims[dim][: self.dims[dim].index(axis)]
+            # DTensor cuts from the left of the mesh to the right; an axis that cuts after one
+            # on its right is strided by the sizes of those.
+            factor = mesh.degree(a for a in outer if mesh.names.index(a) > position)
+            placements.append(Shard(dim) if factor == 1 else StridedShard(dim, factor))
+        return tuple(placements)
+
+    @classmethod
+    def from_placements(cls, placements: Sequence[Placement], mesh: Mesh, ndim: int) -> Layout:
+        """The layout that DTensor's placements describe."""
+        from autopar._torch import StridedShard
+
+        dims: list[list[str]] = [[] for _ in range(ndim)]
+        partial = []
+        for axis, placement in reversed(list(zip(mesh.names, placements))):
+            if placement.is_partial():
+                if getattr(placement, "reduce_op", "sum") != "sum":
+                    raise InvalidInput(
+                        "a partial layout is a sum",
+                        got=str(placement),
+                        remedy="reduce the tensor before handing it over",
+                    )
+                partial.append(axis)
+                continue
+            if placement.is_replicate():
+                continue
+            dim = placement.dim % ndim  # type: ignore[attr-defined]
+            factor = placement.split_factor if isinstance(placement, StridedShard) else 1
+            at = 0
+            while at < len(dims[dim]) and mesh.degree(dims[dim][:at]) != factor:
+                at += 1
+            if mesh.degree(dims[dim][:at]) != factor:
+                raise InvalidInput(
+                    "a strided placement must skip whole axes of the mesh",
+                    got=f"{placement} on {axis!r} of {mesh}",
+                    remedy="redistribute the tensor to Shard or Replicate first",
+                )
+            dims[dim].insert(at, axis)
+        return cls(*map(tuple, dims), partial=partial)
+
+    def to_json(self) -> dict[str, object]:
+        return {"dims": [list(dim) for dim in self.dims], "partial": list(self.partial)}
+
+    @classmethod
+    def from_json(cls, data: dict) -> Layout:
+        return cls(*(tuple(dim) for dim in data["dims"]), partial=data["partial"])
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Layout) and self.dims == other.dims and self.partial == other.partial
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (self.dims, self.partial)
+
+    def __repr__(self) -> str:
+        dims = ", ".join("@".join(("", *dim)) if dim else "_" for dim in self.dims)
+        return f"[{dims}]{_partial_suffix(self.partial)}"
+
+
+_DTYPES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
+_DTYPES_BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
+_TYPE = re.compile(r"(?P<dtype>\w+)\[(?P<dims>[^\]]*)\](?:\{(?P<partial>[^}]*)\})?")
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """Shape, dtype and layout of a tensor, printed as `f32[8@dp, 128, 4096@tp]{+pp}`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout
+
+    @property
+    def bytes(self) -> int:
+        """The size of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def local_bytes(self, mesh: Mesh) -> int:
+        """The size of the largest piece."""
+        return math.prod(self.layout.largest_shape(self.shape, mesh)) * self.dtype.itemsize
+
+    @classmethod
+    def parse(cls, text: str) -> TensorType:
+        """The inverse of `str`."""
+        match = _TYPE.fullmatch(text.strip())
+        if match is None or match["dtype"] not in _DTYPES_BY_NAME:
+            raise InvalidInput(
+                "a type is written dtype[size@axis, ...]{+axis}",
+                got=repr(text),
+                remedy="f32[8@dp, 128, 4096@tp]{+pp}",
+            )
+        shape, dims = [], []
+        for part in filter(None, (part.strip() for part in match["dims"].split(","))):
+            size, *axes = part.split("@")
+            if not size.isdigit():
+                raise InvalidInput(
+                    "each dim of a type is size@axis@axis, axes outermost first",
+                    got=repr(part),
+                    remedy="4096@tp",
+                )
+            shape.append(int(size))
+            dims.append(tuple(axes))
+        partial = [axis.strip().removeprefix("+") for axis in (match["partial"] or "").split(",")]
+        layout = Layout(*dims, partial=filter(None, partial))
+        return cls(tuple(shape), _DTYPES_BY_NAME[match["dtype"]], layout)
+
+    def __str__(self) -> str:
+        dims = ", ".join("@".join((str(n), *a)) for n, a in zip(self.shape, self.layout.dims))
+        return f"{_DTYPES[self.dtype]}[{dims}]{_partial_suffix(self.layout.partial)}"
+
+
+def _partial_suffix(partial: tuple[str, ...]) -> str:
+    return "{" + ", ".join(f"+{axis}" for axis in partial) + "}" if partial else ""
+
+
+def _axis_names(dim: AxisNames) -> tuple[str, ...]:
+    if dim is None:
+        return ()
+    return (dim,) if isinstance(dim, str) else tuple(dim)
+
+
+def _rebuild(dims: tuple[tuple[str, ...], ...], partial: tuple[str, ...]) -> Layout:
+    return Layout(*dims, partial=partial)

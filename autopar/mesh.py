@@ -1,0 +1,124 @@
+"""Mesh: named axes over ranks, row-major, the last axis on the nearest neighbours.
+
+>>> mesh = Mesh(dp=2, tp=4)
+>>> mesh.size, mesh.coordinate(6)
+(8, {'dp': 1, 'tp': 2})
+>>> mesh.groups(("dp",))[0]
+(0, 4)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from autopar.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Mesh:
+    """A frozen grid of ranks. An *axis* belongs to the mesh; a *dim* belongs to a tensor."""
+
+    def __init__(self, **axes: int) -> None:
+        for name, size in axes.items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise InvalidInput(
+                    "each axis of a mesh has a whole number of ranks, at least 1",
+                    got=f"{name}={size!r}",
+                    remedy="Mesh(dp=2, tp=4)",
+                )
+        self.names: tuple[str, ...] = tuple(axes)
+        self.shape: tuple[int, ...] = tuple(axes.values())
+
+    @cached_property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return dict(zip(self.names, self.shape))
+
+    def __getitem__(self, axis: str) -> int:
+        """The number of ranks along `axis`."""
+        if axis not in self._sizes:
+            raise InvalidInput(
+                "an axis must be one of the mesh's",
+                got=f"{axis!r}; the mesh is {self}",
+                remedy=f"use one of {', '.join(map(repr, self.names)) or 'none: the mesh is empty'}",
+            )
+        return self._sizes[axis]
+
+    def __contains__(self, axis: object) -> bool:
+        return axis in self._sizes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def degree(self, axes: Iterable[str]) -> int:
+        """Into how many pieces `axes` cut together."""
+        return math.prod(self[axis] for axis in axes)
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands on each axis."""
+        place: dict[str, int] = {}
+        for name, size in zip(reversed(self.names), reversed(self.shape)):
+            rank, place[name] = divmod(rank, size)
+        return {name: place[name] for name in self.names}
+
+    def rank(self, coordinate: dict[str, int]) -> int:
+        """The rank that stands at `coordinate`."""
+        rank = 0
+        for name, size in zip(self.names, self.shape):
+            rank = rank * size + coordinate[name]
+        return rank
+
+    def position(self, rank: int, axes: tuple[str, ...]) -> int:
+        """The index of `rank` inside its group over `axes` (outermost first)."""
+        place, index = self.coordinate(rank), 0
+        for axis in axes:
+            index = index * self[axis] + place[axis]
+        return index
+
+    def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """All groups of ranks that differ only along `axes`, members ordered outermost first."""
+        others = [name for name in self.names if name not in axes]
+        found = []
+        for outside in itertools.product(*(range(self[name]) for name in others)):
+            fixed = dict(zip(others, outside))
+            found.append(
+                tuple(
+                    self.rank(fixed | dict(zip(axes, inside)))
+                    for inside in itertools.product(*(range(self[name]) for name in axes))
+                )
+            )
+        return tuple(found)
+
+    def without(self, *axes: str) -> Mesh:
+        """The mesh that is left when `axes` are taken away."""
+        return Mesh(**{name: size for name, size in self._sizes.items() if name not in axes})
+
+    @classmethod
+    def from_device_mesh(cls, device_mesh: DeviceMesh) -> Mesh:
+        """The same grid; axes without names are called `axis0`, `axis1`, ..."""
+        names = device_mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(device_mesh.ndim))
+        return cls(**dict(zip(names, device_mesh.shape)))
+
+    def to_device_mesh(self, device_type: str) -> DeviceMesh:
+        """The same grid over the ranks of the running process group."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return init_device_mesh(device_type, self.shape, mesh_dim_names=self.names)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mesh) and (self.names, self.shape) == (other.names, other.shape)
+
+    def __hash__(self) -> int:
+        return hash((self.names, self.shape))
+
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{name}={size}' for name, size in self._sizes.items())})"
