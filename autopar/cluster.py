@@ -1,0 +1,303 @@
+"""Cluster: the machines. Nodes of devices, and the links inside a node and between nodes.
+
+>>> from autopar.mesh import Mesh
+>>> cluster = Cluster.preset("dgx-h100", nodes=2)
+>>> cluster.devices, cluster.device.name
+(16, 'H100 SXM 80 GB')
+>>> links = cluster.axis_links(Mesh(dp=2, tp=8))
+>>> links["tp"].level, links["dp"].level
+('inside', 'between')
+
+The eight `tp` groups of one node share its way out, so that each `dp` group gets an eighth:
+
+>>> links["tp"].bandwidth / 1e9, links["dp"].bandwidth / 1e9
+(450.0, 50.0)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from autopar.errors import InvalidInput
+from autopar.mesh import Mesh
+
+_DTYPE_NAMES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator. Small work runs slower: work W takes as long as W + half at full speed."""
+
+    name: str
+    flops: Mapping[str, float] = field(hash=False)  # FLOP/s by dtype: {"f32": 67e12, ...}
+    memory: float  # bytes
+    bandwidth: float  # bytes/s of its memory
+    overhead: float = 5e-6  # seconds to start an operator
+    efficiency: float = 0.7  # the part of `flops` that large matrix products reach
+    half_flops: float = 0.0  # FLOPs of an operator that reaches half of that
+    half_bytes: float = 0.0  # bytes of an operator that reaches half of `bandwidth`
+
+    def peak(self, dtype: torch.dtype | str) -> float:
+        """FLOP/s that large work of `dtype` reaches; a dtype without an entry runs as f32."""
+        name = dtype if isinstance(dtype, str) else _DTYPE_NAMES.get(dtype, "f32")
+        return self.flops.get(name, self.flops["f32"]) * self.efficiency
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way between devices: `alpha` seconds a message, `bandwidth` bytes/s each direction.
+
+    `measured` holds what single collectives reach: (kind, ranks) -> (alpha, bandwidth)."""
+
+    alpha: float
+    bandwidth: float
+    measured: Mapping[tuple[str, int], tuple[float, float]] = field(
+        default_factory=dict, hash=False
+    )
+
+    def of(self, kind: str, ranks: int) -> tuple[float, float]:
+        """Alpha and bandwidth of collective `kind` over `ranks`: the nearest that was measured."""
+        sizes = sorted((abs(math.log(ranks / n)), n) for k, n in self.measured if k == kind)
+        return self.measured[kind, sizes[0][1]] if sizes else (self.alpha, self.bandwidth)
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine: `devices` equal devices, joined by `link`; `bandwidth` is of each device."""
+
+    device: Device
+    devices: int
+    link: Link
+
+
+@dataclass(frozen=True)
+class AxisLink:
+    """What one group of ranks along an axis has between its members, all groups busy at once."""
+
+    axis: str
+    size: int
+    level: str  # "inside" a node or "between" nodes
+    link: Link
+    exchange_bandwidth: float  # what all-to-all gets, where more data leaves the node
+
+    @property
+    def alpha(self) -> float:
+        return self.link.alpha
+
+    @property
+    def bandwidth(self) -> float:
+        return self.link.bandwidth
+
+    @property
+    def beta(self) -> float:
+        """Seconds per byte."""
+        return 1 / self.link.bandwidth
+
+    def of(self, kind: str) -> tuple[float, float]:
+        """Alpha and bandwidth of one kind of collective over this axis."""
+        alpha, bandwidth = self.link.of(kind, self.size)
+        if kind == "all_to_all" and (kind, self.size) not in self.link.measured:
+            bandwidth = min(bandwidth, self.exchange_bandwidth)
+        return alpha, bandwidth
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks are numbered node after node. `network.bandwidth` is of each node, all its ways out."""
+
+    nodes: tuple[Node, ...]
+    network: Link
+    name: str = "cluster"
+
+    def __post_init__(self) -> None:
+        if not self.nodes or min(node.devices for node in self.nodes) < 1:
+            raise InvalidInput(
+                "a cluster has at least one node, and each node at least one device",
+                got=f"nodes with {[node.devices for node in self.nodes]} devices",
+                remedy='Cluster.preset("dgx-h100", nodes=2)',
+            )
+
+    @classmethod
+    def preset(cls, name: str, nodes: int = 1) -> Cluster:
+        """A known machine by name: dgx-a100, dgx-h100, dgx-v100, h200, piz-daint."""
+        from autopar.cost.presets import preset
+
+        node, network = preset(name)
+        return cls((node,) * nodes, network, name)
+
+    @classmethod
+    def local(cls, devices: int, measure: bool = True) -> Cluster:
+        """This machine, its processes as devices. Measured once (seconds), then kept in a file."""
+        from autopar.cost.calibration import local_node
+
+        node = local_node(devices, measure)
+        return cls((node,), node.link, "local")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Cluster:
+        """Read a TOML file; see `autopar.cost.cluster_file` for what it may hold."""
+        from autopar.cost.cluster_file import load
+
+        return load(Path(path))
+
+    @property
+    def devices(self) -> int:
+        """How many devices there are in all."""
+        return sum(node.devices for node in self.nodes)
+
+    @property
+    def devices_per_node(self) -> int:
+        """Of the smallest node."""
+        return min(node.devices for node in self.nodes)
+
+    @property
+    def device(self) -> Device:
+        """The device all work in lock step waits for: the weakest in each respect."""
+        return self.weakest(range(self.devices))
+
+    def weakest(self, ranks: Iterable[int]) -> Device:
+        """The weakest in each respect of the devices of `ranks`."""
+        node_of = self._node_of()
+        kinds = list(dict.fromkeys(self.nodes[node_of[rank]].device for rank in ranks))
+        if len(kinds) == 1:
+            return kinds[0]
+        dtypes = set().union(*(kind.flops for kind in kinds))
+        efficiency = min(kind.efficiency for kind in kinds)
+        return Device(
+            name=" | ".join(kind.name for kind in kinds),
+            flops={t: min(kind.peak(t) for kind in kinds) / efficiency for t in sorted(dtypes)},
+            memory=min(kind.memory for kind in kinds),
+            bandwidth=min(kind.bandwidth for kind in kinds),
+            overhead=max(kind.overhead for kind in kinds),
+            efficiency=efficiency,
+            half_flops=max(kind.half_flops for kind in kinds),
+            half_bytes=max(kind.half_bytes for kind in kinds),
+        )
+
+    def axis_links(self, mesh: Mesh) -> dict[str, AxisLink]:
+        """For each axis of `mesh`, what its groups have between their members."""
+        return {axis: self.group_link(mesh, (axis,)) for axis in mesh}
+
+    def group_link(self, mesh: Mesh, axes: Sequence[str]) -> AxisLink:
+        """What a group over several axes together has between its members."""
+        if mesh.size > self.devices:
+            raise InvalidInput(
+                "a mesh has at most as many ranks as the cluster has devices",
+                got=f"{mesh}: {mesh.size} ranks on {self.devices} devices",
+                remedy="make the mesh smaller or add nodes",
+            )
+        own = [mesh.names.index(axis) for axis in axes]
+        other = [i for i in range(len(mesh.names)) if i not in own]
+        ranks = np.arange(mesh.size).reshape(mesh.shape or (1,))
+        if mesh.names:
+            ranks = ranks.transpose(other + own).reshape(-1, math.prod(mesh.shape[i] for i in own))
+        else:
+            ranks = ranks.reshape(1, 1)
+        return self._link_of_groups("*".join(axes), ranks)
+
+    def link_between(self, first: int, second: int) -> Link:
+        """The link that a message from rank to rank takes."""
+        return self._link_of_groups("", np.array([[first, second]])).link
+
+    def _node_of(self) -> np.ndarray:
+        return np.repeat(np.arange(len(self.nodes)), [node.devices for node in self.nodes])
+
+    def _link_of_groups(self, name: str, groups: np.ndarray) -> AxisLink:
+        nodes = self._node_of()[groups]  # groups x members
+        used = [self.nodes[i].link for i in np.unique(nodes)]
+        slowest = min(used, key=lambda link: link.bandwidth)
+        inside = replace(slowest, alpha=max(link.alpha for link in used))
+        size = groups.shape[1]
+        crossing = nodes[(nodes != nodes[:, :1]).any(axis=1)]
+        if not len(crossing):
+            return AxisLink(name, size, "inside", inside, inside.bandwidth)
+        # A ring leaves each of its nodes once; the rings that leave one node share its way out.
+        rings = np.zeros(len(self.nodes), int)
+        outward = np.zeros(len(self.nodes))  # members x the part of the group that is elsewhere
+        for group in crossing:
+            present, members = np.unique(group, return_counts=True)
+            rings[present] += 1
+            outward[present] += members * (size - members) / size
+        ring = min(inside.bandwidth, self.network.bandwidth / rings.max())
+        exchange = self.network.bandwidth / outward.max() * (size - 1) / size
+        link = replace(
+            self.network, alpha=max(self.network.alpha, inside.alpha), bandwidth=float(ring)
+        )
+        return AxisLink(name, size, "between", link, min(float(exchange), inside.bandwidth))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, for plans on disk."""
+        return {
+            "name": self.name,
+            "network": _link_to_json(self.network),
+            "nodes": [
+                {
+                    "device": {**asdict(node.device), "flops": dict(node.device.flops)},
+                    "devices": node.devices,
+                    "link": _link_to_json(node.link),
+                    "count": count,
+                }
+                for node, count in self._runs()
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Cluster:
+        nodes = [
+            Node(Device(**entry["device"]), entry["devices"], _link_from_json(entry["link"]))
+            for entry in data["nodes"]
+            for _ in range(entry["count"])
+        ]
+        return cls(tuple(nodes), _link_from_json(data["network"]), data["name"])
+
+    def _runs(self) -> list[tuple[Node, int]]:
+        return [(node, len(list(run))) for node, run in itertools.groupby(self.nodes)]
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self.devices} devices in {len(self.nodes)} nodes"]
+        for node, count in self._runs():
+            device = node.device
+            rates = ", ".join(f"{t} {_si(rate, 'FLOP/s')}" for t, rate in device.flops.items())
+            lines += [
+                f"  {count} x {node.devices} {device.name}: {_si(device.memory, 'B')} "
+                f"at {_si(device.bandwidth, 'B/s')}",
+                f"      {rates}; {device.efficiency:.0%} of it reached",
+                f"      inside:  {_link_text(node.link)} for each device",
+            ]
+        if len(self.nodes) > 1:
+            lines.append(f"  between: {_link_text(self.network)} for each node")
+        return "\n".join(lines)
+
+
+def _link_text(link: Link) -> str:
+    return f"{_si(link.bandwidth, 'B/s')}, {link.alpha * 1e6:.3g} µs"
+
+
+def _si(value: float, unit: str) -> str:
+    for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if value >= 10**power:
+            return f"{value / 10**power:.4g} {prefix}{unit}"
+    return f"{value:.4g} {unit}"
+
+
+def _link_to_json(link: Link) -> dict[str, Any]:
+    measured = [[kind, size, *values] for (kind, size), values in link.measured.items()]
+    return {"alpha": link.alpha, "bandwidth": link.bandwidth, "measured": measured}
+
+
+def _link_from_json(data: Mapping[str, Any]) -> Link:
+    measured = {(kind, n): (alpha, beta) for kind, n, alpha, beta in data.get("measured", ())}
+    return Link(data["alpha"], data["bandwidth"], measured)

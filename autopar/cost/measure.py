@@ -1,0 +1,134 @@
+"""Measure this machine: run as a program, print JSON. It needs torch and no more of autopar.
+
+One clean process imports torch, then forks one process a device, so that the import is paid once.
+All devices work at the same time, as they will in training: what they share, they share here too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16}
+BYTES = (1 << 12, 1 << 20, 1 << 22)  # of the whole tensor of a collective
+BUDGET = 0.08  # seconds for one figure
+
+
+def timed(work: Callable[[], object], budget: float = BUDGET) -> float:
+    """Median seconds of `work`, the number of runs the same on all ranks."""
+    work()
+    start = time.perf_counter()
+    work()
+    once = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+    dist.all_reduce(once, dist.ReduceOp.MAX)
+    runs = max(3, min(50, int(budget / max(float(once), 1e-7))))
+    seconds = []
+    dist.barrier()
+    for _ in range(runs):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return sorted(seconds)[runs // 2]
+
+
+def measure_device() -> dict[str, object]:
+    """Rates of large work, the work that reaches half of them, and the overhead of an operator."""
+    figures: dict[str, object] = {}
+    flops = {}
+    for name, dtype in DTYPES.items():
+        size = 384 if name != "bf16" else 256
+        left, right = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
+        flops[name] = 2 * size**3 / timed(lambda left=left, right=right: left @ right)
+    flops["f16"] = flops["bf16"]
+    small = torch.ones(1)
+    overhead = timed(lambda: [small + small for _ in range(100)]) / 100
+    matrix = torch.ones(64, 64)
+    half = max(0.0, timed(lambda: matrix @ matrix) - overhead) * flops["f32"] - 2 * 64**3
+    large = torch.ones(1 << 22)
+    out = torch.empty_like(large)
+    bandwidth = 3 * large.nbytes / timed(lambda: torch.add(large, large, out=out))
+    figures.update(flops=flops, overhead=overhead, half_flops=max(0.0, half), bandwidth=bandwidth)
+    return figures
+
+
+def collective(
+    kind: str, size: int, total: int, group: dist.ProcessGroup | None
+) -> Callable[[], object]:
+    """One collective over `size` ranks; a rank holds `total` bytes before it or after it."""
+    elements = total // 4 // size * size
+    whole, piece = torch.zeros(elements), torch.zeros(elements // size)
+    if kind == "all_reduce":
+        return lambda: dist.all_reduce(whole, group=group)
+    if kind == "all_gather":
+        return lambda: dist.all_gather_into_tensor(whole, piece, group=group)
+    if kind == "reduce_scatter":
+        return lambda: dist.reduce_scatter_tensor(piece, whole, group=group)
+    other = torch.zeros_like(whole)
+    return lambda: dist.all_to_all_single(other, whole, group=group)
+
+
+def measure_links(ranks: int) -> list[tuple[str, int, int, float]]:
+    """(kind, group size, bytes, seconds), the groups of one size all busy at once."""
+    found = []
+    rank = dist.get_rank()
+    for size in [n for n in range(2, ranks + 1) if ranks % n == 0]:
+        groups = [dist.new_group(range(at, at + size)) for at in range(0, ranks, size)]
+        group = groups[rank // size]
+        for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+            for total in BYTES:
+                try:
+                    seconds = timed(collective(kind, size, total, group), BUDGET / 2)
+                except RuntimeError:  # a collective that this build of torch does not have
+                    continue
+                found.append((kind, size, total, seconds))
+    return found
+
+
+def work(rank: int, ranks: int, store: str, answer: str) -> None:
+    """What each process does; the first writes the figures down."""
+    warnings.simplefilter("ignore", FutureWarning)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    figures = measure_device()
+    figures["collectives"] = measure_links(ranks)
+    dist.barrier()
+    if rank == 0:
+        with open(answer, "w") as file:
+            json.dump(figures, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(ranks: int) -> None:
+    """Fork the processes, wait for them, print what the first one wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        store, answer = os.path.join(folder, "store"), os.path.join(folder, "answer")
+        children = []
+        for rank in range(ranks):
+            child = os.fork()
+            if child == 0:
+                status = 1
+                try:
+                    work(rank, ranks, store, answer)
+                    status = 0
+                finally:
+                    sys.stdout.flush()
+                    os._exit(status)
+            children.append(child)
+        failed = [child for child in children if os.waitpid(child, 0)[1]]
+        if failed:
+            sys.exit(f"{len(failed)} of {ranks} measuring processes failed")
+        with open(answer) as file:
+            print(file.read())
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
