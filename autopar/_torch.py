@@ -1,7 +1,18 @@
-"""The private corners of torch that autopar needs, each in one place (seen in torch 2.11 to 2.13)."""
+"""The private corners of torch that autopar needs, each in one place (torch 2.11 to 2.13)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+# What an Autograd-key kernel needs to call the kernel below it, and the count of active dispatch
+# modes (tracing, fake tensors).
+from torch._C import _AutoDispatchBelowAutograd as below_autograd
+from torch._C import _len_torch_dispatch_stack as active_modes
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
-__all__ = ["StridedShard"]
+__all__ = ["StridedShard", "active_modes", "below_autograd", "process_group"]
+
+# The registry of process groups by name.
+process_group: Callable[[str], ProcessGroup] = _resolve_process_group  # type: ignore[assignment]

@@ -1,0 +1,42 @@
+"""Movements of data between ranks, each with a defined backward, and the shortest way by them.
+
+>>> from autopar.layout import Layout
+>>> from autopar.mesh import Mesh
+>>> mesh = Mesh(dp=2, tp=2)
+>>> path = redistribute(
+...     Layout(None, "tp"), Layout(None, None), ("tp",), (8, 8), 4, mesh, LinkPrice.uniform(mesh)
+... )
+>>> [(movement.kind, movement.axes, movement.backward) for movement in path]
+[('all_gather', ('tp',), 'reduce_scatter')]
+
+`movement` is the table of movements, `operators` carries one out between processes, `virtual`
+between the tensors of one process, and `redistribution` finds the cheapest sequence of them.
+"""
+
+from autopar.collectives.movement import Movement
+from autopar.collectives.operators import operator_call
+from autopar.collectives.redistribution import (
+    LinkPrice,
+    Price,
+    apply_path,
+    movement_cost,
+    redistribute,
+    redistribution_cost,
+    verify_path,
+)
+from autopar.collectives.virtual import from_ranks, move, to_ranks
+
+__all__ = [
+    "LinkPrice",
+    "Movement",
+    "Price",
+    "apply_path",
+    "from_ranks",
+    "move",
+    "movement_cost",
+    "operator_call",
+    "redistribute",
+    "redistribution_cost",
+    "to_ranks",
+    "verify_path",
+]

@@ -1,0 +1,292 @@
+"""The movements as operators of torch: `torch.ops.autopar.all_gather` and its kin.
+
+Each acts on this rank's tensor over one process group, given by name, and has a fake, a forward
+and a backward; so it shows by name in a graph, traces and compiles.
+
+>>> from torch.fx import symbolic_trace
+>>> def program(x):
+...     return torch.ops.autopar.all_gather(x, 0, 8, "tp", 4, 1, False)
+>>> print(symbolic_trace(program).code.strip().splitlines()[1].strip())
+all_gather = torch.ops.autopar.all_gather(x, 0, 8, 'tp', 4, 1, False);  x = None
+>>> program(torch.empty(2, 3, device="meta")).shape
+torch.Size([8, 3])
+
+The arguments after the tensor: `dim`; `size`, that dim's size once gathered; the `group`'s name,
+how many `parts` it has and this rank's `index` in it; `pending`, whether the gradient arrives as a
+partial sum. A dim is cut by the rule of `autopar.layout.chunk`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar._torch import active_modes, below_autograd, process_group
+from autopar.collectives.movement import Movement
+from autopar.layout import Layout, chunk
+from autopar.mesh import Mesh
+
+_ops = torch.ops.autopar
+
+
+def operator_call(
+    movement: Movement, layout: Layout, shape: Sequence[int], mesh: Mesh, rank: int, group: str
+) -> tuple[torch._ops.OpOverload, tuple[Any, ...]]:
+    """The operator that is `movement` on `rank`, and its arguments after the tensor.
+
+    `layout` is the value's before the movement, `shape` the whole tensor's; `group` names the
+    process group of `rank` over `movement.axes`, whose members stand in that order.
+    """
+    place = (group, mesh.degree(movement.axes), mesh.position(rank, movement.axes))
+    match movement.kind:
+        case "identity":
+            return _ops.identity.default, (group,)
+        case "all_reduce":
+            return _ops.all_reduce.default, (group, movement.pending)
+        case "reduce_scatter":
+            return _ops.reduce_scatter.default, (movement.dim, *place)
+        case "slice":
+            return _ops.slice.default, (movement.dim, *place)
+    assert movement.dim is not None
+    size = movement.apply(layout).local_shape(shape, mesh, rank)[movement.dim]
+    if movement.kind == "all_gather":
+        return _ops.all_gather.default, (movement.dim, size, *place, movement.pending)
+    return _ops.all_to_all.default, (movement.dim, size, movement.to_dim, *place)
+
+
+# Forward: what one rank does.
+
+
+def _identity(x: Tensor, group: str) -> Tensor:
+    # A copy, because a compiler may reuse the memory of x afterwards; while eager autograd
+    # records, an alias serves (see _differentiable).
+    return x.clone()
+
+
+def _all_reduce(x: Tensor, group: str, pending: bool) -> Tensor:
+    total = _summable(x).clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=process_group(group))
+    return total.to(x.dtype)
+
+
+def _all_gather(
+    x: Tensor, dim: int, size: int, group: str, parts: int, index: int, pending: bool
+) -> Tensor:
+    full = -(-size // parts)
+    piece = _padded(x, dim, full)
+    gathered = piece.new_empty((parts, *piece.shape))
+    dist.all_gather_into_tensor(
+        _movable(gathered.flatten(0, 1)), _movable(piece), group=process_group(group)
+    )
+    if _leads(piece.shape, dim):
+        return gathered.view(_resized(x, dim, parts * full)).narrow(dim, 0, size)
+    if size == parts * full:
+        return torch.cat(gathered.unbind(), dim)
+    pieces = (part.narrow(dim, 0, chunk(size, parts, at)[1]) for at, part in enumerate(gathered))
+    return torch.cat(tuple(pieces), dim)
+
+
+def _reduce_scatter(x: Tensor, dim: int, group: str, parts: int, index: int) -> Tensor:
+    size = x.shape[dim]
+    full = -(-size // parts)
+    stacked = _stacked(_padded(_summable(x), dim, parts * full), dim, parts)
+    piece = torch.empty_like(stacked[0])
+    dist.reduce_scatter_tensor(piece, stacked.flatten(0, 1), group=process_group(group))
+    if size != parts * full:
+        piece = piece.narrow(dim, 0, chunk(size, parts, index)[1]).contiguous()
+    return piece.to(x.dtype)
+
+
+def _slice(x: Tensor, dim: int, group: str, parts: int, index: int) -> Tensor:
+    # A copy: a view would keep the whole tensor alive.
+    start, length = chunk(x.shape[dim], parts, index)
+    return x.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
+
+
+def _all_to_all(
+    x: Tensor, dim: int, size: int, to_dim: int, group: str, parts: int, index: int
+) -> Tensor:
+    full, to_full = -(-size // parts), -(-x.shape[to_dim] // parts)
+    padded = _padded(_padded(x, dim, full), to_dim, parts * to_full)
+    sent = _stacked(padded, to_dim, parts)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(_movable(received), _movable(sent), group=process_group(group))
+    own = chunk(x.shape[to_dim], parts, index)[1]
+    if _leads(received.shape[1:], dim):
+        joined = received.view(_resized(received[0], dim, parts * full))
+    else:
+        joined = torch.cat(received.unbind(), dim)
+    return joined.narrow(dim, 0, size).narrow(to_dim, 0, own).contiguous()
+
+
+def _stacked(x: Tensor, dim: int, parts: int) -> Tensor:
+    """The equal pieces of `dim`, one after the other in memory along a new first dim."""
+    shape = _resized(x, dim, x.shape[dim] // parts)
+    if _leads(shape, dim):
+        return x.contiguous().view(parts, *shape)
+    return x.unflatten(dim, (parts, shape[dim])).movedim(dim, 0).contiguous()
+
+
+def _padded(x: Tensor, dim: int, size: int) -> Tensor:
+    """`x` with zeros after the end of `dim` up to `size`, contiguous."""
+    if x.shape[dim] == size:
+        return x.contiguous()
+    padded = x.new_zeros(_resized(x, dim, size))
+    padded.narrow(dim, 0, x.shape[dim]).copy_(x)
+    return padded
+
+
+def _resized(x: Tensor, dim: int, size: int) -> list[int]:
+    shape = list(x.shape)
+    shape[dim] = size
+    return shape
+
+
+def _leads(shape: Sequence[int], dim: int) -> bool:
+    """Whether pieces of `dim` that follow one another in memory are joined as they are."""
+    return dim == 0 or math.prod(shape[:dim]) == 1
+
+
+_WIDTHS = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}
+_MOVED_AS = {
+    dtype: _WIDTHS[dtype.itemsize]
+    for dtype in (
+        *(torch.int16, torch.uint16, torch.uint32, torch.uint64),
+        *(torch.float8_e4m3fn, torch.float8_e5m2),
+    )
+}
+_SUMMED_AS = {torch.bool: torch.int32, torch.int16: torch.int32}
+
+
+def _movable(x: Tensor) -> Tensor:
+    """The same bits in a dtype that every backend can move."""
+    carrier = _MOVED_AS.get(x.dtype)
+    return x if carrier is None else x.view(carrier)
+
+
+def _summable(x: Tensor) -> Tensor:
+    """The same values in a dtype that every backend can sum."""
+    wider = _SUMMED_AS.get(x.dtype)
+    return x if wider is None else x.to(wider)
+
+
+# Fake: shapes only.
+
+
+def _fake_same(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _fake_all_gather(x: Tensor, dim: int, size: int, *_: Any) -> Tensor:
+    return x.new_empty(_resized(x, dim, size))
+
+
+def _fake_cut(x: Tensor, dim: int, group: str, parts: int, index: int) -> Tensor:
+    return x.new_empty(_resized(x, dim, chunk(x.shape[dim], parts, index)[1]))
+
+
+def _fake_all_to_all(
+    x: Tensor, dim: int, size: int, to_dim: int, group: str, parts: int, index: int
+) -> Tensor:
+    cut = _fake_cut(x, to_dim, group, parts, index)
+    return x.new_empty(_resized(cut, dim, size))
+
+
+# Backward: the table of `movement`, each row (shape of the input, gradient, arguments) -> gradient.
+
+
+def _identity_backward(shape: Sequence[int], grad: Tensor, group: str) -> Tensor:
+    return _ops.all_reduce.default(grad, group, False)
+
+
+def _all_reduce_backward(shape: Sequence[int], grad: Tensor, group: str, pending: bool) -> Tensor:
+    return _ops.all_reduce.default(grad, group, False) if pending else grad
+
+
+def _all_gather_backward(
+    shape: Sequence[int], grad: Tensor, dim: int, size: int, group: str, parts: int, index: int,
+    pending: bool,
+) -> Tensor:  # fmt: skip
+    back = _ops.reduce_scatter.default if pending else _ops.slice.default
+    return back(grad, dim, group, parts, index)
+
+
+def _cut_backward(
+    shape: Sequence[int], grad: Tensor, dim: int, group: str, parts: int, index: int
+) -> Tensor:
+    return _ops.all_gather.default(grad, dim, shape[dim], group, parts, index, False)
+
+
+def _all_to_all_backward(
+    shape: Sequence[int], grad: Tensor, dim: int, size: int, to_dim: int, group: str, parts: int,
+    index: int,
+) -> Tensor:  # fmt: skip
+    return _ops.all_to_all.default(grad, to_dim, shape[to_dim], dim, group, parts, index)
+
+
+def _differentiable(name: str, backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The Autograd-key kernel of operator `name`: record `backward`, then call what is below."""
+    operator = getattr(_ops, name).default
+
+    def run(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
+        ctx.shape, ctx.arguments = x.shape, arguments
+        if name == "identity" and not active_modes():
+            return x.view_as(x)
+        with below_autograd():
+            return operator(x, *arguments)
+
+    def run_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return backward(ctx.shape, grad, *ctx.arguments), *(None,) * len(ctx.arguments)
+
+    title = "".join(word.capitalize() for word in name.split("_"))
+    methods = {"forward": staticmethod(run), "backward": staticmethod(run_back)}
+    function: Any = type(title, (torch.autograd.Function,), methods)
+
+    def kernel(x: Tensor, *arguments: Any) -> Tensor:
+        if x.requires_grad and torch.is_grad_enabled():
+            return function.apply(x, *arguments)
+        with below_autograd():
+            return operator(x, *arguments)
+
+    return kernel
+
+
+# The registration. Kernels and backwards go on the dispatch keys directly:
+# `torch.library.custom_op` wraps both in Python layers that cost several times as much.
+
+_library = torch.library.Library("autopar", "FRAGMENT")
+for _name, _arguments, _forward, _fake, _backward in (
+    ("identity", "str group", _identity, _fake_same, _identity_backward),
+    ("all_reduce", "str group, bool pending", _all_reduce, _fake_same, _all_reduce_backward),
+    (
+        "all_gather",
+        "int dim, SymInt size, str group, int parts, int index, bool pending",
+        _all_gather,
+        _fake_all_gather,
+        _all_gather_backward,
+    ),
+    (
+        "reduce_scatter",
+        "int dim, str group, int parts, int index",
+        _reduce_scatter,
+        _fake_cut,
+        _cut_backward,
+    ),
+    ("slice", "int dim, str group, int parts, int index", _slice, _fake_cut, _cut_backward),
+    (
+        "all_to_all",
+        "int dim, SymInt size, int to_dim, str group, int parts, int index",
+        _all_to_all,
+        _fake_all_to_all,
+        _all_to_all_backward,
+    ),
+):
+    _library.define(f"{_name}(Tensor x, {_arguments}) -> Tensor")
+    _library.impl(_name, _forward, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"autopar::{_name}", _fake, lib=_library)
+    _library.impl(_name, _differentiable(_name, _backward), "Autograd")

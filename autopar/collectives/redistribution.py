@@ -1,0 +1,345 @@
+"""The shortest way from one layout to another: a sequence of movements with the least cost.
+
+>>> mesh = Mesh(a=2, b=2)
+>>> price = LinkPrice.uniform(mesh)
+>>> for movement in redistribute(
+...     Layout(("a", "b"), None), Layout(None, "a"), (), (8, 8), 4, mesh, price
+... ):
+...     print(movement.kind, movement.axes, movement.dim, movement.to_dim)
+all_gather ('b',) 0 None
+all_to_all ('a',) 0 1
+
+A state is a layout together with the axes that are already *pending* (replicas whose gradient
+arrives as a partial sum); an edge is one collective over one or several axes, priced forward and
+backward. Inner axes of a dim leave it before outer ones, and new axes enter it innermost, so an
+edge never gathers over a group that holds more than one piece of what it joins. A search grows
+from each source and is kept: the next target continues where the last one stopped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from heapq import heappop, heappush
+from typing import Protocol
+
+from autopar.collectives.movement import Movement
+from autopar.errors import InvalidInput, VerifierError
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+
+# A movement more costs at least this: of two equal ways, the one with fewer movements is taken.
+TIE = 1e-12  # seconds
+
+
+class Price(Protocol):
+    """What one collective costs. A price is hashable, and equal prices are interchangeable."""
+
+    def seconds(self, kind: str, axes: tuple[str, ...], size: float) -> float:
+        """`size`: bytes of the larger of the tensors that one rank holds before and after.
+
+        Asked for the four kinds that move data: an identity and a slice cost nothing.
+        """
+        ...
+
+    def __hash__(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class LinkPrice:
+    """Latency and bandwidth of each mesh axis; a group over several goes at the slowest's pace.
+
+    With p ranks and V bytes: (p-1)/p V beta for a gather, a scatter and an all-to-all (where V is
+    one rank's piece), and twice that for an all-reduce; log2(p) alpha for each pass, p-1 for an
+    all-to-all.
+    """
+
+    mesh: Mesh
+    alpha: tuple[float, ...]  # seconds, one for each axis of the mesh
+    beta: tuple[float, ...]  # seconds per byte
+
+    @classmethod
+    def uniform(cls, mesh: Mesh, alpha: float = 5e-6, beta: float = 1e-11) -> LinkPrice:
+        """The same link on every axis."""
+        return cls(mesh, (alpha,) * len(mesh.names), (beta,) * len(mesh.names))
+
+    @classmethod
+    def of(cls, mesh: Mesh, alpha: Mapping[str, float], beta: Mapping[str, float]) -> LinkPrice:
+        """Links by the name of the axis."""
+        names = mesh.names
+        return cls(mesh, tuple(alpha[n] for n in names), tuple(beta[n] for n in names))
+
+    def seconds(self, kind: str, axes: tuple[str, ...], size: float) -> float:
+        parts = self.mesh.degree(axes)
+        places = [self.mesh.names.index(axis) for axis in axes]
+        alpha, beta = max(self.alpha[i] for i in places), max(self.beta[i] for i in places)
+        passes = 2 if kind == "all_reduce" else 1
+        hops = parts - 1 if kind == "all_to_all" else passes * math.log2(parts)
+        return passes * (parts - 1) / parts * size * beta + hops * alpha
+
+
+def redistribute(
+    source: Layout,
+    target: Layout,
+    pending: Collection[str],
+    shape: Sequence[int],
+    itemsize: int,
+    mesh: Mesh,
+    price: Price,
+    differentiable: bool = True,
+) -> tuple[Movement, ...]:
+    """The cheapest movements from `source` to `target`.
+
+    `pending` are the axes on which the target is a replica whose gradient arrives as a partial
+    sum. Without `differentiable` only the way forward counts and `pending` says nothing.
+    """
+    if source == target and not pending:
+        return ()
+    return _solve(
+        source, target, frozenset(pending), tuple(shape), itemsize, mesh, price, differentiable
+    )[0]
+
+
+def redistribution_cost(
+    source: Layout,
+    target: Layout,
+    pending: Collection[str],
+    shape: Sequence[int],
+    itemsize: int,
+    mesh: Mesh,
+    price: Price,
+    differentiable: bool = True,
+) -> float:
+    """The seconds that the movements of `redistribute` take, forward and backward."""
+    if source == target and not pending:
+        return 0.0
+    return _solve(
+        source, target, frozenset(pending), tuple(shape), itemsize, mesh, price, differentiable
+    )[1]
+
+
+def apply_path(path: Iterable[Movement], source: Layout) -> tuple[Layout, frozenset[str]]:
+    """Where a path leads: the layout after it and the axes that are pending there."""
+    pending: set[str] = set()
+    for movement in path:
+        source = movement.apply(source)
+        if movement.pending:
+            pending.update(movement.axes)
+    return source, frozenset(pending)
+
+
+def verify_path(
+    path: Iterable[Movement], source: Layout, target: Layout, pending: Collection[str] = ()
+) -> None:
+    """Refuse a path that does not lead from `source` to `target` with `pending`."""
+    path = tuple(path)
+    end, found = apply_path(path, source)
+    if end != target or found != frozenset(pending):
+        raise VerifierError(
+            "the movements of a redistribution lead from its source to its target",
+            got=f"{path} from {source} leads to {end}, pending {sorted(found)}; "
+            f"wanted {target}, pending {sorted(pending)}",
+        )
+
+
+def movement_cost(
+    movement: Movement,
+    layout: Layout,
+    shape: Sequence[int],
+    itemsize: float,
+    mesh: Mesh,
+    price: Price,
+    differentiable: bool = True,
+) -> float:
+    """The seconds of one movement from `layout`, forward and, where it counts, backward."""
+    after = movement.apply(layout)
+    size = itemsize * max(
+        math.prod(layout.largest_shape(shape, mesh)), math.prod(after.largest_shape(shape, mesh))
+    )
+    return _edge_cost(movement, size, price, differentiable)
+
+
+def _edge_cost(movement: Movement, size: float, price: Price, differentiable: bool) -> float:
+    cost = 0.0
+    if movement.kind not in ("identity", "slice"):
+        cost += price.seconds(movement.kind, movement.axes, size)
+    if differentiable and movement.backward not in ("identity", "slice"):
+        cost += price.seconds(movement.backward, movement.axes, size)
+    return cost
+
+
+# Where an axis stands: the axes that cut each dim, those of partial sums, those that are pending.
+State = tuple[tuple[tuple[str, ...], ...], tuple[str, ...], tuple[str, ...]]
+
+
+@lru_cache(maxsize=1 << 18)
+def _solve(
+    source: Layout,
+    target: Layout,
+    pending: frozenset[str],
+    shape: tuple[int, ...],
+    itemsize: int,
+    mesh: Mesh,
+    price: Price,
+    differentiable: bool,
+) -> tuple[tuple[Movement, ...], float]:
+    _validate(source, target, pending, shape, mesh)
+    even, size = shape, float(itemsize)
+    if all(length % mesh.size == 0 for length in shape):
+        # Every cut is even: only the bytes count, so that shapes of one size share a search.
+        even = (mesh.size,) * len(shape)
+        size = itemsize * math.prod(shape) / math.prod(even)
+    search = _search(source, even, size, mesh, price, differentiable)
+    return search.reach((target.dims, target.partial, tuple(sorted(pending))))
+
+
+def _validate(
+    source: Layout, target: Layout, pending: frozenset[str], shape: tuple[int, ...], mesh: Mesh
+) -> None:
+    source.validate(shape, mesh)
+    target.validate(shape, mesh)
+    if not set(target.partial) <= set(source.partial):
+        raise InvalidInput(
+            "no movement makes a partial sum: only an operator on cut data gives one",
+            got=f"from {source} to {target}",
+            remedy=f"leave {sorted(set(target.partial) - set(source.partial))} out of the target",
+        )
+    if not pending <= set(mesh.names) - set(target.axes):
+        raise InvalidInput(
+            "a gradient is a partial sum only over axes on which the value is a replica",
+            got=f"pending {sorted(pending)} with {target} on {mesh}",
+            remedy=f"leave {sorted(pending - (set(mesh.names) - set(target.axes)))} out",
+        )
+
+
+@lru_cache(maxsize=512)
+def _search(
+    source: Layout,
+    shape: tuple[int, ...],
+    itemsize: float,
+    mesh: Mesh,
+    price: Price,
+    differentiable: bool,
+) -> _Search:
+    return _Search(source, shape, itemsize, mesh, price, differentiable)
+
+
+class _Search:
+    """Dijkstra's algorithm from one source, continued as far as each target needs."""
+
+    def __init__(
+        self,
+        source: Layout,
+        shape: tuple[int, ...],
+        itemsize: float,
+        mesh: Mesh,
+        price: Price,
+        differentiable: bool,
+    ) -> None:
+        self.shape, self.itemsize, self.mesh = shape, itemsize, mesh
+        self.price, self.differentiable = price, differentiable
+        self.start: State = (source.dims, source.partial, ())
+        self.best: dict[State, float] = {self.start: 0.0}
+        self.came: dict[State, tuple[State, Movement, float]] = {}
+        self.settled: set[State] = set()
+        self.order = itertools.count()
+        self.open: list[tuple[float, int, State]] = [(0.0, 0, self.start)]
+        self.sizes: dict[tuple[tuple[str, ...], ...], float] = {}
+
+    def reach(self, target: State) -> tuple[tuple[Movement, ...], float]:
+        """The path to `target`, and its seconds."""
+        if not self.differentiable:
+            target = (target[0], target[1], ())
+        while target not in self.settled:
+            distance, _, state = heappop(self.open)
+            if state not in self.settled:
+                self.settled.add(state)
+                self._expand(state, distance)
+        path: list[Movement] = []
+        seconds = 0.0
+        while target != self.start:
+            target, movement, cost = self.came[target]
+            path.append(movement)
+            seconds += cost
+        return tuple(reversed(path)), seconds
+
+    def _expand(self, state: State, distance: float) -> None:
+        before = self._bytes(state[0])
+        for movement, after, cuts in _steps(state, self.mesh):
+            if after in self.settled or (movement.pending and not self.differentiable):
+                continue
+            if any(self.shape[dim] % degree for dim, degree in cuts):
+                continue
+            size = max(before, self._bytes(after[0]))
+            cost = _edge_cost(movement, size, self.price, self.differentiable)
+            total = distance + cost + TIE
+            if total < self.best.get(after, math.inf):
+                self.best[after] = total
+                self.came[after] = (state, movement, cost)
+                heappush(self.open, (total, next(self.order), after))
+
+    def _bytes(self, dims: tuple[tuple[str, ...], ...]) -> float:
+        """What the largest piece takes."""
+        if dims not in self.sizes:
+            largest = Layout(*dims).largest_shape(self.shape, self.mesh)
+            self.sizes[dims] = math.prod(largest) * self.itemsize
+        return self.sizes[dims]
+
+
+# A movement, where it leads, and the dims that must be cut evenly for it, each with its degree:
+# over several axes at once the pieces are those of the axes one by one only where all are even.
+Step = tuple[Movement, State, tuple[tuple[int, int], ...]]
+
+
+@lru_cache(maxsize=1 << 16)
+def _steps(state: State, mesh: Mesh) -> tuple[Step, ...]:
+    """Every single collective that is possible in `state`."""
+    found = []
+    for movement in _movements(state, mesh):
+        dims, partial, pending = state
+        axes = movement.axes
+        before = Layout(*dims, partial=partial)
+        after = movement.apply(before)
+        cuts = []
+        if len(axes) > 1:
+            for dim in {movement.dim, movement.to_dim} - {None}:
+                assert dim is not None
+                longer = max(before.dims[dim], after.dims[dim], key=len)
+                cuts.append((dim, mesh.degree(longer)))
+        if movement.pending:
+            pending = tuple(sorted({*pending, *axes}))
+        found.append((movement, (after.dims, after.partial, pending), tuple(cuts)))
+    return tuple(found)
+
+
+def _movements(state: State, mesh: Mesh) -> Iterator[Movement]:
+    dims, partial, pending = state
+    used = {*partial, *pending, *itertools.chain(*dims)}
+    free = tuple(axis for axis in mesh.names if axis not in used)
+    sums = tuple(axis for axis in mesh.names if axis in partial)
+    for axes in _subsets(sums, itertools.combinations):
+        yield Movement("all_reduce", axes)
+        yield Movement("all_reduce", axes, pending=True)
+    for axes in _subsets(free, itertools.combinations):
+        yield Movement("identity", axes, pending=True)
+    for dim, cut in enumerate(dims):
+        for axes in _subsets(sums, itertools.permutations):
+            yield Movement("reduce_scatter", axes, dim)
+        for axes in _subsets(free, itertools.permutations):
+            yield Movement("slice", axes, dim)
+        for axes in (cut[at:] for at in range(len(cut))):
+            yield Movement("all_gather", axes, dim)
+            yield Movement("all_gather", axes, dim, pending=True)
+            for to_dim in range(len(dims)):
+                if to_dim != dim:
+                    yield Movement("all_to_all", axes, dim, to_dim)
+
+
+def _subsets(
+    axes: tuple[str, ...], choose: type[itertools.combinations] | type[itertools.permutations]
+) -> Iterator[tuple[str, ...]]:
+    for count in range(1, len(axes) + 1):
+        yield from choose(axes, count)

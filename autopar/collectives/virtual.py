@@ -1,0 +1,243 @@
+"""The movements on lists of tensors, one per rank of a mesh, in one process.
+
+>>> mesh, layout = Mesh(a=2, b=2), Layout(("a", "b"))
+>>> pieces = to_ranks(torch.arange(8.0), layout, mesh)
+>>> pieces[3]
+tensor([6., 7.])
+>>> gathered = move(Movement("all_gather", ("b",), dim=0), pieces, mesh)
+>>> gathered[3]
+tensor([4., 5., 6., 7.])
+>>> from_ranks(gathered, Layout("a"), mesh, (8,))
+tensor([0., 1., 2., 3., 4., 5., 6., 7.])
+
+Each function carries the backward that the table in `movement` defines, not the derivative of its
+own forward: the gradients of replicas are replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.collectives.movement import Movement
+from autopar.errors import ExecutionError
+from autopar.layout import Layout, chunk
+from autopar.mesh import Mesh
+
+
+def move(
+    movement: Movement,
+    values: Sequence[Tensor],
+    mesh: Mesh,
+    shape: Sequence[int] | None = None,
+    layout: Layout | None = None,
+) -> list[Tensor]:
+    """Carry out `movement` on the tensors of all ranks.
+
+    `shape` of the whole tensor and `layout` before the movement, where given, are checked against
+    the values. Members of a group that receive the same data share its memory.
+    """
+    if layout is not None and shape is not None:
+        expected = _local_shapes(layout, tuple(shape), mesh)
+        for rank, (value, local_shape) in enumerate(zip(values, expected)):
+            if value.shape != local_shape:
+                raise ExecutionError(
+                    "a value that is moved has the shape that its layout says",
+                    got=f"shape {tuple(value.shape)} on rank {rank}; {layout} of {tuple(shape)} "
+                    f"has {local_shape} there",
+                )
+    return list(_Move.apply(movement, mesh, *values))
+
+
+def to_ranks(whole: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
+    """Cut a whole tensor into the pieces of all ranks: views, zeros behind a partial sum.
+
+    The gradient assembles those of the pieces; replicas count once.
+    """
+    return list(_ToRanks.apply(layout, mesh, whole))
+
+
+def from_ranks(
+    values: Sequence[Tensor], layout: Layout, mesh: Mesh, shape: Sequence[int]
+) -> Tensor:
+    """Assemble the whole tensor: join cuts, sum partial sums, take the first of replicas.
+
+    The gradient is cut likewise: every replica, and every term of a sum, receives all of it.
+    """
+    return _FromRanks.apply(layout, mesh, tuple(shape), *values)
+
+
+class _Move(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, movement: Movement, mesh: Mesh, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.movement, ctx.mesh = movement, mesh
+        if movement.kind == "identity":
+            return tuple(value.view_as(value) for value in values)
+        groups = _groups(mesh, movement.axes)
+        return _carry_out(
+            movement.kind, movement.dim, movement.to_dim, values, groups, Tensor.detach
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        movement = ctx.movement
+        if movement.backward == "identity":
+            return None, None, *grads
+        dim, to_dim = movement.dim, movement.to_dim
+        if movement.kind == "all_to_all":
+            dim, to_dim = to_dim, dim
+        groups = _groups(ctx.mesh, movement.axes)
+        # Each rank has its gradient for itself: a leaf keeps it, and may add to it in place.
+        moved = _carry_out(movement.backward, dim, to_dim, grads, groups, Tensor.clone)
+        return None, None, *moved
+
+
+class _ToRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layout: Layout, mesh: Mesh, whole: Tensor) -> tuple[Tensor, ...]:
+        ctx.layout, ctx.mesh, ctx.shape = layout, mesh, tuple(whole.shape)
+        return _cut(whole, layout, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, _assemble(grads, ctx.layout.gradient, ctx.mesh, ctx.shape)
+
+
+class _FromRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, layout: Layout, mesh: Mesh, shape: tuple[int, ...], *values: Tensor
+    ) -> Tensor:
+        ctx.layout, ctx.mesh = layout, mesh
+        return _assemble(values, layout, mesh, shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        pieces = _cut(grad, ctx.layout.gradient, ctx.mesh)
+        return None, None, None, *(piece.clone() for piece in pieces)
+
+
+def _carry_out(
+    kind: str,
+    dim: int | None,
+    to_dim: int | None,
+    values: Sequence[Tensor],
+    groups: tuple[tuple[int, ...], ...],
+    another: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, ...]:
+    """One collective in every group; `another` makes the further replicas of a shared result."""
+    collective = _COLLECTIVES[kind]
+    moved: list[Any] = [None] * len(values)
+    for group in groups:
+        result = collective([values[rank] for rank in group], dim, to_dim)
+        if isinstance(result, Tensor):
+            result = [result, *(another(result) for _ in group[1:])]
+        for rank, piece in zip(group, result):
+            moved[rank] = piece
+    return tuple(moved)
+
+
+# What one group does: a tensor that all members receive, or one for each.
+
+
+def _all_reduce(members: list[Tensor], dim: None, to_dim: None) -> Tensor:
+    total = members[0].clone(memory_format=torch.contiguous_format)
+    for member in members[1:]:
+        total += member
+    return total
+
+
+def _all_gather(members: list[Tensor], dim: int, to_dim: None) -> Tensor:
+    return torch.cat(members, dim)
+
+
+def _reduce_scatter(members: list[Tensor], dim: int, to_dim: None) -> list[Tensor]:
+    total = _all_reduce(members, None, None)
+    return [_piece(total, dim, len(members), at) for at in range(len(members))]
+
+
+def _slice(members: list[Tensor], dim: int, to_dim: None) -> list[Tensor]:
+    return [_piece(member, dim, len(members), at) for at, member in enumerate(members)]
+
+
+def _all_to_all(members: list[Tensor], dim: int, to_dim: int) -> list[Tensor]:
+    count = len(members)
+    lengths = [chunk(members[0].shape[to_dim], count, at)[1] for at in range(count)]
+    table = [member.split(lengths, to_dim) for member in members]
+    return [torch.cat(column, dim) for column in zip(*table)]
+
+
+_COLLECTIVES: dict[str, Callable[..., Tensor | list[Tensor]]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "slice": _slice,
+    "all_to_all": _all_to_all,
+}
+
+
+def _piece(value: Tensor, dim: int, parts: int, index: int) -> Tensor:
+    # A copy: a view would keep the whole tensor alive.
+    start, length = chunk(value.shape[dim], parts, index)
+    return value.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
+
+
+def _cut(whole: Tensor, layout: Layout, mesh: Mesh) -> tuple[Tensor, ...]:
+    pieces = []
+    for bounds, is_first in zip(*_bounds(layout, tuple(whole.shape), mesh)):
+        piece = whole
+        for dim, (start, length) in enumerate(bounds):
+            if layout.dims[dim]:
+                piece = piece.narrow(dim, start, length)
+        if not is_first:
+            piece = torch.zeros_like(piece)
+        pieces.append(piece.view_as(piece) if piece is whole else piece)
+    return tuple(pieces)
+
+
+def _assemble(
+    values: Sequence[Tensor], layout: Layout, mesh: Mesh, shape: tuple[int, ...]
+) -> Tensor:
+    """Undo the cuts one axis at a time, each over the ranks that still count."""
+    left, ranks = mesh, list(values)
+    for axis in mesh.names:
+        if layout.dim_of(axis) is None:
+            groups = left.groups((axis,))
+            if axis in layout.partial:
+                ranks = [_all_reduce([ranks[r] for r in group], None, None) for group in groups]
+            else:
+                ranks = [ranks[group[0]] for group in groups]
+            left = left.without(axis)
+    for dim, axes in enumerate(layout.dims):
+        for axis in reversed(axes):
+            ranks = [torch.cat([ranks[r] for r in group], dim) for group in left.groups((axis,))]
+            left = left.without(axis)
+    (whole,) = ranks
+    assert whole.shape == shape
+    return whole.view_as(whole) if any(whole is value for value in values) else whole
+
+
+@lru_cache(maxsize=1024)
+def _groups(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    return mesh.groups(axes)
+
+
+@lru_cache(maxsize=4096)
+def _bounds(
+    layout: Layout, shape: tuple[int, ...], mesh: Mesh
+) -> tuple[list[tuple[tuple[int, int], ...]], list[bool]]:
+    """For every rank, where its piece lies and whether it stands first on every partial axis."""
+    ranks = range(mesh.size)
+    return (
+        [layout.local_bounds(shape, mesh, rank) for rank in ranks],
+        [mesh.position(rank, layout.partial) == 0 for rank in ranks],
+    )
+
+
+@lru_cache(maxsize=4096)
+def _local_shapes(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> list[tuple[int, ...]]:
+    return [layout.local_shape(shape, mesh, rank) for rank in range(mesh.size)]
