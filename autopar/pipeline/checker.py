@@ -1,0 +1,208 @@
+"""Proves a schedule sound before anything runs, or names the actions that are not.
+
+>>> from autopar.pipeline import from_text
+>>> from_text("microbatches: 1\npipe 0: 0 1\nrank 0: 0F0 0B0\nrank 1: 1B0 1F0")
+Traceback (most recent call last):
+autopar.errors.InvalidInput: a micro-batch's backward on a stage follows its forward there
+  given:  rank 1: 1B0 comes before 1F0
+  remedy: put the forward first
+
+A sound schedule is complete (each micro-batch passes each stage of one pipe, forward once and
+backward once), ordered on each rank, matched (what one stage sends together, the next one receives
+together) and free of deadlock as the executor runs it: a rank does its list in order, sends never
+block, and an action blocks until its input is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autopar.errors import InvalidInput
+from autopar.pipeline.execution import inputs, run
+from autopar.pipeline.schedule import KINDS, Action, Kind, Schedule
+
+SHOWN = 6
+
+
+def check(schedule: Schedule, source: str | None = None) -> None:
+    """Raise `InvalidInput` with the offending actions unless `schedule` is sound."""
+    for rule, remedy, offences in (
+        ("every stage of every pipe is on one rank", "correct the placement", _placement),
+        ("an action names a stage of its rank and micro-batches of the step",
+         "move the action to the rank that holds its stage, or correct its numbers", _named),
+        ("a micro-batch goes through one pipe", "keep all its actions in one pipe", _one_pipe),
+        ("each micro-batch has one F, and one B or one I and one W, on each stage of its pipe",
+         "add what is missing, remove what is doubled", _complete),
+        ("a micro-batch's backward on a stage follows its forward there",
+         "put the forward first", _backward_follows),
+        ("W follows I for the same micro-batches on a stage", "put the I first", _weight_follows),
+        ("micro-batches that one stage sends together are received together by the next",
+         "join them alike on all stages", _matched),
+        ("a forward overlaps with the backward of another micro-batch that follows it",
+         "write (1F2;0B1)OVERLAP_F_B", _overlaps),
+        ("no rank waits forever: what it waits for is not behind what waits for it",
+         "put the action that is waited for earlier in its rank's order", _deadlock),
+    ):  # fmt: skip
+        given = []
+        for offence in offences(schedule):
+            given.append(offence)
+            if len(given) > SHOWN:
+                given[-1] = "..."
+                break
+        if given:
+            raise InvalidInput(rule, got="\n".join(given), remedy=remedy, source=source)
+
+
+def _placement(schedule: Schedule) -> Iterator[str]:
+    if schedule.microbatches < 1 or schedule.parts < 1:
+        yield f"{schedule.microbatches} micro-batches in {schedule.parts} parts"
+    if not schedule.placement or not schedule.placement[0]:
+        yield "no stage"
+        return
+    held: dict[tuple[int, int], int] = {}
+    for pipe, ranks in enumerate(schedule.placement):
+        if len(ranks) != schedule.stages:
+            yield f"pipe {pipe} has {len(ranks)} stages, pipe 0 has {schedule.stages}"
+        for stage, rank in enumerate(ranks):
+            if not 0 <= rank < schedule.ranks:
+                yield f"stage {stage} of pipe {pipe} on rank {rank} of {schedule.ranks}"
+            other = held.setdefault((rank, stage), pipe)
+            if other != pipe:
+                yield f"rank {rank} holds stage {stage} twice, of pipes {other} and {pipe}"
+
+
+def _named(schedule: Schedule) -> Iterator[str]:
+    placement, pipes, stages = schedule.placement, schedule.pipes, schedule.stages
+    slices = schedule.slices
+    for rank, order in enumerate(schedule.orders):
+        for action in order:
+            pipe, stage, microbatches = action.pipe, action.stage, action.microbatches
+            if action.kind not in KINDS:
+                yield f"rank {rank}: {action}: kind is not one of {', '.join(KINDS)}"
+            elif not (0 <= pipe < pipes and 0 <= stage < stages):
+                yield f"rank {rank}: {action}: there are {pipes} pipes of {stages} stages"
+            elif placement[pipe][stage] != rank:
+                yield f"rank {rank}: {action} belongs on rank {placement[pipe][stage]}"
+            elif not microbatches or min(microbatches) < 0 or max(microbatches) >= slices:
+                yield f"rank {rank}: {action}: micro-batches are 0 to {slices - 1}"
+            elif len(set(microbatches)) != len(microbatches):
+                yield f"rank {rank}: {action} names a micro-batch twice"
+
+
+def _one_pipe(schedule: Schedule) -> Iterator[str]:
+    first: dict[int, tuple[int, Action]] = {}
+    for order in schedule.orders:
+        for action in order:
+            pipe = action.pipe
+            for slice_ in action.microbatches:
+                other = first.setdefault(slice_, (pipe, action))
+                if other[0] != pipe:
+                    yield f"micro-batch {slice_}: {other[1]} and {action}"
+
+
+def _complete(schedule: Schedule) -> Iterator[str]:
+    slices, stages = schedule.slices, schedule.stages
+    counts = {kind: [0] * (slices * stages) for kind in KINDS}
+    for order in schedule.orders:
+        for action in order:
+            count, base = counts[action.kind], action.stage * slices
+            for slice_ in action.microbatches:
+                count[base + slice_] += 1
+    ones = [1] * (slices * stages)
+    halves = [whole + half for whole, half in zip(counts["B"], counts["I"])]
+    if counts["F"] == halves == ones and counts["I"] == counts["W"]:
+        return
+    for key in range(slices * stages):
+        f, b, i, w = (counts[kind][key] for kind in KINDS)
+        if f == 1 and (b, i, w) in ((1, 0, 0), (0, 1, 1)):
+            continue
+        stage, slice_ = divmod(key, slices)
+        pipe = schedule.pipe_of[slice_]
+        rank = f"rank {schedule.placement[pipe][stage]}: " if pipe >= 0 else ""
+        given: dict[Kind, int] = {"F": f, "B": b, "I": i, "W": w}
+        faults = [
+            f"{Action(kind, max(pipe, 0), stage, (slice_,))} {count} times"
+            for kind, count in given.items()
+            if count > 1
+        ]
+        if not f:
+            faults.append(f"no {Action('F', max(pipe, 0), stage, (slice_,))}")
+        if not b + i:
+            faults.append(f"no {Action('B', max(pipe, 0), stage, (slice_,))}")
+        if b and i + w:
+            faults.append(f"{Action('B', max(pipe, 0), stage, (slice_,))} beside its I or W")
+        if not b and i != w:
+            faults.append(f"{i} I but {w} W of micro-batch {slice_} on stage {stage}")
+        yield rank + ", ".join(faults)
+
+
+def _backward_follows(schedule: Schedule) -> Iterator[str]:
+    slices = schedule.slices
+    for rank, order in enumerate(schedule.orders):
+        done: set[int] = set()
+        for action in order:
+            keys = [action.stage * slices + slice_ for slice_ in action.microbatches]
+            if action.kind == "F":
+                done.update(keys)
+            elif action.kind != "W" and not done.issuperset(keys):
+                late = next(m for m, key in zip(action.microbatches, keys) if key not in done)
+                forward = Action("F", action.pipe, action.stage, (late,))
+                yield f"rank {rank}: {action} comes before {forward}"
+
+
+def _weight_follows(schedule: Schedule) -> Iterator[str]:
+    for rank, order in enumerate(schedule.orders):
+        done: set[tuple[int, tuple[int, ...]]] = set()
+        for action in order:
+            if action.kind == "I":
+                done.add((action.stage, action.microbatches))
+            elif action.kind == "W" and (action.stage, action.microbatches) not in done:
+                half = Action("I", action.pipe, action.stage, action.microbatches)
+                yield f"rank {rank}: {action} is not preceded by {half}"
+
+
+def _matched(schedule: Schedule) -> Iterator[str]:
+    """What is done together on one stage is done together on all stages of the pipe."""
+    groups: dict[tuple[bool, int], tuple[Action, int]] = {}
+    for rank, order in enumerate(schedule.orders):
+        for action in order:
+            if action.kind == "W":
+                continue
+            forward = action.kind == "F"
+            for slice_ in action.microbatches:
+                other, there = groups.setdefault((forward, slice_), (action, rank))
+                if other.microbatches != action.microbatches:
+                    yield f"{other} on rank {there}, {action} on rank {rank}"
+                    break
+
+
+def _overlaps(schedule: Schedule) -> Iterator[str]:
+    for rank, order in enumerate(schedule.orders):
+        for action, after in zip(order, [*order[1:], None]):
+            if not action.overlaps:
+                continue
+            if after is None:
+                yield f"rank {rank}: {action} is the last"
+            elif action.kind != "F" or after.kind == "F" or after.kind == "W" or after.overlaps:
+                yield f"rank {rank}: {action} with {after}"
+            elif (action.stage, action.microbatches) == (after.stage, after.microbatches):
+                yield f"rank {rank}: {action} with {after}, its own backward"
+
+
+def _deadlock(schedule: Schedule) -> Iterator[str]:
+    steps = [0.0] * schedule.stages
+    result = run(schedule, dict.fromkeys(KINDS, steps), 0.0)
+    keys = inputs(schedule)
+    senders = {
+        sent: (rank, position)
+        for rank, row in enumerate(keys)
+        for position, (_, sent) in enumerate(row)
+        if sent >= 0
+    }
+    for rank, key in sorted(result.waiting.items()):
+        position = next(i for i, (awaited, _) in enumerate(keys[rank]) if awaited == key)
+        there, other = senders[key]
+        yield (
+            f"rank {rank}: {schedule.orders[rank][position]} waits for "
+            f"{schedule.orders[there][other]} of rank {there}"
+        )

@@ -1,0 +1,149 @@
+"""The command `autopar simulate`: price and draw a schedule without any device.
+
+autopar simulate chimera --stages 8 --microbatches 8 --backward 2
+autopar simulate my-schedule.csv --latency 0.25 --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from autopar.errors import InvalidInput
+from autopar.pipeline.notation import load
+from autopar.pipeline.schedule import Schedule
+from autopar.pipeline.schedules import NAMES, option_names, schedule
+from autopar.pipeline.simulator import simulate
+from autopar.pipeline.synchronization import MODES
+from autopar.pipeline.timeline import Timeline
+
+# Options of schedules that are also costs of the simulation: a plan is made for the same times.
+COSTS = ("forward", "backward", "backward_weight", "latency")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `autopar simulate` takes."""
+    parser.add_argument(
+        "schedule", help=f"one of {', '.join(NAMES)}, or a schedule file (.txt or .csv)"
+    )
+    add = parser.add_argument
+    add("--stages", type=int, help="pipeline ranks")
+    add("--microbatches", type=int, help="micro-batches of the whole pipeline in a step")
+    add("--pipes", type=int, help="Chimera's number of pipes: 2, 4, ...")
+    add("--chunks", type=int, help="interleaved: stages of a rank")
+    add("--scale", help="chimera beyond p micro-batches: direct, doubling, halving or list")
+    add("--forward", type=_cost, default=1.0, help="time of a forward, or of each stage's: 1,1,2")
+    add("--backward", type=_cost, default=2.0, help="time of a whole backward")
+    add(
+        "--backward-weight",
+        type=_cost,
+        help="the part of backward that can be split off (default: half)",
+    )
+    add("--latency", type=float, default=0.0, help="time of a message between two ranks")
+    add("--sync", choices=MODES, help="when the replicas of a stage all-reduce its gradient")
+    add("--sync-cost", type=_cost, default=0.0, help="time of a stage's all-reduce")
+    add("--width", type=int, default=160, help="columns of the drawing")
+    add("--json", action="store_true", help="print the figures as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the figures and the drawing of a schedule, or its figures as JSON."""
+    made = make_schedule(args)
+    timeline = simulate(
+        made,
+        args.forward,
+        args.backward,
+        args.backward_weight,
+        args.latency,
+        args.sync,
+        args.sync_cost,
+    )
+    if args.json:
+        print(json.dumps(figures(timeline)))
+    else:
+        from autopar.pipeline.drawing import draw
+
+        print(draw(timeline, args.width))
+        print(_summary(timeline))
+    return 0
+
+
+def make_schedule(args: argparse.Namespace) -> Schedule:
+    """The schedule that the arguments name."""
+    given = {
+        name: getattr(args, name)
+        for name in ("pipes", "chunks", "scale")
+        if getattr(args, name) is not None
+    }
+    if args.schedule not in NAMES and args.schedule.endswith((".txt", ".csv")):
+        sizes = [f"--{name}" for name in ("stages", "microbatches", *given) if getattr(args, name)]
+        if sizes:
+            raise InvalidInput(
+                "a schedule file has its own sizes and options",
+                got=" ".join(sizes),
+                remedy="leave them out, or name a schedule instead of a file",
+            )
+        return load(args.schedule)
+    if args.schedule in NAMES:
+        for name in ("stages", "microbatches"):
+            if getattr(args, name) is None:
+                raise InvalidInput(
+                    "a schedule is made for a number of stages and of micro-batches",
+                    got=f"no --{name}",
+                    remedy=f"add --{name} 8",
+                )
+        given |= {
+            name: getattr(args, name) for name in COSTS if name in option_names(args.schedule)
+        }
+    return schedule(
+        args.schedule, stages=args.stages or 1, microbatches=args.microbatches or 1, **given
+    )
+
+
+def figures(timeline: Timeline) -> dict[str, Any]:
+    """What `--json` prints."""
+    made = timeline.schedule
+    path = timeline.critical_path
+    found = {
+        "schedule": made.name,
+        "stages": made.ranks,
+        "microbatches": made.microbatches,
+        "makespan": timeline.makespan,
+        "bubble_ratio": timeline.bubble_ratio,
+        "idle": list(timeline.idle),
+        "peak_activations": list(timeline.peak_activations),
+        "weights": made.replicas,
+        "critical_path": {
+            "forwards": path.forwards,
+            "backwards": path.backwards,
+            "weights": path.weights,
+            "messages": path.messages,
+        },
+    }
+    if timeline.synchronizations:
+        found |= {"uncovered_sync": timeline.uncovered_sync, "step_time": timeline.step_time}
+    return found
+
+
+def _summary(timeline: Timeline) -> str:
+    path = timeline.critical_path
+    split = f" + {path.weights} W" if path.weights else ""
+    lines = [
+        f"weights           {timeline.schedule.replicas} copies of each stage",
+        f"peak activations  {' '.join(f'{kept:g}' for kept in timeline.peak_activations)}",
+        f"idle              {' '.join(f'{idle:g}' for idle in timeline.idle)}",
+        f"critical path     {path.forwards} F + {path.backwards} B{split}, "
+        f"{path.messages} messages",
+    ]
+    if timeline.synchronizations:
+        lines.append(
+            f"synchronisation   {timeline.uncovered_sync:g} uncovered, "
+            f"step time {timeline.step_time:g}"
+        )
+    return "\n".join(lines)
+
+
+def _cost(text: str) -> float | tuple[float, ...]:
+    values = tuple(float(part) for part in text.split(","))
+    return values[0] if len(values) == 1 else values

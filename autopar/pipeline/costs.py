@@ -1,0 +1,87 @@
+"""The times of a schedule's actions from what a user gives: one number, or one for each stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.errors import InvalidInput
+
+Costs = float | Sequence[float]
+
+
+def plain(cost: Costs) -> float | tuple[float, ...]:
+    """`cost` as a schedule's options keep it."""
+    return cost if isinstance(cost, (int, float)) else tuple(map(float, cost))
+
+
+def single(name: str, cost: object) -> float:
+    """`cost` when it is one number."""
+    if not isinstance(cost, (int, float)):
+        raise InvalidInput(f"{name} is one number", got=f"{name}={cost!r}")
+    return per_stage(name, cost, 1)[0]
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Time of one micro-batch on each stage, by kind of action."""
+
+    F: tuple[float, ...]
+    B: tuple[float, ...]
+    I: tuple[float, ...]  # noqa: E741 - the name of the action
+    W: tuple[float, ...]
+
+    def by_kind(self) -> dict[str, tuple[float, ...]]:
+        return {"F": self.F, "B": self.B, "I": self.I, "W": self.W}
+
+
+def per_stage(name: str, cost: Costs, stages: int, divisor: float = 1) -> tuple[float, ...]:
+    """`cost` for each stage. One number is shared by the chunks of a rank: it is divided."""
+    if isinstance(cost, (int, float)) and not isinstance(cost, bool):
+        values = (cost / divisor,) * stages
+    elif isinstance(cost, Sequence) and not isinstance(cost, str) and len(cost) == stages:
+        values = tuple(float(value) for value in cost)
+    else:
+        raise InvalidInput(
+            f"{name} is one number, or one for each of the {stages} stages",
+            got=f"{name}={cost!r}",
+            remedy=f"give a number or {stages} numbers",
+        )
+    if not all(math.isfinite(value) and value >= 0 for value in values):
+        raise InvalidInput(
+            f"{name} is a time: finite and not negative",
+            got=f"{name}={cost!r}",
+            remedy="give times of at least 0",
+        )
+    return values
+
+
+def stage_times(
+    stages: int,
+    forward: Costs,
+    backward: Costs,
+    backward_weight: Costs | None,
+    chunks: int = 1,
+    parts: int = 1,
+) -> StageTimes:
+    """Times by kind: `backward` is the whole of it, `backward_weight` the W in it (default half).
+
+    One number is the time of a rank for one micro-batch of one pipe, so a chunk takes 1/chunks of
+    it; a number for each stage is that stage's time. A part of a micro-batch takes 1/parts.
+    """
+    whole = per_stage("backward", backward, stages, chunks)
+    if backward_weight is None:
+        weight = tuple(value / 2 for value in whole)
+    else:
+        weight = per_stage("backward_weight", backward_weight, stages, chunks)
+    if any(part > all_ for part, all_ in zip(weight, whole)):
+        raise InvalidInput(
+            "backward_weight is the part of backward that can be split off",
+            got=f"backward={backward!r}, backward_weight={backward_weight!r}",
+            remedy="give backward_weight of at most backward",
+        )
+    forwards = per_stage("forward", forward, stages, chunks)
+    rest = (all_ - part for part, all_ in zip(weight, whole))
+    kinds = (forwards, whole, rest, weight)
+    return StageTimes(*(tuple(value / parts for value in values) for values in kinds))

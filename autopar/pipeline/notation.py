@@ -1,0 +1,272 @@
+"""Schedules as text and as CSV, in torch.distributed.pipelining's notation plus the pipe.
+
+An action is written stage, kind, micro-batches: ``1F2`` is the forward of micro-batch 2 on stage 1.
+Several micro-batches done together are joined by ``+``, a pipe other than 0 follows ``@``:
+``0B4+5@1``. Two that overlap share a cell: ``(0F4;1B2)OVERLAP_F_B``.
+
+>>> from autopar.pipeline import schedule
+>>> print(to_text(schedule("1f1b", stages=2, microbatches=2)))
+name: 1f1b
+microbatches: 2
+pipe 0: 0 1
+rank 0: 0F0 0F1 0B0 0B1
+rank 1: 1F0 1B0 1F1 1B1
+
+CSV has one row for each rank and one action in a cell. torch reads the rows of a schedule with one
+pipe; a first row that starts with ``#`` carries the rest and is left out by ``header=False``.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from autopar.errors import InvalidInput
+from autopar.pipeline.schedule import Action, Kind, Option, Schedule, make
+
+ACTION = re.compile(r"(\d+)([FBIW])(\d+(?:\+\d+)*)(?:@(\d+))?")
+OVERLAP = re.compile(r"\(([^;]+);([^;]+)\)OVERLAP_F_B")
+REMEDY = "write stage, kind and micro-batch as in 1F2, with +3 for more and @1 for pipe 1"
+
+
+def parse_action(text: str, source: str | None = None) -> Action:
+    """The action that `text` stands for: the inverse of `str(action)`."""
+    match = ACTION.fullmatch(text.strip())
+    if match is None:
+        raise InvalidInput(
+            "an action is written as stage, kind (F, B, I or W) and micro-batches",
+            got=repr(text),
+            remedy=REMEDY,
+            source=source,
+        )
+    stage, kind, microbatches, pipe = match.groups()
+    numbers = tuple(map(int, microbatches.split("+")))
+    return Action(cast(Kind, kind), int(pipe or 0), int(stage), numbers)
+
+
+def parse_cell(text: str, source: str | None = None) -> list[Action]:
+    """The one action, or the two that overlap, in a cell of an order."""
+    match = OVERLAP.fullmatch(text.strip())
+    if match is None:
+        return [parse_action(text, source)]
+    first, second = (parse_action(part, source) for part in match.groups())
+    return [replace(first, overlaps=True), second]
+
+
+def cells(order: Iterable[Action]) -> list[str]:
+    """The cells of an order: the inverse of `parse_cell`."""
+    written: list[str] = []
+    first: Action | None = None
+    for action in order:
+        if first is not None:
+            written.append(f"({first};{action})OVERLAP_F_B")
+            first = None
+        elif action.overlaps:
+            first = action
+        else:
+            written.append(str(action))
+    return written
+
+
+def _write_option(value: Option) -> str:
+    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _read_option(text: str) -> Option:
+    if text in ("None", "True", "False"):
+        return {"None": None, "True": True, "False": False}[text]
+    if re.fullmatch(r"-?\d+", text):
+        return int(text)
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    if re.fullmatch(r"[\d.e-]+(\+[\d.e-]+)+", text):
+        return tuple(float(part) for part in text.split("+"))
+    return text
+
+
+def _header(schedule: Schedule) -> list[tuple[str, str]]:
+    lines = [("name", schedule.name), ("microbatches", str(schedule.microbatches))]
+    if schedule.parts > 1:
+        lines.append(("parts", str(schedule.parts)))
+    if schedule.options:
+        options = (f"{name}={_write_option(value)}" for name, value in schedule.options)
+        lines.append(("options", " ".join(options)))
+    for pipe, ranks in enumerate(schedule.placement):
+        lines.append((f"pipe {pipe}", " ".join(map(str, ranks))))
+    return lines
+
+
+def to_text(schedule: Schedule) -> str:
+    """The schedule as lines of `key: value`."""
+    lines = _header(schedule)
+    for rank, order in enumerate(schedule.orders):
+        lines.append((f"rank {rank}", " ".join(cells(order))))
+    return "\n".join(f"{key}: {value}".rstrip() for key, value in lines)
+
+
+def from_text(text: str, source: str | None = None) -> Schedule:
+    """The schedule that `text` describes, checked."""
+    fields: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        key, colon, value = line.partition(":")
+        if not colon or key in fields:
+            raise InvalidInput(
+                "a schedule's text has one line `key: value` for each key",
+                got=line.strip()[:80],
+                remedy="keys are name, microbatches, parts, options, pipe 0, ..., rank 0, ...",
+                source=f"{source or 'text'}:{number}",
+            )
+        fields[key.strip()] = value.strip()
+    orders = _numbered(fields, "rank", source)
+    return _assemble(fields, [_order(row.split(), source) for row in orders], source)
+
+
+def _order(words: Iterable[str], source: str | None) -> list[Action]:
+    return [action for word in words if word.strip() for action in parse_cell(word, source)]
+
+
+def to_csv(schedule: Schedule, header: bool = True) -> str:
+    """The schedule as CSV. Without the header it is what torch.distributed.pipelining reads."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    if header:
+        writer.writerow([f"# {'; '.join(f'{k}: {v}'.rstrip() for k, v in _header(schedule))}"])
+    writer.writerows(cells(order) for order in schedule.orders)
+    return out.getvalue()
+
+
+def from_csv(text: str, source: str | None = None, name: str = "csv") -> Schedule:
+    """The schedule in `text`, checked. Without a header, placement comes from the actions."""
+    rows = list(csv.reader(io.StringIO(text)))
+    fields = {"name": name}
+    if rows and rows[0] and rows[0][0].startswith("#"):
+        for field in rows.pop(0)[0].lstrip("# ").split(";"):
+            key, _, value = field.partition(":")
+            fields[key.strip()] = value.strip()
+    orders = [_order(row, source) for row in rows]
+    if "microbatches" not in fields:
+        fields |= _derive(orders, source)
+    return _assemble(fields, orders, source)
+
+
+def save(schedule: Schedule, path: str | Path) -> None:
+    """Write to `path`: CSV when it ends in .csv, else text."""
+    write = to_csv if str(path).endswith(".csv") else to_text
+    Path(path).write_text(write(schedule).rstrip("\n") + "\n", encoding="utf-8")
+
+
+def load(path: str | Path) -> Schedule:
+    """Read and check the schedule at `path`: CSV when it ends in .csv, else text."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(
+            "a schedule is read from a text or CSV file",
+            got=f"{path}: {error}",
+            remedy="name a file that autopar.pipeline.save wrote",
+        ) from error
+    read = from_csv if str(path).endswith(".csv") else from_text
+    return read(text, str(path))
+
+
+def _derive(orders: list[list[Action]], source: str | None) -> dict[str, str]:
+    """Micro-batches and placement, from the actions alone."""
+    holders: dict[tuple[int, int], int] = {}
+    last = -1
+    for rank, order in enumerate(orders):
+        for action in order:
+            held = holders.setdefault((action.pipe, action.stage), rank)
+            if held != rank:
+                raise InvalidInput(
+                    "each stage of a pipe is on one rank",
+                    got=f"{action} on rank {rank}, others of this stage on rank {held}",
+                    remedy="move the action, or write another copy of the stage as another pipe",
+                    source=source,
+                )
+            last = max(last, *action.microbatches)
+    pipes = 1 + max((pipe for pipe, _ in holders), default=-1)
+    stages = 1 + max((stage for _, stage in holders), default=-1)
+    missing = [
+        f"stage {stage} of pipe {pipe}"
+        for pipe in range(pipes)
+        for stage in range(stages)
+        if (pipe, stage) not in holders
+    ]
+    if missing or not holders:
+        raise InvalidInput(
+            "every stage of every pipe has actions on some rank",
+            got=", ".join(missing[:8]) or "no action",
+            remedy="add the missing actions, or a header row that gives the placement",
+            source=source,
+        )
+    fields = {"microbatches": str(last + 1)}
+    for pipe in range(pipes):
+        fields[f"pipe {pipe}"] = " ".join(str(holders[pipe, stage]) for stage in range(stages))
+    return fields
+
+
+def _numbered(fields: dict[str, str], word: str, source: str | None) -> list[str]:
+    """The values of `word 0`, `word 1`, ...: at least one, with no number left out."""
+    found = {key for key in fields if re.fullmatch(rf"{word} \d+", key)}
+    expected = [f"{word} {number}" for number in range(len(found))]
+    if not found or set(expected) != found:
+        raise InvalidInput(
+            f"a schedule has one line `{word} N` for each {word}, counted from 0",
+            got=", ".join(sorted(found)) or "none",
+            remedy=f"add `{word} 0: ...` and so on",
+            source=source,
+        )
+    return [fields[key] for key in expected]
+
+
+def _integers(text: str, key: str, source: str | None) -> tuple[int, ...]:
+    words = text.split()
+    if not words or not all(word.isdecimal() for word in words):
+        raise InvalidInput(
+            f"`{key}` is given in whole numbers",
+            got=repr(text),
+            remedy=f"write `{key}: 4` or the like",
+            source=source,
+        )
+    return tuple(map(int, words))
+
+
+def _assemble(
+    fields: dict[str, str], orders: Iterable[Iterable[Action]], source: str | None
+) -> Schedule:
+    from autopar.pipeline.checker import check
+
+    known = re.compile(r"name|microbatches|parts|options|(pipe|rank) \d+")
+    unknown = [key for key in fields if not known.fullmatch(key)]
+    if unknown or "microbatches" not in fields:
+        raise InvalidInput(
+            "a schedule says its microbatches, and only keys that are known",
+            got=", ".join(unknown) or "no microbatches",
+            remedy="keys are name, microbatches, parts, options, pipe 0, ..., rank 0, ...",
+            source=source,
+        )
+    options: dict[str, Option] = {}
+    for word in fields.get("options", "").split():
+        key, _, value = word.partition("=")
+        options[key] = _read_option(value)
+    (microbatches,) = _integers(fields["microbatches"], "microbatches", source)[:1]
+    (parts,) = _integers(fields.get("parts", "1"), "parts", source)[:1]
+    schedule = make(
+        fields.get("name", "text"),
+        microbatches,
+        [_integers(row, "pipe", source) for row in _numbered(fields, "pipe", source)],
+        orders,
+        parts,
+        **options,
+    )
+    check(schedule, source=source)
+    return schedule

@@ -1,0 +1,152 @@
+"""A pipeline schedule as plain data: for each rank, an ordered list of actions.
+
+>>> F, B = Action("F", 0, 1, (2,)), Action("B", 1, 0, (4, 5))
+>>> print(F, B)
+1F2 0B4+5@1
+
+An action is one piece of work of one stage on one or more micro-batches of one pipe:
+
+- ``F``: forward;
+- ``B``: the whole backward, gradients of inputs and of weights;
+- ``I``: only the gradients of inputs, what the stage before is waiting for;
+- ``W``: only the gradients of weights, any time after the ``I`` of the same micro-batches.
+
+A micro-batch goes through every stage of exactly one pipe: ``F`` from stage 0 to the last, then
+``B`` (or ``I`` and ``W``) back. A pipe is one way of placing all stages on the ranks, with its own
+copy of the weights. Movements between ranks are not listed: an ``F`` sends its output to the next
+stage, a ``B`` or ``I`` its input gradient to the stage before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+Kind = Literal["F", "B", "I", "W"]
+KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
+Option = int | float | str | tuple[float, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One piece of work: `kind` of `stage` of `pipe` on `microbatches`, done together."""
+
+    kind: Kind
+    pipe: int
+    stage: int
+    microbatches: tuple[int, ...]
+    # Overlapped with the next action of its rank: the two start when the inputs of both are there
+    # and send when both are done (a forward under a backward, as DualPipe has it).
+    overlaps: bool = False
+
+    def __str__(self) -> str:
+        pipe = f"@{self.pipe}" if self.pipe else ""
+        return f"{self.stage}{self.kind}{'+'.join(map(str, self.microbatches))}{pipe}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The orders of all ranks for one step. Checked, simulated, drawn and executed as it is."""
+
+    # "1f1b"; what the schedule was made as, for messages and plans.
+    name: str
+    # How many micro-batches the whole pipeline, all pipes together, processes in a step.
+    microbatches: int
+    # placement[pipe][stage] is the rank that holds this stage of this pipe.
+    placement: tuple[tuple[int, ...], ...]
+    # orders[rank]: what this rank does, first to last.
+    orders: tuple[tuple[Action, ...], ...]
+    # Into how many equal parts each micro-batch is cut: actions then name parts, not micro-batches
+    # (2 for backward halving: F on both parts of a micro-batch together, B on each alone).
+    parts: int = 1
+    # The options that it was made with, by name, sorted.
+    options: tuple[tuple[str, Option], ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the pipeline has."""
+        return len(self.orders)
+
+    @property
+    def stages(self) -> int:
+        """Into how many stages the model is cut: ranks x chunks."""
+        return len(self.placement[0])
+
+    @property
+    def chunks(self) -> int:
+        """How many stages of one pipe a rank holds."""
+        return max(1, self.stages // self.ranks)
+
+    @property
+    def pipes(self) -> int:
+        """How many pipes there are."""
+        return len(self.placement)
+
+    @property
+    def replicas(self) -> int:
+        """How many copies of each stage's weights there are: one for each pipe."""
+        return len(self.placement)
+
+    @property
+    def slices(self) -> int:
+        """Into how many slices the batch is cut: what `Action.microbatches` count."""
+        return self.microbatches * self.parts
+
+    @property
+    def length(self) -> int:
+        """How many actions there are on all ranks."""
+        return sum(map(len, self.orders))
+
+    @cached_property
+    def pipe_of(self) -> tuple[int, ...]:
+        """For each slice, the pipe that carries it (-1: no action names it)."""
+        pipes = [-1] * self.slices
+        for order in self.orders:
+            for action in order:
+                for slice_ in action.microbatches:
+                    pipes[slice_] = action.pipe
+        return tuple(pipes)
+
+    def rank_of(self, pipe: int, stage: int) -> int:
+        """The rank that holds `stage` of `pipe`."""
+        return self.placement[pipe][stage]
+
+    def held_by(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """The (pipe, stage) pairs that `rank` holds, in that order."""
+        return tuple(
+            (pipe, stage)
+            for pipe, ranks in enumerate(self.placement)
+            for stage, holder in enumerate(ranks)
+            if holder == rank
+        )
+
+    def replicas_of(self, stage: int) -> tuple[int, ...]:
+        """The ranks that hold a copy of `stage`, by pipe: they share its gradient."""
+        return tuple(ranks[stage] for ranks in self.placement)
+
+    def __str__(self) -> str:
+        from autopar.pipeline.notation import to_text
+
+        return to_text(self)
+
+
+def make(
+    name: str,
+    microbatches: int,
+    placement: Iterable[Sequence[int]],
+    orders: Iterable[Iterable[Action]],
+    parts: int = 1,
+    /,
+    **options: Option,
+) -> Schedule:
+    """A schedule from a generator's lists."""
+    return Schedule(
+        name,
+        microbatches,
+        tuple(map(tuple, placement)),
+        tuple(map(tuple, orders)),
+        parts,
+        tuple(sorted(options.items())),
+    )

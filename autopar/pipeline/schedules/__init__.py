@@ -1,0 +1,62 @@
+"""The schedules by name. To add one, add a file here with one generator:
+
+    @generator("my-schedule")
+    def my_schedule(stages: int, microbatches: int, chunks: int = 2) -> Schedule: ...
+
+Its keyword parameters are the options that users may give.
+
+>>> schedule("interleaved", stages=4, microbatches=8, chunks=2).stages
+8
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from typing import Any
+
+from autopar.errors import InvalidInput
+from autopar.pipeline.schedule import Schedule
+from autopar.pipeline.schedules.registry import GENERATORS
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+NAMES = tuple(sorted(GENERATORS))
+
+
+def schedule(name: str, *, stages: int, microbatches: int, **options: Any) -> Schedule:
+    """The schedule `name` for a pipeline of `stages` ranks and `microbatches` in a step.
+
+    `microbatches` counts all pipes together. A schedule with several chunks on a rank cuts the
+    model into `stages` x chunks stages.
+    """
+    if name not in GENERATORS:
+        raise InvalidInput(
+            "a schedule is known by its name",
+            got=repr(name),
+            remedy=f"choose one of {', '.join(NAMES)}",
+        )
+    for label, value in (("stages", stages), ("microbatches", microbatches)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise InvalidInput(
+                f"a schedule has a whole number of {label}, at least 1",
+                got=f"{label}={value!r}",
+                remedy=f"give {label} as 1, 2, ...",
+            )
+    generate = GENERATORS[name]
+    known = option_names(name)
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        raise InvalidInput(
+            f"schedule {name} takes {'the options ' + ', '.join(known) if known else 'no options'}",
+            got=", ".join(f"{option}={options[option]!r}" for option in unknown),
+            remedy="leave the others out",
+        )
+    return generate(stages, microbatches, **options)
+
+
+def option_names(name: str) -> tuple[str, ...]:
+    """The options that schedule `name` takes."""
+    return tuple(inspect.signature(GENERATORS[name]).parameters)[2:]

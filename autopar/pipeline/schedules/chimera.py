@@ -1,0 +1,99 @@
+"""Chimera (Li and Hoefler 2021): pipes in opposite directions that fill each other's bubbles.
+
+Actions are laid out in slots as if F and B took one slot each; a rank does its actions in the order
+of their slots. In a unit of up to p micro-batches, number j of a pipe at stage s has F in slot
+2j + s and B in slot 2j + 2p - 1 - s; for even p no rank has two actions in a slot. More than p
+micro-batches are scaled in one of four ways:
+
+- direct: units 2p slots apart, one into the other;
+- doubling: units of 2p micro-batches 3p slots apart, forwards in pairs, backwards alone;
+- halving: doubling with half micro-batches, F on the whole and B on each half;
+- list: no units; each rank takes by a fixed rule what is ready (`chimera_list.py`).
+"""
+
+from __future__ import annotations
+
+from autopar.errors import InvalidInput
+from autopar.pipeline.costs import Costs, plain, single, stage_times
+from autopar.pipeline.schedule import Action, Option, Schedule, make
+from autopar.pipeline.schedules.chimera_list import list_orders
+from autopar.pipeline.schedules.chimera_placement import chimera_placement, shares
+from autopar.pipeline.schedules.registry import generator
+
+SCALES = ("direct", "doubling", "halving", "list")
+Slotted = tuple[int, Action]
+
+
+@generator("chimera")
+def chimera(
+    stages: int,
+    microbatches: int,
+    pipes: int = 2,
+    scale: str = "direct",
+    forward: Costs = 1,
+    backward: Costs = 2,
+    latency: float = 0,
+) -> Schedule:
+    """`scale="list"` is planned with the times given; the other forms do not depend on them."""
+    placement = chimera_placement("chimera", stages, pipes)
+    if scale not in SCALES:
+        raise InvalidInput(
+            "chimera scales beyond p micro-batches in one of four ways",
+            got=f"scale={scale!r}",
+            remedy=f"choose one of {', '.join(SCALES)}",
+        )
+    parts = 2 if scale == "halving" else 1
+    options: dict[str, Option] = {"pipes": pipes, "scale": scale}
+    if scale == "list":
+        times = stage_times(stages, forward, backward, None)
+        delay = single("latency", latency)
+        orders = list_orders(placement, shares(0, microbatches, pipes), times.F, times.B, delay)
+        options |= {"forward": plain(forward), "backward": plain(backward), "latency": latency}
+    else:
+        slots: list[list[Slotted]] = [[] for _ in range(stages)]
+        layout = _direct if scale == "direct" else _doubling
+        layout(slots, placement, microbatches * parts)
+        orders = [[action for _, action in sorted(row, key=lambda pair: pair[0])] for row in slots]
+    return make("chimera", microbatches, placement, orders, parts, **options)
+
+
+def _direct(slots: list[list[Slotted]], placement: list[list[int]], slices: int) -> None:
+    stages = len(slots)
+    for unit, first in enumerate(range(0, slices, stages)):
+        _plain_unit(slots, placement, first, min(stages, slices - first), 2 * stages * unit)
+
+
+def _plain_unit(
+    slots: list[list[Slotted]], placement: list[list[int]], first: int, count: int, start: int
+) -> None:
+    stages = len(slots)
+    for pipe, run in enumerate(shares(first, count, len(placement))):
+        for stage, rank in enumerate(placement[pipe]):
+            for number, slice_ in enumerate(run):
+                begin = start + 2 * number
+                slots[rank].append((begin + stage, Action("F", pipe, stage, (slice_,))))
+                backward = begin + 2 * stages - 1 - stage
+                slots[rank].append((backward, Action("B", pipe, stage, (slice_,))))
+
+
+def _doubling(slots: list[list[Slotted]], placement: list[list[int]], slices: int) -> None:
+    """Units of 2p, a slot for a pair of forwards or one backward; a last unit of up to p is plain.
+
+    The first unit's pairs go as single forwards, so that the next rank can start on the first.
+    """
+    stages = len(slots)
+    for unit, first in enumerate(range(0, slices, 2 * stages)):
+        start, count = 3 * stages * unit, min(2 * stages, slices - first)
+        if count <= stages:
+            _plain_unit(slots, placement, first, count, start)
+            continue
+        for pipe, run in enumerate(shares(first, count, len(placement))):
+            pairs = [tuple(run[i : i + 2]) for i in range(0, len(run), 2)]
+            for stage, rank in enumerate(placement[pipe]):
+                for number, pair in enumerate(pairs):
+                    slot = start + 2 * number + stage
+                    for group in [pair] if unit else [(slice_,) for slice_ in pair]:
+                        slots[rank].append((slot, Action("F", pipe, stage, group)))
+                for number, slice_ in enumerate(run):
+                    slot = start + 2 * number + 2 * stages - 1 - stage
+                    slots[rank].append((slot, Action("B", pipe, stage, (slice_,))))

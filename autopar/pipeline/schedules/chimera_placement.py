@@ -1,0 +1,37 @@
+"""Where Chimera's 2k pipes put their stages, and which micro-batches go through which."""
+
+from __future__ import annotations
+
+from autopar.errors import InvalidInput
+from autopar.pipeline.schedules.registry import even_stages, positive
+
+
+def chimera_placement(name: str, stages: int, pipes: int) -> list[list[int]]:
+    """Pipes in pairs, down and up: the pairs shifted by p/k ranks, an up pipe the down's mirror."""
+    even_stages(name, stages)
+    positive(name, "pipes", pipes)
+    pairs = pipes // 2
+    if pipes % 2 or (stages // 2) % max(pairs, 1):
+        half = stages // 2
+        fitting = [str(2 * k) for k in range(1, half + 1) if half % k == 0]
+        raise InvalidInput(
+            f"{name} has 2k pipes, and k divides half the number of stages",
+            got=f"pipes={pipes} with {stages} stages",
+            remedy=f"with {stages} stages use pipes={' or '.join(fitting)}",
+        )
+    placement = []
+    for pair in range(pairs):
+        shift = pair * stages // pairs
+        placement.append([(shift + stage) % stages for stage in range(stages)])
+        placement.append([(shift + stages - 1 - stage) % stages for stage in range(stages)])
+    return placement
+
+
+def shares(first: int, count: int, pipes: int) -> list[range]:
+    """Slices first, ..., first + count - 1 dealt to the pipes in runs, the longer runs first."""
+    runs = []
+    for pipe in range(pipes):
+        size = count // pipes + (pipe < count % pipes)
+        runs.append(range(first, first + size))
+        first += size
+    return runs

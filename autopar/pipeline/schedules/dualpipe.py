@@ -1,0 +1,30 @@
+"""DualPipe (DeepSeek-AI 2024): two pipes in opposite directions, split backward at the ends.
+
+With F = I = W and m >= 2p the makespan exceeds m(F + B) by p - 2; a rank keeps at most p + 1.
+Without overlap, where a forward sends before the backward that follows it is done, by p/2 - 1 only:
+overlap pays where it hides the communication inside a stage.
+"""
+
+from __future__ import annotations
+
+from autopar.pipeline.schedule import Action, Schedule, make
+from autopar.pipeline.schedules.registry import even_stages, generator, reverse, straight
+from autopar.pipeline.schedules.two_lanes import two_lanes
+
+
+@generator("dualpipe")
+def dualpipe(stages: int, microbatches: int, overlap: bool = True) -> Schedule:
+    even_stages("dualpipe", stages)
+    down = -(-microbatches // 2)
+    counts = down, microbatches - down
+    orders = []
+    for rank in range(stages):
+        held = (rank, stages - 1 - rank)
+        near = int(rank >= stages // 2)  # the pipe that enters at this rank's end: lane 0
+        lanes = counts[near], counts[1 - near]
+        orders.append([
+            Action(kind, lane ^ near, held[lane ^ near], ((lane ^ near) * down + number,), joint)
+            for kind, lane, number, joint in two_lanes(min(held), stages // 2, lanes, overlap)
+        ])  # fmt: skip
+    placement = [straight(stages), reverse(stages)]
+    return make("dualpipe", microbatches, placement, orders, overlap=overlap)

@@ -1,0 +1,36 @@
+"""Interleaved 1F1B (Narayanan et al. 2021): each rank holds `chunks` stages, p apart.
+
+Micro-batches go in groups of p: a rank does a group on its first chunk, then on its second, ...
+When p divides m the makespan exceeds m(F + B) by (p - 1)(F + B) / chunks.
+"""
+
+from __future__ import annotations
+
+from autopar.pipeline.schedule import Action, Schedule, make
+from autopar.pipeline.schedules.registry import generator, leave_out, positive
+
+
+@generator("interleaved")
+def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
+    positive("interleaved", "chunks", chunks)
+    groups = -(-microbatches // stages)
+    walk = [
+        (chunk, group * stages + member)
+        for group in range(groups)
+        for chunk in range(chunks)
+        for member in range(stages)
+    ]
+    orders = []
+    for rank in range(stages):
+        forwards = [Action("F", 0, chunk * stages + rank, (m,)) for chunk, m in walk]
+        backwards = [
+            Action("B", 0, (chunks - 1 - chunk) * stages + rank, (m,)) for chunk, m in walk
+        ]
+        ahead = min(2 * (stages - 1 - rank) + (chunks - 1) * stages, len(walk))
+        order = forwards[:ahead]
+        for forward, backward in zip(forwards[ahead:], backwards):
+            order += forward, backward
+        order += backwards[len(walk) - ahead :]
+        orders.append(leave_out(order, microbatches))
+    placement = [stage % stages for stage in range(stages * chunks)]
+    return make("interleaved", microbatches, [placement], orders, chunks=chunks)

@@ -1,0 +1,65 @@
+"""Where generators register, and the checks that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from autopar.errors import InvalidInput
+from autopar.pipeline.schedule import Action, Schedule
+
+Generator = Callable[..., Schedule]
+GENERATORS: dict[str, Generator] = {}
+
+
+def generator(name: str) -> Callable[[Generator], Generator]:
+    """Register the decorated function as the schedule `name`."""
+
+    def register(function: Generator) -> Generator:
+        GENERATORS[name] = function
+        return function
+
+    return register
+
+
+def even_stages(name: str, stages: int) -> None:
+    """Refuse an odd number of stages: the two directions would meet on the same slot of a rank."""
+    if stages % 2:
+        raise InvalidInput(
+            f"{name} runs two directions over an even number of stages",
+            got=f"stages={stages}",
+            remedy=f"use {stages - 1 or 2} or {stages + 1} stages",
+        )
+
+
+def positive(name: str, option: str, value: object) -> None:
+    """Refuse an option that is not a whole number of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InvalidInput(
+            f"{name}'s {option} is a whole number, at least 1",
+            got=f"{option}={value!r}",
+            remedy=f"give {option} as 1, 2, ...",
+        )
+
+
+def straight(ranks: int) -> list[int]:
+    """Stage s on rank s."""
+    return list(range(ranks))
+
+
+def reverse(ranks: int) -> list[int]:
+    """Stage 0 on the last rank."""
+    return list(range(ranks - 1, -1, -1))
+
+
+def vee(ranks: int) -> list[int]:
+    """Two chunks in a V: down to the last rank and back to the first."""
+    return straight(ranks) + reverse(ranks)
+
+
+def leave_out(order: Iterable[Action], microbatches: int) -> list[Action]:
+    """The order without micro-batches from `microbatches` on.
+
+    Leaving whole micro-batches out keeps a schedule sound: what is left still runs in the order in
+    which it ran among the others.
+    """
+    return [action for action in order if action.microbatches[0] < microbatches]

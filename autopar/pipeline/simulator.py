@@ -1,0 +1,57 @@
+"""Prices a schedule: when every action runs, what idles, what is kept, what synchronisation adds.
+
+>>> from autopar.pipeline import schedule
+>>> timeline = simulate(schedule("chimera", stages=4, microbatches=4), forward=1, backward=2)
+>>> timeline.makespan, timeline.peak_activations
+(16.0, (3.0, 4.0, 4.0, 3.0))
+>>> print(timeline)
+chimera: 4 ranks, 4 micro-batches, makespan 16, bubble 25.0%
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from autopar.pipeline.checker import check
+from autopar.pipeline.costs import Costs, per_stage, single, stage_times
+from autopar.pipeline.execution import run
+from autopar.pipeline.schedule import Schedule
+from autopar.pipeline.synchronization import synchronize
+from autopar.pipeline.timeline import Timeline, peaks
+
+Sync = Literal["after", "eager", "eager-where-it-helps"]
+
+
+def simulate(
+    schedule: Schedule,
+    forward: Costs = 1,
+    backward: Costs = 2,
+    backward_weight: Costs | None = None,
+    latency: float = 0,
+    sync: Sync | None = None,
+    sync_cost: Costs = 0,
+    activation: Costs = 1,
+) -> Timeline:
+    """The timeline of one step.
+
+    A cost is one number, the time of a rank for one micro-batch on what it holds of one pipe
+    (chunks share it), or a number for each stage. `backward` is the whole of it,
+    `backward_weight` the part that W takes where it is split off (half by default). `latency` is
+    the time a message is under way between two ranks. `sync` says when the replicas of a stage
+    all-reduce its gradient (see `synchronization`), which takes `sync_cost`. `activation` is what
+    a micro-batch keeps for backward, 1 by default.
+    """
+    times = stage_times(
+        schedule.stages, forward, backward, backward_weight, schedule.chunks, schedule.parts
+    ).by_kind()
+    delay = single("latency", latency)
+    shares = per_stage("activation", activation, schedule.stages, schedule.chunks)
+    kept = tuple(share / schedule.parts for share in shares)
+    result = run(schedule, times, delay)
+    if sum(map(len, result.ends)) != schedule.length:
+        check(schedule)
+    timeline = Timeline(schedule, result.starts, result.ends, delay, peaks(schedule, kept))
+    if sync is None:
+        return timeline
+    costs = per_stage("sync_cost", sync_cost, schedule.stages, schedule.chunks)
+    return synchronize(timeline, sync, costs)

@@ -1,0 +1,99 @@
+"""Gradient synchronisation: when the replicas of a stage all-reduce its gradient.
+
+- ``after``: when a rank has done all its actions;
+- ``eager``: when a rank has done its last backward on the stage;
+- ``eager-where-it-helps``: eagerly for the stages that leave their ranks idle between that moment
+  and the rank's last action, as a running all-reduce slows the work beside it; after for the rest.
+
+An all-reduce starts when all its ranks are ready. A rank runs one at a time, beside its actions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from autopar.errors import InvalidInput
+from autopar.pipeline.schedule import Schedule
+from autopar.pipeline.timeline import Synchronization, Timeline
+
+MODES = ("after", "eager", "eager-where-it-helps")
+
+
+def ring_or_tree_time(replicas: int, size: float, alpha: float, beta: float) -> float:
+    """Rabenseifner's all-reduce of `size` bytes: 2 log2(r) alpha + 2 (r - 1)/r beta size."""
+    if replicas < 2:
+        return 0.0
+    return 2 * math.log2(replicas) * alpha + 2 * (replicas - 1) / replicas * beta * size
+
+
+def last_backwards(schedule: Schedule) -> tuple[dict[tuple[int, int], int], ...]:
+    """For each rank and each (pipe, stage) it holds, the position of its last B or W.
+
+    From there on the gradient is complete. A pipe without micro-batches has no entry.
+    """
+    found = []
+    for order in schedule.orders:
+        last: dict[tuple[int, int], int] = {}
+        for position, action in enumerate(order):
+            if action.kind in ("B", "W"):
+                last[action.pipe, action.stage] = position
+        found.append(last)
+    return tuple(found)
+
+
+def early_stages(timeline: Timeline) -> tuple[int, ...]:
+    """The stages whose ranks all idle between their last backward on it and their last action."""
+    schedule = timeline.schedule
+    last = last_backwards(schedule)
+    tolerance = 1e-9 * timeline.makespan
+
+    def idles(pipe: int, stage: int, rank: int) -> bool:
+        position = last[rank].get((pipe, stage), -1)
+        starts, ends = timeline.starts[rank], timeline.ends[rank]
+        gaps = zip(
+            starts[position + 1 :], ends[max(position, 0) :] if position >= 0 else [0.0, *ends]
+        )
+        return any(start - end > tolerance for start, end in gaps)
+
+    return tuple(
+        stage
+        for stage in range(schedule.stages)
+        if all(idles(pipe, stage, rank) for pipe, rank in enumerate(schedule.replicas_of(stage)))
+    )
+
+
+def synchronize(timeline: Timeline, mode: str, costs: tuple[float, ...]) -> Timeline:
+    """The timeline with the all-reduces of all stages, first ready first."""
+    if mode not in MODES:
+        raise InvalidInput(
+            "gradients are synchronised after, eagerly, or eagerly where it helps",
+            got=f"sync={mode!r}",
+            remedy=f"choose one of {', '.join(MODES)}",
+        )
+    schedule = timeline.schedule
+    last = last_backwards(schedule)
+    done = [ends[-1] if ends else 0.0 for ends in timeline.ends]
+    stages = range(schedule.stages)
+    eager = {"after": (), "eager": tuple(stages)}.get(mode) or (
+        early_stages(timeline) if mode == "eager-where-it-helps" else ()
+    )
+    ready = []
+    for stage in stages:
+        moments = []
+        for pipe, rank in enumerate(schedule.replicas_of(stage)):
+            position = last[rank].get((pipe, stage), -1)
+            gradient = timeline.ends[rank][position] if position >= 0 else 0.0
+            moments.append(gradient if stage in eager else done[rank])
+        ready.append((max(moments), stage))
+    free = [0.0] * schedule.ranks
+    found = []
+    for moment, stage in sorted(ready):
+        ranks = schedule.replicas_of(stage)
+        start = max([moment, *(free[rank] for rank in ranks)])
+        end = start + costs[stage]
+        for rank in ranks:
+            free[rank] = end
+        early = any(start < done[rank] for rank in ranks)
+        found.append(Synchronization(stage, ranks, start, end, early))
+    return dataclasses.replace(timeline, synchronizations=tuple(found))

@@ -1,0 +1,149 @@
+"""What a simulated step looks like: when each action runs, and what follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from autopar.pipeline.execution import hops, inputs
+from autopar.pipeline.schedule import KINDS, Action, Schedule
+
+
+@dataclass(frozen=True)
+class Synchronization:
+    """The all-reduce of a stage's gradient among its replicas."""
+
+    stage: int
+    ranks: tuple[int, ...]
+    start: float
+    end: float
+    # Started while some of its ranks still had actions to do.
+    early: bool
+
+
+@dataclass(frozen=True)
+class CriticalPath:
+    """A chain of actions without a gap, from the start of the step to its last end."""
+
+    actions: tuple[Action, ...]
+    # How many of its links are messages from one rank to another.
+    messages: int
+
+    @property
+    def forwards(self) -> int:
+        return self._count("F")
+
+    @property
+    def backwards(self) -> int:
+        """Whole backwards, and the gradients of inputs where the backward is split."""
+        return self._count("B") + self._count("I")
+
+    @property
+    def weights(self) -> int:
+        """Gradients of weights that were split off."""
+        return self._count("W")
+
+    def _count(self, kind: str) -> int:
+        return sum(len(action.microbatches) for action in self.actions if action.kind == kind)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A priced step. `starts[rank][i]` and `ends[rank][i]` belong to `schedule.orders[rank][i]`."""
+
+    schedule: Schedule
+    starts: list[list[float]] = field(repr=False)
+    ends: list[list[float]] = field(repr=False)
+    latency: float
+    # For each rank, the most that it keeps for backward at any time. 1 is one micro-batch on all
+    # the stages that a rank holds of one pipe.
+    peak_activations: tuple[float, ...]
+    synchronizations: tuple[Synchronization, ...] = ()
+
+    @cached_property
+    def makespan(self) -> float:
+        """From the start of the first action to the end of the last, without synchronisation."""
+        return max(ends[-1] if ends else 0.0 for ends in self.ends)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """How long each rank works."""
+        return tuple(sum(ends) - sum(starts) for starts, ends in zip(self.starts, self.ends))
+
+    @cached_property
+    def idle(self) -> tuple[float, ...]:
+        """How long each rank does not work within the makespan."""
+        return tuple(self.makespan - busy for busy in self.busy)
+
+    @cached_property
+    def bubble_ratio(self) -> float:
+        """The idle part of all ranks' time."""
+        total = self.makespan * self.schedule.ranks
+        return sum(self.idle) / total if total else 0.0
+
+    @property
+    def step_time(self) -> float:
+        """The makespan and what synchronisation adds to it."""
+        return max([self.makespan, *(sync.end for sync in self.synchronizations)])
+
+    @property
+    def uncovered_sync(self) -> float:
+        """How much longer the step is for gradient synchronisation."""
+        return self.step_time - self.makespan
+
+    @cached_property
+    def critical_path(self) -> CriticalPath:
+        """A chain that decides the makespan; among equals, one that follows messages."""
+        schedule = self.schedule
+        keys = inputs(schedule)
+        delays = hops(schedule, self.latency)
+        sent = {
+            key[1]: (rank, position)
+            for rank, row in enumerate(keys)
+            for position, key in enumerate(row)
+            if key[1] >= 0
+        }
+        tolerance = 1e-9 * max(self.makespan, 1e-300)
+        rank = max(range(schedule.ranks), key=lambda r: self.ends[r][-1] if self.ends[r] else 0.0)
+        position = len(self.ends[rank]) - 1
+        chain: list[Action] = []
+        messages = 0
+        while position >= 0:
+            chain.append(schedule.orders[rank][position])
+            start = self.starts[rank][position]
+            awaited = [keys[rank][position][0]]
+            if chain[-1].overlaps:
+                awaited.append(keys[rank][position + 1][0])
+            elif position and schedule.orders[rank][position - 1].overlaps:
+                awaited.clear()
+            here, position = rank, position - 1
+            for key in awaited:
+                if key < 0:
+                    continue
+                there, other = sent[key]
+                action = schedule.orders[there][other]
+                delay = delays[action.kind][action.pipe][action.stage]
+                if self.ends[there][other + action.overlaps] + delay >= start - tolerance:
+                    messages += there != here
+                    # An overlapped forward sends when the backward that follows it is done.
+                    rank, position = there, other + action.overlaps
+                    break
+        return CriticalPath(tuple(reversed(chain)), messages)
+
+    def __str__(self) -> str:
+        from autopar.pipeline.drawing import draw
+
+        return draw(self)
+
+
+def peaks(schedule: Schedule, activation: tuple[float, ...]) -> tuple[float, ...]:
+    """The most each rank keeps: from the start of F to the end of B, or of W. By order alone."""
+    found = []
+    gain = dict.fromkeys(KINDS, 0.0) | {"F": 1.0, "B": -1.0, "W": -1.0}
+    for order in schedule.orders:
+        kept = most = 0.0
+        for action in order:
+            kept += gain[action.kind] * activation[action.stage] * len(action.microbatches)
+            most = max(most, kept)
+        found.append(most)
+    return tuple(found)
