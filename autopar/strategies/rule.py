@@ -7,14 +7,27 @@ to factors. Everything else follows: the layouts of inputs and outputs, and of a
 >>> signature = rule.signature(Strategy.of(m="dp", k="tp"))
 >>> signature.outputs[0]
 [@dp, _]{+tp}
+
+On one axis that a strategy gives to factor f:
+
+- an input or output that has f is cut on that dim, and so is its gradient;
+- an input that lacks f is a replica, and its gradient is a partial sum;
+- an output that lacks f is a partial sum, and its gradient a replica.
+
+On one axis that it gives to a pass (a set of inputs): those inputs and the output are partial
+sums with replicated gradients, the other inputs are replicas whose gradients are partial sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.layout import Layout
+from autopar.errors import InvalidInput
+from autopar.layout import Layout, chunk
+from autopar.mesh import Mesh
 
 Dim = tuple[str, ...]  # the factors of one dim, outermost first; () for a dim of size 1
 
@@ -39,6 +52,16 @@ class Strategy:
     def by_factor(self) -> dict[str, tuple[str, ...]]:
         return dict(self.cuts)
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every axis that is given to something."""
+        return tuple(a for _, axes in self.cuts for a in axes) + tuple(a for a, _ in self.passes)
+
+    def __str__(self) -> str:
+        cuts = [f"{factor}@{'@'.join(axes)}" for factor, axes in self.cuts]
+        passes = [f"pass {index}+{axis}" for axis, index in self.passes]
+        return " ".join(cuts + passes) or "replicated"
+
 
 @dataclass(frozen=True)
 class Signature:
@@ -48,6 +71,15 @@ class Signature:
     inputs: tuple[Layout, ...]
     gradients: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What autograd keeps of one call until its backward has run."""
+
+    inputs: tuple[int, ...] = ()
+    output: bool = False
+    extra: tuple[tuple[Dim, ...], ...] = ()  # further tensors of the output's dtype, by factors
 
 
 @dataclass(frozen=True)
@@ -63,3 +95,200 @@ class Rule:
     kernels: Mapping[str, str] = field(default_factory=dict)  # factor -> kernel needed to cut it
     flops: float = 0.0  # of the uncut forward
     text: str = ""
+    sums: frozenset[str] = frozenset()  # contracted although some input lacks them
+    gathered: frozenset[str] = frozenset()  # contracted, but their kernel leaves a whole output
+    saved: Saved = Saved()
+    random: bool = False  # draws random numbers
+
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """Every factor of size above 1, in the order of first use."""
+        dims = itertools.chain.from_iterable(self.inputs + self.outputs)
+        return tuple(dict.fromkeys(factor for dim in dims for factor in dim))
+
+    @property
+    def cuttable(self) -> tuple[str, ...]:
+        """The factors that an axis may cut."""
+        return tuple(factor for factor in self.factors if self.why_whole(factor) is None)
+
+    def why_whole(self, factor: str) -> str | None:
+        """Why no axis may cut `factor`; None if one may."""
+        if factor not in self.factors:
+            return f"{factor!r} is not one of the rule's factors of size above 1"
+        if factor in self.whole:
+            return f"the operator needs {factor!r} whole on every rank"
+        tensors = self.inputs + self.outputs
+        if any(factor in dim[1:] for dims in tensors for dim in dims):
+            return f"only the outermost factor of a dim can be cut, and {factor!r} is an inner one"
+        if not _has(self.outputs, factor, all) and factor not in self.sums | self.gathered:
+            if _has(self.outputs, factor, any):
+                return f"an output lacks {factor!r} and another one has it"
+            if not _has(self.inputs, factor, all):
+                return f"{factor!r} is contracted, and an input lacks it"
+        return None
+
+    def signature(self, strategy: Strategy) -> Signature:
+        """The layouts of inputs, of their gradients and of outputs under `strategy`."""
+        cuts = strategy.by_factor
+        passed = {axis: self.passes[index] for axis, index in strategy.passes}
+        inputs, gradients = [], []
+        for index, dims in enumerate(self.inputs):
+            layout = _layout(dims, cuts)
+            lacking = [
+                axis
+                for factor, axes in cuts.items()
+                if not any(factor in dim for dim in dims)
+                for axis in axes
+            ]
+            through = [axis for axis, members in passed.items() if index in members]
+            beside = [axis for axis, members in passed.items() if index not in members]
+            inputs.append(layout.with_partial(through))
+            gradients.append(layout.with_partial([*lacking, *beside]))
+        outputs = []
+        for dims in self.outputs:
+            summed = [
+                axis
+                for factor, axes in cuts.items()
+                if factor not in self.gathered and not any(factor in dim for dim in dims)
+                for axis in axes
+            ]
+            outputs.append(_layout(dims, cuts).with_partial([*summed, *passed]))
+        return Signature(tuple(inputs), tuple(gradients), tuple(outputs))
+
+    def strategies(self, mesh: Mesh, *, ordered: bool = True) -> list[Strategy]:
+        """All candidates: each axis to a factor, to a pass, or to nothing.
+
+        Several axes on one factor come in every order, or only in the mesh's if not `ordered`.
+        Random operators have one candidate until their bits follow the global position.
+        """
+        axes = [axis for axis in mesh if mesh[axis] > 1]
+        choices = [] if self.random else [*self.cuttable, *range(len(self.passes))]
+        found = []
+        for assignment in itertools.product([None, *choices], repeat=len(axes)):
+            cuts: dict[str, list[str]] = {}
+            passes: list[tuple[str, int]] = []
+            for axis, choice in zip(axes, assignment):
+                if isinstance(choice, str):
+                    cuts.setdefault(choice, []).append(axis)
+                elif choice is not None:
+                    passes.append((axis, choice))
+            if not all(self._fits(factor, mesh.degree(cuts[factor])) for factor in cuts):
+                continue
+            factors = sorted(cuts)
+            orders = [
+                itertools.permutations(cuts[factor]) if ordered else [tuple(cuts[factor])]
+                for factor in factors
+            ]
+            for order in itertools.product(*orders):
+                found.append(Strategy(tuple(zip(factors, order)), tuple(sorted(passes))))
+        return found
+
+    def _fits(self, factor: str, degree: int) -> bool:
+        size = self.sizes[factor]
+        return size % degree == 0 if self.must_be_even(factor) else degree <= size
+
+    def must_be_even(self, factor: str) -> bool:
+        """Whether `factor` may be cut only into equal pieces."""
+        shared = any(
+            factor in dim and len(dim) > 1 for dims in self.inputs + self.outputs for dim in dims
+        )
+        return factor in self.even or shared
+
+    def validate(self, strategy: Strategy, mesh: Mesh, source: str | None = None) -> None:
+        """Refuse a strategy that this rule does not allow on `mesh`."""
+        given = f"{strategy} for {self.text!r} with {dict(self.sizes)} on {mesh}"
+        for axis in strategy.axes:
+            mesh[axis]
+        if len(set(strategy.axes)) != len(strategy.axes):
+            raise InvalidInput(
+                "a strategy gives each axis to one factor or pass",
+                got=given,
+                remedy="name each axis once",
+                source=source,
+            )
+        if self.random and strategy.axes:
+            raise InvalidInput(
+                "an operator that draws random numbers runs whole on every rank",
+                got=given,
+                remedy="give it no axis, or set the dropout probability to 0",
+                source=source,
+            )
+        for factor, axes in strategy.cuts:
+            reason = self.why_whole(factor)
+            if reason is not None:
+                raise InvalidInput(
+                    f"this factor cannot be cut: {reason}",
+                    got=given,
+                    remedy=f"cut one of {', '.join(self.cuttable) or 'none: all are whole'}",
+                    source=source,
+                )
+            degree = mesh.degree(axes)
+            if not self._fits(factor, degree):
+                wanted = "divide" if self.must_be_even(factor) else "be at most"
+                raise InvalidInput(
+                    f"the number of pieces must {wanted} the size of the factor",
+                    got=f"{degree} pieces of {factor!r} of size {self.sizes[factor]}; {given}",
+                    remedy="use fewer axes on it",
+                    source=source,
+                )
+        for axis, index in strategy.passes:
+            if not 0 <= index < len(self.passes):
+                raise InvalidInput(
+                    "a partial sum goes only through one of the rule's passes",
+                    got=f"pass {index} over {axis!r}; the rule has {len(self.passes)}; {given}",
+                    remedy="reduce the partial sum first",
+                    source=source,
+                )
+
+    def bounds(self, factor: str, strategy: Strategy, mesh: Mesh, rank: int) -> tuple[int, int]:
+        """Start and length of the piece of `factor` that `rank` works on."""
+        place = mesh.coordinate(rank)
+        start, length = 0, self.sizes[factor]
+        for axis in strategy.by_factor.get(factor, ()):
+            offset, length = chunk(length, mesh[axis], place[axis])
+            start += offset
+        return start, length
+
+    def kernel(self, strategy: Strategy) -> tuple[str, str] | None:
+        """The factor and the name of the kernel that `strategy` needs, if it needs one."""
+        for factor, _ in strategy.cuts:
+            if factor in self.kernels:
+                return factor, self.kernels[factor]
+        return None
+
+    def local_flops(self, strategy: Strategy, mesh: Mesh) -> float:
+        """The work of the busiest rank: that of rank 0, whose pieces are the largest."""
+        share = 1.0
+        for factor, _ in strategy.cuts:
+            share *= self.bounds(factor, strategy, mesh, 0)[1] / self.sizes[factor]
+        return self.flops * share
+
+
+def render(
+    inputs: Sequence[Sequence[Dim]], outputs: Sequence[Sequence[Dim]], whole: frozenset[str]
+) -> str:
+    """The line of a rule that was derived from shapes."""
+
+    def tensor(dims: Sequence[Dim]) -> str:
+        return " ".join(
+            "1" if not dim else names(dim)[0] if len(dim) == 1 else f"({' '.join(names(dim))})"
+            for dim in dims
+        )
+
+    def names(dim: Dim) -> list[str]:
+        return [name + "!" * (name in whole) for name in dim]
+
+    return f"{', '.join(map(tensor, inputs))} -> {', '.join(map(tensor, outputs))}".strip()
+
+
+def product(sizes: Mapping[str, int]) -> int:
+    """The number of points of all factors together."""
+    return math.prod(sizes.values())
+
+
+def _layout(dims: tuple[Dim, ...], cuts: Mapping[str, tuple[str, ...]]) -> Layout:
+    return Layout(*(cuts.get(dim[0], ()) if dim else () for dim in dims))
+
+
+def _has(tensors: Sequence[Sequence[Dim]], factor: str, quantifier) -> bool:  # type: ignore[no-untyped-def]
+    return quantifier(any(factor in dim for dim in dims) for dims in tensors)

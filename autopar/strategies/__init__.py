@@ -1,0 +1,73 @@
+"""Strategies: what every operator can do, one line an operator.
+
+    register_rule("aten.linear", "... i, o i -> ... o", passes="each", saved="0 1")
+
+    rule = rule_of(node)                    # the line with the sizes of one call; None: replicated
+    for strategy in rule.strategies(mesh):  # every way to give the mesh's axes to its factors
+        rule.signature(strategy)            # layouts of inputs, gradients and outputs
+
+Where to look: `language.py` reads a line, `rule.py` says what follows from it, `registry.py` keeps
+the rules, `local.py` makes one rank's call, `kernels/` holds the local functions that some cuts
+need, and each other file has the rules of a family of operators. A new operator is one line there.
+"""
+
+from autopar.strategies import (
+    attention,
+    convolution,
+    creation,
+    elementwise,
+    embedding_and_loss,
+    indexing,
+    linear,
+    normalisation,
+    reductions,
+    shapes,
+)
+from autopar.strategies.kernels import KERNELS, Expansion, Kernel
+from autopar.strategies.language import Pattern, parse
+from autopar.strategies.local import local_call, local_function, localize_arguments
+from autopar.strategies.registry import (
+    Call,
+    has_rule,
+    register_rule,
+    registered,
+    rule_of,
+    tensor_inputs,
+)
+from autopar.strategies.rule import Dim, Rule, Saved, Signature, Strategy
+
+FAMILIES = (
+    attention,
+    convolution,
+    creation,
+    elementwise,
+    embedding_and_loss,
+    indexing,
+    linear,
+    normalisation,
+    reductions,
+    shapes,
+)
+
+__all__ = [
+    "FAMILIES",
+    "KERNELS",
+    "Call",
+    "Dim",
+    "Expansion",
+    "Kernel",
+    "Pattern",
+    "Rule",
+    "Saved",
+    "Signature",
+    "Strategy",
+    "has_rule",
+    "local_call",
+    "local_function",
+    "localize_arguments",
+    "parse",
+    "register_rule",
+    "registered",
+    "rule_of",
+    "tensor_inputs",
+]

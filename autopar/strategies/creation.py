@@ -1,0 +1,48 @@
+"""Creation: a tensor of one constant can be made in pieces; a count such as arange is made whole.
+
+A tensor that is only asked for its dtype (`new_ones`) stays whole; one that is asked for its shape
+(`ones_like`) is cut like the output.
+"""
+
+from __future__ import annotations
+
+from autopar.strategies.registry import Call, register_rule
+from autopar.strategies.rule import Dim, Rule
+from autopar.strategies.shapes import names, sizes_of
+
+
+def _constant(call: Call) -> Rule:
+    out = names(len(call.shape))
+    sizes = sizes_of(out, call.shape)
+    inputs: list[list[Dim]] = []
+    for number, shape in enumerate(call.shapes):
+        dims = names(len(shape), f"other{number}_")
+        sizes |= sizes_of(dims, shape)
+        inputs.append(dims)
+    whole = [factor for dims in inputs for (factor,) in dims]
+    return call.rule(inputs, out, sizes, whole=whole, flops=0.0)
+
+
+def _counted(call: Call) -> Rule:
+    out = names(len(call.shape))
+    sizes = sizes_of(out, call.shape)
+    return call.rule([], out, sizes, whole=list(sizes), flops=0.0)
+
+
+def _random(call: Call) -> Rule:
+    out = names(len(call.shape))
+    return call.rule([], out, sizes_of(out, call.shape), random=True)
+
+
+register_rule([f"aten.{name}" for name in "zeros ones full empty".split()], _constant)
+register_rule(
+    [f"aten.{name}" for name in "new_zeros new_ones new_full new_empty".split()], _constant
+)
+register_rule(
+    [f"aten.{name}_like" for name in "zeros ones full empty".split()], "... -> ...", cost=0
+)
+register_rule("aten.fill.Scalar", "... -> ...", cost=0)
+register_rule(
+    [f"aten.{name}" for name in "arange linspace eye scalar_tensor".split()], _counted
+)
+register_rule(["aten.rand", "aten.randn", "aten.randint", "aten.randperm"], _random)

@@ -1,0 +1,126 @@
+"""Elementwise operators: dims align from the right, every one can be cut.
+
+Partial sums pass through the linear ones: through all inputs of a sum together, through one factor
+of a product at a time, through the dividend but not the divisor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.strategies.language import Passes, parse
+from autopar.strategies.registry import Call, register_rule
+from autopar.strategies.rule import Rule
+
+SAVES_OUTPUT = "exp exp2 sqrt rsqrt tanh sigmoid relu reciprocal hardtanh".split()
+SAVES_INPUT = (
+    "log log2 log10 log1p expm1 gelu silu mish abs cos sin tan acos asin atan erf square "
+    "log_sigmoid leaky_relu elu softplus selu celu hardswish hardsigmoid relu6 erfinv"
+).split()
+KEEPS_NOTHING = "sign floor ceil round trunc isnan isinf isfinite logical_not bitwise_not".split()
+LINEAR = "neg clone positive alias contiguous detach lift_fresh lift_fresh_copy".split()
+COMPARISONS = (
+    "eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor "
+    "__and__ __or__ __xor__ floor_divide"
+).split()
+PAIRS = "maximum minimum atan2 pow remainder fmod fmax fmin hypot".split()
+
+
+def elementwise(call: Call, passes: Passes = (), saved: str = "", cost: float = 1.0) -> Rule:
+    """All tensor inputs broadcast to the output."""
+    line = ", ".join(["..."] * len(call.shapes)) + " -> ..."
+    return parse(
+        line,
+        call.shapes,
+        [call.shape],
+        passes=passes,
+        saved=saved,
+        cost=cost,
+        source=call.source,
+    )
+
+
+def _sum_of_inputs(call: Call) -> Rule:
+    # With a number as second summand, each rank would add it.
+    return elementwise(call, passes="all" if len(call.shapes) == 2 else "")
+
+
+def _scaled(call: Call) -> Rule:
+    """Linear in the first input: alone, with a number."""
+    return elementwise(call, passes=[(0,)], saved="0 1" if len(call.shapes) == 2 else "")
+
+
+def _product(call: Call) -> Rule:
+    return elementwise(call, passes="each", saved="0 1" if len(call.shapes) == 2 else "")
+
+
+def _converted(call: Call) -> Rule:
+    """Numbers to wider or narrower numbers; not from fractions to whole ones, which rounds."""
+    before, after = call.inputs[0].meta["val"].dtype, call.outputs[0].dtype
+    rounds = before.is_floating_point and not (after.is_floating_point or after.is_complex)
+    passes = [] if rounds else [(0,)]
+    if len(call.shapes) == 1:
+        return elementwise(call, passes, cost=0)
+    return elementwise_of_first(call, passes)
+
+
+def elementwise_of_first(call: Call, passes: Sequence[tuple[int, ...]]) -> Rule:
+    """The first input shapes the output, the others (only asked for a dtype) stay whole."""
+    names = [tuple((f"d{i}",) for i in range(len(call.shape)))]
+    sizes = {f"d{i}": size for i, size in enumerate(call.shape)}
+    for index, shape in enumerate(call.shapes[1:], 1):
+        names.append(tuple((f"other{index}_{i}",) for i in range(len(shape))))
+        sizes |= {f"other{index}_{i}": size for i, size in enumerate(shape)}
+    whole = [factor for factor in sizes if factor.startswith("other")]
+    return call.rule(names, names[0], sizes, whole=whole, passes=passes, flops=0.0)
+
+
+def _where(call: Call) -> Rule:
+    values = [call["self"], call["other"]] if "other" in call.arguments else []
+    slots = [index for index, node in enumerate(call.inputs) if index > 0]
+    constants = [v for v in values if isinstance(v, (int, float))]
+    linear = slots and all(value == 0 for value in constants)
+    return elementwise(call, passes=[slots] if linear else "", saved="0")
+
+
+def _masked_fill(call: Call) -> Rule:
+    zero = isinstance(call["value"], (int, float)) and call["value"] == 0
+    return elementwise(call, passes=[(0,)] if zero else "", saved="1")
+
+
+def _dropout(call: Call) -> Rule | None:
+    probability = call["p"]
+    training = call["train"] if call["train"] is not None else True
+    if probability == 0 or not training:
+        return elementwise(call, passes="all")
+    return parse("... -> ...", call.shapes, [call.shape], random=True, extra="...")
+
+
+for _name in SAVES_OUTPUT:
+    register_rule(f"aten.{_name}", "... -> ...", saved="output")
+for _name in SAVES_INPUT:
+    register_rule(f"aten.{_name}", "... -> ...", saved="0")
+for _name in KEEPS_NOTHING:
+    register_rule(f"aten.{_name}", "... -> ...")
+for _name in LINEAR:
+    register_rule(f"aten.{_name}", "... -> ...", passes="all", cost=0)
+for _name in COMPARISONS:
+    register_rule(f"aten.{_name}", "..., ... -> ...")
+for _name in PAIRS:
+    register_rule(f"aten.{_name}", "..., ... -> ...", saved="0 1")
+register_rule("aten.pow.Tensor_Scalar", "... -> ...", saved="0")
+register_rule("aten.pow.Scalar", "... -> ...", saved="0 output")
+register_rule(["aten.add", "aten.sub", "aten.rsub"], _sum_of_inputs)
+register_rule("aten.mul", _product)
+register_rule("aten.div", _scaled)
+register_rule(["aten.div.Tensor_mode", "aten.div.Scalar_mode"], "..., ... -> ...", saved="1")
+register_rule(["aten.to", "aten._to_copy", "aten.type_as"], _converted)
+register_rule("aten.clamp", "..., ..., ... -> ...", saved="0")
+register_rule(["aten.clamp_min", "aten.clamp_max"], "..., ... -> ...", saved="0")
+register_rule("aten.addcmul", "..., ..., ... -> ...", saved="1 2")
+register_rule("aten.addcdiv", "..., ..., ... -> ...", saved="1 2")
+register_rule("aten.lerp", "..., ..., ... -> ...", saved="0 1 2")
+register_rule("aten.where", _where)
+register_rule("aten.masked_fill", _masked_fill)
+register_rule("aten.dropout", _dropout)
+register_rule(["aten.bernoulli", "aten.rand_like", "aten.randn_like"], "... -> ...", random=True)

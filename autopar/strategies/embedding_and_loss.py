@@ -1,0 +1,73 @@
+"""Embedding and losses: with the vocabulary cut, each has a kernel of its own."""
+
+from __future__ import annotations
+
+from autopar.strategies.kernels import count_targets, cross_entropy
+from autopar.strategies.language import parse
+from autopar.strategies.registry import Call, register_rule
+from autopar.strategies.rule import Dim, Rule, Saved
+
+NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for the reduction of a loss
+
+
+def _embedding(call: Call) -> Rule:
+    special = call["scale_grad_by_freq"] or call["sparse"]
+    return parse(
+        "v! e!, ...! -> ...! e!" if special else "v+ e, ... -> ... e",
+        call.shapes,
+        [call.shape],
+        passes="" if special else [(0,)],
+        kernels={} if special else {"v": "cut_embedding"},
+        flops=0.0,
+        saved="1",
+        source=call.source,
+    )
+
+
+def _pointwise_loss(call: Call) -> Rule:
+    """Elementwise, and summed by `reduction`."""
+    reduction = call["reduction"]
+    line = {
+        NONE: "..., ... -> ...",
+        MEAN: "...!, ...! -> ",
+        SUM: "..., ... -> " if call.shapes[0] == call.shapes[1] else "...!, ...! -> ",
+    }[reduction]
+    return parse(line, call.shapes, [call.shape], saved="0 1", cost=2, source=call.source)
+
+
+def _class_loss(call: Call) -> Rule:
+    """torch's own losses by class: the class dim stays whole, and all of it for a mean."""
+    shape, target = call.shapes[:2]
+    dims: list[Dim] = [(f"d{i}",) for i in range(len(shape))]
+    sizes = {dim[0]: size for dim, size in zip(dims, shape)}
+    classes = 1 if len(shape) > 1 else 0
+    rest = dims[:classes] + dims[classes + 1 :]
+    inputs = [dims, rest if len(target) == len(rest) else dims]
+    inputs += [[dims[classes]]] * (len(call.shapes) - 2)
+    reduction = call["reduction"]
+    whole = list(sizes) if reduction == MEAN else [f"d{classes}"]
+    return call.rule(
+        inputs,
+        rest if reduction == NONE else [],
+        sizes,
+        whole=whole,
+        sums=frozenset(dim[0] for dim in rest) if reduction == SUM else frozenset(),
+        flops=5.0 * call.inputs[0].meta["val"].numel(),
+        saved=Saved((1,), extra=(tuple(dims),)),
+    )
+
+
+register_rule("aten.embedding", _embedding)
+register_rule(
+    cross_entropy,
+    "... v, ..., v -> ...",
+    kernels={"v": "cross_entropy"},
+    cost=5,
+    saved="1",
+    extra="... v",
+)
+register_rule(count_targets, "...+, v! -> ")
+register_rule(
+    ["aten.mse_loss", "aten.l1_loss", "aten.huber_loss", "aten.smooth_l1_loss"], _pointwise_loss
+)
+register_rule(["aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd"], _class_loss)

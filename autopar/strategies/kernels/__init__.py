@@ -1,0 +1,105 @@
+"""Kernels: what a rank runs where cutting a factor changes the local computation.
+
+A rule names them by factor: `Rule.kernels == {"v": "cut_embedding"}` says that the operator, cut
+along v, runs another function. There are two kinds:
+
+- `offset_factor`: the local call is `kernel.function(*args, **kwargs, start=offset)` with the
+  arguments of the operator (localised as ever) and the start of this rank's piece of the factor,
+  `rule.bounds(factor, strategy, mesh, rank)[0]`. Layouts are those of the rule's signature.
+- `expand`: the call becomes three nodes, and the output is whole over the axes of the factor:
+
+      part      = expand.part(...)       # on each rank: [..., columns]
+      gathered  = all-gather of part     # of type [..., columns * parts], cut on the last dim
+                                         # by the axes of the factor; gradient: slice
+      output    = expand.combine(...)    # on replicas
+
+  `expand.part_call` and `expand.combine_call` give the arguments of the two functions.
+
+Besides, plain functions that capture puts into graphs: `batch_sums`, `batch_normalize`,
+`running_mean`, `running_var`, `cross_entropy`, `count_targets`. All work on empty pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from autopar.strategies.kernels.batch_statistics import (
+    batch_normalize,
+    batch_sums,
+    running_mean,
+    running_var,
+)
+from autopar.strategies.kernels.causal import cut_causal_attention
+from autopar.strategies.kernels.lookup import cut_embedding
+from autopar.strategies.kernels.losses import (
+    COLUMNS,
+    count_targets,
+    cross_entropy,
+    cross_entropy_combine,
+    cross_entropy_combine_call,
+    cross_entropy_part,
+    cross_entropy_part_call,
+)
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """A local function, an all-gather of its small output, and a function of the gathered."""
+
+    part: Callable[..., Tensor]
+    columns: int  # the size of the last dim of a part
+    part_call: Callable[..., Arguments]  # (args, kwargs, start, size of the factor) -> arguments
+    combine: Callable[..., Tensor]
+    combine_call: Callable[..., Arguments]  # (gathered, args, kwargs, parts, dtype) -> arguments
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Exactly one of `offset_factor` and `expand` is given."""
+
+    name: str
+    function: Callable[..., Tensor]
+    offset_factor: str | None = None
+    expand: Expansion | None = None
+
+
+KERNELS = {
+    kernel.name: kernel
+    for kernel in (
+        Kernel("cut_embedding", cut_embedding, offset_factor="v"),
+        Kernel("cut_causal_attention", cut_causal_attention, offset_factor="q"),
+        Kernel(
+            "cross_entropy",
+            cross_entropy,
+            expand=Expansion(
+                cross_entropy_part,
+                COLUMNS,
+                cross_entropy_part_call,
+                cross_entropy_combine,
+                cross_entropy_combine_call,
+            ),
+        ),
+    )
+}
+
+__all__ = [
+    "KERNELS",
+    "Expansion",
+    "Kernel",
+    "batch_normalize",
+    "batch_sums",
+    "count_targets",
+    "cross_entropy",
+    "cross_entropy_combine",
+    "cross_entropy_part",
+    "cut_causal_attention",
+    "cut_embedding",
+    "running_mean",
+    "running_var",
+]

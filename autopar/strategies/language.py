@@ -1,0 +1,342 @@
+"""The language of rules: one line that names the factors of every tensor.
+
+    "... i, o i -> ... o"                 linear: i is contracted
+    "b h q d!, b h k! d!, b h k! d! -> b h q d!"   attention: d and k stay whole
+    "n (h d) -> n h d"                    a reshape: the outer part of a group can be cut
+    "n+ c ...+, c -> two c"               n and ... are summed although the shift lacks them
+
+Tensors are parted by commas, dims by blanks. `!` marks a factor (or a group, or `...`) that stays
+whole. `+` marks one that is summed out although some input lacks it: the caller asserts that the
+output is the sum of what the pieces give. `...` stands for the dims that are not named, aligned
+from the right and broadcast: a dim of size 1 has no factor. They are called d0, d1, ... Inputs at
+the end may be absent. A tensor without dims is written as nothing.
+
+>>> rule = parse("... i, o i -> ... o", ((8, 4, 16), (32, 16)))
+>>> rule.inputs[0], dict(rule.sizes)
+((('d0',), ('d1',), ('i',)), {'d0': 8, 'd1': 4, 'i': 16, 'o': 32})
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.errors import InvalidInput
+from autopar.strategies.rule import Dim, Rule, Saved, product
+
+Shape = Sequence[int]
+Passes = str | Iterable[Iterable[int]]
+Flops = float | Callable[[Mapping[str, int]], float]
+ELLIPSIS = "..."
+_TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z_]\w*|[()!+])")
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """One line, read but not yet given sizes. The dim `("...",)` stands for any number of dims."""
+
+    text: str
+    inputs: tuple[tuple[Dim, ...], ...]
+    outputs: tuple[tuple[Dim, ...], ...]
+    whole: frozenset[str] = frozenset()
+    sums: frozenset[str] = frozenset()
+
+    @classmethod
+    def read(cls, text: str) -> Pattern:
+        """Read a line, or say what is malformed."""
+        if text.count("->") != 1:
+            raise _malformed(text, "it has exactly one '->'")
+        whole: set[str] = set()
+        sums: set[str] = set()
+        left, right = text.split("->")
+        inputs = tuple(_read_tensor(part, text, whole, sums) for part in left.split(","))
+        outputs = tuple(_read_tensor(part, text, whole, sums) for part in right.split(","))
+        if not left.strip():
+            inputs = ()
+        known = {name for dims in inputs for dim in dims for name in dim}
+        if ELLIPSIS not in known and any((ELLIPSIS,) in dims for dims in outputs) and inputs:
+            raise _malformed(text, "'...' of an output must also stand in an input")
+        return cls(text, inputs, outputs, frozenset(whole), frozenset(sums))
+
+
+def parse(
+    text: str | Pattern,
+    input_shapes: Sequence[Shape],
+    output_shapes: Sequence[Shape] | None = None,
+    *,
+    slots: Sequence[int] | None = None,
+    sizes: Mapping[str, int] | None = None,
+    passes: Passes = (),
+    kernels: Mapping[str, str] | None = None,
+    gathered: Iterable[str] = (),
+    even: Iterable[str] = (),
+    flops: Flops | None = None,
+    cost: float = 1.0,
+    saved: str = "",
+    extra: str = "",
+    random: bool = False,
+    source: str | None = None,
+) -> Rule:
+    """The rule of one call: a line given the shapes of that call.
+
+    `slots` says which of the line's inputs are present (the first ones if not given); `sizes`
+    gives factors that shapes do not determine. `passes` is "all" (the inputs may be partial sums
+    together), "each" (one at a time) or sets of inputs. `flops` is a number or a function of the
+    sizes; if absent, `cost` for each point of all factors, twice if inputs are multiplied and
+    summed. `saved` lists what autograd keeps, as in "0 2 output"; `extra`, as tensors of factors,
+    what it keeps besides.
+    """
+    pattern = Pattern.read(text) if isinstance(text, str) else text
+    present = range(len(input_shapes)) if slots is None else slots
+    if len(present) != len(input_shapes) or any(slot >= len(pattern.inputs) for slot in present):
+        raise _unfit(pattern, input_shapes, output_shapes, "names every tensor input", source)
+    used = [pattern.inputs[slot] for slot in present]
+    binding = _Binding(pattern, input_shapes, output_shapes, dict(sizes or {}), source)
+    binding.collect(used)
+    inputs = tuple(binding.dims(dims, shape) for dims, shape in zip(used, input_shapes))
+    outputs = tuple(
+        binding.dims(dims, None if output_shapes is None else output_shapes[index])
+        for index, dims in enumerate(pattern.outputs)
+    )
+    named = {factor for tensor in inputs + outputs for dim in tensor for factor in dim}
+    kept = {name: size for name, size in binding.sizes.items() if size > 1 or name in named}
+    contracted = named - {factor for tensor in outputs for dim in tensor for factor in dim}
+    if flops is None:
+        flops = cost * product(kept) * (2 if contracted and len(inputs) > 1 else 1)
+    kept_inputs, kept_output = _read_saved(saved, present)
+    extra_dims = [_read_tensor(part, extra, set(), set()) for part in extra.split(",")]
+    return Rule(
+        inputs=inputs,
+        outputs=outputs,
+        sizes=kept,
+        whole=binding.names(pattern.whole),
+        even=frozenset(even),
+        passes=_read_passes(passes, len(inputs), present),
+        kernels={f: name for f, name in (kernels or {}).items() if kept.get(f, 1) > 1},
+        flops=flops(kept) if callable(flops) else float(flops),
+        text=pattern.text,
+        sums=binding.names(pattern.sums),
+        gathered=frozenset(gathered),
+        saved=Saved(
+            kept_inputs,
+            kept_output,
+            tuple(binding.dims(dims, None) for dims in extra_dims) if extra else (),
+        ),
+        random=random,
+    )
+
+
+class _Binding:
+    """The sizes of a line's factors, found from shapes."""
+
+    def __init__(
+        self,
+        pattern: Pattern,
+        input_shapes: Sequence[Shape],
+        output_shapes: Sequence[Shape] | None,
+        sizes: dict[str, int],
+        source: str | None,
+    ) -> None:
+        self.pattern, self.sizes, self.source = pattern, sizes, source
+        self.input_shapes, self.output_shapes = input_shapes, output_shapes
+        self.hidden: tuple[str, ...] = ()  # the factors of `...`
+
+    def collect(self, used: Sequence[tuple[Dim, ...]]) -> None:
+        """Find every size, or say which shapes disagree."""
+        tensors = list(zip(used, self.input_shapes))
+        if self.output_shapes is not None:
+            if len(self.output_shapes) != len(self.pattern.outputs):
+                raise self.unfit("names every output")
+            tensors += zip(self.pattern.outputs, self.output_shapes)
+        lengths = [
+            self.hidden_length(dims, shape) for dims, shape in tensors if (ELLIPSIS,) in dims
+        ]
+        self.hidden = tuple(f"d{index}" for index in range(max(lengths, default=0)))
+        clash = {f for dims, _ in tensors for dim in dims for f in dim} & set(self.hidden)
+        if clash:
+            raise self.unfit(f"leaves the name {min(clash)!r} to the dims of '...'")
+        groups: list[tuple[Dim, int]] = []
+        for dims, shape in tensors:
+            for dim, size, broadcast in self.matched(dims, shape):
+                if len(dim) > 1:
+                    groups.append((dim, size))
+                elif broadcast and size == 1:
+                    self.sizes.setdefault(dim[0], 1)
+                elif broadcast and self.sizes.get(dim[0]) == 1:
+                    self.sizes[dim[0]] = size
+                else:
+                    self.fix(dim[0], size)
+        self.solve(groups)
+
+    def hidden_length(self, dims: tuple[Dim, ...], shape: Shape) -> int:
+        length = len(shape) - len(dims) + 1
+        if length < 0:
+            raise self.unfit("names at most the dims that a tensor has")
+        return length
+
+    def matched(self, dims: tuple[Dim, ...], shape: Shape) -> list[tuple[Dim, int, bool]]:
+        """Each dim of a tensor with its size, and whether it may be broadcast."""
+        found: list[tuple[Dim, int, bool]] = []
+        if (ELLIPSIS,) not in dims and len(dims) != len(shape):
+            raise self.unfit("names every dim of a tensor")
+        at = 0
+        for dim in dims:
+            if dim == (ELLIPSIS,):
+                length = self.hidden_length(dims, shape)
+                names = self.hidden[len(self.hidden) - length :]
+                found += [((name,), shape[at + i], True) for i, name in enumerate(names)]
+                at += length
+            else:
+                found.append((dim, shape[at], False))
+                at += 1
+        return found
+
+    def fix(self, factor: str, size: int) -> None:
+        if self.sizes.setdefault(factor, size) != size:
+            raise self.unfit(f"gives {factor!r} one size, not {self.sizes[factor]} and {size}")
+
+    def solve(self, groups: list[tuple[Dim, int]]) -> None:
+        """Sizes of the factors of groups: at most one may be missing in each."""
+        while groups:
+            left = []
+            for dim, size in groups:
+                missing = [factor for factor in dim if factor not in self.sizes]
+                if len(missing) > 1:
+                    left.append((dim, size))
+                    continue
+                known = math.prod(self.sizes[f] for f in dim if f in self.sizes)
+                if missing and known and size % known == 0:
+                    self.sizes[missing[0]] = size // known
+                elif missing or known != size:
+                    raise self.unfit(f"gives ({' '.join(dim)}) a product of {size}")
+            if len(left) == len(groups):
+                names = " ".join(left[0][0])
+                raise self.unfit(f"lets the sizes of ({names}) be found: pass sizes={{...}}")
+            groups = left
+
+    def dims(self, dims: tuple[Dim, ...], shape: Shape | None) -> tuple[Dim, ...]:
+        """The factors of a tensor, those of size 1 left out."""
+        if shape is not None:
+            matched = self.matched(dims, shape)
+            return tuple(
+                () if broadcast and size == 1 else self.large(dim)
+                for dim, size, broadcast in matched
+            )
+        found: list[Dim] = []
+        for dim in dims:
+            if dim == (ELLIPSIS,):
+                found += [self.large((name,)) for name in self.hidden]
+                continue
+            unknown = [factor for factor in dim if factor not in self.sizes]
+            if unknown:
+                raise self.unfit(f"gives {unknown[0]!r} a size: pass sizes={{...}}")
+            found.append(self.large(dim))
+        return tuple(found)
+
+    def large(self, dim: Dim) -> Dim:
+        return tuple(factor for factor in dim if self.sizes[factor] != 1)
+
+    def names(self, marked: frozenset[str]) -> frozenset[str]:
+        """The marked factors, `...` spelled out."""
+        return marked - {ELLIPSIS} | (set(self.hidden) if ELLIPSIS in marked else set())
+
+    def unfit(self, requirement: str) -> InvalidInput:
+        return _unfit(
+            self.pattern, self.input_shapes, self.output_shapes, requirement, self.source
+        )
+
+
+def _read_tensor(part: str, text: str, whole: set[str], sums: set[str]) -> tuple[Dim, ...]:
+    dims: list[Dim] = []
+    group: list[str] | None = None
+    marked: list[str] = []  # what a following mark is about
+    at = 0
+    part = part.strip()
+    while at < len(part):
+        match = _TOKEN.match(part, at)
+        if match is None:
+            raise _malformed(text, f"{part[at:].strip()[0]!r} is not part of the language")
+        token, at = match[1], match.end()
+        if token in "!+":
+            if not marked:
+                raise _malformed(text, f"{token!r} follows a factor, a group or '...'")
+            (whole if token == "!" else sums).update(marked)
+        elif token == "(":
+            if group is not None:
+                raise _malformed(text, "groups do not nest")
+            group = []
+        elif token == ")":
+            if not group:
+                raise _malformed(text, "a group holds at least one factor between ( and )")
+            dims.append(tuple(group))
+            marked, group = group, None
+        elif group is not None:
+            if token == ELLIPSIS:
+                raise _malformed(text, "'...' stands outside groups")
+            group.append(token)
+            marked = [token]
+        else:
+            dims.append((token,))
+            marked = [token]
+    if group is not None:
+        raise _malformed(text, "every ( has its )")
+    names = [name for dim in dims for name in dim]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise _malformed(text, f"a tensor has each factor once, not {twice[0]!r} twice")
+    return tuple(dims)
+
+
+def _read_passes(
+    passes: Passes, count: int, present: Sequence[int]
+) -> tuple[frozenset[int], ...]:
+    if passes == "all":
+        return (frozenset(range(count)),) if count else ()
+    if passes == "each":
+        return tuple(frozenset((index,)) for index in range(count))
+    if isinstance(passes, str):
+        if not passes:
+            return ()
+        raise InvalidInput(
+            "passes are 'all', 'each' or sets of inputs",
+            got=repr(passes),
+            remedy="passes='each' for an operator that is linear in each input",
+        )
+    place = {slot: index for index, slot in enumerate(present)}
+    found = (frozenset(place[slot] for slot in members if slot in place) for members in passes)
+    return tuple(members for members in found if members)
+
+
+def _read_saved(saved: str, present: Sequence[int]) -> tuple[tuple[int, ...], bool]:
+    words = saved.split()
+    place = {slot: index for index, slot in enumerate(present)}
+    slots = [int(word) for word in words if word != "output"]
+    return tuple(place[slot] for slot in slots if slot in place), "output" in words
+
+
+def _malformed(text: str, reason: str) -> InvalidInput:
+    return InvalidInput(
+        f"a rule is one line 'inputs -> outputs': {reason}",
+        got=repr(text),
+        remedy="write it like '... i, o i -> ... o'",
+    )
+
+
+def _unfit(
+    pattern: Pattern,
+    input_shapes: Sequence[Shape],
+    output_shapes: Sequence[Shape] | None,
+    requirement: str,
+    source: str | None,
+) -> InvalidInput:
+    shapes = f"inputs {[tuple(shape) for shape in input_shapes]}"
+    if output_shapes is not None:
+        shapes += f", outputs {[tuple(shape) for shape in output_shapes]}"
+    return InvalidInput(
+        f"the line of a rule {requirement}",
+        got=f"{pattern.text!r} for {shapes}",
+        remedy="correct the line, or register a function that makes the rule of a call",
+        source=source,
+    )

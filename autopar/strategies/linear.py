@@ -1,0 +1,65 @@
+"""Contractions: linear, matmul and its relatives, einsum.
+
+One factor that all inputs have and the output lacks: cutting it gives a partial sum. All are
+linear in each input, so a partial sum in one of them passes through.
+"""
+
+from __future__ import annotations
+
+from autopar.strategies.language import parse
+from autopar.strategies.registry import Call, register_rule
+from autopar.strategies.rule import Rule
+
+
+def _linear(call: Call) -> Rule:
+    biased = call["bias"] is not None
+    return parse(
+        "... i, o i, o -> ... o" if biased else "... i, o i -> ... o",
+        call.shapes,
+        [call.shape],
+        passes="" if biased else "each",
+        saved="0 1",
+        source=call.source,
+    )
+
+
+def _matmul(call: Call) -> Rule:
+    left, right = (len(shape) for shape in call.shapes)
+    line = {
+        (True, True): "k, k -> ",
+        (True, False): "k, ... k n -> ... n",
+        (False, True): "... m k, k -> ... m",
+        (False, False): "... m k, ... k n -> ... m n",
+    }[left == 1, right == 1]
+    return parse(
+        line, call.shapes, [call.shape], passes="each", saved="0 1", source=call.source
+    )
+
+
+def _einsum(call: Call) -> Rule | None:
+    left, arrow, right = call["equation"].replace(" ", "").partition("->")
+    terms = left.split(",")
+    if not arrow:
+        letters = left.replace(",", "").replace("...", "")
+        right = "..." * ("..." in left) + "".join(
+            sorted(letter for letter in set(letters) if letters.count(letter) == 1)
+        )
+    if any(len(set(term)) != len(term) for term in (t.replace("...", "") for t in terms)):
+        return None  # a diagonal
+
+    def spaced(term: str) -> str:
+        return " ".join(term.replace("...", "\0")).replace("\0", "...")
+
+    line = f"{', '.join(map(spaced, terms))} -> {spaced(right)}"
+    kept = " ".join(str(index) for index in range(len(terms)))
+    return parse(line, call.shapes, [call.shape], passes="each", saved=kept, source=call.source)
+
+
+register_rule("aten.linear", _linear)
+register_rule(["aten.matmul", "aten.dot", "aten.mv"], _matmul)
+register_rule("aten.mm", "m k, k n -> m n", passes="each", saved="0 1")
+register_rule("aten.bmm", "b m k, b k n -> b m n", passes="each", saved="0 1")
+register_rule("aten.outer", "m, n -> m n", passes="each", saved="0 1")
+register_rule("aten.addmm", "... n, m k!, k! n -> m n", saved="1 2")
+register_rule("aten.baddbmm", "... n, b m k!, b k! n -> b m n", saved="1 2")
+register_rule("aten.einsum", _einsum)

@@ -1,0 +1,128 @@
+"""Local calls: what one rank runs of a node, when its inputs and output are cut.
+
+Most operators take the pieces as they are. Those that carry sizes (reshapes, expand, creation) or
+counts of channels (grouped convolution, group norm) get those of the rank's piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.layout import TensorType
+from autopar.mesh import Mesh
+from autopar.strategies.kernels import KERNELS
+from autopar.strategies.registry import Call
+from autopar.strategies.rule import Rule, Strategy
+
+aten = torch.ops.aten
+# Which argument holds the shape of the output.
+_SHAPE_ARGUMENT = {
+    aten.view: "size",
+    aten.reshape: "shape",
+    aten._unsafe_view: "size",
+    aten.expand: "size",
+    aten.zeros: "size",
+    aten.ones: "size",
+    aten.full: "size",
+    aten.empty: "size",
+    aten.new_zeros: "size",
+    aten.new_ones: "size",
+    aten.new_full: "size",
+    aten.new_empty: "size",
+}
+# Reshapes that would read a piece of size 1 as a dim to drop, or that want certain strides.
+_AS_RESHAPE = {aten.squeeze, aten.view, aten._unsafe_view, aten.unflatten}
+
+
+def local_function(target: Any) -> Any:
+    """The function to call on pieces: every reshape that looks at sizes becomes `reshape`."""
+    return aten.reshape.default if _packet(target) in _AS_RESHAPE else target
+
+
+def localize_arguments(
+    node: fx.Node, output_type: TensorType, mesh: Mesh, rank: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of `local_function(node.target)` on `rank`, tensors still the nodes' own.
+
+    `output_type` is the global shape of the output and its layout.
+    """
+    args, kwargs = tuple(node.args), dict(node.kwargs)
+    packet = _packet(node.target)
+    shape = list(output_type.layout.local_shape(output_type.shape, mesh, rank))
+    if packet in _AS_RESHAPE:
+        return (args[0], shape), {}
+    if packet in _SHAPE_ARGUMENT:
+        return _replaced(node, _SHAPE_ARGUMENT[packet], shape)
+    if shape == list(output_type.shape):
+        return args, kwargs
+    if packet is aten.repeat:
+        before = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+        repeats = list(Call(node)["repeats"])
+        for index, size in enumerate(before, len(repeats) - len(before)):
+            if size != 1:
+                shape[index] = repeats[index]
+        return _replaced(node, "repeats", shape)
+    counted = _COUNT_ARGUMENT.get(packet)
+    if counted is not None:
+        channels = 1 if len(output_type.shape) > 1 else 0
+        count = Call(node)[counted]
+        if packet is not aten.group_norm and len(output_type.shape) == _space(packet, node) + 1:
+            channels = 0  # without a batch
+        each = output_type.shape[channels] // count
+        if count > 1:
+            return _replaced(node, counted, shape[channels] // each)
+    return args, kwargs
+
+
+_COUNT_ARGUMENT = {
+    aten.conv1d: "groups",
+    aten.conv2d: "groups",
+    aten.conv3d: "groups",
+    aten.convolution: "groups",
+    aten.group_norm: "num_groups",
+}
+
+
+def local_call(
+    node: fx.Node, rule: Rule, strategy: Strategy, mesh: Mesh, rank: int
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Function and arguments on `rank`; not for strategies whose kernel expands."""
+    value = node.meta["val"]
+    layout = rule.signature(strategy).outputs[0]
+    output_type = TensorType(tuple(value.shape), value.dtype, layout)
+    args, kwargs = localize_arguments(node, output_type, mesh, rank)
+    needed = rule.kernel(strategy)
+    if needed is None:
+        return local_function(node.target), args, kwargs
+    factor, name = needed
+    kernel = KERNELS[name]
+    if kernel.expand is not None:
+        raise ValueError(f"{name} expands into several nodes; see autopar/strategies/kernels")
+    start, _ = rule.bounds(factor, strategy, mesh, rank)
+    return kernel.function, args, {**kwargs, "start": start}
+
+
+def _packet(target: Any) -> Any:
+    return target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+
+
+def _space(packet: Any, node: fx.Node) -> int:
+    return node.args[1].meta["val"].dim() - 2  # type: ignore[union-attr]
+
+
+def _replaced(
+    node: fx.Node, name: str, value: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with one changed, wherever it stands."""
+    args, kwargs = list(node.args), dict(node.kwargs)
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    place = names.index(name)
+    if name not in kwargs and place < len(args):
+        args[place] = value
+    else:
+        kwargs[name] = value
+    return tuple(args), kwargs

@@ -1,0 +1,78 @@
+"""Normalisation: what is averaged over stays whole, except in batch norm, where it is summed.
+
+Batch norm in training comes as two plain functions (see kernels/batch_statistics.py): the sums
+over batch and space are a partial sum when these are cut, and everything else is elementwise.
+"""
+
+from __future__ import annotations
+
+from autopar.strategies.kernels import batch_normalize, batch_sums, running_mean, running_var
+from autopar.strategies.registry import Call, register_rule
+from autopar.strategies.rule import Dim, Rule, Saved
+
+
+def _over_last_dims(call: Call, stats: int) -> Rule:
+    """layer_norm and rms_norm: the normalised dims and the parameters stay whole."""
+    shape = call.shapes[0]
+    count = len(call["normalized_shape"])
+    dims: list[Dim] = [(f"d{i}",) for i in range(len(shape))]
+    held = dims[len(dims) - count :]
+    sizes = {dim[0]: size for dim, size in zip(dims, shape)}
+    parameters = [held] * (len(call.shapes) - 1)
+    extra = tuple(tuple(dims[: len(dims) - count]) for _ in range(stats))
+    return call.rule(
+        [dims, *parameters],
+        dims,
+        sizes,
+        whole=[dim[0] for dim in held],
+        flops=5.0 * call.outputs[0].numel(),
+        saved=Saved((0, *((1,) if parameters else ())), extra=extra),
+    )
+
+
+def _layer_norm(call: Call) -> Rule:
+    return _over_last_dims(call, stats=2)
+
+
+def _rms_norm(call: Call) -> Rule:
+    return _over_last_dims(call, stats=1)
+
+
+def _group_norm(call: Call) -> Rule:
+    """The channels are (g c): groups can be cut evenly."""
+    shape, groups = call.shapes[0], call["num_groups"]
+    space: list[Dim] = [(f"x{i}",) for i in range(len(shape) - 2)]
+    sizes = {"n": shape[0], "g": groups, "c": shape[1] // groups}
+    sizes |= {dim[0]: size for dim, size in zip(space, shape[2:])}
+    dims: list[Dim] = [("n",), ("g", "c"), *space]
+    parameters: list[list[Dim]] = [[("g", "c")]] * (len(call.shapes) - 1)
+    return call.rule(
+        [dims, *parameters],
+        dims,
+        sizes,
+        whole=["c", *(dim[0] for dim in space)],
+        flops=5.0 * call.outputs[0].numel(),
+        even=frozenset("g"),
+        saved=Saved((0, *((1,) if parameters else ())), extra=((("n",), ("g",)),) * 2),
+    )
+
+
+def _batch_norm(call: Call) -> Rule | None:
+    """Batch norm by running statistics is elementwise; in training capture splits it."""
+    if call.get("training") or call.get("use_input_stats"):
+        return None
+    dims: list[Dim] = [(f"d{i}",) for i in range(len(call.shape))]
+    sizes = {dim[0]: size for dim, size in zip(dims, call.shape)}
+    vectors = [[dims[1]]] * (len(call.shapes) - 1)
+    return call.rule([dims, *vectors], dims, sizes, saved=Saved((*range(len(call.shapes)),)))
+
+
+register_rule("aten.layer_norm", _layer_norm)
+register_rule("aten.rms_norm", _rms_norm)
+register_rule("aten.group_norm", _group_norm)
+register_rule("aten.batch_norm", _batch_norm)
+register_rule(batch_sums, "n+ c ...+, c -> two! c", cost=4, saved="0 1 output")
+register_rule(
+    batch_normalize, "n c ..., two! c, c, c, c -> n c ...", cost=4, saved="0 1 3", extra="c, c"
+)
+register_rule([running_mean, running_var], "c, two! c, c,  -> c")

@@ -1,0 +1,288 @@
+"""The registry: which rule belongs to which operator.
+
+One call registers a rule, for an operator of a library or a plain function:
+
+    register_rule("aten.linear", "... i, o i -> ... o", passes="each", saved="0 1")
+    register_rule(torch.ops.mine.rotate, "... d!, d! -> ... d!")
+
+Instead of a line it takes a function from `Call` (a node with its arguments by name) to a `Rule`,
+for operators whose rule depends on more than shapes. `rule_of(node)` finds the rule again.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.errors import InvalidInput
+from autopar.strategies.kernels import KERNELS
+from autopar.strategies.language import Flops, Passes, Pattern, parse
+from autopar.strategies.rule import Dim, Rule, Saved, product, render
+
+Operator = Any  # OpOverload, OpOverloadPacket, operator of torch.library.custom_op, or function
+
+
+class Call:
+    """One node, read: arguments by name with defaults, tensor inputs in order, shapes, dtypes."""
+
+    def __init__(self, node: fx.Node) -> None:
+        self.node = node
+        self.arguments, self._tensor_names = _bind(node)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.arguments.get(name, default)
+
+    @cached_property
+    def _slots(self) -> tuple[tuple[int, fx.Node], ...]:
+        found, slot = [], 0
+        for name, value in self.arguments.items():
+            items = value if isinstance(value, (list, tuple)) else (value,)
+            holds = name in self._tensor_names or any(_is_tensor_node(item) for item in items)
+            if not holds:
+                continue
+            for item in items:
+                if _is_tensor_node(item):
+                    found.append((slot, item))
+                slot += 1
+        return tuple(found)
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        """The tensor inputs in the order of the schema, lists flattened, absent ones skipped."""
+        return tuple(node for _, node in self._slots)
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Which of the tensor parameters each input fills."""
+        return tuple(slot for slot, _ in self._slots)
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(node.meta["val"].shape) for node in self.inputs)
+
+    @cached_property
+    def outputs(self) -> tuple[torch.Tensor, ...]:
+        value = self.node.meta["val"]
+        return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the (first) output."""
+        return tuple(self.outputs[0].shape)
+
+    @property
+    def source(self) -> str | None:
+        return self.node.meta.get("source")
+
+    def dim(self, value: int, ndim: int | None = None) -> int:
+        """A dim counted from the left; `ndim` is that of the first input if not given."""
+        return value % max(len(self.shapes[0]) if ndim is None else ndim, 1)
+
+    def rule(
+        self,
+        inputs: Sequence[Sequence[Dim]],
+        output: Sequence[Dim],
+        sizes: Mapping[str, int],
+        *,
+        whole: Iterable[str] = (),
+        passes: Iterable[Iterable[int]] = (),
+        flops: float | None = None,
+        saved: Saved = Saved(),  # noqa: B008 (frozen)
+        **options: Any,
+    ) -> Rule:
+        """The rule of this call from factors found by a function, those of size 1 left out."""
+
+        def large(dims: Sequence[Dim]) -> tuple[Dim, ...]:
+            return tuple(tuple(f for f in dim if sizes[f] != 1) for dim in dims)
+
+        into, out = tuple(map(large, inputs)), large(output)
+        kept = {name: size for name, size in sizes.items() if size != 1}
+        held = frozenset(whole) & kept.keys()
+        saved = replace(saved, extra=tuple(map(large, saved.extra)))
+        return Rule(
+            into,
+            (out,),
+            kept,
+            whole=held,
+            passes=tuple(map(frozenset, passes)),
+            flops=float(product(kept)) if flops is None else flops,
+            text=render(into, (out,), held),
+            saved=saved,
+            **options,
+        )
+
+
+RuleFunction = Callable[[Call], Rule | None]
+_RULES: dict[Operator, RuleFunction] = {}
+
+
+def register_rule(
+    operators: Operator | Sequence[Operator],
+    rule: str | RuleFunction,
+    *,
+    passes: Passes = (),
+    kernels: Mapping[str, str] | None = None,
+    even: Iterable[str] = (),
+    flops: Flops | None = None,
+    cost: float = 1.0,
+    saved: str = "",
+    extra: str = "",
+    random: bool = False,
+    sizes: Mapping[str, int] | None = None,
+) -> None:
+    """Say what an operator can do; a later call replaces an earlier one.
+
+    `operators`: one or several, each an operator of a torch library (as object or as a name such
+    as "aten.linear"; all overloads if none is named) or a function that calls of the graph name.
+    `rule`: a line of the rule language, or a function from `Call` to `Rule` (or None: replicated).
+    The options are those of `parse` and go with a line.
+    """
+    if isinstance(rule, str):
+        pattern = Pattern.read(rule)
+        gathered = [f for f, name in (kernels or {}).items() if KERNELS[name].expand is not None]
+
+        def function(call: Call) -> Rule | None:
+            return parse(
+                pattern,
+                call.shapes,
+                [tuple(output.shape) for output in call.outputs],
+                slots=call.slots,
+                sizes=sizes,
+                passes=passes,
+                kernels=kernels,
+                gathered=gathered,
+                even=even,
+                flops=flops,
+                cost=cost,
+                saved=saved,
+                extra=extra,
+                random=random,
+                source=call.source,
+            )
+    else:
+        function = rule
+    for operator in _listed(operators):
+        _RULES[_resolve(operator)] = function
+
+
+def rule_of(node: fx.Node) -> Rule | None:
+    """The rule of one call; None if its operator has none and runs replicated."""
+    if node.op != "call_function":
+        return None
+    function = _find(node.target)
+    value = node.meta.get("val")
+    outputs = value if isinstance(value, (list, tuple)) else (value,)
+    if function is None or not all(isinstance(output, torch.Tensor) for output in outputs):
+        return None
+    call = Call(node)
+    rule = function(call)
+    if rule is None:
+        return None
+    return replace(rule, passes=tuple(_linear_passes(rule, call)))
+
+
+def tensor_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The tensor inputs of a node in the order of its rule's inputs."""
+    if node.op != "call_function":
+        return ()
+    return Call(node).inputs
+
+
+def has_rule(target: Operator) -> bool:
+    """Whether an operator is registered."""
+    return _find(target) is not None
+
+
+def registered() -> tuple[Operator, ...]:
+    """Every operator with a rule."""
+    return tuple(_RULES)
+
+
+def _find(target: Operator) -> RuleFunction | None:
+    if target in _RULES:
+        return _RULES[target]
+    if isinstance(target, torch._ops.OpOverload):
+        return _RULES.get(target.overloadpacket)
+    return None
+
+
+def _linear_passes(rule: Rule, call: Call) -> Iterator[frozenset[int]]:
+    """The passes between numbers: a bool is no sum."""
+    if any(output.dtype == torch.bool for output in call.outputs):
+        return
+    for members in rule.passes:
+        if not any(call.inputs[index].meta["val"].dtype == torch.bool for index in members):
+            yield members
+
+
+def _listed(operators: Operator | Sequence[Operator]) -> Sequence[Operator]:
+    return operators if isinstance(operators, (list, tuple)) else (operators,)
+
+
+def _resolve(operator: Operator) -> Operator:
+    if isinstance(operator, str):
+        found: Any = torch.ops
+        for part in operator.replace("::", ".").split("."):
+            found = getattr(found, part, None)
+            if found is None:
+                raise InvalidInput(
+                    "a rule is registered for an operator that exists",
+                    got=repr(operator),
+                    remedy="name it 'library.operator', and define it before its rule",
+                )
+        return found
+    # An operator of torch.library.custom_op is called through its overload (torch 2.11 to 2.13).
+    overload = getattr(operator, "_opoverload", operator)
+    if not callable(overload):
+        raise InvalidInput(
+            "a rule is registered for an operator or a function",
+            got=repr(operator),
+            remedy="pass torch.ops.library.operator, or the function that the graph calls",
+        )
+    return overload
+
+
+def _is_tensor_node(value: object) -> bool:
+    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
+
+
+def _bind(node: fx.Node) -> tuple[dict[str, Any], frozenset[str]]:
+    """Arguments by name in the order of the schema, and the names that take tensors."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        arguments: dict[str, Any] = {}
+        tensors = set()
+        for index, argument in enumerate(target._schema.arguments):
+            if not argument.kwarg_only and index < len(node.args):
+                arguments[argument.name] = node.args[index]
+            elif argument.name in node.kwargs:
+                arguments[argument.name] = node.kwargs[argument.name]
+            else:
+                arguments[argument.name] = (
+                    argument.default_value if argument.has_default_value() else None
+                )
+            if "Tensor" in str(argument.type):
+                tensors.add(argument.name)
+        return arguments, frozenset(tensors)
+    try:
+        signature = inspect.signature(target)  # type: ignore[arg-type]
+        bound = signature.bind(*node.args, **node.kwargs)
+    except (TypeError, ValueError):
+        named = {str(index): value for index, value in enumerate(node.args)} | dict(node.kwargs)
+        return named, frozenset()
+    bound.apply_defaults()
+    annotated = {
+        name
+        for name, parameter in signature.parameters.items()
+        if "Tensor" in str(parameter.annotation)
+    }
+    return dict(bound.arguments), frozenset(annotated)

@@ -1,0 +1,270 @@
+"""Operators that move dims about: every one is linear, so partial sums pass through.
+
+A reshape is read from the two shapes: dims are grouped into blocks of equal size, and a block
+that merges or splits becomes a group such as (h d), whose outermost factor can be cut evenly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from autopar.strategies.registry import Call, register_rule
+from autopar.strategies.rule import Dim, Rule
+
+FIRST = ((0,),)  # the first input may be a partial sum
+
+
+def names(count: int, prefix: str = "d") -> list[Dim]:
+    return [(f"{prefix}{index}",) for index in range(count)]
+
+
+def sizes_of(dims: Sequence[Dim], shape: Sequence[int]) -> dict[str, int]:
+    return {dim[0]: size for dim, size in zip(dims, shape)}
+
+
+def same_dims(call: Call, whole: Iterable[int], passes: Sequence[Sequence[int]] = FIRST) -> Rule:
+    """The output has the dims of the input; those in `whole` stay whole, and may change size."""
+    dims, shape = names(len(call.shape)), call.shapes[0]
+    sizes, out = sizes_of(dims, shape), list(dims)
+    held = {f"d{dim}" for dim in whole}
+    for index, (before, after) in enumerate(zip(shape, call.shape)):
+        if before != after:
+            out[index] = (f"n{index}",)
+            sizes[f"n{index}"] = after
+            held |= {f"d{index}", f"n{index}"}
+    return call.rule([dims], out, sizes, whole=held, passes=passes, flops=0.0)
+
+
+def _reshape(call: Call) -> Rule:
+    into, out, sizes, whole = reshape_factors(call.shapes[0], call.shape)
+    return call.rule([into], out, sizes, whole=whole, passes=FIRST, flops=0.0)
+
+
+def reshape_factors(
+    before: Sequence[int], after: Sequence[int]
+) -> tuple[list[Dim], list[Dim], dict[str, int], set[str]]:
+    """The dims of both shapes by shared factors, their sizes, and those that stay whole."""
+    into: list[Dim] = [()] * len(before)
+    out: list[Dim] = [()] * len(after)
+    sizes: dict[str, int] = {}
+    whole: set[str] = set()
+
+    def new(size: int) -> str:
+        name = f"d{len(sizes)}"
+        sizes[name] = size
+        return name
+
+    if 0 in before:
+        for dims, shape in ((into, before), (out, after)):
+            for index, size in enumerate(shape):
+                dims[index] = (new(size),)
+        return into, out, sizes, set(sizes)
+    for left, right in _blocks(before, after):
+        first = [before[index] for index in left]
+        second = [after[index] for index in right]
+        bounds = sorted(set(_running(first)) | set(_running(second)))
+        if all(b % a == 0 for a, b in zip(bounds, bounds[1:])):
+            factors = [new(b // a) for a, b in zip([1, *bounds], bounds)]
+            ends = dict(zip(factors, bounds))
+            for dims, indices in ((into, left), (out, right)):
+                shape = before if dims is into else after
+                for index, end in zip(indices, _running([shape[i] for i in indices])):
+                    start = end // shape[index]
+                    dims[index] = tuple(f for f in factors if start < ends[f] <= end)
+            continue
+        # The inner bounds do not nest: only a common divisor of the outermost dims is shared.
+        shared = new(math.gcd(first[0], second[0]))
+        for dims, indices, shape in ((into, left, before), (out, right, after)):
+            for place, index in enumerate(indices):
+                inner = new(shape[index] // (1 if place else sizes[shared]))
+                whole.add(inner)
+                dims[index] = (inner,) if place else (shared, inner)
+    return into, out, sizes, whole
+
+
+def _blocks(
+    before: Sequence[int], after: Sequence[int]
+) -> Iterable[tuple[list[int], list[int]]]:
+    """Runs of dims of both shapes with equal products, as short as can be; size 1 left out."""
+    lefts = [index for index, size in enumerate(before) if size != 1]
+    rights = [index for index, size in enumerate(after) if size != 1]
+    while lefts:
+        left, right = [lefts.pop(0)], [rights.pop(0)]
+        one, two = before[left[0]], after[right[0]]
+        while one != two:
+            if one < two:
+                left.append(lefts.pop(0))
+                one *= before[left[-1]]
+            else:
+                right.append(rights.pop(0))
+                two *= after[right[-1]]
+        yield left, right
+
+
+def _running(sizes: Sequence[int]) -> list[int]:
+    return [math.prod(sizes[: index + 1]) for index in range(len(sizes))]
+
+
+def _permuted(call: Call, order: Sequence[int]) -> Rule:
+    """Dim i of the output is dim order[i] of the input."""
+    dims = names(len(order))
+    sizes = sizes_of(dims, call.shapes[0])
+    return call.rule([dims], [dims[i] for i in order], sizes, passes=FIRST, flops=0.0)
+
+
+def _transpose(call: Call) -> Rule:
+    ndim = len(call.shape)
+    order = list(range(ndim))
+    first = call.dim(call.get("dim0", call.get("axis0", 0)))
+    second = call.dim(call.get("dim1", call.get("axis1", 1)))
+    if ndim > 1:
+        order[first], order[second] = order[second], order[first]
+    return _permuted(call, order)
+
+
+def _last_two_swapped(call: Call) -> Rule:
+    order = list(range(len(call.shape)))
+    order[-2:] = reversed(order[-2:])
+    return _permuted(call, order)
+
+
+def _permute(call: Call) -> Rule:
+    return _permuted(call, [call.dim(dim) for dim in call["dims"]])
+
+
+def _movedim(call: Call) -> Rule:
+    source, destination = call["source"], call["destination"]
+    if isinstance(source, int):
+        source, destination = [source], [destination]
+    source = [call.dim(dim) for dim in source]
+    moved = dict(zip([call.dim(dim) for dim in destination], source))
+    rest = iter(dim for dim in range(len(call.shape)) if dim not in source)
+    return _permuted(call, [moved[i] if i in moved else next(rest) for i in range(len(call.shape))])
+
+
+def _expand(call: Call) -> Rule:
+    out = names(len(call.shape))
+    sizes = sizes_of(out, call.shape)
+    shape = call.shapes[0]
+    aligned = out[len(out) - len(shape) :]
+    into = [() if size == 1 else dim for dim, size in zip(aligned, shape)]
+    return call.rule([into], out, sizes, passes=FIRST, flops=0.0)
+
+
+def _repeat(call: Call) -> Rule:
+    repeats, shape = call["repeats"], call.shapes[0]
+    out = names(len(repeats))
+    sizes = sizes_of(out, call.shape)
+    into, whole = [], []
+    for index, size in enumerate(shape, len(repeats) - len(shape)):
+        if size == 1:
+            into.append(())
+        elif repeats[index] == 1:
+            into.append(out[index])
+        else:  # the copies interleave the pieces
+            into.append((f"n{index}",))
+            sizes[f"n{index}"] = size
+            whole += [f"n{index}", f"d{index}"]
+    return call.rule([into], out, sizes, whole=whole, passes=FIRST)
+
+
+def _repeat_interleave(call: Call) -> Rule | None:
+    if call["dim"] is None or not isinstance(call["repeats"], int):
+        return None
+    dim = call.dim(call["dim"])
+    dims = names(len(call.shape))
+    sizes = sizes_of(dims, call.shapes[0]) | {"repeats": call["repeats"]}
+    out = [(*factor, "repeats") if i == dim else factor for i, factor in enumerate(dims)]
+    return call.rule([dims], out, sizes, passes=FIRST)
+
+
+def _concatenate(call: Call) -> Rule | None:
+    if len({len(shape) for shape in call.shapes}) != 1:
+        return None  # torch's old empty operand of one dim
+    dim = call.dim(call["dim"])
+    out = names(len(call.shape))
+    sizes = sizes_of(out, call.shape)
+    inputs = []
+    for index, shape in enumerate(call.shapes):
+        part = f"n{index}"
+        sizes[part] = shape[dim]
+        inputs.append([(part,) if i == dim else factor for i, factor in enumerate(out)])
+    whole = [f"d{dim}", *(f"n{index}" for index in range(len(inputs)))]
+    together = [range(len(inputs))]
+    return call.rule(inputs, out, sizes, whole=whole, passes=together, flops=0.0)
+
+
+def _stack(call: Call) -> Rule:
+    dim = call.dim(call["dim"], len(call.shape))
+    out = names(len(call.shape))
+    into = [factor for i, factor in enumerate(out) if i != dim]
+    inputs = [into] * len(call.shapes)
+    return call.rule(
+        inputs,
+        out,
+        sizes_of(out, call.shape),
+        whole=[f"d{dim}"],
+        passes=[range(len(inputs))],
+        flops=0.0,
+    )
+
+
+def _pad(call: Call) -> Rule:
+    pad, ndim = call["pad"], len(call.shape)
+    padded = [ndim - 1 - i // 2 for i, amount in enumerate(pad) if amount]
+    zeros = call.get("mode", "constant") != "constant" or not call.get("value")
+    return same_dims(call, padded, FIRST if zeros else ())
+
+
+def _whole_dim(call: Call) -> Rule:
+    return same_dims(call, [call.dim(call["dim"])])
+
+
+def _whole_dims(call: Call) -> Rule:
+    dims = call["dims"] or range(len(call.shape))
+    return same_dims(call, [call.dim(dim) for dim in dims])
+
+
+def _triangle(call: Call) -> Rule:
+    return same_dims(call, [len(call.shape) - 2, len(call.shape) - 1])
+
+
+def _diff(call: Call) -> Rule:
+    dim = call.dim(call["dim"])
+    out = names(len(call.shape))
+    sizes = sizes_of(out, call.shape)
+    inputs = []
+    for index, shape in enumerate(call.shapes):
+        sizes[f"n{index}"] = shape[dim]
+        inputs.append([(f"n{index}",) if i == dim else factor for i, factor in enumerate(out)])
+    whole = [f"d{dim}", *(f"n{index}" for index in range(len(inputs)))]
+    return call.rule(inputs, out, sizes, whole=whole, passes=[range(len(inputs))])
+
+
+register_rule(
+    [
+        f"aten.{name}"
+        for name in (
+            "view reshape _unsafe_view flatten unflatten unsqueeze squeeze ravel view_as "
+            "reshape_as"
+        ).split()
+    ],
+    lambda call: _reshape(call) if len(call.shapes) == 1 else None,
+)
+register_rule(["aten.transpose.int", "aten.t", "aten.swapaxes", "aten.swapdims"], _transpose)
+register_rule(["aten.mT", "aten.adjoint"], _last_two_swapped)
+register_rule("aten.permute", _permute)
+register_rule("aten.movedim", _movedim)
+register_rule("aten.expand", _expand)
+register_rule("aten.expand_as", "..., ... -> ...", passes=[(0,)], cost=0)
+register_rule("aten.repeat", _repeat)
+register_rule("aten.repeat_interleave.self_int", _repeat_interleave)
+register_rule("aten.cat", _concatenate)
+register_rule("aten.stack", _stack)
+register_rule(["aten.pad", "aten.constant_pad_nd"], _pad)
+register_rule("aten.cumsum", _whole_dim)
+register_rule("aten.flip", _whole_dims)
+register_rule("aten.roll", _whole_dims)
+register_rule(["aten.tril", "aten.triu"], _triangle)
+register_rule("aten.diff", _diff)
