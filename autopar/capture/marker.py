@@ -20,7 +20,7 @@ class Annotation:
     """What the user asked of one tensor, and where."""
 
     dims: tuple[Entry, ...]  # names of axes, or a number of slices, for each dim
-    role: str  # "value" (a tensor), "input" or "output" (of a call)
+    role: str  # "value" (a tensor), "leaf" or "input" (read by a leaf module, a function), "output"
     call: int  # annotations of one call share a number
     index: int  # which input or output of the call
     what: str  # how the call is called in messages

@@ -1,0 +1,116 @@
+"""Capture: a model and its example inputs become one flat graph of normalised operators.
+
+>>> captured = capture(model, (ids,), {"labels": labels})
+>>> print(listing(captured.graph))
+
+The road: copy the model onto fake tensors (fake.py), export it, make the graph flat (flatten.py),
+normalise it (normalise.py), and verify the result (verifier.py). The model may live on the meta
+device, the inputs too. The user's model is never changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from autopar.capture.captured import Captured
+from autopar.capture.draft import Draft
+from autopar.capture.failure import check_call, explain
+from autopar.capture.fake import fake_inputs, fake_model, home, new_mode, outside_fake_mode
+from autopar.capture.flatten import flatten
+from autopar.capture.normalise import normalise
+from autopar.capture.values import propagate
+from autopar.capture.verifier import verify
+
+
+def capture(
+    model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+) -> Captured:
+    """The normalised program of `model(*args, **kwargs)`, in the mode (train, eval) it is in."""
+    kwargs = dict(kwargs or {})
+    check_call(model, args, kwargs)
+    with outside_fake_mode(), torch.enable_grad():
+        mode = new_mode()
+        leaves, input_spec = pytree.tree_flatten((args, kwargs))
+        device = home(model, leaves)
+        copy = fake_model(model, mode, device)
+        fakes = fake_inputs(leaves, mode, device)
+        program = _export(copy, *pytree.tree_unflatten(fakes, input_spec))
+        held = dict(copy.named_parameters()) | dict(copy.named_buffers())
+        draft = flatten(program, mode, _canonical(copy), held, input_spec, fakes)
+        normalise(draft)
+        propagate(draft)
+        captured = _freeze(draft)
+    verify(captured.graph, "captured")
+    return captured
+
+
+def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+    try:
+        with _quiet():
+            return torch.export.export(model, args, kwargs, strict=False)
+    except Exception as error:
+        raise explain(error, model) from error
+
+
+def _canonical(model: nn.Module) -> dict[str, str]:
+    """Every name of every parameter and buffer -> the first name of the same tensor."""
+    names: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for named in (model.named_parameters, model.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            names[name] = first.setdefault(id(tensor), name)
+    return names
+
+
+def _freeze(draft: Draft) -> Captured:
+    outputs = draft.outputs
+    count = len(outputs) - len(draft.mutated)
+    tensors = iter(outputs[:count])
+    leaves = [
+        draft.output_constants[index] if index in draft.output_constants else next(tensors)
+        for index in range(draft.output_spec.num_leaves)
+    ]
+    for node in draft.graph.nodes:
+        node.meta.pop("no_grad", None)
+        if node.op == "output":
+            node.meta.update(
+                val=tuple(o.meta["val"] for o in outputs),
+                source=None,
+                module="",
+                differentiable=any(o.meta["differentiable"] for o in outputs),
+            )
+    return Captured(
+        graph=draft.graph,
+        parameters=draft.parameters,
+        buffers=draft.buffers,
+        constants=draft.constants,
+        inputs=draft.inputs,
+        tied=draft.tied,
+        mutations={n: node.name for n, node in zip(draft.mutated, outputs[count:])},
+        input_spec=draft.input_spec,
+        output_spec=draft.output_spec,
+        output_leaves=tuple(leaves),
+        static_inputs=draft.static_inputs,
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's own logs and warnings: what matters of them is in our errors."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,85 @@
+"""Failure: what a model that cannot be captured tells its user.
+
+Capture follows the tensors, not their values: whatever needs a value (an `if`, `.item()`, numpy)
+stops it. The error names the user's line and what to write instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from autopar.capture.source import describe, of_traceback
+from autopar.errors import AutoparError, InvalidInput
+
+VALUES = "forward must not depend on the values of tensors, only on their shapes"
+VALUES_REMEDY = "compute with tensors (torch.where, masks), or decide outside forward"
+
+
+def check_call(model: object, args: object, kwargs: Mapping[str, Any]) -> None:
+    """Refuse what is not a model with arguments for its forward."""
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(
+            "a model is a torch.nn.Module",
+            got=f"{type(model).__name__}",
+            remedy="wrap a function into a module with this forward",
+        )
+    if not isinstance(args, tuple):
+        raise InvalidInput(
+            "the positional example inputs are a tuple",
+            got=f"{type(args).__name__}",
+            remedy="write (x,) for one input",
+        )
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        code = getattr(inspect.unwrap(model.forward), "__code__", None)
+        raise InvalidInput(
+            "the example inputs fit the signature of forward",
+            got=f"{error}; forward{inspect.signature(model.forward)}",
+            remedy="pass example inputs for every argument without a default",
+            source=code and describe(code.co_filename, code.co_firstlineno, None),
+        ) from error
+
+
+def explain(error: Exception, model: nn.Module) -> AutoparError:
+    """The error for the user, from what export ran into."""
+    if isinstance(error, AutoparError):
+        return error
+    source = of_traceback(error.__traceback__)
+    text = str(error)
+    kind = type(error).__name__
+    if "DataDependent" in kind or "data-dependent" in text:
+        return InvalidInput(VALUES, got=_expression(text), remedy=VALUES_REMEDY, source=source)
+    if (
+        ".numpy()" in text
+        or "numpy" in text.lower()
+        and isinstance(error, RuntimeError | TypeError)
+    ):
+        return InvalidInput(
+            VALUES,
+            got="a tensor handed to numpy",
+            remedy="write the computation with torch",
+            source=source,
+        )
+    return InvalidInput(
+        "forward runs on the example inputs",
+        got=f"{kind} in {type(model).__name__}: {_first_lines(text)}",
+        remedy="make model(*args, **kwargs) run on its own first",
+        source=source,
+    )
+
+
+def _expression(text: str) -> str:
+    """What kind of decision was asked for; torch's own names of unknowns mean nothing to users."""
+    if "Could not guard" in text:
+        return "a Python decision (if, while, int(), range()) on a value that a tensor holds"
+    return _first_lines(text)
+
+
+def _first_lines(text: str) -> str:
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return "\n".join(lines[:3]) if lines else "no message"

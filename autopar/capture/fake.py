@@ -1,0 +1,118 @@
+"""Fake: a copy of a model without its memory, so that capture never touches the user's model.
+
+Every parameter and buffer of the copy is a fake tensor. Meta tensors become fake tensors of the
+device on which the rest lives (the CPU when all are meta): a model too large for this machine
+captures like any other.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+# Seen in torch 2.11 to 2.13: there is no public way to create fake tensors or to suspend a mode.
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils import _pytree as pytree
+
+from autopar.capture.draft import fake_like
+from autopar.errors import InvalidInput
+
+__all__ = ["FakeTensorMode", "FakeTensor", "fake_inputs", "fake_model", "home", "outside_fake_mode"]
+
+
+def outside_fake_mode() -> AbstractContextManager[Any]:
+    """Suspend a fake mode that the caller may have entered."""
+    return unset_fake_temporarily()
+
+
+def new_mode() -> FakeTensorMode:
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def home(model: nn.Module, leaves: Iterable[Any]) -> torch.device:
+    """Where the model lives: the first device that is not meta, else the CPU."""
+    for value in (*leaves, *model.parameters(), *model.buffers()):
+        if isinstance(value, torch.Tensor) and value.device.type != "meta":
+            return value.device
+    return torch.device("cpu")
+
+
+def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
+    """A copy of `model`, structure and attributes, on fake parameters and buffers."""
+    memo: dict[int, Any] = {}
+    for name, tensor in _tensors(model):
+        _check(name, tensor)
+        if id(tensor) in memo:
+            continue
+        if isinstance(tensor, nn.Parameter):
+            memo[id(tensor)] = nn.Parameter(
+                _fake(mode, tensor.detach(), device), tensor.requires_grad
+            )
+        elif name in dict(model.named_buffers(remove_duplicate=False)) or _has_no_data(tensor):
+            memo[id(tensor)] = _fake(mode, tensor.detach(), device)
+        else:
+            memo[id(tensor)] = tensor.detach()  # a plain attribute: a constant, kept by value
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise InvalidInput(
+            "capture works on a copy of the model, made by copy.deepcopy",
+            got=f"{type(model).__name__}, which fails with {type(error).__name__}: {error}",
+            remedy="keep locks, handles and generators out of the module, or define __deepcopy__",
+        ) from error
+
+
+def fake_inputs(leaves: Iterable[Any], mode: FakeTensorMode, device: torch.device) -> list[Any]:
+    """The flat arguments, tensors as fakes."""
+    result = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            _check("an argument", leaf)
+            # A tensor given twice becomes two fakes: the program must tell its inputs apart.
+            leaf = _fake(mode, leaf.detach(), device).requires_grad_(leaf.requires_grad)
+        result.append(leaf)
+    return result
+
+
+def _fake(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    place = device if tensor.device.type == "meta" else tensor.device
+    return fake_like(mode, tensor, place)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, buffers, and tensors that are plain attributes of modules."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            for leaf in pytree.tree_leaves(value):
+                if isinstance(leaf, torch.Tensor):
+                    yield f"{prefix}.{name}", leaf
+
+
+def _has_no_data(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "meta" or isinstance(tensor, FakeTensor)
+
+
+def _check(name: str, tensor: torch.Tensor) -> None:
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        raise InvalidInput(
+            "the shape of every parameter is known before capture",
+            got=f"{name}, which belongs to a lazy module",
+            remedy="run the model once on example inputs",
+        )
+    if isinstance(tensor, DTensor) or tensor.layout is not torch.strided:
+        raise InvalidInput(
+            "a model is captured on plain dense tensors",
+            got=f"{name}, a {type(tensor).__name__} of layout {tensor.layout}",
+            remedy="convert it (full_tensor(), to_dense()) first",
+        )

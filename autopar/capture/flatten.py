@@ -1,0 +1,241 @@
+"""Flatten: an exported program becomes one flat graph, a `Draft`.
+
+Regions without gradients and regions of automatic precision, which export keeps as calls of
+sub-graphs, are inlined: what flows into a region without gradients is detached at its border, and
+what an operator in an autocast region would have cast is cast by a node of its own.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from autopar.capture.draft import Draft, fake_like
+from autopar.capture.source import of_stack
+from autopar.errors import InvalidInput
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Region:
+    """What the user switched on around some operators."""
+
+    gradients: bool = True
+    autocast: Callable[[], Any] = nullcontext
+    is_autocast: bool = False
+
+
+def flatten(
+    program: ExportedProgram,
+    mode: FakeTensorMode,
+    names: dict[str, str],
+    fakes: dict[str, torch.Tensor],
+    input_spec: pytree.TreeSpec,
+    flat_inputs: list[Any],
+) -> Draft:
+    """The flat graph of `program`.
+
+    `fakes` holds a fake tensor for every parameter and buffer by its name, in the order wanted;
+    `names` leads from every name, alias or not, to the name in `fakes`.
+    """
+    draft = Draft(
+        graph=fx.Graph(),
+        mode=mode,
+        parameters={},
+        buffers={},
+        constants={},
+        inputs=(),
+        static_inputs={},
+        tied={alias: name for alias, name in names.items() if alias != name},
+        input_spec=input_spec,
+        output_spec=program.call_spec.out_spec,
+        output_constants={},
+    )
+    values = _placeholders(draft, program, names, fakes, flat_inputs)
+    results = _Inliner(draft).inline(program.graph_module, values, Region(), None)
+    tensors = []
+    for index, result in enumerate(results):
+        if isinstance(result, fx.Node):
+            tensors.append(result)
+        else:
+            draft.output_constants[index] = result
+    draft.graph.output(tuple(tensors))
+    return draft
+
+
+def _placeholders(
+    draft: Draft,
+    program: ExportedProgram,
+    names: dict[str, str],
+    fakes: dict[str, torch.Tensor],
+    flat_inputs: list[Any],
+) -> dict[fx.Node, Any]:
+    """Make all placeholders, in order, and map those of the program to them."""
+    made: dict[str, fx.Node] = {}
+    for name, fake in fakes.items():
+        is_parameter = isinstance(fake, nn.Parameter)
+        prefix = "p" if is_parameter else "b"
+        node = made[name] = draft.graph.placeholder(f"{prefix}_{name.replace('.', '_')}")
+        node.meta.update(val=fake, module=name.rpartition(".")[0], source=None)
+        (draft.parameters if is_parameter else draft.buffers)[node.name] = name
+    placeholders = program.graph.find_nodes(op="placeholder")
+    specs = dict(zip(placeholders, program.graph_signature.input_specs))
+    values: dict[fx.Node, Any] = {}
+    users = []
+    for old, spec in specs.items():
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            assert spec.target is not None
+            values[old] = made[names[spec.target]]
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            assert spec.target is not None
+            value = program.constants[spec.target]
+            node = values[old] = draft.graph.placeholder(old.name)
+            node.meta.update(val=fake_like(draft.mode, value), module="", source=None)
+            draft.constants[node.name] = value
+        elif spec.kind is InputKind.USER_INPUT:
+            users.append(old)
+        else:
+            raise InvalidInput(
+                "a captured model takes tensors and plain values",
+                got=f"{spec.kind.name.lower().replace('_', ' ')} {spec.target}",
+                remedy="keep objects of other kinds out of forward",
+            )
+    inputs: list[str | None] = []
+    for index, (old, given) in enumerate(zip(users, flat_inputs, strict=True)):
+        if isinstance(given, torch.Tensor):
+            node = values[old] = draft.graph.placeholder(old.name)
+            node.meta.update(val=given, module="", source=None)
+            inputs.append(node.name)
+        else:
+            values[old] = given
+            draft.static_inputs[index] = given
+            inputs.append(None)
+    draft.inputs = tuple(inputs)
+    return values
+
+
+@dataclass
+class _Inliner:
+    """Copies graphs, one into the other, and remembers where each node was detached."""
+
+    draft: Draft
+
+    def inline(
+        self, module: fx.GraphModule, values: dict[fx.Node, Any], region: Region, like: Any
+    ) -> list[Any]:
+        """Copy the calls of `module`; `values` maps its placeholders. Returns its results."""
+        detached: dict[fx.Node, fx.Node] = {}
+        if not region.gradients:
+            for key, value in values.items():
+                if isinstance(value, fx.Node) and not value.meta.get("no_grad"):
+                    values[key] = self._detach(value, detached, region)
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                continue
+            args = fx.map_arg(node.args, values.__getitem__)
+            if node.op == "output":
+                return list(args[0])
+            if node.op == "get_attr":
+                values[node] = getattr(module, node.target)
+                continue
+            kwargs = fx.map_arg(node.kwargs, values.__getitem__)
+            values[node] = self._call(node, args, kwargs, region)
+        raise AssertionError("a graph ends with its output")
+
+    def _call(self, node: fx.Node, args: Any, kwargs: Any, region: Region) -> Any:
+        if node.target is operator.getitem and isinstance(args[0], list | tuple):
+            return args[0][args[1]]
+        inner, module, operands = self._region(node, args, region)
+        if module is not None:
+            placeholders = module.graph.find_nodes(op="placeholder")
+            return self.inline(module, dict(zip(placeholders, operands)), inner, node)
+        if region.is_autocast:
+            args, kwargs = self._cast(node, args, kwargs, region)
+        new = self.draft.graph.call_function(node.target, args, kwargs)
+        stack = node.meta.get("nn_module_stack") or {}
+        new.meta["module"] = next(reversed(stack.values()), ("",))[0] if stack else ""
+        new.meta["source"] = of_stack(node.meta.get("stack_trace"))
+        new.meta["no_grad"] = not region.gradients
+        new.meta["val"] = self.draft.evaluate(node.target, args, kwargs)  # type: ignore[arg-type]
+        return new
+
+    def _region(
+        self, node: fx.Node, args: Any, region: Region
+    ) -> tuple[Region, fx.GraphModule | None, tuple]:
+        """The region that `node` opens, its graph and the operands of that."""
+        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+            enabled, module, *operands = args
+            return replace(region, gradients=enabled), module, tuple(operands)
+        if node.target is torch.ops.higher_order.wrap_with_autocast:
+            device, dtype, enabled, cache, module, *operands = args
+
+            def autocast() -> Any:
+                return torch.autocast(device, dtype, enabled, cache)
+
+            return replace(region, autocast=autocast, is_autocast=True), module, tuple(operands)
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise InvalidInput(
+                "a captured model is one flat graph of operators",
+                got=f"the operator {node.target}, which runs a function of its own",
+                remedy="call the function directly",
+                source=of_stack(node.meta.get("stack_trace")),
+            )
+        return region, None, ()
+
+    def _detach(self, value: fx.Node, detached: dict[fx.Node, fx.Node], region: Region) -> fx.Node:
+        """Cut `value` from its gradient, once for each region."""
+        fake = value.meta["val"]
+        if not isinstance(fake, torch.Tensor) or not (
+            fake.dtype.is_floating_point or fake.dtype.is_complex
+        ):
+            return value
+        if value not in detached:
+            detached[value] = self.draft.call(value, aten.detach.default, value)
+            detached[value].meta["no_grad"] = True
+        return detached[value]
+
+    def _cast(self, node: fx.Node, args: Any, kwargs: Any, region: Region) -> tuple[Any, Any]:
+        """Cast what autocast casts for this operator, seen from the dtype of its result."""
+        with region.autocast():
+            result = self.draft.evaluate(node.target, args, kwargs)  # type: ignore[arg-type]
+        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if not tensors or not tensors[0].is_floating_point():
+            return args, kwargs
+        wanted = tensors[0].dtype
+        if _plain_dtype(self.draft, node, args, kwargs) == wanted:
+            return args, kwargs
+
+        def cast(value: fx.Node) -> fx.Node:
+            fake = value.meta["val"]
+            if not fake.is_floating_point() or fake.dtype in (wanted, torch.float64):
+                return value
+            new = self.draft.call(node, aten.to.dtype, value, wanted)
+            new.meta.update(
+                module=value.meta["module"],
+                source=of_stack(node.meta.get("stack_trace")),
+                no_grad=not region.gradients,
+            )
+            return new
+
+        return fx.map_arg((args, kwargs), cast)
+
+
+def _plain_dtype(draft: Draft, node: fx.Node, args: Any, kwargs: Any) -> torch.dtype | None:
+    """The dtype that the operator would give without autocast, if it would run at all."""
+    try:
+        result = draft.evaluate(node.target, args, kwargs)  # type: ignore[arg-type]
+    except RuntimeError:
+        return None
+    leaf = pytree.tree_leaves(result)[0]
+    return leaf.dtype if isinstance(leaf, torch.Tensor) else None

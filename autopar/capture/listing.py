@@ -1,0 +1,69 @@
+"""Listing: a graph as text, one line a node, in the form that all reports and errors use.
+
+linear = linear(norm, p_up_weight)  : f32[8@dp, 128, 4096@tp]  # layers.0.up  model.py:12
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.layout import Layout, TensorType
+
+
+def listing(graph: fx.Graph, origins: bool = True) -> str:
+    """One line a node: `name = op(args)  : type  # module  source`."""
+    rows = [(_call(node), type_text(node), _origin(node)) for node in graph.nodes]
+    left = min(max((len(call) for call, _, _ in rows), default=0), 72)
+    middle = min(max((len(text) for _, text, _ in rows), default=0), 32)
+    lines = []
+    for call, text, origin in rows:
+        line = f"{call:<{left}}  : {text:<{middle}}" if text else call
+        lines.append((f"{line}  # {origin}" if origins and origin else line).rstrip())
+    return "\n".join(lines)
+
+
+def type_text(node: fx.Node) -> str:
+    """The type of a node's value: with its layout where one is assigned."""
+    if "type" in node.meta:
+        return str(node.meta["type"])
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return ""
+    shape = tuple(value.shape)
+    return str(TensorType(shape, value.dtype, Layout.replicated(len(shape))))
+
+
+def operator_name(target: Callable[..., Any] | str) -> str:
+    """`linear` for aten's, `autopar.all_gather` for others with a namespace."""
+    if isinstance(target, torch._ops.OpOverload):
+        namespace, _, name = target._schema.name.partition("::")
+        return name if namespace == "aten" else f"{namespace}.{name}"
+    return getattr(target, "__name__", str(target))
+
+
+def _call(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return f"{node.name} = placeholder"
+    arguments = [_argument(value) for value in node.args]
+    arguments += [f"{key}={_argument(value)}" for key, value in node.kwargs.items()]
+    if node.op == "output":
+        return f"return {_argument(node.args[0])}"
+    return f"{node.name} = {operator_name(node.target)}({', '.join(arguments)})"
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        inside = ", ".join(map(_argument, value))
+        return f"[{inside}]" if isinstance(value, list) else f"({inside})"
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return str(value) if not isinstance(value, str) else repr(value)
+
+
+def _origin(node: fx.Node) -> str:
+    parts = [node.meta.get("module") or "", (node.meta.get("source") or "").split(": ")[0]]
+    return "  ".join(part for part in parts if part)

@@ -1,0 +1,119 @@
+"""What a program does not need: assertions, dead code, operators that do nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autopar.capture.draft import Draft, argument
+
+aten = torch.ops.aten
+
+_ASSERTIONS = ("_assert", "sym_constrain", "_functional_assert", "_functional_sym_constrain")
+
+
+def drop_assertions(draft: Draft) -> None:
+    """Assertions hold for the shapes that were captured."""
+    for node in reversed(list(draft.calls())):
+        name = getattr(node.target, "__name__", str(node.target))
+        if name.startswith(_ASSERTIONS):
+            draft.graph.erase_node(node)
+
+
+def drop_dead_code(draft: Draft) -> None:
+    """Calls that nothing uses; placeholders of parameters, buffers and inputs stay."""
+    for node in reversed(list(draft.calls())):
+        if not node.users:
+            draft.graph.erase_node(node)
+    for node in list(draft.graph.find_nodes(op="placeholder")):
+        if node.name in draft.constants and not node.users:
+            draft.graph.erase_node(node)
+            del draft.constants[node.name]
+
+
+def drop_dropout(draft: Draft) -> None:
+    """Dropout with probability 0, or in eval mode, does nothing."""
+    for node in draft.calls(aten.dropout.default, aten.feature_dropout.default):
+        if not argument(node, "train") or argument(node, "p") == 0:
+            draft.substitute(node, node.args[0])  # type: ignore[arg-type]
+
+
+def canonical_casts(draft: Draft) -> None:
+    """Every cast is to.dtype; one to the dtype that a tensor has does nothing."""
+    for node in draft.calls():
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if node.target.overloadpacket not in (aten.to, aten._to_copy, aten.type_as):
+            continue
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        dtype = node.meta["val"].dtype
+        if source.meta["val"].dtype == dtype:
+            draft.substitute(node, source)
+        elif node.target is not aten.to.dtype or len(node.args) != 2 or node.kwargs:
+            draft.replace(node, aten.to.dtype, source, dtype)
+
+
+def drop_copies(draft: Draft) -> None:
+    """Copies and aliases: values of a functional program are never written to."""
+    copies = (
+        aten.contiguous.default,
+        aten.alias.default,
+        aten.clone.default,
+        aten.lift_fresh_copy.default,
+        aten.lift_fresh.default,
+        aten.positive.default,
+    )
+    for node in draft.calls(*copies):
+        draft.substitute(node, node.args[0])  # type: ignore[arg-type]
+
+
+def drop_identities(draft: Draft) -> None:
+    """Operators that give back their first argument: x * 1, x + 0, full slices, same shapes."""
+    for node in draft.calls():
+        if node.args and isinstance(node.args[0], fx.Node) and _is_identity(node):
+            draft.substitute(node, node.args[0])
+
+
+def _is_identity(node: fx.Node) -> bool:
+    source, value = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    if not isinstance(source, torch.Tensor) or not isinstance(value, torch.Tensor):
+        return False
+    if source.shape != value.shape or source.dtype != value.dtype:
+        return False
+    target = node.target
+    if target in (aten.expand.default, aten.reshape.default, aten.slice.Tensor, aten.squeeze.dim):
+        return True
+    if target in (aten.mul.Tensor, aten.div.Tensor) and not isinstance(node.args[1], fx.Node):
+        return node.args[1] == 1
+    if target in (aten.add.Tensor, aten.sub.Tensor) and not isinstance(node.args[1], fx.Node):
+        return node.args[1] == 0
+    if target is aten.transpose.int:
+        dims = {dim % max(source.ndim, 1) for dim in node.args[1:]}  # type: ignore[operator]
+        return len(dims) == 1
+    if target is aten.permute.default:
+        dims = [dim % source.ndim for dim in argument(node, "dims")]
+        return dims == list(range(source.ndim))
+    if target is aten.pad.default:
+        return not any(argument(node, "pad"))
+    return False
+
+
+def merge_duplicates(draft: Draft) -> None:
+    """Equal calls without gradient and without randomness are made once."""
+    seen: dict[tuple, fx.Node] = {}
+    for node in draft.calls():
+        is_operator = isinstance(node.target, torch._ops.OpOverload)
+        if not is_operator or is_random(node) or node.meta["differentiable"]:
+            continue
+        key = (node.target, str(node.args), str(node.kwargs))
+        if key in seen:
+            draft.substitute(node, seen[key])
+        else:
+            seen[key] = node
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether two equal calls may give different values."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags

@@ -1,0 +1,232 @@
+"""In-place operators become functional ones: add_(x, y) -> x' = add(x, y), later reads see x'.
+
+Tensors that share storage form a family: a root and views of it. A write to a view is a write to
+its root (slice -> slice_scatter, and so on), after which the other views are taken anew when they
+are read. A write to a buffer becomes a mutation: an extra output of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture.draft import Draft, argument, shape_of
+from autopar.errors import InvalidInput
+
+aten = torch.ops.aten
+
+# In-place operators whose functional form has another name, or none.
+_FUNCTIONAL: dict[object, Callable[..., Any]] = {
+    aten.zero_.default: aten.zeros_like.default,
+    aten.fill_.Scalar: aten.full_like.default,
+    aten.detach_.default: aten.detach.default,
+}
+_REGENERATED = (  # views that can be taken anew from a changed base
+    aten.view.default,
+    aten.reshape.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.default,
+    aten.flatten.using_ints,
+    aten.expand.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.t.default,
+    aten.contiguous.default,
+    aten.to.dtype,
+    aten.to.dtype_layout,
+)
+
+
+def functionalise(draft: Draft) -> None:
+    """In-place operators become functional; writes to buffers become mutations."""
+    if any(_is_mutable(node) for node in draft.calls()):
+        _Functionaliser(draft).run()
+
+
+@dataclass
+class _Functionaliser:
+    draft: Draft
+    parent: dict[fx.Node, fx.Node] = field(default_factory=dict)  # a view -> what it views
+    root: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    version: dict[fx.Node, int] = field(default_factory=dict)  # of a root: writes so far
+    value: dict[fx.Node, tuple[fx.Node, int]] = field(default_factory=dict)  # and its version
+
+    def run(self) -> None:
+        self._find_families()
+        for node in list(self.draft.graph.nodes):
+            if node.op == "placeholder":
+                continue
+            with self.draft.graph.inserting_before(node):
+                node.args = fx.map_arg(node.args, lambda n: self._latest(n, node))
+                node.kwargs = fx.map_arg(node.kwargs, lambda n: self._latest(n, node))
+                if node.op == "call_function" and _is_mutable(node):
+                    self._write(node)
+        for node in reversed(list(self.draft.calls())):
+            if _is_mutable(node):
+                self.draft.graph.erase_node(node)
+        for placeholder, name in self.draft.buffers.items():
+            node = next(n for n in self.draft.graph.nodes if n.name == placeholder)
+            if self.version.get(node, 0):
+                self.draft.mutated.append(name)
+                self.draft.set_outputs((*self.draft.outputs, self.value[node][0]))
+
+    def _find_families(self) -> None:
+        """Who views whom, by shared storage."""
+        roots: dict[int, fx.Node] = {}
+        for node in self.draft.graph.nodes:
+            value = node.meta.get("val")
+            if not isinstance(value, torch.Tensor):
+                continue
+            storage = value.untyped_storage()._cdata
+            if storage not in roots:
+                roots[storage] = node
+            elif node.op == "call_function":
+                self.parent[node] = self._first_input_of(node, storage)
+            self.root[node] = roots[storage]
+
+    def _first_input_of(self, node: fx.Node, storage: int) -> fx.Node:
+        for source in node.all_input_nodes:
+            value = source.meta["val"]
+            if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == storage:
+                return source
+        return node.all_input_nodes[0]
+
+    def _latest(self, node: fx.Node, reader: fx.Node) -> fx.Node:
+        """The node that holds the value of `node` now."""
+        root = self.root.get(node)
+        if root is None:
+            return node
+        version = self.version.get(root, 0)
+        current, at = self.value.get(node, (node, 0))
+        if at == version:
+            return current
+        parent = self._latest(self.parent[node], reader)
+        if _is_mutable(node):
+            return parent
+        if node.target not in _REGENERATED:
+            raise InvalidInput(
+                "a view of a tensor that is changed in place can be taken anew",
+                got=f"{node.target}, read after the change",
+                remedy="change a copy: x = x.clone() before, or x = x + y in place of x += y",
+                source=reader.meta.get("source"),
+            )
+        args = (parent, *node.args[1:])
+        new = self.draft.call(node, node.target, *args, **node.kwargs)  # type: ignore[arg-type]
+        self.value[node] = (new, version)
+        return new
+
+    def _write(self, node: fx.Node) -> None:
+        target = self._original(node, node.args[0])
+        self._check(node, self.root[target])
+        new = self._functional(node)
+        self._store(target, new, node)
+        self.value[node] = (new, self.version[self.root[target]])
+        self.root[node], self.parent[node] = self.root[target], target
+
+    def _original(self, node: fx.Node, current: Any) -> fx.Node:
+        """The node of the captured program whose value `current` holds."""
+        if node in self.parent:
+            for candidate, (value, _) in self.value.items():
+                if value is current:
+                    return candidate
+        return current
+
+    def _store(self, target: fx.Node, new: fx.Node, write: fx.Node) -> None:
+        """`target` has the value `new` from here on, and so has what it views."""
+        root = self.root[target]
+        if target is root or target not in self.parent:
+            self.version[root] = self.version.get(root, 0) + 1
+        else:
+            parent = self.parent[target]
+            base = self._latest(parent, write)
+            whole = new if _is_mutable(target) else self._scatter(target, base, new, write)
+            self._store(parent, whole, write)
+        self.value[target] = (new, self.version[root])
+
+    def _scatter(self, view: fx.Node, base: fx.Node, new: fx.Node, write: fx.Node) -> fx.Node:
+        """`base` with the part that `view` shows replaced by `new`."""
+        target, call = view.target, self.draft.call
+        if target is aten.select.int:
+            place = (argument(view, "dim"), argument(view, "index"))
+            return call(write, aten.select_scatter.default, base, new, *place)
+        if target is aten.slice.Tensor:
+            place = tuple(argument(view, name) for name in ("dim", "start", "end", "step"))
+            return call(write, aten.slice_scatter.default, base, new, *place)
+        if target in (aten.transpose.int, aten.t.default):
+            dims = view.args[1:] if target is aten.transpose.int else (0, -1)
+            return call(write, aten.transpose.int, new, *dims)
+        if target is aten.permute.default:
+            dims = [dim % len(shape_of(base)) for dim in argument(view, "dims")]
+            inverse = [dims.index(index) for index in range(len(dims))]
+            return call(write, aten.permute.default, new, inverse)
+        if target in (aten.alias.default, aten.contiguous.default, aten.to.dtype):
+            return new
+        if target in _REGENERATED and target not in (aten.expand.default, aten.detach.default):
+            return call(write, aten.reshape.default, new, shape_of(base))
+        raise InvalidInput(
+            "a write to a view can be carried over to the tensor it views",
+            got=f"a write through {target}",
+            remedy="compute a new tensor in place of the write",
+            source=write.meta.get("source"),
+        )
+
+    def _functional(self, node: fx.Node) -> fx.Node:
+        """The operator of `node` without the write."""
+        call, (x, *rest) = self.draft.call, node.args
+        if node.target is aten.copy_.default:
+            return self._copy(node, x, rest[0])
+        target = _FUNCTIONAL.get(node.target) or _without_underscore(node.target)
+        if target is None:
+            raise InvalidInput(
+                "an operator that changes its argument has a form that does not",
+                got=str(node.target),
+                remedy="use the operator without the trailing underscore",
+                source=node.meta.get("source"),
+            )
+        new = call(node, target, x, *rest, **node.kwargs)
+        # x_ keeps the dtype of x whatever the other operand is.
+        return self._copy(node, x, new)
+
+    def _copy(self, node: fx.Node, x: Any, value: Any) -> fx.Node:
+        """`value` in the dtype and shape of `x`."""
+        old, given = x.meta["val"], value.meta["val"]
+        if given.dtype != old.dtype:
+            value = self.draft.call(node, aten.to.dtype, value, old.dtype)
+        if given.shape != old.shape:
+            value = self.draft.call(node, aten.expand.default, value, list(old.shape))
+        return value
+
+    def _check(self, node: fx.Node, root: fx.Node) -> None:
+        """Which tensors may be written to."""
+        if root.op == "placeholder" and root.name not in self.draft.buffers:
+            kind = "a parameter" if root.name in self.draft.parameters else "an input"
+            if root.name in self.draft.constants:
+                kind = "a tensor that is a plain attribute"
+            raise InvalidInput(
+                "forward changes only buffers and its own intermediate values",
+                got=f"{kind} ({root.name}) is changed in place by {node.target}",
+                remedy="compute a new tensor, or register_buffer() the one that keeps state",
+                source=node.meta.get("source"),
+            )
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def _without_underscore(target: Any) -> Callable[..., Any] | None:
+    namespace, _, name = target._schema.name.partition("::")
+    if not name.endswith("_"):
+        return None
+    packet = getattr(getattr(torch.ops, namespace), name.rstrip("_"), None)
+    return getattr(packet, target._overloadname, None)

@@ -1,0 +1,120 @@
+"""Operators with several results: every node of the captured program has one tensor."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture.draft import Draft, argument, shape_of
+from autopar.capture.results import pick
+
+aten = torch.ops.aten
+
+
+def split_into_slices(draft: Draft) -> None:
+    """split, chunk, unbind and the like become slices and selections."""
+    for node in draft.calls():
+        if isinstance(node.meta["val"], list | tuple) and node.target in _PIECES:
+            pieces = _PIECES[node.target](draft, node)
+            for user in list(node.users):
+                index = user.args[1]
+                assert user.target is operator.getitem and isinstance(index, int)
+                with draft.graph.inserting_before(user):
+                    kind, *place = pieces[index]
+                    new = draft.call(node, kind, node.args[0], *place)
+                draft.substitute(user, new)
+            draft.graph.erase_node(node)
+
+
+def _slices(dim: int, sizes: list[int]) -> list[tuple[Any, ...]]:
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [(aten.slice.Tensor, dim, start, start + n) for start, n in zip(starts, sizes)]
+
+
+def _pieces_of_split(draft: Draft, node: fx.Node) -> list[tuple[Any, ...]]:
+    dim = argument(node, "dim") % len(shape_of(node.args[0]))
+    return _slices(dim, [value.shape[dim] for value in node.meta["val"]])
+
+
+def _pieces_of_unbind(draft: Draft, node: fx.Node) -> list[tuple[Any, ...]]:
+    dim = argument(node, "dim") % len(shape_of(node.args[0]))
+    return [(aten.select.int, dim, index) for index in range(len(node.meta["val"]))]
+
+
+_PIECES = {
+    aten.split.Tensor: _pieces_of_split,
+    aten.split.sizes: _pieces_of_split,
+    aten.split_with_sizes.default: _pieces_of_split,
+    aten.chunk.default: _pieces_of_split,
+    aten.tensor_split.sections: _pieces_of_split,
+    aten.tensor_split.indices: _pieces_of_split,
+    aten.unsafe_split.Tensor: _pieces_of_split,
+    aten.unsafe_chunk.default: _pieces_of_split,
+    aten.unbind.int: _pieces_of_unbind,
+}
+
+
+def single_results(draft: Draft) -> None:
+    """Operators that still give a tuple are written with operators that give one tensor."""
+    for node in draft.calls():
+        if not isinstance(node.meta["val"], list | tuple):
+            continue
+        single = _SINGLE.get(node.target, _picked)
+        for user in list(node.users):
+            index = user.args[1]
+            assert user.target is operator.getitem and isinstance(index, int)
+            with draft.graph.inserting_before(user):
+                new = single(draft, node, index)
+            draft.substitute(user, new)
+        draft.graph.erase_node(node)
+
+
+def _extreme(draft: Draft, node: fx.Node, index: int) -> fx.Node:
+    """max.dim and min.dim: the index by argmax, the value gathered there."""
+    x, dim = node.args[0], argument(node, "dim")
+    keep = bool(argument(node, "keepdim"))
+    is_max = node.target is aten.max.dim
+    place = aten.argmax.default if is_max else aten.argmin.default
+    if index == 1:
+        return draft.call(node, place, x, dim, keep)
+    at = draft.call(node, place, x, dim, True)
+    value = draft.call(node, aten.gather.default, x, dim, at)
+    return value if keep else draft.call(node, aten.squeeze.dim, value, dim)
+
+
+def _picked(draft: Draft, node: fx.Node, index: int) -> fx.Node:
+    """The operator itself, once for each result that is used."""
+    return draft.call(node, pick, node.target, index, *node.args, **node.kwargs)
+
+
+def _variance_mean(draft: Draft, node: fx.Node, index: int) -> fx.Node:
+    x = node.args[0]
+    dims = argument(node, "dim", None)
+    dims = list(range(len(shape_of(x)))) if dims is None else dims
+    keep = bool(argument(node, "keepdim", False))
+    if index == 1:
+        return draft.call(node, aten.mean.dim, x, dims, keep)
+    kwargs = {"correction": argument(node, "correction", 1), "keepdim": keep}
+    if node.target is aten.var_mean.dim:
+        kwargs["correction"] = int(bool(argument(node, "unbiased", True)))
+    return draft.call(node, aten.var.correction, x, dims, **kwargs)
+
+
+def _layer_norm(draft: Draft, node: fx.Node, index: int) -> fx.Node:
+    x, shape, weight, bias, epsilon = node.args
+    if index == 0:
+        return draft.call(node, aten.layer_norm.default, x, shape, weight, bias, epsilon)
+    return _picked(draft, node, index)
+
+
+_SINGLE = {
+    aten.max.dim: _extreme,
+    aten.min.dim: _extreme,
+    aten.var_mean.default: _variance_mean,
+    aten.var_mean.dim: _variance_mean,
+    aten.var_mean.correction: _variance_mean,
+    aten.native_layer_norm.default: _layer_norm,
+}

@@ -1,0 +1,183 @@
+"""Verifier: the invariants of a graph, each a small function; run after capture and every pass.
+
+>>> verify(graph, "captured")        # VerifierError names the broken invariant and the node
+
+Each stage has its own invariants besides those of the stages it contains: "captured" (global
+values), "typed" (layouts are assigned), "moved" (every consumer gets the layouts it wants).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from autopar.errors import InvalidInput, VerifierError
+from autopar.layout import TensorType
+from autopar.mesh import Mesh
+
+Invariant = Callable[[fx.Graph, Mesh | None], None]
+
+
+def verify(graph: fx.Graph, stage: str, mesh: Mesh | None = None) -> None:
+    """Check every invariant of `stage`; with `mesh`, layouts must fit it."""
+    if stage not in STAGES:
+        raise InvalidInput(
+            "a graph is verified at a stage that has invariants",
+            got=repr(stage),
+            remedy=f"use one of {', '.join(map(repr, STAGES))}",
+        )
+    for invariant in STAGES[stage]:
+        invariant(graph, mesh)
+
+
+def is_well_formed(graph: fx.Graph, mesh: Mesh | None) -> None:
+    """fx's own rules hold: arguments come before their users, names are unique."""
+    try:
+        graph.lint()
+    except Exception as error:
+        raise VerifierError("the graph passes fx's lint", got=str(error)) from error
+
+
+def is_flat(graph: fx.Graph, mesh: Mesh | None) -> None:
+    """Placeholders, calls and one output at the end: nothing else."""
+    nodes = list(graph.nodes)
+    if not nodes or nodes[-1].op != "output":
+        raise VerifierError("the last node is the output", got=nodes[-1] if nodes else "no nodes")
+    for node in nodes[:-1]:
+        if node.op not in ("placeholder", "call_function"):
+            _fail("a node is a placeholder, a call or the output", node, node.op)
+
+
+def has_placeholders_first(graph: fx.Graph, mesh: Mesh | None) -> None:
+    """Placeholders precede all calls."""
+    called = False
+    for node in graph.nodes:
+        if node.op == "placeholder" and called:
+            _fail("placeholders come before all calls", node, "a call stands before it")
+        called = called or node.op == "call_function"
+
+
+def has_known_targets(graph: fx.Graph, mesh: Mesh | None) -> None:
+    """A call is of an operator overload, or of a function of autopar's own kernels."""
+    for node in _calls(graph):
+        if isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if not getattr(node.target, "__module__", "").startswith("autopar."):
+            _fail("a call is of a torch operator or a kernel of autopar", node, str(node.target))
+
+
+def has_pure_calls(graph: fx.Graph, mesh: Mesh | None) -> None:
+    """No operator writes to its arguments."""
+    for node in _calls(graph):
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            _fail("no operator changes its arguments", node, str(node.target))
+
+
+def has_annotations(graph: fx.Graph, mesh: Mesh | None) -> None:
+    """Every node but the output says its value, origin and whether it has a gradient."""
+    for node in graph.nodes:
+        for key in ("val", "source", "module", "differentiable"):
+            if key not in node.meta:
+                _fail(f"every node has meta[{key!r}]", node, f"only {sorted(node.meta)}")
+
+
+def has_single_tensors(graph: fx.Graph, mesh: Mesh | None) -> None:
+    """The value of a node is one tensor."""
+    for node in graph.nodes:
+        if node.op != "output" and not isinstance(node.meta["val"], torch.Tensor):
+            _fail("the value of a node is one tensor", node, type(node.meta["val"]).__name__)
+
+
+def has_flat_output(graph: fx.Graph, mesh: Mesh | None) -> None:
+    """The output is one flat tuple of nodes."""
+    output = graph.output_node()
+    results = output.args[0]
+    if not isinstance(results, tuple) or not all(isinstance(r, fx.Node) for r in results):
+        _fail("the output is one flat tuple of nodes", output, str(results))
+
+
+def has_types(graph: fx.Graph, mesh: Mesh | None) -> None:
+    """Every value has a type with the shape and dtype of its global value."""
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        type_ = node.meta.get("type")
+        if not isinstance(type_, TensorType):
+            _fail("every value has a TensorType", node, repr(type_))
+        value = node.meta["val"]
+        if (type_.shape, type_.dtype) != (tuple(value.shape), value.dtype):
+            got = f"{type_}, the value has {value.dtype} {tuple(value.shape)}"
+            _fail("a type has the shape and dtype of its value", node, got)
+
+
+def has_fitting_layouts(graph: fx.Graph, mesh: Mesh | None) -> None:
+    """Layouts use the axes of the mesh, and one entry for each dim."""
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        type_ = node.meta["type"]
+        if type_.layout.ndim != len(type_.shape):
+            _fail("a layout names every dim of its tensor", node, str(type_.layout))
+        for axis in type_.layout.axes:
+            if mesh is not None and axis not in mesh:
+                _fail("a layout uses axes of the mesh", node, f"{type_} on {mesh}")
+
+
+def has_wants(graph: fx.Graph, mesh: Mesh | None) -> None:
+    """Every call, and the output, says what it wants of each tensor input."""
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            continue
+        wants = node.meta.get("wants")
+        count = len(_inputs(node))
+        if wants is None or len(wants) != count:
+            got = f"{'none' if wants is None else len(wants)} for {count} inputs"
+            _fail("a node has one wish for each tensor input", node, got)
+        for source, (layout, _) in zip(_inputs(node), wants):
+            if layout.ndim != source.meta["val"].ndim:
+                _fail("a wish names every dim of the input", node, f"{layout} for {source}")
+
+
+def has_kept_wishes(graph: fx.Graph, mesh: Mesh | None) -> None:
+    """What a consumer wants is the layout that its producer gives."""
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            continue
+        for source, (layout, _) in zip(_inputs(node), node.meta["wants"]):
+            if source.meta["type"].layout != layout:
+                got = f"{source} is {source.meta['type']}, wanted {layout}"
+                _fail("a consumer gets the layout it wants", node, got)
+
+
+def _calls(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "call_function"]
+
+
+def _inputs(node: fx.Node) -> list[fx.Node]:
+    """The tensor inputs of a node in the order of its arguments, repetitions kept."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def _fail(invariant: str, node: fx.Node, got: str) -> None:
+    raise VerifierError(
+        invariant, got=f"{node.name}: {got}", source=node.meta.get("source") or None
+    )
+
+
+CAPTURED: tuple[Invariant, ...] = (
+    is_well_formed,
+    is_flat,
+    has_placeholders_first,
+    has_known_targets,
+    has_pure_calls,
+    has_annotations,
+    has_single_tensors,
+    has_flat_output,
+)
+TYPED: tuple[Invariant, ...] = (*CAPTURED, has_types, has_fitting_layouts, has_wants)
+MOVED: tuple[Invariant, ...] = (*TYPED, has_kept_wishes)
+STAGES: dict[str, tuple[Invariant, ...]] = {"captured": CAPTURED, "typed": TYPED, "moved": MOVED}
