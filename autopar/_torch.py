@@ -8,11 +8,29 @@ from collections.abc import Callable
 # modes (tracing, fake tensors).
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._C import _len_torch_dispatch_stack as active_modes
-from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.autograd import Variable
+from torch.distributed import ProcessGroup, Store
+from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
-__all__ = ["StridedShard", "active_modes", "below_autograd", "process_group"]
+__all__ = [
+    "StridedShard",
+    "active_modes",
+    "below_autograd",
+    "call_after_backward",
+    "process_group",
+    "world_store",
+]
 
 # The registry of process groups by name.
 process_group: Callable[[str], ProcessGroup] = _resolve_process_group  # type: ignore[assignment]
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` when the backward pass that is under way has ended."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def world_store() -> Store:
+    """The key-value store through which the ranks of the world met."""
+    return _get_default_store()

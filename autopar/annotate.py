@@ -110,8 +110,8 @@ def _shard_module(
             )
         annotation = Annotation(dims, "value", next(_calls), 0, f"{what}.{name}", source)
         module.__dict__.setdefault(_PARAMETERS, []).append((name, annotation))
-    # The inputs of a leaf are its one operator's: they bind it. Those of a composite are values.
-    role = "value" if any(module.children()) else "input"
+    # The inputs of a leaf bind the operators that read them. Those of a composite are values.
+    role = "value" if any(module.children()) else "leaf"
     inputs = _strategies(in_strategy, "in_strategy", what, source)
     outputs = _strategies(out_strategy, "out_strategy", what, source)
     if inputs is not None:

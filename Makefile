@@ -1,0 +1,28 @@
+.PHONY: demo test lint types setup clean
+PYTHON ?= python3
+RUN := .venv/bin/python
+
+demo: .venv/ready
+	$(RUN) -m autopar.cli demo
+
+test: .venv/ready lint types
+	$(RUN) -m pytest
+
+lint: .venv/ready
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+
+types: .venv/ready
+	.venv/bin/mypy
+
+setup: .venv/ready
+
+# torch's CPU build is asked for first, by the exact version of constraints.txt.
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	.venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[test]"
+	touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis out

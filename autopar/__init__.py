@@ -1,0 +1,30 @@
+"""autopar: an ordinary PyTorch model in, the same model as a parallel program out."""
+
+from autopar.annotate import shard
+from autopar.api import parallelize
+from autopar.cluster import Cluster
+from autopar.errors import AutoparError, ExecutionError, InvalidInput
+from autopar.layout import Layout, TensorType
+from autopar.mesh import Mesh
+from autopar.planning import plan
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.plan import Plan
+from autopar.strategies import register_rule
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AutoparError",
+    "Cluster",
+    "ExecutionError",
+    "InvalidInput",
+    "Layout",
+    "Mesh",
+    "ParallelModule",
+    "Plan",
+    "TensorType",
+    "parallelize",
+    "plan",
+    "register_rule",
+    "shard",
+]

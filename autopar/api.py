@@ -1,0 +1,67 @@
+"""parallelize(): the whole road of one call.
+
+    model ──capture──▶ graph ──search──▶ plan ──passes──▶ program ──runtime──▶ training steps
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from autopar.errors import InvalidInput
+from autopar.planning import plan as make_plan
+from autopar.runtime.distributed import TorchBackend
+from autopar.runtime.module import Backend, ParallelModule
+from autopar.runtime.plan import Plan
+from autopar.runtime.virtual import VirtualBackend
+
+BACKENDS = ("virtual", "torch")
+
+
+def parallelize(
+    model: nn.Module,
+    args: tuple = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    plan: Plan | None = None,
+    backend: str | None = None,
+    local_inputs: bool = False,
+    **options: Any,
+) -> ParallelModule:
+    """The same model as a parallel program.
+
+    `args` and `kwargs` are an example of one global batch. `backend` is "virtual" (all ranks in
+    this process) or "torch" (this process is one rank; the default under torchrun). Everything
+    else is as in `plan`. `local_inputs`: each rank will bring its own slice of the inputs.
+    """
+    if backend not in (None, *BACKENDS):
+        raise InvalidInput(
+            "backend is one of " + ", ".join(map(repr, BACKENDS)),
+            got=repr(backend),
+            remedy='backend="virtual"',
+        )
+    if plan is None:
+        plan = make_plan(model, args, kwargs, **options)
+    elif options:
+        raise InvalidInput(
+            "a finished plan leaves nothing to decide",
+            got=f"plan= together with {', '.join(options)}",
+            remedy="give these to plan() instead",
+        )
+    if backend is None:
+        backend = "torch" if dist.is_initialized() or dist.is_torchelastic_launched() else "virtual"
+    if backend == "virtual" and local_inputs:
+        raise InvalidInput(
+            "local inputs are those of one process of several",
+            got='local_inputs=True with backend="virtual"',
+            remedy="hand the global batch to the virtual mesh",
+        )
+    runs: Backend = (
+        VirtualBackend(plan.program)
+        if backend == "virtual"
+        else TorchBackend(plan.program, local_inputs)
+    )
+    return ParallelModule(model, plan.program, plan, runs)

@@ -1,0 +1,115 @@
+"""Kernels: operators whose cut needs another local function get it.
+
+Comes after types, before redistribution. A function that depends on where a rank's piece starts has
+`START` among its arguments and the factor that it counts in `meta["start_of"]`; `local_arguments`
+puts the number in. A loss over cut classes becomes three nodes, its small all-gather visible.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.collectives import Movement
+from autopar.layout import Layout, TensorType
+from autopar.mesh import Mesh
+from autopar.passes.redistribution import insert_movement
+from autopar.strategies import (
+    KERNELS,
+    Expansion,
+    Rule,
+    Strategy,
+    localize_arguments,
+    rule_of,
+    tensor_inputs,
+)
+
+
+class _Start:
+    """Stands for the start of a rank's piece until the rank is known."""
+
+    def __repr__(self) -> str:
+        return "start"
+
+
+START = _Start()
+
+
+def swap_kernels(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
+    """Give every operator the function that works on its pieces."""
+    for node in list(graph.nodes):
+        strategy: Strategy | None = node.meta.get("strategy")
+        if strategy is None:
+            continue
+        rule = rule_of(node)
+        assert rule is not None
+        needed = rule.kernel(strategy)
+        if needed is None:
+            continue
+        factor, name = needed
+        kernel = KERNELS[name]
+        if kernel.expand is not None:
+            _expand(graph, node, kernel.expand, rule, strategy, factor, mesh)
+        else:
+            node.target = kernel.function
+            node.kwargs = {**node.kwargs, "start": START}
+            node.meta["start_of"] = (rule, strategy, factor)
+    return graph
+
+
+def local_arguments(node: fx.Node, mesh: Mesh, rank: int) -> tuple[tuple, dict[str, Any]]:
+    """The arguments of a call on `rank`, tensors still the nodes' own."""
+    if "start_of" not in node.meta:
+        return localize_arguments(node, node.meta["type"], mesh, rank)
+    rule, strategy, factor = node.meta["start_of"]
+    start, _ = rule.bounds(factor, strategy, mesh, rank)
+    args = tuple(start if argument is START else argument for argument in node.args)
+    kwargs = {k: start if argument is START else argument for k, argument in node.kwargs.items()}
+    return args, kwargs
+
+
+def _expand(
+    graph: fx.Graph,
+    node: fx.Node,
+    expansion: Expansion,
+    rule: Rule,
+    strategy: Strategy,
+    factor: str,
+    mesh: Mesh,
+) -> None:
+    """Replace `node` by its part on each rank, an all-gather, and their combination."""
+    axes = strategy.by_factor[factor]
+    parts, before = mesh.degree(axes), node.meta["type"]
+    dtype = torch.promote_types(before.dtype, torch.float32)
+    args, kwargs = expansion.part_call(
+        tuple(node.args), dict(node.kwargs), START, rule.sizes[factor]
+    )
+    with graph.inserting_before(node):
+        part = graph.call_function(expansion.part, args, kwargs)
+        shape = (*before.shape, expansion.columns * parts)
+        cut = Layout(*before.layout.dims, axes)
+        part.meta = {
+            **node.meta,
+            "type": TensorType(shape, dtype, cut),
+            "val": node.meta["val"].new_empty(shape, dtype=dtype),
+            "start_of": (rule, strategy, factor),
+        }
+        del part.meta["strategy"]
+        gathered = part
+        for axis in reversed(axes):
+            movement = Movement("all_gather", (axis,), dim=len(before.shape))
+            gathered = insert_movement(graph, gathered, movement)
+        args, kwargs = expansion.combine_call(
+            gathered, tuple(node.args), dict(node.kwargs), parts, before.dtype
+        )
+        combined = graph.call_function(expansion.combine, args, kwargs)
+    combined.meta = {key: value for key, value in node.meta.items() if key != "strategy"}
+    inputs, wants = tensor_inputs(node), node.meta["wants"]
+    wanted = {value: (want[0], ()) for value, want in zip(inputs, wants)}
+    wanted[gathered] = (gathered.meta["type"].layout, ())
+    combined.meta["wants"] = tuple(wanted[value] for value in combined.all_input_nodes)
+    node.replace_all_uses_with(combined)
+    graph.erase_node(node)
+    combined.name = node.name

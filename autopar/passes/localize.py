@@ -1,0 +1,42 @@
+"""Localize: the program of all ranks becomes the program of one, ready to run.
+
+The last step of the road: sizes become local, movements get their process group and this rank's
+index in it, functions that depend on where a piece starts get its offset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx
+
+from autopar.collectives import operator_call
+from autopar.mesh import Mesh
+from autopar.passes.kernels import local_arguments
+from autopar.strategies import local_function
+
+GroupName = Callable[[tuple[str, ...]], str]
+
+
+def localize(graph: fx.Graph, mesh: Mesh, rank: int, group_name: GroupName) -> fx.Graph:
+    """A copy of `graph` for `rank`; `group_name` names its process group over some axes."""
+    local = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        copy = local.node_copy(node, lambda n: copies[n])
+        copy.name, copy.meta = node.name, dict(node.meta)
+        copies[node] = copy
+        if "movement" in node.meta:
+            movement, value = node.meta["movement"], node.args[0]
+            before = value.meta["type"]
+            copy.target, arguments = operator_call(
+                movement, before.layout, before.shape, mesh, rank, group_name(movement.axes)
+            )
+            copy.args = (copies[value], *arguments)
+        elif node.op == "call_function":
+            copy.target = local_function(node.target)
+            args, kwargs = local_arguments(node, mesh, rank)
+            copy.args = fx.map_arg(args, lambda n: copies[n])
+            copy.kwargs = fx.map_arg(kwargs, lambda n: copies[n])
+    local.lint()
+    return local

@@ -1,0 +1,82 @@
+"""Types: every value gets the layout that its strategy fixes, every reader says what it wants.
+
+Sets `meta["type"]` (what the value is), `meta["wants"]` (for each tensor input: the layout, and the
+axes over which its gradient will arrive as a partial sum) and, on placeholders, `meta["origin"]`.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autopar.capture.captured import Captured
+from autopar.layout import Layout, TensorType
+from autopar.search.decisions import Decisions
+from autopar.strategies import rule_of, tensor_inputs
+
+Want = tuple[Layout, tuple[str, ...]]
+
+
+def assign_types(captured: Captured, decisions: Decisions) -> fx.Graph:
+    """A copy of the captured graph with the decisions written on its nodes."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in captured.graph.nodes:
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+        copies[node].meta = dict(node.meta)
+        copies[node].name = node.name
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            node.meta["origin"] = _origin(captured, node.name)
+            _set_type(node, decisions.placeholders[node.name])
+        elif node.op == "call_function":
+            _type_operator(node, decisions)
+    _type_output(captured, graph, decisions)
+    return graph
+
+
+def _type_operator(node: fx.Node, decisions: Decisions) -> None:
+    inputs = tensor_inputs(node)
+    rule, strategy = rule_of(node), decisions.strategies.get(node.name)
+    if node.name in decisions.fixed:
+        layout = decisions.fixed[node.name]
+        node.meta["wants"] = ((layout, ()),)
+    elif rule is None or strategy is None:
+        layout = Layout.replicated(node.meta["val"].ndim)
+        node.meta["wants"] = tuple((Layout.replicated(i.meta["val"].ndim), ()) for i in inputs)
+    else:
+        signature = rule.signature(strategy)
+        (layout,) = signature.outputs
+        node.meta["wants"] = tuple(
+            (wanted, gradient.partial if argument.meta["differentiable"] else ())
+            for argument, wanted, gradient in zip(inputs, signature.inputs, signature.gradients)
+        )
+        node.meta["strategy"] = strategy
+    _set_type(node, layout)
+
+
+def _type_output(captured: Captured, graph: fx.Graph, decisions: Decisions) -> None:
+    output = graph.output_node()
+    mutated = {node: buffer for buffer, node in captured.mutations.items()}
+    placeholder_of = {name: placeholder for placeholder, name in captured.buffers.items()}
+    wants: list[Want] = []
+    first_mutation = len(output.args[0]) - len(captured.mutations)  # type: ignore[arg-type]
+    for index, value in enumerate(output.args[0]):  # type: ignore[arg-type,union-attr]
+        layout = value.meta["type"].layout  # type: ignore[union-attr]
+        if index >= first_mutation:
+            layout = decisions.placeholders[placeholder_of[mutated[value.name]]]  # type: ignore
+        wants.append((layout.with_partial(()), ()))
+    output.meta["wants"] = tuple(wants)
+    output.meta.setdefault("source", "")
+    output.meta.setdefault("module", "")
+
+
+def _set_type(node: fx.Node, layout: Layout) -> None:
+    value = node.meta["val"]
+    node.meta["type"] = TensorType(tuple(value.shape), value.dtype, layout)
+
+
+def _origin(captured: Captured, placeholder: str) -> tuple[str, str]:
+    for kind, names in (("parameter", captured.parameters), ("buffer", captured.buffers)):
+        if placeholder in names:
+            return kind, names[placeholder]
+    return ("constant" if placeholder in captured.constants else "input"), placeholder

@@ -1,0 +1,219 @@
+"""The real mesh: this process is one rank, under torch.distributed.
+
+Parameters are DTensors under their original names. Autograd works on their local tensors: the
+program reads those, and at the end of backward their gradients, summed over the axes that the plan
+says, are given to the parameters as DTensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
+
+from autopar._torch import call_after_backward
+from autopar.layout import Layout, TensorType
+from autopar.passes import localize
+from autopar.runtime.buckets import GradientSync, make_buckets
+from autopar.runtime.failures import one_fails_all_stop
+from autopar.runtime.groups import Axes, Groups, join_world
+from autopar.runtime.program import Program
+
+
+class TorchBackend:
+    """Runs this rank's part of a program. One of the two places where a program runs."""
+
+    def __init__(self, program: Program, local_inputs: bool) -> None:
+        self.program, self.mesh, self.local_inputs = program, program.mesh, local_inputs
+        self.device = join_world(self.mesh)
+        self.rank = dist.get_rank()
+        self.device_mesh = self.mesh.to_device_mesh(self.device.type)
+        self.groups = Groups(self.mesh, axes_used(program.graph), range(self.mesh.size))
+        self._graph = localize(program.graph, self.mesh, self.rank, self.groups.name)
+        self._function = compile_graph(self._graph)
+        self._constants = {
+            name: self._piece(value.to(self.device), program.type_of(name).layout)
+            for name, value in program.captured.constants.items()
+        }
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._leaves: dict[str, Tensor] = {}
+        self._wrap: dict[str, Callable[[Tensor], DTensor]] = {}
+        self._wrapped: dict[str, tuple[Tensor, DTensor]] = {}
+        self._sync: GradientSync | None = None
+        self._pending = False
+
+    def graph(self, stage: int | None = None) -> fx.Graph:
+        """This rank's own program."""
+        return self._graph
+
+    def place_parameter(self, name: str, value: Tensor, layout: Layout, learn: bool) -> nn.Parameter:
+        whole = self._from_first_rank(value)
+        self._wrap[name] = self._wrapper(layout, whole)
+        placed = self._wrap[name](self._piece(whole, layout))
+        self._parameters[name] = nn.Parameter(placed, requires_grad=learn)
+        with torch.no_grad():
+            self._leaves[name] = self._parameters[name].to_local().detach().requires_grad_(learn)
+        return self._parameters[name]
+
+    def place_buffer(self, name: str, value: Tensor, layout: Layout) -> Tensor:
+        return self._piece(self._from_first_rank(value), layout)
+
+    def whole(self, value: Tensor) -> Tensor:
+        return value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
+
+    def input_shapes(self) -> dict[str, tuple[int, ...]]:
+        """What a caller hands in: whole tensors, or with local inputs this rank's pieces."""
+        shapes = {}
+        for name in self.program.captured.inputs:
+            if name is not None:
+                type_ = self.program.type_of(name)
+                local = type_.layout.local_shape(type_.shape, self.mesh, self.rank)
+                shapes[name] = local if self.local_inputs else type_.shape
+        return shapes
+
+    def guard(self) -> AbstractContextManager[None]:
+        """Around everything in which ranks wait for one another."""
+        return one_fails_all_stop(self.rank)
+
+    def run(
+        self, kept: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """One pass forward: this rank's outputs (a cut one as DTensor) and new buffers."""
+        captured = self.program.captured
+        arguments = [
+            *(self._leaves[name] for name in captured.parameters.values()),
+            *(kept[name] for name in captured.buffers.values()),
+            *self._constants.values(),
+            *(self._enter(name, value) for name, value in inputs.items()),
+        ]
+        results = self._function(*arguments)
+        if torch.is_grad_enabled():
+            self._watch_backward(results)
+        count = len(self.program.outputs)
+        outputs = [
+            self._leave(value, node.meta["type"])
+            for value, node in zip(results[:count], self.program.outputs)
+        ]
+        return outputs, dict(zip(captured.mutations, results[count:]))
+
+    def _enter(self, name: str, value: Tensor) -> Tensor:
+        value = value.to(self.device)
+        if self.local_inputs:
+            return value
+        layout = self.program.type_of(name).layout
+        if not value.requires_grad:
+            return self._piece(value, layout)
+        for dim, axes in enumerate(layout.dims):
+            for axis in axes:
+                place = (self.groups.name((axis,)), self.mesh[axis])
+                index = self.mesh.coordinate(self.rank)[axis]
+                value = torch.ops.autopar.slice(value, dim, *place, index)
+        return value
+
+    def _leave(self, value: Tensor, type_: TensorType) -> Tensor:
+        if type_.layout.is_replicated:
+            return value
+        return self._wrapper(type_.layout, torch.empty(type_.shape, device="meta"))(value)
+
+    def _piece(self, whole: Tensor, layout: Layout) -> Tensor:
+        for dim, (start, length) in enumerate(
+            layout.local_bounds(whole.shape, self.mesh, self.rank)
+        ):
+            if length != whole.shape[dim]:
+                whole = whole.narrow(dim, start, length)
+        return whole
+
+    def _wrapper(self, layout: Layout, whole: Tensor) -> Callable[[Tensor], DTensor]:
+        """What makes a DTensor of a local tensor."""
+        placements = layout.to_placements(self.mesh)
+        shape, stride = whole.shape, torch.empty(whole.shape, device="meta").stride()
+
+        def wrap(local: Tensor) -> DTensor:
+            return DTensor.from_local(
+                local, self.device_mesh, placements, run_check=False, shape=shape, stride=stride
+            )
+
+        return wrap
+
+    def _from_first_rank(self, value: Tensor) -> Tensor:
+        whole = value.detach().to(self.device, copy=True).contiguous()
+        dist.broadcast(whole, src=0)
+        return whole
+
+    def _watch_backward(self, results: tuple[Tensor, ...]) -> None:
+        """Have `_finish` called at the end of any backward pass through this run."""
+        if self._sync is None:
+            self._sync = GradientSync(make_buckets(self._synchronised()), self.groups)
+        for leaf in self._leaves.values():
+            leaf.grad = None
+        in_use = frozenset(
+            name for name, parameter in self._parameters.items() if parameter.grad is not None
+        )
+        self._sync.start(in_use)
+        self._pending = False
+        for result in results:
+            if result.requires_grad:
+                result.register_hook(self._backward_begins)
+
+    def _backward_begins(self, grad: Tensor) -> None:
+        if not self._pending:
+            self._pending = True
+            call_after_backward(self._finish)
+
+    def _finish(self) -> None:
+        """Give every parameter its gradient of this backward pass."""
+        assert self._sync is not None
+        self._pending = False
+        with torch.no_grad(), one_fails_all_stop(self.rank):
+            summed = self._sync.finish()
+            for name, parameter in self._parameters.items():
+                local, self._leaves[name].grad = self._leaves[name].grad, None
+                if name in summed:
+                    gradient = self._of_bucket(name, summed[name])
+                elif local is not None:
+                    gradient = self._wrap[name](local)
+                else:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = gradient
+                else:
+                    parameter.grad += gradient
+
+    def _of_bucket(self, name: str, local: Tensor) -> DTensor:
+        """A view of a bucket as a DTensor: the same one as long as the buffer is."""
+        cached = self._wrapped.get(name)
+        if cached is None or cached[0].data_ptr() != local.data_ptr():
+            cached = self._wrapped[name] = local, self._wrap[name](local)
+        return cached[1]
+
+    def _synchronised(self) -> list[tuple[str, Tensor, Axes]]:
+        captured = self.program.captured
+        return [
+            (name, self._leaves[name], sync)
+            for placeholder, name in captured.parameters.items()
+            if (sync := self.program.placeholders[placeholder].meta["sync"])
+            and self._leaves[name].requires_grad
+        ]
+
+
+def axes_used(graph: fx.Graph) -> set[Axes]:
+    used: set[Axes] = set()
+    for node in graph.nodes:
+        if "movement" in node.meta:
+            used.add(node.meta["movement"].axes)
+        if node.meta.get("sync"):
+            used.add(node.meta["sync"])
+        if node.op == "placeholder":
+            used |= {(axis,) for axis in node.meta["type"].layout.axes}
+    return used
+
+
+def compile_graph(graph: fx.Graph) -> Callable[..., Any]:
+    """The graph as a Python function."""
+    module = fx.GraphModule({}, graph)
+    return module.forward

@@ -1,0 +1,130 @@
+"""ParallelModule: the parallel program in the clothes of the model it was made from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx, nn
+
+from autopar.capture.listing import Listing
+from autopar.errors import InvalidInput
+from autopar.layout import Layout
+from autopar.runtime.program import Program
+
+
+class Backend(Protocol):
+    """A place where a program runs: the virtual mesh or torch.distributed."""
+
+    def place_parameter(
+        self, name: str, value: Tensor, layout: Layout, learn: bool
+    ) -> nn.Parameter: ...
+    def place_buffer(self, name: str, value: Tensor, layout: Layout) -> Tensor: ...
+    def whole(self, value: Tensor) -> Tensor: ...
+    def input_shapes(self) -> dict[str, tuple[int, ...]]: ...
+    def graph(self, stage: int | None = None) -> fx.Graph: ...
+    def guard(self) -> AbstractContextManager[None]: ...
+    def run(
+        self, kept: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+    ) -> tuple[list[Tensor], dict[str, Tensor]]: ...
+
+
+class ParallelModule(nn.Module):
+    """Called and differentiated like the original; `step` takes a whole global batch.
+
+    Parameters and buffers stand under their original names, tied ones under all their names.
+    """
+
+    def __init__(self, model: nn.Module, program: Program, plan: Any, backend: Backend) -> None:
+        super().__init__()
+        self.program, self.plan, self.backend = program, plan, backend
+        captured = program.captured
+        _refuse_meta(model)
+        layouts = {
+            name: program.type_of(placeholder).layout
+            for placeholder, name in (captured.parameters | captured.buffers).items()
+        }
+        self._kept: dict[str, Tensor] = {}
+        for name, parameter in model.named_parameters():
+            layout = layouts.get(name, Layout.replicated(parameter.ndim))
+            kept = backend.place_parameter(name, parameter, layout, parameter.requires_grad)
+            self._kept[name] = kept
+            _owner(self, name).register_parameter(name.rpartition(".")[2], kept)
+        for alias, name in captured.tied.items():
+            _owner(self, alias).register_parameter(alias.rpartition(".")[2], self._kept[name])
+        persistent = set(model.state_dict(keep_vars=True))
+        for name, buffer in model.named_buffers():
+            layout = layouts.get(name, Layout.replicated(buffer.ndim))
+            self._kept[name] = backend.place_buffer(name, buffer, layout)
+            _owner(self, name).register_buffer(
+                name.rpartition(".")[2], self._kept[name], persistent=name in persistent
+            )
+        self._shapes = backend.input_shapes()
+
+    @property
+    def graph(self) -> Listing:
+        """This rank's program: prints one line a node."""
+        return Listing(self.backend.graph())
+
+    @property
+    def graphs(self) -> list[Listing]:
+        """The programs of all stages."""
+        return [Listing(self.backend.graph())]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self.backend.guard():
+            inputs = self.program.bind(args, kwargs, self._shapes)
+            return self.program.structure(self._run(inputs))
+
+    def step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Forward and backward of one global batch; the loss, the same on every rank."""
+        index = self.program.loss_index
+        with self.backend.guard(), torch.enable_grad():
+            inputs = self.program.bind(args, kwargs, self._shapes)
+            loss = self._run(inputs)[index]
+            loss.backward()
+        return loss.detach()
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Whole tensors under the names of the original model's state dict."""
+        return {name: self.backend.whole(value) for name, value in self.state_dict().items()}
+
+    def full_grads(self) -> dict[str, Tensor]:
+        """Whole gradients under the original names; parameters without one are left out."""
+        return {
+            name: self.backend.whole(parameter.grad)
+            for name, parameter in self.named_parameters()
+            if parameter.grad is not None
+        }
+
+    def _run(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        outputs, mutated = self.backend.run(self._kept, inputs)
+        with torch.no_grad():
+            for name, value in mutated.items():
+                self._kept[name].copy_(value)
+        return outputs
+
+    def extra_repr(self) -> str:
+        return f"mesh={self.program.mesh}"
+
+
+def _owner(root: nn.Module, name: str) -> nn.Module:
+    """The submodule that holds `name`, made on the way."""
+    for part in name.split(".")[:-1]:
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        root = root._modules[part]  # type: ignore[assignment]
+    return root
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        if value.device.type == "meta":
+            raise InvalidInput(
+                "a program that runs needs parameters with data",
+                got=f"{name} is on the meta device",
+                remedy="materialise the model first (model.to_empty, then initialise); "
+                "plan() alone needs no data",
+            )

@@ -1,0 +1,93 @@
+"""Plan: every decision about one model on one mesh, with the program that follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.capture.captured import Captured
+from autopar.collectives import Price
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.passes import rewrite
+from autopar.runtime.program import Program
+from autopar.search.decisions import Decisions
+
+
+@dataclass(frozen=True)
+class MovementRecord:
+    """One movement of a program."""
+
+    forward: str
+    backward: str | None  # None where no gradient flows
+    axis: str  # several axes are joined by commas, outermost first
+    tensor: str  # the type of what is moved, before
+    bytes: int  # the larger of one rank's pieces before and after
+    node: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was decided. `program` is what runs; `movements()` lists what moves."""
+
+    captured: Captured
+    decisions: Decisions
+    price: Price
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.decisions.mesh
+
+    @cached_property
+    def program(self) -> Program:
+        """The rewritten program of all ranks."""
+        graph = rewrite(self.captured, self.decisions, self.price)
+        return Program(self.captured, self.decisions, graph)
+
+    @cached_property
+    def layouts(self) -> dict[str, Layout]:
+        """The layout of every parameter and buffer by its name, of every value by its node's."""
+        graph = self.program.graph
+        layouts = {n.name: n.meta["type"].layout for n in graph.nodes if "type" in n.meta}
+        named = self.captured.parameters | self.captured.buffers
+        return {name: layouts[placeholder] for placeholder, name in named.items()} | layouts
+
+    def movements(self) -> list[MovementRecord]:
+        """Everything that moves in forward or backward, in the order of the program."""
+        records = []
+        for node in self.program.graph.nodes:
+            if "movement" not in node.meta:
+                continue
+            movement, before, after = (
+                node.meta["movement"],
+                node.args[0].meta["type"],
+                node.meta["type"],
+            )
+            records.append(
+                MovementRecord(
+                    forward=movement.kind,
+                    backward=movement.backward if node.meta["differentiable"] else None,
+                    axis=",".join(movement.axes),
+                    tensor=str(before),
+                    bytes=max(before.local_bytes(self.mesh), after.local_bytes(self.mesh)),
+                    node=node.name,
+                )
+            )
+        return records
+
+    def __str__(self) -> str:
+        lines = [f"plan on {self.mesh}"]
+        for placeholder, name in self.captured.parameters.items():
+            node = self.program.placeholders[placeholder]
+            sync = node.meta.get("sync")
+            summed = f"  gradient summed over {', '.join(sync)}" if sync else ""
+            lines.append(f"  {name}: {node.meta['type']}{summed}")
+        lines.append("movements")
+        for record in self.movements():
+            lines.append(
+                f"  {record.node}: {record.forward} over {record.axis} of {record.tensor}, "
+                f"{record.bytes} bytes, backward {record.backward or 'none'}"
+            )
+        for fallback in self.decisions.fallbacks:
+            lines.append(f"  replicated: {fallback.operator} ({fallback.reason})")
+        return "\n".join(lines)

@@ -1,0 +1,130 @@
+"""Program: what the road hands to the runtime, and the check of what a caller hands in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from autopar.capture.captured import Captured
+from autopar.errors import InvalidInput
+from autopar.layout import TensorType
+from autopar.mesh import Mesh
+from autopar.search.decisions import Decisions
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program for all ranks of a mesh, with the names of everything that goes in and out."""
+
+    captured: Captured
+    decisions: Decisions
+    graph: fx.Graph
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.decisions.mesh
+
+    @cached_property
+    def placeholders(self) -> dict[str, fx.Node]:
+        return {node.name: node for node in self.graph.nodes if node.op == "placeholder"}
+
+    @cached_property
+    def results(self) -> tuple[fx.Node, ...]:
+        """The user's outputs, then the new values of mutated buffers."""
+        return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    @property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        return self.results[: len(self.results) - len(self.captured.mutations)]
+
+    def type_of(self, placeholder: str) -> TensorType:
+        return self.placeholders[placeholder].meta["type"]  # type: ignore[no-any-return]
+
+    @cached_property
+    def loss_index(self) -> int:
+        """Which output is the loss: the first differentiable number."""
+        for index, node in enumerate(self.outputs):
+            if node.meta["val"].ndim == 0 and node.meta["differentiable"]:
+                return index
+        raise InvalidInput(
+            "step() needs a model that returns its loss: a differentiable tensor without dims",
+            got="outputs " + ", ".join(str(node.meta["type"]) for node in self.outputs),
+            remedy="return the loss from forward, or call the parallel module and differentiate",
+        )
+
+    def structure(self, outputs: Sequence[Any]) -> Any:
+        """The user's own output structure around `outputs`."""
+        values = iter(outputs)
+        leaves = [
+            next(values) if isinstance(leaf, fx.Node) else leaf
+            for leaf in self.captured.output_leaves
+        ]
+        return pytree.tree_unflatten(leaves, self.captured.output_spec)
+
+    def bind(
+        self, args: tuple, kwargs: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, Tensor]:
+        """The tensors of a call by placeholder, checked against what was captured.
+
+        `shapes` are those expected here (a rank's own, with local inputs).
+        """
+        expected_kwargs = _keyword_names(self.captured.input_spec)
+        if set(kwargs) == set(expected_kwargs):
+            kwargs = {name: kwargs[name] for name in expected_kwargs}
+        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+        if spec != self.captured.input_spec:
+            raise InvalidInput(
+                "a parallel module is called with the arguments it was captured with",
+                got=f"{_signature(spec)}; captured were {_signature(self.captured.input_spec)}",
+                remedy="call it the same way, or parallelize again with these arguments",
+            )
+        bound = {}
+        for index, (leaf, placeholder) in enumerate(zip(leaves, self.captured.inputs)):
+            if placeholder is None:
+                self._check_static(index, leaf)
+            else:
+                self._check_tensor(placeholder, leaf, shapes[placeholder])
+                bound[placeholder] = leaf
+        return bound
+
+    def _check_static(self, index: int, leaf: Any) -> None:
+        captured = self.captured.static_inputs[index]
+        if leaf is not captured and leaf != captured:
+            raise InvalidInput(
+                "an argument that is no tensor is part of the captured program",
+                got=f"{leaf!r}; captured was {captured!r}",
+                remedy="parallelize again with this value",
+            )
+
+    def _check_tensor(self, placeholder: str, leaf: Any, shape: tuple[int, ...]) -> None:
+        node = self.placeholders[placeholder]
+        dtype = node.meta["val"].dtype
+        if not isinstance(leaf, Tensor) or tuple(leaf.shape) != shape or leaf.dtype != dtype:
+            got = f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else repr(leaf)
+            raise InvalidInput(
+                "an input has the shape and dtype that were captured",
+                got=f"{placeholder}: {got}; captured was {shape} {dtype}",
+                remedy="use batches of one shape, or parallelize again for this one",
+            )
+        if leaf.requires_grad and torch.is_grad_enabled() and not node.meta["differentiable"]:
+            raise InvalidInput(
+                "an input that needs a gradient must have needed one when it was captured",
+                got=f"{placeholder} requires grad",
+                remedy="parallelize with an example input that requires grad",
+            )
+
+
+def _keyword_names(spec: pytree.TreeSpec) -> list[str]:
+    return list(spec.children()[1].context) if spec.children()[1].context else []
+
+
+def _signature(spec: pytree.TreeSpec) -> str:
+    positional, keywords = spec.children()
+    names = ", ".join(map(str, keywords.context or ()))
+    return f"{len(positional.children())} positional and keywords ({names})"

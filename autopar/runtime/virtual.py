@@ -1,0 +1,140 @@
+"""The virtual mesh: every rank of a program in this process, in lock step.
+
+Each value is a list with one tensor for each rank. The operators are those that a real rank runs;
+the movements and their backwards work on the lists. Parameters are kept whole, and each rank reads
+its piece of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autopar.collectives import Movement, from_ranks, move, to_ranks
+from autopar.layout import Layout
+from autopar.passes.kernels import local_arguments
+from autopar.runtime.program import Program
+from autopar.strategies import local_function
+
+Environment = dict[fx.Node, list[Tensor]]
+
+
+class VirtualBackend:
+    """Runs a program on lists of tensors. One of the two places where a program runs."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.mesh = program, program.mesh
+        self._constants = {
+            name: to_ranks(value, program.type_of(name).layout, self.mesh)
+            for name, value in program.captured.constants.items()
+        }
+        self._steps = [(node, self._compile(node)) for node in program.graph.nodes]
+        last_reader = {
+            value: node for node in program.graph.nodes for value in node.all_input_nodes
+        }
+        self._finished: dict[fx.Node, list[fx.Node]] = {}
+        for value, reader in last_reader.items():
+            self._finished.setdefault(reader, []).append(value)
+
+    def graph(self, stage: int | None = None) -> fx.Graph:
+        """The program of every rank."""
+        return self.program.graph
+
+    def place_parameter(self, name: str, value: Tensor, layout: Layout, learn: bool) -> nn.Parameter:
+        return nn.Parameter(value.detach().clone(), requires_grad=learn)
+
+    def place_buffer(self, name: str, value: Tensor, layout: Layout) -> Tensor:
+        return value.detach().clone()
+
+    def whole(self, value: Tensor) -> Tensor:
+        return value.detach()
+
+    def input_shapes(self) -> dict[str, tuple[int, ...]]:
+        """What a caller hands in: whole tensors."""
+        names = [name for name in self.program.captured.inputs if name is not None]
+        return {name: self.program.type_of(name).shape for name in names}
+
+    def guard(self) -> AbstractContextManager[None]:
+        """Nobody waits for anybody in one process."""
+        return nullcontext()
+
+    def run(
+        self, kept: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """One pass forward: the user's outputs, whole, and the new values of buffers."""
+        captured = self.program.captured
+        given: dict[str, Tensor] = dict(inputs)
+        names = captured.parameters | captured.buffers
+        given |= {placeholder: kept[name] for placeholder, name in names.items()}
+        values: Environment = {}
+        for node, call in self._steps:
+            if node.op == "placeholder":
+                values[node] = self._enter(node, given)
+            elif call is not None:
+                values[node] = call(values)
+            for finished in self._finished.get(node, ()) if node.op != "output" else ():
+                del values[finished]
+        results = [
+            from_ranks(values[node], node.meta["type"].layout, self.mesh, node.meta["type"].shape)
+            for node in self.program.results
+        ]
+        outputs = results[: len(self.program.outputs)]
+        mutated = dict(zip(captured.mutations, results[len(outputs) :]))
+        return outputs, {name: value.detach() for name, value in mutated.items()}
+
+    def _enter(self, node: fx.Node, given: Mapping[str, Tensor]) -> list[Tensor]:
+        if node.name in self._constants:
+            return self._constants[node.name]
+        pieces = to_ranks(given[node.name], node.meta["type"].layout, self.mesh)
+        if node.meta.get("sync"):
+            pieces = move(Movement("identity", node.meta["sync"], pending=True), pieces, self.mesh)
+        return pieces
+
+    def _compile(self, node: fx.Node) -> Callable[[Environment], list[Tensor]] | None:
+        if node.op != "call_function":
+            return None
+        if "movement" in node.meta:
+            movement, value = node.meta["movement"], node.args[0]
+            assert isinstance(value, fx.Node)
+            return lambda values: move(movement, values[value], self.mesh)
+        calls = [
+            _Call(local_function(node.target), *local_arguments(node, self.mesh, rank))
+            for rank in range(self.mesh.size)
+        ]
+        return lambda values: [call(values, rank) for rank, call in enumerate(calls)]
+
+
+class _Call:
+    """One operator on one rank: its constant arguments, and where the tensors go."""
+
+    def __init__(self, function: Any, args: tuple, kwargs: dict) -> None:
+        self.function, self.args, self.kwargs = function, args, kwargs
+        self.flat = not any(isinstance(a, list | tuple) and _has_node(a) for a in args)
+        self.flat = self.flat and not any(map(_has_node, kwargs.values()))
+        self.tensors = [(i, a) for i, a in enumerate(args) if isinstance(a, fx.Node)]
+
+    def __call__(self, values: Environment, rank: int) -> Tensor:
+        if self.flat:
+            args = list(self.args)
+            for index, node in self.tensors:
+                args[index] = values[node][rank]
+            return self.function(*args, **self.kwargs)  # type: ignore[no-any-return]
+
+        def read(node: fx.Node) -> Any:
+            return values[node][rank]
+
+        return self.function(  # type: ignore[no-any-return]
+            *fx.map_arg(self.args, read), **fx.map_arg(self.kwargs, read)
+        )
+
+
+def _has_node(argument: Any) -> bool:
+    found: list[fx.Node] = []
+    fx.map_arg(argument, lambda node: found.append(node))
+    return bool(found)
+
+

@@ -1,0 +1,272 @@
+"""Propagation: annotations spread along factors until nothing changes; no costs are weighed.
+
+First what the user said of activations, then of parameters, then the axes that nobody claimed cut
+the batch: the first dim of every input that has the first input's size there. The first cut that
+reaches an operator on an axis stays. A partial sum is carried on where that costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from torch import fx
+
+from autopar.capture.captured import Captured
+from autopar.errors import InvalidInput
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.search.decisions import Decisions, Fallback
+from autopar.search.wishes import Wishes
+from autopar.strategies import Rule, Strategy, rule_of, tensor_inputs
+
+
+def propagate(
+    captured: Captured, mesh: Mesh, wishes: Wishes | None = None, batch: bool = True
+) -> Decisions:
+    """Decide every layout from `wishes`; without wishes this is plain data parallelism.
+
+    `batch`: whether the axes that no wish names cut the batch.
+    """
+    spread = _Propagation(captured, mesh, wishes or Wishes())
+    spread.bind_operators()
+    spread.start([*spread.wishes.values, *spread.wishes.inputs])
+    spread.start(
+        placeholder
+        for placeholder, name in captured.parameters.items()
+        if name in spread.wishes.parameters
+    )
+    if batch:
+        spread.cut_batch([axis for axis in mesh.names if axis not in spread.wishes.axes])
+    spread.carry_partial_sums()
+    return spread.decisions()
+
+
+class _Propagation:
+    """The working state: for each operator, which factor each axis cuts."""
+
+    def __init__(self, captured: Captured, mesh: Mesh, wishes: Wishes) -> None:
+        self.captured, self.mesh, self.wishes = captured, mesh, wishes
+        self.nodes = {node.name: node for node in captured.graph.nodes}
+        self.rules: dict[fx.Node, Rule] = {}
+        self.arguments: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        self.fallbacks: list[Fallback] = []
+        for node in captured.graph.nodes:
+            if node.op != "call_function":
+                continue
+            rule = rule_of(node)
+            if rule is None:
+                self.fallbacks.append(
+                    Fallback(node.name, str(node.target), "no rule", node.meta["source"])
+                )
+            else:
+                self.rules[node] = rule
+                self.arguments[node] = tensor_inputs(node)
+        self.cuts: dict[fx.Node, dict[str, str]] = {node: {} for node in self.rules}
+        self.passes: dict[fx.Node, dict[str, int]] = {node: {} for node in self.rules}
+        self.placed: dict[fx.Node, dict[str, int]] = {}  # placeholder -> axis -> dim
+        self.fixed: dict[fx.Node, Layout] = {
+            self.nodes[name]: wish.layout
+            for name, wish in [*wishes.values.items(), *wishes.inputs.items()]
+        }
+        for placeholder, name in captured.parameters.items():
+            if name in self.wishes.parameters:
+                self.fixed[self.nodes[placeholder]] = self.wishes.parameters[name].layout
+        self.events: deque[tuple[fx.Node, str, int]] = deque()
+
+    def bind_operators(self) -> None:
+        """Give operators whose inputs were annotated exactly the cuts of those inputs."""
+        for name, wishes in self.wishes.bound.items():
+            operator = self.nodes[name]
+            rule = self.rules[operator]
+            for position, wish in wishes.items():
+                for dim, axes in zip(rule.inputs[position], wish.layout.dims):
+                    for axis in axes:
+                        factor = _outer_factor(rule, dim)
+                        assert factor is not None
+                        self._cut(operator, axis, factor)
+
+    def start(self, names: Iterable[str]) -> None:
+        """Spread from values whose layout is fixed."""
+        for name in names:
+            node = self.nodes[name]
+            for dim, axes in enumerate(self.fixed[node].dims):
+                for axis in axes:
+                    self.events.append((node, axis, dim))
+        self._settle()
+
+    def cut_batch(self, axes: list[str]) -> None:
+        """Let `axes` cut the batch of every input."""
+        inputs = [self.nodes[name] for name in self.captured.inputs if name is not None]
+        inputs = [node for node in inputs if node.meta["val"].ndim]
+        if not axes or not inputs:
+            return
+        batch = inputs[0].meta["val"].shape[0]
+        if batch < self.mesh.degree(axes):
+            raise InvalidInput(
+                "axes that no annotation claims cut the batch, which must not be smaller",
+                got=f"batch {batch} (first dim of {inputs[0].name!r}) on "
+                + ", ".join(f"{axis}={self.mesh[axis]}" for axis in axes),
+                remedy="a larger batch, a smaller mesh, or annotations that use these axes",
+            )
+        for node in inputs:
+            if node.meta["val"].shape[0] == batch:
+                for axis in axes:
+                    self._place(node, axis, 0)
+        self._settle()
+
+    def carry_partial_sums(self) -> None:
+        """Let a partial sum run on through linear operators, where it does not grow."""
+        for node, rule in self.rules.items():
+            if node in self.fixed or node.name in self.wishes.bound:
+                continue
+            for axis in self.mesh.names:
+                if axis in self.cuts[node]:
+                    continue
+                partial = frozenset(
+                    index
+                    for index, argument in enumerate(self.arguments[node])
+                    if self._is_partial(argument, axis)
+                )
+                if partial not in rule.passes or not partial:
+                    continue
+                carried = [self.arguments[node][index] for index in partial]
+                size = sum(argument.meta["val"].numel() for argument in carried)
+                if node.meta["val"].numel() <= size and all(len(a.users) == 1 for a in carried):
+                    self.passes[node][axis] = rule.passes.index(partial)
+
+    def decisions(self) -> Decisions:
+        """The finished decisions, checked against the annotations of bound operators."""
+        strategies = {node.name: self._strategy(node) for node in self.rules}
+        self._check_bound(strategies)
+        placeholders = {}
+        for node in self.captured.graph.nodes:
+            if node.op == "placeholder":
+                placeholders[node.name] = self.fixed.get(node) or self._placed_layout(node)
+        return Decisions(
+            mesh=self.mesh,
+            placeholders=placeholders,
+            strategies=strategies,
+            fixed={name: wish.layout for name, wish in self.wishes.values.items()},
+            fallbacks=tuple(self.fallbacks),
+        )
+
+    def _settle(self) -> None:
+        while self.events:
+            value, axis, dim = self.events.popleft()
+            for reader in list(value.users):
+                if reader not in self.rules or reader in self.fixed:
+                    continue
+                rule = self.rules[reader]
+                for index, argument in enumerate(self.arguments[reader]):
+                    if argument is value:
+                        self._try(reader, axis, _outer_factor(rule, rule.inputs[index][dim]))
+            if value in self.rules:
+                rule = self.rules[value]
+                self._try(value, axis, _outer_factor(rule, rule.outputs[0][dim]))
+
+    def _try(self, node: fx.Node, axis: str, factor: str | None) -> None:
+        if factor is None or axis in self.cuts[node] or not self._may_cut(node, axis, factor):
+            return
+        if node in self.fixed and not self._agrees_with_marker(node, axis, factor):
+            return
+        self._cut(node, axis, factor)
+
+    def _cut(self, node: fx.Node, axis: str, factor: str) -> None:
+        rule = self.rules[node]
+        self.cuts[node][axis] = factor
+        for dim, factors in enumerate(rule.outputs[0]):
+            if factor in factors and node not in self.fixed:
+                self.events.append((node, axis, dim))
+        for argument, dims in zip(self.arguments[node], rule.inputs):
+            for dim, factors in enumerate(dims):
+                if factor in factors:
+                    self._reach(argument, axis, dim)
+
+    def _reach(self, value: fx.Node, axis: str, dim: int) -> None:
+        """A reader wants `dim` of `value` cut by `axis`: so be it, if the value is still free."""
+        if value in self.fixed:
+            return
+        if value.op == "placeholder":
+            self._place(value, axis, dim)
+        elif value in self.rules:
+            rule = self.rules[value]
+            self._try(value, axis, _outer_factor(rule, rule.outputs[0][dim]))
+
+    def _place(self, node: fx.Node, axis: str, dim: int) -> None:
+        placed = self.placed.setdefault(node, {})
+        if node not in self.fixed and axis not in placed:
+            degree = self.mesh.degree([*(a for a, d in placed.items() if d == dim), axis])
+            if node.meta["val"].shape[dim] >= degree:
+                placed[axis] = dim
+                self.events.append((node, axis, dim))
+
+    def _may_cut(self, node: fx.Node, axis: str, factor: str) -> bool:
+        rule = self.rules[node]
+        for position in self.wishes.bound.get(node.name, ()):
+            if any(factor in dim for dim in rule.inputs[position]):
+                return False
+        if rule.random or rule.why_whole(factor) is not None:
+            return False
+        axes = [a for a, f in self.cuts[node].items() if f == factor]
+        degree = self.mesh.degree([*axes, axis])
+        size = rule.sizes[factor]
+        return size % degree == 0 if rule.must_be_even(factor) else size >= degree
+
+    def _agrees_with_marker(self, node: fx.Node, axis: str, factor: str) -> bool:
+        dim = self.fixed[node].dim_of(axis)
+        return dim is not None and factor in self.rules[node].outputs[0][dim]
+
+    def _is_partial(self, value: fx.Node, axis: str) -> bool:
+        if value in self.fixed:
+            return axis in self.fixed[value].partial
+        if value not in self.rules:
+            return False
+        if axis in self.passes[value]:
+            return True
+        factor = self.cuts[value].get(axis)
+        outputs = self.rules[value].outputs[0]
+        return factor is not None and not any(factor in dim for dim in outputs)
+
+    def _strategy(self, node: fx.Node) -> Strategy:
+        if node in self.fixed:
+            dims = zip(self.rules[node].outputs[0], self.fixed[node].dims)
+            return Strategy.of(**{dim[0]: axes for dim, axes in dims if axes})
+        by_factor: dict[str, tuple[str, ...]] = {}
+        for axis in self.mesh.names:
+            if axis in self.cuts[node]:
+                factor = self.cuts[node][axis]
+                by_factor[factor] = (*by_factor.get(factor, ()), axis)
+        for position, wish in self.wishes.bound.get(node.name, {}).items():
+            for dim, axes in zip(self.rules[node].inputs[position], wish.layout.dims):
+                if axes:
+                    by_factor[dim[0]] = axes
+        return Strategy.of(self.passes[node], **by_factor)
+
+    def _placed_layout(self, node: fx.Node) -> Layout:
+        dims: list[tuple[str, ...]] = [() for _ in range(node.meta["val"].ndim)]
+        for axis in self.mesh.names:
+            if axis in self.placed.get(node, {}):
+                dims[self.placed[node][axis]] += (axis,)
+        return Layout(*dims)
+
+    def _check_bound(self, strategies: dict[str, Strategy]) -> None:
+        for name, wishes in self.wishes.bound.items():
+            rule = self.rules[self.nodes[name]]
+            signature = rule.signature(strategies[name])
+            for position, wish in wishes.items():
+                if signature.inputs[position] != wish.layout:
+                    others = [other.source for other in wishes.values() if other is not wish]
+                    raise InvalidInput(
+                        "the annotations of one operator contradict each other",
+                        got=f"input {position} of {self.nodes[name].target} is asked to be "
+                        f"{wish.layout}\nother inputs at {', '.join(others) or 'the same place'} "
+                        f"make it {signature.inputs[position]}; the rule is {rule.text!r}",
+                        remedy="cut shared dims the same way, and use each axis once",
+                        source=wish.source,
+                    )
+
+
+def _outer_factor(rule: Rule, dim: tuple[str, ...]) -> str | None:
+    """The one factor of a dim that axes may cut: the outermost of more than one element."""
+    return next((factor for factor in dim if rule.sizes[factor] > 1), None)
