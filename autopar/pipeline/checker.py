@@ -1,4 +1,4 @@
-"""Proves a schedule sound before anything runs, or names the actions that are not.
+r"""Proves a schedule sound before anything runs, or names the actions that are not.
 
 >>> from autopar.pipeline import from_text
 >>> from_text("microbatches: 1\npipe 0: 0 1\nrank 0: 0F0 0B0\nrank 1: 1B0 1F0")

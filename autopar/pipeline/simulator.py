@@ -2,10 +2,14 @@
 
 >>> from autopar.pipeline import schedule
 >>> timeline = simulate(schedule("chimera", stages=4, microbatches=4), forward=1, backward=2)
->>> timeline.makespan, timeline.peak_activations
-(16.0, (3.0, 4.0, 4.0, 3.0))
+>>> timeline.peak_activations
+(3.0, 4.0, 4.0, 3.0)
 >>> print(timeline)
 chimera: 4 ranks, 4 micro-batches, makespan 16, bubble 25.0%
+rank 0 |F0 F1 ...f2 b2    f3 b3    ...B0    ......B1    |
+rank 1 |...F0 f2 F1 f3 ...b2    B0    b3    B1    ......|
+rank 2 |...f2 F0 f3 F1 ...B0    b2    B1    b3    ......|
+rank 3 |f2 f3 ...F0 B0    F1 B1    ...b2    ......b3    |
 """
 
 from __future__ import annotations

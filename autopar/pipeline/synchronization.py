@@ -20,7 +20,7 @@ from autopar.pipeline.timeline import Synchronization, Timeline
 MODES = ("after", "eager", "eager-where-it-helps")
 
 
-def ring_or_tree_time(replicas: int, size: float, alpha: float, beta: float) -> float:
+def all_reduce_time(replicas: int, size: float, alpha: float, beta: float) -> float:
     """Rabenseifner's all-reduce of `size` bytes: 2 log2(r) alpha + 2 (r - 1)/r beta size."""
     if replicas < 2:
         return 0.0

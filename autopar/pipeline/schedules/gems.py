@@ -7,11 +7,12 @@ keeps one micro-batch. Makespan p F + m p B + (m - 1) F.
 from __future__ import annotations
 
 from autopar.pipeline.schedule import Action, Schedule, make
-from autopar.pipeline.schedules.registry import generator, reverse, straight
+from autopar.pipeline.schedules.registry import even_stages, generator, reverse, straight
 
 
 @generator("gems")
 def gems(stages: int, microbatches: int) -> Schedule:
+    even_stages("gems", stages)  # else the middle rank holds both copies of its stage
     orders = [
         [
             Action(kind, m % 2, stages - 1 - rank if m % 2 else rank, (m,))
