@@ -36,7 +36,7 @@ _BACKWARD = {
 
 @dataclass(frozen=True)
 class Movement:
-    """One collective over `axes` (outermost first, one group), with its defined backward."""
+    """One collective over `axes` (one group, in the order of the mesh), with its backward."""
 
     kind: str
     axes: tuple[str, ...]
@@ -55,6 +55,7 @@ class Movement:
             layout = layout.with_partial(a for a in layout.partial if a not in self.axes)
         if self.kind in ("all_gather", "all_to_all"):
             assert self.dim is not None
+            assert self.axes
             assert layout.dims[self.dim][-len(self.axes) :] == self.axes
             layout = layout.with_dim(self.dim, layout.dims[self.dim][: -len(self.axes)])
         if self.kind in ("reduce_scatter", "slice", "all_to_all"):

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from autopar._torch import active_modes, below_autograd, process_group
 from autopar.collectives.movement import Movement
+from autopar.errors import VerifierError
 from autopar.layout import Layout, chunk
 from autopar.mesh import Mesh
 
@@ -40,8 +41,16 @@ def operator_call(
     """The operator that is `movement` on `rank`, and its arguments after the tensor.
 
     `layout` is the value's before the movement, `shape` the whole tensor's; `group` names the
-    process group of `rank` over `movement.axes`, whose members stand in that order.
+    process group of `rank` over `movement.axes`, whose members torch keeps in order of rank.
     """
+    if movement.dim is not None and list(movement.axes) != [
+        axis for axis in mesh.names if axis in movement.axes
+    ]:
+        raise VerifierError(
+            "the axes of a movement that cuts or joins stand in the order of the mesh",
+            got=f"{movement} on {mesh}",
+            remedy="move over one axis at a time",
+        )
     place = (group, mesh.degree(movement.axes), mesh.position(rank, movement.axes))
     match movement.kind:
         case "identity":
@@ -229,31 +238,42 @@ def _all_to_all_backward(
     return _ops.all_to_all.default(grad, to_dim, shape[to_dim], dim, group, parts, index)
 
 
-def _differentiable(name: str, backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The Autograd-key kernel of operator `name`: record `backward`, then call what is below."""
+def _differentiable(
+    name: str, forward: Callable[..., Tensor], backward: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    """The Autograd-key kernel of operator `name`: record `backward`, then go on below."""
     operator = getattr(_ops, name).default
 
-    def run(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
-        ctx.shape, ctx.arguments = x.shape, arguments
-        if name == "identity" and not active_modes():
-            return x.view_as(x)
+    def run(x: Tensor, *arguments: Any) -> Tensor:
+        if _is_plain(x):
+            return forward(x, *arguments)
         with below_autograd():
             return operator(x, *arguments)
+
+    def run_and_record(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
+        ctx.shape, ctx.arguments = x.shape, arguments
+        if name == "identity" and _is_plain(x):
+            return x.view_as(x)
+        return run(x, *arguments)
 
     def run_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return backward(ctx.shape, grad, *ctx.arguments), *(None,) * len(ctx.arguments)
 
     title = "".join(word.capitalize() for word in name.split("_"))
-    methods = {"forward": staticmethod(run), "backward": staticmethod(run_back)}
+    methods = {"forward": staticmethod(run_and_record), "backward": staticmethod(run_back)}
     function: Any = type(title, (torch.autograd.Function,), methods)
 
     def kernel(x: Tensor, *arguments: Any) -> Tensor:
         if x.requires_grad and torch.is_grad_enabled():
             return function.apply(x, *arguments)
-        with below_autograd():
-            return operator(x, *arguments)
+        return run(x, *arguments)
 
     return kernel
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether nothing watches: then the kernel is called without a second dispatch."""
+    return type(x) in (Tensor, torch.nn.Parameter) and not active_modes() and not x.is_meta
 
 
 # The registration. Kernels and backwards go on the dispatch keys directly:
@@ -289,4 +309,4 @@ for _name, _arguments, _forward, _fake, _backward in (
     _library.define(f"{_name}(Tensor x, {_arguments}) -> Tensor")
     _library.impl(_name, _forward, "CompositeExplicitAutograd")
     torch.library.register_fake(f"autopar::{_name}", _fake, lib=_library)
-    _library.impl(_name, _differentiable(_name, _backward), "Autograd")
+    _library.impl(_name, _differentiable(_name, _forward, _backward), "Autograd")

@@ -12,8 +12,10 @@ all_to_all ('a',) 0 1
 A state is a layout together with the axes that are already *pending* (replicas whose gradient
 arrives as a partial sum); an edge is one collective over one or several axes, priced forward and
 backward. Inner axes of a dim leave it before outer ones, and new axes enter it innermost, so an
-edge never gathers over a group that holds more than one piece of what it joins. A search grows
-from each source and is kept: the next target continues where the last one stopped.
+edge never gathers over a group that holds more than one piece of what it joins. Several axes go
+at once where their pieces are even and they stand in the order of the mesh, which is that of the
+ranks in a process group. A search grows from each source and is kept: the next target continues
+where the last one stopped.
 """
 
 from __future__ import annotations
@@ -318,19 +320,19 @@ def _steps(state: State, mesh: Mesh) -> tuple[Step, ...]:
 def _movements(state: State, mesh: Mesh) -> Iterator[Movement]:
     dims, partial, pending = state
     used = {*partial, *pending, *itertools.chain(*dims)}
-    free = tuple(axis for axis in mesh.names if axis not in used)
-    sums = tuple(axis for axis in mesh.names if axis in partial)
-    for axes in _subsets(sums, itertools.combinations):
+    sums = _subsets(axis for axis in mesh.names if axis in partial)
+    free = _subsets(axis for axis in mesh.names if axis not in used)
+    for axes in sums:
         yield Movement("all_reduce", axes)
         yield Movement("all_reduce", axes, pending=True)
-    for axes in _subsets(free, itertools.combinations):
+    for axes in free:
         yield Movement("identity", axes, pending=True)
     for dim, cut in enumerate(dims):
-        for axes in _subsets(sums, itertools.permutations):
+        for axes in sums:
             yield Movement("reduce_scatter", axes, dim)
-        for axes in _subsets(free, itertools.permutations):
+        for axes in free:
             yield Movement("slice", axes, dim)
-        for axes in (cut[at:] for at in range(len(cut))):
+        for axes in _innermost(cut, mesh):
             yield Movement("all_gather", axes, dim)
             yield Movement("all_gather", axes, dim, pending=True)
             for to_dim in range(len(dims)):
@@ -338,8 +340,15 @@ def _movements(state: State, mesh: Mesh) -> Iterator[Movement]:
                     yield Movement("all_to_all", axes, dim, to_dim)
 
 
-def _subsets(
-    axes: tuple[str, ...], choose: type[itertools.combinations] | type[itertools.permutations]
-) -> Iterator[tuple[str, ...]]:
-    for count in range(1, len(axes) + 1):
-        yield from choose(axes, count)
+def _subsets(axes: Iterable[str]) -> list[tuple[str, ...]]:
+    """The choices of at least one axis, each in the order of the mesh: that of a group's ranks."""
+    axes = tuple(axes)
+    return [some for count in range(len(axes)) for some in itertools.combinations(axes, count + 1)]
+
+
+def _innermost(cut: tuple[str, ...], mesh: Mesh) -> Iterator[tuple[str, ...]]:
+    """The ends of `cut` that are in the order of the mesh."""
+    for at in reversed(range(len(cut))):
+        if at + 1 < len(cut) and mesh.names.index(cut[at]) > mesh.names.index(cut[at + 1]):
+            return
+        yield cut[at:]
