@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from autopar.strategies.language import parse
 from autopar.strategies.registry import Call, register_rule
-from autopar.strategies.rule import Rule
+from autopar.strategies.rule import Dim, Rule, Saved, product
 
 
 def _linear(call: Call) -> Rule:
@@ -36,6 +36,27 @@ def _matmul(call: Call) -> Rule:
     )
 
 
+def _product_and_sum(call: Call) -> Rule:
+    """The summand is broadcast to the output; it would be added by every rank if k were cut."""
+    batch = [("b",)] if len(call.shape) == 3 else []
+    out: list[Dim] = [*batch, ("m",), ("n",)]
+    sizes = {dim[0]: size for dim, size in zip(out, call.shape)} | {"k": call.shapes[1][-1]}
+    summand = call.shapes[0]
+    aligned = out[len(out) - len(summand) :]
+    return call.rule(
+        [
+            [() if size == 1 else dim for dim, size in zip(aligned, summand)],
+            [*batch, ("m",), ("k",)],
+            [*batch, ("k",), ("n",)],
+        ],
+        out,
+        sizes,
+        whole=["k"],
+        flops=2.0 * product(sizes),
+        saved=Saved((1, 2)),
+    )
+
+
 def _einsum(call: Call) -> Rule | None:
     left, arrow, right = call["equation"].replace(" ", "").partition("->")
     terms = left.split(",")
@@ -60,6 +81,5 @@ register_rule(["aten.matmul", "aten.dot", "aten.mv"], _matmul)
 register_rule("aten.mm", "m k, k n -> m n", passes="each", saved="0 1")
 register_rule("aten.bmm", "b m k, b k n -> b m n", passes="each", saved="0 1")
 register_rule("aten.outer", "m, n -> m n", passes="each", saved="0 1")
-register_rule("aten.addmm", "... n, m k!, k! n -> m n", saved="1 2")
-register_rule("aten.baddbmm", "... n, b m k!, b k! n -> b m n", saved="1 2")
+register_rule(["aten.addmm", "aten.baddbmm"], _product_and_sum)
 register_rule("aten.einsum", _einsum)

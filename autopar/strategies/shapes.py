@@ -38,7 +38,8 @@ def same_dims(call: Call, whole: Iterable[int], passes: Sequence[Sequence[int]] 
 
 def _reshape(call: Call) -> Rule:
     into, out, sizes, whole = reshape_factors(call.shapes[0], call.shape)
-    return call.rule([into], out, sizes, whole=whole, passes=FIRST, flops=0.0)
+    inputs = [into, out][: len(call.shapes)]  # view_as has a second input of the wanted shape
+    return call.rule(inputs, out, sizes, whole=whole, passes=FIRST, flops=0.0)
 
 
 def reshape_factors(
@@ -250,7 +251,7 @@ register_rule(
             "reshape_as"
         ).split()
     ],
-    lambda call: _reshape(call) if len(call.shapes) == 1 else None,
+    _reshape,
 )
 register_rule(["aten.transpose.int", "aten.t", "aten.swapaxes", "aten.swapdims"], _transpose)
 register_rule(["aten.mT", "aten.adjoint"], _last_two_swapped)

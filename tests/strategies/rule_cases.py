@@ -1,0 +1,321 @@
+"""Calls of every operator that has a rule, with sizes that divide and sizes that do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.strategies import kernels, registered
+from autopar.strategies.elementwise import (
+    COMPARISONS,
+    KEEPS_NOTHING,
+    LINEAR,
+    PAIRS,
+    SAVES_INPUT,
+    SAVES_OUTPUT,
+)
+from tests.strategies.rule_law import Case
+
+BUILT_IN = registered()  # before any test registers its own
+_generator = torch.Generator().manual_seed(0)
+
+
+def t(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=_generator)
+
+
+def u(*shape: int) -> Tensor:
+    """Between 0.1 and 0.9: inside the domain of every function."""
+    return torch.rand(shape, dtype=torch.float64, generator=_generator) * 0.8 + 0.1
+
+
+def i(high: int, *shape: int) -> Tensor:
+    return torch.randint(high, shape, generator=_generator)
+
+
+def b(*shape: int) -> Tensor:
+    return torch.rand(shape, generator=_generator) < 0.5
+
+
+def operator(name: str) -> Any:
+    found: Any = torch.ops.aten
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found if "." in name else getattr(found, found.overloads()[0])
+
+
+CASES: list[Case] = []
+
+
+def case(name: str | Any, *args: Any, tolerance: float = 1e-9, **kwargs: Any) -> None:
+    target = operator(name) if isinstance(name, str) else name
+    label = name if isinstance(name, str) else name.__name__
+    constants = kwargs.pop("constants", ())
+    shapes = "x".join(str(tuple(a.shape)).replace(" ", "") for a in args if isinstance(a, Tensor))
+    CASES.append(Case(f"{label}-{len(CASES)}-{shapes}", target, args, kwargs, tolerance, constants))
+
+
+# elementwise
+for _name in SAVES_OUTPUT + SAVES_INPUT + KEEPS_NOTHING + LINEAR:
+    case("bitwise_not.default" if _name == "bitwise_not" else f"{_name}.default",
+         b(5, 4) if _name == "bitwise_not" else u(5, 4))  # fmt: skip
+for _name in COMPARISONS[:-1]:
+    if _name.startswith(("bitwise", "__")):
+        case(f"{_name}.Tensor", b(5, 4), b(4))
+    elif _name.startswith("logical"):
+        case(f"{_name}.default", t(5, 4), t(5, 1))
+    else:
+        case(f"{_name}.Tensor", t(5, 4), u(5, 1))
+case("floor_divide.default", t(5, 4), u(5, 1), constants=(0, 1))
+for _name in PAIRS:
+    _overload = {"pow": "Tensor_Tensor", "remainder": "Tensor", "fmod": "Tensor"}
+    case(f"{_name}.{_overload.get(_name, 'default')}", u(5, 4), u(4) + 1)
+for _name in ("eq", "ge"):
+    case(f"{_name}.Scalar", t(5, 4), 0.0)
+case("pow.Tensor_Scalar", t(5, 4), 3.0)
+case("pow.Scalar", 2.0, t(5, 4))
+for _name in ("add", "sub", "rsub"):
+    case(f"{_name}.Tensor", t(5, 4), t(5, 4))
+    case(f"{_name}.Tensor", t(3, 5, 4), t(5, 1), alpha=2)
+    case(f"{_name}.Scalar", t(5, 4), 2.5)
+case("add.Tensor", i(9, 5), i(9, 5))
+case("add.Tensor", t(5, 4), 1.5)
+case("mul.Tensor", t(5, 4), t(5, 1))
+case("mul.Tensor", t(5, 4), 3.0)
+case("mul.Tensor", b(5, 4), t(4))
+case("div.Tensor", t(5, 4), u(4))
+case("div.Tensor", t(5, 4), 3.0)
+case("div.Tensor_mode", t(5, 4), u(4), rounding_mode="floor")
+case("div.Scalar_mode", t(5, 4), 0.3, rounding_mode="trunc")
+case("to.dtype", t(5, 4), torch.float32, tolerance=1e-5)
+case("to.dtype", b(5, 4), torch.float64)
+case("to.dtype", t(5, 4), torch.int64)
+case("to.dtype", i(5, 4), torch.float64)
+case("to.dtype_layout", t(5, 4), dtype=torch.float64)
+case("to.other", t(5, 4), t(3, 2))
+case("_to_copy.default", i(5, 4), dtype=torch.float64)
+case("type_as.default", i(5, 4), t(3))
+case("clamp.default", t(5, 4), -0.5, 0.5)
+case("clamp.Tensor", t(5, 4), u(4) - 1, u(5, 1))
+case("clamp.Tensor", t(5, 4), None, u(4))
+case("clamp_min.default", t(5, 4), 0.0)
+case("clamp_max.Tensor", t(5, 4), t(4))
+case("addcmul.default", t(5, 4), t(5, 1), t(4))
+case("addcdiv.default", t(5, 4), t(5, 1), u(4))
+case("lerp.Tensor", t(5, 4), t(5, 4), u(5, 1))
+case("lerp.Scalar", t(5, 4), t(5, 4), 0.3)
+case("where.self", b(5, 4), t(5, 4), t(4))
+case("where.ScalarOther", b(5, 4), t(5, 4), 0.0)
+case("where.ScalarSelf", b(5, 4), 1.0, t(5, 4))
+case("masked_fill.Scalar", t(5, 4), b(5, 1), 0.0)
+case("masked_fill.Scalar", t(5, 4), b(5, 1), float("-inf"))
+case("masked_fill.Tensor", t(5, 4), b(4), t())
+case("dropout.default", t(5, 4), 0.0, True)
+case("dropout.default", t(5, 4), 0.5, False)
+
+# contractions
+case("linear.default", t(3, 5, 6), t(4, 6))
+case("linear.default", t(5, 6), t(3, 6), t(3))
+case("matmul.default", t(5, 3), t(3, 4))
+case("matmul.default", t(2, 3, 5), t(5, 4))
+case("matmul.default", t(1, 3, 5), t(2, 5, 4))
+case("matmul.default", t(5), t(5, 4))
+case("matmul.default", t(3, 5), t(5))
+case("matmul.default", t(5), t(5))
+case("dot.default", t(5), t(5))
+case("mv.default", t(4, 5), t(5))
+case("mm.default", t(5, 3), t(3, 4))
+case("bmm.default", t(3, 5, 2), t(3, 2, 4))
+case("outer.default", t(5), t(4))
+case("addmm.default", t(4), t(5, 3), t(3, 4))
+case("addmm.default", t(5, 1), t(5, 3), t(3, 4), beta=0.5)
+case("baddbmm.default", t(1, 5, 4), t(3, 5, 2), t(3, 2, 4))
+case("einsum.default", "bqhd,bkhd->bhqk", [t(2, 3, 2, 5), t(2, 4, 2, 5)])
+case("einsum.default", "...i,oi", [t(3, 5), t(4, 5)])
+case("einsum.default", "ij,j->i", [t(5, 3), t(3)])
+
+# shapes
+for _name in ("view", "reshape", "_unsafe_view"):
+    case(f"{_name}.default", t(5, 4), [20])
+    case(f"{_name}.default", t(6, 4, 3), [-1, 3])
+    case(f"{_name}.default", t(4, 6), [4, 1, 2, 3])
+    case(f"{_name}.default", t(4, 6), [2, 12])
+    case(f"{_name}.default", t(6, 4), [4, 6])
+    case(f"{_name}.default", t(5, 4), [5, 4])
+    case(f"{_name}.default", t(2, 2, 3, 1), [4, 3])
+case("flatten.using_ints", t(2, 5, 4), 1, -1)
+case("unflatten.int", t(3, 8), 1, [4, -1])
+case("unsqueeze.default", t(5, 4), 1)
+case("squeeze.default", t(2, 1, 4))
+case("squeeze.dim", t(2, 1, 4), 1)
+case("squeeze.dim", t(2, 1, 4), 0)
+case("squeeze.dims", t(2, 1, 4), [0, 1])
+case("ravel.default", t(4, 3))
+case("view_as.default", t(4, 6), t(4, 2, 3))
+case("reshape_as.default", t(4, 6), t(24))
+case("transpose.int", t(5, 3, 4), 0, -1)
+case("swapaxes.default", t(5, 4), 0, 1)
+case("swapdims.default", t(5, 4), 0, 1)
+case("t.default", t(5, 4))
+case("t.default", t(5))
+case("mT.default", t(2, 5, 4))
+case("adjoint.default", t(2, 5, 4))
+case("permute.default", t(5, 3, 4), [2, 0, 1])
+case("movedim.int", t(5, 3, 4), 0, 2)
+case("movedim.intlist", t(5, 3, 4), [0, 1], [2, 0])
+case("expand.default", t(5, 1, 4), [2, -1, 3, 4])
+case("expand.default", t(1, 4), [5, -1])
+case("expand_as.default", t(1, 4), t(5, 4))
+case("repeat.default", t(5, 1, 2), [2, 1, 3, 2])
+case("repeat_interleave.self_int", t(4, 3), 2, 0)
+case("cat.default", [t(5, 2), t(5, 3)], 1)
+case("cat.default", [t(2, 4), t(3, 4), t(1, 4)])
+case("stack.default", [t(5, 4), t(5, 4)], 1)
+case("pad.default", t(5, 4), [1, 2])
+case("pad.default", t(5, 4), [1, 0], "constant", 2.0)
+case("pad.default", t(5, 4), [1, 1], "reflect")
+case("constant_pad_nd.default", t(5, 4), [0, 0, 1, 2], 0)
+case("cumsum.default", t(5, 4), 1)
+case("cumsum.default", b(5, 4), -1)
+case("flip.default", t(5, 4), [1])
+case("roll.default", t(5, 4), [1], [0])
+case("roll.default", t(5, 4), [3])
+case("tril.default", t(3, 5, 4))
+case("triu.default", t(3, 5, 4), 1)
+case("diff.default", t(5, 4))
+case("diff.default", t(5, 4), 1, -1, t(5, 1))
+
+# indexing
+case("slice.Tensor", t(5, 4), 1, 1, 3)
+case("slice.Tensor", t(5, 4), 0, 0, 9223372036854775807)
+case("slice.Tensor", t(5, 4), 0, -3, -1)
+case("narrow.default", t(5, 4), 0, 1, 3)
+case("select.int", t(5, 4, 3), 1, -1)
+case("index_select.default", t(5, 4), 1, i(4, 5))
+case("gather.default", t(5, 4), 1, i(4, 5, 6))
+case("gather.default", t(5, 4), 1, i(4, 3, 6))
+case("index.Tensor", t(5, 4), [i(5, 2, 1), i(4, 3)])
+case("index.Tensor", t(5, 4, 3), [None, i(4, 5)])
+case("index.Tensor", t(5, 4, 3), [i(5, 6), None, i(3, 6)])
+case("index.Tensor", t(5, 4), [i(5, 6)])
+case("scatter.src", t(5, 4), 1, i(4, 5, 2), t(5, 2))
+case("scatter.value", t(5, 4), 1, i(4, 3, 2), 1.0)
+case("scatter_add.default", t(5, 4), 1, i(4, 5, 6), t(5, 6))
+case("one_hot.default", i(4, 5, 3), 4)
+
+# reductions
+case("sum.default", t(5, 4))
+case("sum.default", b(5, 4))
+case("sum.dim_IntList", t(5, 4, 3), [0, -1])
+case("sum.dim_IntList", t(5, 4, 3), [1], True)
+case("sum.dim_IntList", t(5, 4), None)
+case("mean.dim", t(5, 4), [1], True)
+case("mean.default", t(5, 4))
+for _name in ("amax", "amin", "logsumexp"):
+    case(f"{_name}.default", t(5, 4), [1])
+case("max.default", t(5, 4))
+case("min.default", t(5, 4))
+case("prod.dim_int", u(5, 4), 1)
+case("var.correction", t(5, 4), [1], correction=1)
+case("std.dim", t(5, 4), [1])
+case("argmax.default", t(5, 4), 1)
+case("argmin.default", t(5, 4), -1, True)
+case("any.dim", b(5, 4), 1)
+case("all.dim", b(5, 4), 0)
+case("softmax.int", t(5, 4), -1)
+case("log_softmax.int", t(5, 4), 0)
+case("_softmax.default", t(5, 4), 1, False)
+case("_log_softmax.default", t(5, 4), 1, False)
+
+# attention
+_attention = "scaled_dot_product_attention.default"
+case(_attention, t(2, 3, 5, 4), t(2, 3, 6, 4), t(2, 3, 6, 4))
+case(_attention, t(3, 2, 5, 4), t(3, 2, 5, 4), t(3, 2, 5, 4), None, 0.0, True)
+case(_attention, t(2, 2, 7, 4), t(2, 2, 4, 4), t(2, 2, 4, 4), None, 0.0, True, scale=0.3)
+case(_attention, t(2, 2, 5, 4), t(2, 2, 6, 4), t(2, 2, 6, 4), b(2, 1, 5, 6) | (i(6, 6) >= 0))
+case(_attention, t(2, 4, 5, 4), t(2, 2, 5, 4), t(2, 2, 5, 4), t(5, 5), enable_gqa=True)
+case(_attention, t(2, 4, 5, 4), t(2, 2, 5, 4), t(2, 2, 5, 4), t(2, 4, 5, 5), enable_gqa=True)
+case(_attention, t(2, 4, 5, 4), t(2, 2, 5, 4), t(2, 2, 5, 4), None, 0.0, True, enable_gqa=True)
+case(_attention, t(3, 5, 4), t(3, 6, 4), t(3, 6, 4))
+
+# convolution and pooling
+case("conv1d.default", t(5, 4, 6), t(2, 4, 3))
+case("conv2d.default", t(3, 4, 5, 5), t(6, 4, 3, 3), None, [2, 2], [1, 1])
+case("conv2d.default", t(3, 4, 5, 5), t(2, 4, 3, 3), t(2))
+case("conv2d.default", t(3, 4, 5, 5), t(8, 2, 3, 3), t(8), [1, 1], [0, 0], [1, 1], 2)
+case("conv2d.default", t(3, 4, 5, 5), t(4, 1, 3, 3), None, [1, 1], [1, 1], [1, 1], 4)
+case("conv2d.padding", t(3, 4, 5, 5), t(2, 4, 3, 3), None, [1, 1], "same")
+case("conv2d.default", t(4, 5, 5), t(2, 4, 3, 3))
+case("conv3d.default", t(3, 2, 3, 3, 3), t(2, 2, 2, 2, 2))
+case("convolution.default", t(3, 4, 5), t(8, 1, 3), None, [1], [0], [1], False, [0], 4)
+case("max_pool1d.default", t(5, 4, 6), [2])
+case("max_pool2d.default", t(5, 4, 6, 6), [2, 2])
+case("max_pool3d.default", t(5, 2, 4, 4, 4), [2])
+case("avg_pool1d.default", t(5, 4, 6), [2])
+case("avg_pool2d.default", t(5, 4, 6, 6), [3, 3], [2, 2])
+case("avg_pool3d.default", t(5, 2, 4, 4, 4), [2])
+case("adaptive_avg_pool1d.default", t(5, 4, 6), [2])
+case("adaptive_avg_pool2d.default", t(5, 4, 6, 6), [1, 1])
+case("adaptive_avg_pool3d.default", t(5, 2, 4, 4, 4), [1, 2, 2])
+case("upsample_nearest1d.vec", t(5, 4, 3), [6], None)
+case("upsample_nearest2d.vec", t(5, 4, 3, 3), [6, 6], None)
+case("upsample_nearest3d.vec", t(5, 2, 2, 2, 2), [4, 4, 4], None)
+case("upsample_linear1d.vec", t(5, 4, 3), [6], False, None)
+case("upsample_bilinear2d.vec", t(5, 4, 3, 3), [6, 6], False, None)
+case("upsample_bicubic2d.vec", t(5, 4, 3, 3), [6, 6], False, None)
+case("upsample_trilinear3d.vec", t(5, 2, 2, 2, 2), [4, 4, 4], False, None)
+
+# normalisation
+case("layer_norm.default", t(5, 3, 4), [4], t(4), t(4))
+case("layer_norm.default", t(5, 3, 4), [3, 4])
+case("rms_norm.default", t(5, 3, 4), [4], t(4), 1e-6)
+case("group_norm.default", t(5, 8, 3), 4, t(8), t(8))
+case("group_norm.default", t(5, 6, 2, 2), 2)
+case("batch_norm.default", t(5, 4, 3), t(4), t(4), t(4), u(4), False, 0.1, 1e-5, False,
+     constants=(3, 4))  # fmt: skip
+_sums = torch.stack((t(4), u(4) * 20 + 5))
+case(kernels.batch_sums, t(5, 4, 3), t(4))
+case(kernels.batch_sums, t(5, 4), None)
+case(kernels.batch_normalize, t(5, 4, 3), _sums, t(4), t(4), t(4), 15, 1e-5)
+case(kernels.batch_normalize, t(5, 4, 3), _sums, None, None, None, 15, 1e-5)
+case(kernels.running_mean, t(4), _sums, t(4), None, 0.1, 15, constants=range(4))
+case(kernels.running_var, t(4), _sums, t(4), torch.tensor(3), None, 15, constants=range(4))
+
+# embedding and losses
+_targets = i(7, 5, 3)
+_targets[1, 2] = _targets[4, 0] = -100
+case("embedding.default", t(7, 4), i(7, 5, 3))
+case("embedding.default", t(7, 4), i(7, 5, 3), 2)
+case(kernels.cross_entropy, t(5, 3, 7), _targets)
+case(kernels.cross_entropy, t(5, 3, 5), _targets % 5, None, 2, 0.2)
+case(kernels.cross_entropy, t(6, 8), i(8, 6), None, -100, 0.1)
+case(kernels.cross_entropy, t(5, 3, 7), _targets, u(7), constants=(2,))
+case(kernels.cross_entropy, t(5, 3, 7), _targets, u(7), -100, 0.2, constants=(2,))
+case(kernels.count_targets, _targets)
+case(kernels.count_targets, _targets, u(7), constants=(1,))
+for _name in ("mse_loss", "l1_loss", "huber_loss", "smooth_l1_loss"):
+    for _reduction in range(3):
+        case(f"{_name}.default", t(5, 4), t(5, 4), _reduction)
+for _reduction in range(3):
+    case("cross_entropy_loss.default", t(5, 7, 3), _targets, None, _reduction)
+    case("cross_entropy_loss.default", t(5, 7), _targets[:, 0], u(7), _reduction, constants=(2,))
+    case("nll_loss.default", t(5, 7), _targets[:, 0], None, _reduction)
+case("nll_loss_nd.default", t(5, 7, 3), _targets, None, 0)
+
+# creation
+_double = {"dtype": torch.float64}
+for _name in ("zeros", "ones"):
+    case(f"{_name}.default", [5, 4], **_double)
+    case(f"new_{_name}.default", t(3), [5, 4])
+    case(f"{_name}_like.default", t(5, 4))
+case("full.default", [5, 4], 2.5, **_double)
+case("new_full.default", t(3), [5, 4], 2.0)
+case("full_like.default", t(5, 4), 2.5)
+case("fill.Scalar", t(5, 4), 2.0)
+case("arange.default", 5)
+case("arange.start_step", 1, 9, 2)
+case("linspace.default", 0.0, 1.0, 5)
+case("eye.default", 5)
+case("scalar_tensor.default", 2.0)

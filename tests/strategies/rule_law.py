@@ -1,0 +1,219 @@
+"""The rule law: cut inputs, run one operator on every rank, put outputs and gradients together.
+
+All ranks live in one process as a list of tensors. Nothing but rules, layouts and local calls is
+used, so a failure is a failure of a rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from autopar.layout import Layout, TensorType
+from autopar.mesh import Mesh
+from autopar.strategies import (
+    KERNELS,
+    Rule,
+    Strategy,
+    local_call,
+    localize_arguments,
+    rule_of,
+    tensor_inputs,
+)
+
+
+@dataclass
+class Case:
+    """One call of an operator on small tensors."""
+
+    name: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    tolerance: float = 1e-9
+    constants: tuple[int, ...] = ()  # inputs without a gradient
+
+    def node(self) -> fx.Node:
+        """The call as a node of a graph, with tensors as placeholders that know their values."""
+        graph = fx.Graph()
+
+        def placeholder(value: object) -> object:
+            if not isinstance(value, Tensor):
+                return value
+            node = graph.placeholder(f"x{len(graph.nodes)}")
+            node.meta["val"] = value
+            return node
+
+        args, kwargs = pytree.tree_map(placeholder, (self.args, self.kwargs))
+        node = graph.call_function(self.target, args, kwargs)
+        node.meta["val"] = self.target(*self.args, **self.kwargs)
+        return node
+
+
+def run_call(function: Any, args: Any, kwargs: Any, values: dict[fx.Node, Tensor]) -> Tensor:
+    args, kwargs = fx.map_arg((args, kwargs), lambda node: values[node])
+    # Through lists, since fx keeps its own immutable ones.
+    args, kwargs = pytree.tree_map(lambda x: x, (list(args), dict(kwargs)))
+    return function(*args, **kwargs)
+
+
+def cut(value: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
+    """The pieces of `value` on all ranks; partial sums as random summands."""
+    degree = mesh.degree(layout.partial)
+    if value.is_floating_point():
+        summands = [torch.randn_like(value) for _ in range(degree - 1)]
+    else:
+        summands = [torch.randint_like(value, -3, 3) for _ in range(degree - 1)]
+    summands.append(value - sum(summands) if summands else value)
+    pieces = []
+    for rank in range(mesh.size):
+        piece = summands[mesh.position(rank, layout.partial)]
+        for dim, (start, length) in enumerate(layout.local_bounds(value.shape, mesh, rank)):
+            piece = piece.narrow(dim, start, length)
+        pieces.append(piece.clone())
+    return pieces
+
+
+def assemble(pieces: list[Tensor], layout: Layout, shape: torch.Size, mesh: Mesh) -> Tensor:
+    """The whole tensor, after a check that all replicas agree and have the right shape."""
+    others = tuple(axis for axis in mesh if axis not in layout.axes)
+    wholes: dict[int, Tensor] = {}
+    for rank, piece in enumerate(pieces):
+        bounds = layout.local_bounds(shape, mesh, rank)
+        assert tuple(piece.shape) == tuple(length for _, length in bounds)
+        replica = mesh.position(rank, others)
+        if piece.dtype == torch.bool:
+            piece = piece.to(torch.int8)
+        whole = wholes.setdefault(replica, torch.zeros(shape, dtype=piece.dtype))
+        whole[tuple(slice(start, start + length) for start, length in bounds)] += piece
+    first, *rest = wholes.values()
+    for other in rest:
+        assert_same(other, first, 1e-9)
+    return first
+
+
+def assert_same(got: Tensor, wanted: Tensor, tolerance: float) -> None:
+    got, wanted = got.double(), wanted.double()
+    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+class Reference:
+    """The uncut operator: its output, a gradient for it, and the gradients of its inputs."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.node = case, case.node()
+        rule = rule_of(self.node)
+        assert rule is not None, f"no rule for {case.name}"
+        self.rule: Rule = rule
+        self.nodes = tensor_inputs(self.node)
+        self.values = [node.meta["val"] for node in self.nodes]
+        leaves = [leaf(value, index, case) for index, value in enumerate(self.values)]
+        # By position, so that one tensor given twice is two inputs.
+        self.output = run_call(
+            case.target, self.node.args, self.node.kwargs, dict(zip(self.nodes, leaves))
+        )
+        self.gradients: list[Tensor | None] = [None] * len(leaves)
+        self.slope = torch.zeros(())
+        if self.output.requires_grad:
+            self.slope = torch.randn_like(self.output)
+            self.gradients = gradients(self.output, leaves, self.slope)
+
+    def check(self, strategy: Strategy, mesh: Mesh) -> None:
+        case, signature = self.case, self.rule.signature(strategy)
+        self.rule.validate(strategy, mesh)
+        pieces = [cut(v, lay, mesh) for v, lay in zip(self.values, signature.inputs)]
+        layout, shape = signature.outputs[0], self.output.shape
+        local = [
+            [leaf(piece[rank], index, case) for index, piece in enumerate(pieces)]
+            for rank in range(mesh.size)
+        ]
+        slopes = None
+        if self.output.requires_grad:
+            slopes = cut(self.slope, layout.gradient, mesh)
+        needed = self.rule.kernel(strategy)
+        if needed is not None and KERNELS[needed[1]].expand is not None:
+            outputs, local_gradients = self.expanded(strategy, mesh, local, slopes)
+        else:
+            outputs, local_gradients = self.direct(strategy, mesh, local, slopes)
+        whole = assemble([output.detach() for output in outputs], layout, shape, mesh)
+        assert_same(whole, self.output.detach(), case.tolerance)
+        for index, wanted in enumerate(self.gradients):
+            if wanted is not None:
+                parts = [found[index] for found in local_gradients]
+                got = assemble(parts, signature.gradients[index], wanted.shape, mesh)
+                assert_same(got, wanted, case.tolerance)
+
+    def direct(
+        self, strategy: Strategy, mesh: Mesh, local: list[list[Tensor]], slopes: Any
+    ) -> tuple[list[Tensor], list[list[Tensor]]]:
+        outputs, found = [], []
+        for rank, leaves in enumerate(local):
+            call = local_call(self.node, self.rule, strategy, mesh, rank)
+            outputs.append(run_call(*call, dict(zip(self.nodes, leaves))))
+            if slopes is not None:
+                found.append(gradients(outputs[-1], leaves, slopes[rank]))
+        return outputs, found
+
+    def expanded(
+        self, strategy: Strategy, mesh: Mesh, local: list[list[Tensor]], slopes: Any
+    ) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """Part, all-gather (backward: slice), combine."""
+        factor, name = self.rule.kernel(strategy)  # type: ignore[misc]
+        expand = KERNELS[name].expand
+        assert expand is not None
+        axes = strategy.by_factor[factor]
+        layout = self.rule.signature(strategy).outputs[0]
+        output_type = TensorType(tuple(self.output.shape), self.output.dtype, layout)
+        parts, outputs, found = [], [], []
+        calls = [
+            localize_arguments(self.node, output_type, mesh, rank) for rank in range(mesh.size)
+        ]
+        for rank, leaves in enumerate(local):
+            start, _ = self.rule.bounds(factor, strategy, mesh, rank)
+            call = expand.part_call(*calls[rank], start, self.rule.sizes[factor])
+            parts.append(run_call(expand.part, *call, dict(zip(self.nodes, leaves))))
+            assert parts[-1].shape[-1] == expand.columns
+        for group in mesh.groups(axes):
+            gathered = torch.cat([parts[rank].detach() for rank in group], -1)
+            for rank in group:
+                leaves, mine = local[rank], gathered.clone().requires_grad_(slopes is not None)
+                graph_node = fx.Graph().placeholder("gathered")
+                call = expand.combine_call(
+                    graph_node, *calls[rank], len(group), self.output.dtype
+                )
+                values = dict(zip(self.nodes, leaves)) | {graph_node: mine}
+                output = run_call(expand.combine, *call, values)
+                outputs.append((rank, output))
+                if slopes is not None:
+                    slope = gradients(output, [mine], slopes[rank])[0]
+                    at = mesh.position(rank, axes) * expand.columns
+                    slope = slope.narrow(-1, at, expand.columns)
+                    found.append((rank, gradients(parts[rank], leaves, slope)))
+        return in_order(outputs), in_order(found)
+
+
+def in_order(items: list[tuple[int, Any]]) -> list[Any]:
+    """Items by rank."""
+    return [item for _, item in sorted(items, key=lambda pair: pair[0])]
+
+
+def leaf(value: Tensor, index: int, case: Case) -> Tensor:
+    differentiable = value.is_floating_point() and index not in case.constants
+    return value.detach().clone().requires_grad_(differentiable)
+
+
+def gradients(output: Tensor, leaves: list[Tensor], slope: Tensor) -> list[Tensor]:
+    """Gradients of all leaves, zeros for those that the output does not depend on."""
+    wanted = [value for value in leaves if value.requires_grad]
+    if not output.requires_grad:
+        return [torch.zeros_like(value) for value in leaves]
+    found = iter(torch.autograd.grad(output, wanted, slope, allow_unused=True))
+    result = []
+    for value in leaves:
+        slope_of = next(found) if value.requires_grad else None
+        result.append(torch.zeros_like(value) if slope_of is None else slope_of)
+    return result
