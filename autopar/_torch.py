@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch.distributed as dist
+
 # What an Autograd-key kernel needs to call the kernel below it, and the count of active dispatch
 # modes (tracing, fake tensors).
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
@@ -16,11 +18,17 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 __all__ = [
     "StridedShard",
     "active_modes",
+    "all_gather_single",
     "below_autograd",
     "call_after_backward",
     "process_group",
+    "reduce_scatter_single",
     "world_store",
 ]
+
+# torch 2.13 renamed two public collectives and warns at each call of the old names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # The registry of process groups by name.
 process_group: Callable[[str], ProcessGroup] = _resolve_process_group  # type: ignore[assignment]

@@ -26,7 +26,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar._torch import active_modes, below_autograd, process_group
+from autopar._torch import (
+    active_modes,
+    all_gather_single,
+    below_autograd,
+    process_group,
+    reduce_scatter_single,
+)
 from autopar.collectives.movement import Movement
 from autopar.errors import VerifierError
 from autopar.layout import Layout, chunk
@@ -89,9 +95,7 @@ def _all_gather(
     full = -(-size // parts)
     piece = _padded(x, dim, full)
     gathered = piece.new_empty((parts, *piece.shape))
-    dist.all_gather_into_tensor(
-        _movable(gathered.flatten(0, 1)), _movable(piece), group=process_group(group)
-    )
+    all_gather_single(_movable(gathered.flatten(0, 1)), _movable(piece), group=process_group(group))
     if _leads(piece.shape, dim):
         return gathered.view(_resized(x, dim, parts * full)).narrow(dim, 0, size)
     if size == parts * full:
@@ -105,7 +109,7 @@ def _reduce_scatter(x: Tensor, dim: int, group: str, parts: int, index: int) -> 
     full = -(-size // parts)
     stacked = _stacked(_padded(_summable(x), dim, parts * full), dim, parts)
     piece = torch.empty_like(stacked[0])
-    dist.reduce_scatter_tensor(piece, stacked.flatten(0, 1), group=process_group(group))
+    reduce_scatter_single(piece, stacked.flatten(0, 1), group=process_group(group))
     if size != parts * full:
         piece = piece.narrow(dim, 0, chunk(size, parts, index)[1]).contiguous()
     return piece.to(x.dtype)
