@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -60,8 +61,13 @@ def parallelize(
             remedy="hand the global batch to the virtual mesh",
         )
     runs: Backend = (
-        VirtualBackend(plan.program)
+        VirtualBackend(plan.program, _device_of(model))
         if backend == "virtual"
         else TorchBackend(plan.program, local_inputs)
     )
     return ParallelModule(model, plan.program, plan, runs)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where the model's parameters are."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

@@ -67,3 +67,15 @@ def _argument(value: Any) -> str:
 def _origin(node: fx.Node) -> str:
     parts = [node.meta.get("module") or "", (node.meta.get("source") or "").split(": ")[0]]
     return "  ".join(part for part in parts if part)
+
+
+class Listing:
+    """A graph that prints as its listing."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+
+    def __str__(self) -> str:
+        return listing(self.graph)
+
+    __repr__ = __str__

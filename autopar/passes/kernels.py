@@ -59,10 +59,15 @@ def swap_kernels(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
     return graph
 
 
-def local_arguments(node: fx.Node, mesh: Mesh, rank: int) -> tuple[tuple, dict[str, Any]]:
-    """The arguments of a call on `rank`, tensors still the nodes' own."""
+def local_arguments(
+    node: fx.Node, mesh: Mesh, rank: int, device: torch.device
+) -> tuple[tuple, dict[str, Any]]:
+    """The arguments of a call on `rank`, which runs on `device`; tensors still the nodes' own."""
     if "start_of" not in node.meta:
-        return localize_arguments(node, node.meta["type"], mesh, rank)
+        args, kwargs = localize_arguments(node, node.meta["type"], mesh, rank)
+        if "device" in kwargs:
+            kwargs["device"] = device
+        return args, kwargs
     rule, strategy, factor = node.meta["start_of"]
     start, _ = rule.bounds(factor, strategy, mesh, rank)
     args = tuple(start if argument is START else argument for argument in node.args)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import fx
 
 from autopar.collectives import operator_call
@@ -18,8 +19,10 @@ from autopar.strategies import local_function
 GroupName = Callable[[tuple[str, ...]], str]
 
 
-def localize(graph: fx.Graph, mesh: Mesh, rank: int, group_name: GroupName) -> fx.Graph:
-    """A copy of `graph` for `rank`; `group_name` names its process group over some axes."""
+def localize(
+    graph: fx.Graph, mesh: Mesh, rank: int, device: torch.device, group_name: GroupName
+) -> fx.Graph:
+    """A copy of `graph` for `rank` on `device`; `group_name` names its group over some axes."""
     local = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -35,7 +38,7 @@ def localize(graph: fx.Graph, mesh: Mesh, rank: int, group_name: GroupName) -> f
             copy.args = (copies[value], *arguments)
         elif node.op == "call_function":
             copy.target = local_function(node.target)
-            args, kwargs = local_arguments(node, mesh, rank)
+            args, kwargs = local_arguments(node, mesh, rank, device)
             copy.args = fx.map_arg(args, lambda n: copies[n])
             copy.kwargs = fx.map_arg(kwargs, lambda n: copies[n])
     local.lint()

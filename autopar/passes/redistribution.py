@@ -89,7 +89,8 @@ def _bring(
 
 def insert_movement(graph: fx.Graph, value: fx.Node, movement: Movement) -> fx.Node:
     """One movement of `value` at the graph's insertion point."""
-    node = graph.call_function(getattr(torch.ops.autopar, movement.kind).default, (value,))
+    operator = getattr(torch.ops.autopar, movement.kind).default
+    node = graph.create_node("call_function", operator, (value,), name=movement.kind)
     before = value.meta["type"]
     node.meta = {
         "val": value.meta["val"],

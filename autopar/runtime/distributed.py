@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import call_after_backward
 from autopar.layout import Layout, TensorType
+from autopar.mesh import Mesh
 from autopar.passes import localize
 from autopar.runtime.buckets import GradientSync, make_buckets
 from autopar.runtime.failures import one_fails_all_stop
@@ -34,7 +37,9 @@ class TorchBackend:
         self.rank = dist.get_rank()
         self.device_mesh = self.mesh.to_device_mesh(self.device.type)
         self.groups = Groups(self.mesh, axes_used(program.graph), range(self.mesh.size))
-        self._graph = localize(program.graph, self.mesh, self.rank, self.groups.name)
+        self._graph = localize(
+            program.graph, self.mesh, self.rank, self.device, self.groups.name
+        )
         self._function = compile_graph(self._graph)
         self._constants = {
             name: self._piece(value.to(self.device), program.type_of(name).layout)
@@ -53,7 +58,7 @@ class TorchBackend:
 
     def place_parameter(self, name: str, value: Tensor, layout: Layout, learn: bool) -> nn.Parameter:
         whole = self._from_first_rank(value)
-        self._wrap[name] = self._wrapper(layout, whole)
+        self._wrap[name] = wrapper(layout, tuple(whole.shape), self.device_mesh)
         placed = self._wrap[name](self._piece(whole, layout))
         self._parameters[name] = nn.Parameter(placed, requires_grad=learn)
         with torch.no_grad():
@@ -118,7 +123,7 @@ class TorchBackend:
     def _leave(self, value: Tensor, type_: TensorType) -> Tensor:
         if type_.layout.is_replicated:
             return value
-        return self._wrapper(type_.layout, torch.empty(type_.shape, device="meta"))(value)
+        return wrapper(type_.layout, type_.shape, self.device_mesh)(value)
 
     def _piece(self, whole: Tensor, layout: Layout) -> Tensor:
         for dim, (start, length) in enumerate(
@@ -127,18 +132,6 @@ class TorchBackend:
             if length != whole.shape[dim]:
                 whole = whole.narrow(dim, start, length)
         return whole
-
-    def _wrapper(self, layout: Layout, whole: Tensor) -> Callable[[Tensor], DTensor]:
-        """What makes a DTensor of a local tensor."""
-        placements = layout.to_placements(self.mesh)
-        shape, stride = whole.shape, torch.empty(whole.shape, device="meta").stride()
-
-        def wrap(local: Tensor) -> DTensor:
-            return DTensor.from_local(
-                local, self.device_mesh, placements, run_check=False, shape=shape, stride=stride
-            )
-
-        return wrap
 
     def _from_first_rank(self, value: Tensor) -> Tensor:
         whole = value.detach().to(self.device, copy=True).contiguous()
@@ -211,6 +204,22 @@ def axes_used(graph: fx.Graph) -> set[Axes]:
         if node.op == "placeholder":
             used |= {(axis,) for axis in node.meta["type"].layout.axes}
     return used
+
+
+@lru_cache(maxsize=4096)
+def wrapper(
+    layout: Layout, shape: tuple[int, ...], device_mesh: DeviceMesh
+) -> Callable[[Tensor], DTensor]:
+    """What makes a DTensor of a local tensor."""
+    placements = layout.to_placements(Mesh.from_device_mesh(device_mesh))
+    stride = torch.empty(shape, device="meta").stride()
+
+    def wrap(local: Tensor) -> DTensor:
+        return DTensor.from_local(
+            local, device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
+
+    return wrap
 
 
 def compile_graph(graph: fx.Graph) -> Callable[..., Any]:

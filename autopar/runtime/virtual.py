@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch
 from torch import Tensor, fx, nn
 
 from autopar.collectives import Movement, from_ranks, move, to_ranks
@@ -26,10 +27,10 @@ Environment = dict[fx.Node, list[Tensor]]
 class VirtualBackend:
     """Runs a program on lists of tensors. One of the two places where a program runs."""
 
-    def __init__(self, program: Program) -> None:
-        self.program, self.mesh = program, program.mesh
+    def __init__(self, program: Program, device: torch.device) -> None:
+        self.program, self.mesh, self.device = program, program.mesh, device
         self._constants = {
-            name: to_ranks(value, program.type_of(name).layout, self.mesh)
+            name: to_ranks(value.to(device), program.type_of(name).layout, self.mesh)
             for name, value in program.captured.constants.items()
         }
         self._steps = [(node, self._compile(node)) for node in program.graph.nodes]
@@ -102,7 +103,10 @@ class VirtualBackend:
             assert isinstance(value, fx.Node)
             return lambda values: move(movement, values[value], self.mesh)
         calls = [
-            _Call(local_function(node.target), *local_arguments(node, self.mesh, rank))
+            _Call(
+                local_function(node.target),
+                *local_arguments(node, self.mesh, rank, self.device),
+            )
             for rank in range(self.mesh.size)
         ]
         return lambda values: [call(values, rank) for rank, call in enumerate(calls)]

@@ -1,8 +1,10 @@
 """Propagation: annotations spread along factors until nothing changes; no costs are weighed.
 
-First what the user said of activations, then of parameters, then the axes that nobody claimed cut
-the batch: the first dim of every input that has the first input's size there. The first cut that
-reaches an operator on an axis stays. A partial sum is carried on where that costs nothing.
+An annotated parameter cuts the operators that read it (tensor parallelism), unless annotations of
+activations make its axis cut the batch: then the parameter is only stored cut, and gathered at use
+(ZeRO-3). From there, and from annotated activations, cuts spread; the first that reaches an
+operator on an axis stays. Last, the axes that nobody claimed cut the batch: the first dim of every
+input that has the first input's size there. A partial sum is carried on where that costs nothing.
 """
 
 from __future__ import annotations
@@ -28,14 +30,17 @@ def propagate(
 
     `batch`: whether the axes that no wish names cut the batch.
     """
-    spread = _Propagation(captured, mesh, wishes or Wishes())
+    wishes = wishes or Wishes()
+    activations = [*wishes.values, *wishes.inputs]
+    parameters = [key for key, name in captured.parameters.items() if name in wishes.parameters]
+    alone = _Propagation(captured, mesh, wishes)
+    alone.bind_operators()
+    alone.start(activations)
+    spread = _Propagation(captured, mesh, wishes)
     spread.bind_operators()
-    spread.start([*spread.wishes.values, *spread.wishes.inputs])
-    spread.start(
-        placeholder
-        for placeholder, name in captured.parameters.items()
-        if name in spread.wishes.parameters
-    )
+    spread.bind_readers(parameters, alone.batch_axes())
+    spread.start(activations)
+    spread.start(parameters)
     if batch:
         spread.cut_batch([axis for axis in mesh.names if axis not in spread.wishes.axes])
     spread.carry_partial_sums()
@@ -85,6 +90,26 @@ class _Propagation:
                         factor = _outer_factor(rule, dim)
                         assert factor is not None
                         self._cut(operator, axis, factor)
+
+    def bind_readers(self, parameters: Iterable[str], batch_axes: frozenset[str]) -> None:
+        """Let annotated parameters cut the operators that read them."""
+        for name in parameters:
+            node = self.nodes[name]
+            for dim, axes in enumerate(self.fixed[node].dims):
+                for axis in axes:
+                    if axis not in batch_axes:
+                        self._offer(node, axis, dim)
+        self._settle()
+
+    def batch_axes(self) -> frozenset[str]:
+        """The axes that cut the first dim of an input."""
+        inputs = {self.nodes[name] for name in self.captured.inputs if name is not None}
+        return frozenset(
+            axis
+            for node in inputs & self.placed.keys()
+            for axis, dim in self.placed[node].items()
+            if dim == 0
+        )
 
     def start(self, names: Iterable[str]) -> None:
         """Spread from values whose layout is fixed."""
@@ -154,16 +179,19 @@ class _Propagation:
     def _settle(self) -> None:
         while self.events:
             value, axis, dim = self.events.popleft()
-            for reader in list(value.users):
-                if reader not in self.rules or reader in self.fixed:
-                    continue
+            self._offer(value, axis, dim)
+            if value in self.rules:
+                rule = self.rules[value]
+                self._try(value, axis, _outer_factor(rule, rule.outputs[0][dim]))
+
+    def _offer(self, value: fx.Node, axis: str, dim: int) -> None:
+        """Offer a cut of `value` to its readers."""
+        for reader in value.users:
+            if reader in self.rules and reader not in self.fixed:
                 rule = self.rules[reader]
                 for index, argument in enumerate(self.arguments[reader]):
                     if argument is value:
                         self._try(reader, axis, _outer_factor(rule, rule.inputs[index][dim]))
-            if value in self.rules:
-                rule = self.rules[value]
-                self._try(value, axis, _outer_factor(rule, rule.outputs[0][dim]))
 
     def _try(self, node: fx.Node, axis: str, factor: str | None) -> None:
         if factor is None or axis in self.cuts[node] or not self._may_cut(node, axis, factor):

@@ -1,0 +1,150 @@
+"""Region: a function wrapped by shard(), called eagerly on DTensors, as one parallel graph.
+
+    attention = ap.shard(scores, (("dp", "tp", None, None),) * 3)
+    y = attention(q, k, v)              # q, k, v are DTensors, and so is y
+
+The function is captured once for each kind of call (shapes, dtypes, placements), planned around
+the placements that came in and the annotations, and run on the local tensors; autograd goes
+through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autopar.capture import capture
+from autopar.errors import InvalidInput
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.passes import localize, rewrite
+from autopar.planning import price_of
+from autopar.runtime.distributed import axes_used, compile_graph, wrapper
+from autopar.runtime.groups import Groups
+from autopar.runtime.program import Program
+from autopar.search.propagate import propagate
+from autopar.search.wishes import Wish, Wishes, read_wishes
+
+_compiled: WeakKeyDictionary[Callable, dict[Any, _Region]] = WeakKeyDictionary()
+
+
+def run_region(owner: Callable, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """Run `function(args, kwargs)` as a parallel graph; `owner` keeps what is compiled."""
+    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+    distributed = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
+    device_mesh = distributed[0].device_mesh
+    if any(leaf.device_mesh != device_mesh for leaf in distributed):
+        raise InvalidInput(
+            "the DTensors of one region live on one mesh",
+            got=", ".join(str(leaf.device_mesh) for leaf in distributed),
+            remedy="redistribute them to one mesh first",
+        )
+    key = (spec, device_mesh, tuple(map(_kind, leaves)))
+    regions = _compiled.setdefault(owner, {})
+    if key not in regions:
+        regions[key] = _compile(function, leaves, spec, device_mesh)
+    return regions[key](leaves)
+
+
+@dataclass(frozen=True)
+class _Region:
+    """A compiled region: local tensors in, DTensors out."""
+
+    program: Program
+    run: Callable[..., tuple[Tensor, ...]]
+    constants: tuple[Tensor, ...]
+    device_mesh: DeviceMesh
+
+    def __call__(self, leaves: list[Any]) -> Any:
+        program = self.program
+        inputs = [
+            _local(leaf, program.type_of(name).layout, program.mesh)
+            for leaf, name in zip(leaves, program.captured.inputs)
+            if name is not None
+        ]
+        results = self.run(*self.constants, *inputs)
+        outputs = [
+            wrapper(node.meta["type"].layout, node.meta["type"].shape, self.device_mesh)(value)
+            for value, node in zip(results, program.outputs)
+        ]
+        return program.structure(outputs)
+
+
+class _Function(nn.Module):
+    """A function as a module, which is what capture takes."""
+
+    def __init__(self, function: Callable, spec: pytree.TreeSpec) -> None:
+        super().__init__()
+        self.function, self.spec = function, spec
+
+    def forward(self, *leaves: Any) -> Any:
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return self.function(args, kwargs)
+
+
+def _compile(
+    function: Callable, leaves: list[Any], spec: pytree.TreeSpec, device_mesh: DeviceMesh
+) -> _Region:
+    mesh = Mesh.from_device_mesh(device_mesh)
+    examples = tuple(_example(leaf) for leaf in leaves)
+    captured = capture(_Function(function, spec), examples)
+    wishes = read_wishes(captured, mesh, {})
+    inputs = {
+        name: Wish(_layout(leaf, mesh), "the placements of an argument")
+        for name, leaf in zip(captured.inputs, leaves)
+        if name is not None
+    }
+    wishes = Wishes(wishes.values, inputs=inputs, bound=wishes.bound)
+    decisions = propagate(captured, mesh, wishes, batch=False)
+    graph = rewrite(captured, decisions, price_of(mesh))
+    ranks = device_mesh.mesh.flatten().tolist()
+    rank = ranks.index(torch.distributed.get_rank())
+    groups = Groups(mesh, axes_used(graph), ranks)
+    device = next(leaf.to_local().device for leaf in leaves if isinstance(leaf, DTensor))
+    local: fx.Graph = localize(graph, mesh, rank, device, groups.name)
+    program = Program(captured, decisions, graph)
+    constants = tuple(value.to(device) for value in captured.constants.values())
+    return _Region(program, compile_graph(local), constants, device_mesh)
+
+
+@lru_cache(maxsize=4096)
+def _placements(layout: Layout, mesh: Mesh) -> tuple[Any, ...]:
+    return layout.to_placements(mesh)
+
+
+def _local(leaf: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+    """The local tensor; its gradient has the layout of the input, partial sums whole."""
+    if not isinstance(leaf, DTensor):
+        return leaf
+    return leaf.to_local(grad_placements=_placements(layout.gradient, mesh))
+
+
+def _layout(leaf: Tensor, mesh: Mesh) -> Layout:
+    if isinstance(leaf, DTensor):
+        return Layout.from_placements(leaf.placements, mesh, leaf.ndim)
+    return Layout.replicated(leaf.ndim)
+
+
+def _example(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    example = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+    return example.requires_grad_(leaf.requires_grad and torch.is_grad_enabled())
+
+
+def _kind(leaf: Any) -> Any:
+    """What a compiled region depends on."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    placements = leaf.placements if isinstance(leaf, DTensor) else None
+    needs_gradient = leaf.requires_grad and torch.is_grad_enabled()
+    return tuple(leaf.shape), leaf.dtype, leaf.device, placements, needs_gradient
