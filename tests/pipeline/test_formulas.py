@@ -56,7 +56,7 @@ def test_interleaved(v, p):
 
 @every_p
 def test_gems(p):
-    for m in range(1, 4 * p + 1, 3):
+    for m in range(1, 4 * p + 1):
         timeline = priced("gems", p, m)
         assert timeline.makespan == p + m * p * 2 + (m - 1)
         assert set(timeline.peak_activations) == {1}
@@ -64,11 +64,11 @@ def test_gems(p):
 
 @every_p
 def test_zero_bubble(p):
-    for m in range(p, 4 * p + 1, 3):
+    for m in range(p, 4 * p + 1):
         timeline = priced("zb-h1", p, m)
         assert timeline.makespan == 3 * m + p - 1
         assert set(timeline.peak_activations) == {p}
-    for m in range(2 * p, 4 * p + 1, 3):
+    for m in range(2 * p, 4 * p + 1):
         timeline = priced("zb-v", p, m)
         assert timeline.makespan == 3 * m + (p - 1) / 2
         assert set(timeline.peak_activations) == {p}
@@ -81,7 +81,7 @@ def test_dualpipe(p):
         assert timeline.makespan == 3 * m + p - 2
         assert max(timeline.peak_activations) == p + 1
         assert priced("dualpipe", p, m, overlap=False).makespan == 3 * m + p / 2 - 1
-    for m in (2 * p, 3 * p + 1, 4 * p):
+    for m in range(2 * p, 4 * p + 1):
         timeline = priced("dualpipe-v", p, m)
         assert timeline.makespan == 3 * m + p - 1
         assert max(timeline.peak_activations) == p + 0.5

@@ -1,0 +1,314 @@
+"""The comparison of the Chimera paper (Li and Hoefler 2021), by simulation.
+
+    python benchmarks/chimera_paper.py [--nodes 64 2048] [--models bert-48 gpt-2]
+
+Prices one training step of Bert-48 and GPT-2 on Piz Daint (a P100 in each node) for GPipe, DAPPLE
+(1f1b), GEMS and Chimera. Each takes its best number of stages p, copies d of the pipeline,
+micro-batch size b and recomputation, as far as the memory of a node allows. One JSON line for each
+best case, and one for each comparison: Chimera's speed-up over the others. Where a range of
+speed-ups is published it stands beside, and the comparison is made again under other assumptions:
+which of them move the figures towards the published ones explains the difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+
+from autopar.cluster import Cluster
+from autopar.pipeline import Schedule, Timeline, schedule, simulate
+from autopar.pipeline.simulator import Sync
+from autopar.pipeline.synchronization import all_reduce_time, synchronize
+
+NODES = (32, 64, 128, 256, 512, 1024, 2048)
+SCHEDULES = ("gpipe", "1f1b", "gems", "chimera")
+PUBLISHED = {("bert-48", 64): (1.19, 2.41), ("gpt-2", 2048): (1.38, 2.34)}
+STATES = 16  # bytes of weight, gradient and two Adam moments of a parameter in f32
+RESERVED = 1.5e9  # bytes of a node that the framework, its libraries and buffers take
+MATRIX_PRODUCTS = 8  # of a layer's forward
+
+
+@dataclass(frozen=True)
+class Model:
+    """A stack of equal layers between an embedding and a head that does not share its weight."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    sequence: int
+    batch_per_node: int  # samples of the global batch for each node: weak scaling
+
+    @property
+    def layer_parameters(self) -> int:
+        return 12 * self.hidden**2 + 13 * self.hidden
+
+    @property
+    def table_parameters(self) -> int:
+        """Of the embedding, and of the head."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer_parameters + 2 * self.table_parameters
+
+    @property
+    def layer_flops(self) -> float:
+        """Of one sample's forward."""
+        return self.sequence * (24 * self.hidden**2 + 4 * self.sequence * self.hidden)
+
+    @property
+    def head_flops(self) -> float:
+        return 2.0 * self.sequence * self.hidden * self.vocabulary
+
+    @property
+    def layer_activations(self) -> float:
+        """Bytes that one sample keeps in a layer: Korthikanti et al. 2022, doubled for f32."""
+        return 2.0 * self.sequence * (34 * self.hidden + 5 * self.heads * self.sequence)
+
+    @property
+    def head_activations(self) -> float:
+        """Logits and their logarithms."""
+        return 8.0 * self.sequence * self.vocabulary
+
+    @property
+    def boundary(self) -> float:
+        """Bytes of one sample between two stages."""
+        return 4.0 * self.sequence * self.hidden
+
+
+MODELS = {
+    # 669,790,012 parameters; the published sequence length.
+    "bert-48": Model("bert-48", 48, 1024, 16, 30522, 128, 16),
+    # 1,389,327,360 parameters, as published: 64 layers.
+    "gpt-2": Model("gpt-2", 64, 1280, 20, 50257, 632, 1),
+    # As many parameters in 48 layers.
+    "gpt-2-48": Model("gpt-2-48", 48, 1472, 23, 50257, 632, 1),
+}
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What the paper leaves open; the defaults are what a good implementation reaches."""
+
+    bandwidth: float = 1.0  # of the network, as a part of what the preset says
+    activations: float = 1.0  # bytes kept, as a multiple of what fused operators keep
+    even_layers: bool = False  # as many layers on each stage, whatever the head costs
+    sync: Sync = "eager-where-it-helps"
+    recompute: tuple[bool, ...] = (False, True)
+    scales: tuple[str, ...] = ("direct", "doubling", "halving")
+
+
+VARIANTS = {
+    "network at a tenth (Gloo over TCP)": Assumptions(bandwidth=0.1),
+    "activations times 1.5 (no fused operators)": Assumptions(activations=1.5),
+    "even layers": Assumptions(even_layers=True),
+    "synchronisation after": Assumptions(sync="after"),
+    "no recomputation": Assumptions(recompute=(False,)),
+    "direct concatenation only": Assumptions(scales=("direct",)),
+    "network at a tenth, activations times 1.5, even layers": Assumptions(
+        bandwidth=0.1, activations=1.5, even_layers=True
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of a cut: what a micro-batch costs on each."""
+
+    forward: tuple[float, ...]
+    activations: tuple[float, ...]  # bytes kept for backward without recomputation
+    parameters: tuple[int, ...]
+    message: float  # seconds
+    boundary: float  # bytes
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to run a step, priced."""
+
+    model: str
+    nodes: int
+    schedule: str
+    p: int
+    d: int
+    b: int
+    microbatches: int
+    recompute: bool
+    scale: str | None
+    step_seconds: float
+    samples_per_second: float
+    bubble_ratio: float
+    uncovered_sync: float
+    memory_gb: float
+
+
+def layers_of_stages(model: Model, p: int, even: bool) -> list[int]:
+    """Layers on each stage so that the slowest, with the head on the last, is fastest."""
+    head = 0.0 if even else model.head_flops / model.layer_flops
+    last = max(1, round((model.layers + head) / p - head))
+    counts = [(model.layers - last) // (p - 1)] * (p - 1) + [last]
+    for stage in range(model.layers - sum(counts)):
+        counts[1 + stage % (p - 2) if p > 2 else 0] += 1
+    return counts
+
+
+@cache
+def cut(model: Model, p: int, b: int, cluster: Cluster, given: Assumptions) -> Stages:
+    device, link = cluster.device, cluster.network
+    rate = device.peak("f32")
+
+    def time(flops: float, products: int, traffic: float) -> float:
+        work = (b * flops + products * device.half_flops) / rate
+        return work + (b * traffic + products * device.half_bytes) / device.bandwidth
+
+    layer = time(model.layer_flops, MATRIX_PRODUCTS, 2 * model.layer_activations)
+    head = time(model.head_flops, 1, 2 * model.head_activations)
+    counts = layers_of_stages(model, p, given.even_layers)
+    forward = [count * layer for count in counts]
+    activations = [given.activations * b * count * model.layer_activations for count in counts]
+    parameters = [count * model.layer_parameters for count in counts]
+    forward[-1] += head
+    activations[-1] += given.activations * b * model.head_activations
+    parameters[0] += model.table_parameters
+    parameters[-1] += model.table_parameters
+    boundary = b * model.boundary
+    message = link.alpha + boundary / (link.bandwidth * given.bandwidth)
+    return Stages(tuple(forward), tuple(activations), tuple(parameters), message, boundary)
+
+
+@cache
+def made(name: str, p: int, m: int, scale: str | None) -> Schedule:
+    options = {"scale": scale} if scale else {}
+    return schedule(name, stages=p, microbatches=m, **options)
+
+
+@cache
+def timed(
+    name: str, p: int, m: int, scale: str | None, stages: Stages, recompute: bool
+) -> tuple[Timeline, float]:
+    """The step without synchronisation, and the bytes of the fullest rank."""
+    plan = made(name, p, m, scale)
+    factor = 3 if recompute else 2
+    backward = [factor * forward for forward in stages.forward]
+    kept = [stages.boundary] * p if recompute else list(stages.activations)
+    timeline = simulate(plan, stages.forward, backward, latency=stages.message, activation=kept)
+    memory = []
+    for rank, activations in enumerate(timeline.peak_activations):
+        held = [stage for _, stage in plan.held_by(rank)]
+        weights = STATES * sum(stages.parameters[stage] for stage in held)
+        working = max(stages.activations[stage] for stage in held) if recompute else 0.0
+        memory.append(RESERVED + weights + activations + working)
+    return timeline, max(memory)
+
+
+def cases(model: Model, name: str, cluster: Cluster, given: Assumptions) -> Iterator[Case]:
+    """Every way to run `name` that fits the memory of a node."""
+    nodes, link = cluster.devices, cluster.network
+    scales: tuple[str | None, ...] = (None,)
+    if name == "chimera":
+        scales = given.scales
+    for p in (2, 4, 8, 16, 32, 64):
+        if p > model.layers or nodes % p:
+            continue
+        share = model.batch_per_node * p  # samples of one copy of the pipeline
+        for b in (1, 2, 4, 8, 16, 32, 64):
+            if b > share:
+                continue
+            m = share // b
+            # Half a micro-batch takes half the time only when it fills the device.
+            for scale in scales:
+                size = b // 2 if scale == "halving" else b
+                if not size or (scale in ("doubling", "halving") and m <= p // 2):
+                    continue
+                count = share // size if scale == "halving" else m
+                for recompute in given.recompute:
+                    form = "doubling" if scale == "halving" else scale
+                    stages = cut(model, p, size, cluster, given)
+                    timeline, memory = timed(name, p, count, form, stages, recompute)
+                    if memory > cluster.device.memory:
+                        continue
+                    replicas = timeline.schedule.replicas * nodes // p
+                    alpha, beta = link.alpha, 1 / (link.bandwidth * given.bandwidth)
+                    costs = tuple(
+                        all_reduce_time(replicas, 4.0 * count_, alpha, beta)
+                        for count_ in stages.parameters
+                    )
+                    synced = synchronize(timeline, given.sync, costs)
+                    yield Case(
+                        model.name, nodes, name, p, nodes // p, b, m, recompute, scale,
+                        synced.step_time, model.batch_per_node * nodes / synced.step_time,
+                        timeline.bubble_ratio, synced.uncovered_sync, memory / 1e9,
+                    )  # fmt: skip
+
+
+def best(model: Model, cluster: Cluster, given: Assumptions) -> dict[str, Case]:
+    """The fastest case of each schedule for which anything fits."""
+    found = {}
+    for name in SCHEDULES:
+        fitting = list(cases(model, name, cluster, given))
+        if fitting:
+            found[name] = min(fitting, key=lambda case: case.step_seconds)
+    return found
+
+
+def speedups(found: dict[str, Case]) -> dict[str, float]:
+    """Chimera's over each of the others."""
+    chimera = found["chimera"].step_seconds
+    return {
+        name: round(case.step_seconds / chimera, 3)
+        for name, case in found.items()
+        if name != "chimera"
+    }
+
+
+def comparison(model: Model, cluster: Cluster, found: dict[str, Case]) -> dict[str, object]:
+    """The speed-ups, the published range and what other assumptions would give."""
+    line: dict[str, object] = {
+        "comparison": model.name,
+        "nodes": cluster.devices,
+        "speedups": speedups(found),
+    }
+    published = PUBLISHED.get((model.name, cluster.devices))
+    if published is None:
+        return line
+    ranges = {
+        name: _range(speedups(best(model, cluster, given))) for name, given in VARIANTS.items()
+    }
+
+    def distance(name: str) -> float:
+        return max(abs(math.log(a / b)) for a, b in zip(ranges[name], published))
+
+    return line | {
+        "range": _range(speedups(found)),
+        "published": list(published),
+        "range_when": ranges,
+        "difference_best_explained_by": min(ranges, key=distance),
+    }
+
+
+def _range(found: dict[str, float]) -> list[float]:
+    return [min(found.values()), max(found.values())]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--nodes", type=int, nargs="+", default=NODES)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    arguments = parser.parse_args()
+    for name in arguments.models:
+        for nodes in arguments.nodes:
+            cluster = Cluster.preset("piz-daint", nodes=nodes)
+            found = best(MODELS[name], cluster, Assumptions())
+            for case in found.values():
+                print(json.dumps(asdict(case)), flush=True)
+            print(json.dumps(comparison(MODELS[name], cluster, found)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
