@@ -12,7 +12,7 @@ from autopar.strategies.rule import Dim, Rule, Saved
 
 def _attention(call: Call) -> Rule:
     query, key, value = call.shapes[:3]
-    leading = [(f"b{index}",) for index in range(len(query) - 2)]
+    leading: list[Dim] = [(f"b{index}",) for index in range(len(query) - 2)]
     sizes = {dim[0]: size for dim, size in zip(leading, query)}
     sizes |= {"q": query[-2], "k": key[-2], "d": query[-1], "e": value[-1]}
     heads: list[Dim] = list(leading)

@@ -1,4 +1,4 @@
-"""Convolution and pooling: batch and channels can be cut, space stays whole.
+"""Convolution, pooling and resizing: batch and channels can be cut, space stays whole.
 
 The channels of a grouped convolution are (g i) and (g o): groups can be cut evenly.
 """
@@ -6,8 +6,9 @@ The channels of a grouped convolution are (g i) and (g o): groups can be cut eve
 from __future__ import annotations
 
 import math
+from functools import partial
 
-from autopar.strategies.registry import Call, register_rule
+from autopar.strategies.registry import Call, aten, register_rule
 from autopar.strategies.rule import Dim, Rule, Saved
 
 
@@ -66,17 +67,21 @@ def _pooling(call: Call, space: int, linear: bool) -> Rule:
     )
 
 
-register_rule(["aten.conv1d", "aten.conv2d", "aten.conv3d", "aten.convolution"], _convolution)
-for _space in (1, 2, 3):
-    register_rule(
-        f"aten.max_pool{_space}d", lambda call, space=_space: _pooling(call, space, False)
-    )
-    register_rule(
-        [f"aten.avg_pool{_space}d", f"aten.adaptive_avg_pool{_space}d"],
-        lambda call, space=_space: _pooling(call, space, True),
-    )
-for _space in (1, 2, 3):
-    for _name in ("nearest", "linear", "bilinear", "bicubic", "trilinear"):
-        _operator = f"aten.upsample_{_name}{_space}d"
-        if hasattr(__import__("torch").ops.aten, _operator.removeprefix("aten.")):
-            register_rule(_operator, lambda call, space=_space: _pooling(call, space, True))
+register_rule(aten("conv1d conv2d conv3d convolution"), _convolution)
+register_rule(aten("max_pool1d"), partial(_pooling, space=1, linear=False))
+register_rule(aten("max_pool2d"), partial(_pooling, space=2, linear=False))
+register_rule(aten("max_pool3d"), partial(_pooling, space=3, linear=False))
+register_rule(
+    aten("avg_pool1d adaptive_avg_pool1d upsample_nearest1d upsample_linear1d"),
+    partial(_pooling, space=1, linear=True),
+)
+register_rule(
+    aten(
+        "avg_pool2d adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d"
+    ),
+    partial(_pooling, space=2, linear=True),
+)
+register_rule(
+    aten("avg_pool3d adaptive_avg_pool3d upsample_nearest3d upsample_trilinear3d"),
+    partial(_pooling, space=3, linear=True),
+)

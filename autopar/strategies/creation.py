@@ -6,7 +6,7 @@ A tensor that is only asked for its dtype (`new_ones`) stays whole; one that is 
 
 from __future__ import annotations
 
-from autopar.strategies.registry import Call, register_rule
+from autopar.strategies.registry import Call, aten, register_rule
 from autopar.strategies.rule import Dim, Rule
 from autopar.strategies.shapes import names, sizes_of
 
@@ -34,15 +34,7 @@ def _random(call: Call) -> Rule:
     return call.rule([], out, sizes_of(out, call.shape), random=True)
 
 
-register_rule([f"aten.{name}" for name in "zeros ones full empty".split()], _constant)
-register_rule(
-    [f"aten.{name}" for name in "new_zeros new_ones new_full new_empty".split()], _constant
-)
-register_rule(
-    [f"aten.{name}_like" for name in "zeros ones full empty".split()], "... -> ...", cost=0
-)
-register_rule("aten.fill.Scalar", "... -> ...", cost=0)
-register_rule(
-    [f"aten.{name}" for name in "arange linspace eye scalar_tensor".split()], _counted
-)
-register_rule(["aten.rand", "aten.randn", "aten.randint", "aten.randperm"], _random)
+register_rule(aten("zeros ones full empty new_zeros new_ones new_full new_empty"), _constant)
+register_rule(aten("zeros_like ones_like full_like empty_like fill.Scalar"), "... -> ...", cost=0)
+register_rule(aten("arange linspace eye scalar_tensor"), _counted)
+register_rule(aten("rand randn randint randperm"), _random)

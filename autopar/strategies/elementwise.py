@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.strategies.language import Passes, parse
-from autopar.strategies.registry import Call, register_rule
+from autopar.strategies.registry import Call, aten, register_rule
 from autopar.strategies.rule import Rule
 
-SAVES_OUTPUT = "exp exp2 sqrt rsqrt tanh sigmoid relu reciprocal hardtanh".split()
-SAVES_INPUT = (
+SAVES_OUTPUT = aten("exp exp2 sqrt rsqrt tanh sigmoid relu reciprocal hardtanh")
+SAVES_INPUT = aten(
     "log log2 log10 log1p expm1 gelu silu mish abs cos sin tan acos asin atan erf square "
     "log_sigmoid leaky_relu elu softplus selu celu hardswish hardsigmoid relu6 erfinv"
-).split()
-KEEPS_NOTHING = "sign floor ceil round trunc isnan isinf isfinite logical_not bitwise_not".split()
-LINEAR = "neg clone positive alias contiguous detach lift_fresh lift_fresh_copy".split()
-COMPARISONS = (
+)
+SAVES_NOTHING = aten("sign floor ceil round trunc isnan isinf isfinite logical_not bitwise_not")
+LINEAR = aten("neg clone positive alias contiguous detach lift_fresh lift_fresh_copy")
+COMPARISONS = aten(
     "eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor "
     "__and__ __or__ __xor__ floor_divide"
-).split()
-PAIRS = "maximum minimum atan2 pow remainder fmod fmax fmin hypot".split()
+)
+PAIRS = aten("maximum minimum atan2 pow remainder fmod fmax fmin hypot")
 
 
 def elementwise(call: Call, passes: Passes = (), saved: str = "", cost: float = 1.0) -> Rule:
@@ -96,31 +96,25 @@ def _dropout(call: Call) -> Rule | None:
     return parse("... -> ...", call.shapes, [call.shape], random=True, extra="...")
 
 
-for _name in SAVES_OUTPUT:
-    register_rule(f"aten.{_name}", "... -> ...", saved="output")
-for _name in SAVES_INPUT:
-    register_rule(f"aten.{_name}", "... -> ...", saved="0")
-for _name in KEEPS_NOTHING:
-    register_rule(f"aten.{_name}", "... -> ...")
-for _name in LINEAR:
-    register_rule(f"aten.{_name}", "... -> ...", passes="all", cost=0)
-for _name in COMPARISONS:
-    register_rule(f"aten.{_name}", "..., ... -> ...")
-for _name in PAIRS:
-    register_rule(f"aten.{_name}", "..., ... -> ...", saved="0 1")
+register_rule(SAVES_OUTPUT, "... -> ...", saved="output")
+register_rule(SAVES_INPUT, "... -> ...", saved="0")
+register_rule(SAVES_NOTHING, "... -> ...")
+register_rule(LINEAR, "... -> ...", passes="all", cost=0)
+register_rule(COMPARISONS, "..., ... -> ...")
+register_rule(PAIRS, "..., ... -> ...", saved="0 1")
 register_rule("aten.pow.Tensor_Scalar", "... -> ...", saved="0")
 register_rule("aten.pow.Scalar", "... -> ...", saved="0 output")
-register_rule(["aten.add", "aten.sub", "aten.rsub"], _sum_of_inputs)
+register_rule(aten("add sub rsub"), _sum_of_inputs)
 register_rule("aten.mul", _product)
 register_rule("aten.div", _scaled)
-register_rule(["aten.div.Tensor_mode", "aten.div.Scalar_mode"], "..., ... -> ...", saved="1")
-register_rule(["aten.to", "aten._to_copy", "aten.type_as"], _converted)
+register_rule(aten("div.Tensor_mode div.Scalar_mode"), "..., ... -> ...", saved="1")
+register_rule(aten("to _to_copy type_as"), _converted)
 register_rule("aten.clamp", "..., ..., ... -> ...", saved="0")
-register_rule(["aten.clamp_min", "aten.clamp_max"], "..., ... -> ...", saved="0")
+register_rule(aten("clamp_min clamp_max"), "..., ... -> ...", saved="0")
 register_rule("aten.addcmul", "..., ..., ... -> ...", saved="1 2")
 register_rule("aten.addcdiv", "..., ..., ... -> ...", saved="1 2")
 register_rule("aten.lerp", "..., ..., ... -> ...", saved="0 1 2")
 register_rule("aten.where", _where)
 register_rule("aten.masked_fill", _masked_fill)
 register_rule("aten.dropout", _dropout)
-register_rule(["aten.bernoulli", "aten.rand_like", "aten.randn_like"], "... -> ...", random=True)
+register_rule(aten("bernoulli rand_like randn_like"), "... -> ...", random=True)

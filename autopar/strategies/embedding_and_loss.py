@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.strategies.kernels import count_targets, cross_entropy
 from autopar.strategies.language import parse
-from autopar.strategies.registry import Call, register_rule
+from autopar.strategies.registry import Call, aten, register_rule
 from autopar.strategies.rule import Dim, Rule, Saved
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for the reduction of a loss
@@ -67,7 +67,5 @@ register_rule(
     extra="... v",
 )
 register_rule(count_targets, "...+, v! -> ")
-register_rule(
-    ["aten.mse_loss", "aten.l1_loss", "aten.huber_loss", "aten.smooth_l1_loss"], _pointwise_loss
-)
-register_rule(["aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd"], _class_loss)
+register_rule(aten("mse_loss l1_loss huber_loss smooth_l1_loss"), _pointwise_loss)
+register_rule(aten("cross_entropy_loss nll_loss nll_loss_nd"), _class_loss)

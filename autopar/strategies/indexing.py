@@ -9,7 +9,7 @@ import itertools
 
 import torch
 
-from autopar.strategies.registry import Call, register_rule
+from autopar.strategies.registry import Call, aten, register_rule
 from autopar.strategies.rule import Dim, Rule
 from autopar.strategies.shapes import FIRST, names, same_dims, sizes_of
 
@@ -98,10 +98,10 @@ def _scatter(call: Call) -> Rule:
     return call.rule(inputs, out, sizes, whole=whole)
 
 
-register_rule(["aten.slice", "aten.narrow"], _slice)
+register_rule(aten("slice narrow"), _slice)
 register_rule("aten.select", _select)
 register_rule("aten.index_select", _index_select)
 register_rule("aten.gather", _gather)
 register_rule("aten.index", _index)
-register_rule(["aten.scatter.src", "aten.scatter.value", "aten.scatter_add"], _scatter)
+register_rule(aten("scatter.src scatter.value scatter_add"), _scatter)
 register_rule("aten.one_hot", "... -> ... classes!")

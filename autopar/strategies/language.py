@@ -243,9 +243,7 @@ class _Binding:
         return marked - {ELLIPSIS} | (set(self.hidden) if ELLIPSIS in marked else set())
 
     def unfit(self, requirement: str) -> InvalidInput:
-        return _unfit(
-            self.pattern, self.input_shapes, self.output_shapes, requirement, self.source
-        )
+        return _unfit(self.pattern, self.input_shapes, self.output_shapes, requirement, self.source)
 
 
 def _read_tensor(part: str, text: str, whole: set[str], sums: set[str]) -> tuple[Dim, ...]:
@@ -289,9 +287,7 @@ def _read_tensor(part: str, text: str, whole: set[str], sums: set[str]) -> tuple
     return tuple(dims)
 
 
-def _read_passes(
-    passes: Passes, count: int, present: Sequence[int]
-) -> tuple[frozenset[int], ...]:
+def _read_passes(passes: Passes, count: int, present: Sequence[int]) -> tuple[frozenset[int], ...]:
     if passes == "all":
         return (frozenset(range(count)),) if count else ()
     if passes == "each":

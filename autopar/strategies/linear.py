@@ -7,7 +7,7 @@ linear in each input, so a partial sum in one of them passes through.
 from __future__ import annotations
 
 from autopar.strategies.language import parse
-from autopar.strategies.registry import Call, register_rule
+from autopar.strategies.registry import Call, aten, register_rule
 from autopar.strategies.rule import Dim, Rule, Saved, product
 
 
@@ -31,9 +31,7 @@ def _matmul(call: Call) -> Rule:
         (False, True): "... m k, k -> ... m",
         (False, False): "... m k, ... k n -> ... m n",
     }[left == 1, right == 1]
-    return parse(
-        line, call.shapes, [call.shape], passes="each", saved="0 1", source=call.source
-    )
+    return parse(line, call.shapes, [call.shape], passes="each", saved="0 1", source=call.source)
 
 
 def _product_and_sum(call: Call) -> Rule:
@@ -77,9 +75,9 @@ def _einsum(call: Call) -> Rule | None:
 
 
 register_rule("aten.linear", _linear)
-register_rule(["aten.matmul", "aten.dot", "aten.mv"], _matmul)
+register_rule(aten("matmul dot mv"), _matmul)
 register_rule("aten.mm", "m k, k n -> m n", passes="each", saved="0 1")
 register_rule("aten.bmm", "b m k, b k n -> b m n", passes="each", saved="0 1")
 register_rule("aten.outer", "m, n -> m n", passes="each", saved="0 1")
-register_rule(["aten.addmm", "aten.baddbmm"], _product_and_sum)
+register_rule(aten("addmm baddbmm"), _product_and_sum)
 register_rule("aten.einsum", _einsum)

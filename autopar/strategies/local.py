@@ -114,9 +114,7 @@ def _space(packet: Any, node: fx.Node) -> int:
     return node.args[1].meta["val"].dim() - 2  # type: ignore[union-attr]
 
 
-def _replaced(
-    node: fx.Node, name: str, value: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _replaced(node: fx.Node, name: str, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with one changed, wherever it stands."""
     args, kwargs = list(node.args), dict(node.kwargs)
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.strategies.registry import Call, register_rule
+from autopar.strategies.registry import Call, aten, register_rule
 from autopar.strategies.rule import Rule, Saved
 from autopar.strategies.shapes import FIRST, names, sizes_of
 
@@ -15,7 +15,11 @@ def _reduced(call: Call) -> set[int]:
 
 
 def _reduction(
-    call: Call, *, summed: bool, linear: bool, saved: Saved = Saved()  # noqa: B008
+    call: Call,
+    *,
+    summed: bool,
+    linear: bool,
+    saved: Saved = Saved(),  # noqa: B008
 ) -> Rule:
     shape, reduced = call.shapes[0], _reduced(call)
     dims = names(len(shape))
@@ -58,12 +62,6 @@ def _softmax(call: Call) -> Rule:
 
 register_rule("aten.sum", _sum)
 register_rule("aten.mean", _mean)
-register_rule(
-    [f"aten.{name}" for name in "amax amin logsumexp prod var std".split()]
-    + ["aten.max.default", "aten.min.default"],
-    _kept,
-)
-register_rule([f"aten.{name}" for name in "argmax argmin any all".split()], _other)
-register_rule(
-    ["aten.softmax", "aten.log_softmax", "aten._softmax", "aten._log_softmax"], _softmax
-)
+register_rule(aten("amax amin logsumexp prod var std max.default min.default"), _kept)
+register_rule(aten("argmax argmin any all"), _other)
+register_rule(aten("softmax log_softmax _softmax _log_softmax"), _softmax)

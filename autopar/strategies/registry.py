@@ -150,7 +150,7 @@ def register_rule(
         pattern = Pattern.read(rule)
         gathered = [f for f, name in (kernels or {}).items() if KERNELS[name].expand is not None]
 
-        def function(call: Call) -> Rule | None:
+        def of_line(call: Call) -> Rule | None:
             return parse(
                 pattern,
                 call.shapes,
@@ -168,10 +168,17 @@ def register_rule(
                 random=random,
                 source=call.source,
             )
+
+        function: RuleFunction = of_line
     else:
         function = rule
     for operator in _listed(operators):
         _RULES[_resolve(operator)] = function
+
+
+def aten(names: str) -> list[str]:
+    """Names of torch's own operators, parted by blanks, as `register_rule` takes them."""
+    return [f"aten.{name}" for name in names.split()]
 
 
 def rule_of(node: fx.Node) -> Rule | None:

@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, chunk
 from autopar.mesh import Mesh
 
+Quantifier = Callable[[Iterable[bool]], bool]
 Dim = tuple[str, ...]  # the factors of one dim, outermost first; () for a dim of size 1
 
 
@@ -40,7 +41,9 @@ class Strategy:
     passes: tuple[tuple[str, int], ...] = ()  # axis -> index into Rule.passes
 
     @classmethod
-    def of(cls, passes: Mapping[str, int] | None = None, **cuts: str | tuple[str, ...]) -> Strategy:
+    def of(
+        cls, passes: Mapping[str, int] | None = None, /, **cuts: str | tuple[str, ...]
+    ) -> Strategy:
         """Build from keyword arguments: `Strategy.of(b="dp", h=("tp", "sp"))`."""
         named = {f: (axes,) if isinstance(axes, str) else tuple(axes) for f, axes in cuts.items()}
         return cls(
@@ -290,5 +293,5 @@ def _layout(dims: tuple[Dim, ...], cuts: Mapping[str, tuple[str, ...]]) -> Layou
     return Layout(*(cuts.get(dim[0], ()) if dim else () for dim in dims))
 
 
-def _has(tensors: Sequence[Sequence[Dim]], factor: str, quantifier) -> bool:  # type: ignore[no-untyped-def]
+def _has(tensors: Sequence[Sequence[Dim]], factor: str, quantifier: Quantifier) -> bool:
     return quantifier(any(factor in dim for dim in dims) for dims in tensors)

@@ -6,10 +6,11 @@ that merges or splits becomes a group such as (h d), whose outermost factor can 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
-from autopar.strategies.registry import Call, register_rule
+from autopar.strategies.registry import Call, aten, register_rule
 from autopar.strategies.rule import Dim, Rule
 
 FIRST = ((0,),)  # the first input may be a partial sum
@@ -65,7 +66,7 @@ def reshape_factors(
         first = [before[index] for index in left]
         second = [after[index] for index in right]
         bounds = sorted(set(_running(first)) | set(_running(second)))
-        if all(b % a == 0 for a, b in zip(bounds, bounds[1:])):
+        if all(b % a == 0 for a, b in itertools.pairwise(bounds)):
             factors = [new(b // a) for a, b in zip([1, *bounds], bounds)]
             ends = dict(zip(factors, bounds))
             for dims, indices in ((into, left), (out, right)):
@@ -84,9 +85,7 @@ def reshape_factors(
     return into, out, sizes, whole
 
 
-def _blocks(
-    before: Sequence[int], after: Sequence[int]
-) -> Iterable[tuple[list[int], list[int]]]:
+def _blocks(before: Sequence[int], after: Sequence[int]) -> Iterable[tuple[list[int], list[int]]]:
     """Runs of dims of both shapes with equal products, as short as can be; size 1 left out."""
     lefts = [index for index, size in enumerate(before) if size != 1]
     rights = [index for index, size in enumerate(after) if size != 1]
@@ -157,7 +156,8 @@ def _repeat(call: Call) -> Rule:
     repeats, shape = call["repeats"], call.shapes[0]
     out = names(len(repeats))
     sizes = sizes_of(out, call.shape)
-    into, whole = [], []
+    into: list[Dim] = []
+    whole: list[str] = []
     for index, size in enumerate(shape, len(repeats) - len(shape)):
         if size == 1:
             into.append(())
@@ -244,17 +244,11 @@ def _diff(call: Call) -> Rule:
 
 
 register_rule(
-    [
-        f"aten.{name}"
-        for name in (
-            "view reshape _unsafe_view flatten unflatten unsqueeze squeeze ravel view_as "
-            "reshape_as"
-        ).split()
-    ],
+    aten("view reshape _unsafe_view flatten unflatten unsqueeze squeeze ravel view_as reshape_as"),
     _reshape,
 )
-register_rule(["aten.transpose.int", "aten.t", "aten.swapaxes", "aten.swapdims"], _transpose)
-register_rule(["aten.mT", "aten.adjoint"], _last_two_swapped)
+register_rule(aten("transpose.int t swapaxes swapdims"), _transpose)
+register_rule(aten("mT adjoint"), _last_two_swapped)
 register_rule("aten.permute", _permute)
 register_rule("aten.movedim", _movedim)
 register_rule("aten.expand", _expand)
@@ -263,9 +257,8 @@ register_rule("aten.repeat", _repeat)
 register_rule("aten.repeat_interleave.self_int", _repeat_interleave)
 register_rule("aten.cat", _concatenate)
 register_rule("aten.stack", _stack)
-register_rule(["aten.pad", "aten.constant_pad_nd"], _pad)
+register_rule(aten("pad constant_pad_nd"), _pad)
 register_rule("aten.cumsum", _whole_dim)
-register_rule("aten.flip", _whole_dims)
-register_rule("aten.roll", _whole_dims)
-register_rule(["aten.tril", "aten.triu"], _triangle)
+register_rule(aten("flip roll"), _whole_dims)
+register_rule(aten("tril triu"), _triangle)
 register_rule("aten.diff", _diff)

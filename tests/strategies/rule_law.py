@@ -182,9 +182,7 @@ class Reference:
             for rank in group:
                 leaves, mine = local[rank], gathered.clone().requires_grad_(slopes is not None)
                 graph_node = fx.Graph().placeholder("gathered")
-                call = expand.combine_call(
-                    graph_node, *calls[rank], len(group), self.output.dtype
-                )
+                call = expand.combine_call(graph_node, *calls[rank], len(group), self.output.dtype)
                 values = dict(zip(self.nodes, leaves)) | {graph_node: mine}
                 output = run_call(expand.combine, *call, values)
                 outputs.append((rank, output))

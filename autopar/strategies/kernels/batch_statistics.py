@@ -99,7 +99,7 @@ class _BatchSums(torch.autograd.Function):
         return sums
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, shift, sums = ctx.saved_tensors
         slope = 2 * grad[1]
         grad_x = grad_shift = None
@@ -135,7 +135,7 @@ class _BatchNormalize(torch.autograd.Function):
         return (y if bias is None else y + _along(bias, x)).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, sums, mean, invert, weight = ctx.saved_tensors
         count, (shift_dtype, bias_dtype) = ctx.count, ctx.dtypes
         grad, dims = _wide(grad), _other_dims(x)

@@ -144,7 +144,7 @@ class _Part(torch.autograd.Function):
         return columns
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, local, here, weight, lse = ctx.saved_tensors
         nothing = (None,) * 6
         if logits.shape[-1] == 0:
