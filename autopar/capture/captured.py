@@ -15,9 +15,10 @@ class Captured:
 
     Placeholders come in the order parameters, buffers, constants, inputs. The output node holds
     one flat tuple: the user's outputs (tensors only), then the new values of mutated buffers.
-    Every node has in `meta`: `val` (a fake tensor of the global shape), `source` (the user's file,
-    line and text), `module` (dotted path of the module that ran it), `differentiable` (whether a
-    gradient flows through it).
+    Every node has in `meta`: `val` (a fake tensor of the global shape), `source` (the user's line,
+    "file:line: text", or None), `module` (dotted path of the module that ran it),
+    `differentiable` (whether a gradient flows through it). A call is of a functional operator with
+    one result, or of one of autopar's kernels.
     """
 
     graph: fx.Graph
@@ -29,5 +30,6 @@ class Captured:
     mutations: dict[str, str]  # name of buffer -> name of the node with its new value
     input_spec: pytree.TreeSpec  # of (args, kwargs)
     output_spec: pytree.TreeSpec
-    output_leaves: tuple[object, ...]  # each flat output: the node's name as fx.Node, or a constant
+    # Each flat output: a node (the next of the output's tuple, in order) or a constant.
+    output_leaves: tuple[object, ...]
     static_inputs: dict[int, object] = field(default_factory=dict)  # flat arguments not tensors

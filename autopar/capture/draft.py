@@ -3,7 +3,7 @@
 Every node that is made here has its fake value at once, and inherits the module and the source
 line of the node it stands for.
 
->>> draft.replace(node, aten.reshape.default, x, (8, 16))    # node is gone, its users use the new one
+>>> draft.replace(node, aten.reshape.default, x, (8, 16))    # its users now use the reshape
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class Draft:
         self, target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         """The fake value of a call."""
-        real_args, real_kwargs = fx.map_arg((tuple(args), kwargs), lambda n: n.meta["val"])
+        fake_args, fake_kwargs = fx.map_arg((tuple(args), kwargs), lambda n: n.meta["val"])
         with self.mode, torch.no_grad():
-            return target(*real_args, **real_kwargs)
+            return target(*fake_args, **fake_kwargs)
 
     def constant(self, name: str, value: torch.Tensor, like: fx.Node) -> fx.Node:
         """A placeholder for a constant, after those that exist."""

@@ -1,13 +1,12 @@
 """Execute: run a captured graph as it stands, on one device. The reference for everything else.
 
->>> outputs, buffers = run(captured, dict(model.named_parameters()), dict(model.named_buffers()), args)
+>>> outputs, new_buffers = run(captured, parameters_by_name, buffers_by_name, args, kwargs)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-
 
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
@@ -26,9 +26,12 @@ from autopar.capture.draft import Draft
 from autopar.capture.failure import check_call, explain
 from autopar.capture.fake import fake_inputs, fake_model, home, new_mode, outside_fake_mode
 from autopar.capture.flatten import flatten
+from autopar.capture.listing import operator_name
 from autopar.capture.normalise import normalise
 from autopar.capture.values import propagate
 from autopar.capture.verifier import verify
+
+KEPT = ("val", "source", "module", "differentiable")
 
 
 def capture(
@@ -72,30 +75,36 @@ def _canonical(model: nn.Module) -> dict[str, str]:
 
 
 def _freeze(draft: Draft) -> Captured:
-    outputs = draft.outputs
+    """A fresh graph, its nodes named by their operators in order, and all that goes with it."""
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    for node in draft.graph.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), new.__getitem__)
+        is_call = node.op == "call_function"
+        name = operator_name(node.target).replace(".", "_") if is_call else node.name
+        new[node] = graph.create_node(node.op, node.target, args, kwargs, name)
+        new[node].meta = {key: node.meta[key] for key in KEPT if key in node.meta}
+    outputs = [new[node] for node in draft.outputs]
+    graph.output_node().meta.update(
+        val=tuple(node.meta["val"] for node in outputs),
+        source=None,
+        module="",
+        differentiable=any(node.meta["differentiable"] for node in outputs),
+    )
     count = len(outputs) - len(draft.mutated)
     tensors = iter(outputs[:count])
     leaves = [
         draft.output_constants[index] if index in draft.output_constants else next(tensors)
         for index in range(draft.output_spec.num_leaves)
     ]
-    for node in draft.graph.nodes:
-        node.meta.pop("no_grad", None)
-        if node.op == "output":
-            node.meta.update(
-                val=tuple(o.meta["val"] for o in outputs),
-                source=None,
-                module="",
-                differentiable=any(o.meta["differentiable"] for o in outputs),
-            )
     return Captured(
-        graph=draft.graph,
+        graph=graph,
         parameters=draft.parameters,
         buffers=draft.buffers,
         constants=draft.constants,
         inputs=draft.inputs,
         tied=draft.tied,
-        mutations={n: node.name for n, node in zip(draft.mutated, outputs[count:])},
+        mutations={name: node.name for name, node in zip(draft.mutated, outputs[count:])},
         input_spec=draft.input_spec,
         output_spec=draft.output_spec,
         output_leaves=tuple(leaves),

@@ -54,10 +54,8 @@ def explain(error: Exception, model: nn.Module) -> AutoparError:
     kind = type(error).__name__
     if "DataDependent" in kind or "data-dependent" in text:
         return InvalidInput(VALUES, got=_expression(text), remedy=VALUES_REMEDY, source=source)
-    if (
-        ".numpy()" in text
-        or "numpy" in text.lower()
-        and isinstance(error, RuntimeError | TypeError)
+    if ".numpy()" in text or (
+        "numpy" in text.lower() and isinstance(error, RuntimeError | TypeError)
     ):
         return InvalidInput(
             VALUES,

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.draft import fake_like
 from autopar.errors import InvalidInput
 
-__all__ = ["FakeTensorMode", "FakeTensor", "fake_inputs", "fake_model", "home", "outside_fake_mode"]
+__all__ = ["FakeTensor", "FakeTensorMode", "fake_inputs", "fake_model", "home", "outside_fake_mode"]
 
 
 def outside_fake_mode() -> AbstractContextManager[Any]:
@@ -104,7 +104,7 @@ def _has_no_data(tensor: torch.Tensor) -> bool:
 def _check(name: str, tensor: torch.Tensor) -> None:
     from torch.distributed.tensor import DTensor
 
-    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+    if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
         raise InvalidInput(
             "the shape of every parameter is known before capture",
             got=f"{name}, which belongs to a lazy module",

@@ -15,12 +15,18 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from autopar.capture.draft import Draft, fake_like
+from autopar.capture.failure import VALUES, VALUES_REMEDY
+from autopar.capture.listing import operator_name
 from autopar.capture.source import of_stack
 from autopar.errors import InvalidInput
 
@@ -57,7 +63,11 @@ def flatten(
         constants={},
         inputs=(),
         static_inputs={},
-        tied={alias: name for alias, name in names.items() if alias != name},
+        tied={
+            alias: name
+            for alias, name in names.items()
+            if alias != name and isinstance(fakes[name], nn.Parameter)
+        },
         input_spec=input_spec,
         output_spec=program.call_spec.out_spec,
         output_constants={},
@@ -162,12 +172,18 @@ class _Inliner:
             return self.inline(module, dict(zip(placeholders, operands)), inner, node)
         if region.is_autocast:
             args, kwargs = self._cast(node, args, kwargs, region)
-        new = self.draft.graph.call_function(node.target, args, kwargs)
+        new = self.draft.graph.create_node("call_function", node.target, args, kwargs)
         stack = node.meta.get("nn_module_stack") or {}
         new.meta["module"] = next(reversed(stack.values()), ("",))[0] if stack else ""
         new.meta["source"] = of_stack(node.meta.get("stack_trace"))
         new.meta["no_grad"] = not region.gradients
-        new.meta["val"] = self.draft.evaluate(node.target, args, kwargs)  # type: ignore[arg-type]
+        try:
+            value = self.draft.evaluate(node.target, args, kwargs)  # type: ignore[arg-type]
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            got = f"{operator_name(node.target)}, whose result depends on values"
+            source = new.meta["source"]
+            raise InvalidInput(VALUES, got=got, remedy=VALUES_REMEDY, source=source) from error
+        new.meta["val"] = value
         return new
 
     def _region(

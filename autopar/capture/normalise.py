@@ -1,7 +1,7 @@
 """Normalise: fewer forms, the same program. Each step is a small function of a Draft.
 
 The order matters: first the program becomes functional, then every node becomes one tensor, then
-each operator gets its one form, and at the end what nothing uses is dropped.
+each operator gets its one form; what nothing uses is dropped at the end.
 """
 
 from __future__ import annotations
@@ -9,18 +9,34 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopar.capture.draft import Draft
-from autopar.capture.normalisations import cleanup, inplace, shapes, tuples
-from autopar.capture.values import propagate
+from autopar.capture.normalisations import (
+    attention,
+    cleanup,
+    constants,
+    flattened,
+    inplace,
+    linear,
+    losses,
+    norms,
+    shapes,
+    tuples,
+)
+from autopar.capture.values import propagate, refresh
 
 Normalisation = Callable[[Draft], None]
 
 NORMALISATIONS: tuple[Normalisation, ...] = (
     cleanup.drop_assertions,
+    norms.batch_norms,  # makes writes to buffers visible, so it precedes functionalise
+    refresh,
     inplace.functionalise,
-    propagate,  # values and gradients of the functional program
+    propagate,
     cleanup.drop_dead_code,
+    # one tensor a node
     tuples.split_into_slices,
     tuples.single_results,
+    # nothing that does nothing
+    cleanup.canonical_names,
     cleanup.canonical_casts,
     cleanup.drop_copies,
     cleanup.drop_dropout,
@@ -29,8 +45,26 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
     shapes.canonical_expands,
     shapes.canonical_slices,
     cleanup.drop_identities,
+    # one form for each product and loss
+    linear.pad_by_numbers,
+    linear.split_sums_of_products,
+    linear.products_are_matmul,
+    linear.transposed_products_are_linear,
+    linear.set_biases_apart,
+    flattened.move_flattening_down,
     shapes.merge_reshapes,
+    losses.losses_of_elements,
+    losses.means_are_sums,
+    losses.cross_entropies,
+    shapes.merge_reshapes,
+    shapes.undo_permutations,
     cleanup.drop_identities,
+    # what does not depend on the inputs
+    propagate,
+    cleanup.merge_duplicates,
+    attention.recognise_masks,
+    cleanup.drop_dead_code,
+    constants.fold_constants,
     cleanup.drop_dead_code,
 )
 

@@ -8,38 +8,52 @@ from __future__ import annotations
 
 import linecache
 import re
+import sysconfig
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+import numpy
+import sympy
 import torch
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in .*)?(?:\n\s+(?P<text>.*))?')
+_STANDARD = sysconfig.get_paths()["stdlib"] + "/"
 _LIBRARIES = tuple(
     str(Path(module).parent) + "/"
-    for module in (torch.__file__, str(Path(__file__).parent))  # torch/, autopar/
+    for module in (torch.__file__, numpy.__file__, sympy.__file__, Path(__file__).parent)
 )
 
 
 def of_stack(stack: str | None) -> str | None:
     """`file:line: text` of the innermost frame that is neither torch's nor autopar's."""
-    for match in reversed(list(_FRAME.finditer(stack or ""))):
-        if is_users(match["file"]):
-            return describe(match["file"], int(match["line"]), match["text"])
-    return None
+    frames = [match for match in _FRAME.finditer(stack or "") if is_users(match["file"])]
+    frame = _innermost(frames, lambda match: match["file"])
+    return frame and describe(frame["file"], int(frame["line"]), frame["text"])
 
 
 def of_traceback(trace: TracebackType | None) -> str | None:
     """The same for the traceback of an exception."""
-    for frame in reversed(traceback.extract_tb(trace)):
-        if is_users(frame.filename):
-            return describe(frame.filename, frame.lineno or 0, frame.line)
-    return None
+    frames = [frame for frame in traceback.extract_tb(trace) if is_users(frame.filename)]
+    frame = _innermost(frames, lambda frame: frame.filename)
+    return frame and describe(frame.filename, frame.lineno or 0, frame.line)
+
+
+def _innermost(frames: list[Any], file: Callable[[Any], str]) -> Any:
+    """The last frame; in transformers, the last of a model's own file before its helpers."""
+    inner = list(reversed(frames))
+    if inner and "/transformers/" in file(inner[0]):
+        models = [frame for frame in inner if Path(file(frame)).name.startswith("modeling_")]
+        inner = models or inner
+    return inner[0] if inner else None
 
 
 def is_users(file: str) -> bool:
-    """Whether a frame's file is outside torch and autopar, and a file at all."""
-    return not file.startswith((*_LIBRARIES, "<")) and "importlib" not in file
+    """Whether a frame's file is the user's: not of torch, autopar or Python itself."""
+    is_standard = file.startswith(_STANDARD) and "/site-packages/" not in file
+    return not is_standard and not file.startswith((*_LIBRARIES, "<"))
 
 
 def describe(file: str, line: int, text: str | None) -> str:

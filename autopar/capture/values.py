@@ -16,6 +16,13 @@ from autopar.capture.draft import Draft
 from autopar.capture.marker import ANNOTATE
 
 
+def refresh(draft: Draft) -> None:
+    """Renew `val` alone, in a program that may still write to its values."""
+    for node in draft.calls():
+        assert callable(node.target)
+        node.meta["val"] = draft.evaluate(node.target, node.args, node.kwargs)
+
+
 def propagate(draft: Draft) -> None:
     """Renew `val` and set `differentiable` on all nodes."""
     live: dict[fx.Node, Any] = {}

@@ -1,1 +1,1 @@
-"""The normalisations: each a function of a Draft, listed in order in `autopar.capture.normalise`."""
+"""The normalisations: functions of a Draft, listed in order in `autopar.capture.normalise`."""

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from autopar.capture.draft import Draft, argument
+from autopar.capture.normalisations.shapes import permutation
 
 aten = torch.ops.aten
 
@@ -36,6 +37,27 @@ def drop_dropout(draft: Draft) -> None:
     for node in draft.calls(aten.dropout.default, aten.feature_dropout.default):
         if not argument(node, "train") or argument(node, "p") == 0:
             draft.substitute(node, node.args[0])  # type: ignore[arg-type]
+
+
+_NAMES = {
+    aten.__and__.Tensor: aten.bitwise_and.Tensor,
+    aten.__and__.Scalar: aten.bitwise_and.Scalar,
+    aten.__or__.Tensor: aten.bitwise_or.Tensor,
+    aten.__or__.Scalar: aten.bitwise_or.Scalar,
+    aten.__xor__.Tensor: aten.bitwise_xor.Tensor,
+    aten.__xor__.Scalar: aten.bitwise_xor.Scalar,
+    aten.divide.Tensor: aten.div.Tensor,
+    aten.multiply.Tensor: aten.mul.Tensor,
+    aten.subtract.Tensor: aten.sub.Tensor,
+    aten.true_divide.Tensor: aten.div.Tensor,
+    aten.special_expit.default: aten.sigmoid.default,
+}
+
+
+def canonical_names(draft: Draft) -> None:
+    """Operators with several names have one."""
+    for node in draft.calls(*_NAMES):
+        node.target = _NAMES[node.target]  # type: ignore[index]
 
 
 def canonical_casts(draft: Draft) -> None:
@@ -85,15 +107,11 @@ def _is_identity(node: fx.Node) -> bool:
     if target in (aten.expand.default, aten.reshape.default, aten.slice.Tensor, aten.squeeze.dim):
         return True
     if target in (aten.mul.Tensor, aten.div.Tensor) and not isinstance(node.args[1], fx.Node):
-        return node.args[1] == 1
+        return bool(node.args[1] == 1)
     if target in (aten.add.Tensor, aten.sub.Tensor) and not isinstance(node.args[1], fx.Node):
-        return node.args[1] == 0
-    if target is aten.transpose.int:
-        dims = {dim % max(source.ndim, 1) for dim in node.args[1:]}  # type: ignore[operator]
-        return len(dims) == 1
-    if target is aten.permute.default:
-        dims = [dim % source.ndim for dim in argument(node, "dims")]
-        return dims == list(range(source.ndim))
+        return bool(node.args[1] == 0)
+    if target in (aten.transpose.int, aten.permute.default):
+        return permutation(node) == list(range(source.ndim))
     if target is aten.pad.default:
         return not any(argument(node, "pad"))
     return False
@@ -104,7 +122,7 @@ def merge_duplicates(draft: Draft) -> None:
     seen: dict[tuple, fx.Node] = {}
     for node in draft.calls():
         is_operator = isinstance(node.target, torch._ops.OpOverload)
-        if not is_operator or is_random(node) or node.meta["differentiable"]:
+        if not is_operator or is_random(node) or node.meta.get("differentiable", True):
             continue
         key = (node.target, str(node.args), str(node.kwargs))
         if key in seen:

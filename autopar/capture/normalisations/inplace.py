@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,8 +67,9 @@ class _Functionaliser:
             if node.op == "placeholder":
                 continue
             with self.draft.graph.inserting_before(node):
-                node.args = fx.map_arg(node.args, lambda n: self._latest(n, node))
-                node.kwargs = fx.map_arg(node.kwargs, lambda n: self._latest(n, node))
+                latest = partial(self._latest, reader=node)
+                node.args = fx.map_arg(node.args, latest)
+                node.kwargs = fx.map_arg(node.kwargs, latest)
                 if node.op == "call_function" and _is_mutable(node):
                     self._write(node)
         for node in reversed(list(self.draft.calls())):
@@ -120,7 +122,7 @@ class _Functionaliser:
                 source=reader.meta.get("source"),
             )
         args = (parent, *node.args[1:])
-        new = self.draft.call(node, node.target, *args, **node.kwargs)  # type: ignore[arg-type]
+        new = self.draft.call(node, node.target, *args, **node.kwargs)
         self.value[node] = (new, version)
         return new
 
@@ -156,14 +158,14 @@ class _Functionaliser:
         """`base` with the part that `view` shows replaced by `new`."""
         target, call = view.target, self.draft.call
         if target is aten.select.int:
-            place = (argument(view, "dim"), argument(view, "index"))
-            return call(write, aten.select_scatter.default, base, new, *place)
+            dim, index = argument(view, "dim"), argument(view, "index")
+            return call(write, aten.select_scatter.default, base, new, dim, index)
         if target is aten.slice.Tensor:
             place = tuple(argument(view, name) for name in ("dim", "start", "end", "step"))
             return call(write, aten.slice_scatter.default, base, new, *place)
         if target in (aten.transpose.int, aten.t.default):
-            dims = view.args[1:] if target is aten.transpose.int else (0, -1)
-            return call(write, aten.transpose.int, new, *dims)
+            first, second = view.args[1:] if target is aten.transpose.int else (0, -1)
+            return call(write, aten.transpose.int, new, first, second)
         if target is aten.permute.default:
             dims = [dim % len(shape_of(base)) for dim in argument(view, "dims")]
             inverse = [dims.index(index) for index in range(len(dims))]

@@ -75,9 +75,9 @@ def canonical_slices(draft: Draft) -> None:
         if node.target is not aten.slice.Tensor or node.args[1:] != place or node.kwargs:
             draft.replace(node, aten.slice.Tensor, x, *place)
     for node in draft.calls(aten.select.int):
-        x, dim, index = node.args
-        dim = dim % len(shape_of(x))  # type: ignore[operator]
-        index = index % shape_of(x)[dim]  # type: ignore[operator]
+        x, dim, index = (argument(node, name) for name in ("self", "dim", "index"))
+        dim %= len(shape_of(x))
+        index %= shape_of(x)[dim]
         if node.args != (x, dim, index):
             draft.replace(node, aten.select.int, x, dim, index)
 
@@ -89,6 +89,29 @@ def merge_reshapes(draft: Draft) -> None:
         assert isinstance(source, fx.Node)
         if source.target is aten.reshape.default:
             node.args = (source.args[0], node.args[1])
+
+
+def undo_permutations(draft: Draft) -> None:
+    """A permutation of dims and its inverse after it are nothing."""
+    for node in draft.calls(aten.transpose.int, aten.permute.default):
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        if source.target in (aten.transpose.int, aten.permute.default):
+            inner, outer = permutation(source), permutation(node)
+            if [inner[dim] for dim in outer] == list(range(len(inner))):
+                draft.substitute(node, source.args[0])  # type: ignore[arg-type]
+
+
+def permutation(node: fx.Node) -> list[int]:
+    """The dims of the input in the order of the output, for a transpose or a permute."""
+    rank = len(shape_of(node))
+    if node.target is aten.permute.default:
+        return [dim % rank for dim in argument(node, "dims")]
+    dims = list(range(rank))
+    if rank:
+        first, second = argument(node, "dim0") % rank, argument(node, "dim1") % rank
+        dims[first], dims[second] = dims[second], dims[first]
+    return dims
 
 
 def _moved(node: fx.Node, rank: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ def split_into_slices(draft: Draft) -> None:
             pieces = _PIECES[node.target](draft, node)
             for user in list(node.users):
                 index = user.args[1]
-                assert user.target is operator.getitem and isinstance(index, int)
+                assert isinstance(index, int)
                 with draft.graph.inserting_before(user):
                     kind, *place = pieces[index]
                     new = draft.call(node, kind, node.args[0], *place)
@@ -44,7 +44,7 @@ def _pieces_of_unbind(draft: Draft, node: fx.Node) -> list[tuple[Any, ...]]:
     return [(aten.select.int, dim, index) for index in range(len(node.meta["val"]))]
 
 
-_PIECES = {
+_PIECES: dict[object, Callable[[Draft, fx.Node], list[tuple[Any, ...]]]] = {
     aten.split.Tensor: _pieces_of_split,
     aten.split.sizes: _pieces_of_split,
     aten.split_with_sizes.default: _pieces_of_split,
@@ -65,7 +65,7 @@ def single_results(draft: Draft) -> None:
         single = _SINGLE.get(node.target, _picked)
         for user in list(node.users):
             index = user.args[1]
-            assert user.target is operator.getitem and isinstance(index, int)
+            assert isinstance(index, int)
             with draft.graph.inserting_before(user):
                 new = single(draft, node, index)
             draft.substitute(user, new)
@@ -110,7 +110,7 @@ def _layer_norm(draft: Draft, node: fx.Node, index: int) -> fx.Node:
     return _picked(draft, node, index)
 
 
-_SINGLE = {
+_SINGLE: dict[object, Callable[[Draft, fx.Node, int], fx.Node]] = {
     aten.max.dim: _extreme,
     aten.min.dim: _extreme,
     aten.var_mean.default: _variance_mean,

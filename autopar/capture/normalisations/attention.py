@@ -1,0 +1,51 @@
+"""Attention masks that say nothing, or only "causal", become flags of the operator."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autopar.capture.draft import Draft, argument
+from autopar.capture.normalisations.constants import Evaluator
+
+aten = torch.ops.aten
+
+SDPA = aten.scaled_dot_product_attention.default
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+def recognise_masks(draft: Draft) -> None:
+    """A mask proved to be all true is dropped; one proved to be causal becomes is_causal."""
+    evaluator = Evaluator(draft)
+    kinds: dict[fx.Node, str | None] = {}
+    for node in draft.calls(SDPA):
+        query, key, value, mask, dropout, causal = (argument(node, name) for name in _NAMES)
+        if isinstance(mask, fx.Node) and evaluator.is_constant(mask):
+            if mask not in kinds:
+                kinds[mask] = _kind(evaluator.value(mask))
+            kind = kinds[mask]
+            if kind is not None:
+                mask, causal = None, kind == "causal"
+        node.args = (query, key, value, mask, dropout, causal)
+        kwargs = {name: argument(node, name) for name in ("scale", "enable_gqa")}
+        node.kwargs = {name: given for name, given in kwargs.items() if given}
+
+
+def _kind(mask: torch.Tensor | None) -> str | None:
+    """ "full", "causal" or None, from the values of a mask."""
+    if mask is None or mask.ndim < 2:
+        return None
+    for dim in range(mask.ndim - 2):
+        if mask.stride(dim) != 0 and mask.shape[dim] > 1:
+            return None
+        mask = mask.narrow(dim, 0, 1)
+    mask = mask.reshape(mask.shape[-2:])
+    if mask.dtype != torch.bool:
+        seen = mask == 0
+        lowest = torch.finfo(mask.dtype).min if mask.dtype.is_floating_point else 0
+        if not bool((seen | (mask <= lowest / 2)).all()):
+            return None
+        mask = seen
+    if bool(mask.all()):
+        return "full"
+    return "causal" if torch.equal(mask, torch.ones_like(mask).tril()) else None

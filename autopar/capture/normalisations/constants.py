@@ -1,0 +1,146 @@
+"""Constants: what depends on no input is computed now, if it is small."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autopar.capture.draft import Draft
+from autopar.capture.listing import operator_name
+from autopar.capture.normalisations.cleanup import is_random
+
+aten = torch.ops.aten
+
+LARGEST_CONSTANT = 1 << 20  # bytes kept with the graph
+LARGEST_EVALUATED = 1 << 28  # bytes of any value computed on the way
+
+# Operators that read only the shape and dtype of their argument.
+_OF_SHAPES = {
+    aten.ones_like.default,
+    aten.zeros_like.default,
+    aten.full_like.default,
+    aten.new_ones.default,
+    aten.new_zeros.default,
+    aten.new_full.default,
+}
+
+
+def fold_constants(draft: Draft) -> None:
+    """Small values that depend on no input become constants."""
+    evaluator = Evaluator(draft)
+    for node in draft.calls():
+        value = node.meta["val"]
+        is_small = isinstance(value, torch.Tensor) and value.nbytes <= LARGEST_CONSTANT
+        if not is_small or not evaluator.is_constant(node):
+            continue
+        if all(evaluator.is_constant(user) for user in node.users):
+            continue  # an inner value of a larger constant, unless that one is too large
+        real = evaluator.value(node)
+        if real is not None:
+            constant = draft.constant(operator_name(node.target), real.contiguous(), node)
+            constant.meta["val"] = value
+            node.replace_all_uses_with(constant)
+
+
+class Evaluator:
+    """Computes the values of nodes that depend on no input, on the CPU.
+
+    Values are kept small: a dim along which a value does not change is kept as one entry,
+    expanded. A causal mask of a large batch is so computed once, not for each sequence.
+    """
+
+    def __init__(self, draft: Draft) -> None:
+        self.draft = draft
+        self.values: dict[fx.Node, torch.Tensor | None] = {}
+        self.constant: dict[fx.Node, bool] = {}
+        for node in draft.graph.nodes:
+            self.constant[node] = self._is_constant(node)
+
+    def is_constant(self, node: fx.Node) -> bool:
+        """Whether `node` depends on no input, parameter or buffer."""
+        return self.constant.get(node, False)
+
+    def _is_constant(self, node: fx.Node) -> bool:
+        if node.op == "placeholder":
+            value = self.draft.constants.get(node.name)
+            return value is not None and value.device.type == "cpu" and type(value) is torch.Tensor
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            return False
+        if node.target.namespace != "aten" or is_random(node) or "empty" in str(node.target):
+            return False
+        if node.target in _OF_SHAPES:
+            return True
+        return all(self.constant[source] for source in node.all_input_nodes)
+
+    def value(self, node: fx.Node) -> torch.Tensor | None:
+        """The value of a constant node, or None if it is too large to compute."""
+        if node not in self.values:
+            self.values[node] = self._evaluate(node)
+        return self.values[node]
+
+    def _evaluate(self, node: fx.Node) -> torch.Tensor | None:
+        if node.op == "placeholder":
+            return self.draft.constants[node.name]
+        args, kwargs = node.args, {k: v for k, v in node.kwargs.items() if k != "pin_memory"}
+        if kwargs.get("device") is not None:
+            kwargs["device"] = torch.device("cpu")
+        if node.target in _OF_SHAPES:
+            source = args[0].meta["val"]  # type: ignore[union-attr]
+            args = (torch.zeros((), dtype=source.dtype).expand(source.shape), *args[1:])
+        inputs = {
+            source: self.value(source)
+            for source in node.all_input_nodes
+            if self.is_constant(source)
+        }
+        if any(value is None for value in inputs.values()):
+            return None
+        args, kwargs = fx.map_arg((args, kwargs), lambda source: inputs[source])
+        return self._compute(node, args, kwargs)
+
+    def _compute(self, node: fx.Node, args: Any, kwargs: Any) -> torch.Tensor | None:
+        result = node.meta["val"]
+        if not isinstance(result, torch.Tensor):
+            return None
+        shape = result.shape
+        if torch.Tag.pointwise in node.target.tags:  # type: ignore[union-attr]
+            tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            same = [
+                dim
+                for dim in range(-len(shape), 0)
+                if all(_is_constant_along(t, dim) for t in tensors)
+            ]
+            args = pytree.tree_map_only(torch.Tensor, lambda t: _narrowed(t, same), args)
+            size = result.dtype.itemsize
+            for dim in range(-len(shape), 0):
+                size *= 1 if dim in same else shape[dim]
+            if size > LARGEST_EVALUATED:
+                return None
+            return node.target(*args, **kwargs).expand(shape)  # type: ignore[operator]
+        if result.nbytes > LARGEST_EVALUATED and node.target is not aten.expand.default:
+            return None
+        return _compressed(node.target(*args, **kwargs))  # type: ignore[operator]
+
+
+def _is_constant_along(value: torch.Tensor, dim: int) -> bool:
+    return -dim > value.ndim or value.shape[dim] == 1 or value.stride(dim) == 0
+
+
+def _narrowed(value: torch.Tensor, dims: list[int]) -> torch.Tensor:
+    for dim in dims:
+        if -dim <= value.ndim and value.shape[dim] > 1:
+            value = value.narrow(dim, 0, 1)
+    return value
+
+
+def _compressed(value: torch.Tensor) -> torch.Tensor:
+    """The same value, expanded along the dims along which it does not change."""
+    shape = value.shape
+    for dim in range(value.ndim):
+        if shape[dim] > 1 and value.numel() <= 1 << 24:
+            first = value.narrow(dim, 0, 1)
+            if value.stride(dim) == 0 or torch.equal(first.expand_as(value), value):
+                value = first
+    return value.expand(shape)

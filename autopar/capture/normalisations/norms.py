@@ -1,0 +1,77 @@
+"""Batch norm in steps that can be cut, with its running statistics as visible writes."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import fx
+
+from autopar.capture.draft import Draft, argument, shape_of
+from autopar.errors import InvalidInput
+from autopar.strategies.kernels import batch_normalize, batch_sums, running_mean, running_var
+
+aten = torch.ops.aten
+
+
+def batch_norms(draft: Draft) -> None:
+    """Statistics of the batch as sums, then the normalisation; with given statistics, a scale."""
+    for node in draft.calls(aten.batch_norm.default):
+        with draft.graph.inserting_before(node):
+            mean = argument(node, "running_mean")
+            if argument(node, "training") or mean is None:
+                result = _with_batch_statistics(draft, node)
+            else:
+                result = _with_given_statistics(draft, node)
+        draft.substitute(node, result)
+    for node in draft.calls(aten.instance_norm.default):
+        if argument(node, "running_mean") is not None:
+            raise InvalidInput(
+                "instance norm is captured without running statistics",
+                got="track_running_stats=True",
+                remedy="build the module with track_running_stats=False",
+                source=node.meta.get("source"),
+            )
+
+
+def _with_batch_statistics(draft: Draft, node: fx.Node) -> fx.Node:
+    x = node.args[0]
+    names = ("weight", "bias", "running_mean", "running_var", "momentum", "eps")
+    weight, bias, mean, var, momentum, epsilon = (argument(node, name) for name in names)
+    shape = shape_of(x)
+    count = prod(shape) // max(shape[1], 1)
+    sums = draft.call(node, batch_sums, x, mean)
+    result = draft.call(node, batch_normalize, x, sums, mean, weight, bias, count, epsilon)
+    if mean is not None and argument(node, "training"):
+        new_mean = draft.call(node, running_mean, mean, sums, mean, None, momentum, count)
+        new_var = draft.call(node, running_var, var, sums, mean, None, momentum, count)
+        draft.call(node, aten.copy_.default, mean, new_mean)
+        draft.call(node, aten.copy_.default, var, new_var)
+    return result
+
+
+def _with_given_statistics(draft: Draft, node: fx.Node) -> fx.Node:
+    """x * scale + offset, both of them vectors of channels."""
+    x, names = node.args[0], ("weight", "bias", "running_mean", "running_var", "eps")
+    weight, bias, mean, var, epsilon = (argument(node, name) for name in names)
+    shape = shape_of(x)
+    column = [shape[1]] + [1] * (len(shape) - 2)
+
+    def call(target: object, *args: object) -> fx.Node:
+        return draft.call(node, target, *args)  # type: ignore[arg-type]
+
+    scale = call(aten.rsqrt.default, call(aten.add.Tensor, var, epsilon))
+    if weight is not None:
+        scale = call(aten.mul.Tensor, weight, scale)
+    offset = call(aten.mul.Tensor, mean, scale)
+    if bias is None:
+        offset = call(aten.neg.default, offset)
+    else:
+        offset = call(aten.sub.Tensor, bias, offset)
+    if len(shape) > 2:
+        scale = call(aten.reshape.default, scale, column)
+        offset = call(aten.reshape.default, offset, column)
+    result = call(aten.add.Tensor, call(aten.mul.Tensor, x, scale), offset)
+    if result.meta["val"].dtype != node.meta["val"].dtype:
+        result = call(aten.to.dtype, result, node.meta["val"].dtype)
+    return result
