@@ -100,7 +100,9 @@ class ParallelModule(nn.Module):
         }
 
     def _run(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-        outputs, mutated = self.backend.run(self._kept, inputs)
+        # Backward may still read what a buffer was before its new value is written.
+        before = {name: self._kept[name].clone() for name in self.program.captured.mutations}
+        outputs, mutated = self.backend.run(self._kept | before, inputs)
         with torch.no_grad():
             for name, value in mutated.items():
                 self._kept[name].copy_(value)

@@ -287,9 +287,16 @@ def _bind(node: fx.Node) -> tuple[dict[str, Any], frozenset[str]]:
         named = {str(index): value for index, value in enumerate(node.args)} | dict(node.kwargs)
         return named, frozenset()
     bound.apply_defaults()
-    annotated = {
-        name
-        for name, parameter in signature.parameters.items()
-        if "Tensor" in str(parameter.annotation)
-    }
-    return dict(bound.arguments), frozenset(annotated)
+    named, annotated = {}, set()
+    for name, parameter in signature.parameters.items():
+        value = bound.arguments[name]
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            own = {f"{name}{index}": item for index, item in enumerate(value)}
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            own = dict(value)
+        else:
+            own = {name: value}
+        named |= own
+        if "Tensor" in str(parameter.annotation):
+            annotated |= own.keys()
+    return named, frozenset(annotated)
