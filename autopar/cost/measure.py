@@ -13,6 +13,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,7 @@ def measure_device() -> dict[str, object]:
     for name, dtype in DTYPES.items():
         size = 384 if name != "bf16" else 256
         left, right = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
-        flops[name] = 2 * size**3 / timed(lambda left=left, right=right: left @ right)
+        flops[name] = 2 * size**3 / timed(partial(torch.matmul, left, right))
     flops["f16"] = flops["bf16"]
     small = torch.ones(1)
     overhead = timed(lambda: [small + small for _ in range(100)]) / 100

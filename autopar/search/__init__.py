@@ -1,0 +1,1 @@
+"""The best plan: cost graphs, and exact ways to find the least of them."""
