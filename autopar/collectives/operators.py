@@ -86,7 +86,7 @@ def _identity(x: Tensor, group: str) -> Tensor:
 def _all_reduce(x: Tensor, group: str, pending: bool) -> Tensor:
     total = _summable(x).clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=process_group(group))
-    return total.to(x.dtype)
+    return total if total.dtype == x.dtype else total.to(x.dtype)
 
 
 def _all_gather(
@@ -94,25 +94,26 @@ def _all_gather(
 ) -> Tensor:
     full = -(-size // parts)
     piece = _padded(x, dim, full)
-    gathered = piece.new_empty((parts, *piece.shape))
-    all_gather_single(_movable(gathered.flatten(0, 1)), _movable(piece), group=process_group(group))
+    gathered = piece.new_empty((parts * piece.shape[0], *piece.shape[1:]))
+    all_gather_single(_movable(gathered), _movable(piece), group=process_group(group))
     if _leads(piece.shape, dim):
-        return gathered.view(_resized(x, dim, parts * full)).narrow(dim, 0, size)
-    if size == parts * full:
-        return torch.cat(gathered.unbind(), dim)
-    pieces = (part.narrow(dim, 0, chunk(size, parts, at)[1]) for at, part in enumerate(gathered))
-    return torch.cat(tuple(pieces), dim)
+        joined = gathered if dim == 0 else gathered.view(_resized(x, dim, parts * full))
+        return joined if size == parts * full else joined.narrow(dim, 0, size)
+    pieces = gathered.view(parts, *piece.shape).unbind()
+    if size != parts * full:
+        pieces = tuple(p.narrow(dim, 0, chunk(size, parts, at)[1]) for at, p in enumerate(pieces))
+    return torch.cat(pieces, dim)
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: str, parts: int, index: int) -> Tensor:
     size = x.shape[dim]
     full = -(-size // parts)
     stacked = _stacked(_padded(_summable(x), dim, parts * full), dim, parts)
-    piece = torch.empty_like(stacked[0])
-    reduce_scatter_single(piece, stacked.flatten(0, 1), group=process_group(group))
+    piece = stacked.new_empty(_resized(x, dim, full))
+    reduce_scatter_single(piece, stacked, group=process_group(group))
     if size != parts * full:
         piece = piece.narrow(dim, 0, chunk(size, parts, index)[1]).contiguous()
-    return piece.to(x.dtype)
+    return piece if piece.dtype == x.dtype else piece.to(x.dtype)
 
 
 def _slice(x: Tensor, dim: int, group: str, parts: int, index: int) -> Tensor:
@@ -124,25 +125,32 @@ def _slice(x: Tensor, dim: int, group: str, parts: int, index: int) -> Tensor:
 def _all_to_all(
     x: Tensor, dim: int, size: int, to_dim: int, group: str, parts: int, index: int
 ) -> Tensor:
-    full, to_full = -(-size // parts), -(-x.shape[to_dim] // parts)
-    padded = _padded(_padded(x, dim, full), to_dim, parts * to_full)
-    sent = _stacked(padded, to_dim, parts)
+    cut = x.shape[to_dim]
+    full, to_full = -(-size // parts), -(-cut // parts)
+    sent = _stacked(_padded(_padded(x, dim, full), to_dim, parts * to_full), to_dim, parts)
     received = torch.empty_like(sent)
     dist.all_to_all_single(_movable(received), _movable(sent), group=process_group(group))
-    own = chunk(x.shape[to_dim], parts, index)[1]
-    if _leads(received.shape[1:], dim):
-        joined = received.view(_resized(received[0], dim, parts * full))
+    piece = _resized(x, to_dim, to_full)
+    piece[dim] = full
+    if _leads(piece, dim):
+        piece[dim] = parts * full
+        joined = received.view(piece)
     else:
-        joined = torch.cat(received.unbind(), dim)
+        joined = torch.cat(received.view(parts, *piece).unbind(), dim)
+    if size == parts * full and cut == parts * to_full:
+        return joined
+    own = chunk(cut, parts, index)[1]
     return joined.narrow(dim, 0, size).narrow(to_dim, 0, own).contiguous()
 
 
 def _stacked(x: Tensor, dim: int, parts: int) -> Tensor:
-    """The equal pieces of `dim`, one after the other in memory along a new first dim."""
+    """The equal pieces of `dim`, one after the other along the first dim, contiguous."""
+    if dim == 0:
+        return x.contiguous()
     shape = _resized(x, dim, x.shape[dim] // parts)
-    if _leads(shape, dim):
-        return x.contiguous().view(parts, *shape)
-    return x.unflatten(dim, (parts, shape[dim])).movedim(dim, 0).contiguous()
+    if not _leads(shape, dim):
+        x = x.unflatten(dim, (parts, shape[dim])).movedim(dim, 0)
+    return x.contiguous().view(parts * shape[0], *shape[1:])
 
 
 def _padded(x: Tensor, dim: int, size: int) -> Tensor:

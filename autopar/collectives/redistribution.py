@@ -249,6 +249,7 @@ class _Search:
         self.settled: set[State] = set()
         self.order = itertools.count()
         self.open: list[tuple[float, int, State]] = [(0.0, 0, self.start)]
+        self.costs: dict[tuple[str, bool, tuple[str, ...], float], float] = {}
         self.sizes: dict[tuple[tuple[str, ...], ...], float] = {}
 
     def reach(self, target: State) -> tuple[tuple[Movement, ...], float]:
@@ -270,25 +271,37 @@ class _Search:
 
     def _expand(self, state: State, distance: float) -> None:
         before = self._bytes(state[0])
-        for movement, after, cuts in _steps(state, self.mesh):
+        for movement, after, cuts in steps(state, self.mesh):
             if after in self.settled or (movement.pending and not self.differentiable):
                 continue
             if any(self.shape[dim] % degree for dim, degree in cuts):
                 continue
             size = max(before, self._bytes(after[0]))
-            cost = _edge_cost(movement, size, self.price, self.differentiable)
+            cost = self._cost(movement, size)
             total = distance + cost + TIE
             if total < self.best.get(after, math.inf):
                 self.best[after] = total
                 self.came[after] = (state, movement, cost)
                 heappush(self.open, (total, next(self.order), after))
 
+    def _cost(self, movement: Movement, size: float) -> float:
+        key = (movement.kind, movement.pending, movement.axes, size)
+        cost = self.costs.get(key)
+        if cost is None:
+            cost = _edge_cost(movement, size, self.price, self.differentiable)
+            self.costs[key] = cost
+        return cost
+
     def _bytes(self, dims: tuple[tuple[str, ...], ...]) -> float:
         """What the largest piece takes."""
         if dims not in self.sizes:
-            largest = Layout(*dims).largest_shape(self.shape, self.mesh)
-            self.sizes[dims] = math.prod(largest) * self.itemsize
+            self.sizes[dims] = local_elements(dims, self.shape, self.mesh) * self.itemsize
         return self.sizes[dims]
+
+
+@lru_cache(maxsize=1 << 16)
+def local_elements(dims: tuple[tuple[str, ...], ...], shape: tuple[int, ...], mesh: Mesh) -> int:
+    return math.prod(Layout(*dims).largest_shape(shape, mesh))
 
 
 # A movement, where it leads, and the dims that must be cut evenly for it, each with its degree:
@@ -297,7 +310,7 @@ Step = tuple[Movement, State, tuple[tuple[int, int], ...]]
 
 
 @lru_cache(maxsize=1 << 16)
-def _steps(state: State, mesh: Mesh) -> tuple[Step, ...]:
+def steps(state: State, mesh: Mesh) -> tuple[Step, ...]:
     """Every single collective that is possible in `state`."""
     found = []
     for movement in _movements(state, mesh):
