@@ -96,13 +96,9 @@ class Draft:
         for key in INHERITED:
             if key in like.meta:
                 node.meta[key] = like.meta[key]
-        node.meta["val"] = self.fake(value)
+        node.meta.update(val=fake_like(self.mode, value), differentiable=False)
         self.constants[node.name] = value
         return node
-
-    def fake(self, value: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-        """A fake tensor like `value`, without memory."""
-        return fake_like(self.mode, value, device)
 
     def set_outputs(self, nodes: Sequence[fx.Node]) -> None:
         self.output.args = (tuple(nodes),)
@@ -132,7 +128,7 @@ def shape_of(node: object) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
 
 
-def argument(node: fx.Node, name: str, default: Any = None) -> Any:
+def argument(node: fx.Node, name: str) -> Any:
     """The argument of a call by its name in the schema, or its default there."""
     schema = node.target._schema  # type: ignore[union-attr]
     for index, declared in enumerate(schema.arguments):
@@ -141,5 +137,5 @@ def argument(node: fx.Node, name: str, default: Any = None) -> Any:
                 return node.kwargs[name]
             if index < len(node.args) and not declared.kwarg_only:
                 return node.args[index]
-            return declared.default_value if declared.has_default_value() else default
+            return declared.default_value if declared.has_default_value() else None
     raise KeyError(f"{node.target} has no argument {name!r}")

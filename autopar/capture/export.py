@@ -10,10 +10,12 @@ device, the inputs too. The user's model is never changed.
 
 from __future__ import annotations
 
+import io
 import logging
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 import torch
@@ -28,7 +30,6 @@ from autopar.capture.fake import fake_inputs, fake_model, home, new_mode, outsid
 from autopar.capture.flatten import flatten
 from autopar.capture.listing import operator_name
 from autopar.capture.normalise import normalise
-from autopar.capture.values import propagate
 from autopar.capture.verifier import verify
 
 KEPT = ("val", "source", "module", "differentiable")
@@ -50,7 +51,6 @@ def capture(
         held = dict(copy.named_parameters()) | dict(copy.named_buffers())
         draft = flatten(program, mode, _canonical(copy), held, input_spec, fakes)
         normalise(draft)
-        propagate(draft)
         captured = _freeze(draft)
     verify(captured.graph, "captured")
     return captured
@@ -117,9 +117,11 @@ def _quiet() -> Iterator[None]:
     """Without torch's own logs and warnings: what matters of them is in our errors."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
+    printed = io.StringIO()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stderr(printed):
             warnings.simplefilter("ignore")
             yield
+        sys.stderr.write(printed.getvalue())  # the user's own; after a failure it is torch's
     finally:
         logging.disable(before)

@@ -12,10 +12,12 @@ from typing import Any
 
 from torch import nn
 
-from autopar.capture.source import describe, of_traceback
+from autopar.capture.source import describe, of_traceback, passes_through
 from autopar.errors import AutoparError, InvalidInput
 
 VALUES = "forward must not depend on the values of tensors, only on their shapes"
+# torch's own text names unknowns that mean nothing to users.
+DECISION = "a Python decision (if, while, int(), range()) on a value that a tensor holds"
 VALUES_REMEDY = "compute with tensors (torch.where, masks), or decide outside forward"
 
 
@@ -53,7 +55,10 @@ def explain(error: Exception, model: nn.Module) -> AutoparError:
     text = str(error)
     kind = type(error).__name__
     if "DataDependent" in kind or "data-dependent" in text:
-        return InvalidInput(VALUES, got=_expression(text), remedy=VALUES_REMEDY, source=source)
+        remedy = VALUES_REMEDY
+        if passes_through(error.__traceback__, "torch/nn/modules/batchnorm.py"):
+            remedy = "give batch norm a momentum: without one it divides by a count it keeps"
+        return InvalidInput(VALUES, got=DECISION, remedy=remedy, source=source)
     if ".numpy()" in text or (
         "numpy" in text.lower() and isinstance(error, RuntimeError | TypeError)
     ):
@@ -69,13 +74,6 @@ def explain(error: Exception, model: nn.Module) -> AutoparError:
         remedy="make model(*args, **kwargs) run on its own first",
         source=source,
     )
-
-
-def _expression(text: str) -> str:
-    """What kind of decision was asked for; torch's own names of unknowns mean nothing to users."""
-    if "Could not guard" in text:
-        return "a Python decision (if, while, int(), range()) on a value that a tensor holds"
-    return _first_lines(text)
 
 
 def _first_lines(text: str) -> str:

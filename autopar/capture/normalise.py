@@ -21,16 +21,14 @@ from autopar.capture.normalisations import (
     shapes,
     tuples,
 )
-from autopar.capture.values import propagate, refresh
+from autopar.capture.values import propagate
 
 Normalisation = Callable[[Draft], None]
 
 NORMALISATIONS: tuple[Normalisation, ...] = (
     cleanup.drop_assertions,
     norms.batch_norms,  # makes writes to buffers visible, so it precedes functionalise
-    refresh,
     inplace.functionalise,
-    propagate,
     cleanup.drop_dead_code,
     # one tensor a node
     tuples.split_into_slices,
@@ -60,7 +58,7 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
     shapes.undo_permutations,
     cleanup.drop_identities,
     # what does not depend on the inputs
-    propagate,
+    propagate,  # whether a gradient flows; no calls are made after it
     cleanup.merge_duplicates,
     attention.recognise_masks,
     cleanup.drop_dead_code,

@@ -41,6 +41,11 @@ def of_traceback(trace: TracebackType | None) -> str | None:
     return frame and describe(frame.filename, frame.lineno or 0, frame.line)
 
 
+def passes_through(trace: TracebackType | None, file: str) -> bool:
+    """Whether a frame of the traceback stands in a file whose path ends so."""
+    return any(frame.filename.endswith(file) for frame in traceback.extract_tb(trace))
+
+
 def _innermost(frames: list[Any], file: Callable[[Any], str]) -> Any:
     """The last frame; in transformers, the last of a model's own file before its helpers."""
     inner = list(reversed(frames))

@@ -42,6 +42,7 @@ def fold_constants(draft: Draft) -> None:
         if real is not None:
             constant = draft.constant(operator_name(node.target), real.contiguous(), node)
             constant.meta["val"] = value
+            evaluator.know(constant, real)
             node.replace_all_uses_with(constant)
 
 
@@ -74,6 +75,10 @@ class Evaluator:
         if node.target in _OF_SHAPES:
             return True
         return all(self.constant[source] for source in node.all_input_nodes)
+
+    def know(self, node: fx.Node, value: torch.Tensor) -> None:
+        """Add a constant made since."""
+        self.constant[node], self.values[node] = True, value
 
     def value(self, node: fx.Node) -> torch.Tensor | None:
         """The value of a constant node, or None if it is too large to compute."""

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from autopar.capture.draft import Draft, argument, shape_of
+from autopar.capture.values import refresh
 from autopar.errors import InvalidInput
 
 aten = torch.ops.aten
@@ -51,6 +52,7 @@ def functionalise(draft: Draft) -> None:
     """In-place operators become functional; writes to buffers become mutations."""
     if any(_is_mutable(node) for node in draft.calls()):
         _Functionaliser(draft).run()
+        refresh(draft)
 
 
 @dataclass

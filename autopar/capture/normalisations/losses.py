@@ -57,9 +57,15 @@ def losses_of_elements(draft: Draft) -> None:
         reduction = argument(node, "reduction")
         if reduction == NONE:
             continue
-        args = {name: argument(node, name) for name in names} | {"reduction": NONE}
+        before = [argument(node, name) for name in names[: names.index("reduction")]]
+        after = node.args[len(before) + 1 :]
+        kwargs = {
+            name: value
+            for name, value in node.kwargs.items()
+            if name not in names[: len(before) + 1]
+        }
         with draft.graph.inserting_before(node):
-            losses = draft.call(node, node.target, *args.values())  # type: ignore[arg-type]
+            losses = draft.call(node, node.target, *before, NONE, *after, **kwargs)  # type: ignore[arg-type]
         draft.replace(node, *_reduced(losses, reduction))
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from autopar.capture.draft import Draft, argument, shape_of
+from autopar.capture.values import refresh
 from autopar.errors import InvalidInput
 from autopar.strategies.kernels import batch_normalize, batch_sums, running_mean, running_var
 
@@ -16,7 +17,8 @@ aten = torch.ops.aten
 
 def batch_norms(draft: Draft) -> None:
     """Statistics of the batch as sums, then the normalisation; with given statistics, a scale."""
-    for node in draft.calls(aten.batch_norm.default):
+    norms = list(draft.calls(aten.batch_norm.default))
+    for node in norms:
         with draft.graph.inserting_before(node):
             mean = argument(node, "running_mean")
             if argument(node, "training") or mean is None:
@@ -24,6 +26,8 @@ def batch_norms(draft: Draft) -> None:
             else:
                 result = _with_given_statistics(draft, node)
         draft.substitute(node, result)
+    if norms:
+        refresh(draft)  # in-place operators after a norm share the storage of its new result
     for node in draft.calls(aten.instance_norm.default):
         if argument(node, "running_mean") is not None:
             raise InvalidInput(

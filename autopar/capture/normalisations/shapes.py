@@ -21,7 +21,13 @@ _RESHAPES = (
     aten.reshape_as.default,
     aten.ravel.default,
 )
-_TRANSPOSES = (aten.t.default, aten.numpy_T.default, aten.mT.default, aten.swapaxes.default)
+_TRANSPOSES = (
+    aten.t.default,
+    aten.numpy_T.default,
+    aten.mT.default,
+    aten.swapaxes.default,
+    aten.transpose.int,
+)
 
 
 def canonical_reshapes(draft: Draft) -> None:
@@ -43,8 +49,10 @@ def canonical_transposes(draft: Draft) -> None:
             draft.replace(node, aten.transpose.int, x, rank - 2, rank - 1)
         elif node.target is aten.numpy_T.default:
             draft.replace(node, aten.permute.default, x, list(reversed(range(rank))))
-        elif node.target is aten.swapaxes.default:
-            draft.replace(node, aten.transpose.int, *node.args)
+        elif node.target in (aten.swapaxes.default, aten.transpose.int):
+            first, second = (dim % max(rank, 1) for dim in node.args[1:])  # type: ignore[operator]
+            if node.args[1:] != (first, second):
+                draft.replace(node, aten.transpose.int, x, first, second)
         else:
             draft.replace(node, aten.permute.default, x, _moved(node, rank))
 

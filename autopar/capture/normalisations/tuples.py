@@ -91,16 +91,17 @@ def _picked(draft: Draft, node: fx.Node, index: int) -> fx.Node:
 
 
 def _variance_mean(draft: Draft, node: fx.Node, index: int) -> fx.Node:
-    x = node.args[0]
-    dims = argument(node, "dim", None)
+    x, dims, keep = node.args[0], None, False
+    if node.target is not aten.var_mean.default:
+        dims, keep = argument(node, "dim"), argument(node, "keepdim")
     dims = list(range(len(shape_of(x)))) if dims is None else dims
-    keep = bool(argument(node, "keepdim", False))
     if index == 1:
         return draft.call(node, aten.mean.dim, x, dims, keep)
-    kwargs = {"correction": argument(node, "correction", 1), "keepdim": keep}
-    if node.target is aten.var_mean.dim:
-        kwargs["correction"] = int(bool(argument(node, "unbiased", True)))
-    return draft.call(node, aten.var.correction, x, dims, **kwargs)
+    if node.target is aten.var_mean.correction:
+        correction = argument(node, "correction")
+    else:
+        correction = int(argument(node, "unbiased"))
+    return draft.call(node, aten.var.correction, x, dims, correction=correction, keepdim=keep)
 
 
 def _layer_norm(draft: Draft, node: fx.Node, index: int) -> fx.Node:
