@@ -12,8 +12,8 @@ from autopar.strategies.rule import Dim, Rule, Saved
 
 def _attention(call: Call) -> Rule:
     query, key, value = call.shapes[:3]
-    leading: list[Dim] = [(f"b{index}",) for index in range(len(query) - 2)]
-    sizes = {dim[0]: size for dim, size in zip(leading, query)}
+    leading: list[Dim] = [(f"b{index}",) for index in range(len(call.shape) - 2)]
+    sizes = {dim[0]: size for dim, size in zip(leading, call.shape)}
     sizes |= {"q": query[-2], "k": key[-2], "d": query[-1], "e": value[-1]}
     heads: list[Dim] = list(leading)
     if call["enable_gqa"] and len(query) > 2 and key[-3] != query[-3]:
@@ -21,7 +21,7 @@ def _attention(call: Call) -> Rule:
         sizes |= {name: key[-3], "g": query[-3] // key[-3]}
         heads[-1] = (name, "g")
     inputs: list[list[Dim]] = [
-        [*heads, ("q",), ("d",)],
+        [*_broadcast(heads, query), ("q",), ("d",)],
         [*_broadcast(leading, key), ("k",), ("d",)],
         [*_broadcast(leading, value), ("k",), ("e",)],
     ]
@@ -44,7 +44,8 @@ def _attention(call: Call) -> Rule:
 
 
 def _broadcast(leading: list[Dim], shape: tuple[int, ...]) -> list[Dim]:
-    return [() if size == 1 else dim for dim, size in zip(leading, shape)]
+    aligned = leading[len(leading) - len(shape) + 2 :]
+    return [() if size == 1 else dim for dim, size in zip(aligned, shape)]
 
 
 register_rule("aten.scaled_dot_product_attention", _attention)

@@ -15,7 +15,7 @@ from autopar.strategies.rule import Rule
 SAVES_OUTPUT = aten("exp exp2 sqrt rsqrt tanh sigmoid relu reciprocal hardtanh")
 SAVES_INPUT = aten(
     "log log2 log10 log1p expm1 gelu silu mish abs cos sin tan acos asin atan erf square "
-    "log_sigmoid leaky_relu elu softplus selu celu hardswish hardsigmoid relu6 erfinv"
+    "log_sigmoid leaky_relu elu softplus selu celu hardswish hardsigmoid relu6 erfinv nan_to_num"
 )
 SAVES_NOTHING = aten("sign floor ceil round trunc isnan isinf isfinite logical_not bitwise_not")
 LINEAR = aten("neg clone positive alias contiguous detach lift_fresh lift_fresh_copy")
@@ -23,7 +23,9 @@ COMPARISONS = aten(
     "eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor "
     "__and__ __or__ __xor__ floor_divide"
 )
-PAIRS = aten("maximum minimum atan2 pow remainder fmod fmax fmin hypot")
+PAIRS = aten(
+    "maximum minimum max.other min.other atan2 pow remainder fmod fmax fmin hypot logaddexp"
+)
 
 
 def elementwise(call: Call, passes: Passes = (), saved: str = "", cost: float = 1.0) -> Rule:

@@ -34,6 +34,14 @@ _SHAPE_ARGUMENT = {
     aten.new_full: "size",
     aten.new_empty: "size",
 }
+# Which argument counts groups of channels of the output.
+_COUNT_ARGUMENT = {
+    aten.conv1d: "groups",
+    aten.conv2d: "groups",
+    aten.conv3d: "groups",
+    aten.convolution: "groups",
+    aten.group_norm: "num_groups",
+}
 # Reshapes that would read a piece of size 1 as a dim to drop, or that want certain strides.
 _AS_RESHAPE = {aten.squeeze, aten.view, aten._unsafe_view, aten.unflatten}
 
@@ -60,31 +68,18 @@ def localize_arguments(
     if shape == list(output_type.shape):
         return args, kwargs
     if packet is aten.repeat:
-        before = node.args[0].meta["val"].shape  # type: ignore[union-attr]
-        repeats = list(Call(node)["repeats"])
-        for index, size in enumerate(before, len(repeats) - len(before)):
-            if size != 1:
-                shape[index] = repeats[index]
-        return _replaced(node, "repeats", shape)
-    counted = _COUNT_ARGUMENT.get(packet)
-    if counted is not None:
-        channels = 1 if len(output_type.shape) > 1 else 0
-        count = Call(node)[counted]
-        if packet is not aten.group_norm and len(output_type.shape) == _space(packet, node) + 1:
-            channels = 0  # without a batch
-        each = output_type.shape[channels] // count
-        if count > 1:
-            return _replaced(node, counted, shape[channels] // each)
+        # A dim of size 1 repeats as often as the piece is long, any other as often as ever.
+        repeats = [
+            length if size == times else times
+            for length, size, times in zip(shape, output_type.shape, Call(node)["repeats"])
+        ]
+        return _replaced(node, "repeats", repeats)
+    name = _COUNT_ARGUMENT.get(packet)
+    count = 1 if name is None else Call(node)[name]
+    if name is not None and count > 1:
+        channels = 1 if name == "num_groups" else len(shape) - 1 - _space(node)
+        return _replaced(node, name, shape[channels] * count // output_type.shape[channels])
     return args, kwargs
-
-
-_COUNT_ARGUMENT = {
-    aten.conv1d: "groups",
-    aten.conv2d: "groups",
-    aten.conv3d: "groups",
-    aten.convolution: "groups",
-    aten.group_norm: "num_groups",
-}
 
 
 def local_call(
@@ -110,8 +105,10 @@ def _packet(target: Any) -> Any:
     return target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
 
 
-def _space(packet: Any, node: fx.Node) -> int:
-    return node.args[1].meta["val"].dim() - 2  # type: ignore[union-attr]
+def _space(node: fx.Node) -> int:
+    """The number of dims that a convolution slides over."""
+    known = {aten.conv1d: 1, aten.conv2d: 2, aten.conv3d: 3}
+    return known.get(_packet(node.target)) or len(Call(node)["stride"])
 
 
 def _replaced(node: fx.Node, name: str, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -62,6 +62,8 @@ def _softmax(call: Call) -> Rule:
 
 register_rule("aten.sum", _sum)
 register_rule("aten.mean", _mean)
-register_rule(aten("amax amin logsumexp prod var std max.default min.default"), _kept)
+register_rule(
+    aten("amax amin logsumexp prod var std linalg_vector_norm max.default min.default"), _kept
+)
 register_rule(aten("argmax argmin any all"), _other)
 register_rule(aten("softmax log_softmax _softmax _log_softmax"), _softmax)

@@ -287,7 +287,7 @@ def _bind(node: fx.Node) -> tuple[dict[str, Any], frozenset[str]]:
         named = {str(index): value for index, value in enumerate(node.args)} | dict(node.kwargs)
         return named, frozenset()
     bound.apply_defaults()
-    named, annotated = {}, set()
+    named, annotated = {}, set[str]()
     for name, parameter in signature.parameters.items():
         value = bound.arguments[name]
         if parameter.kind is parameter.VAR_POSITIONAL:

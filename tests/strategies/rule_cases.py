@@ -75,7 +75,8 @@ for _name in plain(COMPARISONS[:-1]):
 case("floor_divide.default", t(5, 4), u(5, 1), constants=(0, 1))
 for _name in plain(PAIRS):
     _overload = {"pow": "Tensor_Tensor", "remainder": "Tensor", "fmod": "Tensor"}
-    case(f"{_name}.{_overload.get(_name, 'default')}", u(5, 4), u(4) + 1)
+    _full_name = _name if "." in _name else f"{_name}.{_overload.get(_name, 'default')}"
+    case(_full_name, u(5, 4), u(4) + 1)
 for _name in ("eq", "ge"):
     case(f"{_name}.Scalar", t(5, 4), 0.0)
 case("pow.Tensor_Scalar", t(5, 4), 3.0)
@@ -173,6 +174,7 @@ case("expand.default", t(5, 1, 4), [2, -1, 3, 4])
 case("expand.default", t(1, 4), [5, -1])
 case("expand_as.default", t(1, 4), t(5, 4))
 case("repeat.default", t(5, 1, 2), [2, 1, 3, 2])
+case("repeat.default", t(1, 5), [4, 1])
 case("repeat_interleave.self_int", t(4, 3), 2, 0)
 case("cat.default", [t(5, 2), t(5, 3)], 1)
 case("cat.default", [t(2, 4), t(3, 4), t(1, 4)])
@@ -217,6 +219,7 @@ case("sum.dim_IntList", t(5, 4, 3), [1], True)
 case("sum.dim_IntList", t(5, 4), None)
 case("mean.dim", t(5, 4), [1], True)
 case("mean.default", t(5, 4))
+case("linalg_vector_norm.default", t(5, 4), 2, [1])
 for _name in ("amax", "amin", "logsumexp"):
     case(f"{_name}.default", t(5, 4), [1])
 case("max.default", t(5, 4))
@@ -242,6 +245,8 @@ case(_attention, t(2, 2, 5, 4), t(2, 2, 6, 4), t(2, 2, 6, 4), b(2, 1, 5, 6) | (i
 case(_attention, t(2, 4, 5, 4), t(2, 2, 5, 4), t(2, 2, 5, 4), t(5, 5), enable_gqa=True)
 case(_attention, t(2, 4, 5, 4), t(2, 2, 5, 4), t(2, 2, 5, 4), t(2, 4, 5, 5), enable_gqa=True)
 case(_attention, t(2, 4, 5, 4), t(2, 2, 5, 4), t(2, 2, 5, 4), None, 0.0, True, enable_gqa=True)
+case(_attention, t(2, 3, 5, 4), t(2, 1, 5, 4), t(2, 1, 5, 4), None, 0.0, True, enable_gqa=True)
+case(_attention, t(3, 2, 5, 4), t(1, 2, 6, 4), t(1, 2, 6, 4))
 case(_attention, t(3, 5, 4), t(3, 6, 4), t(3, 6, 4))
 
 # convolution and pooling

@@ -194,6 +194,21 @@ class Reference:
         return in_order(outputs), in_order(found)
 
 
+def check_all(case: Case, *meshes: Mesh, ordered: bool = True) -> Rule:
+    """The law for one call, under every strategy that its rule yields on `meshes`."""
+    torch.manual_seed(0)
+    reference = Reference(case)
+    for mesh in meshes:
+        for strategy in reference.rule.strategies(mesh, ordered=ordered):
+            try:
+                reference.check(strategy, mesh)
+            except Exception as error:
+                raise AssertionError(
+                    f"{case.name} with {reference.rule.text!r} under {strategy} on {mesh}"
+                ) from error
+    return reference.rule
+
+
 def in_order(items: list[tuple[int, Any]]) -> list[Any]:
     """Items by rank."""
     return [item for _, item in sorted(items, key=lambda pair: pair[0])]

@@ -8,7 +8,7 @@ import torch
 from autopar.mesh import Mesh
 from autopar.strategies import rule_of
 from tests.strategies.rule_cases import BUILT_IN, CASES, operator, t, u
-from tests.strategies.rule_law import Case, Reference
+from tests.strategies.rule_law import Case, check_all
 
 MESHES = (Mesh(a=2), Mesh(a=2, b=2))
 # Without values to compare: what is in fresh memory, and what is drawn.
@@ -28,16 +28,7 @@ UNCOMPARED = {
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_law(case: Case) -> None:
-    torch.manual_seed(0)
-    reference = Reference(case)
-    for mesh in MESHES:
-        for strategy in reference.rule.strategies(mesh):
-            try:
-                reference.check(strategy, mesh)
-            except Exception as error:
-                raise AssertionError(
-                    f"{case.name} with {reference.rule.text!r} under {strategy} on {mesh}"
-                ) from error
+    check_all(case, *MESHES)
 
 
 def test_every_rule_has_a_case() -> None:
