@@ -301,6 +301,7 @@ class _Search:
 
 @lru_cache(maxsize=1 << 16)
 def local_elements(dims: tuple[tuple[str, ...], ...], shape: tuple[int, ...], mesh: Mesh) -> int:
+    """How many elements the largest piece has."""
     return math.prod(Layout(*dims).largest_shape(shape, mesh))
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.collectives import Movement, move, operator_call, redistribute
-from autopar.collectives.redistribution import LinkPrice, _steps
+from autopar.collectives.redistribution import LinkPrice, steps
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from tests.collectives.spaces import all_states, random_gradient, random_value
@@ -62,7 +62,7 @@ def check_movements(mesh: Mesh, shape: tuple[int, ...], rank: int, names: dict) 
     count = 0
     for layout, pending in all_states(mesh, len(shape)):
         state = (layout.dims, layout.partial, pending)
-        for movement, (dims, partial, pending_after), cuts in _steps(state, mesh):
+        for movement, (dims, partial, pending_after), cuts in steps(state, mesh):
             if any(shape[dim] % degree for dim, degree in cuts):
                 continue
             count += 1

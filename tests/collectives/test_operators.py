@@ -24,6 +24,7 @@ def test_four_processes_do_as_four_virtual_ranks(tmp_path: Path) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            cwd=Path(__file__).parents[2],
         )
         for rank in range(4)
     ]

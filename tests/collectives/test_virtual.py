@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from autopar.collectives import Movement, from_ranks, move, to_ranks, virtual
-from autopar.collectives.redistribution import _steps
+from autopar.collectives.redistribution import steps
 from autopar.errors import ExecutionError
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -52,7 +52,7 @@ def test_every_movement_keeps_the_value_and_is_adjoint(mesh: Mesh, shape: tuple[
     count = 0
     for layout, pending in all_states(mesh, len(shape)):
         state = (layout.dims, layout.partial, pending)
-        for movement, (dims, partial, pending_after), cuts in _steps(state, mesh):
+        for movement, (dims, partial, pending_after), cuts in steps(state, mesh):
             if any(shape[dim] % degree for dim, degree in cuts):
                 continue
             count += 1
