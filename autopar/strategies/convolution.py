@@ -11,6 +11,12 @@ from functools import partial
 from autopar.strategies.registry import Call, aten, register_rule
 from autopar.strategies.rule import Dim, Rule, Saved
 
+RESIZES = {
+    1: "upsample_linear1d",
+    2: "upsample_bilinear2d upsample_bicubic2d",
+    3: "upsample_trilinear3d",
+}
+
 
 def _convolution(call: Call) -> Rule | None:
     if call.get("transposed"):
@@ -47,7 +53,7 @@ def _convolution(call: Call) -> Rule | None:
     )
 
 
-def _pooling(call: Call, space: int, linear: bool) -> Rule:
+def _pooling(call: Call, space: int, linear: bool, saved: tuple[int, ...] = (0,)) -> Rule:
     shape, out_shape = call.shapes[0], call.shape
     leading: list[Dim] = [(f"n{i}",) for i in range(len(shape) - space)]
     before: list[Dim] = [(f"x{i}",) for i in range(space)]
@@ -56,32 +62,31 @@ def _pooling(call: Call, space: int, linear: bool) -> Rule:
     sizes |= {dim[0]: size for dim, size in zip(after, out_shape[len(leading) :])}
     window = call.get("kernel_size") or [1]
     window = window * space if len(window) == 1 else window
+    places = ((*leading, *after),)  # of the maxima
     return call.rule(
         [[*leading, *before]],
         [*leading, *after],
         sizes,
         whole=[dim[0] for dim in before + after],
+        even=frozenset(leading[-1]),  # torch pools no piece without channels
         passes=[(0,)] if linear else (),
         flops=float(math.prod(out_shape) * math.prod(window)),
-        saved=Saved() if linear else Saved((0,), extra=((*leading, *after),)),
+        saved=Saved(saved, extra=() if linear else places),
     )
 
 
+def _average_to_size(call: Call) -> Rule:
+    """To one point it is a mean, which keeps nothing."""
+    return _pooling(call, 2, linear=True, saved=() if set(call["output_size"]) == {1} else (0,))
+
+
 register_rule(aten("conv1d conv2d conv3d convolution"), _convolution)
-register_rule(aten("max_pool1d"), partial(_pooling, space=1, linear=False))
-register_rule(aten("max_pool2d"), partial(_pooling, space=2, linear=False))
-register_rule(aten("max_pool3d"), partial(_pooling, space=3, linear=False))
-register_rule(
-    aten("avg_pool1d adaptive_avg_pool1d upsample_nearest1d upsample_linear1d"),
-    partial(_pooling, space=1, linear=True),
-)
-register_rule(
-    aten(
-        "avg_pool2d adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d"
-    ),
-    partial(_pooling, space=2, linear=True),
-)
-register_rule(
-    aten("avg_pool3d adaptive_avg_pool3d upsample_nearest3d upsample_trilinear3d"),
-    partial(_pooling, space=3, linear=True),
-)
+for _space in (1, 2, 3):
+    _maximum = partial(_pooling, space=_space, linear=False)
+    _average = partial(_pooling, space=_space, linear=True)
+    _resize = partial(_pooling, space=_space, linear=True, saved=())
+    register_rule(f"aten.max_pool{_space}d", _maximum)
+    register_rule(aten(f"avg_pool{_space}d adaptive_avg_pool{_space}d"), _average)
+    register_rule(f"aten.upsample_nearest{_space}d", _resize)
+    register_rule(aten(RESIZES[_space]), _resize)
+register_rule("aten.adaptive_avg_pool2d", _average_to_size)

@@ -12,10 +12,10 @@ from autopar.strategies.language import Passes, parse
 from autopar.strategies.registry import Call, aten, register_rule
 from autopar.strategies.rule import Rule
 
-SAVES_OUTPUT = aten("exp exp2 sqrt rsqrt tanh sigmoid relu reciprocal hardtanh")
+SAVES_OUTPUT = aten("exp exp2 sqrt rsqrt tanh sigmoid relu reciprocal expm1 tan")
 SAVES_INPUT = aten(
-    "log log2 log10 log1p expm1 gelu silu mish abs cos sin tan acos asin atan erf square "
-    "log_sigmoid leaky_relu elu softplus selu celu hardswish hardsigmoid relu6 erfinv nan_to_num"
+    "log log2 log10 log1p hardtanh gelu silu mish abs cos sin acos asin atan erf square "
+    "leaky_relu elu softplus selu celu hardswish hardsigmoid relu6 erfinv nan_to_num"
 )
 SAVES_NOTHING = aten("sign floor ceil round trunc isnan isinf isfinite logical_not bitwise_not")
 LINEAR = aten("neg clone positive alias contiguous detach lift_fresh lift_fresh_copy")
@@ -23,9 +23,7 @@ COMPARISONS = aten(
     "eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor "
     "__and__ __or__ __xor__ floor_divide"
 )
-PAIRS = aten(
-    "maximum minimum max.other min.other atan2 pow remainder fmod fmax fmin hypot logaddexp"
-)
+PAIRS = aten("maximum minimum max.other min.other atan2 remainder fmod fmax fmin logaddexp")
 
 
 def elementwise(call: Call, passes: Passes = (), saved: str = "", cost: float = 1.0) -> Rule:
@@ -104,18 +102,22 @@ register_rule(SAVES_NOTHING, "... -> ...")
 register_rule(LINEAR, "... -> ...", passes="all", cost=0)
 register_rule(COMPARISONS, "..., ... -> ...")
 register_rule(PAIRS, "..., ... -> ...", saved="0 1")
+register_rule("aten.log_sigmoid", "... -> ...", saved="0", extra="...")
+register_rule(aten("pow hypot"), "..., ... -> ...", saved="0 1 output")
 register_rule("aten.pow.Tensor_Scalar", "... -> ...", saved="0")
 register_rule("aten.pow.Scalar", "... -> ...", saved="0 output")
 register_rule(aten("add sub rsub"), _sum_of_inputs)
 register_rule("aten.mul", _product)
 register_rule("aten.div", _scaled)
-register_rule(aten("div.Tensor_mode div.Scalar_mode"), "..., ... -> ...", saved="1")
+register_rule("aten.div.Tensor_mode", "..., ... -> ...", saved="0 1")
+register_rule("aten.div.Scalar_mode", "... -> ...")
 register_rule(aten("to _to_copy type_as"), _converted)
-register_rule("aten.clamp", "..., ..., ... -> ...", saved="0")
-register_rule(aten("clamp_min clamp_max"), "..., ... -> ...", saved="0")
+register_rule("aten.clamp", "..., ..., ... -> ...", saved="0 1 2")
+register_rule(aten("clamp_min clamp_max"), "..., ... -> ...", saved="0 1")
 register_rule("aten.addcmul", "..., ..., ... -> ...", saved="1 2")
 register_rule("aten.addcdiv", "..., ..., ... -> ...", saved="1 2")
 register_rule("aten.lerp", "..., ..., ... -> ...", saved="0 1 2")
+register_rule("aten.lerp.Scalar", "..., ... -> ...", passes="all")
 register_rule("aten.where", _where)
 register_rule("aten.masked_fill", _masked_fill)
 register_rule("aten.dropout", _dropout)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from autopar.strategies.kernels import count_targets, cross_entropy
 from autopar.strategies.language import parse
 from autopar.strategies.registry import Call, aten, register_rule
@@ -24,7 +26,7 @@ def _embedding(call: Call) -> Rule:
     )
 
 
-def _pointwise_loss(call: Call) -> Rule:
+def _pointwise_loss(call: Call, absolute: bool = False) -> Rule:
     """Elementwise, and summed by `reduction`."""
     reduction = call["reduction"]
     line = {
@@ -32,7 +34,15 @@ def _pointwise_loss(call: Call) -> Rule:
         MEAN: "...!, ...! -> ",
         SUM: "..., ... -> " if call.shapes[0] == call.shapes[1] else "...!, ...! -> ",
     }[reduction]
-    return parse(line, call.shapes, [call.shape], saved="0 1", cost=2, source=call.source)
+    return parse(
+        line,
+        call.shapes,
+        [call.shape],
+        saved="" if absolute else "0 1",
+        extra="..." if absolute else "",
+        cost=2,
+        source=call.source,
+    )
 
 
 def _class_loss(call: Call) -> Rule:
@@ -46,6 +56,9 @@ def _class_loss(call: Call) -> Rule:
     inputs += [[dims[classes]]] * (len(call.shapes) - 2)
     reduction = call["reduction"]
     whole = list(sizes) if reduction == MEAN else [f"d{classes}"]
+    saved = Saved((*range(len(inputs)),))
+    if "label_smoothing" in call.arguments:  # takes logits, and keeps their log-softmax
+        saved = Saved(saved.inputs[1:], extra=(tuple(dims),))
     return call.rule(
         inputs,
         rest if reduction == NONE else [],
@@ -53,7 +66,7 @@ def _class_loss(call: Call) -> Rule:
         whole=whole,
         sums=frozenset(dim[0] for dim in rest) if reduction == SUM else frozenset(),
         flops=5.0 * call.inputs[0].meta["val"].numel(),
-        saved=Saved((1,), extra=(tuple(dims),)),
+        saved=saved,
     )
 
 
@@ -63,9 +76,10 @@ register_rule(
     "... v, ..., v -> ...",
     kernels={"v": "cross_entropy"},
     cost=5,
-    saved="1",
+    saved="1 2",
     extra="... v",
 )
 register_rule(count_targets, "...+, v! -> ")
-register_rule(aten("mse_loss l1_loss huber_loss smooth_l1_loss"), _pointwise_loss)
+register_rule(aten("mse_loss huber_loss smooth_l1_loss"), _pointwise_loss)
+register_rule("aten.l1_loss", partial(_pointwise_loss, absolute=True))
 register_rule(aten("cross_entropy_loss nll_loss nll_loss_nd"), _class_loss)

@@ -10,7 +10,7 @@ import itertools
 import torch
 
 from autopar.strategies.registry import Call, aten, register_rule
-from autopar.strategies.rule import Dim, Rule
+from autopar.strategies.rule import Dim, Rule, Saved
 from autopar.strategies.shapes import FIRST, names, same_dims, sizes_of
 
 
@@ -32,7 +32,15 @@ def _index_select(call: Call) -> Rule:
     out: list[Dim] = [("j",) if i == dim else factor for i, factor in enumerate(dims)]
     index: list[Dim] = [("j",)] * len(call.shapes[1])
     sizes = sizes_of(dims, call.shapes[0]) | {"j": call.shape[dim] if out else 1}
-    return call.rule([dims, index], out, sizes, whole=dims[dim], passes=FIRST, flops=0.0)
+    return call.rule(
+        [dims, index],
+        out,
+        sizes,
+        whole=dims[dim],
+        passes=FIRST,
+        flops=0.0,
+        saved=Saved((1,)),
+    )
 
 
 def _gather(call: Call) -> Rule:
@@ -52,7 +60,9 @@ def _gather(call: Call) -> Rule:
         whole.append(f"n{i}")
         if i != dim:
             whole += factor  # the table's rows are matched by position
-    return call.rule([into, out], out, sizes, whole=whole, passes=FIRST, flops=0.0)
+    return call.rule(
+        [into, out], out, sizes, whole=whole, passes=FIRST, flops=0.0, saved=Saved((0, 1))
+    )
 
 
 def _index(call: Call) -> Rule | None:
@@ -76,7 +86,8 @@ def _index(call: Call) -> Rule | None:
     rest = [factor for i, factor in enumerate(into) if i not in present]
     out = rest[:at] + picked + rest[at:]
     whole = [f"d{i}" for i in present]
-    return call.rule(inputs, out, sizes, whole=whole, passes=FIRST, flops=0.0)
+    saved = Saved(tuple(range(1, len(inputs))))
+    return call.rule(inputs, out, sizes, whole=whole, passes=FIRST, flops=0.0, saved=saved)
 
 
 def _scatter(call: Call) -> Rule:
@@ -95,7 +106,7 @@ def _scatter(call: Call) -> Rule:
                 sizes[f"n{number}_{i}"] = size
                 whole += [f"n{number}_{i}", f"d{i}"]
         inputs.append(dims)
-    return call.rule(inputs, out, sizes, whole=whole)
+    return call.rule(inputs, out, sizes, whole=whole, saved=Saved((1,)))
 
 
 register_rule(aten("slice narrow"), _slice)

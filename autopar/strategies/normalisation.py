@@ -26,7 +26,7 @@ def _over_last_dims(call: Call, stats: int) -> Rule:
         sizes,
         whole=[dim[0] for dim in held],
         flops=5.0 * call.outputs[0].numel(),
-        saved=Saved((0, *((1,) if parameters else ())), extra=extra),
+        saved=Saved((*range(len(call.shapes)),), extra=extra),
     )
 
 
@@ -64,7 +64,8 @@ def _batch_norm(call: Call) -> Rule | None:
     dims: list[Dim] = [(f"d{i}",) for i in range(len(call.shape))]
     sizes = {dim[0]: size for dim, size in zip(dims, call.shape)}
     vectors = [[dims[1]]] * (len(call.shapes) - 1)
-    return call.rule([dims, *vectors], dims, sizes, saved=Saved((*range(len(call.shapes)),)))
+    kept = tuple(index for index, slot in enumerate(call.slots) if slot != 2)  # not the bias
+    return call.rule([dims, *vectors], dims, sizes, saved=Saved(kept))
 
 
 register_rule("aten.layer_norm", _layer_norm)

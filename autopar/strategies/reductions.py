@@ -53,6 +53,10 @@ def _kept(call: Call) -> Rule:
     return _reduction(call, summed=False, linear=False, saved=Saved((0,), output=True))
 
 
+def _spread(call: Call) -> Rule:
+    return _reduction(call, summed=False, linear=False, saved=Saved((0,)))
+
+
 def _softmax(call: Call) -> Rule:
     dims = names(len(call.shape))
     whole = [f"d{call.dim(call['dim'])}"]
@@ -62,8 +66,8 @@ def _softmax(call: Call) -> Rule:
 
 register_rule("aten.sum", _sum)
 register_rule("aten.mean", _mean)
-register_rule(
-    aten("amax amin logsumexp prod var std linalg_vector_norm max.default min.default"), _kept
-)
+register_rule("aten.var", _spread)
+register_rule(aten("amax amin logsumexp prod std linalg_vector_norm"), _kept)
+register_rule(aten("max.default min.default"), _kept)
 register_rule(aten("argmax argmin any all"), _other)
 register_rule(aten("softmax log_softmax _softmax _log_softmax"), _softmax)

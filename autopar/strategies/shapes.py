@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from autopar.strategies.registry import Call, aten, register_rule
-from autopar.strategies.rule import Dim, Rule
+from autopar.strategies.rule import Dim, Rule, Saved
 
 FIRST = ((0,),)  # the first input may be a partial sum
 
@@ -24,7 +24,12 @@ def sizes_of(dims: Sequence[Dim], shape: Sequence[int]) -> dict[str, int]:
     return {dim[0]: size for dim, size in zip(dims, shape)}
 
 
-def same_dims(call: Call, whole: Iterable[int], passes: Sequence[Sequence[int]] = FIRST) -> Rule:
+def same_dims(
+    call: Call,
+    whole: Iterable[int],
+    passes: Sequence[Sequence[int]] = FIRST,
+    saved: Saved = Saved(),  # noqa: B008 (frozen)
+) -> Rule:
     """The output has the dims of the input; those in `whole` stay whole, and may change size."""
     dims, shape = names(len(call.shape)), call.shapes[0]
     sizes, out = sizes_of(dims, shape), list(dims)
@@ -34,7 +39,7 @@ def same_dims(call: Call, whole: Iterable[int], passes: Sequence[Sequence[int]] 
             out[index] = (f"n{index}",)
             sizes[f"n{index}"] = after
             held |= {f"d{index}", f"n{index}"}
-    return call.rule([dims], out, sizes, whole=held, passes=passes, flops=0.0)
+    return call.rule([dims], out, sizes, whole=held, passes=passes, flops=0.0, saved=saved)
 
 
 def _reshape(call: Call) -> Rule:
@@ -214,8 +219,9 @@ def _stack(call: Call) -> Rule:
 def _pad(call: Call) -> Rule:
     pad, ndim = call["pad"], len(call.shape)
     padded = [ndim - 1 - i // 2 for i, amount in enumerate(pad) if amount]
-    zeros = call.get("mode", "constant") != "constant" or not call.get("value")
-    return same_dims(call, padded, FIRST if zeros else ())
+    constant = call.get("mode", "constant") == "constant"
+    linear = not constant or not call.get("value")
+    return same_dims(call, padded, FIRST if linear else (), Saved() if constant else Saved((0,)))
 
 
 def _whole_dim(call: Call) -> Rule:

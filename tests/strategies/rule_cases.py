@@ -74,11 +74,14 @@ for _name in plain(COMPARISONS[:-1]):
         case(f"{_name}.Tensor", t(5, 4), u(5, 1))
 case("floor_divide.default", t(5, 4), u(5, 1), constants=(0, 1))
 for _name in plain(PAIRS):
-    _overload = {"pow": "Tensor_Tensor", "remainder": "Tensor", "fmod": "Tensor"}
+    _overload = {"remainder": "Tensor", "fmod": "Tensor"}
     _full_name = _name if "." in _name else f"{_name}.{_overload.get(_name, 'default')}"
     case(_full_name, u(5, 4), u(4) + 1)
 for _name in ("eq", "ge"):
     case(f"{_name}.Scalar", t(5, 4), 0.0)
+case("log_sigmoid.default", u(5, 4))
+case("pow.Tensor_Tensor", u(5, 4), u(4) + 1)
+case("hypot.default", u(5, 4), u(4))
 case("pow.Tensor_Scalar", t(5, 4), 3.0)
 case("pow.Scalar", 2.0, t(5, 4))
 for _name in ("add", "sub", "rsub"):
