@@ -60,6 +60,12 @@ def parallelize(
             got='local_inputs=True with backend="virtual"',
             remedy="hand the global batch to the virtual mesh",
         )
+    if local_inputs and plan.microbatches > 1:
+        raise InvalidInput(
+            "a step in micro-batches cuts the global batch, which every rank is given",
+            got=f"local_inputs=True with {plan.microbatches} micro-batches",
+            remedy="hand every rank the global batch, or microbatches=1",
+        )
     runs: Backend = (
         VirtualBackend(plan.program, _device_of(model))
         if backend == "virtual"

@@ -16,6 +16,7 @@ from autopar.capture.captured import Captured
 from autopar.collectives import LinkPrice, Price
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
+from autopar.passes.microbatches import cut_batch
 from autopar.runtime.plan import Plan
 from autopar.search.decisions import Decisions, Fallback
 from autopar.search.propagate import propagate
@@ -33,8 +34,12 @@ def plan(
     mesh: Mesh | DeviceMesh,
     mode: str = "propagate",
     strict: bool = False,
+    microbatches: int = 1,
 ) -> Plan:
-    """Decide where every tensor of `model`, called with `args` and `kwargs`, lives on `mesh`."""
+    """Decide where every tensor of `model`, called with `args` and `kwargs`, lives on `mesh`.
+
+    `microbatches`: into how many equal parts a step cuts the batch, to run one after another.
+    """
     if mode not in MODES:
         raise InvalidInput(
             "mode is one of " + ", ".join(map(repr, MODES)), got=repr(mode), remedy=repr(MODES[0])
@@ -44,6 +49,8 @@ def plan(
     captured = capture(model, args, dict(kwargs or {}))
     if strict:
         _require_rules(captured)
+    batches = None if microbatches == 1 else cut_batch(captured, microbatches)
+    captured = batches.captured if batches else captured
     if mode == "data":
         decisions = propagate(captured, mesh)
     else:
@@ -51,7 +58,7 @@ def plan(
         decisions = propagate(captured, mesh, wishes)
     _refuse_random(captured, decisions)
     _report_fallbacks(decisions.fallbacks)
-    return Plan(captured, decisions, price_of(mesh))
+    return Plan(captured, decisions, price_of(mesh), batches)
 
 
 def price_of(mesh: Mesh) -> Price:

@@ -51,6 +51,7 @@ class TorchBackend:
         self._wrapped: dict[str, tuple[Tensor, DTensor]] = {}
         self._sync: GradientSync | None = None
         self._pending = False
+        self._first = self._last = True
 
     def graph(self, stage: int | None = None) -> fx.Graph:
         """This rank's own program."""
@@ -84,6 +85,10 @@ class TorchBackend:
     def guard(self) -> AbstractContextManager[None]:
         """Around everything in which ranks wait for one another."""
         return one_fails_all_stop(self.rank)
+
+    def begin(self, first: bool, last: bool) -> None:
+        """Gradients of several micro-batches gather in the leaves; the last one brings the sums."""
+        self._first, self._last = first, last
 
     def run(
         self, kept: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
@@ -142,8 +147,11 @@ class TorchBackend:
         """Have `_finish` called at the end of any backward pass through this run."""
         if self._sync is None:
             self._sync = GradientSync(make_buckets(self._synchronised()), self.groups)
-        for leaf in self._leaves.values():
+        for leaf in self._leaves.values() if self._first else ():
             leaf.grad = None
+        self._sync.active = self._last
+        if not self._last:
+            return
         in_use = frozenset(
             name for name, parameter in self._parameters.items() if parameter.grad is not None
         )

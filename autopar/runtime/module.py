@@ -26,6 +26,7 @@ class Backend(Protocol):
     def input_shapes(self) -> dict[str, tuple[int, ...]]: ...
     def graph(self, stage: int | None = None) -> fx.Graph: ...
     def guard(self) -> AbstractContextManager[None]: ...
+    def begin(self, first: bool, last: bool) -> None: ...
     def run(
         self, kept: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> tuple[list[Tensor], dict[str, Tensor]]: ...
@@ -61,7 +62,7 @@ class ParallelModule(nn.Module):
             _owner(self, name).register_buffer(
                 name.rpartition(".")[2], self._kept[name], persistent=name in persistent
             )
-        self._shapes = backend.input_shapes()
+        self._shapes = program.shapes(backend.input_shapes())
 
     @property
     def graph(self) -> Listing:
@@ -74,18 +75,30 @@ class ParallelModule(nn.Module):
         return [Listing(self.backend.graph())]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.program.batches is not None:
+            raise InvalidInput(
+                "a program in micro-batches runs whole steps only",
+                got=f"a direct call with {self.program.batches.count} micro-batches",
+                remedy="call step(), or parallelize with microbatches=1",
+            )
         with self.backend.guard():
             inputs = self.program.bind(args, kwargs, self._shapes)
             return self.program.structure(self._run(inputs))
 
     def step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Forward and backward of one global batch; the loss, the same on every rank."""
+        """Forward and backward of one global batch, all micro-batches of it: the batch's loss."""
         index = self.program.loss_index
         with self.backend.guard(), torch.enable_grad():
             inputs = self.program.bind(args, kwargs, self._shapes)
-            loss = self._run(inputs)[index]
-            loss.backward()
-        return loss.detach()
+            total: Tensor | None = None
+            batches = self.program.split(inputs)
+            for number, batch in enumerate(batches):
+                self.backend.begin(number == 0, number == len(batches) - 1)
+                loss = self._run(batch)[index]
+                loss.backward()
+                total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        return total
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole tensors under the names of the original model's state dict."""

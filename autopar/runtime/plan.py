@@ -10,6 +10,7 @@ from autopar.collectives import Price
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes import rewrite
+from autopar.passes.microbatches import Microbatches
 from autopar.runtime.program import Program
 from autopar.search.decisions import Decisions
 
@@ -33,6 +34,12 @@ class Plan:
     captured: Captured
     decisions: Decisions
     price: Price
+    batches: Microbatches | None = None  # `captured` is then the program of one micro-batch
+
+    @property
+    def microbatches(self) -> int:
+        """How many micro-batches a step runs, one after another."""
+        return 1 if self.batches is None else self.batches.count
 
     @property
     def mesh(self) -> Mesh:
@@ -42,7 +49,7 @@ class Plan:
     def program(self) -> Program:
         """The rewritten program of all ranks."""
         graph = rewrite(self.captured, self.decisions, self.price)
-        return Program(self.captured, self.decisions, graph)
+        return Program(self.captured, self.decisions, graph, self.batches)
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:
@@ -76,7 +83,7 @@ class Plan:
         return records
 
     def __str__(self) -> str:
-        lines = [f"plan on {self.mesh}"]
+        lines = [f"plan on {self.mesh}, micro-batches: {self.microbatches}"]
         for placeholder, name in self.captured.parameters.items():
             node = self.program.placeholders[placeholder]
             sync = node.meta.get("sync")

@@ -15,6 +15,7 @@ from autopar.capture.captured import Captured
 from autopar.errors import InvalidInput
 from autopar.layout import TensorType
 from autopar.mesh import Mesh
+from autopar.passes.microbatches import Microbatches
 from autopar.search.decisions import Decisions
 
 
@@ -25,6 +26,7 @@ class Program:
     captured: Captured
     decisions: Decisions
     graph: fx.Graph
+    batches: Microbatches | None = None  # the program is that of one micro-batch
 
     @property
     def mesh(self) -> Mesh:
@@ -57,6 +59,21 @@ class Program:
             got="outputs " + ", ".join(str(node.meta["type"]) for node in self.outputs),
             remedy="return the loss from forward, or call the parallel module and differentiate",
         )
+
+    def split(self, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """The inputs of every micro-batch of a step, in order."""
+        return [dict(inputs)] if self.batches is None else self.batches.split(inputs)
+
+    def shapes(self, of_backend: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """The shapes that a caller's inputs have: those of the backend, or of a whole batch."""
+        if self.batches is None:
+            return dict(of_backend)
+        nodes = {node.name: node for node in self.batches.whole.graph.nodes}
+        return {
+            name: tuple(nodes[name].meta["val"].shape)
+            for name in self.captured.inputs
+            if name is not None
+        }
 
     def structure(self, outputs: Sequence[Any]) -> Any:
         """The user's own output structure around `outputs`."""

@@ -63,6 +63,9 @@ class VirtualBackend:
         """Nobody waits for anybody in one process."""
         return nullcontext()
 
+    def begin(self, first: bool, last: bool) -> None:
+        """Every micro-batch is the same here."""
+
     def run(
         self, kept: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> tuple[list[Tensor], dict[str, Tensor]]:

@@ -1,0 +1,362 @@
+"""Micro-batches: the program of one slice of the batch, whose results add up to the whole batch's.
+
+    parts = cut_batch(captured, count=4)
+    totals = parts.totals(inputs)                    # counts over the whole batch, e.g. of targets
+    for batch in parts.split(inputs, totals):
+        loss += run(parts.captured, ..., batch)      # this micro-batch's share of the loss
+        ...                                          # gradients of the shares add up likewise
+
+Comes before all decisions: `parts.captured` is what they are made about. That the shares add up is
+shown by the rules, as if the micro-batches were ranks that cut the batch: each value is then the
+same for all, a slice, or a term of a sum. A sum that takes no gradient and comes from the inputs
+alone (the count under a mean) is a *total*, computed before the step from the whole batch. Any
+other place where samples meet before the loss is refused. Batch norm is the exception: each
+micro-batch is normalised by its own statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from autopar.capture.captured import Captured
+from autopar.capture.marker import ANNOTATE
+from autopar.capture.verifier import verify
+from autopar.errors import InvalidInput
+from autopar.layout import Layout, TensorType
+from autopar.mesh import Mesh
+from autopar.search.propagate import propagate
+from autopar.strategies import localize_arguments, rule_of, tensor_inputs
+from autopar.strategies.kernels import batch_normalize, batch_sums, running_mean, running_var
+
+aten = torch.ops.aten
+AXIS = "microbatch"
+# Which argument of the steps of batch norm counts the elements of a channel.
+_COUNTS = {batch_normalize: 5, running_mean: 5, running_var: 5}
+_SUMS = (aten.add.Tensor, aten.sub.Tensor)
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """The program of one micro-batch, and what it takes from the inputs of a whole batch."""
+
+    count: int
+    captured: Captured  # its one output is the share of the loss
+    cut: frozenset[str]  # the inputs that have the batch as first dim
+    counts: fx.Graph | None  # from the inputs of a whole batch to the totals
+    whole: Captured  # the program of a whole batch
+
+    def totals(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The sums over the whole batch that every micro-batch needs, by placeholder."""
+        if self.counts is None:
+            return {}
+        values: dict[fx.Node, Any] = {}
+        with torch.no_grad():
+            for node in self.counts.nodes:
+                if node.op == "placeholder":
+                    known = inputs if node.name in inputs else self.whole.constants
+                    values[node] = known[node.name]
+                elif node.op == "call_function":
+                    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                    values[node] = (
+                        args[0] if node.target is ANNOTATE else node.target(*args, **kwargs)
+                    )
+                else:
+                    return {name: values[node] for name, node in node.args[0].items()}
+        raise AssertionError("a graph ends with its output")
+
+    def split(self, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """The inputs of every micro-batch, in order."""
+        totals = self.totals(inputs)
+        pieces = {name: inputs[name].chunk(self.count) for name in self.cut}
+        return [
+            {name: pieces[name][i] if name in self.cut else v for name, v in inputs.items()}
+            | totals
+            for i in range(self.count)
+        ]
+
+
+def cut_batch(captured: Captured, count: int) -> Microbatches:
+    """The program of one of `count` equal micro-batches, which returns its share of the loss."""
+    batch = _batch_of(captured, count)
+    cutter = _Cutter(captured, count)
+    for node in captured.graph.nodes:
+        if node in cutter.live:
+            cutter.visit(node)
+    small = cutter.finish()
+    verify(small.graph, "captured")
+    cut = frozenset(
+        name for name in captured.inputs if name is not None and cutter.status.get(name) == 0
+    )
+    if count > 1 and not cut:
+        raise InvalidInput(
+            "micro-batches cut the first dim of the inputs",
+            got=f"no input of the loss has the batch of {batch} as its first dim",
+            remedy="put the batch first, or microbatches=1",
+        )
+    return Microbatches(count, small, cut, cutter.counts(), captured)
+
+
+def loss_of(captured: Captured) -> fx.Node:
+    """The first output that is a differentiable number."""
+    results = captured.graph.output_node().args[0]
+    outputs = results[: len(results) - len(captured.mutations)]  # type: ignore[arg-type,index]
+    for node in outputs:  # type: ignore[union-attr]
+        if node.meta["val"].ndim == 0 and node.meta["differentiable"]:  # type: ignore[union-attr]
+            return node  # type: ignore[return-value]
+    raise InvalidInput(
+        "a step in micro-batches needs a model that returns its loss: a differentiable number",
+        got=f"{len(outputs)} outputs, none of them such",  # type: ignore[arg-type]
+        remedy="return the loss from forward",
+    )
+
+
+def _batch_of(captured: Captured, count: int) -> int:
+    inputs = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
+    shapes = [inputs[name].meta["val"].shape for name in captured.inputs if name is not None]
+    batch = next((shape[0] for shape in shapes if len(shape)), None)
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise InvalidInput(
+            "a step has a whole number of micro-batches, at least 1",
+            got=f"microbatches={count!r}",
+            remedy="microbatches=4",
+        )
+    if batch is None or batch % count:
+        given = "no input with a batch" if batch is None else f"a batch of {batch}"
+        raise InvalidInput(
+            "the micro-batches of a step are equal parts of the batch",
+            got=f"{given} in {count} parts",
+            remedy="a number of micro-batches (with schedules that halve them: twice the number) "
+            "that divides the batch",
+        )
+    return batch
+
+
+SAME, OWN, SUM = "the same for all", "a micro-batch's own", "a sum"
+Status = int | str  # SAME, OWN (statistics), SUM, or the dim that is cut
+
+
+class _Cutter:
+    """The working state: what each value is across micro-batches, and the new graph."""
+
+    def __init__(self, captured: Captured, count: int) -> None:
+        self.captured, self.count = captured, count
+        self.mesh = Mesh(**{AXIS: count})
+        self.loss = loss_of(captured)
+        self.live = _ancestors([self.loss, *_mutated(captured)])
+        self.status: dict[str, Status] = {}
+        self.graph = fx.Graph()
+        self.copies: dict[fx.Node, fx.Node] = {}
+        self.constants = dict(captured.constants)
+        self.summed: dict[fx.Node, fx.Node] = {}  # summed value -> placeholder of its total
+        self.read: dict[fx.Node, fx.Node] = {}  # what the operator at hand reads instead
+        decisions = propagate(captured, self.mesh) if count > 1 else None
+        self.strategies = decisions.strategies if decisions else {}
+        for node in captured.graph.nodes:
+            if node.op == "placeholder":
+                layout = decisions.placeholders[node.name] if decisions else Layout()
+                self._enter(node, layout.dim_of(AXIS))
+        self.live -= set(self.copies)
+
+    def visit(self, node: fx.Node) -> None:
+        """Find the status of one live operator, and copy it."""
+        inputs = tensor_inputs(node)
+        self.read.clear()
+        status = self._status(node, inputs) if self.count > 1 else SAME
+        self.status[node.name] = status
+        shape, layout = tuple(node.meta["val"].shape), _layout(node, status)
+        args, kwargs = localize_arguments(
+            node, TensorType(shape, node.meta["val"].dtype, layout), self.mesh, 0
+        )
+        if node.target in _COUNTS:
+            place = _COUNTS[node.target]
+            args = (*args[:place], args[place] // self.count, *args[place + 1 :])
+        self._copy(node, status, args, kwargs)
+
+    def finish(self) -> Captured:
+        """The program of one micro-batch."""
+        status = self.status[self.loss.name]
+        if self.count > 1 and status != SUM:
+            _refuse(self.loss, "the loss is not a sum over the samples of the batch")
+        mutated = _mutated(self.captured)
+        for node in mutated if self.count > 1 else ():
+            if self.status[node.name] not in (SAME, OWN):
+                _refuse(node, "a buffer is changed by more than one micro-batch's own statistics")
+        results = tuple(self.copies[node] for node in (self.loss, *mutated))
+        output = self.graph.output(results)
+        output.meta.update(
+            val=tuple(node.meta["val"] for node in results),
+            source=None,
+            module="",
+            differentiable=True,
+        )
+        for node in reversed(list(self.graph.nodes)):  # the terms of totals have no reader left
+            if node.op == "call_function" and not node.users:
+                self.graph.erase_node(node)
+        mutations = {
+            buffer: self.copies[node].name for buffer, node in zip(self.captured.mutations, mutated)
+        }
+        return replace(
+            self.captured,
+            graph=self.graph,
+            constants=self.constants,
+            mutations=mutations,
+            output_spec=pytree.tree_structure(0),
+            output_leaves=(self.copies[self.loss],),
+        )
+
+    def counts(self) -> fx.Graph | None:
+        """From the inputs of a whole batch to the totals, as a graph of its own."""
+        if not self.summed:
+            return None
+        graph = fx.Graph()
+        needed = _ancestors(list(self.summed))
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in self.captured.graph.nodes:
+            if node in needed:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+                copies[node].name = node.name
+        graph.output({total.name: copies[node] for node, total in self.summed.items()})
+        return graph
+
+    def _enter(self, node: fx.Node, dim: int | None) -> None:
+        name, value = node.name, node.meta["val"]
+        is_kept = name in self.captured.parameters or name in self.captured.buffers
+        if dim is not None and is_kept and node in self.live:
+            _refuse(node, "a parameter or buffer would be cut along the batch")
+        status: Status = SAME if dim is None or is_kept else dim
+        if name in self.constants and status != SAME:
+            pieces = self.constants[name].chunk(self.count, int(status))
+            if not all(torch.equal(pieces[0], piece) for piece in pieces[1:]):
+                _refuse(node, "a constant of the program differs from sample to sample")
+            self.constants[name] = pieces[0].clone()
+        self.status[name] = status
+        shape = list(value.shape)
+        if isinstance(status, int):
+            shape[status] //= self.count
+        copy = self.graph.node_copy(node)
+        copy.name, copy.meta = name, dict(node.meta)
+        if isinstance(status, int):
+            copy.meta["val"] = value.new_empty(shape)
+        self.copies[node] = copy
+
+    def _status(self, node: fx.Node, inputs: tuple[fx.Node, ...]) -> Status:
+        given = [self.status[value.name] for value in inputs]
+        strategy, rule = self.strategies.get(node.name), rule_of(node)
+        if rule is None or strategy is None:
+            if all(status in (SAME, OWN) for status in given):
+                return OWN if OWN in given else SAME
+            _refuse(node, f"{node.target} has no rule that says how it treats the batch")
+        factor = next((factor for factor, axes in strategy.cuts if AXIS in axes), None)
+        if factor is None:
+            return self._uncut(node, inputs, given)
+        if rule.kernel(strategy) is not None:
+            _refuse(node, f"{node.target} looks at the place of a sample in the batch")
+        for value, dims, status in zip(inputs, rule.inputs, given):
+            wanted = next((d for d, dim in enumerate(dims) if factor in dim), None)
+            if status == SUM and wanted is None:
+                self._total(value)
+            elif wanted is None and isinstance(status, int):
+                _refuse(node, f"{node.target} lets samples of different micro-batches meet")
+            elif wanted is not None and status != wanted:
+                _refuse(node, f"{value.name} holds the whole batch where a slice is needed")
+        places = [d for d, dim in enumerate(rule.outputs[0]) if factor in dim]
+        if places:
+            return places[0]
+        return OWN if node.target is batch_sums else SUM
+
+    def _uncut(self, node: fx.Node, inputs: tuple[fx.Node, ...], given: list[Status]) -> Status:
+        """What an operator makes of values that no longer have the batch as a dim."""
+        if any(isinstance(status, int) for status in given):
+            _refuse(node, f"{node.target} needs all samples of the batch together")
+        summed = frozenset(index for index, status in enumerate(given) if status == SUM)
+        rule = rule_of(node)
+        assert rule is not None
+        if summed not in rule.passes:
+            for index in summed:
+                if not inputs[index].meta["differentiable"]:
+                    self._total(inputs[index])
+            summed = frozenset(i for i in summed if inputs[i].meta["differentiable"])
+        if not summed:
+            return OWN if OWN in given else SAME
+        if summed in rule.passes and OWN not in given:
+            return SUM
+        if node.target in _SUMS and OWN not in given:
+            self._share(node, inputs)
+            return SUM
+        _refuse(node, "a sum over the batch that takes a gradient is not the loss yet")
+
+    def _total(self, value: fx.Node) -> None:
+        """Let the readers of a summed value have its sum over the whole batch."""
+        if value in self.summed:
+            self.read[value] = self.summed[value]
+            return
+        if value.meta["differentiable"]:
+            _refuse(value, "a sum over the batch that takes a gradient is used by a later operator")
+        allowed = {*self.captured.constants, *(n for n in self.captured.inputs if n is not None)}
+        for node in _ancestors([value]):
+            if node.op == "placeholder" and node.name not in allowed:
+                _refuse(value, f"a sum over the batch that depends on {node.name} is used again")
+        first_call = next((n for n in self.graph.nodes if n.op == "call_function"), None)
+        assert first_call is not None
+        with self.graph.inserting_before(first_call):
+            total = self.graph.placeholder(f"total_{value.name}")
+        total.meta = dict(value.meta)
+        self.summed[value] = self.read[value] = total
+
+    def _share(self, node: fx.Node, inputs: tuple[fx.Node, ...]) -> None:
+        """A term that is the same for all micro-batches, as a regulariser: each adds its part."""
+        for value in inputs:
+            if self.status[value.name] == SAME:
+                part = self.graph.call_function(aten.div.Tensor, (self.copies[value], self.count))
+                part.meta = dict(node.meta)
+                part.meta.update(val=value.meta["val"], differentiable=value.meta["differentiable"])
+                self.read[value] = part
+
+    def _copy(self, node: fx.Node, status: Status, args: tuple, kwargs: dict[str, Any]) -> None:
+        found = {**self.copies, **self.read}
+        new_args, new_kwargs = fx.map_arg((args, kwargs), found.__getitem__)
+        copy = self.graph.create_node("call_function", node.target, new_args, new_kwargs, node.name)
+        copy.meta = dict(node.meta)
+        if isinstance(status, int):
+            value = node.meta["val"]
+            shape = list(value.shape)
+            shape[status] //= self.count
+            copy.meta["val"] = value.new_empty(shape)
+        self.copies[node] = copy
+
+
+def _layout(node: fx.Node, status: Status) -> Layout:
+    ndim = node.meta["val"].ndim
+    if not isinstance(status, int):
+        return Layout.replicated(ndim)
+    return Layout(*((AXIS,) if dim == status else () for dim in range(ndim)))
+
+
+def _mutated(captured: Captured) -> list[fx.Node]:
+    results = captured.graph.output_node().args[0]
+    return list(results[len(results) - len(captured.mutations) :])  # type: ignore[arg-type,index]
+
+
+def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
+    found, waiting = set(), list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting.extend(node.all_input_nodes)
+    return found
+
+
+def _refuse(node: fx.Node, reason: str) -> NoReturn:
+    raise InvalidInput(
+        "the loss of a batch in micro-batches is the sum of their shares",
+        got=f"{reason} ({node.name} in {node.meta.get('module') or 'the model'})",
+        remedy="microbatches=1, or a loss that is a sum or mean over samples",
+        source=node.meta.get("source"),
+    )
