@@ -30,6 +30,7 @@ from autopar.capture.fake import fake_inputs, fake_model, home, new_mode, outsid
 from autopar.capture.flatten import flatten
 from autopar.capture.listing import operator_name
 from autopar.capture.normalise import normalise
+from autopar.capture.source import whole_stacks
 from autopar.capture.verifier import verify
 
 KEPT = ("val", "source", "module", "differentiable")
@@ -58,7 +59,7 @@ def capture(
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
     try:
-        with _quiet():
+        with _quiet(), whole_stacks():
             return torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:
         raise explain(error, model) from error

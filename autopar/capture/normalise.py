@@ -59,6 +59,7 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
     cleanup.drop_identities,
     # what does not depend on the inputs
     propagate,  # whether a gradient flows; no calls are made after it
+    cleanup.drop_detaches,
     cleanup.merge_duplicates,
     attention.recognise_masks,
     cleanup.drop_dead_code,

@@ -10,7 +10,8 @@ import linecache
 import re
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import numpy
 import sympy
 import torch
+from torch.fx.proxy import TracerBase
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in .*)?(?:\n\s+(?P<text>.*))?')
 _STANDARD = sysconfig.get_paths()["stdlib"] + "/"
@@ -25,6 +27,24 @@ _LIBRARIES = tuple(
     str(Path(module).parent) + "/"
     for module in (torch.__file__, numpy.__file__, sympy.__file__, Path(__file__).parent)
 )
+
+
+@contextmanager
+def whole_stacks() -> Iterator[None]:
+    """Let export record functions called from forward too, not only the lines of forward itself."""
+    # Seen in torch 2.11 to 2.13: the frames that a tracer keeps are chosen by this method alone.
+    before = TracerBase._filter_traceback_frames
+    TracerBase._filter_traceback_frames = _inside_forward  # type: ignore
+    try:
+        yield
+    finally:
+        TracerBase._filter_traceback_frames = before  # type: ignore[method-assign]
+
+
+def _inside_forward(_: object, stack: traceback.StackSummary) -> traceback.StackSummary:
+    names = [frame.name for frame in stack]
+    start = names.index("forward") if "forward" in names else len(names)
+    return traceback.StackSummary.from_list([f for f in stack[start:] if is_users(f.filename)])
 
 
 def of_stack(stack: str | None) -> str | None:

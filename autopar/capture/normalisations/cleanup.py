@@ -7,6 +7,7 @@ from torch import fx
 
 from autopar.capture.draft import Draft, argument
 from autopar.capture.normalisations.shapes import permutation
+from autopar.capture.results import pick
 
 aten = torch.ops.aten
 
@@ -117,6 +118,15 @@ def _is_identity(node: fx.Node) -> bool:
     return False
 
 
+def drop_detaches(draft: Draft) -> None:
+    """A detach of what has no gradient does nothing."""
+    for node in draft.calls(aten.detach.default):
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        if not source.meta["differentiable"]:
+            draft.substitute(node, source)
+
+
 def merge_duplicates(draft: Draft) -> None:
     """Equal calls without gradient and without randomness are made once."""
     seen: dict[tuple, fx.Node] = {}
@@ -133,5 +143,6 @@ def merge_duplicates(draft: Draft) -> None:
 
 def is_random(node: fx.Node) -> bool:
     """Whether two equal calls may give different values."""
-    tags = getattr(node.target, "tags", ())
+    target = node.args[0] if node.target is pick else node.target
+    tags = getattr(target, "tags", ())
     return torch.Tag.nondeterministic_seeded in tags

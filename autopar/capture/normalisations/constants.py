@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.draft import Draft
 from autopar.capture.listing import operator_name
 from autopar.capture.normalisations.cleanup import is_random
+from autopar.capture.results import pick
 
 aten = torch.ops.aten
 
@@ -68,11 +69,12 @@ class Evaluator:
         if node.op == "placeholder":
             value = self.draft.constants.get(node.name)
             return value is not None and value.device.type == "cpu" and type(value) is torch.Tensor
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        target = node.args[0] if node.target is pick else node.target
+        if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
             return False
-        if node.target.namespace != "aten" or is_random(node) or "empty" in str(node.target):
+        if is_random(node) or "empty" in str(target):
             return False
-        if node.target in _OF_SHAPES:
+        if target in _OF_SHAPES:
             return True
         return all(self.constant[source] for source in node.all_input_nodes)
 
@@ -110,7 +112,7 @@ class Evaluator:
         if not isinstance(result, torch.Tensor):
             return None
         shape = result.shape
-        if torch.Tag.pointwise in node.target.tags:  # type: ignore[union-attr]
+        if torch.Tag.pointwise in getattr(node.target, "tags", ()):
             tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
             same = [
                 dim

@@ -93,6 +93,9 @@ def _class_loss(draft: Draft, node: fx.Node) -> fx.Node:
     rank, shape = len(shape_of(logits)), shape_of(target)
     if rank > 2:
         logits = call(aten.permute.default, logits, [0, *range(2, rank), 1])
+    elif rank == 1:
+        logits = call(aten.unsqueeze.default, logits, 0)
+        target = call(aten.unsqueeze.default, target, 0)
     if target.meta["val"].is_floating_point():
         if rank > 2:
             target = call(aten.permute.default, target, [0, *range(2, rank), 1])
@@ -100,7 +103,9 @@ def _class_loss(draft: Draft, node: fx.Node) -> fx.Node:
         if reduction == MEAN:
             points = max(prod(shape_of(losses)), 1)
             return call(aten.div.Tensor, call(aten.sum.default, losses), points)
-        return losses if reduction == NONE else call(aten.sum.default, losses)
+        if reduction == NONE:
+            return losses if rank > 1 else call(aten.reshape.default, losses, [])
+        return call(aten.sum.default, losses)
     # Undo a flattening of the logits, so that batch and sequence stay visible.
     if logits.target is aten.reshape.default and rank == 2:
         before = shape_of(logits.args[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,36 +16,40 @@ aten = torch.ops.aten
 
 
 def split_into_slices(draft: Draft) -> None:
-    """split, chunk, unbind and the like become slices and selections."""
+    """split, chunk, unbind, broadcast_tensors: a slice, selection or expansion for each result."""
     for node in draft.calls():
         if isinstance(node.meta["val"], list | tuple) and node.target in _PIECES:
-            pieces = _PIECES[node.target](draft, node)
+            pieces = _PIECES[node.target](node)
             for user in list(node.users):
                 index = user.args[1]
                 assert isinstance(index, int)
                 with draft.graph.inserting_before(user):
-                    kind, *place = pieces[index]
-                    new = draft.call(node, kind, node.args[0], *place)
+                    new = draft.call(node, *pieces[index])
                 draft.substitute(user, new)
             draft.graph.erase_node(node)
 
 
-def _slices(dim: int, sizes: list[int]) -> list[tuple[Any, ...]]:
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    return [(aten.slice.Tensor, dim, start, start + n) for start, n in zip(starts, sizes)]
+def _pieces_of_split(node: fx.Node) -> list[tuple[Any, ...]]:
+    x = node.args[0]
+    dim = argument(node, "dim") % len(shape_of(x))
+    ends = list(accumulate(value.shape[dim] for value in node.meta["val"]))
+    return [(aten.slice.Tensor, x, dim, start, end) for start, end in zip([0, *ends], ends)]
 
 
-def _pieces_of_split(draft: Draft, node: fx.Node) -> list[tuple[Any, ...]]:
-    dim = argument(node, "dim") % len(shape_of(node.args[0]))
-    return _slices(dim, [value.shape[dim] for value in node.meta["val"]])
+def _pieces_of_unbind(node: fx.Node) -> list[tuple[Any, ...]]:
+    x = node.args[0]
+    dim = argument(node, "dim") % len(shape_of(x))
+    return [(aten.select.int, x, dim, index) for index in range(shape_of(x)[dim])]
 
 
-def _pieces_of_unbind(draft: Draft, node: fx.Node) -> list[tuple[Any, ...]]:
-    dim = argument(node, "dim") % len(shape_of(node.args[0]))
-    return [(aten.select.int, dim, index) for index in range(len(node.meta["val"]))]
+def _broadcast(node: fx.Node) -> list[tuple[Any, ...]]:
+    shape = list(node.meta["val"][0].shape)
+    return [(aten.expand.default, x, shape) for x in argument(node, "tensors")]
 
 
-_PIECES: dict[object, Callable[[Draft, fx.Node], list[tuple[Any, ...]]]] = {
+# The calls that stand for each of the results.
+_PIECES: dict[object, Callable[[fx.Node], list[tuple[Any, ...]]]] = {
+    aten.broadcast_tensors.default: _broadcast,
     aten.split.Tensor: _pieces_of_split,
     aten.split.sizes: _pieces_of_split,
     aten.split_with_sizes.default: _pieces_of_split,

@@ -1,0 +1,132 @@
+"""A model that cannot be captured says the rule, what was given, a remedy and the line."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.errors import InvalidInput
+from tests.capture.support import Function
+
+
+def branch(self: Function, x: Tensor) -> Tensor:
+    if x.sum() > 0:  # the line
+        return x
+    return self.linear(x)
+
+
+def item(self: Function, x: Tensor) -> Tensor:
+    return self.linear(x) * x.sum().item()  # the line
+
+
+def integer(self: Function, x: Tensor) -> Tensor:
+    for _ in range(int(x.sum())):  # the line
+        x = self.linear(x)
+    return x
+
+
+def numpy(self: Function, x: Tensor) -> Tensor:
+    return self.linear(x) * float(x.detach().numpy().sum())  # the line
+
+
+def selection(self: Function, x: Tensor) -> Tensor:
+    return self.linear(x)[x > 0].sum()  # the line
+
+
+def nonzero(self: Function, x: Tensor) -> Tensor:
+    return self.linear(x) * x.nonzero().shape[0]  # the line
+
+
+def own_error(self: Function, x: Tensor) -> Tensor:
+    raise KeyError("no such layer")  # the line
+
+
+def shapes(self: Function, x: Tensor) -> Tensor:
+    return self.linear(x) @ x  # the line
+
+
+def written_input(self: Function, x: Tensor) -> Tensor:
+    x.mul_(2)  # the line
+    return self.linear(x)
+
+
+def written_parameter(self: Function, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        self.linear.weight.mul_(2)  # the line
+    return self.linear(x)
+
+
+VALUES = "forward must not depend on the values of tensors, only on their shapes"
+WRITES = "forward changes only buffers and its own intermediate values"
+RUNS = "forward runs on the example inputs"
+
+
+@pytest.mark.parametrize(
+    ("function", "rule", "given"),
+    [
+        (branch, VALUES, "a Python decision"),
+        (item, VALUES, "item, whose result depends on values"),
+        (integer, VALUES, "a Python decision"),
+        (numpy, VALUES, "a tensor handed to numpy"),
+        (selection, VALUES, "index, whose result depends on values"),
+        (nonzero, VALUES, "nonzero, whose result depends on values"),
+        (own_error, RUNS, "KeyError in Function: 'no such layer'"),
+        (shapes, RUNS, "RuntimeError in Function: a and b must have same reduction dim"),
+        (written_input, WRITES, "an input (args_0) is changed in place by aten.mul_"),
+        (written_parameter, WRITES, "a parameter (p_linear_weight) is changed in place"),
+    ],
+)
+def test_errors_of_forward(
+    function: Callable[..., Any], rule: str, given: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        capture(Function(function), (torch.randn(3, 4),))
+    error = caught.value
+    assert error.rule == rule
+    assert given in str(error.got)
+    assert error.remedy
+    assert "test_failures.py:" in (error.source or "")
+    assert "# the line" in (error.source or "")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_missing_argument() -> None:
+    with pytest.raises(InvalidInput, match="missing a required argument: 'target'") as caught:
+        capture(Named(), (torch.randn(3, 4),))
+    assert "def forward(self, x: Tensor, target: Tensor)" in (caught.value.source or "")
+
+
+class Named(nn.Module):
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return x + target
+
+
+def test_batch_norm_without_momentum() -> None:
+    norm = nn.Sequential(nn.BatchNorm1d(4, momentum=None))
+    with pytest.raises(InvalidInput, match="give batch norm a momentum"):
+        capture(norm, (torch.randn(3, 4),))
+
+
+def test_lazy_modules() -> None:
+    with pytest.raises(InvalidInput, match="belongs to a lazy module"):
+        capture(nn.LazyLinear(4), (torch.randn(3, 4),))
+
+
+def test_models_that_cannot_be_copied() -> None:
+    model = nn.Linear(4, 4)
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(InvalidInput, match=r"copy\.deepcopy"):
+        capture(model, (torch.randn(3, 4),))
+
+
+def test_what_is_not_a_model_or_arguments() -> None:
+    with pytest.raises(InvalidInput, match=r"a model is a torch\.nn\.Module"):
+        capture(torch.relu, (torch.randn(3),))  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match=r"write \(x,\) for one input"):
+        capture(nn.Linear(4, 4), torch.randn(3, 4))  # type: ignore[arg-type]
