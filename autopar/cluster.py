@@ -49,6 +49,7 @@ class Device:
     efficiency: float = 0.7  # the part of `flops` that large matrix products reach
     half_flops: float = 0.0  # FLOPs of an operator that reaches half of that
     half_bytes: float = 0.0  # bytes of an operator that reaches half of `bandwidth`
+    overlap: float = 0.7  # the part of gradient synchronisation that backward hides
 
     def peak(self, dtype: torch.dtype | str) -> float:
         """FLOP/s that large work of `dtype` reaches; a dtype without an entry runs as f32."""
@@ -185,6 +186,7 @@ class Cluster:
             efficiency=efficiency,
             half_flops=max(kind.half_flops for kind in kinds),
             half_bytes=max(kind.half_bytes for kind in kinds),
+            overlap=min(kind.overlap for kind in kinds),
         )
 
     def axis_links(self, mesh: Mesh) -> dict[str, AxisLink]:

@@ -34,7 +34,7 @@ from autopar.layout import Layout
 from autopar.mesh import Mesh
 
 # A movement more costs at least this: of two equal ways, the one with fewer movements is taken.
-TIE = 1e-12  # seconds
+TIE = 1e-15  # seconds
 
 
 class Price(Protocol):

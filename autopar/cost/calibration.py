@@ -64,6 +64,7 @@ def default_node(devices: int) -> Node:
         bandwidth=8e9,
         overhead=5e-6,
         efficiency=1.0,
+        overlap=0.0,  # messages are carried by the cores that compute
     )
     return Node(device, devices, Link(200e-6, 2e9))
 
@@ -78,6 +79,7 @@ def measured_node(devices: int, processes: int, figures: dict[str, Any]) -> Node
         bandwidth=figures["bandwidth"] / crowd,
         overhead=figures["overhead"] * crowd,
         efficiency=1.0,
+        overlap=0.0,  # messages are carried by the cores that compute
         half_flops=figures["half_flops"],
     )
     measured = fit(figures["collectives"])

@@ -29,7 +29,9 @@ def insert_movements(graph: fx.Graph, mesh: Mesh, price: Price) -> fx.Graph:
         inputs = node.args[0] if node.op == "output" else tensor_inputs(node)
         moved: dict[tuple[fx.Node, State], fx.Node] = {}
         for value, want in zip(inputs, node.meta["wants"]):
-            moved[value, want] = _bring(graph, node, value, want, versions[value], mesh, price)
+            # What the search made readers share comes first; the rest of the way is from there.
+            for state in (*node.meta.get("ways", {}).get((value.name, want), ()), want):
+                moved[value, want] = _bring(graph, node, value, state, versions[value], mesh, price)
         _rewire(node, inputs, [moved[value, want] for value, want in zip(inputs, node.meta["wants"])])
     for node in list(graph.nodes):
         if node.target is ANNOTATE:

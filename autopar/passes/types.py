@@ -51,6 +51,11 @@ def _type_operator(node: fx.Node, decisions: Decisions) -> None:
             for argument, wanted, gradient in zip(inputs, signature.inputs, signature.gradients)
         )
         node.meta["strategy"] = strategy
+    node.meta["ways"] = {
+        (value.name, want): [(Layout(*dims, partial=partial), pending) for dims, partial, pending in way]
+        for position, (value, want) in enumerate(zip(inputs, node.meta["wants"]))
+        if (way := decisions.ways.get((value.name, node.name, position)))
+    }
     _set_type(node, layout)
 
 

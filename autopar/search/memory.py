@@ -33,6 +33,8 @@ __all__ = ["CostGraph", "Found", "Limited"]
 
 _STEPS = 40  # multipliers that are tried at most
 _MOST_ENTRIES = 400_000  # of what is given to CP-SAT
+_SPLICES = 6  # rounds of putting stretches of other choices into the best
+_CUTS = 400  # places to cut that are looked at in pairs
 _SLACK = 1e-9  # relative, for sums of floating-point numbers
 
 
@@ -71,6 +73,7 @@ class Limited:
         self.value = self.memory = np.inf
         self.bound = -np.inf
         self.multiplier = 0.0
+        self._pool: list[Integers] = []  # choices that were best under some multiplier
 
     def run(self) -> Found:
         """Search until the gap is closed, as far as that goes in time."""
@@ -80,7 +83,7 @@ class Limited:
             return self.found()
         small = self._least()
         large, small = self._squeeze(large, small)
-        self._between(large[2], small[2])
+        self._between()
         if self._gap() > self.tolerance:
             self._polish()
         if self._gap() > self.tolerance:
@@ -103,6 +106,7 @@ class Limited:
     def _offer(self, choice: Integers) -> tuple[float, float, Integers]:
         """Keep `choice` if it fits and is the best so far."""
         cost, memory = self.packed.evaluate(choice)
+        self._pool.append(choice)
         if self._fits(memory) and (cost < self.value or self.choice is None):
             self.choice, self.value, self.memory = choice, cost, memory
         return cost, memory, choice
@@ -145,26 +149,55 @@ class Limited:
                 large = point
         return large, small
 
-    def _between(self, first: Integers, second: Integers) -> None:
-        """The first nodes of one and the rest of the other: all cuts are priced at once."""
+    def _between(self) -> None:
+        """Put a stretch of one choice into another, as long as that is better and fits.
+
+        A cut where one choice ends and the other begins is priced for all places at once; a
+        stretch has two cuts, whose prices add (but for edges over both: the sum is checked)."""
+        pool = list(self._pool)
+        for _ in range(_SPLICES):
+            before = self.value
+            base = self.choice
+            assert base is not None
+            for other in pool:
+                self._splice(base, other)
+            if self.value >= before or self._gap() <= self.tolerance / 10:
+                break
+
+    def _splice(self, base: Integers, other: Integers) -> None:
         packed = self.packed
-        for head, tail in ((first, second), (second, first)):
-            nodes = [packed.terms(choice) for choice in (head, tail)]
-            edges = [packed.terms(*pair) for pair in ((head, head), (head, tail), (tail, tail))]
-            totals = []
-            for kind in (0, 1):
-                change = np.zeros(len(packed) + 1)  # from one cut to the next; infinities add up
-                change[0] = nodes[1][kind].sum() + edges[2][kind].sum()
-                change[1:] += nodes[0][kind] - nodes[1][kind]
-                with np.errstate(invalid="ignore"):
-                    np.add.at(change, packed.low + 1, edges[1][kind] - edges[2][kind])
-                    np.add.at(change, packed.high + 1, edges[0][kind] - edges[1][kind])
-                totals.append(np.cumsum(change))
-            cost, memory = totals
-            fits = (memory <= self.limit) & np.isfinite(cost)
-            if fits.any():
-                cut = int(np.argmin(np.where(fits, cost, np.inf)))
-                self._offer(np.concatenate([head[:cut], tail[cut:]]))
+        starts, ends = self._cuts(base, other), self._cuts(other, base)
+        whole = np.array(packed.evaluate(other))
+        if not (np.isfinite(starts).all() and np.isfinite(ends).all()):
+            return
+        i, j = (_best_cuts(cuts @ (1.0, self.multiplier)) for cuts in (starts, ends))
+        totals = starts[i][:, None] + ends[j][None] - whole
+        cost, memory = totals[..., 0], totals[..., 1]
+        fits = (memory <= self.limit) & (i[:, None] <= j[None])
+        if not fits.any():
+            return
+        cost = np.where(fits, cost, np.inf)
+        first, last = np.unravel_index(int(np.argmin(cost)), cost.shape)
+        if cost[first, last] < self.value:
+            spliced = base.copy()
+            spliced[i[first] : j[last]] = other[i[first] : j[last]]
+            self._offer(spliced)
+
+    def _cuts(self, head: Integers, tail: Integers) -> Array:
+        """(seconds, bytes) of the first i nodes of one choice and the rest of another, all i."""
+        packed = self.packed
+        nodes = [packed.terms(choice) for choice in (head, tail)]
+        edges = [packed.terms(*pair) for pair in ((head, head), (head, tail), (tail, tail))]
+        totals = np.empty((len(packed) + 1, 2))
+        for kind in (0, 1):
+            change = np.zeros(len(packed) + 1)
+            change[0] = nodes[1][kind].sum() + edges[2][kind].sum()
+            change[1:] += nodes[0][kind] - nodes[1][kind]
+            with np.errstate(invalid="ignore"):  # infinity less infinity is not used
+                np.add.at(change, packed.low + 1, edges[1][kind] - edges[2][kind])
+                np.add.at(change, packed.high + 1, edges[0][kind] - edges[1][kind])
+            totals[:, kind] = np.cumsum(change)
+        return totals
 
     def _polish(self, rounds: int = 2) -> None:
         """Node by node, the cheapest strategy that still fits beside all others as they are."""
@@ -284,3 +317,10 @@ class Limited:
             return None, bound
         done = elimination.complete(dict(answer.choice))
         return np.array([done[v] for v in range(len(packed))], np.int64), bound
+
+
+def _best_cuts(weights: Array) -> Integers:
+    """The cheapest place to cut in each of some equal stretches."""
+    width = -(-len(weights) // _CUTS)
+    padded = np.append(weights, np.full(-len(weights) % width, np.inf)).reshape(-1, width)
+    return padded.argmin(axis=1) + width * np.arange(len(padded))

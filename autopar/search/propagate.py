@@ -252,9 +252,10 @@ class _Propagation:
             return False
         if axis in self.passes[value]:
             return True
-        factor = self.cuts[value].get(axis)
-        outputs = self.rules[value].outputs[0]
-        return factor is not None and not any(factor in dim for dim in outputs)
+        factor, rule = self.cuts[value].get(axis), self.rules[value]
+        if factor is None or factor in rule.gathered:
+            return False
+        return not any(factor in dim for dim in rule.outputs[0])
 
     def _strategy(self, node: fx.Node) -> Strategy:
         if node in self.fixed:

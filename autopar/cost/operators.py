@@ -1,0 +1,128 @@
+"""What one operator takes under each of its strategies: seconds forward and backward, bytes kept.
+
+The roofline of `model` decides; a rule says the FLOPs and what backward keeps. All strategies of an
+operator are computed at once, as arrays, from the elements of the busiest rank's pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from autopar.cluster import Device
+from autopar.cost.model import operator_formula, operator_values
+from autopar.mesh import Mesh
+from autopar.strategies import Rule, Strategy
+from autopar.strategies.rule import Dim
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One call of an operator, as far as its cost goes."""
+
+    rule: Rule
+    itemsizes: tuple[int, ...]  # of the tensor inputs
+    differentiable: tuple[bool, ...]  # which inputs get a gradient
+    dtype: torch.dtype  # of the output
+    is_view: bool  # gives a view of its input: nothing is computed
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs and bytes of each strategy, forward and backward, on the busiest rank."""
+
+    flops: Array
+    moved: Array
+    backward_flops: Array
+    backward_moved: Array
+
+
+class Pieces:
+    """How large the largest piece of each factor is, under each strategy."""
+
+    def __init__(self, rule: Rule, strategies: Sequence[Strategy], mesh: Mesh) -> None:
+        self.rule, self.count = rule, len(strategies)
+        lengths: dict[tuple[str, tuple[str, ...]], float] = {}
+        self.lengths: dict[str, Array] = {}
+        for factor, size in rule.sizes.items():
+            column = np.full(self.count, float(size))
+            for index, strategy in enumerate(strategies):
+                axes = strategy.by_factor.get(factor)
+                if axes:
+                    if (factor, axes) not in lengths:
+                        length = size
+                        for axis in axes:
+                            length = -(-length // mesh[axis])
+                        lengths[factor, axes] = float(length)
+                    column[index] = lengths[factor, axes]
+            self.lengths[factor] = column
+
+    def elements(self, dims: Sequence[Dim]) -> Array:
+        """The elements of a tensor's largest piece."""
+        total = np.ones(self.count)
+        for dim in dims:
+            for factor in dim:
+                total = total * self.lengths[factor]
+        return total
+
+    def share(self) -> Array:
+        """The part of the whole work that the busiest rank has."""
+        total = np.ones(self.count)
+        for factor, size in self.rule.sizes.items():
+            total = total * (self.lengths[factor] / size)
+        return total
+
+
+def work(facts: Facts, pieces: Pieces) -> Work:
+    """The work of one call under all strategies."""
+    rule = facts.rule
+    nothing = np.zeros(pieces.count)
+    if facts.is_view:
+        return Work(nothing, nothing, nothing, nothing)
+    inputs = [
+        pieces.elements(dims) * itemsize for dims, itemsize in zip(rule.inputs, facts.itemsizes)
+    ]
+    output = pieces.elements(rule.outputs[0]) * facts.dtype.itemsize
+    flops = rule.flops * pieces.share()
+    moved = sum(inputs, output)
+    learning = [index for index, learns in enumerate(facts.differentiable) if learns]
+    if not learning:
+        return Work(flops, moved, nothing, nothing)
+    contracted = any(
+        not any(factor in dim for dim in rule.outputs[0]) for factor in rule.factors
+    ) and len(rule.inputs) > 1
+    passes = len(learning) if contracted else 1
+    kept = sum((inputs[index] for index in rule.saved.inputs if index < len(inputs)), nothing)
+    written = sum((inputs[index] for index in learning), nothing)
+    backward_flops = flops * (passes if contracted else 2)
+    return Work(flops, moved, backward_flops, passes * output + kept + written)
+
+
+def seconds(facts: Facts, done: Work, device: Device) -> tuple[Array, Array]:
+    """Seconds forward and backward of each strategy."""
+    if facts.is_view:
+        return done.flops, done.backward_flops
+    forward = _roofline(device, facts.dtype, done.flops, done.moved)
+    if not any(facts.differentiable):
+        return forward, np.zeros_like(forward)
+    return forward, _roofline(device, facts.dtype, done.backward_flops, done.backward_moved)
+
+
+def kept_extra(facts: Facts, pieces: Pieces) -> Array:
+    """Bytes that backward keeps besides inputs and outputs."""
+    total = np.zeros(pieces.count)
+    if any(facts.differentiable):
+        for dims in facts.rule.saved.extra:
+            total = total + pieces.elements(dims) * facts.dtype.itemsize
+    return total
+
+
+def _roofline(device: Device, dtype: torch.dtype, flops: Array, moved: Array) -> Array:
+    formula = operator_formula(flops)
+    return np.asarray(formula(**operator_values(device, dtype, flops, moved))) + np.zeros_like(flops)

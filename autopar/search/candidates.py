@@ -1,0 +1,228 @@
+"""Candidates: the strategies of one operator that the search weighs, and what each costs alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import fx
+
+from autopar.collectives import Price
+from autopar.collectives.redistribution import State
+from autopar.cost.operators import Facts, Pieces, Work, kept_extra, seconds, work
+from autopar.cluster import Device
+from autopar.mesh import Mesh
+from autopar.search.moves import state_of
+from autopar.strategies import KERNELS, Rule, Strategy, rule_of, tensor_inputs
+
+Array = NDArray[np.float64]
+aten = torch.ops.aten
+
+_VIEWS = {
+    *(aten.view, aten.transpose, aten.permute, aten.t, aten.expand, aten.unsqueeze, aten.squeeze),
+    *(aten.slice, aten.select, aten.narrow, aten.alias, aten.detach, aten.unflatten),
+}
+# With as many axes as this, heavy operators are not offered to run replicated over one: the number
+# of strategies is a power of the number of axes, and replicated heavy work is never cheaper.
+MANY_AXES = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """The strategies of one kind of call. Calls of one kind share this object."""
+
+    facts: Facts | None  # None: no rule, it runs replicated
+    strategies: tuple[Strategy, ...]
+    inputs: tuple[tuple[State, ...], ...]  # for each input, what each strategy wants
+    outputs: tuple[State, ...]  # what each strategy gives
+    forward: Array
+    backward: Array
+    inside: Array  # seconds of movements that a kernel brings along
+    extra: Array  # bytes kept for backward besides inputs and output
+    work: Work | None
+
+    @property
+    def cost(self) -> Array:
+        return self.forward + self.backward + self.inside
+
+    def taken(self, kept: list[int]) -> Candidates:
+        """Only the strategies at `kept`."""
+        return Candidates(
+            self.facts,
+            tuple(self.strategies[i] for i in kept),
+            tuple(tuple(states[i] for i in kept) for states in self.inputs),
+            tuple(self.outputs[i] for i in kept),
+            self.forward[kept],
+            self.backward[kept],
+            self.inside[kept],
+            self.extra[kept],
+            None
+            if self.work is None
+            else Work(*(getattr(self.work, f)[kept] for f in self.work.__dataclass_fields__)),
+        )
+
+
+class Kinds:
+    """All kinds of calls of one graph on one mesh, each looked at once."""
+
+    def __init__(self, mesh: Mesh, device: Device, price: Price) -> None:
+        self.mesh, self.device, self.price = mesh, device, price
+        self._rules: dict[Any, Rule | None] = {}
+        self._candidates: dict[Any, Candidates] = {}
+        self._kinds: dict[fx.Node, tuple[Any, ...]] = {}
+
+    def inputs(self, node: fx.Node) -> list[fx.Node]:
+        """The tensor inputs of a call, in the order of its rule."""
+        if self.rule(node) is not None:
+            return list(tensor_inputs(node))
+        found: list[fx.Node] = []
+        fx.map_arg((node.args, node.kwargs), found.append)
+        return found
+
+    def kind(self, node: fx.Node) -> tuple[Any, ...]:
+        """Two calls with equal kinds have the same candidates."""
+        if node not in self._kinds:
+            self._kinds[node] = self._kind(node)
+        return self._kinds[node]
+
+    def _kind(self, node: fx.Node) -> tuple[Any, ...]:
+        inputs = node.all_input_nodes
+        shapes = tuple((tuple(i.meta["val"].shape), i.meta["val"].dtype) for i in inputs)
+        flags = tuple(i.meta["differentiable"] for i in inputs)
+        names = {argument: index for index, argument in enumerate(inputs)}
+        constants = repr(fx.map_arg((node.args, node.kwargs), lambda n: _Slot(names[n])))
+        value = node.meta["val"]
+        return (
+            node.target,
+            shapes,
+            flags,
+            constants,
+            tuple(value.shape),
+            value.dtype,
+            _copies(node),
+        )
+
+    def rule(self, node: fx.Node) -> Rule | None:
+        kind = self.kind(node)
+        if kind not in self._rules:
+            self._rules[kind] = rule_of(node)
+        return self._rules[kind]
+
+    def candidates(self, node: fx.Node, every: bool = False) -> Candidates:
+        """The candidates of a call; `every` strategy, in every order, if asked."""
+        kind = (self.kind(node), every)
+        if kind not in self._candidates:
+            self._candidates[kind] = self._make(node, every)
+        return self._candidates[kind]
+
+    def _make(self, node: fx.Node, every: bool) -> Candidates:
+        rule, inputs = self.rule(node), tuple(self.inputs(node))
+        if rule is None:
+            return _replicated(node, inputs)
+        facts = Facts(
+            rule,
+            tuple(i.meta["val"].dtype.itemsize for i in inputs),
+            tuple(i.meta["differentiable"] for i in inputs)
+            if node.meta["differentiable"]
+            else (False,) * len(inputs),
+            node.meta["val"].dtype,
+            is_view(node),
+        )
+        strategies = rule.strategies(self.mesh, ordered=every)
+        if not every:
+            strategies = self._sensible(node, rule, strategies)
+        pieces = Pieces(rule, strategies, self.mesh)
+        done = work(facts, pieces)
+        forward, backward = seconds(facts, done, self.device)
+        wants: list[list[State]] = [[] for _ in inputs]
+        gives = []
+        for strategy in strategies:
+            signature = rule.signature(strategy)
+            for index, (layout, gradient) in enumerate(zip(signature.inputs, signature.gradients)):
+                pending = gradient.partial if inputs[index].meta["differentiable"] else ()
+                wants[index].append(state_of(layout, pending))
+            gives.append(state_of(signature.outputs[0]))
+        return Candidates(
+            facts,
+            tuple(strategies),
+            tuple(map(tuple, wants)),
+            tuple(gives),
+            forward,
+            backward,
+            np.array([self._inside(node, rule, s, pieces, i) for i, s in enumerate(strategies)]),
+            kept_extra(facts, pieces),
+            done,
+        )
+
+    def _sensible(self, node: fx.Node, rule: Rule, strategies: list[Strategy]) -> list[Strategy]:
+        axes = [axis for axis in self.mesh if self.mesh[axis] > 1]
+        heavy = rule.flops > 4 * sum(i.meta["val"].numel() for i in node.all_input_nodes)
+        if heavy:
+            strategies = [s for s in strategies if not s.passes]
+            busy = [s for s in strategies if len(s.axes) == len(axes)]
+            if len(axes) >= MANY_AXES and busy:
+                return busy
+        return strategies
+
+    def _inside(
+        self, node: fx.Node, rule: Rule, strategy: Strategy, pieces: Pieces, index: int
+    ) -> float:
+        """What the all-gathers of an expanding kernel take."""
+        needed = rule.kernel(strategy)
+        expansion = KERNELS[needed[1]].expand if needed is not None else None
+        if needed is None or expansion is None:
+            return 0.0
+        rows = float(pieces.elements(rule.outputs[0])[index])
+        itemsize = torch.promote_types(node.meta["val"].dtype, torch.float32).itemsize
+        total, columns = 0.0, float(expansion.columns)
+        for axis in reversed(strategy.by_factor[needed[0]]):
+            columns *= self.mesh[axis]
+            total += self.price.seconds("all_gather", (axis,), rows * columns * itemsize)
+        return total
+
+
+class _Slot:
+    """Stands for a tensor argument in the description of a call."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __repr__(self) -> str:
+        return f"%{self.index}"
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a call computes nothing: its output shares the memory of its input."""
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return packet in _VIEWS or (packet is aten.reshape and not _copies(node))
+
+
+def _copies(node: fx.Node) -> bool:
+    """Whether a reshape has to copy: its input is not laid out in order."""
+    if getattr(node.target, "overloadpacket", None) is not aten.reshape:
+        return False
+    return not node.args[0].meta["val"].is_contiguous()  # type: ignore[union-attr]
+
+
+def _replicated(node: fx.Node, inputs: tuple[fx.Node, ...]) -> Candidates:
+    nothing = np.zeros(1)
+    whole = tuple((state_of_whole(i.meta["val"].ndim),) for i in inputs)
+    return Candidates(
+        None,
+        (Strategy(),),
+        whole,
+        (state_of_whole(node.meta["val"].ndim),),
+        nothing,
+        nothing,
+        nothing,
+        nothing,
+        None,
+    )
+
+
+def state_of_whole(ndim: int) -> State:
+    """A replica on every axis."""
+    return ((),) * ndim, (), ()

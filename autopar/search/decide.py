@@ -1,0 +1,91 @@
+"""Decide: the solution of a cost graph, read back as decisions about the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.capture.captured import Captured
+from autopar.collectives.redistribution import State
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.search.build import Built
+from autopar.search.candidates import state_of_whole
+from autopar.search.decisions import Decisions, Fallback
+from autopar.search.wishes import Wishes
+from autopar.strategies import tensor_inputs
+
+
+def decide(
+    captured: Captured, mesh: Mesh, built: Built, choice: Sequence[int], wishes: Wishes
+) -> Decisions:
+    """What `choice`, a strategy for each node of the cost graph, says of each tensor."""
+    nodes = {node.name: node for node in captured.graph.nodes}
+    strategies, wants = {}, {}
+    for name, variable in built.operators.items():
+        candidates, chosen = variable.candidates, choice[variable.number]
+        assert candidates is not None
+        if candidates.facts is not None:
+            strategies[name] = candidates.strategies[chosen]
+        wants[name] = [states[chosen] for states in candidates.inputs]
+    placeholders = {}
+    for name, node in nodes.items():
+        if node.op != "placeholder":
+            continue
+        if name in built.parameters:
+            variable = built.parameters[name]
+            state = variable.states[choice[variable.number]]
+        else:
+            state = _as_read(captured, name, nodes, built, wants)
+        placeholders[name] = layout_of(state)
+    ways: dict[tuple[str, str, int], tuple[State, ...]] = {}
+    for name, variable in built.values.items():
+        base = variable.states[choice[variable.number]]
+        for reader in nodes[name].users:
+            operator = built.operators.get(reader.name)
+            if operator is not None and operator.candidates is not None:
+                for position in range(len(operator.candidates.inputs)):
+                    ways[name, reader.name, position] = (base,)
+        for group in built.groups.get(name, ()):
+            shared = group.states[choice[group.number]]
+            for reading in group.readings:
+                ways[reading.value, reading.reader, reading.position] = (base, shared)
+    return Decisions(
+        mesh=mesh,
+        placeholders=placeholders,
+        strategies=strategies,
+        fixed={name: wish.layout for name, wish in wishes.values.items()},
+        fallbacks=tuple(
+            Fallback(name, str(nodes[name].target), "no rule", nodes[name].meta["source"])
+            for name, variable in built.operators.items()
+            if variable.candidates is not None and variable.candidates.facts is None
+        ),
+        ways=ways,
+    )
+
+
+def layout_of(state: State) -> Layout:
+    """The layout of a state."""
+    return Layout(*state[0], partial=state[1])
+
+
+def _as_read(
+    captured: Captured,
+    name: str,
+    nodes: dict,
+    built: Built,
+    wants: dict[str, list[State]],
+) -> State:
+    """An input is cut at once if all its readers want the same piece; else it stays whole."""
+    node = nodes[name]
+    whole = state_of_whole(node.meta["val"].ndim)
+    if name in captured.buffers or node.meta["differentiable"]:
+        return whole
+    states = set()
+    for reader in node.users:
+        if reader.op == "output" or reader.name not in wants:
+            return whole
+        inputs = tensor_inputs(reader)
+        if built.operators[reader.name].candidates.facts is None:  # type: ignore[union-attr]
+            return whole
+        states |= {wants[reader.name][i] for i, value in enumerate(inputs) if value is node}
+    return states.pop() if len(states) == 1 else whole

@@ -1,0 +1,87 @@
+"""Report: the predicted time of a finished program, part by part, from the program itself.
+
+The search adds up tables; this adds up the operators and movements that are there. The two agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from torch import fx
+
+from autopar.capture.captured import Captured
+from autopar.cluster import Cluster
+from autopar.collectives import movement_cost
+from autopar.cost.price import ClusterPrice
+from autopar.search.candidates import Kinds
+from autopar.search.decisions import Decisions
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Predicted seconds of one step, forward and backward."""
+
+    compute: float  # of the busiest rank
+    communication: float  # of all movements, and of summing gradients
+    exposed: float  # the part of communication that nothing hides
+    forward: float  # compute alone
+    backward: float
+    gradient_sync: float  # the part of communication that sums gradients
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.exposed
+
+    def to_json(self) -> dict[str, float]:
+        return {"seconds": self.seconds, **asdict(self)}
+
+
+def program_cost(
+    captured: Captured, decisions: Decisions, graph: fx.Graph, cluster: Cluster
+) -> Cost:
+    """The cost of the rewritten `graph` that follows from `decisions`."""
+    mesh = decisions.mesh
+    price = ClusterPrice(cluster, mesh)
+    kinds = Kinds(mesh, cluster.device, price)
+    forward = backward = moved = summed = 0.0
+    for node in captured.graph.nodes:
+        if node.op != "call_function":
+            continue
+        strategy = decisions.strategies.get(node.name)
+        for offered in (kinds.candidates(node), kinds.candidates(node, every=True)):
+            if strategy in offered.strategies or strategy is None:
+                index = offered.strategies.index(strategy) if strategy is not None else 0
+                forward += float(offered.forward[index])
+                backward += float(offered.backward[index])
+                break
+    for node in graph.nodes:
+        movement = node.meta.get("movement")
+        if movement is not None:
+            before = node.args[0].meta["type"]
+            seconds = movement_cost(
+                movement,
+                before.layout,
+                before.shape,
+                before.dtype.itemsize,
+                mesh,
+                price,
+                node.meta["differentiable"],
+            )
+            if movement.kind == "identity" and node.args[0].op == "placeholder":
+                summed += seconds
+            else:
+                moved += seconds
+        elif node.meta.get("sync"):
+            type_ = node.meta["type"]
+            summed += float(
+                price.seconds("all_reduce", node.meta["sync"], type_.local_bytes(mesh))
+            )
+    hidden = summed * cluster.device.overlap
+    return Cost(
+        compute=forward + backward,
+        communication=moved + summed,
+        exposed=moved + summed - hidden,
+        forward=forward,
+        backward=backward,
+        gradient_sync=summed,
+    )
