@@ -1,6 +1,6 @@
 """parallelize(): the whole road of one call.
 
-    model ──capture──▶ graph ──search──▶ plan ──passes──▶ program ──runtime──▶ training steps
+model ──capture──▶ graph ──search──▶ plan ──passes──▶ program ──runtime──▶ training steps
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def parallelize(
     plan: Plan | None = None,
     backend: str | None = None,
     local_inputs: bool = False,
+    check: bool = False,
     **options: Any,
 ) -> ParallelModule:
     """The same model as a parallel program.
@@ -37,6 +38,7 @@ def parallelize(
     `args` and `kwargs` are an example of one global batch. `backend` is "virtual" (all ranks in
     this process) or "torch" (this process is one rank; the default under torchrun). Everything
     else is as in `plan`. `local_inputs`: each rank will bring its own slice of the inputs.
+    `check`: on the virtual mesh, see at every value that ranks which should agree do.
     """
     if backend not in (None, *BACKENDS):
         raise InvalidInput(
@@ -66,8 +68,14 @@ def parallelize(
             got=f"local_inputs=True with {plan.microbatches} micro-batches",
             remedy="hand every rank the global batch, or microbatches=1",
         )
+    if backend == "torch" and check:
+        raise InvalidInput(
+            "all ranks can be compared where one process holds them",
+            got='check=True with backend="torch"',
+            remedy='backend="virtual", which runs the same program',
+        )
     runs: Backend = (
-        VirtualBackend(plan.program, _device_of(model))
+        VirtualBackend(plan.program, _device_of(model), check)
         if backend == "virtual"
         else TorchBackend(plan.program, local_inputs)
     )

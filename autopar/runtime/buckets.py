@@ -112,6 +112,4 @@ class GradientSync:
         return fill
 
     def _sum(self, bucket: Bucket) -> None:
-        bucket.work = dist.all_reduce(
-            bucket.buffer, group=self.groups[bucket.axes], async_op=True
-        )
+        bucket.work = dist.all_reduce(bucket.buffer, group=self.groups[bucket.axes], async_op=True)

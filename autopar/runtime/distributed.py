@@ -37,9 +37,7 @@ class TorchBackend:
         self.rank = dist.get_rank()
         self.device_mesh = self.mesh.to_device_mesh(self.device.type)
         self.groups = Groups(self.mesh, axes_used(program.graph), range(self.mesh.size))
-        self._graph = localize(
-            program.graph, self.mesh, self.rank, self.device, self.groups.name
-        )
+        self._graph = localize(program.graph, self.mesh, self.rank, self.device, self.groups.name)
         self._function = compile_graph(self._graph)
         self._constants = {
             name: self._piece(value.to(self.device), program.type_of(name).layout)
@@ -57,7 +55,9 @@ class TorchBackend:
         """This rank's own program."""
         return self._graph
 
-    def place_parameter(self, name: str, value: Tensor, layout: Layout, learn: bool) -> nn.Parameter:
+    def place_parameter(
+        self, name: str, value: Tensor, layout: Layout, learn: bool
+    ) -> nn.Parameter:
         whole = self._from_first_rank(value)
         self._wrap[name] = wrapper(layout, tuple(whole.shape), self.device_mesh)
         placed = self._wrap[name](self._piece(whole, layout))

@@ -12,13 +12,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch
 from torch import Tensor, fx, nn
 
 from autopar.collectives import Movement, from_ranks, move, to_ranks
 from autopar.layout import Layout
 from autopar.passes.kernels import local_arguments
 from autopar.runtime.program import Program
+from autopar.runtime.replicas import ReplicaCheck
 from autopar.strategies import local_function
 
 Environment = dict[fx.Node, list[Tensor]]
@@ -27,8 +27,10 @@ Environment = dict[fx.Node, list[Tensor]]
 class VirtualBackend:
     """Runs a program on lists of tensors. One of the two places where a program runs."""
 
-    def __init__(self, program: Program, device: torch.device) -> None:
+    def __init__(self, program: Program, device: torch.device, check: bool = False) -> None:
+        """`check`: see on every run that replicas are equal (replicas.py)."""
         self.program, self.mesh, self.device = program, program.mesh, device
+        self._check = ReplicaCheck(program.graph, self.mesh) if check else None
         self._constants = {
             name: to_ranks(value.to(device), program.type_of(name).layout, self.mesh)
             for name, value in program.captured.constants.items()
@@ -45,7 +47,9 @@ class VirtualBackend:
         """The program of every rank."""
         return self.program.graph
 
-    def place_parameter(self, name: str, value: Tensor, layout: Layout, learn: bool) -> nn.Parameter:
+    def place_parameter(
+        self, name: str, value: Tensor, layout: Layout, learn: bool
+    ) -> nn.Parameter:
         return nn.Parameter(value.detach().clone(), requires_grad=learn)
 
     def place_buffer(self, name: str, value: Tensor, layout: Layout) -> Tensor:
@@ -80,6 +84,8 @@ class VirtualBackend:
                 values[node] = self._enter(node, given)
             elif call is not None:
                 values[node] = call(values)
+            if self._check is not None and node in values:
+                self._check(node, values[node])
             for finished in self._finished.get(node, ()) if node.op != "output" else ():
                 del values[finished]
         results = [
@@ -143,5 +149,3 @@ def _has_node(argument: Any) -> bool:
     found: list[fx.Node] = []
     fx.map_arg(argument, lambda node: found.append(node))
     return bool(found)
-
-

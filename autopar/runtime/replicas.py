@@ -1,0 +1,113 @@
+"""Replicas: ranks that should hold the same value are seen to hold it, forward and backward.
+
+    parallelize(model, inputs, mesh=mesh, backend="virtual", check=True)
+
+Every value then has the shape that its layout says on every rank, its replicas are equal, and so
+are their gradients, except over axes on which a gradient is still a partial sum. A rule or kernel
+that is wrong shows here at its own node, and not as a slow drift of the training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from autopar.errors import ExecutionError
+from autopar.mesh import Mesh
+
+
+class ReplicaCheck:
+    """Watches the values of one program on the virtual mesh."""
+
+    def __init__(self, graph: fx.Graph, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._shapes = {node: _shapes(node, mesh) for node in graph.nodes if "type" in node.meta}
+        pending = pending_axes(graph)
+        self._forward = {n: _leaders(mesh, n.meta["type"].layout.axes) for n in self._shapes}
+        self._backward = {
+            node: _leaders(mesh, (*node.meta["type"].layout.gradient.axes, *pending[node]))
+            for node in self._shapes
+        }
+
+    def __call__(self, node: fx.Node, values: Sequence[Tensor]) -> None:
+        """Check the values of all ranks now, and their gradients when backward brings them."""
+        for rank, (value, shape) in enumerate(zip(values, self._shapes[node])):
+            if tuple(value.shape) != shape:
+                raise ExecutionError(
+                    "every rank's piece has the shape that the layout says",
+                    got=f"{tuple(value.shape)} on rank {rank}; {node.name} is "
+                    f"{node.meta['type']}, which is {shape} there",
+                    remedy="correct the rule or the kernel of this operator",
+                    source=node.meta["source"],
+                )
+        for rank, leader in enumerate(self._forward[node]):
+            self._compare(node, "value", leader, rank, values[leader], values[rank])
+        arrived: dict[int, Tensor] = {}
+        for rank, leader in enumerate(self._backward[node]):
+            if values[rank].requires_grad:
+                values[rank].register_hook(self._arrival(node, rank, leader, arrived))
+
+    def _arrival(
+        self, node: fx.Node, rank: int, leader: int, arrived: dict[int, Tensor]
+    ) -> Callable[[Tensor], None]:
+        def arrive(grad: Tensor) -> None:
+            first = arrived.setdefault(leader, grad.detach())
+            self._compare(node, "gradient", leader, rank, first, grad)
+
+        return arrive
+
+    def _compare(
+        self, node: fx.Node, what: str, leader: int, rank: int, one: Tensor, other: Tensor
+    ) -> None:
+        if one is other or same(one, other):
+            return
+        raise ExecutionError(
+            f"replicas of one {what} are equal on all ranks",
+            got=f"ranks {leader} and {rank} differ in the {what} of {node.name}, "
+            f"{node.meta['type']}, by {_difference(one, other):.3g}",
+            remedy="correct the rule or the kernel of this operator or of those that read it",
+            source=node.meta["source"],
+        )
+
+
+def pending_axes(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
+    """For every value, the axes over which its gradient is still to be summed."""
+    pending: dict[fx.Node, frozenset[str]] = {}
+    for node in graph.nodes:
+        pending[node] = frozenset(node.meta.get("sync", ()))
+        movement = node.meta.get("movement")
+        if movement is not None:
+            before = pending[node.args[0]]
+            pending[node] = before | frozenset(movement.axes if movement.pending else ())
+    return pending
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Equal up to the rounding that memory alignment may cause."""
+    if torch.equal(one, other):
+        return True
+    if not one.dtype.is_floating_point:
+        return False
+    tolerance = 1e4 * torch.finfo(one.dtype).eps
+    return _difference(one, other) <= tolerance * float(one.abs().max())
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    return float((one.double() - other.double()).abs().max())
+
+
+def _shapes(node: fx.Node, mesh: Mesh) -> list[tuple[int, ...]]:
+    type_ = node.meta["type"]
+    return [type_.layout.local_shape(type_.shape, mesh, rank) for rank in range(mesh.size)]
+
+
+def _leaders(mesh: Mesh, axes: Sequence[str]) -> list[int]:
+    """For each rank, the first rank that stands at the same place on `axes`."""
+    first: dict[tuple[int, ...], int] = {}
+    places = (mesh.coordinate(rank) for rank in range(mesh.size))
+    return [
+        first.setdefault(tuple(place[axis] for axis in axes), rank)
+        for rank, place in enumerate(places)
+    ]

@@ -1,0 +1,126 @@
+"""The parity law: a parallel program computes what one device computes.
+
+    assert_parity(megatron(gpt(), "tp"), Mesh(tp=4))
+
+Loss, every gradient, and parameters and buffers after three AdamW steps agree below 1e-9, relative
+to the largest element of each tensor. Some gradients are zero but for rounding (the bias of keys:
+softmax does not see it). Two things keep that rounding out of the comparison: a tensor counts as at
+least 1e-4 of the largest gradient of the model, and AdamW divides by sqrt(v) + 1e-4, because with
+its usual epsilon the first step of a parameter is the sign of its gradient, be that 1e-17 or 1.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import autopar as ap
+from tests.models import Case
+
+TOLERANCE = 1e-9
+STEPS = 3
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a few steps of training leave behind."""
+
+    losses: list[Tensor]
+    grads: Tensors  # of the first step
+    state: Tensors  # parameters and buffers at the end
+
+
+def assert_parity(case: Case, mesh: ap.Mesh, **options: Any) -> ap.ParallelModule:
+    """The law for one annotated case on the virtual mesh, replicas compared on the way."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module = ap.parallelize(
+            case.model, case.args, case.kwargs, mesh=mesh, backend="virtual", check=True, **options
+        )
+    assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()))
+    return module
+
+
+def single_outcome(case: Case, steps: int = STEPS) -> Outcome:
+    """The original model on one device."""
+
+    def step() -> Tensor:
+        loss = case.loss(case.run())
+        loss.backward()
+        return loss.detach()
+
+    def grads() -> dict[str, Tensor]:
+        named = case.model.named_parameters()
+        return {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+    return _train(step, case.model.parameters(), grads, case.model.state_dict, steps)
+
+
+def parallel_outcome(module: ap.ParallelModule, case: Case, steps: int = STEPS) -> Outcome:
+    """The parallel program, on whichever backend it runs."""
+
+    def step() -> Tensor:
+        return module.step(*case.args, **case.kwargs)
+
+    def grads() -> dict[str, Tensor]:
+        return {name: grad.clone() for name, grad in module.full_grads().items()}
+
+    return _train(step, module.parameters(), grads, module.full_state_dict, steps)
+
+
+def assert_equal(actual: Outcome, expected: Outcome, tolerance: float = TOLERANCE) -> None:
+    """Everything that training left agrees; the message lists what does not."""
+    wrong = [
+        f"loss of step {index}: {float(one)!r}, expected {float(other)!r}"
+        for index, (one, other) in enumerate(zip(actual.losses, expected.losses))
+        if not abs(float(one) - float(other)) <= tolerance * abs(float(other))
+    ]
+    floor = 1e-4 * max((float(grad.abs().max()) for grad in expected.grads.values()), default=1.0)
+    wrong += _differences("gradient", actual.grads, expected.grads, tolerance, floor)
+    wrong += _differences("state", actual.state, expected.state, tolerance, 1e-4)
+    assert not wrong, "\n".join(wrong)
+
+
+def relative(actual: Tensor, expected: Tensor, floor: float) -> float:
+    """The largest difference, relative to the largest element."""
+    if expected.numel() == 0:
+        return 0.0
+    scale = max(float(expected.abs().max()), floor)
+    return float((actual - expected).abs().max()) / scale
+
+
+def _differences(
+    what: str, actual: Tensors, expected: Tensors, tolerance: float, floor: float
+) -> list[str]:
+    wrong = [f"{what} of {name} on one side only" for name in sorted(set(actual) ^ set(expected))]
+    for name in sorted(set(actual) & set(expected)):
+        one, other = actual[name], expected[name]
+        if one.shape != other.shape or one.dtype != other.dtype:
+            wrong.append(f"{what} of {name}: {one.dtype} {one.shape}, not {other.shape}")
+        elif not (error := relative(one, other, floor)) <= tolerance:
+            wrong.append(f"{what} of {name}: relative error {error:.2e}")
+    return wrong
+
+
+def _train(
+    step: Callable[[], Tensor],
+    parameters: Iterable[nn.Parameter],
+    grads: Callable[[], Tensors],
+    state: Callable[[], Tensors],
+    steps: int,
+) -> Outcome:
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4)
+    losses, first = [], {}
+    for index in range(steps):
+        optimizer.zero_grad()
+        losses.append(step())
+        if index == 0:
+            first = dict(grads())
+        optimizer.step()
+    return Outcome(losses, first, dict(state()))
