@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch.export import ExportedProgram
@@ -73,7 +74,7 @@ def flatten(
         output_constants={},
     )
     values = _placeholders(draft, program, names, fakes, flat_inputs)
-    results = _Inliner(draft).inline(program.graph_module, values, Region(), None)
+    results = _Inliner(draft).inline(program.graph_module, values, Region())
     tensors = []
     for index, result in enumerate(results):
         if isinstance(result, fx.Node):
@@ -110,6 +111,14 @@ def _placeholders(
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             assert spec.target is not None
             value = program.constants[spec.target]
+            if isinstance(value, FakeTensor) and spec.target.startswith("lifted_tensor"):
+                user = next(iter(old.users), None)
+                raise InvalidInput(
+                    "every tensor comes from an input, a parameter, a buffer or an operator",
+                    got="a tensor that was reached around autograd, such as .data",
+                    remedy="write x.detach() in place of x.data",
+                    source=user and of_stack(user.meta.get("stack_trace")),
+                )
             node = values[old] = draft.graph.placeholder(old.name)
             node.meta.update(val=fake_like(draft.mode, value), module="", source=None)
             draft.constants[node.name] = value
@@ -137,12 +146,12 @@ def _placeholders(
 
 @dataclass
 class _Inliner:
-    """Copies graphs, one into the other, and remembers where each node was detached."""
+    """Copies graphs into the draft's, one into the other."""
 
     draft: Draft
 
     def inline(
-        self, module: fx.GraphModule, values: dict[fx.Node, Any], region: Region, like: Any
+        self, module: fx.GraphModule, values: dict[fx.Node, Any], region: Region
     ) -> list[Any]:
         """Copy the calls of `module`; `values` maps its placeholders. Returns its results."""
         detached: dict[fx.Node, fx.Node] = {}
@@ -169,7 +178,7 @@ class _Inliner:
         inner, module, operands = self._region(node, args, region)
         if module is not None:
             placeholders = module.graph.find_nodes(op="placeholder")
-            return self.inline(module, dict(zip(placeholders, operands)), inner, node)
+            return self.inline(module, dict(zip(placeholders, operands)), inner)
         if region.is_autocast:
             args, kwargs = self._cast(node, args, kwargs, region)
         new = self.draft.graph.create_node("call_function", node.target, args, kwargs)

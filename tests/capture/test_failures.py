@@ -62,6 +62,10 @@ def written_parameter(self: Function, x: Tensor) -> Tensor:
     return self.linear(x)
 
 
+def data(self: Function, x: Tensor) -> Tensor:
+    return self.linear(x) + self.linear.weight.data.sum()  # the line
+
+
 VALUES = "forward must not depend on the values of tensors, only on their shapes"
 WRITES = "forward changes only buffers and its own intermediate values"
 RUNS = "forward runs on the example inputs"
@@ -78,6 +82,7 @@ RUNS = "forward runs on the example inputs"
         (nonzero, VALUES, "nonzero, whose result depends on values"),
         (own_error, RUNS, "KeyError in Function: 'no such layer'"),
         (shapes, RUNS, "RuntimeError in Function: a and b must have same reduction dim"),
+        (data, "every tensor comes from an input, a parameter, a buffer or an operator", ".data"),
         (written_input, WRITES, "an input (args_0) is changed in place by aten.mul_"),
         (written_parameter, WRITES, "a parameter (p_linear_weight) is changed in place"),
     ],

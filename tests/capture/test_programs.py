@@ -195,6 +195,46 @@ def test_modules_of_torch() -> None:
     program(lambda self, x: self.m(self.linear(x)), random(2, 3, 4), m=nn.LSTM(4, 4))
 
 
+def test_mixture_of_experts() -> None:
+    def forward(self: Function, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, 4)
+        weights, experts = self.linear(tokens).softmax(-1).topk(2, -1)
+        chosen = (F.one_hot(experts, 4) * weights[..., None]).sum(1)
+        return torch.einsum("ne,nd->ned", chosen, tokens).sum(1).view(2, 3, 4)
+
+    program(forward, random(2, 3, 4))
+
+
+def test_other_operators() -> None:
+    def forward(self: Function, x: Tensor) -> Any:
+        y = self.linear(x)
+        built = torch.zeros(3, 8, dtype=x.dtype)
+        built[:, :4], built[:, 4:] = y, x
+        masked = y.clone()
+        masked[x > 0] = 0.0
+        return (
+            built, masked, y.cumsum(0), y.prod(-1), y.norm(dim=-1), y.std(), y.logsumexp(-1),
+            torch.where(x > 0, y, 0.0), torch.stack([y, x]), F.pad(y, (1, 1)), y.roll(1, 0),
+            y.tril(), y.repeat(2, 1), y[[0, 2]], y.flip(0), y.diagonal(), y * torch.rand(3, 4),
+            F.dropout(y, 0.5), self.linear.weight, x,
+        )  # fmt: skip
+
+    program(forward, random(3, 4))
+
+
+def test_masks_that_are_neither_causal_nor_full_stay() -> None:
+    def forward(self: Function, x: Tensor) -> tuple[Tensor, ...]:
+        y, attend = self.linear(x), F.scaled_dot_product_attention
+        strict = torch.ones(3, 3, dtype=torch.bool).tril(-1) | torch.eye(3, dtype=torch.bool)[0]
+        minus = torch.full((3, 3), float("-inf"), dtype=x.dtype).triu(1)
+        return attend(y, y, y, attn_mask=strict), attend(y, y, y, attn_mask=minus)
+
+    captured = program(forward, random(2, 1, 3, 4))
+    calls = [n for n in captured.graph.nodes if "dot_product" in str(n.target)]
+    assert [call.args[3] is None for call in calls] == [False, True]
+    assert [call.args[5] for call in calls] == [False, True]
+
+
 def test_regions() -> None:
     def no_grad(self: Function, x: Tensor) -> tuple[Tensor, ...]:
         with torch.no_grad():
