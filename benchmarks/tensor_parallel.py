@@ -1,0 +1,218 @@
+"""One training step of a GPT in parallel, by autopar and by three others, paired in one run.
+
+    torchrun --nproc-per-node 2 benchmarks/tensor_parallel.py [--rounds 40] [--optimizer]
+
+What is timed: clearing the gradients, forward and backward of one global batch, on ranks that
+start together; with --optimizer also a step of AdamW. Every round runs each contestant once, in
+turning order, and counts its slowest rank. Each process computes with one thread. A case prints one
+line of JSON: medians in milliseconds, and medians of the ratios within a round. What planning and
+rewriting take is apart from it.
+
+    tensor parallel   autopar (annotated Megatron), by_hand (f and g), dtensor (parallelize_module)
+    data parallel     autopar (mode="data"), ddp, ddp_views (gradient_as_bucket_view=True)
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpt import GPT, Sizes, batch, gpt
+from megatron import by_hand
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import autopar as ap
+
+CASES = (
+    Sizes(hidden=64, heads=4, sequence=32, batch=4),
+    Sizes(hidden=128, heads=4, sequence=64, batch=4),
+    Sizes(hidden=256, heads=4, sequence=128, batch=4),
+    Sizes(hidden=512, heads=8, sequence=128, batch=8),
+    Sizes(hidden=1024, heads=16, sequence=128, batch=8),
+)
+Step = Callable[[], Tensor]
+
+
+def annotated(model: GPT) -> GPT:
+    """Megatron's plan: columns, then rows."""
+    for block in model.blocks:
+        for columns in (block.qkv, block.up):
+            ap.shard(columns, params={"weight": ("tp", None), "bias": ("tp",)})
+        for rows in (block.out, block.down):
+            ap.shard(rows, params={"weight": (None, "tp")})
+    return model
+
+
+def as_dtensors(model: GPT) -> nn.Module:
+    """The same plan in torch's own words."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plan = {
+        "qkv": ColwiseParallel(),
+        "out": RowwiseParallel(),
+        "up": ColwiseParallel(),
+        "down": RowwiseParallel(),
+    }
+    for block in model.blocks:
+        parallelize_module(block, mesh, plan)
+    return model
+
+
+def autopar_steps(
+    sizes: Sizes, optimizer: bool, model: GPT, **options: Any
+) -> tuple[Step, dict[str, float]]:
+    """A step by autopar, and the seconds that planning and the rest of the road took."""
+    start = time.perf_counter()
+    plan = ap.plan(model, batch(sizes), **options)
+    planned = time.perf_counter()
+    program = plan.program
+    rewritten = time.perf_counter()
+    module = ap.parallelize(model, batch(sizes), plan=plan)
+    seconds = {
+        "plan": planned - start,
+        "rewrite": rewritten - planned,
+        "place": time.perf_counter() - rewritten,
+    }
+    assert program is plan.program
+    ids, labels = batch(sizes)
+    return _step(module, optimizer, lambda: module.step(ids, labels)), seconds
+
+
+def torch_step(module: nn.Module, ids: Tensor, labels: Tensor, optimizer: bool) -> Step:
+    """The same step as one writes it in torch."""
+
+    def forward_and_backward() -> Tensor:
+        loss = module(ids, labels)
+        loss.backward()
+        return loss.detach()
+
+    return _step(module, optimizer, forward_and_backward)
+
+
+def _step(module: nn.Module, optimizer: bool, forward_and_backward: Step) -> Step:
+    # Tiny steps: the numbers stay close to those of the first.
+    update = torch.optim.AdamW(module.parameters(), lr=1e-6) if optimizer else None
+
+    def step() -> Tensor:
+        module.zero_grad(set_to_none=True)
+        loss = forward_and_backward()
+        if update is not None:
+            update.step()
+        return loss
+
+    return step
+
+
+def measure(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each contestant in each round, those of the slowest rank."""
+    for step in [*steps.values()] * 3:
+        step()
+    names = list(steps)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            dist.barrier()
+            start = time.perf_counter()
+            steps[name]()
+            seconds[name].append(time.perf_counter() - start)
+    table = torch.tensor([seconds[name] for name in names])
+    dist.all_reduce(table, dist.ReduceOp.MAX)
+    return dict(zip(names, table.tolist()))
+
+
+def report(
+    kind: str, sizes: Sizes, steps: dict[str, Step], rounds: int, road: dict[str, float]
+) -> None:
+    """Check that all compute the same loss, measure, print the line of one case."""
+    losses = {name: float(step()) for name, step in steps.items()}
+    if kind == "data":  # DDP's loss is that of a rank's own slice
+        losses = {name: _mean(loss) for name, loss in losses.items()}
+    reference = losses["autopar"]
+    wrong = {name: loss for name, loss in losses.items() if abs(loss - reference) > 1e-4}
+    if wrong:
+        raise SystemExit(f"the losses differ: {losses}")
+    seconds = measure(steps, rounds)
+    own = seconds["autopar"]
+    line = {
+        "kind": kind,
+        "case": sizes.name,
+        "milliseconds": {n: round(1e3 * statistics.median(s), 3) for n, s in seconds.items()},
+        "autopar_over": {
+            name: round(statistics.median(a / b for a, b in zip(own, other)), 3)
+            for name, other in seconds.items()
+            if name != "autopar"
+        },
+        "seconds_before": {name: round(value, 3) for name, value in road.items()},
+    }
+    if dist.get_rank() == 0:
+        print(json.dumps(line), flush=True)
+
+
+def _mean(loss: float) -> float:
+    total = torch.tensor(loss)
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def tensor_parallel(sizes: Sizes, rounds: int, optimizer: bool) -> None:
+    """autopar's Megatron against two others."""
+    ids, labels = batch(sizes)
+    mesh = ap.Mesh(tp=dist.get_world_size())
+    own, road = autopar_steps(sizes, optimizer, annotated(gpt(sizes)), mesh=mesh, mode="propagate")
+    steps = {
+        "autopar": own,
+        "by_hand": torch_step(by_hand(gpt(sizes)), ids, labels, optimizer),
+        "dtensor": torch_step(as_dtensors(gpt(sizes)), ids, labels, optimizer),
+    }
+    report("tensor", sizes, steps, rounds, road)
+
+
+def data_parallel(sizes: Sizes, rounds: int, optimizer: bool) -> None:
+    """autopar's data parallelism against torch's."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    ids, labels = (piece.chunk(world)[rank] for piece in batch(sizes))
+    own, road = autopar_steps(sizes, optimizer, gpt(sizes), mesh=ap.Mesh(dp=world), mode="data")
+    ddp = DistributedDataParallel(gpt(sizes))
+    ddp_views = DistributedDataParallel(copy.deepcopy(gpt(sizes)), gradient_as_bucket_view=True)
+    steps = {
+        "autopar": own,
+        "ddp": torch_step(ddp, ids, labels, optimizer),
+        "ddp_views": torch_step(ddp_views, ids, labels, optimizer),
+    }
+    report("data", sizes, steps, rounds, road)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--optimizer", action="store_true", help="time a step of AdamW as well")
+    parser.add_argument("--hidden", type=int, help="only the case of this size")
+    parser.add_argument("--kind", choices=("tensor", "data"), help="only this comparison")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for sizes in CASES:
+        if arguments.hidden in (None, sizes.hidden):
+            if arguments.kind in (None, "tensor"):
+                tensor_parallel(sizes, arguments.rounds, arguments.optimizer)
+            if arguments.kind in (None, "data"):
+                data_parallel(sizes, arguments.rounds, arguments.optimizer)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
