@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch.distributed as dist
+from torch import Tensor
 
 # What an Autograd-key kernel needs to call the kernel below it, and the count of active dispatch
 # modes (tracing, fake tensors).
@@ -13,6 +14,7 @@ from torch._C import _len_torch_dispatch_stack as active_modes
 from torch.autograd import Variable
 from torch.distributed import ProcessGroup, Store
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "all_gather_single",
     "below_autograd",
     "call_after_backward",
+    "placed_like",
     "process_group",
     "reduce_scatter_single",
     "world_store",
@@ -42,3 +45,11 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 def world_store() -> Store:
     """The key-value store through which the ranks of the world met."""
     return _get_default_store()
+
+
+def placed_like(model: Tensor, local: Tensor) -> DTensor:
+    """A DTensor of `local`, placed as the DTensor `model` is, without gradient.
+
+    The constructor takes 2 µs, where the public `DTensor.from_local` takes 60.
+    """
+    return DTensor(local, model._spec, requires_grad=False)  # type: ignore[attr-defined]

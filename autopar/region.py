@@ -28,7 +28,8 @@ from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes import localize, rewrite
 from autopar.planning import price_of
-from autopar.runtime.distributed import axes_used, compile_graph, wrapper
+from autopar.runtime.distributed import axes_used, wrapper
+from autopar.runtime.eager import compile_graph
 from autopar.runtime.groups import Groups
 from autopar.runtime.program import Program
 from autopar.search.propagate import propagate

@@ -1,13 +1,14 @@
 """Buckets: gradients that are partial sums, summed over their axes while backward goes on.
 
-A bucket is one flat buffer for parameters of one dtype and one set of axes, filled from the last
-parameter to the first, as backward makes them. A full bucket is summed at once, asynchronously;
-its gradients are views of the buffer.
+A bucket holds parameters of one dtype and one set of axes, from the last parameter to the first, as
+backward makes their gradients. When it has them all, they are copied to one flat buffer that is
+summed at once, asynchronously, and the gradients are views of it. A gradient that is large enough
+to be worth its own collective is summed where it lies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,15 +19,15 @@ from autopar.runtime.groups import Axes, Groups
 
 BUCKET_BYTES = 25 * 2**20  # as large as hides latency; the first gradients wait for no more
 FIRST_BUCKET_BYTES = 2**20
+ALONE_BYTES = 2 * 2**20  # from here on, a copy costs more than a collective of its own
 
 
 @dataclass
 class Slot:
-    """One parameter in a bucket: its local tensor, which autograd fills, and its place."""
+    """One parameter in a bucket: its local tensor, which autograd fills."""
 
     name: str
     leaf: Tensor
-    start: int = 0
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Bucket:
 
     axes: Axes
     slots: list[Slot] = field(default_factory=list)
+    views: list[Tensor] = field(default_factory=list)  # the gradients, in the buffer
     buffer: Tensor | None = None
     waiting: int = 0
     work: dist.Work | None = None
@@ -43,9 +45,30 @@ class Bucket:
     def numel(self) -> int:
         return sum(slot.leaf.numel() for slot in self.slots)
 
-    def view(self, slot: Slot) -> Tensor:
+    @property
+    def alone(self) -> bool:
+        leaf = self.slots[0].leaf
+        return len(self.slots) == 1 and leaf.numel() * leaf.itemsize >= ALONE_BYTES
+
+    def allocate(self) -> None:
+        """New memory for the gradients."""
+        self.buffer = self.slots[0].leaf.detach().new_empty(self.numel)
+        pieces = self.buffer.split([slot.leaf.numel() for slot in self.slots])
+        self.views = [piece.view(slot.leaf.shape) for piece, slot in zip(pieces, self.slots)]
+
+    def gather(self) -> Tensor:
+        """All gradients in one tensor, ready to be summed; those that nobody made are zero."""
+        grads = [slot.leaf.grad for slot in self.slots]
+        if self.alone and grads[0] is not None:
+            self.views = [grads[0].contiguous()]
+            return self.views[0]
         assert self.buffer is not None
-        return self.buffer.narrow(0, slot.start, slot.leaf.numel()).view(slot.leaf.shape)
+        made = [(view, grad) for view, grad in zip(self.views, grads) if grad is not None]
+        if len(made) < len(self.slots):
+            self.buffer.zero_()
+        if made:
+            torch._foreach_copy_([view for view, _ in made], [grad for _, grad in made])
+        return self.buffer
 
 
 def make_buckets(parameters: Sequence[tuple[str, Tensor, Axes]]) -> list[Bucket]:
@@ -53,13 +76,15 @@ def make_buckets(parameters: Sequence[tuple[str, Tensor, Axes]]) -> list[Bucket]
     filling: dict[tuple[Axes, torch.dtype], Bucket] = {}
     buckets: list[Bucket] = []
     for name, leaf, axes in reversed(parameters):
-        key = (axes, leaf.dtype)
-        bucket = filling.get(key)
+        key, alone = (axes, leaf.dtype), leaf.numel() * leaf.itemsize >= ALONE_BYTES
+        bucket = None if alone else filling.get(key)
         limit = FIRST_BUCKET_BYTES if not buckets or buckets == [bucket] else BUCKET_BYTES
         if bucket is None or (bucket.numel + leaf.numel()) * leaf.itemsize > limit:
-            bucket = filling[key] = Bucket(axes)
+            bucket = Bucket(axes)
             buckets.append(bucket)
-        bucket.slots.append(Slot(name, leaf, bucket.numel))
+            if not alone:
+                filling[key] = bucket
+        bucket.slots.append(Slot(name, leaf))
     return buckets
 
 
@@ -71,45 +96,43 @@ class GradientSync:
         self.active = True
         for bucket in self.buckets:
             for slot in bucket.slots:
-                slot.leaf.register_post_accumulate_grad_hook(self._filler(bucket, slot))
+                slot.leaf.register_post_accumulate_grad_hook(self._arrival(bucket))
 
     def start(self, in_use: frozenset[str]) -> None:
         """Before a backward pass. Buffers behind gradients `in_use` are left to their owner."""
         for bucket in self.buckets:
             bucket.waiting, bucket.work = len(bucket.slots), None
-            first = bucket.slots[0].leaf
-            if bucket.buffer is None or any(slot.name in in_use for slot in bucket.slots):
-                bucket.buffer = first.new_empty(bucket.numel)
+            used = any(slot.name in in_use for slot in bucket.slots)
+            if not bucket.alone and (bucket.buffer is None or used):
+                bucket.allocate()
 
     def finish(self) -> dict[str, Tensor]:
         """Wait for all sums: the gradient of each parameter that got one on some rank."""
         grads = {}
         for bucket in self.buckets:
+            if bucket.waiting == len(bucket.slots):
+                continue
             if bucket.waiting:
-                if bucket.waiting == len(bucket.slots):
-                    continue
-                # Parameters that this pass did not reach have a gradient of zero here.
-                for slot in bucket.slots:
-                    if slot.leaf.grad is None:
-                        bucket.view(slot).zero_()
                 self._sum(bucket)
             assert bucket.work is not None
             bucket.work.wait()
-            for slot in bucket.slots:
-                grads[slot.name] = bucket.view(slot)
+            for slot, view in zip(bucket.slots, bucket.views):
+                grads[slot.name] = view
+            if bucket.alone:
+                bucket.views = []
         return grads
 
-    def _filler(self, bucket: Bucket, slot: Slot):  # type: ignore[no-untyped-def]
-        def fill(leaf: Tensor) -> None:
-            if not self.active:
-                return
-            assert leaf.grad is not None
-            bucket.view(slot).copy_(leaf.grad)
-            bucket.waiting -= 1
-            if bucket.waiting == 0:
-                self._sum(bucket)
+    def _arrival(self, bucket: Bucket) -> Callable[[Tensor], None]:
+        def arrive(leaf: Tensor) -> None:
+            if self.active:
+                bucket.waiting -= 1
+                if bucket.waiting == 0:
+                    self._sum(bucket)
 
-        return fill
+        return arrive
 
     def _sum(self, bucket: Bucket) -> None:
-        bucket.work = dist.all_reduce(bucket.buffer, group=self.groups[bucket.axes], async_op=True)
+        with torch.no_grad():
+            gathered = bucket.gather()
+        group = self.groups[bucket.axes]
+        bucket.work = dist.all_reduce(gathered, group=group, async_op=True)

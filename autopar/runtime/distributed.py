@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,11 +17,12 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import call_after_backward
+from autopar._torch import call_after_backward, placed_like
 from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
 from autopar.passes import localize
 from autopar.runtime.buckets import GradientSync, make_buckets
+from autopar.runtime.eager import compile_graph
 from autopar.runtime.failures import one_fails_all_stop
 from autopar.runtime.groups import Axes, Groups, join_world
 from autopar.runtime.program import Program
@@ -45,8 +45,6 @@ class TorchBackend:
         }
         self._parameters: dict[str, nn.Parameter] = {}
         self._leaves: dict[str, Tensor] = {}
-        self._wrap: dict[str, Callable[[Tensor], DTensor]] = {}
-        self._wrapped: dict[str, tuple[Tensor, DTensor]] = {}
         self._sync: GradientSync | None = None
         self._pending = False
         self._first = self._last = True
@@ -59,15 +57,15 @@ class TorchBackend:
         self, name: str, value: Tensor, layout: Layout, learn: bool
     ) -> nn.Parameter:
         whole = self._from_first_rank(value)
-        self._wrap[name] = wrapper(layout, tuple(whole.shape), self.device_mesh)
-        placed = self._wrap[name](self._piece(whole, layout))
+        wrap = wrapper(layout, tuple(whole.shape), self.device_mesh)
+        placed = wrap(self._piece(whole, layout).contiguous())
         self._parameters[name] = nn.Parameter(placed, requires_grad=learn)
         with torch.no_grad():
             self._leaves[name] = self._parameters[name].to_local().detach().requires_grad_(learn)
         return self._parameters[name]
 
     def place_buffer(self, name: str, value: Tensor, layout: Layout) -> Tensor:
-        return self._piece(self._from_first_rank(value), layout)
+        return self._piece(self._from_first_rank(value), layout).contiguous()
 
     def whole(self, value: Tensor) -> Tensor:
         return value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
@@ -173,24 +171,15 @@ class TorchBackend:
         with torch.no_grad(), one_fails_all_stop(self.rank):
             summed = self._sync.finish()
             for name, parameter in self._parameters.items():
-                local, self._leaves[name].grad = self._leaves[name].grad, None
-                if name in summed:
-                    gradient = self._of_bucket(name, summed[name])
-                elif local is not None:
-                    gradient = self._wrap[name](local)
-                else:
+                leaf = self._leaves[name]
+                local, leaf.grad = summed.get(name, leaf.grad), None
+                if local is None:
                     continue
+                gradient = placed_like(parameter, local)
                 if parameter.grad is None:
                     parameter.grad = gradient
                 else:
                     parameter.grad += gradient
-
-    def _of_bucket(self, name: str, local: Tensor) -> DTensor:
-        """A view of a bucket as a DTensor: the same one as long as the buffer is."""
-        cached = self._wrapped.get(name)
-        if cached is None or cached[0].data_ptr() != local.data_ptr():
-            cached = self._wrapped[name] = local, self._wrap[name](local)
-        return cached[1]
 
     def _synchronised(self) -> list[tuple[str, Tensor, Axes]]:
         captured = self.program.captured
@@ -228,9 +217,3 @@ def wrapper(
         )
 
     return wrap
-
-
-def compile_graph(graph: fx.Graph) -> Callable[..., Any]:
-    """The graph as a Python function."""
-    module = fx.GraphModule({}, graph)
-    return module.forward
