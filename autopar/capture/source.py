@@ -33,7 +33,10 @@ _LIBRARIES = tuple(
 def whole_stacks() -> Iterator[None]:
     """Let export record functions called from forward too, not only the lines of forward itself."""
     # Seen in torch 2.11 to 2.13: the frames that a tracer keeps are chosen by this method alone.
-    before = TracerBase._filter_traceback_frames
+    before = getattr(TracerBase, "_filter_traceback_frames", None)
+    if before is None:  # without it the lines of forward are recorded, which is enough to work
+        yield
+        return
     TracerBase._filter_traceback_frames = _inside_forward  # type: ignore
     try:
         yield
