@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# Seen in torch 2.11 to 2.13: there is no public way to create fake tensors or to suspend a mode.
+# Seen in torch 2.13: there is no public way to create fake tensors or to suspend a mode.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 

@@ -32,7 +32,7 @@ _LIBRARIES = tuple(
 @contextmanager
 def whole_stacks() -> Iterator[None]:
     """Let export record functions called from forward too, not only the lines of forward itself."""
-    # Seen in torch 2.11 to 2.13: the frames that a tracer keeps are chosen by this method alone.
+    # Seen in torch 2.13: the frames that a tracer keeps are chosen by this method alone.
     before = getattr(TracerBase, "_filter_traceback_frames", None)
     if before is None:  # without it the lines of forward are recorded, which is enough to work
         yield
