@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from autopar.collectives import Movement, from_ranks, move, to_ranks
 from autopar.layout import Layout
+from autopar.mesh import Mesh
 from autopar.passes.kernels import local_arguments
 from autopar.runtime.program import Program
 from autopar.runtime.replicas import ReplicaCheck
@@ -24,24 +25,81 @@ from autopar.strategies import local_function
 Environment = dict[fx.Node, list[Tensor]]
 
 
+class VirtualGraph:
+    """A graph that runs on lists of tensors."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        mesh: Mesh,
+        device: torch.device,
+        constants: Mapping[str, Tensor],
+        check: bool = False,
+    ) -> None:
+        """`check`: see on every run that replicas are equal (replicas.py)."""
+        self.mesh, self.device = mesh, device
+        self._check = ReplicaCheck(graph, mesh) if check else None
+        self._constants = {
+            node.name: to_ranks(constants[node.name].to(device), node.meta["type"].layout, mesh)
+            for node in graph.nodes
+            if node.op == "placeholder" and node.name in constants
+        }
+        self._steps = [(node, self._compile(node)) for node in graph.nodes]
+        self._results = graph.output_node().args[0]
+        last_reader = {value: node for node in graph.nodes for value in node.all_input_nodes}
+        self._finished: dict[fx.Node, list[fx.Node]] = {}
+        for value, reader in last_reader.items():
+            self._finished.setdefault(reader, []).append(value)
+
+    def __call__(
+        self, whole: Mapping[str, Tensor], pieces: Mapping[str, list[Tensor]] | None = None
+    ) -> list[list[Tensor]]:
+        """The results, from placeholders that are `whole` tensors or already in `pieces`."""
+        pieces = self._constants | dict(pieces or {})
+        values: Environment = {}
+        for node, call in self._steps:
+            if node.op == "placeholder":
+                values[node] = pieces.get(node.name) or self._enter(node, whole[node.name])
+            elif call is not None:
+                values[node] = call(values)
+            if self._check is not None and node in values:
+                self._check(node, values[node])
+            for finished in self._finished.get(node, ()) if node.op != "output" else ():
+                del values[finished]
+        return [values[node] for node in self._results]  # type: ignore[union-attr,index]
+
+    def _enter(self, node: fx.Node, whole: Tensor) -> list[Tensor]:
+        pieces = to_ranks(whole, node.meta["type"].layout, self.mesh)
+        if node.meta.get("sync"):
+            pieces = move(Movement("identity", node.meta["sync"], pending=True), pieces, self.mesh)
+        return pieces
+
+    def _compile(self, node: fx.Node) -> Callable[[Environment], list[Tensor]] | None:
+        if node.op != "call_function":
+            return None
+        if "movement" in node.meta:
+            movement, value = node.meta["movement"], node.args[0]
+            assert isinstance(value, fx.Node)
+            return lambda values: move(movement, values[value], self.mesh)
+        calls = [
+            _Call(
+                local_function(node.target),
+                *local_arguments(node, self.mesh, rank, self.device),
+            )
+            for rank in range(self.mesh.size)
+        ]
+        return lambda values: [call(values, rank) for rank, call in enumerate(calls)]
+
+
 class VirtualBackend:
     """Runs a program on lists of tensors. One of the two places where a program runs."""
 
     def __init__(self, program: Program, device: torch.device, check: bool = False) -> None:
         """`check`: see on every run that replicas are equal (replicas.py)."""
         self.program, self.mesh, self.device = program, program.mesh, device
-        self._check = ReplicaCheck(program.graph, self.mesh) if check else None
-        self._constants = {
-            name: to_ranks(value.to(device), program.type_of(name).layout, self.mesh)
-            for name, value in program.captured.constants.items()
-        }
-        self._steps = [(node, self._compile(node)) for node in program.graph.nodes]
-        last_reader = {
-            value: node for node in program.graph.nodes for value in node.all_input_nodes
-        }
-        self._finished: dict[fx.Node, list[fx.Node]] = {}
-        for value, reader in last_reader.items():
-            self._finished.setdefault(reader, []).append(value)
+        self._run = VirtualGraph(
+            program.graph, self.mesh, device, program.captured.constants, check
+        )
 
     def graph(self, stage: int | None = None) -> fx.Graph:
         """The program of every rank."""
@@ -78,47 +136,13 @@ class VirtualBackend:
         given: dict[str, Tensor] = dict(inputs)
         names = captured.parameters | captured.buffers
         given |= {placeholder: kept[name] for placeholder, name in names.items()}
-        values: Environment = {}
-        for node, call in self._steps:
-            if node.op == "placeholder":
-                values[node] = self._enter(node, given)
-            elif call is not None:
-                values[node] = call(values)
-            if self._check is not None and node in values:
-                self._check(node, values[node])
-            for finished in self._finished.get(node, ()) if node.op != "output" else ():
-                del values[finished]
         results = [
-            from_ranks(values[node], node.meta["type"].layout, self.mesh, node.meta["type"].shape)
-            for node in self.program.results
+            from_ranks(values, node.meta["type"].layout, self.mesh, node.meta["type"].shape)
+            for values, node in zip(self._run(given), self.program.results)
         ]
         outputs = results[: len(self.program.outputs)]
         mutated = dict(zip(captured.mutations, results[len(outputs) :]))
         return outputs, {name: value.detach() for name, value in mutated.items()}
-
-    def _enter(self, node: fx.Node, given: Mapping[str, Tensor]) -> list[Tensor]:
-        if node.name in self._constants:
-            return self._constants[node.name]
-        pieces = to_ranks(given[node.name], node.meta["type"].layout, self.mesh)
-        if node.meta.get("sync"):
-            pieces = move(Movement("identity", node.meta["sync"], pending=True), pieces, self.mesh)
-        return pieces
-
-    def _compile(self, node: fx.Node) -> Callable[[Environment], list[Tensor]] | None:
-        if node.op != "call_function":
-            return None
-        if "movement" in node.meta:
-            movement, value = node.meta["movement"], node.args[0]
-            assert isinstance(value, fx.Node)
-            return lambda values: move(movement, values[value], self.mesh)
-        calls = [
-            _Call(
-                local_function(node.target),
-                *local_arguments(node, self.mesh, rank, self.device),
-            )
-            for rank in range(self.mesh.size)
-        ]
-        return lambda values: [call(values, rank) for rank, call in enumerate(calls)]
 
 
 class _Call:

@@ -1,0 +1,169 @@
+"""Stages: a rewritten program becomes one program for each stage of a pipeline.
+
+    split_stages(flow, ["add_8", "add_16"])     # three stages; the second starts at add_8
+
+Comes last, when every movement is in place. A stage receives the activations that cross its start
+and returns those that cross its end: one that a later stage reads passes through those between.
+What is made of inputs and constants alone (masks, positions, shifted labels), or of parameters
+alone, is made again where it is read. A tied parameter so belongs to several stages, and the
+runtime sums its gradient over them. Changes of buffers leave the stages: they are done once a
+step, in the order of the micro-batches, from the statistics that a stage also returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.capture.verifier import verify
+from autopar.errors import InvalidInput
+from autopar.mesh import Mesh
+from autopar.search.flow import SHIFTS, Flow
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage's program: its results are `sends`, the loss in the last stage, `statistics`."""
+
+    index: int
+    graph: fx.Graph
+    receives: tuple[str, ...]  # placeholders, the activations of the stages before
+    sends: tuple[str, ...]  # what the next stage receives
+    has_loss: bool
+    statistics: tuple[str, ...]  # what the update of its buffers reads
+    update: fx.Graph | None  # from buffers and statistics to new buffers, by placeholder
+
+    def placeholder(self, name: str) -> fx.Node:
+        return next(n for n in self.graph.nodes if n.op == "placeholder" and n.name == name)
+
+    def holds(self, kind: str) -> list[str]:
+        """The names in the model of the parameters (buffers) of this stage."""
+        graphs = [self.graph, *([self.update] if self.update is not None else [])]
+        nodes = [node for graph in graphs for node in graph.nodes if node.op == "placeholder"]
+        return list(
+            dict.fromkeys(n.meta["origin"][1] for n in nodes if n.meta["origin"][0] == kind)
+        )
+
+
+def split_stages(flow: Flow, starts: Sequence[str], mesh: Mesh) -> tuple[Stage, ...]:
+    """The stages that begin at the activations `starts`; the first is that of the first stage."""
+    names = {node.name: place for node, place in flow.place.items()}
+    places = [0, *(names[start] for start in starts[1:]), len(flow.activations)]
+    stages = []
+    for index in range(len(starts)):
+        stage = _cut(flow, index, places[index], places[index + 1])
+        verify(stage.graph, "moved", mesh)
+        stages.append(stage)
+    _all_updated(flow, stages)
+    return tuple(stages)
+
+
+def _cut(flow: Flow, index: int, start: int, end: int) -> Stage:
+    own = flow.activations[start:end]
+    received, sent = flow.crossing(start), flow.crossing(end)
+    statistics = [node for node in own if node in flow.statistics]
+    has_loss = end == len(flow.activations)
+    results = [*sent, *([flow.loss] if has_loss else []), *statistics]
+    graph = _program(flow.graph, [*results, *own], received)
+    copies = {node.name: node for node in graph.nodes}
+    for node in received:
+        copies[node.name].meta["origin"] = ("received", node.name)
+    _end(graph, [copies[node.name] for node in results])
+    return Stage(
+        index,
+        graph,
+        receives=tuple(node.name for node in received),
+        sends=tuple(node.name for node in sent),
+        has_loss=has_loss,
+        statistics=tuple(node.name for node in statistics),
+        update=_update(flow, set(statistics), is_first=index == 0),
+    )
+
+
+def _update(flow: Flow, statistics: set[fx.Node], is_first: bool) -> fx.Graph | None:
+    """The changes of buffers that come from the statistics of one stage, or in the first of none."""
+    changed = {}
+    for buffer, value in flow.new_values.items():
+        read = flow.read_by(value)
+        if read <= statistics and (read or is_first):
+            changed[buffer] = value
+    if not changed:
+        return None
+    graph = _program(flow.graph, changed.values(), statistics)
+    copies = {node.name: node for node in graph.nodes}
+    for node in statistics:
+        copies[node.name].meta["origin"] = ("received", node.name)
+    _read_shifts_as_they_were(graph)
+    _end(graph, [copies[node.name] for node in changed.values()])
+    graph.output_node().meta["buffers"] = tuple(changed)
+    return graph
+
+
+def _read_shifts_as_they_were(graph: fx.Graph) -> None:
+    """Sums of batch norm go with the running mean of the start of the step, not of the last update."""
+    first_call = next((node for node in graph.nodes if node.op == "call_function"), None)
+    before: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        shift = node.args[SHIFTS[node.target]] if node.target in SHIFTS else None
+        if not isinstance(shift, fx.Node):
+            continue
+        if shift not in before:
+            assert first_call is not None
+            with graph.inserting_before(first_call):
+                before[shift] = graph.placeholder(f"{shift.name}_before")
+            before[shift].meta = {**shift.meta, "origin": ("before", shift.meta["origin"][1])}
+        place = SHIFTS[node.target]
+        node.args = (*node.args[:place], before[shift], *node.args[place + 1 :])
+
+
+def _all_updated(flow: Flow, stages: Iterable[Stage]) -> None:
+    done = {
+        buffer
+        for stage in stages
+        if stage.update is not None
+        for buffer in stage.update.output_node().meta["buffers"]
+    }
+    for buffer in flow.mutations:
+        if buffer not in done:
+            raise InvalidInput(
+                "a buffer is changed from the values of one stage",
+                got=f"{buffer} is changed from several",
+                remedy="other stages (shard(module, stage=...)), or no pipeline",
+            )
+
+
+def _program(source: fx.Graph, wanted: Iterable[fx.Node], given: Iterable[fx.Node]) -> fx.Graph:
+    """The part of `source` that makes `wanted`, with `given` as placeholders."""
+    given = list(given)
+    needed: set[fx.Node] = set()
+    waiting = list(wanted)
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting.extend(node.all_input_nodes if node not in given else ())
+    needed |= set(given)
+    graph, copies = fx.Graph(), {}
+    kept = [node for node in source.nodes if node in needed and node not in given]
+    placeholders = [node for node in kept if node.op == "placeholder"]
+    for node in [*placeholders, *given, *(n for n in kept if n.op != "placeholder")]:
+        if node in given and node.op != "placeholder":
+            copy = graph.placeholder(node.name)
+        else:
+            copy = graph.node_copy(node, copies.__getitem__)
+        copy.name, copy.meta = node.name, dict(node.meta)
+        copies[node] = copy
+    return graph
+
+
+def _end(graph: fx.Graph, results: list[fx.Node]) -> None:
+    output = graph.output(tuple(results))
+    output.meta.update(
+        val=tuple(node.meta["val"] for node in results),
+        wants=tuple((node.meta["type"].layout, ()) for node in results),
+        source="",
+        module="",
+        differentiable=any(node.meta["differentiable"] for node in results),
+    )

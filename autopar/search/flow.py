@@ -1,0 +1,166 @@
+"""Flow: a rewritten program as one line of activations, and what crosses every place of it.
+
+    inputs, constants ──▶ free        made again in each stage that reads them (masks, positions)
+    parameters        ──▶ weights     made again in each stage that reads them (casts, gathers)
+    both              ──▶ activations in one stage, sent on to the stages that read them
+    changed buffers   ──▶ updates     done once a step, from the statistics of all micro-batches
+
+A value that depends on inputs and on parameters is an activation. The line is the order of the
+graph. A place is a number i: between activation i - 1 and activation i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from autopar.errors import InvalidInput
+from autopar.strategies.kernels import batch_normalize, batch_sums, running_mean, running_var
+
+# Batch norm reads a running mean to keep digits, not to use its value: a value of any age will do.
+SHIFTS = {batch_sums: 1, batch_normalize: 2, running_mean: 2, running_var: 2}
+
+
+@dataclass(frozen=True)
+class Flow:
+    """The parts of one program whose first result is the loss and whose others are new buffers."""
+
+    graph: fx.Graph
+    mutations: tuple[str, ...]  # the buffers' placeholders, in the order of the results
+
+    @cached_property
+    def loss(self) -> fx.Node:
+        return self._results[0]
+
+    @cached_property
+    def new_values(self) -> dict[str, fx.Node]:
+        """The new value of each changed buffer, by its placeholder."""
+        return dict(zip(self.mutations, self._results[1:]))
+
+    @cached_property
+    def updates(self) -> frozenset[fx.Node]:
+        """The operators that only serve to change buffers, and read what they change."""
+        needed = ancestors([self.loss])
+        changing = set(self.mutations)
+        found: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            if node.op != "call_function":
+                continue
+            reads = [value for value in node.all_input_nodes if value in found]
+            reads += [value for value in self._evolving(node) if value.name in changing]
+            if not reads:
+                continue
+            if node in needed:
+                raise InvalidInput(
+                    "a buffer that a step changes is not read by the same step in a pipeline",
+                    got=f"{reads[0].name} is read by {node.name}",
+                    remedy="no pipeline, or change the buffer outside of forward",
+                    source=node.meta["source"],
+                )
+            found.add(node)
+        return frozenset(found)
+
+    @cached_property
+    def activations(self) -> tuple[fx.Node, ...]:
+        """The line."""
+        wanted = [self.loss, *(v for node in self.updates for v in node.all_input_nodes)]
+        live = ancestors([*wanted, *self.new_values.values()]) - self.updates
+        return tuple(
+            node
+            for node in self.graph.nodes
+            if node in live and node.op == "call_function" and self._is_activation(node)
+        )
+
+    @cached_property
+    def place(self) -> dict[fx.Node, int]:
+        """Where each activation stands on the line."""
+        return {node: index for index, node in enumerate(self.activations)}
+
+    @cached_property
+    def statistics(self) -> tuple[fx.Node, ...]:
+        """The activations that updates read."""
+        last = set(self.new_values.values())
+        return tuple(
+            node for node in self.activations if node in last or node.users.keys() & self.updates
+        )
+
+    def read_by(self, new_value: fx.Node) -> set[fx.Node]:
+        """The statistics that the new value of one buffer is made of."""
+        found: set[fx.Node] = set()
+        waiting = [new_value]
+        while waiting:
+            node = waiting.pop()
+            if node in self.place:
+                found.add(node)
+            elif node in self.updates:
+                waiting.extend(node.all_input_nodes)
+        return found
+
+    def crossing(self, place: int) -> list[fx.Node]:
+        """The activations before `place` that are read after it, in their order."""
+        if place >= len(self.activations):
+            return []
+        return [n for n in self.activations[:place] if self._last_reader[n] >= place]
+
+    @cached_property
+    def crossings(self) -> list[int]:
+        """How many values cross each place."""
+        change = [0] * (len(self.activations) + 2)
+        for node, last in self._last_reader.items():
+            change[self.place[node] + 1] += 1
+            change[last + 1] -= 1
+        counts, count = [], 0
+        for step in change[:-1]:
+            count += step
+            counts.append(count)
+        return counts
+
+    @cached_property
+    def _results(self) -> tuple[fx.Node, ...]:
+        return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    @cached_property
+    def _last_reader(self) -> dict[fx.Node, int]:
+        return {
+            node: max((self.place.get(user, index) for user in node.users), default=index)
+            for node, index in self.place.items()
+        }
+
+    @cached_property
+    def _sources(self) -> dict[fx.Node, frozenset[str]]:
+        """Of what each value is made: "parameter", "input"."""
+        found: dict[fx.Node, frozenset[str]] = {}
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                kind = node.meta["origin"][0]
+                found[node] = frozenset({kind} & {"parameter", "input"})
+            else:
+                found[node] = frozenset().union(*(found[v] for v in node.all_input_nodes))
+        return found
+
+    def _is_activation(self, node: fx.Node) -> bool:
+        sources = self._sources[node]
+        return "input" in sources and ("parameter" in sources or node.meta["differentiable"])
+
+    def _evolving(self, node: fx.Node) -> list[fx.Node]:
+        """The inputs of an operator without the one whose age does not matter."""
+        shift = SHIFTS.get(node.target)  # type: ignore[arg-type]
+        values: list[fx.Node] = []
+        args = [argument for index, argument in enumerate(node.args) if index != shift]
+        fx.map_arg((args, node.kwargs), values.append)
+        return values
+
+
+def ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """The nodes and all that they are made of."""
+    found: set[fx.Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting.extend(node.all_input_nodes)
+    return found

@@ -1,0 +1,316 @@
+"""Stages: where to cut a program into a pipeline, exactly, by predicted time and memory.
+
+A dynamic programme over the places between layers finds the cut whose slowest stage is fastest;
+of equal ones, the one that sends least. Stages may be uneven: an embedding and a head weigh what
+they weigh. `shard(module, stage=k)` fixes places by hand.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autopar.cluster import Cluster, Device
+from autopar.cost.model import operator_seconds
+from autopar.errors import InvalidInput
+from autopar.mesh import Mesh
+from autopar.search.flow import Flow, ancestors
+from autopar.strategies import rule_of
+
+NodeCost = Callable[[fx.Node], tuple[float, float]]  # seconds forward, seconds backward
+_STATES = 4  # a parameter, its gradient, and two states of the optimizer
+_NUMBERED = re.compile(r"(.*\.)?\d+(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """What one stage takes for one micro-batch, predicted."""
+
+    starts: str  # the first operator
+    module: str  # where in the model that is
+    forward: float  # seconds
+    backward: float
+    parameters: int  # bytes
+    activations: int  # bytes kept from forward to backward
+    receives: int  # bytes that come from the stage before
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A module that the user made the start of a stage."""
+
+    stage: int
+    module: str
+    source: str
+
+
+def choose_stages(
+    flow: Flow,
+    mesh: Mesh,
+    count: int,
+    *,
+    cost: NodeCost | None = None,
+    link_bandwidth: float = 25e9,
+    pins: Sequence[Pin] = (),
+    memory: float | None = None,
+    in_flight: Sequence[int] | None = None,
+) -> list[StageCost]:
+    """Cut the line of activations into `count` stages.
+
+    `memory`: bytes that a stage may take, with `in_flight[stage]` micro-batches at a time.
+    """
+    line = _Line(flow, mesh, cost or roofline(mesh), link_bandwidth)
+    fixed = line.pinned(pins, count)
+    places = line.places(count, fixed)
+    starts = _best(line, places, count, fixed, memory, in_flight or [count] * count)
+    ends = [*starts[1:], len(flow.activations)]
+    return [line.stage(start, end) for start, end in zip(starts, ends)]
+
+
+def roofline(mesh: Mesh, device: Device | None = None) -> NodeCost:
+    """Seconds of an operator by its FLOPs and the bytes that it moves, on `device`."""
+    device = device or Cluster.preset("dgx-h100").device
+
+    def cost(node: fx.Node) -> tuple[float, float]:
+        rule, strategy = rule_of(node), node.meta.get("strategy")
+        tensors = [node, *node.all_input_nodes]
+        moved = sum(_bytes(value, mesh) for value in tensors if "type" in value.meta)
+        flops = 0.0
+        if rule is not None:
+            flops = rule.local_flops(strategy, mesh) if strategy is not None else rule.flops
+        forward = operator_seconds(device, node.meta["val"].dtype, flops=flops, moved=moved)
+        gradients = sum(value.meta["differentiable"] for value in node.all_input_nodes)
+        return forward, forward * min(gradients, 2)
+
+    return cost
+
+
+def imbalance(stages: Sequence[StageCost]) -> float:
+    """By how much the slowest stage exceeds the mean: 0 for equal stages."""
+    seconds = [stage.seconds for stage in stages]
+    mean = sum(seconds) / len(seconds)
+    return max(seconds) / mean - 1 if mean else 0.0
+
+
+class _Line:
+    """The line of activations with sums of its costs, so that a stage's cost is a difference."""
+
+    def __init__(self, flow: Flow, mesh: Mesh, cost: NodeCost, bandwidth: float) -> None:
+        self.flow, self.mesh, self.bandwidth = flow, mesh, bandwidth
+        costs = [cost(node) for node in flow.activations]
+        self.forward = [0.0, *itertools.accumulate(forward for forward, _ in costs)]
+        self.backward = [0.0, *itertools.accumulate(backward for _, backward in costs)]
+        kept = (_bytes(n, mesh) * n.meta["differentiable"] for n in flow.activations)
+        self.kept = [0, *itertools.accumulate(kept)]
+        self.total = self.forward[-1] + self.backward[-1]
+        self._parameters = [_parameters(node) for node in flow.activations]
+        self._crossing: dict[int, int] = {}
+
+    def seconds(self, start: int, end: int) -> float:
+        """Forward and backward of the stage, with what it waits for when it receives."""
+        work = self.forward[end] - self.forward[start] + self.backward[end] - self.backward[start]
+        return work + 2 * self.received(start) / self.bandwidth
+
+    def received(self, place: int) -> int:
+        """The bytes that cross `place`."""
+        if place not in self._crossing:
+            crossing = self.flow.crossing(place) if place else []
+            self._crossing[place] = sum(_bytes(node, self.mesh) for node in crossing)
+        return self._crossing[place]
+
+    def parameters(self, start: int, end: int) -> int:
+        held = set().union(*self._parameters[start:end])
+        return sum(_bytes(node, self.mesh) for node in held)
+
+    def stage(self, start: int, end: int) -> StageCost:
+        first = self.flow.activations[start]
+        return StageCost(
+            starts=first.name,
+            module=first.meta["module"],
+            forward=self.forward[end] - self.forward[start],
+            backward=self.backward[end] - self.backward[start],
+            parameters=self.parameters(start, end),
+            activations=self.kept[end] - self.kept[start],
+            receives=self.received(start),
+        )
+
+    def is_clean(self, place: int, reach: float) -> bool:
+        """Not inside a residual: not more crosses here than on both sides within `reach`."""
+        count = self.flow.crossings[place]
+        at = self._at(place)
+
+        def fewer(places: range) -> bool:
+            for other in places:
+                if abs(self._at(other) - at) > reach:
+                    return False
+                if self.flow.crossings[other] < count:
+                    return True
+            return False
+
+        before, after = range(place - 1, 0, -1), range(place + 1, len(self.flow.activations))
+        return not (fewer(before) and fewer(after))
+
+    def places(self, count: int, fixed: Mapping[int, int]) -> list[int]:
+        """The places between layers where a stage may start, 0 among them."""
+        nodes = self.flow.activations
+        layers = [_layer(node.meta["module"]) for node in nodes]
+        changes = [i for i in range(1, len(nodes)) if layers[i] != layers[i - 1]]
+        reach = self.total / max(count, 1)
+        clean = [place for place in changes if self.is_clean(place, reach)]
+        pieces = [0, *clean, len(nodes)]
+        blocks = holding = 0
+        for start, end in itertools.pairwise(pieces):
+            held = set().union(*self._parameters[start:end])
+            holding += bool(held)
+            blocks += len(held) > 2 and _NUMBERED.match(nodes[start].meta["module"]) is not None
+        known = blocks if blocks > 1 else holding
+        if count > max(known, 1):
+            raise InvalidInput(
+                "a pipeline has at most as many stages as the model has layers",
+                got=f"{count} stages for {known} layers",
+                remedy="fewer stages (a smaller pipeline axis, fewer chunks), or more layers",
+            )
+        return sorted({0, *clean, *fixed.values()})
+
+    def pinned(self, pins: Sequence[Pin], count: int) -> dict[int, int]:
+        """The place where each pinned stage starts."""
+        fixed: dict[int, int] = {}
+        by_stage: dict[int, Pin] = {}
+        for pin in sorted(pins, key=lambda pin: pin.stage):
+            place = self._start_of(pin)
+            if not 0 <= pin.stage < count:
+                _refuse(pin, f"stage {pin.stage} of {count}", f"a stage from 1 to {count - 1}")
+            if pin.stage == 0 and place > 0:
+                _refuse(pin, "stage 0 begins with the model", "leave it out")
+            other = by_stage.setdefault(pin.stage, pin)
+            if fixed.setdefault(pin.stage, place) != place:
+                _refuse(pin, f"stage {pin.stage} starts at {other.module} too", "keep one of them")
+        for (early, first), (late, second) in itertools.pairwise(fixed.items()):
+            if second - first < late - early:
+                _refuse(
+                    by_stage[late],
+                    f"{by_stage[late].module} for stage {late} does not come after "
+                    f"{by_stage[early].module} for stage {early}",
+                    "number the stages in the order in which the model runs",
+                )
+        return fixed
+
+    def _start_of(self, pin: Pin) -> int:
+        inside = pin.module + "."
+        paths = [node.meta["module"] for node in self.flow.activations]
+        found = [i for i, path in enumerate(paths) if path == pin.module or path.startswith(inside)]
+        if not found:
+            _refuse(pin, f"{pin.module} does nothing on the way to the loss", "pin another module")
+        place = found[0]
+        if place and not self.is_clean(place, self.total):
+            values = ", ".join(node.name for node in self.flow.crossing(place))
+            _refuse(
+                pin,
+                f"{pin.module} lies inside a residual or a branch: {values} would be sent together",
+                "pin the module that contains the whole of it",
+            )
+        return place
+
+    def _at(self, place: int) -> float:
+        return self.forward[place] + self.backward[place]
+
+
+def _best(
+    line: _Line,
+    places: Sequence[int],
+    count: int,
+    fixed: Mapping[int, int],
+    memory: float | None,
+    in_flight: Sequence[int],
+) -> list[int]:
+    """The exact dynamic programme: best[j] is the best cut of everything before places[j]."""
+    ends = [*places[1:], len(line.flow.activations)]
+    worst = (math.inf, math.inf)
+    best: list[tuple[float, float]] = [(0.0, 0.0)] + [worst] * len(places)
+    back: list[list[int]] = []
+    bounds = [*places, ends[-1]]
+    for stage in range(count):
+        found, choice = [worst] * len(bounds), [0] * len(bounds)
+        for j in range(1, len(bounds)):
+            if fixed.get(stage + 1, bounds[j]) != bounds[j] or (stage == count - 1) != (
+                j == len(bounds) - 1
+            ):
+                continue
+            for i in range(j):
+                if best[i] == worst or fixed.get(stage, bounds[i]) != bounds[i]:
+                    continue
+                if memory is not None and _memory(line, bounds[i], bounds[j], in_flight[stage]) > (
+                    memory
+                ):
+                    continue
+                seconds = line.seconds(bounds[i], bounds[j])
+                value = max(best[i][0], seconds), best[i][1] + line.received(bounds[i])
+                if value < found[j]:
+                    found[j], choice[j] = value, i
+        best = found
+        back.append(choice)
+    if best[-1] == worst:
+        raise InvalidInput(
+            "the model can be cut so that each stage fits",
+            got=f"{count} stages" + (f" of at most {memory:.3g} bytes" if memory else ""),
+            remedy="more memory, more stages, or other pinned modules",
+        )
+    starts, j = [], len(bounds) - 1
+    for choice in reversed(back):
+        j = choice[j]
+        starts.append(bounds[j])
+    return starts[::-1]
+
+
+def _memory(line: _Line, start: int, end: int, in_flight: int) -> float:
+    kept = line.kept[end] - line.kept[start]
+    return _STATES * line.parameters(start, end) + in_flight * kept
+
+
+def _parameters(node: fx.Node) -> set[fx.Node]:
+    """The parameters that an activation is made of, other activations aside."""
+    found: set[fx.Node] = set()
+    for value in node.all_input_nodes:
+        if value.op == "placeholder":
+            made_of = {value}
+        elif any(_is_input(source) for source in ancestors([value])):
+            continue
+        else:
+            made_of = ancestors([value])
+        found |= {
+            n for n in made_of if n.op == "placeholder" and n.meta["origin"][0] == "parameter"
+        }
+    return found
+
+
+def _is_input(node: fx.Node) -> bool:
+    return node.op == "placeholder" and node.meta["origin"][0] == "input"
+
+
+def _layer(module: str) -> str:
+    """The innermost numbered module that a path goes through, or the whole path."""
+    numbered = _NUMBERED.match(module)
+    return numbered.group() if numbered else module
+
+
+def _bytes(node: fx.Node, mesh: Mesh) -> int:
+    return node.meta["type"].local_bytes(mesh) if isinstance(node.meta["val"], torch.Tensor) else 0
+
+
+def _refuse(pin: Pin, reason: str, remedy: str) -> None:
+    raise InvalidInput(
+        "a pinned module starts a stage, between two layers and in their order",
+        got=reason,
+        remedy=remedy,
+        source=pin.source,
+    )
