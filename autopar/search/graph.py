@@ -16,7 +16,7 @@ and matrices are kept once: give the same array again and it costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -236,6 +236,25 @@ class Packed:
             float(node_cost.sum() + edge_cost.sum()),
             float(node_memory.sum() + edge_memory.sum()),
         )
+
+    def tables_by_scope(self) -> Iterator[tuple[tuple[int, ...], Table]]:
+        """The table of each node and of each edge."""
+        for node, number in enumerate(self.node_table.tolist()):
+            yield (node,), self.node_tables[number]
+        numbers = self.edge_table.tolist()
+        for low, high, number in zip(self.low.tolist(), self.high.tolist(), numbers):
+            yield (low, high), self.edge_tables[number]
+
+    def translated(self, choice: Integers, other: Packed) -> Integers:
+        """A choice of this graph in the numbers of `other`, which has all its strategies."""
+        answer = np.empty(len(self), np.int64)
+        pairs = self.node_table * len(other.node_tables) + other.node_table
+        for pair in np.unique(pairs).tolist():
+            own, theirs = divmod(pair, len(other.node_tables))
+            where = pairs == pair
+            places = np.searchsorted(other.strategy[theirs], self.strategy[own])
+            answer[where] = places[choice[where]]
+        return answer
 
     def original(self, choice: Integers) -> Integers:
         """The choice in the numbers of the caller."""

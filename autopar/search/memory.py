@@ -11,8 +11,7 @@
 For every multiplier, the least of cost + multiplier · (memory - limit) is a bound. The multiplier
 that gives the best bound is found where two choices, one too large and one that fits, weigh the
 same; between these two lie others, made of the first nodes of one and the last nodes of the other.
-If the gap is not closed by them, strategies that the bound rules out are dropped and CP-SAT
-solves the rest.
+If the gap is not closed by them, `branch` divides the graph by the strategies of a node.
 """
 
 from __future__ import annotations
@@ -23,13 +22,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.errors import InvalidInput
+from autopar.search.branch import Branching
 from autopar.search.eliminate import Elimination
 from autopar.search.graph import Array, CostGraph, Integers, Packed
 from autopar.search.optimum import Optimiser
-from autopar.search.prune import restricted
 from autopar.search.residual import relative_gap, solve_residual
 
 __all__ = ["CostGraph", "Found", "Limited"]
+
+Point = tuple[float, float, Integers]  # seconds, bytes, choice
 
 _STEPS = 40  # multipliers that are tried at most
 _MOST_ENTRIES = 400_000  # of what is given to CP-SAT
@@ -73,23 +74,37 @@ class Limited:
         self.value = self.memory = np.inf
         self.bound = -np.inf
         self.multiplier = 0.0
+        self.ends: tuple[Point, Point] | None = None  # the last that was too large, that fitted
         self._pool: list[Integers] = []  # choices that were best under some multiplier
 
     def run(self) -> Found:
         """Search until the gap is closed, as far as that goes in time."""
-        free = self.optimiser.minimise()
-        large, self.bound = self._offer(free.choice), free.bound
-        if self._fits(large[1]):
+        if not self.relax():
             return self.found()
-        small = self._least()
-        large, small = self._squeeze(large, small)
-        self._between()
-        if self._gap() > self.tolerance:
-            self._polish()
-        if self._gap() > self.tolerance:
-            self.report(f"gap {self._gap():.2%}: ruling strategies out")
-            self._close()
+        if self.choice is None or self.gap() > self.tolerance:
+            self.report(f"gap {self.gap():.2%}: branching")
+            if Branching(self).run() == "tangled":
+                self._by_constraints()
         return self.found()
+
+    def relax(self, cutoff: float = np.inf, multiplier: float = 0.0) -> bool:
+        """The bound by the best multiplier, and choices close to it; whether a gap may be left.
+        Tries `multiplier` first, and stops with a bound of `cutoff`."""
+        if multiplier:
+            lowest = self.optimiser.minimise(multiplier)
+            self.bound, self.multiplier = lowest.bound - multiplier * self.limit, multiplier
+            if self.bound >= cutoff:
+                return False
+        free = self.optimiser.minimise()
+        large, self.bound = self.offer(free.choice), max(self.bound, free.bound)
+        if self.fits(large[1]):
+            return free.value > free.bound
+        small = self._least()
+        self.ends = self._squeeze(large, small, cutoff)
+        self._between()
+        if self.gap() > self.tolerance:
+            self._polish()
+        return True
 
     def found(self) -> Found:
         """The best so far."""
@@ -97,25 +112,25 @@ class Limited:
         bound = min(self.bound, self.value)
         return Found(self.choice, self.value, self.memory, bound, self.multiplier)
 
-    def _fits(self, memory: float) -> bool:
+    def fits(self, memory: float) -> bool:
         return memory <= self.limit + _SLACK * abs(self.limit)
 
-    def _gap(self) -> float:
+    def gap(self) -> float:
         return relative_gap(self.value, self.bound)
 
-    def _offer(self, choice: Integers) -> tuple[float, float, Integers]:
+    def offer(self, choice: Integers) -> Point:
         """Keep `choice` if it fits and is the best so far."""
         cost, memory = self.packed.evaluate(choice)
         self._pool.append(choice)
-        if self._fits(memory) and (cost < self.value or self.choice is None):
+        if self.fits(memory) and (cost < self.value or self.choice is None):
             self.choice, self.value, self.memory = choice, cost, memory
         return cost, memory, choice
 
-    def _least(self) -> tuple[float, float, Integers]:
+    def _least(self) -> Point:
         """The choice with the least memory; an error if even that does not fit."""
         least = self.optimiser.minimise(np.inf)
-        small = self._offer(least.choice)
-        if not self._fits(least.bound) or not self._fits(small[1]):
+        small = self.offer(least.choice)
+        if not self.fits(least.bound) or not self.fits(small[1]):
             raise InvalidInput(
                 "the memory limit must leave room for the smallest choice of strategies",
                 got=f"a limit of {self.limit:,.0f} bytes; the least possible is "
@@ -125,9 +140,7 @@ class Limited:
             )
         return small
 
-    def _squeeze(
-        self, large: tuple[float, float, Integers], small: tuple[float, float, Integers]
-    ) -> tuple[tuple[float, float, Integers], tuple[float, float, Integers]]:
+    def _squeeze(self, large: Point, small: Point, cutoff: float) -> tuple[Point, Point]:
         """Move the multiplier to where a choice too large and one that fits weigh the same."""
         for step in range(_STEPS):
             if small[0] <= large[0]:
@@ -139,14 +152,16 @@ class Limited:
             bound = lowest.bound - multiplier * self.limit
             if bound > self.bound:
                 self.bound, self.multiplier = bound, multiplier
-            point = self._offer(lowest.choice)
-            self.report(f"multiplier {step + 1}: gap {self._gap():.2%}")
+            point = self.offer(lowest.choice)
+            self.report(f"multiplier {step + 1}: gap {self.gap():.2%}")
             if lowest.value >= line - _SLACK * abs(line) or point[1] in (large[1], small[1]):
                 break
-            if self._fits(point[1]):
+            if self.fits(point[1]):
                 small = point
             else:
                 large = point
+            if self.bound >= cutoff:
+                break
         return large, small
 
     def _between(self) -> None:
@@ -161,7 +176,7 @@ class Limited:
             assert base is not None
             for other in pool:
                 self._splice(base, other)
-            if self.value >= before or self._gap() <= self.tolerance / 10:
+            if self.value >= before or self.gap() <= self.tolerance / 10:
                 break
 
     def _splice(self, base: Integers, other: Integers) -> None:
@@ -181,7 +196,7 @@ class Limited:
         if cost[first, last] < self.value:
             spliced = base.copy()
             spliced[i[first] : j[last]] = other[i[first] : j[last]]
-            self._offer(spliced)
+            self.offer(spliced)
 
     def _cuts(self, head: Integers, tail: Integers) -> Array:
         """(seconds, bytes) of the first i nodes of one choice and the rest of another, all i."""
@@ -230,93 +245,36 @@ class Limited:
                     changed = True
             if not changed:
                 break
-        self._offer(choice)
+        self.offer(choice)
 
-    def _close(self) -> None:
-        """Drop what cannot be in a choice better than the best by more than the tolerance, and
-        solve the rest as a whole."""
-        assert self.choice is not None
-        goal = self.value - self.tolerance * abs(self.value)
-        smaller = self._possible(goal)
-        if smaller is None:
-            self.bound = max(self.bound, goal)
-            return
-        if smaller.strategy_pairs > _MOST_ENTRIES:
-            return
-        numbers = [{int(s): i for i, s in enumerate(strategies)} for strategies in smaller.strategy]
-        ours = [self.packed.strategy[t][s] for t, s in zip(self.packed.node_table, self.choice)]
-        places = [numbers[t].get(int(s)) for t, s in zip(smaller.node_table, ours)]
-        hint = {v: s for v, s in enumerate(places) if s is not None}
-        self.report(f"{smaller.strategy_pairs:,} pairs of strategies to CP-SAT")
-        choice, bound = self._by_constraints(smaller, hint)
-        # Whatever was dropped is at least as dear as the goal.
-        self.bound = max(self.bound, min(bound, goal if smaller is not self.packed else bound))
-        if choice is not None:
-            back = [
-                {int(s): i for i, s in enumerate(strategies)} for strategies in self.packed.strategy
-            ]
-            chosen = [smaller.strategy[t][s] for t, s in zip(smaller.node_table, choice)]
-            self._offer(np.array([back[t][int(s)] for t, s in zip(self.packed.node_table, chosen)]))
-
-    def _possible(self, goal: float) -> Packed | None:
-        """The graph with the strategies that a choice cheaper than `goal` may have."""
-        packed, multiplier = self.packed, self.multiplier
-        elimination = Elimination(dict(enumerate(packed.sizes.tolist())))
-        for node, table in enumerate(packed.node_table.tolist()):
-            elimination.add((node,), packed.node_tables[table].weighted(multiplier))
-        edges = [table.weighted(multiplier) for table in packed.edge_tables]
-        for low, high, number in zip(
-            packed.low.tolist(), packed.high.tolist(), packed.edge_table.tolist()
-        ):
-            elimination.add((low, high), edges[number])
-        elimination.run()
-        if elimination.core:
-            return packed
-        marginals = elimination.marginals()
-        most = goal + multiplier * self.limit
-        most += _SLACK * abs(most)
-        kept = [np.flatnonzero(marginals[node] <= most) for node in range(len(packed))]
-        if not all(len(keep) for keep in kept):
-            return None
-        return restricted(packed, np.arange(len(packed)), kept)
-
-    def _by_constraints(
-        self, packed: Packed, hint: dict[int, int]
-    ) -> tuple[Integers | None, float]:
+    def _by_constraints(self) -> None:
         """CP-SAT on the whole graph, after those nodes left that know no memory."""
+        packed, choice = self.packed, self.choice
+        assert choice is not None
+        if packed.strategy_pairs > _MOST_ENTRIES:
+            return
+        self.report(f"{packed.strategy_pairs:,} pairs of strategies to CP-SAT")
         memory: dict[tuple[int, ...], Array] = {}
         elimination = Elimination(dict(enumerate(packed.sizes.tolist())), limit=0)
-        keep: set[int] = set()
-        for node, number in enumerate(packed.node_table.tolist()):
-            table = packed.node_tables[number]
-            elimination.add((node,), table.cost)
+        for scope, table in packed.tables_by_scope():
+            elimination.add(scope, table.cost)
             if table.memory is not None:
-                memory[node,] = table.memory
-                keep.add(node)
-        for low, high, number in zip(
-            packed.low.tolist(), packed.high.tolist(), packed.edge_table.tolist()
-        ):
-            table = packed.edge_tables[number]
-            elimination.add((low, high), table.cost)
-            if table.memory is not None:
-                memory[low, high] = table.memory
-                keep |= {low, high}
-        elimination.run(keep=keep)
+                memory[scope] = table.memory
+        elimination.run(keep={v for scope in memory for v in scope})
         core = elimination.core
         answer = solve_residual(
             {v: int(packed.sizes[v]) for v in core},
             elimination.factors,
             memory=memory,
             limit=self.limit,
-            hint={v: hint[v] for v in core if v in hint},
+            hint={v: int(choice[v]) for v in core},
             tolerance=self.tolerance / 2,
             seconds=self.seconds,
         )
-        bound = answer.bound + elimination.constant
-        if answer.choice is None:
-            return None, bound
-        done = elimination.complete(dict(answer.choice))
-        return np.array([done[v] for v in range(len(packed))], np.int64), bound
+        self.bound = max(self.bound, answer.bound + elimination.constant)
+        if answer.choice is not None:
+            done = elimination.complete(dict(answer.choice))
+            self.offer(np.array([done[v] for v in range(len(packed))], np.int64))
 
 
 def _best_cuts(weights: Array) -> Integers:

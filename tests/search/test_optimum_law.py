@@ -1,0 +1,124 @@
+"""The optimum law: the search equals brute force on small graphs and CP-SAT on middle ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from autopar.errors import InvalidInput
+from autopar.search.graph import CostGraph
+from autopar.search.optimum import Optimiser
+from autopar.search.prune import prune
+from autopar.search.residual import solve_residual
+from autopar.search.solve import least_memory, solve
+from tests.search.random_graphs import SHAPES, brute_force, everything, random_graph
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_equals_brute_force(name: str) -> None:
+    rng = np.random.default_rng(SHAPES.index(name))
+    for _ in range(150):
+        graph = random_graph(name, rng)
+        solution = solve(graph)
+        assert solution.objective == brute_force(graph)
+        assert solution.gap == 0
+        assert graph.evaluate(solution.choice) == (solution.objective, solution.memory)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_equals_brute_force_where_pairs_are_impossible(name: str) -> None:
+    rng = np.random.default_rng(100 + SHAPES.index(name))
+    for _ in range(50):
+        graph = random_graph(name, rng, impossible=0.15)
+        best = brute_force(graph)
+        if np.isinf(best):
+            with pytest.raises(InvalidInput, match="every node needs a strategy"):
+                solve(graph)
+        else:
+            assert solve(graph).objective == best
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_equals_brute_force_under_a_memory_limit(name: str) -> None:
+    rng = np.random.default_rng(200 + SHAPES.index(name))
+    for _ in range(25):
+        graph = random_graph(name, rng, memory=True)
+        points = everything(graph)
+        amounts = sorted({memory for _, memory in points})
+        assert least_memory(graph) == amounts[0]
+        limit = amounts[int(len(amounts) * rng.random() * 0.6)]
+        solution = solve(graph, memory=limit, tolerance=0.0)
+        assert solution.memory <= limit
+        assert solution.objective == pytest.approx(brute_force(graph, limit), rel=1e-9)
+        assert solution.gap < 1e-6
+        loose = solve(graph, memory=limit)  # the tolerance of everyday use
+        assert loose.memory <= limit
+        assert loose.bound <= brute_force(graph, limit) * (1 + 1e-9) <= loose.objective * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["triangles", "prism", "k33", "k5", "random"])
+def test_cp_sat_solves_what_elimination_may_not(name: str) -> None:
+    rng = np.random.default_rng(300 + SHAPES.index(name))
+    for _ in range(10):
+        graph = random_graph(name, rng, impossible=0.05)
+        best = brute_force(graph)
+        if np.isinf(best):
+            continue
+        solution = solve(graph, elimination_limit=1, prune=False)
+        assert solution.objective == best
+        assert solution.gap < 1e-9
+
+
+def test_equals_cp_sat_on_whole_middle_sized_graphs() -> None:
+    rng = np.random.default_rng(7)
+    for count, most in ((20, 3), (30, 3), (24, 4)):
+        graph = CostGraph()
+        sizes = [int(size) for size in rng.integers(2, most + 1, count)]
+        for size in sizes:
+            graph.add_node(rng.random(size))
+        for node in range(1, count):
+            for other in {node - 1, max(0, node - int(rng.integers(2, 5)))}:
+                graph.add_edge(other, node, rng.random((sizes[other], sizes[node])))
+        packed = graph.packed
+        factors = {(v,): packed.node_tables[t].cost for v, t in enumerate(packed.node_table)}
+        for low, high, t in zip(packed.low, packed.high, packed.edge_table):
+            factors[int(low), int(high)] = packed.edge_tables[t].cost
+        whole = solve_residual(dict(enumerate(packed.sizes.tolist())), factors)
+        assert solve(graph).objective == pytest.approx(whole.value, rel=1e-9)
+        assert whole.gap < 1e-9
+
+
+def test_pruning_changes_no_optimum_whatever_the_multiplier() -> None:
+    rng = np.random.default_rng(11)
+    dropped = 0
+    for trial in range(600):
+        name = SHAPES[trial % len(SHAPES)]
+        graph = random_graph(name, rng, most=4, memory=trial % 2 == 0, impossible=0.05)
+        whole, smaller = graph.packed, prune(graph.packed)
+        dropped += int(whole.sizes.sum() - smaller.sizes.sum())
+        for multiplier in (0.0, 0.5, 3.0, np.inf):
+            value = Optimiser(whole, fold=False).minimise(multiplier).value
+            assert Optimiser(smaller, fold=False).minimise(multiplier).value == value
+    assert dropped > 300
+
+
+def test_pruning_keeps_the_only_strategy_that_fits() -> None:
+    graph = CostGraph()
+    a = graph.add_node([1.0, 5.0], memory=[100, 1])  # the second is dearer, and smaller
+    b = graph.add_node([0.0])
+    graph.add_edge(a, b, [[0.0], [7.0]])
+    assert solve(graph, memory=10).choice == [1, 0]
+    assert solve(graph).choice == [0, 0]
+
+
+def test_parts_that_nothing_joins_share_only_the_limit() -> None:
+    graph = CostGraph()
+    for _ in range(3):
+        graph.add_node([1.0, 4.0], memory=[10, 5])
+    solution = solve(graph, memory=25, tolerance=0.0)
+    assert (solution.objective, solution.memory, sum(solution.choice)) == (6.0, 25.0, 1)
+
+
+def test_the_empty_graph_costs_nothing() -> None:
+    solution = solve(CostGraph())
+    assert (solution.choice, solution.objective, solution.gap) == ([], 0.0, 0.0)

@@ -1,0 +1,166 @@
+"""What a caller sees: limits, bounds, progress, interrupts, errors."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from autopar.errors import ExecutionError, InvalidInput
+from autopar.search.graph import CostGraph
+from autopar.search.residual import solve_residual
+from autopar.search.solve import ALGORITHMS, solve
+from tests.search.random_graphs import SHAPES, brute_force, random_graph
+
+
+def chain(length: int, memory: bool = True) -> CostGraph:
+    rng = np.random.default_rng(1)
+    costs, bytes_, move = rng.random((3, 6)), rng.random((3, 6)), rng.random((6, 6)) * 0.3
+    graph = CostGraph()
+    for node in range(length):
+        kind = node % 3
+        graph.add_node(costs[kind], (1 - costs[kind]) * bytes_[kind] if memory else None)
+        if node:
+            graph.add_edge(node - 1, node, move)
+    return graph
+
+
+def test_a_limit_on_a_long_chain_is_met_within_a_percent() -> None:
+    graph = chain(300)
+    free = solve(graph)
+    for share in (0.3, 0.6, 0.9):
+        solution = solve(graph, memory=free.memory * share)
+        assert solution.memory <= free.memory * share
+        assert solution.gap <= 0.01
+        assert solution.multiplier > 0
+        assert free.objective < solution.objective
+
+
+def test_a_limit_that_does_not_bind_changes_nothing() -> None:
+    graph = chain(30)
+    free = solve(graph)
+    assert solve(graph, memory=free.memory).choice == free.choice
+
+
+def test_a_limit_that_nothing_meets_names_the_least_memory() -> None:
+    graph = CostGraph()
+    for _ in range(3):
+        graph.add_node([1.0, 2.0], memory=[4000, 2000])
+    with pytest.raises(InvalidInput, match=r"least possible is 6,000 bytes"):
+        solve(graph, memory=5000)
+
+
+def test_the_same_search_gives_the_same_choice() -> None:
+    graphs = [chain(60), chain(60)]
+    limit = solve(graphs[0]).memory * 0.5
+    assert solve(graphs[0], limit).choice == solve(graphs[1], limit).choice
+
+
+@pytest.mark.parametrize("algorithm", ["recursive", "propagate"])
+def test_quick_algorithms_stay_between_bound_and_nothing(algorithm: str) -> None:
+    rng = np.random.default_rng(2)
+    for trial in range(100):
+        graph = random_graph(SHAPES[trial % len(SHAPES)], rng)
+        solution = solve(graph, algorithm=algorithm)
+        assert solution.bound <= brute_force(graph) <= solution.objective
+        assert graph.evaluate(solution.choice)[0] == solution.objective
+
+
+def test_propagation_follows_a_pinned_node() -> None:
+    graph = CostGraph()
+    nodes = [graph.add_node([0.0, 0.0, 0.0]) for _ in range(4)] + [graph.add_node([1.0])]
+    apart = 1.0 - np.eye(3)
+    for a, b in zip(nodes[:4], nodes[1:4]):
+        graph.add_edge(a, b, apart)
+    graph.add_edge(nodes[4], nodes[3], [[1.0, 1.0, 0.0]])
+    assert solve(graph, algorithm="propagate").choice == [2, 2, 2, 2, 0]
+
+
+def test_an_unknown_algorithm_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="recursive") as error:
+        solve(chain(3), algorithm="fast")
+    assert all(name in str(error.value) for name in ALGORITHMS)
+
+
+def test_progress_names_the_phases() -> None:
+    phases: list[str] = []
+    graph = chain(60)
+    solve(graph, solve(graph).memory * 0.5, progress=lambda phase, detail: phases.append(phase))
+    assert list(dict.fromkeys(phases)) == ["prune", "fold", "eliminate", "memory", "done"]
+
+
+def interrupt_in(wanted: str):
+    def progress(phase: str, detail: str) -> None:
+        if phase == wanted:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+def test_an_interrupt_before_the_first_plan_is_a_clean_error() -> None:
+    with pytest.raises(ExecutionError, match="interrupt"):
+        solve(chain(60), progress=interrupt_in("fold"))
+
+
+def test_an_interrupt_under_a_limit_gives_the_best_so_far_with_its_bound() -> None:
+    graph = chain(60)
+    limit = solve(graph).memory * 0.5
+    solution = solve(graph, limit, progress=interrupt_in("memory"))
+    assert solution.interrupted
+    assert solution.memory <= limit
+    assert 0 < solution.bound <= solve(graph, limit).objective
+
+
+def test_ctrl_c_stops_cp_sat() -> None:
+    rng = np.random.default_rng(0)
+    sizes = dict.fromkeys(range(24), 8)
+    factors = {
+        (a, b): rng.random((8, 8)) for a in sizes for b in sizes if a < b
+    }  # far too much to prove in a minute
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    start = time.monotonic()
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        solve_residual(sizes, factors, seconds=100)
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize(
+    ("cost", "memory"),
+    [
+        ([], None),
+        ([[1.0]], None),
+        ([float("nan")], None),
+        ([-np.inf, 1.0], None),
+        ([1.0, 2.0], [1.0]),
+        ([1.0], [np.inf]),
+    ],
+)
+def test_bad_node_costs_are_refused(cost: list, memory: list | None) -> None:
+    with pytest.raises(InvalidInput):
+        CostGraph().add_node(cost, memory)
+
+
+def test_bad_edges_are_refused() -> None:
+    graph = CostGraph()
+    a, b = graph.add_node([1.0, 2.0], name="up"), graph.add_node([1.0, 2.0, 3.0])
+    with pytest.raises(InvalidInput, match=r"shape \(3, 2\) between 'up' with 2"):
+        graph.add_edge(a, b, np.zeros((3, 2)))
+    with pytest.raises(InvalidInput, match="two different nodes"):
+        graph.add_edge(a, a, np.zeros((2, 2)))
+    with pytest.raises(InvalidInput, match="two different nodes"):
+        graph.add_edge(a, 7, np.zeros((2, 2)))
+
+
+def test_the_same_tensor_twice_pays_twice() -> None:
+    graph = CostGraph()
+    a, b = graph.add_node([0.0]), graph.add_node([0.0])
+    for _ in range(2):
+        graph.add_edge(a, b, [[3.0]], [[2.0]])
+    graph.add_edge(b, a, [[1.0]])
+    assert graph.evaluate([0, 0]) == (7.0, 4.0)
+    assert solve(graph).objective == 7.0
