@@ -4,6 +4,7 @@
     shard(model.bn, ((4, 1),))                              a module's inputs, in order
     matmul = shard(torch.matmul, ((1, 1), (1, 4)))          a function's inputs
     x = shard(x, ("dp", None, "tp"))                        a tensor, inside forward
+    shard(model.layers[2], stage=1)                         where a stage of a pipeline starts
 
 Each dim takes None, the name of a mesh axis, a tuple of names (outermost first), or a number of
 slices. An annotation changes nothing until the model is parallelised.
@@ -25,10 +26,12 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.marker import Annotation, Entry, annotate
 from autopar.errors import InvalidInput
+from autopar.search.stages import Pin
 
 Dims = Sequence[Entry]
 _calls = itertools.count()
 _PARAMETERS = "_autopar_parameters"
+_STAGE = "_autopar_stage"
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -37,14 +40,18 @@ def shard(
     in_strategy: Sequence[Dims | None] | Dims | None = None,
     out_strategy: Sequence[Dims | None] | Dims | None = None,
     params: Mapping[str, Dims] | None = None,
+    stage: int | None = None,
 ) -> Any:
     """Annotate a module (in place, returned), a function (wrapped) or a tensor (marked).
 
     For a tensor `in_strategy` is one entry for each dim. For a function or module it is a tuple
     with one such tuple (or None: no wish) for each tensor input, in order; `out_strategy` the same
     for the outputs; `params` maps names of parameters (dotted, from the module) to entries.
+    `stage` is the stage of a pipeline that starts with this module.
     """
     source = _caller()
+    if stage is not None:
+        _pin(target, stage, source)
     if isinstance(target, torch.Tensor):
         if in_strategy is None or out_strategy is not None or params is not None:
             raise InvalidInput(
@@ -81,6 +88,33 @@ def parameter_annotations(model: nn.Module) -> dict[str, list[Annotation]]:
         for name, annotation in module.__dict__.get(_PARAMETERS, ()):
             found.setdefault(f"{prefix}.{name}" if prefix else name, []).append(annotation)
     return found
+
+
+def stage_pins(model: nn.Module) -> list[Pin]:
+    """The modules that start a stage, by their paths in `model`."""
+    return [
+        Pin(module.__dict__[_STAGE][0], path, module.__dict__[_STAGE][1])
+        for path, module in model.named_modules(remove_duplicate=False)
+        if _STAGE in module.__dict__
+    ]
+
+
+def _pin(target: Any, stage: int, source: str) -> None:
+    if not isinstance(target, nn.Module) or not isinstance(stage, int) or stage < 0:
+        raise InvalidInput(
+            "stage= is the number of the stage that a module starts, counted from 0",
+            got=f"stage={stage!r} for {type(target).__name__}",
+            remedy="shard(model.layers[2], stage=1)",
+            source=source,
+        )
+    earlier = target.__dict__.setdefault(_STAGE, (stage, source))
+    if earlier[0] != stage:
+        raise InvalidInput(
+            "a module starts one stage",
+            got=f"stage {earlier[0]} at {earlier[1]}\nand stage {stage} at {source}",
+            remedy="remove one of them",
+            source=source,
+        )
 
 
 def _shard_module(

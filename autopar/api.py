@@ -18,6 +18,7 @@ from autopar.runtime.distributed import TorchBackend
 from autopar.runtime.module import Backend, ParallelModule
 from autopar.runtime.plan import Plan
 from autopar.runtime.virtual import VirtualBackend
+from autopar.runtime.virtual_pipeline import VirtualPipeline
 
 BACKENDS = ("virtual", "torch")
 
@@ -62,7 +63,7 @@ def parallelize(
             got='local_inputs=True with backend="virtual"',
             remedy="hand the global batch to the virtual mesh",
         )
-    if local_inputs and plan.microbatches > 1:
+    if local_inputs and plan.batches is not None:
         raise InvalidInput(
             "a step in micro-batches cuts the global batch, which every rank is given",
             got=f"local_inputs=True with {plan.microbatches} micro-batches",
@@ -74,12 +75,16 @@ def parallelize(
             got='check=True with backend="torch"',
             remedy='backend="virtual", which runs the same program',
         )
-    runs: Backend = (
-        VirtualBackend(plan.program, _device_of(model), check)
-        if backend == "virtual"
-        else TorchBackend(plan.program, local_inputs)
+    return ParallelModule(
+        model, plan.program, plan, _backend(backend, plan, model, local_inputs, check)
     )
-    return ParallelModule(model, plan.program, plan, runs)
+
+
+def _backend(name: str, plan: Plan, model: nn.Module, local_inputs: bool, check: bool) -> Backend:
+    if name == "virtual":
+        virtual = VirtualPipeline if plan.pipelining else VirtualBackend
+        return virtual(plan.program, _device_of(model), check)
+    return TorchBackend(plan.program, local_inputs)
 
 
 def _device_of(model: nn.Module) -> torch.device:

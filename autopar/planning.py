@@ -10,13 +10,15 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.annotate import parameter_annotations
+from autopar.annotate import parameter_annotations, stage_pins
 from autopar.capture import capture
 from autopar.capture.captured import Captured
 from autopar.collectives import LinkPrice, Price
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
+from autopar.passes import rewrite
 from autopar.passes.microbatches import cut_batch
+from autopar.pipeline.plan import ScheduleLike, read_request
 from autopar.runtime.plan import Plan
 from autopar.search.decisions import Decisions, Fallback
 from autopar.search.propagate import propagate
@@ -35,10 +37,17 @@ def plan(
     mode: str = "propagate",
     strict: bool = False,
     microbatches: int = 1,
+    pipeline: str | int | None = "auto",
+    schedule: ScheduleLike = None,
+    schedule_options: Mapping[str, Any] | None = None,
+    recompute: bool = False,
 ) -> Plan:
     """Decide where every tensor of `model`, called with `args` and `kwargs`, lives on `mesh`.
 
     `microbatches`: into how many equal parts a step cuts the batch, to run one after another.
+    `pipeline`: the axis of a pipeline ("auto": `pp`, if the mesh has it), or a number of ranks;
+    `schedule`: a name, a mapping with a name and options, or a schedule; `recompute`: run each
+    stage's forward again before its backward.
     """
     if mode not in MODES:
         raise InvalidInput(
@@ -46,10 +55,15 @@ def plan(
         )
     if isinstance(mesh, DeviceMesh):
         mesh = Mesh.from_device_mesh(mesh)
+    request = None
+    if mesh is not None:
+        request = read_request(mesh, pipeline, schedule, schedule_options, microbatches, recompute)
+        mesh = request.inner if request else mesh
     captured = capture(model, args, dict(kwargs or {}))
     if strict:
         _require_rules(captured)
-    batches = None if microbatches == 1 else cut_batch(captured, microbatches)
+    slices = request.schedule.slices if request else microbatches
+    batches = cut_batch(captured, slices) if request or slices != 1 else None
     captured = batches.captured if batches else captured
     if mode == "data":
         decisions = propagate(captured, mesh)
@@ -58,7 +72,11 @@ def plan(
         decisions = propagate(captured, mesh, wishes)
     _refuse_random(captured, decisions)
     _report_fallbacks(decisions.fallbacks)
-    return Plan(captured, decisions, price_of(mesh), batches)
+    price = price_of(mesh)
+    pipelining = None
+    if request is not None:
+        pipelining = request.cut(captured, rewrite(captured, decisions, price), stage_pins(model))
+    return Plan(captured, decisions, price, batches, pipelining)
 
 
 def price_of(mesh: Mesh) -> Price:

@@ -83,7 +83,7 @@ def _cut(flow: Flow, index: int, start: int, end: int) -> Stage:
 
 
 def _update(flow: Flow, statistics: set[fx.Node], is_first: bool) -> fx.Graph | None:
-    """The changes of buffers that come from the statistics of one stage, or in the first of none."""
+    """The changes of buffers from the statistics of one stage; in the first, from none too."""
     changed = {}
     for buffer, value in flow.new_values.items():
         read = flow.read_by(value)
@@ -102,7 +102,7 @@ def _update(flow: Flow, statistics: set[fx.Node], is_first: bool) -> fx.Graph | 
 
 
 def _read_shifts_as_they_were(graph: fx.Graph) -> None:
-    """Sums of batch norm go with the running mean of the start of the step, not of the last update."""
+    """Sums of batch norm go with the running mean that the step began with."""
     first_call = next((node for node in graph.nodes if node.op == "call_function"), None)
     before: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -145,7 +145,8 @@ def _program(source: fx.Graph, wanted: Iterable[fx.Node], given: Iterable[fx.Nod
             needed.add(node)
             waiting.extend(node.all_input_nodes if node not in given else ())
     needed |= set(given)
-    graph, copies = fx.Graph(), {}
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
     kept = [node for node in source.nodes if node in needed and node not in given]
     placeholders = [node for node in kept if node.op == "placeholder"]
     for node in [*placeholders, *given, *(n for n in kept if n.op != "placeholder")]:

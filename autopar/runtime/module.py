@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -30,6 +30,14 @@ class Backend(Protocol):
     def run(
         self, kept: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> tuple[list[Tensor], dict[str, Tensor]]: ...
+
+
+class PipelineBackend(Backend, Protocol):
+    """A place where the stages of a pipeline run."""
+
+    def step(
+        self, kept: Mapping[str, Tensor], batches: Sequence[Mapping[str, Tensor]]
+    ) -> tuple[Tensor, dict[str, Tensor]]: ...
 
 
 class ParallelModule(nn.Module):
@@ -72,14 +80,16 @@ class ParallelModule(nn.Module):
     @property
     def graphs(self) -> list[Listing]:
         """The programs of all stages."""
-        return [Listing(self.backend.graph())]
+        count = len(self.program.stages)
+        return [Listing(self.backend.graph(i)) for i in range(count)] or [self.graph]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.program.batches is not None:
             raise InvalidInput(
-                "a program in micro-batches runs whole steps only",
-                got=f"a direct call with {self.program.batches.count} micro-batches",
-                remedy="call step(), or parallelize with microbatches=1",
+                "a program in micro-batches or in a pipeline runs whole steps only",
+                got=f"a direct call with {self.program.batches.count} micro-batches"
+                f" and {max(len(self.program.stages), 1)} stages",
+                remedy="call step(), or parallelize with microbatches=1 and pipeline=None",
             )
         with self.backend.guard():
             inputs = self.program.bind(args, kwargs, self._shapes)
@@ -92,6 +102,11 @@ class ParallelModule(nn.Module):
             inputs = self.program.bind(args, kwargs, self._shapes)
             total: Tensor | None = None
             batches = self.program.split(inputs)
+            if self.program.stages:
+                pipeline = cast(PipelineBackend, self.backend)
+                total, mutated = pipeline.step(self._kept, batches)
+                self._write(mutated)
+                return total
             for number, batch in enumerate(batches):
                 self.backend.begin(number == 0, number == len(batches) - 1)
                 loss = self._run(batch)[index]
@@ -116,10 +131,13 @@ class ParallelModule(nn.Module):
         # Backward may still read what a buffer was before its new value is written.
         before = {name: self._kept[name].clone() for name in self.program.captured.mutations}
         outputs, mutated = self.backend.run(self._kept | before, inputs)
-        with torch.no_grad():
-            for name, value in mutated.items():
-                self._kept[name].copy_(value)
+        self._write(mutated)
         return outputs
+
+    def _write(self, buffers: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, value in buffers.items():
+                self._kept[name].copy_(value)
 
     def extra_repr(self) -> str:
         return f"mesh={self.program.mesh}"

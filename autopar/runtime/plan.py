@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.capture.captured import Captured
@@ -11,8 +11,11 @@ from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes import rewrite
 from autopar.passes.microbatches import Microbatches
+from autopar.passes.stages import split_stages
+from autopar.pipeline.plan import Pipelining
 from autopar.runtime.program import Program
 from autopar.search.decisions import Decisions
+from autopar.search.flow import flow_of
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Plan:
     decisions: Decisions
     price: Price
     batches: Microbatches | None = None  # `captured` is then the program of one micro-batch
+    pipelining: Pipelining | None = None  # `mesh` is then the mesh inside each stage
 
     @property
     def microbatches(self) -> int:
@@ -49,7 +53,12 @@ class Plan:
     def program(self) -> Program:
         """The rewritten program of all ranks."""
         graph = rewrite(self.captured, self.decisions, self.price)
-        return Program(self.captured, self.decisions, graph, self.batches)
+        program = Program(self.captured, self.decisions, graph, self.batches)
+        if self.pipelining is None:
+            return program
+        starts = [stage.starts for stage in self.pipelining.stages]
+        stages = split_stages(flow_of(self.captured, graph), starts, self.mesh)
+        return replace(program, pipelining=self.pipelining, stages=stages)
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:

@@ -16,6 +16,8 @@ from autopar.errors import InvalidInput
 from autopar.layout import TensorType
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import Microbatches
+from autopar.passes.stages import Stage
+from autopar.pipeline.plan import Pipelining
 from autopar.search.decisions import Decisions
 
 
@@ -27,6 +29,8 @@ class Program:
     decisions: Decisions
     graph: fx.Graph
     batches: Microbatches | None = None  # the program is that of one micro-batch
+    pipelining: Pipelining | None = None
+    stages: tuple[Stage, ...] = ()  # of a pipeline
 
     @property
     def mesh(self) -> Mesh:

@@ -17,6 +17,7 @@ from functools import cached_property
 
 from torch import fx
 
+from autopar.capture.captured import Captured
 from autopar.errors import InvalidInput
 from autopar.strategies.kernels import batch_normalize, batch_sums, running_mean, running_var
 
@@ -152,6 +153,12 @@ class Flow:
         args = [argument for index, argument in enumerate(node.args) if index != shift]
         fx.map_arg((args, node.kwargs), values.append)
         return values
+
+
+def flow_of(captured: Captured, graph: fx.Graph) -> Flow:
+    """The flow of the rewritten program of `captured`."""
+    placeholders = {name: placeholder for placeholder, name in captured.buffers.items()}
+    return Flow(graph, tuple(placeholders[name] for name in captured.mutations))
 
 
 def ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:

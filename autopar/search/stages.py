@@ -283,7 +283,7 @@ def _parameters(node: fx.Node) -> set[fx.Node]:
     for value in node.all_input_nodes:
         if value.op == "placeholder":
             made_of = {value}
-        elif any(_is_input(source) for source in ancestors([value])):
+        elif any(_is_from(source, "input") for source in ancestors([value])):
             continue
         else:
             made_of = ancestors([value])
@@ -293,8 +293,8 @@ def _parameters(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _is_input(node: fx.Node) -> bool:
-    return node.op == "placeholder" and node.meta["origin"][0] == "input"
+def _is_from(node: fx.Node, kind: str) -> bool:
+    return node.op == "placeholder" and node.meta["origin"][0] == kind
 
 
 def _layer(module: str) -> str:

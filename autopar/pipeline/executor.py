@@ -1,0 +1,165 @@
+"""Executor: a rank does the list that a schedule has for it, literally.
+
+    runner = RankRunner(schedule, rank, workers, post)
+    while not runner.done:
+        runner.advance()          # waits for the input of its next action, does it, sends
+
+What moves between stages goes through a `Post`, each message under its own key: direction, pipe,
+the stage that receives it, and the micro-batch. Sends never block, so whatever order the checker
+accepts comes to its end. `recorded` is what was done, and the most that was kept at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from autopar.pipeline.schedule import Action, Schedule
+from autopar.pipeline.worker import Value, Worker
+
+
+@dataclass(frozen=True)
+class Key:
+    """One message: forward to `stage`, or backward to it."""
+
+    forward: bool
+    pipe: int
+    stage: int  # that receives
+    slice_: int
+
+
+class Post(Protocol):
+    """Carries messages between the ranks of a pipeline."""
+
+    def expect(self, key: Key, sender: int) -> None:
+        """This message will be wanted soon."""
+
+    def receive(self, key: Key, sender: int) -> list[Value]:
+        """Wait for a message."""
+
+    def send(self, key: Key, receiver: int, values: list[Value]) -> None:
+        """Send a message without waiting for anybody."""
+
+    def arrived(self, key: Key) -> bool:
+        """Whether `receive` would not wait."""
+
+
+@dataclass
+class Recorded:
+    """What one rank did in its last step."""
+
+    order: list[Action] = field(default_factory=list)
+    peak_activations: float = 0.0
+
+
+Workers = Mapping[tuple[int, int], Worker]
+
+
+class RankRunner:
+    """Does one rank's actions of one step, one after another."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        workers: Workers,
+        post: Post,
+        after: Callable[[int], None] = lambda position: None,
+    ) -> None:
+        """`workers` by (pipe, stage). `after(i)` is called when action i is done."""
+        self.schedule, self.rank, self.workers, self.post = schedule, rank, workers, post
+        self.order, self.after = schedule.orders[rank], after
+        self.recorded = Recorded()
+        self._position = 0
+
+    @property
+    def done(self) -> bool:
+        return self._position == len(self.order)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the input of the next action is there."""
+        if self.done:
+            return False
+        return all(self.post.arrived(key) for key, _ in self._inputs(self.order[self._position]))
+
+    def advance(self) -> None:
+        """Do the next action."""
+        action = self.order[self._position]
+        inputs = [(key, self.post.receive(key, sender)) for key, sender in self._inputs(action)]
+        if self._position + 1 < len(self.order):
+            for key, sender in self._inputs(self.order[self._position + 1]):
+                self.post.expect(key, sender)
+        received = {key.slice_: values for key, values in inputs}
+        for slice_ in action.microbatches:
+            self._do(action, slice_, received.get(slice_, []))
+        self.recorded.order.append(action)
+        self.after(self._position)
+        self._position += 1
+
+    def _do(self, action: Action, slice_: int, received: list[Value]) -> None:
+        worker = self.workers[action.pipe, action.stage]
+        if action.kind == "F":
+            sent = worker.forward(slice_, received)
+            self._record()
+            self._send(action, slice_, sent)
+        elif action.kind == "W":
+            worker.backward_weights(slice_)
+        else:
+            whole = action.kind == "B"
+            backward = worker.backward if whole else worker.backward_inputs
+            self._send(action, slice_, backward(slice_, received))
+
+    def _record(self) -> None:
+        kept = sum(len(worker.kept) for worker in self.workers.values())
+        share = kept / (self.schedule.chunks * self.schedule.parts)
+        self.recorded.peak_activations = max(self.recorded.peak_activations, share)
+
+    def _inputs(self, action: Action) -> list[tuple[Key, int]]:
+        """The messages that an action waits for, and who sends them."""
+        forward = action.kind == "F"
+        other = action.stage + (-1 if forward else 1)
+        if action.kind == "W" or not 0 <= other < self.schedule.stages:
+            return []
+        sender = self.schedule.rank_of(action.pipe, other)
+        return [
+            (Key(forward, action.pipe, action.stage, slice_), sender)
+            for slice_ in action.microbatches
+        ]
+
+    def _send(self, action: Action, slice_: int, values: list[Value]) -> None:
+        forward = action.kind == "F"
+        other = action.stage + (1 if forward else -1)
+        if 0 <= other < self.schedule.stages:
+            receiver = self.schedule.rank_of(action.pipe, other)
+            self.post.send(Key(forward, action.pipe, other, slice_), receiver, values)
+
+
+class Shelf:
+    """The post of ranks that live in one process."""
+
+    def __init__(self) -> None:
+        self._values: dict[Key, list[Value]] = {}
+
+    def expect(self, key: Key, sender: int) -> None:
+        """Nothing has to be made ready."""
+
+    def receive(self, key: Key, sender: int) -> list[Value]:
+        return self._values.pop(key)
+
+    def send(self, key: Key, receiver: int, values: list[Value]) -> None:
+        self._values[key] = values
+
+    def arrived(self, key: Key) -> bool:
+        return key in self._values
+
+
+def run_together(runners: list[RankRunner]) -> None:
+    """Run the ranks of one process in turns, each as far as its inputs are there."""
+    while any(not runner.done for runner in runners):
+        before = [len(runner.recorded.order) for runner in runners]
+        for runner in runners:
+            if runner.ready:
+                runner.advance()
+        assert before != [len(runner.recorded.order) for runner in runners], "a deadlock"

@@ -1,0 +1,191 @@
+"""Pipelining: the decisions about a pipeline as plain values, and how a user's words become them.
+
+request = read_request(mesh, "auto", "chimera", {"pipes": 2}, microbatches=8)
+request.inner                        # the mesh inside each stage
+request.cut(captured, graph, pins)   # the stages of the rewritten program: a Pipelining
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import fx
+
+from autopar.capture.captured import Captured
+from autopar.errors import InvalidInput
+from autopar.mesh import Mesh
+from autopar.pipeline.checker import check
+from autopar.pipeline.notation import to_text
+from autopar.pipeline.schedule import Schedule
+from autopar.pipeline.schedules import schedule as make_schedule
+from autopar.search.flow import flow_of
+from autopar.search.stages import Pin, StageCost, choose_stages, imbalance
+
+AXIS = "pp"
+DEFAULT = "1f1b"
+ScheduleLike = str | Mapping[str, Any] | Schedule | None
+
+
+@dataclass(frozen=True)
+class Pipelining:
+    """How a program runs as a pipeline."""
+
+    axis: str
+    mesh: Mesh  # of all ranks, the pipeline's axis among them
+    schedule: Schedule
+    stages: tuple[StageCost, ...]
+    recompute: bool = False
+
+    def data(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "axis": self.axis,
+            "mesh": dict(zip(self.mesh.names, self.mesh.shape)),
+            "schedule": to_text(self.schedule),
+            "stages": [asdict(stage) for stage in self.stages],
+            "recompute": self.recompute,
+        }
+
+    def ranks_at(self, coordinate: int) -> list[int]:
+        """The ranks that stand at one place of the pipeline, in the order of the inner mesh."""
+        return [
+            rank
+            for rank in range(self.mesh.size)
+            if self.mesh.coordinate(rank)[self.axis] == coordinate
+        ]
+
+    def __str__(self) -> str:
+        made = self.schedule
+        options = "".join(f", {name}={value}" for name, value in made.options)
+        lines = [
+            f"pipeline over {self.axis}: {made.name}{options}, {len(self.stages)} stages, "
+            f"{made.microbatches} micro-batches, imbalance {imbalance(self.stages):.0%}"
+        ]
+        for index, stage in enumerate(self.stages):
+            ranks = ", ".join(map(str, made.replicas_of(index)))
+            lines.append(
+                f"  stage {index} on {ranks}: from {stage.starts} ({stage.module or 'the model'}), "
+                f"forward {stage.forward:.3g} s, backward {stage.backward:.3g} s, "
+                f"{stage.parameters} bytes of parameters"
+            )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A pipeline that the user asked for, before the model is cut."""
+
+    axis: str
+    mesh: Mesh
+    inner: Mesh
+    schedule: Schedule
+    recompute: bool
+
+    def cut(
+        self,
+        captured: Captured,
+        graph: fx.Graph,
+        pins: Sequence[Pin],
+        memory: float | None = None,
+    ) -> Pipelining:
+        """Cut the rewritten program of the inner mesh into the stages of the schedule."""
+        stages = choose_stages(
+            flow_of(captured, graph),
+            self.inner,
+            self.schedule.stages,
+            pins=pins,
+            memory=memory,
+            in_flight=_in_flight(self.schedule),
+        )
+        return Pipelining(self.axis, self.mesh, self.schedule, tuple(stages), self.recompute)
+
+
+def read_request(
+    mesh: Mesh,
+    pipeline: str | int | None,
+    schedule: ScheduleLike,
+    options: Mapping[str, Any] | None,
+    microbatches: int,
+    recompute: bool = False,
+) -> Request | None:
+    """What `plan`'s arguments say about a pipeline; None if there is none.
+
+    `pipeline` names the axis ("auto": `pp`, if the mesh has it), or is a number of ranks that are
+    put before the mesh's axes, or None.
+    """
+    axis, mesh = _axis(mesh, pipeline)
+    if axis is None:
+        if schedule is not None:
+            raise InvalidInput(
+                "a schedule is for a pipeline",
+                got=f"schedule={schedule!r} on {mesh} with pipeline={pipeline!r}",
+                remedy=f"give the mesh an axis {AXIS!r}, or pipeline=4",
+            )
+        return None
+    made = _schedule(schedule, dict(options or {}), mesh[axis], microbatches)
+    inner = mesh.without(axis)
+    if not inner.names:
+        # A stage on one rank: an axis of one for its parameters' placements.
+        mesh = Mesh(**dict(zip(mesh.names, mesh.shape)), dp=1)
+        inner = Mesh(dp=1)
+    return Request(axis, mesh, inner, made, recompute)
+
+
+def _axis(mesh: Mesh, pipeline: str | int | None) -> tuple[str | None, Mesh]:
+    if pipeline is None or (pipeline == "auto" and AXIS not in mesh):
+        return None, mesh
+    if isinstance(pipeline, int) and not isinstance(pipeline, bool) and pipeline > 0:
+        if AXIS not in mesh:
+            return AXIS, Mesh(**{AXIS: pipeline, **dict(zip(mesh.names, mesh.shape))})
+        if mesh[AXIS] == pipeline:
+            return AXIS, mesh
+    name = AXIS if pipeline == "auto" else pipeline
+    if not isinstance(name, str) or name not in mesh:
+        raise InvalidInput(
+            "pipeline is the name of an axis of the mesh, a number of ranks, or None",
+            got=f"pipeline={pipeline!r} on {mesh}",
+            remedy=f"one of {', '.join(map(repr, mesh.names))}",
+        )
+    return name, mesh
+
+
+def _schedule(
+    given: ScheduleLike, options: dict[str, Any], ranks: int, microbatches: int
+) -> Schedule:
+    if isinstance(given, Schedule):
+        if options or given.ranks != ranks or microbatches not in (1, given.microbatches):
+            raise InvalidInput(
+                "a finished schedule fits the mesh and the micro-batches, and takes no options",
+                got=f"a schedule of {given.ranks} ranks and {given.microbatches} micro-batches for "
+                f"{ranks} ranks and {microbatches} micro-batches, options {options}",
+                remedy="make the schedule for this mesh, or give its name",
+            )
+        check(given)
+        return given
+    if isinstance(given, Mapping):
+        options = {**given, **options}
+        given = options.pop("name", DEFAULT)
+    name = DEFAULT if given is None else given
+    if not isinstance(name, str):
+        raise InvalidInput(
+            "a schedule is given by its name, as a mapping with name and options, or finished",
+            got=repr(given),
+            remedy='schedule="chimera" or schedule={"name": "chimera", "pipes": 4}',
+        )
+    made = make_schedule(name, stages=ranks, microbatches=microbatches, **options)
+    check(made)
+    return made
+
+
+def _in_flight(schedule: Schedule) -> list[int]:
+    """The most micro-batches that a stage keeps at a time, over its pipes together."""
+    most = [0] * schedule.stages
+    for order in schedule.orders:
+        kept = [0] * schedule.stages
+        for action in order:
+            change = {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+            kept[action.stage] += change * len(action.microbatches)
+            most[action.stage] = max(most[action.stage], kept[action.stage])
+    return [-(-count // schedule.parts) for count in most]
