@@ -149,24 +149,20 @@ class _Reader:
         )
 
     def line(self, at: tuple[Any, ...]) -> int:
-        """The line of the last part of the key that stands in the file."""
-        names, index = [str(k) for k in at if isinstance(k, str)], 0
-        seen: list[str] = []
-        counted, best, depth = -1, 1, 0
-        index = next((k for k in at if isinstance(k, int)), 0)
-        for number, line in enumerate(self.lines, 1):
-            bare = line.split("#")[0].strip()
-            if header := re.fullmatch(r"\[+([^\[\]]+)\]+", bare):
-                seen = [part.strip().strip("\"'") for part in header[1].split(".")]
-                counted += bare.startswith("[[")
-            found = list(seen)
-            if seen and seen == names[:1] and bare.startswith("["):
-                pass
-            elif "=" in bare and not header:
-                found += re.findall(r"([\w.-]+)\s*=", bare)
-            if seen[:1] == ["nodes"] and names[:1] == ["nodes"] and counted != index:
+        """The line where the last part of the key that the file has stands."""
+        names = [part for part in at if isinstance(part, str)]
+        table = next((part for part in at if isinstance(part, int)), 0)
+        header: list[str] = []
+        nodes, best, depth = -1, 1, 0
+        for number, text in enumerate(self.lines, 1):
+            bare = text.split("#")[0].strip()
+            if match := re.fullmatch(r"\[+([^\[\]]+)\]+", bare):
+                header = [part.strip(" \"'") for part in match[1].split(".")]
+                nodes += bare.startswith("[[")
+            keys = [] if match else re.findall(r"([\w-]+)\s*=", bare)
+            if header[:1] == names[:1] == ["nodes"] and nodes != table:
                 continue
-            matched = _common(names, found)
+            matched = _common(names, header + keys)
             if matched > depth:
                 best, depth = number, matched
         return best

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from autopar.search.memory import Limited
 
 _SLACK = 1e-12  # relative
+_PARTS = 300  # that are looked into at most
+_WORK = 30_000_000  # entries of all of them together, but a tenth of the parts is always allowed
 _FOLD_FROM = 600  # nodes: smaller graphs are quicker without
 _MOST_ENTRIES = 1_000_000  # of a graph in which every strategy of every node gets a bound
 
@@ -34,7 +36,9 @@ class Branching:
         self.root = root
         self.deadline = time.monotonic() + root.seconds
         self.open: list[tuple[float, int, Packed, tuple[int, int], float]] = []
-        self.count = 0
+        self.count = self.looked = 0
+        # A number of parts, not of seconds: the same graph has the same answer on every machine.
+        self.most = max(_PARTS // 10, min(_PARTS, _WORK // (root.packed.strategy_pairs + 1)))
 
     @property
     def goal(self) -> float:
@@ -49,8 +53,9 @@ class Branching:
             return "tangled"
         while self.open and self.open[0][0] < self.goal:
             root.bound = max(root.bound, min(self.open[0][0], root.value))
-            if time.monotonic() > self.deadline:
+            if self.looked >= self.most or time.monotonic() > self.deadline:
                 return "late"
+            self.looked += 1
             _, _, parent, given, multiplier = heapq.heappop(self.open)
             self._look_into(_fixed(parent, *given), multiplier)
         root.bound = max(root.bound, min(self.goal, root.value))
@@ -58,21 +63,18 @@ class Branching:
 
     def _look_into(self, packed: Packed, multiplier: float) -> None:
         """Bound one part; divide it further if it may hold something better."""
-        from autopar.search.memory import Limited
-
         root = self.root
         optimiser = Optimiser(packed, fold=len(packed) > _FOLD_FROM, limit=root.optimiser.limit)
-        part = Limited(packed, root.limit, optimiser=optimiser, tolerance=root.tolerance)
+        part = type(root)(packed, root.limit, optimiser=optimiser, tolerance=root.tolerance)
         try:
             gap_left = part.relax(cutoff=self.goal, multiplier=multiplier)
         except InvalidInput:  # nothing in this part fits
             return
-        self.count += 1
         if part.choice is not None:
             before = root.value
             root.offer(packed.translated(part.choice, root.packed))
             if root.value < before:
-                root.report(f"{self.count} parts: gap {root.gap():.2%}")
+                root.report(f"{self.looked} parts: gap {root.gap():.2%}")
         if gap_left and part.bound < self.goal:
             self._divide(part, packed)
 

@@ -64,7 +64,7 @@ class Limited:
         *,
         optimiser: Optimiser | None = None,
         tolerance: float = 0.01,
-        seconds: float = 60.0,
+        seconds: float = 20.0,
         progress: Callable[[str], None] | None = None,
     ) -> None:
         self.packed, self.limit, self.tolerance, self.seconds = packed, limit, tolerance, seconds

@@ -39,7 +39,7 @@ class Optimiser:
     """Exact minimisation on one graph, again and again with other weights."""
 
     def __init__(
-        self, packed: Packed, fold: bool = True, limit: int = LIMIT, seconds: float = 60.0
+        self, packed: Packed, fold: bool = True, limit: int = LIMIT, seconds: float = 20.0
     ) -> None:
         self.packed, self.limit, self.seconds = packed, limit, seconds
         runs = find_runs(packed) if fold else []

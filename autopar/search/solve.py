@@ -75,7 +75,7 @@ def solve(
     progress: Progress | None = None,
     *,
     tolerance: float = 0.01,
-    seconds: float = 60.0,
+    seconds: float = 20.0,
     prune: bool = True,
     fold: bool = True,
     elimination_limit: int = LIMIT,
@@ -83,8 +83,9 @@ def solve(
     """The choice of strategies with the least cost, of those that need at most `memory` bytes.
 
     `tolerance` is the gap at which a search under a memory limit may stop; without a limit (or
-    with tolerance 0) the answer is exact as far as the `seconds` allow. The algorithms
-    "recursive" and "propagate" are quick ways without proof, and do not look at memory."""
+    with tolerance 0) the answer is exact as far as a fixed amount of work and the `seconds` allow:
+    `gap` tells. The algorithms "recursive" and "propagate" are quick ways without proof, and do
+    not look at memory."""
     if algorithm not in ALGORITHMS:
         raise InvalidInput(
             "algorithm names a way to search",

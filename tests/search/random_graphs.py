@@ -43,10 +43,10 @@ def shape(name: str, rng: np.random.Generator) -> tuple[int, Pairs]:
     return n, [pair for pair in pairs if rng.random() < share / 2]
 
 
-SHAPES = (
-    "single apart diamond four_cycle triangle triangles prism k33 k5 parallel residual "
-    "chain tree cycle random"
-).split()
+SHAPES = [
+    *("single", "apart", "diamond", "four_cycle", "triangle", "triangles", "prism", "k33", "k5"),
+    *("parallel", "residual", "chain", "tree", "cycle", "random"),
+]
 
 
 def random_graph(

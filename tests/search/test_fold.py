@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -84,7 +86,7 @@ def test_alternating_blocks_fold_as_pairs() -> None:
     costs, move = rng.random((2, 4)), rng.random((4, 4))
     graph = CostGraph()
     nodes = [graph.add_node(costs[i % 2]) for i in range(40)]
-    for a, b in zip(nodes, nodes[1:]):
+    for a, b in pairwise(nodes):
         graph.add_edge(a, b, move)
     (run,) = find_runs(graph.packed)
     assert run.period == 2
@@ -94,7 +96,7 @@ def test_nothing_repeats_in_a_graph_without_blocks() -> None:
     rng = np.random.default_rng(8)
     graph = CostGraph()
     nodes = [graph.add_node(rng.random(3)) for _ in range(30)]
-    for a, b in zip(nodes, nodes[1:]):
+    for a, b in pairwise(nodes):
         graph.add_edge(a, b, rng.random((3, 3)))
     assert find_runs(graph.packed) == []
 

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -55,7 +56,7 @@ def test_a_limit_that_nothing_meets_names_the_least_memory() -> None:
 
 
 def test_the_same_search_gives_the_same_choice() -> None:
-    graphs = [chain(60), chain(60)]
+    graphs = [chain(30), chain(30)]
     limit = solve(graphs[0]).memory * 0.5
     assert solve(graphs[0], limit).choice == solve(graphs[1], limit).choice
 
@@ -74,7 +75,7 @@ def test_propagation_follows_a_pinned_node() -> None:
     graph = CostGraph()
     nodes = [graph.add_node([0.0, 0.0, 0.0]) for _ in range(4)] + [graph.add_node([1.0])]
     apart = 1.0 - np.eye(3)
-    for a, b in zip(nodes[:4], nodes[1:4]):
+    for a, b in pairwise(nodes[:4]):
         graph.add_edge(a, b, apart)
     graph.add_edge(nodes[4], nodes[3], [[1.0, 1.0, 0.0]])
     assert solve(graph, algorithm="propagate").choice == [2, 2, 2, 2, 0]
@@ -88,7 +89,7 @@ def test_an_unknown_algorithm_is_refused() -> None:
 
 def test_progress_names_the_phases() -> None:
     phases: list[str] = []
-    graph = chain(60)
+    graph = chain(20)
     solve(graph, solve(graph).memory * 0.5, progress=lambda phase, detail: phases.append(phase))
     assert list(dict.fromkeys(phases)) == ["prune", "fold", "eliminate", "memory", "done"]
 
@@ -107,7 +108,7 @@ def test_an_interrupt_before_the_first_plan_is_a_clean_error() -> None:
 
 
 def test_an_interrupt_under_a_limit_gives_the_best_so_far_with_its_bound() -> None:
-    graph = chain(60)
+    graph = chain(20)
     limit = solve(graph).memory * 0.5
     solution = solve(graph, limit, progress=interrupt_in("memory"))
     assert solution.interrupted

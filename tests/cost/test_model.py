@@ -1,0 +1,148 @@
+"""Cost formulas: worked numbers, and text that says what the number is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from autopar.cluster import AxisLink, Cluster, Link
+from autopar.cost.formula import Formula
+from autopar.cost.model import (
+    COLLECTIVES,
+    MEMORY_BOUND,
+    RING_ALL_REDUCE,
+    ROOFLINE,
+    STATES,
+    collective_seconds,
+    collective_values,
+    operator_formula,
+    operator_seconds,
+    operator_values,
+    send_seconds,
+)
+from autopar.errors import InvalidInput
+
+GB = 1e9
+
+
+def axis(size: int, bandwidth: float = 100e9, alpha: float = 0.0) -> AxisLink:
+    return AxisLink("tp", size, "inside", Link(alpha, bandwidth), bandwidth)
+
+
+def test_collectives_of_a_gigabyte_over_eight_ranks() -> None:
+    link = axis(8)
+    assert collective_seconds("all_reduce", link, GB) == pytest.approx(17.5e-3)
+    for kind in ("all_gather", "reduce_scatter", "all_to_all"):
+        assert collective_seconds(kind, link, GB) == pytest.approx(8.75e-3)
+    assert collective_seconds("broadcast", link, GB) == pytest.approx(30e-3)
+    assert send_seconds(Link(1e-6, 100e9), GB) == pytest.approx(10e-3 + 1e-6)
+
+
+def test_latency_of_rings_and_trees() -> None:
+    values = {"p": 8, "V": 0.0, "B": 1.0, "a": 1e-6}
+    assert RING_ALL_REDUCE(**values) == pytest.approx(14e-6)
+    assert COLLECTIVES["all_reduce"](**values) == pytest.approx(6e-6)
+    assert COLLECTIVES["all_gather"](**values) == pytest.approx(7e-6)
+
+
+def test_one_rank_moves_nothing() -> None:
+    assert collective_seconds("all_reduce", axis(1), GB) == 0
+    assert collective_seconds("slice", axis(8), GB) == 0
+
+
+@pytest.mark.parametrize(
+    ("parameters", "ranks", "replicated", "states", "gradients", "all_cut"),
+    [
+        (7.5e9, 64, 120, 31.40625, 16.640625, 1.875),
+        (128e9, 1024, 2048, 513.5, 257.75, 2.0),
+        (1e12, 1024, 16000, None, None, 15.625),
+    ],
+)
+def test_model_states_in_gigabytes(
+    parameters: float,
+    ranks: int,
+    replicated: float,
+    states: float | None,
+    gradients: float | None,
+    all_cut: float,
+) -> None:
+    def gigabytes(c_w: int, c_g: int, c_s: int) -> float:
+        return STATES(N=parameters, w=2, g=2, s=12, c_w=c_w, c_g=c_g, c_s=c_s) / GB
+
+    assert gigabytes(1, 1, 1) == pytest.approx(replicated)
+    if states is not None:
+        assert gigabytes(1, 1, ranks) == pytest.approx(states)
+        assert gigabytes(1, ranks, ranks) == pytest.approx(gradients)
+    assert gigabytes(ranks, ranks, ranks) == pytest.approx(all_cut)
+
+
+def test_the_roofline_is_the_slower_of_arithmetic_and_memory() -> None:
+    device = Cluster.preset("dgx-h100").device
+    big = operator_seconds(device, torch.bfloat16, flops=1e15, moved=1e6)
+    assert big == pytest.approx(1e15 / (989e12 * 0.7), rel=1e-2)
+    wide = operator_seconds(device, torch.bfloat16, flops=1e6, moved=1e12)
+    assert wide == pytest.approx(1e12 / 3.35e12, rel=1e-2)
+    assert operator_seconds(device, "bf16", flops=0, moved=0) >= device.overhead
+
+
+def test_small_work_runs_slower() -> None:
+    device = Cluster.preset("dgx-h100").device
+    whole = operator_seconds(device, "bf16", flops=1e11, moved=0)
+    half = operator_seconds(device, "bf16", flops=0.5e11, moved=0)
+    assert half > 0.5 * whole
+    values = operator_values(device, "bf16", device.half_flops, 0.0)
+    rate = device.half_flops / (ROOFLINE(**values) - device.overhead)
+    assert rate == pytest.approx(device.peak("bf16") / 2)
+
+
+def test_an_operator_without_flops_knows_only_memory() -> None:
+    assert operator_formula(0) is MEMORY_BOUND
+    assert operator_formula(np.array([0.0, 1.0])) is ROOFLINE
+
+
+def test_arrays_give_the_numbers_of_their_elements() -> None:
+    device = Cluster.preset("dgx-a100").device
+    flops, moved = np.array([1e9, 1e12, 1e6]), np.array([1e9, 1e6, 1e3])
+    together = operator_seconds(device, "f32", flops=flops, moved=moved)
+    alone = [operator_seconds(device, "f32", flops=f, moved=m) for f, m in zip(flops, moved)]
+    assert together.tolist() == pytest.approx(alone)
+    sizes = np.array([1e3, 1e6])
+    both = collective_seconds("all_gather", axis(4, alpha=1e-6), sizes)
+    assert both.tolist() == [
+        collective_seconds("all_gather", axis(4, alpha=1e-6), size) for size in sizes
+    ]
+
+
+def test_the_text_holds_the_formula_the_numbers_and_the_result() -> None:
+    text = COLLECTIVES["all_gather"].explain(**collective_values("all_gather", axis(8), GB))
+    name, formula, filled, result = text.split(" = ")
+    assert (name, result) == ("all_gather", "0.00875")
+    assert set(formula.split(" + ")) == {"V*(p - 1)/(B*p)", "a*(p - 1)"}
+    assert set(filled.split(" + ")) == {"1e9*(8 - 1)/(1e11*8)", "0*(8 - 1)"}
+
+
+def test_the_numbers_in_the_text_compute_to_the_result() -> None:
+    device = Cluster.preset("dgx-a100").device
+    values = operator_values(device, "f32", 1e12, 1e9)
+    _, _, filled, result = ROOFLINE.explain(**values).split(" = ")
+    assert eval(filled, {"Max": max}) == pytest.approx(float(result), rel=1e-4)
+
+
+def test_a_missing_value_is_named() -> None:
+    with pytest.raises(InvalidInput, match="each of its symbols") as error:
+        COLLECTIVES["all_gather"](p=8, V=1.0, B=1.0)
+    assert "'a'" in str(error.value)
+
+
+def test_measured_figures_are_used_where_there_are_any() -> None:
+    link = Link(1e-3, 1e9, {("all_reduce", 2): (1e-5, 5e9), ("all_reduce", 8): (1e-4, 2e9)})
+    assert link.of("all_reduce", 2) == (1e-5, 5e9)
+    assert link.of("all_reduce", 6) == (1e-4, 2e9)
+    assert link.of("all_gather", 2) == (1e-3, 1e9)
+
+
+def test_a_formula_without_symbols() -> None:
+    import sympy
+
+    assert Formula("nothing", sympy.Integer(0))() == 0.0

@@ -1,0 +1,186 @@
+"""Clusters: presets, links of axes, files and their errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autopar.cluster import Cluster, Device, Link, Node
+from autopar.cost.presets import preset
+from autopar.errors import InvalidInput
+from autopar.mesh import Mesh
+
+NAMES = ("dgx-a100", "dgx-h100", "dgx-v100", "h200", "piz-daint")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_presets(name: str) -> None:
+    cluster = Cluster.preset(name, nodes=3)
+    assert cluster.devices == 3 * (1 if name == "piz-daint" else 8)
+    assert cluster.device.peak("f32") > 1e12
+    assert Cluster.from_json(cluster.to_json()) == cluster
+    assert f"{cluster.devices} devices in 3 nodes" in str(cluster)
+
+
+def test_an_unknown_preset_lists_the_known() -> None:
+    with pytest.raises(InvalidInput) as error:
+        Cluster.preset("dgx-2")
+    assert all(name in str(error.value) for name in NAMES)
+
+
+def test_the_last_axis_is_inside_a_node_and_the_first_between() -> None:
+    links = Cluster.preset("dgx-h100", nodes=16).axis_links(Mesh(pp=4, dp=4, tp=8))
+    assert {axis: link.level for axis, link in links.items()} == {
+        "pp": "between",
+        "dp": "between",
+        "tp": "inside",
+    }
+    assert links["tp"].bandwidth == 450e9
+    # Eight rings leave each node at once and share its 400 GB/s.
+    assert links["dp"].bandwidth == 50e9
+
+
+def test_an_axis_that_fills_two_nodes_has_the_whole_way_out_for_its_one_ring() -> None:
+    link = Cluster.preset("dgx-h100", nodes=2).axis_links(Mesh(tp=16))["tp"]
+    assert (link.level, link.bandwidth) == ("between", 400e9)
+    # All-to-all: 8 members send half of what they hold to the other node.
+    assert link.of("all_to_all")[1] == pytest.approx(400e9 / 8 / 0.5 * 15 / 16)
+
+
+def test_two_axes_in_one_node() -> None:
+    links = Cluster.preset("dgx-a100").axis_links(Mesh(dp=2, tp=4))
+    assert {link.level for link in links.values()} == {"inside"}
+
+
+def test_groups_over_several_axes() -> None:
+    cluster, mesh = Cluster.preset("dgx-a100", nodes=2), Mesh(pp=2, dp=2, tp=4)
+    assert cluster.group_link(mesh, ("dp", "tp")).level == "inside"
+    assert cluster.group_link(mesh, ("pp", "tp")).level == "between"
+    assert cluster.group_link(mesh, ("pp", "tp")).size == 8
+
+
+def test_messages_between_two_ranks() -> None:
+    cluster = Cluster.preset("dgx-a100", nodes=2)
+    assert cluster.link_between(0, 7).bandwidth == 300e9
+    assert cluster.link_between(7, 8).bandwidth == 200e9
+
+
+def test_mixed_nodes_wait_for_the_weakest() -> None:
+    (old, network), (new, _) = preset("dgx-v100"), preset("dgx-h100")
+    cluster = Cluster((old, new), network)
+    assert cluster.devices == 16
+    assert cluster.device.memory == 32e9
+    assert cluster.device.peak("f16") == pytest.approx(125e12 * 0.7)
+    assert cluster.device.peak("bf16") == pytest.approx(15.7e12 * 0.7)  # a V100 has none: as f32
+    assert cluster.weakest(range(8, 16)).name == "H100 SXM 80 GB"
+    links = cluster.axis_links(Mesh(dp=2, tp=8))
+    assert links["tp"].bandwidth == 150e9
+
+
+def test_a_mesh_larger_than_the_cluster_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="at most as many ranks"):
+        Cluster.preset("dgx-h100").axis_links(Mesh(dp=16))
+
+
+def test_local_has_plain_constants_without_measuring() -> None:
+    cluster = Cluster.local(4, measure=False)
+    assert (cluster.devices, len(cluster.nodes)) == (4, 1)
+    assert cluster.axis_links(Mesh(dp=4))["dp"].level == "inside"
+    with pytest.raises(InvalidInput):
+        Cluster.local(0)
+
+
+def test_local_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from autopar.cost import calibration
+
+    runs: list[int] = []
+    timings = [("all_reduce", 2, 1000, 1e-3), ("all_reduce", 2, 1_001_000, 3e-3)]
+    figures = {
+        "flops": {"f32": 1e11, "f64": 5e10},
+        "overhead": 1e-6,
+        "half_flops": 1e5,
+        "bandwidth": 1e10,
+        "collectives": timings,
+    }
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(calibration, "_measure", lambda n: runs.append(n) or figures)
+    first, second = Cluster.local(2), Cluster.local(2)
+    assert runs == [2]
+    assert first == second
+    alpha, bandwidth = first.axis_links(Mesh(dp=2))["dp"].of("all_reduce")
+    assert alpha == pytest.approx(1e-3 / 2)
+    assert bandwidth == pytest.approx(1e6 / 2e-3)
+
+
+FILE = """\
+name = "two kinds"
+[device.small]
+flops = { bf16 = 100e12, f32 = 10e12 }
+memory = 16e9
+bandwidth = 0.7e12
+
+[[nodes]]
+count = 2
+device = "small"
+devices = 4
+link = { alpha = 3e-6, bandwidth = 100e9 }
+
+[[nodes]]
+count = 1
+preset = "dgx-a100"
+"""
+
+
+def test_a_file_with_nodes_of_two_kinds(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(FILE)
+    cluster = Cluster.load(path)
+    assert (cluster.name, cluster.devices, len(cluster.nodes)) == ("two kinds", 16, 3)
+    assert cluster.device.name == "small | A100 80 GB"
+    assert cluster.network.bandwidth == 200e9
+    path.write_text(FILE + "[network]\nalpha = 1e-6\nbandwidth = 5e9\n")
+    assert Cluster.load(path).network == Link(1e-6, 5e9)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "says"),
+    [
+        ("bandwidth = 0.7e12", "bandwith = 0.7e12", 5, "did you mean 'bandwidth'"),
+        ("memory = 16e9", 'memory = "16 GB"', 4, "device.small.memory is a number"),
+        ("count = 1", "count = -1", 14, "nodes.1.count is a whole number"),
+        ("bandwidth = 100e9", "bandwidth = 0", 11, "nodes.0.link.bandwidth is a number"),
+        ('device = "small"', 'device = "smal"', 9, "nodes.0.device names a device"),
+        ("devices = 4\n", "", 7, "nodes.0 needs the key 'devices'"),
+        ('"dgx-a100"', '"dgx"', 15, "nodes.1.preset is known"),
+        (", f32 = 10e12", "", 3, "device.small.flops has a rate for f32"),
+    ],
+)
+def test_a_wrong_file_names_key_and_line(
+    tmp_path: Path, old: str, new: str, line: int, says: str
+) -> None:
+    path = tmp_path / "cluster.toml"
+    assert old in FILE
+    path.write_text(FILE.replace(old, new, 1))
+    with pytest.raises(InvalidInput) as error:
+        Cluster.load(path)
+    assert says in str(error.value)
+    assert str(error.value.source) == f"{path}:{line}"
+
+
+def test_a_file_that_is_not_toml_or_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text("name = \n")
+    with pytest.raises(InvalidInput, match=r"line 1"):
+        Cluster.load(path)
+    with pytest.raises(InvalidInput, match="can be read"):
+        Cluster.load(tmp_path / "none.toml")
+
+
+def test_nodes_of_one_device() -> None:
+    device = Device("tiny", {"f32": 1e9}, memory=1e9, bandwidth=1e9)
+    cluster = Cluster((Node(device, 1, Link(1e-6, 1e9)),) * 4, Link(2e-6, 5e8))
+    link = cluster.axis_links(Mesh(dp=4))["dp"]
+    assert (link.level, link.alpha, link.bandwidth) == ("between", 2e-6, 5e8)
+    with pytest.raises(InvalidInput):
+        Cluster((), Link(1e-6, 1e9))
