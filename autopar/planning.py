@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.annotate import parameter_annotations, stage_pins
 from autopar.capture import capture
 from autopar.capture.captured import Captured
+from autopar.cluster import Cluster
 from autopar.collectives import LinkPrice, Price
+from autopar.cost.price import ClusterPrice
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes import rewrite
 from autopar.passes.microbatches import cut_batch
 from autopar.pipeline.plan import ScheduleLike, read_request
 from autopar.runtime.plan import Plan
+from autopar.search.auto import Progress, search
 from autopar.search.decisions import Decisions, Fallback
+from autopar.search.meshes import meshes
 from autopar.search.propagate import propagate
 from autopar.search.wishes import read_wishes
 from autopar.strategies import rule_of
 
 MODES = ("auto", "propagate", "data")
+MOST_AXES = 3  # of a mesh that the search chooses
 
 
 def plan(
@@ -33,21 +41,29 @@ def plan(
     args: tuple = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    mesh: Mesh | DeviceMesh,
+    cluster: Cluster | None = None,
+    mesh: Mesh | DeviceMesh | None = None,
     mode: str = "propagate",
+    memory: float | None = None,
+    algorithm: str = "exact",
     strict: bool = False,
     microbatches: int = 1,
     pipeline: str | int | None = "auto",
     schedule: ScheduleLike = None,
     schedule_options: Mapping[str, Any] | None = None,
     recompute: bool = False,
+    progress: Progress | None = None,
 ) -> Plan:
-    """Decide where every tensor of `model`, called with `args` and `kwargs`, lives on `mesh`.
+    """Decide where every tensor of `model`, called with `args` and `kwargs`, lives.
 
-    `microbatches`: into how many equal parts a step cuts the batch, to run one after another.
-    `pipeline`: the axis of a pipeline ("auto": `pp`, if the mesh has it), or a number of ranks;
-    `schedule`: a name, a mapping with a name and options, or a schedule; `recompute`: run each
-    stage's forward again before its backward.
+    `cluster`: the machines; this one if not given. `mesh`: its axes; all are tried if not given.
+    `mode`: "auto" searches for the least predicted time, "propagate" spreads the annotations,
+    "data" cuts the batch. `memory`: bytes on each device, if less than it has. `algorithm`:
+    "exact", or "recursive" or "propagate" for comparison. `strict`: refuse operators without
+    rules. `microbatches`: into how many equal parts a step cuts the batch, to run one after
+    another. `pipeline`: the axis of a pipeline ("auto": `pp`, if the mesh has it), or a number of
+    ranks; `schedule`: a name, a mapping with a name and options, or a schedule; `recompute`: run
+    each stage's forward again before its backward. `progress` is told of each phase of a search and its detail.
     """
     if mode not in MODES:
         raise InvalidInput(
@@ -65,18 +81,43 @@ def plan(
     slices = request.schedule.slices if request else microbatches
     batches = cut_batch(captured, slices) if request or slices != 1 else None
     captured = batches.captured if batches else captured
-    if mode == "data":
-        decisions = propagate(captured, mesh)
+    if cluster is None:
+        cluster = Cluster.local(mesh.size if mesh is not None else _devices_here(), measure=False)
+    offered = [mesh] if mesh is not None else meshes(cluster.devices, MOST_AXES, cluster)
+    annotations = parameter_annotations(model)
+    account = None
+    if mode == "auto":
+        limit = cluster.device.memory if memory is None else memory
+        found = search(
+            captured,
+            offered,
+            cluster,
+            lambda mesh: read_wishes(captured, mesh, annotations),
+            limit,
+            algorithm,
+            progress,
+        )
+        decisions, account = found.decisions, found.search
     else:
-        wishes = read_wishes(captured, mesh, parameter_annotations(model))
-        decisions = propagate(captured, mesh, wishes)
+        chosen = offered[0]
+        wishes = None if mode == "data" else read_wishes(captured, chosen, annotations)
+        decisions = propagate(captured, chosen, wishes)
     _refuse_random(captured, decisions)
     _report_fallbacks(decisions.fallbacks)
-    price = price_of(mesh)
+    price = ClusterPrice(cluster, decisions.mesh)
     pipelining = None
     if request is not None:
         pipelining = request.cut(captured, rewrite(captured, decisions, price), stage_pins(model))
-    return Plan(captured, decisions, price, batches, pipelining)
+    return Plan(captured, decisions, price, cluster, account, batches, pipelining)
+
+
+def _devices_here() -> int:
+    """How many devices this process can count on: its world, its GPUs, or its cores."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    if dist.is_torchelastic_launched():
+        return int(os.environ["WORLD_SIZE"])
+    return torch.cuda.device_count() or os.cpu_count() or 1
 
 
 def price_of(mesh: Mesh) -> Price:

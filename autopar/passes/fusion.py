@@ -31,6 +31,7 @@ def fuse_biases(graph: fx.Graph) -> fx.Graph:
             with graph.inserting_before(node):
                 fused = graph.call_function(aten.linear.default, (*product.args, bias))
             fused.meta = dict(node.meta)
+            fused.meta["saved"] = product.meta.get("saved", ())
             fused.meta["wants"] = (*product.meta["wants"], node.meta["wants"][1])
             node.replace_all_uses_with(fused)
             graph.erase_node(node)

@@ -22,7 +22,6 @@ from autopar.strategies import (
     Rule,
     Strategy,
     localize_arguments,
-    rule_of,
     tensor_inputs,
 )
 
@@ -43,8 +42,7 @@ def swap_kernels(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
         strategy: Strategy | None = node.meta.get("strategy")
         if strategy is None:
             continue
-        rule = rule_of(node)
-        assert rule is not None
+        rule: Rule = node.meta["rule"]
         needed = rule.kernel(strategy)
         if needed is None:
             continue
@@ -100,8 +98,9 @@ def _expand(
             "type": TensorType(shape, dtype, cut),
             "val": node.meta["val"].new_empty(shape, dtype=dtype),
             "start_of": (rule, strategy, factor),
+            "saved": (0, 1),
+            "saves_output": True,
         }
-        del part.meta["strategy"]
         gathered = part
         for axis in reversed(axes):
             movement = Movement("all_gather", (axis,), dim=len(before.shape))
@@ -110,7 +109,8 @@ def _expand(
             gathered, tuple(node.args), dict(node.kwargs), parts, before.dtype
         )
         combined = graph.call_function(expansion.combine, args, kwargs)
-    combined.meta = {key: value for key, value in node.meta.items() if key != "strategy"}
+    combined.meta = {key: value for key, value in node.meta.items() if key != "rule"}
+    combined.meta["saved"] = (0, 1)
     inputs, wants = tensor_inputs(node), node.meta["wants"]
     wanted = {value: (want[0], ()) for value, want in zip(inputs, wants)}
     wanted[gathered] = (gathered.meta["type"].layout, ())

@@ -50,9 +50,14 @@ def _type_operator(node: fx.Node, decisions: Decisions) -> None:
             (wanted, gradient.partial if argument.meta["differentiable"] else ())
             for argument, wanted, gradient in zip(inputs, signature.inputs, signature.gradients)
         )
-        node.meta["strategy"] = strategy
+        node.meta |= {
+            "rule": rule,
+            "strategy": strategy,
+            "saved": rule.saved.inputs,
+            "saves_output": rule.saved.output,
+        }
     node.meta["ways"] = {
-        (value.name, want): [(Layout(*dims, partial=partial), pending) for dims, partial, pending in way]
+        (value.name, want): [(Layout(*dims, partial=sums), pending) for dims, sums, pending in way]
         for position, (value, want) in enumerate(zip(inputs, node.meta["wants"]))
         if (way := decisions.ways.get((value.name, node.name, position)))
     }

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.capture.captured import Captured
+from autopar.cluster import Cluster
 from autopar.collectives import Price
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -14,8 +15,11 @@ from autopar.passes.microbatches import Microbatches
 from autopar.passes.stages import split_stages
 from autopar.pipeline.plan import Pipelining
 from autopar.runtime.program import Program
+from autopar.search.auto import Search
 from autopar.search.decisions import Decisions
 from autopar.search.flow import flow_of
+from autopar.search.footprint import Memory, program_memory
+from autopar.search.report import Cost, program_cost
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class Plan:
     captured: Captured
     decisions: Decisions
     price: Price
+    cluster: Cluster
+    search: Search | None = None  # the account of the search, where there was one
     batches: Microbatches | None = None  # `captured` is then the program of one micro-batch
     pipelining: Pipelining | None = None  # `mesh` is then the mesh inside each stage
 
@@ -59,6 +65,17 @@ class Plan:
         starts = [stage.starts for stage in self.pipelining.stages]
         stages = split_stages(flow_of(self.captured, graph), starts, self.mesh)
         return replace(program, pipelining=self.pipelining, stages=stages)
+
+    @cached_property
+    def cost(self) -> Cost:
+        """The predicted seconds of one step, and their parts."""
+        once = program_cost(self.captured, self.decisions, self.program.graph, self.cluster)
+        return once.times(self.microbatches)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The predicted bytes on the fullest device, and their parts."""
+        return program_memory(self.captured, self.program.graph, self.mesh)
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:
@@ -92,7 +109,14 @@ class Plan:
         return records
 
     def __str__(self) -> str:
-        lines = [f"plan on {self.mesh}, micro-batches: {self.microbatches}"]
+        cost, memory = self.cost, self.memory
+        lines = [
+            f"plan on {self.mesh}, micro-batches: {self.microbatches}",
+            f"  predicted step: {cost.seconds:.6g} s, compute {cost.compute:.6g} s, "
+            f"communication {cost.communication:.6g} s, {cost.exposed:.6g} s of it exposed",
+            f"  predicted memory: {memory.peak / 1e9:.6g} GB, activations "
+            f"{memory.activations / 1e9:.6g} GB",
+        ]
         for placeholder, name in self.captured.parameters.items():
             node = self.program.placeholders[placeholder]
             sync = node.meta.get("sync")

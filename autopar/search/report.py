@@ -32,6 +32,19 @@ class Cost:
     def seconds(self) -> float:
         return self.compute + self.exposed
 
+    def times(self, microbatches: int) -> Cost:
+        """Of a step in micro-batches: gradients are summed once."""
+        moved = (self.communication - self.gradient_sync) * microbatches
+        hidden = self.communication - self.exposed
+        return Cost(
+            compute=self.compute * microbatches,
+            communication=moved + self.gradient_sync,
+            exposed=moved + self.gradient_sync - hidden,
+            forward=self.forward * microbatches,
+            backward=self.backward * microbatches,
+            gradient_sync=self.gradient_sync,
+        )
+
     def to_json(self) -> dict[str, float]:
         return {"seconds": self.seconds, **asdict(self)}
 

@@ -1,0 +1,90 @@
+"""Footprint: the predicted bytes of one device, part by part, from the finished program.
+
+What forward keeps for backward is counted as autograd keeps it: a tensor that several operators
+keep counts once, and a view is the tensor it looks at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from torch import fx
+
+from autopar.capture.captured import Captured
+from autopar.cost.operators import Pieces
+from autopar.mesh import Mesh
+from autopar.search.build import OPTIMIZER_COPIES
+from autopar.search.candidates import is_view
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Predicted bytes on the fullest device, at the end of forward."""
+
+    parameters: float
+    gradients: float
+    optimizer: float  # two copies of what learns, as Adam keeps them
+    buffers: float
+    activations: float  # what forward keeps for backward
+    inputs: float
+
+    @property
+    def peak(self) -> float:
+        return sum(asdict(self).values())
+
+    def to_json(self) -> dict[str, float]:
+        return {"peak": self.peak, **asdict(self)}
+
+
+def program_memory(captured: Captured, graph: fx.Graph, mesh: Mesh) -> Memory:
+    """The bytes that one rank of the rewritten `graph` holds."""
+    parameters = learning = buffers = inputs = extra = 0.0
+    kept: dict[fx.Node, float] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            size = float(node.meta["type"].local_bytes(mesh))
+            if node.name in captured.parameters:
+                parameters += size
+                learning += size * node.meta["differentiable"]
+            elif node.name in captured.buffers:
+                buffers += size
+            else:
+                inputs += size
+        elif node.op == "call_function" and node.meta["differentiable"]:
+            read: list[fx.Node] = []
+            fx.map_arg((node.args, node.kwargs), read.append)
+            saved = [_storage(read[i]) for i in node.meta.get("saved", ()) if i < len(read)]
+            if node.meta.get("saves_output"):
+                saved.append(_storage(node))
+            for value in saved:
+                if value.op != "placeholder":
+                    kept[value] = float(value.meta["type"].local_bytes(mesh))
+            extra += _extra(node, mesh)
+    return Memory(
+        parameters=parameters,
+        gradients=learning,
+        optimizer=OPTIMIZER_COPIES * learning,
+        buffers=buffers,
+        activations=sum(kept.values()) + extra,
+        inputs=inputs,
+    )
+
+
+def _storage(node: fx.Node) -> fx.Node:
+    """The value whose memory `node` looks at."""
+    while node.op == "call_function":
+        movement = node.meta.get("movement")
+        if not (is_view(node) or (movement is not None and movement.kind == "identity")):
+            break
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _extra(node: fx.Node, mesh: Mesh) -> float:
+    """Tensors that an operator keeps besides its inputs and output."""
+    rule, strategy = node.meta.get("rule"), node.meta.get("strategy")
+    if rule is None or strategy is None:
+        return 0.0
+    pieces = Pieces(rule, [strategy], mesh)
+    itemsize = node.meta["val"].dtype.itemsize
+    return sum(float(pieces.elements(dims)[0]) * itemsize for dims in rule.saved.extra)
