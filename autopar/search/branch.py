@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 _SLACK = 1e-12  # relative
 _PARTS = 300  # that are looked into at most
 _WORK = 30_000_000  # entries of all of them together, but a tenth of the parts is always allowed
-_FOLD_FROM = 600  # nodes: smaller graphs are quicker without
-_MOST_ENTRIES = 1_000_000  # of a graph in which every strategy of every node gets a bound
+_FOLD_FROM = 200  # nodes: smaller graphs are quicker without
+_MOST_ENTRIES = 200_000  # of a graph in which every strategy of every node gets a bound
 
 
 class Branching:
