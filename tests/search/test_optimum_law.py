@@ -69,6 +69,19 @@ def test_cp_sat_solves_what_elimination_may_not(name: str) -> None:
         assert solution.gap < 1e-9
 
 
+@pytest.mark.parametrize("name", ["triangles", "k33", "k5"])
+def test_cp_sat_keeps_a_memory_limit_where_elimination_may_not(name: str) -> None:
+    rng = np.random.default_rng(400 + SHAPES.index(name))
+    for _ in range(6):
+        graph = random_graph(name, rng, memory=True)
+        amounts = sorted({memory for _, memory in everything(graph)})
+        limit = amounts[len(amounts) // 3]
+        solution = solve(graph, memory=limit, tolerance=0.0, elimination_limit=1, prune=False)
+        assert solution.memory <= limit
+        assert solution.objective == pytest.approx(brute_force(graph, limit), rel=1e-9)
+        assert solution.gap < 1e-6
+
+
 def test_equals_cp_sat_on_whole_middle_sized_graphs() -> None:
     rng = np.random.default_rng(7)
     for count, most in ((20, 3), (30, 3), (24, 4)):
