@@ -10,6 +10,7 @@ or several, outermost first.
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import torch
 from torch import Tensor, nn
@@ -77,25 +78,27 @@ def stored(case: Case, axes: Axes = "dp") -> Case:
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.shape[0] > 1:
                 ap.shard(module, params={name: (axes, *(None,) * (parameter.ndim - 1))})
-    inputs = [value for value in (*case.args, *case.kwargs.values())]
+    inputs = [*case.args, *case.kwargs.values()]
     ap.shard(case.model, tuple((axes, *(None,) * (value.ndim - 1)) for value in inputs))
     return case
 
 
 def outputs(case: Case) -> dict[str, tuple[int, ...]]:
-    """The modules that return one tensor, with its shape."""
+    """The modules that are called once and return one tensor, with its shape."""
     shapes: dict[str, tuple[int, ...]] = {}
+    calls: Counter[str] = Counter()
     copy = case.fresh()
     for name, module in copy.model.named_modules():
 
         def note(module: nn.Module, args: tuple, result: object, name: str = name) -> None:
+            calls[name] += 1
             if isinstance(result, Tensor) and name:
                 shapes[name] = tuple(result.shape)
 
         module.register_forward_hook(note)
     with torch.no_grad():
         copy.run()
-    return shapes
+    return {name: shape for name, shape in shapes.items() if calls[name] == 1}
 
 
 def _cut(module: nn.Module, dim: int, axes: Axes) -> None:

@@ -22,19 +22,19 @@ from tests.parity import Outcome, assert_equal, parallel_outcome, single_outcome
 Dims = tuple[tuple[str, ...], ...]
 
 SMALL: dict[str, Callable[[], Case]] = {
-    "mlp": lambda: models.mlp(batch=5, inputs=6, hidden=7, outputs=4, layers=2),
-    "resnet": lambda: models.resnet(batch=4, width=4, size=6, classes=5),
+    "mlp": lambda: models.mlp(batch=9, inputs=6, hidden=7, outputs=4, layers=2),
+    "resnet": lambda: models.resnet(batch=8, width=4, size=6, classes=5),
     "gpt": lambda: models.gpt(
-        batch=4, sequence=6, vocabulary=11, hidden=12, heads=3, layers=1, fused=True
+        batch=8, sequence=6, vocabulary=11, hidden=12, heads=3, layers=1, fused=True
     ),
-    "llama": lambda: models.llama(batch=4, sequence=5, vocabulary=11, hidden=16, layers=1),
+    "llama": lambda: models.llama(batch=8, sequence=5, vocabulary=11, hidden=16, layers=1),
 }
 MESHES = [ap.Mesh(a=3), ap.Mesh(a=2, b=2), ap.Mesh(a=2, b=3), ap.Mesh(a=2, b=2, c=2)]
 
 
 @pytest.mark.parametrize("name", SMALL)
 @settings(
-    max_examples=25,
+    max_examples=10,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -20,73 +20,83 @@ State = tuple[Layout, tuple[str, ...]]  # a layout, and the axes on which it is 
 
 def insert_movements(graph: fx.Graph, mesh: Mesh, price: Price) -> fx.Graph:
     """Insert the shortest movements before every reader; drop the markers."""
-    versions: dict[fx.Node, dict[State, fx.Node]] = {}
+    insertion = _Insertion(graph, mesh, price)
     for node in list(graph.nodes):
-        if "type" in node.meta:
-            versions[node] = {(node.meta["type"].layout, ()): node}
-        if node.op not in ("call_function", "output"):
+        if node.op not in ("call_function", "output") or node.target is ANNOTATE:
             continue
-        inputs = node.args[0] if node.op == "output" else tensor_inputs(node)
-        moved: dict[tuple[fx.Node, State], fx.Node] = {}
+        inputs, moved = _inputs(node), {}
         for value, want in zip(inputs, node.meta["wants"]):
             # What the search made readers share comes first; the rest of the way is from there.
             for state in (*node.meta.get("ways", {}).get((value.name, want), ()), want):
-                moved[value, want] = _bring(graph, node, value, state, versions[value], mesh, price)
-        _rewire(node, inputs, [moved[value, want] for value, want in zip(inputs, node.meta["wants"])])
-    for node in list(graph.nodes):
+                moved[value, want] = insertion.bring(node, value, state)
+        _rewire(
+            node, inputs, [moved[value, want] for value, want in zip(inputs, node.meta["wants"])]
+        )
+    for node in reversed(graph.nodes):
         if node.target is ANNOTATE:
-            node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     return graph
 
 
-def _bring(
-    graph: fx.Graph,
-    reader: fx.Node,
-    value: fx.Node,
-    want: State,
-    versions: dict[State, fx.Node],
-    mesh: Mesh,
-    price: Price,
-) -> fx.Node:
-    """The node that holds `value` as wanted, made from the cheapest version that exists."""
-    if want in versions:
-        return versions[want]
-    type_, differentiable = value.meta["type"], value.meta["differentiable"]
-    layout, pending = want
+class _Insertion:
+    """The versions of every value that exist so far, by state, and the states that are wanted.
 
-    def cost(state: State) -> float:
-        return redistribution_cost(
-            state[0],
-            layout,
-            pending,
-            type_.shape,
-            type_.dtype.itemsize,
-            mesh,
-            price,
-            differentiable=differentiable,
+    A marker is another name for the value that it marks: its readers start from that value, those
+    that want another layout than the marker's by way of the marker's.
+    """
+
+    def __init__(self, graph: fx.Graph, mesh: Mesh, price: Price) -> None:
+        self.graph, self.mesh, self.price = graph, mesh, price
+        self.versions: dict[fx.Node, dict[State, fx.Node]] = {}
+        self.wanted: dict[fx.Node, set[State]] = {}
+        for node in graph.nodes:
+            if node.op in ("call_function", "output") and node.target is not ANNOTATE:
+                for value, want in zip(_inputs(node), node.meta["wants"]):
+                    self._expect(value, want)
+
+    def bring(self, reader: fx.Node, value: fx.Node, want: State) -> fx.Node:
+        """The node that holds `value` as wanted, made from the cheapest version that exists."""
+        layout, pending = want
+        if value.target is ANNOTATE:
+            marked, own = value.args[0], value.meta["type"].layout
+            assert isinstance(marked, fx.Node)
+            if layout == own:
+                return self.bring(reader, marked, want)
+            if value not in self.versions:
+                self.versions[value] = {(own, ()): self.bring(reader, marked, (own, ()))}
+        versions = self.versions.setdefault(value, {(value.meta["type"].layout, ()): value})
+        if want in versions:
+            return versions[want]
+        if pending and any(state[0] == layout for state in self.wanted[value] - {want}):
+            self.bring(reader, value, (layout, ()))  # others want it too: it moves once
+        start = min(
+            (state for state in versions if not state[1]), key=lambda s: self._cost(value, s, want)
         )
+        node, state = versions[start], start
+        for movement in redistribute(start[0], layout, pending, *self._about(value)):
+            state = _after(state, movement)
+            if state not in versions:
+                with self.graph.inserting_before(reader):
+                    versions[state] = insert_movement(self.graph, node, movement)
+            node = versions[state]
+            node.meta["module"], node.meta["source"] = reader.meta["module"], reader.meta["source"]
+        return node
 
-    start = min((state for state in versions if not state[1]), key=cost)
-    path = redistribute(
-        start[0],
-        layout,
-        pending,
-        type_.shape,
-        type_.dtype.itemsize,
-        mesh,
-        price,
-        differentiable=differentiable,
-    )
-    node, state = versions[start], start
-    for movement in path:
-        state = _after(state, movement)
-        if state not in versions:
-            with graph.inserting_before(reader):
-                versions[state] = insert_movement(graph, node, movement)
-        node = versions[state]
-        node.meta["module"], node.meta["source"] = reader.meta["module"], reader.meta["source"]
-    return node
+    def _expect(self, value: fx.Node, want: State) -> None:
+        if value.target is ANNOTATE:
+            own = value.meta["type"].layout
+            self._expect(value.args[0], want if want[0] == own else (own, ()))  # type: ignore[arg-type]
+            if want[0] == own:
+                return
+        self.wanted.setdefault(value, set()).add(want)
+
+    def _cost(self, value: fx.Node, state: State, want: State) -> float:
+        layout, pending = want
+        return redistribution_cost(state[0], layout, pending, *self._about(value))
+
+    def _about(self, value: fx.Node) -> tuple[tuple[int, ...], int, Mesh, Price, bool]:
+        type_, differentiable = value.meta["type"], value.meta["differentiable"]
+        return type_.shape, type_.dtype.itemsize, self.mesh, self.price, differentiable
 
 
 def insert_movement(graph: fx.Graph, value: fx.Node, movement: Movement) -> fx.Node:
@@ -104,6 +114,10 @@ def insert_movement(graph: fx.Graph, value: fx.Node, movement: Movement) -> fx.N
         "differentiable": value.meta["differentiable"],
     }
     return node
+
+
+def _inputs(node: fx.Node) -> tuple[fx.Node, ...]:
+    return node.args[0] if node.op == "output" else tensor_inputs(node)  # type: ignore[return-value]
 
 
 def _after(state: State, movement: Movement) -> State:

@@ -86,9 +86,9 @@ def _parameters(
         if node.op == "placeholder" and node.name in captured.parameters
     }
     wishes: dict[str, Wish] = {}
-    for alias, annotations in parameters.items():
+    for alias, said in parameters.items():
         name = captured.tied.get(alias, alias)
-        for annotation in annotations:
+        for annotation in said:
             wish = Wish(_resolve(annotation, shapes[name], mesh), annotation.source)
             if wishes.setdefault(name, wish).layout != wish.layout:
                 raise InvalidInput(
@@ -121,7 +121,7 @@ def _bind(
         for size, dim, entry in zip(shape, rule.inputs[positions[node]], annotation.dims):
             factor = next((f for f in dim if rule.sizes[f] > 1), None)
             if factor is None:
-                _check_number(entry, size, annotation)
+                _axes(entry, size, mesh, set(), annotation)
                 continue
             wanted = None if entry in (1, ()) else entry
             if wanted is not None and (reason := rule.why_whole(factor)) is not None:
@@ -204,6 +204,14 @@ def _axes(
                 source=annotation.source,
             )
     if not isinstance(entry, int):
+        if mesh.degree(_names(entry)) > size:
+            raise InvalidInput(
+                "a dim is cut into at most as many pieces as it has elements",
+                got=f"{entry!r} in {annotation.dims} for {annotation.what} cuts {size} into "
+                f"{mesh.degree(_names(entry))}",
+                remedy="use fewer or smaller axes on this dim",
+                source=annotation.source,
+            )
         return _names(entry)
     _check_number(entry, size, annotation)
     free = [axis for axis in mesh.names if axis not in used and mesh[axis] > 1]
