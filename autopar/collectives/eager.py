@@ -15,7 +15,16 @@ from torch import Tensor
 from autopar._torch import process_group
 from autopar.collectives.operators import EAGER
 
-__all__ = ["EAGER", "identity_then_sum_in_place", "sum_in_place"]
+__all__ = [
+    "EAGER",
+    "finish_sum",
+    "identity_then_sum_in_place",
+    "start_sum",
+    "sum_in_place",
+    "sum_later",
+]
+
+Started = tuple[Tensor, dist.Work]
 
 
 def sum_in_place(x: Tensor, group: str, pending: bool) -> Tensor:
@@ -23,7 +32,7 @@ def sum_in_place(x: Tensor, group: str, pending: bool) -> Tensor:
     if pending or not _is_summable(x):
         return EAGER[torch.ops.autopar.all_reduce.default](x, group, pending)
     if x.requires_grad and torch.is_grad_enabled():
-        return _SumInPlace.apply(x, group)  # type: ignore[no-any-return]
+        return _SumInPlace.apply(x, group)
     dist.all_reduce(x, group=process_group(group))
     return x
 
@@ -31,8 +40,38 @@ def sum_in_place(x: Tensor, group: str, pending: bool) -> Tensor:
 def identity_then_sum_in_place(x: Tensor, group: str) -> Tensor:
     """`identity` of a tensor whose gradient nobody else reads."""
     if x.requires_grad and torch.is_grad_enabled():
-        return _IdentityThenSumInPlace.apply(x, group)  # type: ignore[no-any-return]
+        return _IdentityThenSumInPlace.apply(x, group)
     return x
+
+
+def start_sum(x: Tensor, group: str, pending: bool) -> Started:
+    """An `all_reduce` without gradient that goes on while the program does."""
+    total = x.detach().clone()
+    return total, dist.all_reduce(total, group=process_group(group), async_op=True)
+
+
+def finish_sum(started: Started) -> Tensor:
+    """What `start_sum` has started."""
+    total, work = started
+    work.wait()
+    return total
+
+
+def sum_later(x: Tensor, group: str, late: list[dist.Work]) -> Tensor:
+    """`all_reduce` of a value that only the caller reads, once he has waited for `late`."""
+    return _SumLater.apply(x, group, late)
+
+
+class _SumLater(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, late: list[dist.Work]) -> Tensor:
+        total, work = start_sum(x, group, False)
+        late.append(work)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
 
 
 class _SumInPlace(torch.autograd.Function):
@@ -42,7 +81,7 @@ class _SumInPlace(torch.autograd.Function):
         return x
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -53,7 +92,7 @@ class _IdentityThenSumInPlace(torch.autograd.Function):
         return x
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         if grad.requires_grad or not _is_summable(grad):
             total = torch.ops.autopar.all_reduce.default(grad, ctx.group, False)
             return total, None

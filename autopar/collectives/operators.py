@@ -74,6 +74,10 @@ def operator_call(
     return _ops.all_to_all.default, (movement.dim, size, movement.to_dim, *place)
 
 
+# What eager code may call instead of an operator: the same, without the dispatcher.
+EAGER: dict[torch._ops.OpOverload, Callable[..., Tensor]] = {}
+
+
 # Forward: what one rank does.
 
 
@@ -222,11 +226,11 @@ def _fake_all_to_all(
 
 
 def _identity_backward(shape: Sequence[int], grad: Tensor, group: str) -> Tensor:
-    return _ops.all_reduce.default(grad, group, False)
+    return EAGER[_ops.all_reduce.default](grad, group, False)
 
 
 def _all_reduce_backward(shape: Sequence[int], grad: Tensor, group: str, pending: bool) -> Tensor:
-    return _ops.all_reduce.default(grad, group, False) if pending else grad
+    return EAGER[_ops.all_reduce.default](grad, group, False) if pending else grad
 
 
 def _all_gather_backward(
@@ -234,20 +238,20 @@ def _all_gather_backward(
     pending: bool,
 ) -> Tensor:  # fmt: skip
     back = _ops.reduce_scatter.default if pending else _ops.slice.default
-    return back(grad, dim, group, parts, index)
+    return EAGER[back](grad, dim, group, parts, index)
 
 
 def _cut_backward(
     shape: Sequence[int], grad: Tensor, dim: int, group: str, parts: int, index: int
 ) -> Tensor:
-    return _ops.all_gather.default(grad, dim, shape[dim], group, parts, index, False)
+    return EAGER[_ops.all_gather.default](grad, dim, shape[dim], group, parts, index, False)
 
 
 def _all_to_all_backward(
     shape: Sequence[int], grad: Tensor, dim: int, size: int, to_dim: int, group: str, parts: int,
     index: int,
 ) -> Tensor:  # fmt: skip
-    return _ops.all_to_all.default(grad, to_dim, shape[to_dim], dim, group, parts, index)
+    return EAGER[_ops.all_to_all.default](grad, to_dim, shape[to_dim], dim, group, parts, index)
 
 
 def _differentiable(
@@ -290,9 +294,6 @@ def _is_plain(x: Tensor) -> bool:
 
 # The registration. Kernels and backwards go on the dispatch keys directly: a call costs some 6 µs
 # more than the same autograd.Function by hand, one through `torch.library.custom_op` 23 µs.
-
-# What eager code may call instead of an operator: the same, without the dispatcher.
-EAGER: dict[torch._ops.OpOverload, Callable[..., Tensor]] = {}
 
 _library = torch.library.Library("autopar", "FRAGMENT")
 for _name, _arguments, _forward, _fake, _backward in (

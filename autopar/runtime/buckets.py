@@ -8,7 +8,7 @@ to be worth its own collective is summed where it lies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -98,12 +98,14 @@ class GradientSync:
             for slot in bucket.slots:
                 slot.leaf.register_post_accumulate_grad_hook(self._arrival(bucket))
 
-    def start(self, in_use: frozenset[str]) -> None:
-        """Before a backward pass. Buffers behind gradients `in_use` are left to their owner."""
+    def start(self, parameters: Mapping[str, Tensor]) -> None:
+        """Before a backward pass. Buffers behind gradients still in use are left to their owner."""
         for bucket in self.buckets:
             bucket.waiting, bucket.work = len(bucket.slots), None
-            used = any(slot.name in in_use for slot in bucket.slots)
-            if not bucket.alone and (bucket.buffer is None or used):
+            if not bucket.alone and (
+                bucket.buffer is None
+                or any(parameters[slot.name].grad is not None for slot in bucket.slots)
+            ):
                 bucket.allocate()
 
     def finish(self) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,8 @@ class TorchBackend:
         self.device_mesh = self.mesh.to_device_mesh(self.device.type)
         self.groups = Groups(self.mesh, axes_used(program.graph), range(self.mesh.size))
         self._graph = localize(program.graph, self.mesh, self.rank, self.device, self.groups.name)
-        self._function = compile_graph(self._graph)
+        self._late: list[dist.Work] = []
+        self._function = compile_graph(self._graph, self._late, len(program.outputs))
         self._constants = {
             name: self._piece(value.to(self.device), program.type_of(name).layout)
             for name, value in program.captured.constants.items()
@@ -48,6 +49,7 @@ class TorchBackend:
         self._sync: GradientSync | None = None
         self._pending = False
         self._first = self._last = True
+        self._wait_in_backward = False
 
     def graph(self, stage: int | None = None) -> fx.Graph:
         """This rank's own program."""
@@ -61,14 +63,18 @@ class TorchBackend:
         placed = wrap(self._piece(whole, layout).contiguous())
         self._parameters[name] = nn.Parameter(placed, requires_grad=learn)
         with torch.no_grad():
-            self._leaves[name] = self._parameters[name].to_local().detach().requires_grad_(learn)
+            self._leaves[name] = placed.to_local().detach().requires_grad_(learn)
         return self._parameters[name]
 
     def place_buffer(self, name: str, value: Tensor, layout: Layout) -> Tensor:
         return self._piece(self._from_first_rank(value), layout).contiguous()
 
-    def whole(self, value: Tensor) -> Tensor:
-        return value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
+    def collect(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors of this rank's pieces."""
+        return {
+            name: (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+            for name, value in values.items()
+        }
 
     def input_shapes(self) -> dict[str, tuple[int, ...]]:
         """What a caller hands in: whole tensors, or with local inputs this rank's pieces."""
@@ -87,27 +93,40 @@ class TorchBackend:
     def begin(self, first: bool, last: bool) -> None:
         """Gradients of several micro-batches gather in the leaves; the last one brings the sums."""
         self._first, self._last = first, last
+        self._wait_in_backward = last
 
     def run(
         self, kept: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         """One pass forward: this rank's outputs (a cut one as DTensor) and new buffers."""
         captured = self.program.captured
-        arguments = [
-            *(self._leaves[name] for name in captured.parameters.values()),
+        results = self._function(
+            *self._read,
             *(kept[name] for name in captured.buffers.values()),
             *self._constants.values(),
             *(self._enter(name, value) for name, value in inputs.items()),
-        ]
-        results = self._function(*arguments)
+        )
         if torch.is_grad_enabled():
             self._watch_backward(results)
+        if not self._wait_in_backward:
+            self._wait_for_sums()
+        self._wait_in_backward = False
         count = len(self.program.outputs)
         outputs = [
             self._leave(value, node.meta["type"])
             for value, node in zip(results[:count], self.program.outputs)
         ]
         return outputs, dict(zip(captured.mutations, results[count:]))
+
+    @cached_property
+    def _read(self) -> list[Tensor]:
+        """What the program reads for its parameters."""
+        return [self._leaves[name] for name in self.program.captured.parameters.values()]
+
+    def _wait_for_sums(self) -> None:
+        for work in self._late:
+            work.wait()
+        self._late.clear()
 
     def _enter(self, name: str, value: Tensor) -> Tensor:
         value = value.to(self.device)
@@ -150,10 +169,7 @@ class TorchBackend:
         self._sync.active = self._last
         if not self._last:
             return
-        in_use = frozenset(
-            name for name, parameter in self._parameters.items() if parameter.grad is not None
-        )
-        self._sync.start(in_use)
+        self._sync.start(self._parameters)
         self._pending = False
         for result in results:
             if result.requires_grad:
@@ -169,6 +185,7 @@ class TorchBackend:
         assert self._sync is not None
         self._pending = False
         with torch.no_grad(), one_fails_all_stop(self.rank):
+            self._wait_for_sums()
             summed = self._sync.finish()
             for name, parameter in self._parameters.items():
                 leaf = self._leaves[name]

@@ -1,40 +1,58 @@
 """Eager: one rank's graph as a Python function that wastes no more time than hand-written code.
 
-What passes and readers like (one result a node, operators by their full names, movements that leave
-their input alone) costs time at each call. Here the last of it goes:
-
-- selections and slices that together are a whole value become one `unbind` or `split` again, whose
-  backward is one copy instead of a sum of padded ones;
-- operators become the functions of torch's Python interface, which are bound with less work;
-- a movement is called without the dispatcher, and sums in place what nobody else reads.
+What passes and readers like costs time at each call. Here the last of it goes: what capture took
+apart is joined again, operators become the functions of torch's Python interface, which are bound
+with less work, and a movement is called without the dispatcher and sums in place what nobody else
+reads.
 """
 
 from __future__ import annotations
 
-import operator
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx
 
-from autopar.collectives.eager import EAGER, identity_then_sum_in_place, sum_in_place
+from autopar.collectives.eager import (
+    EAGER,
+    finish_sum,
+    identity_then_sum_in_place,
+    start_sum,
+    sum_in_place,
+    sum_later,
+)
+from autopar.runtime.rejoin import rejoin
 
 aten, own = torch.ops.aten, torch.ops.autopar
 
 
-def compile_graph(graph: fx.Graph) -> Callable[..., Any]:
-    """`graph` as a function of its placeholders."""
+def compile_graph(
+    graph: fx.Graph, late: list[dist.Work] | None = None, outputs: int = 0
+) -> Callable[..., Any]:
+    """`graph` as a function of its placeholders.
+
+    Given `late`, numbers among the first `outputs` results may still be summed when the function
+    returns: whoever reads them waits for what stands in `late`.
+    """
+
+    def sum_for_caller(x: Tensor, group: str, pending: bool) -> Tensor:
+        assert late is not None
+        return sum_later(x, group, late)
+
     quick = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         copies[node] = quick.node_copy(node, lambda n: copies[n])
-    _rejoin(quick, aten.select.int, _unbind)
-    _rejoin(quick, aten.slice.Tensor, _split)
+    rejoin(quick)
+    _start_early(quick)
     for node in quick.nodes:
-        node.target = _direct(node)
+        if late is not None and _is_returned_sum(node, outputs):
+            node.target = sum_for_caller
+        else:
+            node.target = _direct(node)
     quick.lint()
     return fx.GraphModule({}, quick).forward
 
@@ -76,6 +94,53 @@ def _direct(node: fx.Node) -> Any:
     return node.target
 
 
+def _is_returned_sum(node: fx.Node, outputs: int) -> bool:
+    """Whether a number is summed for nobody but the caller."""
+    if node.target is not own.all_reduce.default or node.meta["val"].ndim or node.args[2]:
+        return False
+    results: Any = node.graph.output_node().args[0]
+    return (
+        node.meta["val"].is_floating_point()
+        and all(user.op == "output" for user in node.users)
+        and node not in results[outputs:]
+    )
+
+
+SMALL = 1024  # elements
+
+
+def _start_early(graph: fx.Graph) -> None:
+    """Small sums that hang on inputs alone start first, and are waited for at their first use."""
+    for node in list(graph.nodes):
+        if node.target is not own.all_reduce.default or node.meta["differentiable"]:
+            continue
+        value: Any = node.args[0]
+        before = _ancestors(value)
+        if before is None or value.meta["val"].numel() > SMALL:
+            continue
+        last_placeholder = [n for n in graph.nodes if n.op == "placeholder"][-1]
+        with graph.inserting_after(last_placeholder):
+            started = graph.call_function(start_sum, node.args)
+        for earlier in before:
+            started.prepend(earlier)
+        node.target, node.args, node.kwargs = finish_sum, (started,), {}
+
+
+def _ancestors(value: fx.Node) -> list[fx.Node] | None:
+    """The calls behind `value` in order; None if a movement or a gradient is among them."""
+    found = {value}
+    waiting = [value]
+    while waiting:
+        node = waiting.pop()
+        if node.op == "call_function" and (
+            "movement" in node.meta or node.meta.get("differentiable", True)
+        ):
+            return None
+        found.add(node)
+        waiting.extend(node.all_input_nodes)
+    return [node for node in value.graph.nodes if node in found and node.op == "call_function"]
+
+
 # Operators whose output is new memory that their own backward does not read, and whose gradient
 # for their first input is new memory.
 _MAKES_NEW = (aten.linear.default, aten.matmul.default, F.linear, torch.matmul)
@@ -90,60 +155,3 @@ def _has_fresh_gradient(value: fx.Node) -> bool:
         reader.target in _MAKES_NEW and reader.args[0] is value and value not in reader.args[1:]
         for reader in value.users
     )
-
-
-def _rejoin(graph: fx.Graph, piece: Any, whole: Callable[..., tuple | None]) -> None:
-    """Replace calls of `piece` by one operator wherever they are all pieces of a value."""
-    for value in list(graph.nodes):
-        by_dim = defaultdict(list)
-        for reader in value.users:
-            if reader.target is piece and reader.args[0] is value and not reader.kwargs:
-                by_dim[_dim(reader, value)].append(reader)
-        for dim, pieces in by_dim.items():
-            if "type" not in value.meta or value.meta["type"].layout.dims[dim]:
-                continue  # a cut dim: the sizes of the pieces are not those of the arguments
-            found = whole(value, dim, value.meta["type"].shape[dim], pieces)
-            if found is None:
-                continue
-            function, arguments, order = found
-            first = next(node for node in graph.nodes if node in pieces)
-            with graph.inserting_before(first):
-                joined = graph.call_function(function, arguments)
-                for index, old in enumerate(order):
-                    new = graph.call_function(operator.getitem, (joined, index))
-                    new.meta = dict(old.meta)
-                    old.replace_all_uses_with(new)
-            for old in order:
-                graph.erase_node(old)
-
-
-def _unbind(value: fx.Node, dim: int, size: int, pieces: list[fx.Node]) -> tuple | None:
-    by_index = {int(piece.args[2]) % size: piece for piece in pieces}  # type: ignore[call-overload]
-    if len(pieces) != size or len(by_index) != size or size < 2:
-        return None
-    return torch.unbind, (value, dim), [by_index[index] for index in range(size)]
-
-
-def _split(value: fx.Node, dim: int, size: int, pieces: list[fx.Node]) -> tuple | None:
-    bounds = {_bounds(piece, size): piece for piece in pieces}
-    ends = sorted(bound for bound in bounds if bound is not None)
-    starts = [0, *(end for _, end in ends)]
-    if len(ends) != len(pieces) or len(pieces) < 2 or starts[-1] != size:
-        return None
-    if any(start != at for (start, _), at in zip(ends, starts)):
-        return None
-    sizes = [end - start for start, end in ends]
-    return torch.split_with_sizes, (value, sizes, dim), [bounds[end] for end in ends]
-
-
-def _bounds(piece: fx.Node, size: int) -> tuple[int, int] | None:
-    _, _, start, end, *step = [*piece.args, *(None,) * (4 - len(piece.args))]
-    if step not in ([], [1]):
-        return None
-    lower, upper, _ = slice(start, end).indices(size)  # type: ignore[misc]
-    return lower, upper
-
-
-def _dim(piece: fx.Node, value: fx.Node) -> int:
-    dim = piece.args[1] if len(piece.args) > 1 else 0
-    return int(dim) % value.meta["val"].ndim  # type: ignore[call-overload,no-any-return]

@@ -76,7 +76,7 @@ def pending_axes(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
     """For every value, the axes over which its gradient is still to be summed."""
     pending: dict[fx.Node, frozenset[str]] = {}
     for node in graph.nodes:
-        pending[node] = frozenset(node.meta.get("sync", ()))
+        pending[node] = frozenset((*node.meta.get("sync", ()), *node.meta.get("pending", ())))
         movement = node.meta.get("movement")
         if movement is not None:
             before = pending[node.args[0]]

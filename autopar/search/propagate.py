@@ -153,12 +153,14 @@ class _Propagation:
                     for index, argument in enumerate(self.arguments[node])
                     if self._is_partial(argument, axis)
                 )
-                if partial not in rule.passes or not partial:
+                # Of several partial sums that do not pass together, the others are made whole.
+                passing = max((p for p in rule.passes if p and p <= partial), key=len, default=None)
+                if passing is None:
                     continue
-                carried = [self.arguments[node][index] for index in partial]
+                carried = [self.arguments[node][index] for index in passing]
                 size = sum(argument.meta["val"].numel() for argument in carried)
                 if node.meta["val"].numel() <= size and all(len(a.users) == 1 for a in carried):
-                    self.passes[node][axis] = rule.passes.index(partial)
+                    self.passes[node][axis] = rule.passes.index(passing)
 
     def decisions(self) -> Decisions:
         """The finished decisions, checked against the annotations of bound operators."""
