@@ -15,6 +15,7 @@ from torch import nn
 from autopar.errors import InvalidInput
 from autopar.planning import plan as make_plan
 from autopar.runtime.distributed import TorchBackend
+from autopar.runtime.distributed_pipeline import TorchPipeline
 from autopar.runtime.module import Backend, ParallelModule
 from autopar.runtime.plan import Plan
 from autopar.runtime.virtual import VirtualBackend
@@ -84,6 +85,8 @@ def _backend(name: str, plan: Plan, model: nn.Module, local_inputs: bool, check:
     if name == "virtual":
         virtual = VirtualPipeline if plan.pipelining else VirtualBackend
         return virtual(plan.program, _device_of(model), check)
+    if plan.pipelining:
+        return TorchPipeline(plan.program)
     return TorchBackend(plan.program, local_inputs)
 
 

@@ -20,12 +20,17 @@ class Backend(Protocol):
 
     def place_parameter(
         self, name: str, value: Tensor, layout: Layout, learn: bool
-    ) -> nn.Parameter: ...
-    def place_buffer(self, name: str, value: Tensor, layout: Layout) -> Tensor: ...
-    def whole(self, value: Tensor) -> Tensor: ...
+    ) -> nn.Parameter | None: ...
+    def place_buffer(self, name: str, value: Tensor, layout: Layout) -> Tensor | None: ...
+    def collect(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
     def input_shapes(self) -> dict[str, tuple[int, ...]]: ...
     def graph(self, stage: int | None = None) -> fx.Graph: ...
     def guard(self) -> AbstractContextManager[None]: ...
+
+
+class WholeBackend(Backend, Protocol):
+    """A place where a program runs whole, one micro-batch after another."""
+
     def begin(self, first: bool, last: bool) -> None: ...
     def run(
         self, kept: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
@@ -59,17 +64,25 @@ class ParallelModule(nn.Module):
         for name, parameter in model.named_parameters():
             layout = layouts.get(name, Layout.replicated(parameter.ndim))
             kept = backend.place_parameter(name, parameter, layout, parameter.requires_grad)
+            if kept is None:
+                continue
             self._kept[name] = kept
             _owner(self, name).register_parameter(name.rpartition(".")[2], kept)
         for alias, name in captured.tied.items():
-            _owner(self, alias).register_parameter(alias.rpartition(".")[2], self._kept[name])
+            shared = self._kept.get(name)
+            if isinstance(shared, nn.Parameter):
+                _owner(self, alias).register_parameter(alias.rpartition(".")[2], shared)
         persistent = set(model.state_dict(keep_vars=True))
         for name, buffer in model.named_buffers():
             layout = layouts.get(name, Layout.replicated(buffer.ndim))
-            self._kept[name] = backend.place_buffer(name, buffer, layout)
+            placed = backend.place_buffer(name, buffer, layout)
+            if placed is None:
+                continue
+            self._kept[name] = placed
             _owner(self, name).register_buffer(
-                name.rpartition(".")[2], self._kept[name], persistent=name in persistent
+                name.rpartition(".")[2], placed, persistent=name in persistent
             )
+        self._names = tuple(model.state_dict(keep_vars=True))
         self._shapes = program.shapes(backend.input_shapes())
 
     @property
@@ -108,7 +121,8 @@ class ParallelModule(nn.Module):
                 self._write(mutated)
                 return total
             for number, batch in enumerate(batches):
-                self.backend.begin(number == 0, number == len(batches) - 1)
+                whole = cast(WholeBackend, self.backend)
+                whole.begin(number == 0, number == len(batches) - 1)
                 loss = self._run(batch)[index]
                 loss.backward()
                 total = loss.detach() if total is None else total + loss.detach()
@@ -117,20 +131,23 @@ class ParallelModule(nn.Module):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole tensors under the names of the original model's state dict."""
-        return {name: self.backend.whole(value) for name, value in self.state_dict().items()}
+        found = self.backend.collect(self.state_dict())
+        return {name: found[name] for name in self._names if name in found}
 
     def full_grads(self) -> dict[str, Tensor]:
         """Whole gradients under the original names; parameters without one are left out."""
-        return {
-            name: self.backend.whole(parameter.grad)
+        held = {
+            name: parameter.grad
             for name, parameter in self.named_parameters()
             if parameter.grad is not None
         }
+        found = self.backend.collect(held)
+        return {name: found[name] for name in self._names if name in found}
 
     def _run(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         # Backward may still read what a buffer was before its new value is written.
         before = {name: self._kept[name].clone() for name in self.program.captured.mutations}
-        outputs, mutated = self.backend.run(self._kept | before, inputs)
+        outputs, mutated = cast(WholeBackend, self.backend).run(self._kept | before, inputs)
         self._write(mutated)
         return outputs
 

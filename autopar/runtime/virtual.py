@@ -113,8 +113,9 @@ class VirtualBackend:
     def place_buffer(self, name: str, value: Tensor, layout: Layout) -> Tensor:
         return value.detach().clone()
 
-    def whole(self, value: Tensor) -> Tensor:
-        return value.detach()
+    def collect(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors: they are."""
+        return {name: value.detach() for name, value in values.items()}
 
     def input_shapes(self) -> dict[str, tuple[int, ...]]:
         """What a caller hands in: whole tensors."""

@@ -112,7 +112,8 @@ class VirtualStage:
             return {}
         assert self.stage.update is not None
         output = self.stage.update.output_node()
-        names, results = output.meta["buffers"], tuple(output.all_input_nodes)
+        names, results = output.meta["buffers"], output.args[0]
+        assert isinstance(results, tuple)
         values = dict(self._kept)
         before = {f"{name}_before": self._kept[name] for name in names}
         with torch.no_grad():
@@ -120,7 +121,7 @@ class VirtualStage:
                 pieces = dict(zip(self.stage.statistics, statistics.get(slice_, [])))
                 found = self._update({**values, **before, **batch}, pieces)
                 for name, value, node in zip(names, found, results):
-                    type_ = node.meta["type"]  # type: ignore[union-attr]
+                    type_ = node.meta["type"]
                     values[name] = from_ranks(value, type_.layout, self.program.mesh, type_.shape)
         buffers = self.program.captured.buffers
         return {buffers[name]: values[name] for name in names}

@@ -1,0 +1,336 @@
+"""A pipeline on the real mesh: this process is one rank of one or more stages.
+
+It holds the parameters of the stages that the schedule's placement gives to its place on the
+pipeline's axis, each once, as DTensors on the mesh inside the stage. With Chimera these are stages
+of both directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
+
+from autopar._torch import placed_like
+from autopar.layout import Layout
+from autopar.passes import localize
+from autopar.passes.split_backward import split_backward
+from autopar.passes.stages import Stage
+from autopar.pipeline.executor import Key, RankRunner, Recorded
+from autopar.pipeline.worker import Value, Worker
+from autopar.runtime.distributed import axes_used, wrapper
+from autopar.runtime.eager import compile_graph
+from autopar.runtime.failures import one_fails_all_stop
+from autopar.runtime.groups import Groups, join_world
+from autopar.runtime.messages import Messages, Shape
+from autopar.runtime.program import Program
+from autopar.runtime.stage_sync import Learned, StageSync, holders_of, own_group
+
+Batch = Mapping[str, Tensor]
+
+
+class TorchPipeline:
+    """Runs this rank's stages."""
+
+    def __init__(self, program: Program) -> None:
+        assert program.pipelining is not None
+        self.program, self.pipelining, self.mesh = program, program.pipelining, program.mesh
+        self.schedule, mesh = program.pipelining.schedule, program.pipelining.mesh
+        self.device = join_world(mesh)
+        self.rank = dist.get_rank()
+        self.place = mesh.coordinate(self.rank)[self.pipelining.axis]
+        inside = self.pipelining.ranks_at(self.place)
+        self.inner_rank = inside.index(self.rank)
+        self.device_mesh = mesh.to_device_mesh(self.device.type)[self.mesh.names]
+        groups = Groups(self.mesh, axes_used(program.graph), inside)
+        # The ranks that stand where this one stands, in every place of the pipeline.
+        places = range(self.schedule.ranks)
+        self.line = [self.pipelining.ranks_at(place)[self.inner_rank] for place in places]
+        self._line_group = own_group(self.pipelining, places)
+        self.held = self.schedule.held_by(self.place)
+        split = {a.stage for order in self.schedule.orders for a in order if a.kind == "I"}
+        self.stages = {
+            stage: TorchStage(self, program.stages[stage], groups, stage in split)
+            for stage in sorted({stage for _, stage in self.held})
+        }
+        self.workers = {
+            (pipe, stage): Worker(self.stages[stage], self.pipelining.recompute)
+            for pipe, stage in self.held
+        }
+        self.users: dict[str, list[int]] = {}  # parameter or buffer -> the stages that read it
+        for stage in program.stages:
+            for name in [*stage.holds("parameter"), *stage.holds("buffer")]:
+                self.users.setdefault(name, []).append(stage.index)
+        self._replicas = self._replica_groups()
+        self.post = Messages(self.schedule, self.line, self._shapes, self.device)
+        self.leaves: dict[str, Tensor] = {}
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._sync: StageSync | None = None
+        self.recorded: dict[int, Recorded] = {}
+
+    def graph(self, stage: int | None = None) -> fx.Graph:
+        """The program of the first stage that this rank holds, or of any stage."""
+        if stage is None:
+            stage = min(self.stages)
+        held = self.stages.get(stage)
+        return held.graph if held is not None else self.program.stages[stage].graph
+
+    def place_parameter(
+        self, name: str, value: Tensor, layout: Layout, learn: bool
+    ) -> nn.Parameter | None:
+        whole = self._from_first_rank(value)
+        if not self._holds(name):
+            return None
+        wrap = wrapper(layout, tuple(whole.shape), self.device_mesh)
+        parameter = nn.Parameter(wrap(self.piece(whole, layout).contiguous()), requires_grad=learn)
+        self._parameters[name] = parameter
+        with torch.no_grad():
+            local: Tensor = parameter.to_local()  # type: ignore[attr-defined]
+            self.leaves[name] = local.detach().requires_grad_(learn)
+        return parameter
+
+    def place_buffer(self, name: str, value: Tensor, layout: Layout) -> Tensor | None:
+        whole = self._from_first_rank(value)
+        return self.piece(whole, layout).contiguous() if self._holds(name) else None
+
+    def input_shapes(self) -> dict[str, tuple[int, ...]]:
+        names = [name for name in self.program.captured.inputs if name is not None]
+        return {name: self.program.type_of(name).shape for name in names}
+
+    def guard(self) -> AbstractContextManager[None]:
+        """Around everything in which ranks wait for one another."""
+        return one_fails_all_stop(self.rank)
+
+    def step(
+        self, kept: Mapping[str, Tensor], batches: Sequence[Batch]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """This rank's actions: the loss of the batch, and the new values of its buffers."""
+        if self._sync is None:
+            self._sync = StageSync(self.pipelining, self._learned(), self.leaves)
+        for stage in self.stages.values():
+            stage.begin(kept, batches)
+        for worker in self.workers.values():
+            worker.clear()
+        self._sync.start()
+        runner = RankRunner(self.schedule, self.place, self.workers, self.post, self._sync.after)
+        while not runner.done:
+            runner.advance()
+        self.recorded = {self.place: runner.recorded}
+        loss = self._loss(len(batches))
+        new_buffers = self._new_buffers()
+        self._give(self._sync.finish())
+        self.post.finish()
+        return loss, new_buffers
+
+    def collect(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors, from the ranks that hold them to all."""
+        mine = [(name, tuple(value.shape), value.dtype) for name, value in values.items()]
+        everyones: list[Any] = [mine] * len(self.line)
+        if self._line_group is not None:
+            dist.all_gather_object(everyones, mine, group=self._line_group)
+        owners: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
+        for place, listed in enumerate(everyones):
+            for name, shape, dtype in listed:
+                owners.setdefault(name, (place, shape, dtype))
+        found = {}
+        for name, (place, shape, dtype) in owners.items():
+            if place == self.place:
+                value = values[name].detach()
+                whole = value.full_tensor() if isinstance(value, DTensor) else value
+                whole = whole.contiguous()
+            else:
+                whole = torch.empty(shape, dtype=dtype, device=self.device)
+            if self._line_group is not None:
+                dist.broadcast(whole, self.line[place], group=self._line_group)
+            found[name] = whole
+        return found
+
+    def piece(self, whole: Tensor, layout: Layout) -> Tensor:
+        """This rank's piece of a whole tensor."""
+        bounds = layout.local_bounds(whole.shape, self.mesh, self.inner_rank)
+        for dim, (start, length) in enumerate(bounds):
+            if length != whole.shape[dim]:
+                whole = whole.narrow(dim, start, length)
+        return whole
+
+    def _holds(self, name: str) -> bool:
+        return self.place in holders_of(self.pipelining, self.users.get(name, [0]))
+
+    def _from_first_rank(self, value: Tensor) -> Tensor:
+        whole = value.detach().to(self.device, copy=True).contiguous()
+        dist.broadcast(whole, src=0)
+        return whole
+
+    def _shapes(self, key: Key) -> list[Shape]:
+        """What a message to one of this rank's stages holds."""
+        stage = self.program.stages[key.stage]
+        values = {node.name: node for node in stage.graph.nodes}
+        names = stage.receives if key.forward else stage.sends
+        nodes = [values[name] for name in names]
+        return [
+            (
+                node.meta["type"].layout.local_shape(
+                    node.meta["type"].shape, self.mesh, self.inner_rank
+                ),
+                node.meta["type"].dtype,
+            )
+            for node in nodes
+            if key.forward or node.meta["differentiable"]
+        ]
+
+    def _loss(self, slices: int) -> Tensor:
+        """The sum of all shares in the order of the micro-batches, the same on every rank."""
+        loss = self.program.stages[-1].graph.output_node().all_input_nodes[0]
+        shares = torch.zeros(slices, dtype=loss.meta["val"].dtype, device=self.device)
+        for worker in self.workers.values():
+            for slice_, (value,) in worker.losses.items():
+                shares[slice_] = value
+        if self._line_group is not None:
+            dist.all_reduce(shares, group=self._line_group)
+        total = shares[0]
+        for share in shares[1:]:
+            total = total + share
+        return total.clone()
+
+    def _give(self, gradients: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, local in gradients.items():
+                parameter = self._parameters[name]
+                gradient = placed_like(parameter, local)
+                if parameter.grad is None:
+                    parameter.grad = gradient
+                else:
+                    parameter.grad += gradient
+
+    def _learned(self) -> list[Learned]:
+        placeholders = self.program.placeholders
+        return [
+            Learned(
+                name,
+                placeholders[placeholder].meta["val"].dtype,
+                tuple(self.users[name]),
+                placeholders[placeholder].meta["sync"],
+            )
+            for placeholder, name in self.program.captured.parameters.items()
+            if name in self.users and placeholders[placeholder].meta["differentiable"]
+        ]
+
+    def _replica_groups(self) -> dict[int, dist.ProcessGroup]:
+        """For stages with statistics and several pipes: the ranks like this one that hold them."""
+        groups = {}
+        for index, stage in enumerate(self.program.stages):
+            if stage.statistics and self.schedule.pipes > 1:
+                group = own_group(self.pipelining, self.schedule.replicas_of(index))
+                if group is not None:
+                    groups[index] = group
+        return groups
+
+    def _new_buffers(self) -> dict[str, Tensor]:
+        new: dict[str, Tensor] = {}
+        for index, stage in self.stages.items():
+            statistics: dict[int, list[Value]] = {}
+            for pipe in range(self.schedule.pipes):
+                own = self.workers.get((pipe, index))
+                statistics |= own.statistics if own is not None else {}
+            if index in self._replicas:
+                statistics = self._exchanged(stage.stage, statistics)
+            new |= stage.new_buffers(statistics)
+        return new
+
+    def _exchanged(self, stage: Stage, own: dict[int, list[Value]]) -> dict[int, list[Value]]:
+        """The statistics of all micro-batches, from the replicas that ran them."""
+        values = {node.name: node for node in stage.graph.nodes}
+        types = [values[name].meta["type"] for name in stage.statistics]
+        found = {}
+        for slice_, pipe in enumerate(self.schedule.pipe_of):
+            source = self.schedule.rank_of(pipe, stage.index)
+            found[slice_] = own.get(slice_) or [
+                [
+                    torch.empty(
+                        type_.layout.local_shape(type_.shape, self.mesh, self.inner_rank),
+                        dtype=type_.dtype,
+                        device=self.device,
+                    )
+                ]
+                for type_ in types
+            ]
+            for value in found[slice_]:
+                value[0] = value[0].contiguous()
+                group = self._replicas[stage.index]
+                dist.broadcast(value[0], self.line[source], group=group)
+        return found
+
+
+class TorchStage:
+    """One stage's program on this rank."""
+
+    def __init__(self, pipeline: TorchPipeline, stage: Stage, groups: Groups, split: bool) -> None:
+        self.pipeline, self.stage = pipeline, stage
+        mesh, rank = pipeline.mesh, pipeline.inner_rank
+        graph, self.uses = split_backward(stage.graph) if split else (stage.graph, [])
+        self.graph = localize(graph, mesh, rank, pipeline.device, groups.name)
+        self._run = compile_graph(self.graph)
+        self._placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
+        self._update: Any = None
+        if stage.update is not None:
+            update = localize(stage.update, mesh, rank, pipeline.device, groups.name)
+            self._update = compile_graph(update)
+            self._update_reads = [node for node in update.nodes if node.op == "placeholder"]
+        values = {node.name: node for node in stage.graph.nodes}
+        self.learns_received = [values[name].meta["differentiable"] for name in stage.receives]
+        self.learns_sent = [values[name].meta["differentiable"] for name in stage.sends]
+        self._constants: dict[str, Tensor] = {}
+        self._kept: Mapping[str, Tensor] = {}
+        self._batches: Sequence[Batch] = ()
+        self._pieces: dict[tuple[str, int], Tensor] = {}
+
+    def begin(self, kept: Mapping[str, Tensor], batches: Sequence[Batch]) -> None:
+        """Take the buffers (by name) and the micro-batches of a step."""
+        self._kept, self._batches = kept, batches
+        self._pieces.clear()
+
+    def __call__(self, slice_: int, received: Sequence[Value]) -> list[Value]:
+        given = {name: value[0] for name, value in zip(self.stage.receives, received)}
+        arguments = [self._argument(node, slice_, given) for node in self._placeholders]
+        return [[result] for result in self._run(*arguments)]
+
+    def new_buffers(self, statistics: Mapping[int, list[Value]]) -> dict[str, Tensor]:
+        """The buffers of this stage, changed by all micro-batches in their order."""
+        if self._update is None:
+            return {}
+        assert self.stage.update is not None
+        names = self.stage.update.output_node().meta["buffers"]
+        placeholders = self.pipeline.program.captured.buffers
+        new: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for slice_ in range(len(self._batches)):
+                values = statistics.get(slice_, [])
+                given = {name: value[0] for name, value in zip(self.stage.statistics, values)}
+                given |= new
+                arguments = [self._argument(n, slice_, given) for n in self._update_reads]
+                new = dict(zip(names, self._update(*arguments)))
+        return {placeholders[name]: value for name, value in new.items()}
+
+    def _argument(self, node: fx.Node, slice_: int, given: Mapping[str, Tensor]) -> Tensor:
+        kind, name = node.meta["origin"]
+        if node.name in given:
+            return given[node.name]
+        if kind == "parameter":
+            return self.pipeline.leaves[name]
+        if kind in ("buffer", "before"):
+            return self._kept[name]
+        if kind == "constant":
+            if name not in self._constants:
+                whole = self.pipeline.program.captured.constants[name].to(self.pipeline.device)
+                self._constants[name] = self.pipeline.piece(whole, node.meta["type"].layout)
+            return self._constants[name]
+        key = name, slice_
+        if key not in self._pieces:
+            whole = self._batches[slice_][name].to(self.pipeline.device)
+            self._pieces[key] = self.pipeline.piece(whole, node.meta["type"].layout)
+        return self._pieces[key]

@@ -1,0 +1,134 @@
+"""Gradient synchronisation of a pipeline: between the replicas of a stage, as soon as it can be.
+
+A parameter belongs to the stages that read it (a tied one to several), and lies on every rank that
+holds one of these in any pipe. Its gradient is complete on a rank when the last backward there of
+those stages is done: then the sum with all other such ranks, and with the copies inside the stage,
+starts and goes on beside the actions that are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.pipeline.plan import Pipelining
+from autopar.pipeline.synchronization import last_backwards
+from autopar.runtime.groups import Axes
+
+
+@dataclass
+class Share:
+    """Parameters that are complete at once and summed over the same ranks."""
+
+    names: list[str]
+    leaves: list[Tensor]
+    ready: int  # the action after which they are complete; -1: before the first
+    group: dist.ProcessGroup | None  # None: this rank alone
+    buffer: Tensor | None = None
+    work: dist.Work | None = field(default=None)
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A parameter that takes a gradient."""
+
+    name: str
+    dtype: torch.dtype
+    stages: tuple[int, ...]  # that read it
+    sync: Axes  # inside a stage, over which its gradient is still to be summed
+
+
+class StageSync:
+    """Sums the gradients of one rank's stages."""
+
+    def __init__(
+        self,
+        pipelining: Pipelining,
+        parameters: Sequence[Learned],
+        leaves: Mapping[str, Tensor],
+    ) -> None:
+        """`parameters`: all of the model that take a gradient; `leaves`: this rank's pieces."""
+        schedule = pipelining.schedule
+        place = pipelining.mesh.coordinate(dist.get_rank())[pipelining.axis]
+        last, held = last_backwards(schedule)[place], schedule.held_by(place)
+        alike: dict[tuple, list[str]] = {}
+        for one in parameters:
+            alike.setdefault((one.stages, one.sync, str(one.dtype)), []).append(one.name)
+        self.shares = []
+        for (stages, sync, _), names in alike.items():
+            holders = holders_of(pipelining, stages)
+            group = own_group(pipelining, holders, sync)
+            if place in holders:
+                done = [last.get((pipe, stage), -1) for pipe, stage in held if stage in stages]
+                found = [leaves[name] for name in names]
+                self.shares.append(Share(names, found, max(done), group))
+
+    def start(self) -> None:
+        """Before a step."""
+        for share in self.shares:
+            share.work = None
+            for leaf in share.leaves:
+                leaf.grad = None
+        self.after(-1)
+
+    def after(self, position: int) -> None:
+        """Start what is complete now that the action at `position` is done."""
+        for share in self.shares:
+            if share.ready != position or share.group is None:
+                continue
+            parts = [
+                torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in share.leaves
+            ]
+            share.buffer = torch.cat([part.reshape(-1) for part in parts])
+            share.work = dist.all_reduce(share.buffer, group=share.group, async_op=True)
+
+    def finish(self) -> dict[str, Tensor]:
+        """Wait for all sums: the local gradient of each parameter."""
+        found: dict[str, Tensor] = {}
+        for share in self.shares:
+            if share.work is None:
+                grads = [leaf.grad for leaf in share.leaves]
+            else:
+                share.work.wait()
+                assert share.buffer is not None
+                sizes = [leaf.numel() for leaf in share.leaves]
+                pieces = share.buffer.split(sizes)
+                grads = [p.view(leaf.shape) for p, leaf in zip(pieces, share.leaves)]
+            for name, leaf, grad in zip(share.names, share.leaves, grads):
+                leaf.grad = None
+                if grad is not None:
+                    found[name] = grad
+        return found
+
+
+def own_group(
+    pipelining: Pipelining, places: Sequence[int], axes: Axes = ()
+) -> dist.ProcessGroup | None:
+    """The group of this rank over some places of the pipeline and over axes inside a stage.
+
+    All ranks make all groups together: torch names a group after how many there are. None if this
+    rank is in none, or alone.
+    """
+    mesh, axis = pipelining.mesh, pipelining.axis
+    fixed = [name for name in mesh if name != axis and name not in axes]
+    members: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(mesh.size):
+        coordinate = mesh.coordinate(rank)
+        if coordinate[axis] in places:
+            members.setdefault(tuple(coordinate[name] for name in fixed), []).append(rank)
+    own = None
+    for ranks in members.values():
+        if len(ranks) > 1:
+            group = dist.new_group(ranks)
+            own = group if dist.get_rank() in ranks else own
+    return own
+
+
+def holders_of(pipelining: Pipelining, stages: Sequence[int]) -> tuple[int, ...]:
+    """The places of the pipeline that hold one of `stages` in any pipe."""
+    placement = pipelining.schedule.placement
+    return tuple(sorted({ranks[stage] for ranks in placement for stage in stages}))
