@@ -1,6 +1,10 @@
 """Listing: a graph as text, one line a node, in the form that all reports and errors use.
 
-linear = linear(norm, p_up_weight)  : f32[8@dp, 128, 4096@tp]  # layers.0.up  model.py:12
+p_up_weight = placeholder               : f32[4096@tp, 1024]       # sum of gradients over dp  up
+identity = autopar.identity(norm)       : f32[8@dp, 128, 1024]     # 4096 bytes over tp, back: ...
+linear = linear(identity, p_up_weight)  : f32[8@dp, 128, 4096@tp]  # layers.0.up  model.py:12
+
+A movement says how many bytes of one rank it moves, over which axes, and how gradients move back.
 """
 
 from __future__ import annotations
@@ -15,14 +19,14 @@ from autopar.layout import Layout, TensorType
 
 
 def listing(graph: fx.Graph, origins: bool = True) -> str:
-    """One line a node: `name = op(args)  : type  # module  source`."""
-    rows = [(_call(node), type_text(node), _origin(node)) for node in graph.nodes]
+    """One line a node: `name = op(args)  : type  # movement  module  source`."""
+    rows = [(_call(node), type_text(node), _remarks(node, origins)) for node in graph.nodes]
     left = min(max((len(call) for call, _, _ in rows), default=0), 72)
     middle = min(max((len(text) for _, text, _ in rows), default=0), 32)
     lines = []
-    for call, text, origin in rows:
+    for call, text, remarks in rows:
         line = f"{call:<{left}}  : {text:<{middle}}" if text else call
-        lines.append((f"{line}  # {origin}" if origins and origin else line).rstrip())
+        lines.append((f"{line}  # {remarks}" if remarks else line).rstrip())
     return "\n".join(lines)
 
 
@@ -48,6 +52,13 @@ def operator_name(target: Callable[..., Any] | str) -> str:
 def _call(node: fx.Node) -> str:
     if node.op == "placeholder":
         return f"{node.name} = placeholder"
+    movement = node.meta.get("movement")
+    if movement is not None:  # without the names of groups that a rank's own program has
+        dims = {"dim": movement.dim, "to_dim": movement.to_dim}
+        places = [f"{name}={dim}" for name, dim in dims.items() if dim is not None]
+        return (
+            f"{node.name} = {operator_name(node.target)}({', '.join([str(node.args[0]), *places])})"
+        )
     arguments = [_argument(value) for value in node.args]
     arguments += [f"{key}={_argument(value)}" for key, value in node.kwargs.items()]
     if node.op == "output":
@@ -64,8 +75,17 @@ def _argument(value: Any) -> str:
     return str(value) if not isinstance(value, str) else repr(value)
 
 
-def _origin(node: fx.Node) -> str:
-    parts = [node.meta.get("module") or "", (node.meta.get("source") or "").split(": ")[0]]
+def _remarks(node: fx.Node, origins: bool) -> str:
+    parts = []
+    movement = node.meta.get("movement")
+    if movement is not None:
+        back = movement.backward if node.meta["differentiable"] else "nothing"
+        parts.append(f"{node.meta['bytes']} bytes over {', '.join(movement.axes)}, back: {back}")
+    if node.meta.get("sync"):
+        parts.append(f"sum of gradients over {', '.join(node.meta['sync'])}")
+    if origins:
+        source = (node.meta.get("source") or "").split(": ")[0]
+        parts += [node.meta.get("module") or "", source]
     return "  ".join(part for part in parts if part)
 
 

@@ -11,7 +11,7 @@ from autopar.passes.fusion import fuse_biases
 from autopar.passes.gradient_sync import hoist_gradient_sync
 from autopar.passes.kernels import swap_kernels
 from autopar.passes.localize import localize
-from autopar.passes.redistribution import insert_movements
+from autopar.passes.redistribution import insert_movements, measure_movements
 from autopar.passes.types import assign_types
 from autopar.search.decisions import Decisions
 
@@ -31,4 +31,5 @@ def rewrite(captured: Captured, decisions: Decisions, price: Price) -> fx.Graph:
     verify(graph, "moved", mesh)
     graph = fuse_biases(graph)
     verify(graph, "moved", mesh)
+    measure_movements(graph, mesh)
     return graph

@@ -116,6 +116,14 @@ def insert_movement(graph: fx.Graph, value: fx.Node, movement: Movement) -> fx.N
     return node
 
 
+def measure_movements(graph: fx.Graph, mesh: Mesh) -> None:
+    """Write on every movement how many bytes it moves: the larger of a piece before and after."""
+    for node in graph.nodes:
+        if "movement" in node.meta:
+            types = (node.args[0].meta["type"], node.meta["type"])
+            node.meta["bytes"] = max(type_.local_bytes(mesh) for type_ in types)
+
+
 def _inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     return node.args[0] if node.op == "output" else tensor_inputs(node)  # type: ignore[return-value]
 

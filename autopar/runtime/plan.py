@@ -91,18 +91,14 @@ class Plan:
         for node in self.program.graph.nodes:
             if "movement" not in node.meta:
                 continue
-            movement, before, after = (
-                node.meta["movement"],
-                node.args[0].meta["type"],
-                node.meta["type"],
-            )
+            movement = node.meta["movement"]
             records.append(
                 MovementRecord(
                     forward=movement.kind,
                     backward=movement.backward if node.meta["differentiable"] else None,
                     axis=",".join(movement.axes),
-                    tensor=str(before),
-                    bytes=max(before.local_bytes(self.mesh), after.local_bytes(self.mesh)),
+                    tensor=str(node.args[0].meta["type"]),
+                    bytes=node.meta["bytes"],
                     node=node.name,
                 )
             )
