@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.search.chain import Chain
+from autopar.search.chain import Chain, Reduced
 from autopar.search.eliminate import LIMIT, Elimination
 from autopar.search.fold import find_runs
-from autopar.search.graph import CostGraph, Integers, Packed
+from autopar.search.graph import Array, CostGraph, Integers, Packed
 from autopar.search.residual import solve_residual
 
 __all__ = ["CostGraph", "Optimiser", "Optimum"]
@@ -70,22 +70,7 @@ class Optimiser:
 
     def minimise(self, multiplier: float = 0.0) -> Optimum:
         """The least of cost + multiplier · memory; of memory alone if the multiplier is inf."""
-        packed = self.packed
-        nodes = [table.weighted(multiplier) for table in packed.node_tables]
-        edges = [table.weighted(multiplier) for table in packed.edge_tables]
-        reduced = [chain.reduce(nodes, edges) for chain in self.chains]
-        if any(entry is None for entry in reduced):
-            tame = [chain for chain, entry in zip(self.chains, reduced) if entry is not None]
-            self._place(tame)
-            reduced = [entry for entry in reduced if entry is not None]
-        elimination = Elimination(self.variables, self.limit)
-        for node in self.outside:
-            elimination.add((node,), nodes[packed.node_table[node]])
-        for low, high, table in self.edges:
-            elimination.add((low, high), edges[table])
-        for entry in reduced:
-            assert entry is not None
-            elimination.add(entry.chain.scope, entry.table)
+        elimination, reduced = self._elimination(multiplier)
         elimination.run()
         value = bound = elimination.constant
         choice: dict[int, int] = {}
@@ -96,10 +81,49 @@ class Optimiser:
             value, bound = value + rest.value, bound + rest.bound
             choice = rest.choice or dict.fromkeys(core, 0)
         elimination.complete(choice)
-        answer = np.zeros(len(packed), np.int64)
+        answer = np.zeros(len(self.packed), np.int64)
         for v, strategy in choice.items():
             answer[v] = strategy
         for entry in reduced:
-            assert entry is not None
             entry.chain.complete(entry, answer)
         return Optimum(value, min(bound, value), answer)
+
+    def least_with(self, node: int, multiplier: float = 0.0) -> Array:
+        """For each strategy of `node` (one outside all chains), the least weight with it."""
+        elimination, _ = self._elimination(multiplier)
+        elimination.run(keep=(node,))
+        core = [v for v in elimination.core if v != node]
+        if not core:
+            return elimination.joint((node,))
+        sizes = {v: self.variables[v] for v in core}
+        least = np.full(self.variables[node], elimination.constant)
+        for strategy in range(len(least)):
+            factors: dict[tuple[int, ...], Array] = {}
+            for scope, table in elimination.factors.items():
+                if node in scope:
+                    table = table.take(strategy, axis=scope.index(node))
+                    scope = tuple(v for v in scope if v != node)
+                if scope:
+                    factors[scope] = factors.get(scope, 0.0) + table
+                else:
+                    least[strategy] += float(table)
+            least[strategy] += solve_residual(sizes, factors, seconds=self.seconds).bound
+        return least
+
+    def _elimination(self, multiplier: float) -> tuple[Elimination, list[Reduced]]:
+        """All weights as tables, chains reduced to theirs, nothing eliminated yet."""
+        packed = self.packed
+        nodes = [table.weighted(multiplier) for table in packed.node_tables]
+        edges = [table.weighted(multiplier) for table in packed.edge_tables]
+        tried = [chain.reduce(nodes, edges) for chain in self.chains]
+        reduced = [entry for entry in tried if entry is not None]
+        if len(reduced) < len(tried):
+            self._place([entry.chain for entry in reduced])
+        elimination = Elimination(self.variables, self.limit)
+        for node in self.outside:
+            elimination.add((node,), nodes[packed.node_table[node]])
+        for low, high, table in self.edges:
+            elimination.add((low, high), edges[table])
+        for entry in reduced:
+            elimination.add(entry.chain.scope, entry.table)
+        return elimination, reduced
