@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import linecache
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -26,13 +24,13 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.marker import Annotation, Entry, annotate
 from autopar.errors import InvalidInput
+from autopar.lines import caller
 from autopar.search.stages import Pin
 
 Dims = Sequence[Entry]
 _calls = itertools.count()
 _PARAMETERS = "_autopar_parameters"
 _STAGE = "_autopar_stage"
-_HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def shard(
@@ -49,7 +47,7 @@ def shard(
     for the outputs; `params` maps names of parameters (dotted, from the module) to entries.
     `stage` is the stage of a pipeline that starts with this module.
     """
-    source = _caller()
+    source = caller() or ""
     if stage is not None:
         _pin(target, stage, source)
     if isinstance(target, torch.Tensor):
@@ -126,6 +124,13 @@ def _shard_module(
 ) -> nn.Module:
     what = type(module).__name__
     names = dict(module.named_parameters(remove_duplicate=False))
+    if not isinstance(params, Mapping):
+        raise InvalidInput(
+            "params= maps names of parameters to strategies",
+            got=f"{params!r} for {what}",
+            remedy='params={"weight": ("tp", None)}',
+            source=source,
+        )
     for name, entries in params.items():
         if name not in names:
             raise InvalidInput(
@@ -258,6 +263,8 @@ def _dims(given: Any, what: str, source: str) -> tuple[Entry, ...]:
     entries: list[Entry] = []
     for entry in given if isinstance(given, tuple | list) else (given,):
         names = tuple(entry) if isinstance(entry, tuple | list) else entry
+        if isinstance(entry, Integral) and not isinstance(entry, bool):
+            names = entry = int(entry)  # numpy's too
         is_number = isinstance(entry, int) and not isinstance(entry, bool) and entry >= 1
         is_names = isinstance(names, tuple) and all(isinstance(name, str) for name in names)
         if not (entry is None or isinstance(entry, str) or is_number or is_names):
@@ -278,13 +285,5 @@ def _any_dtensor(*trees: Any) -> bool:
 
 
 def _name(function: Callable) -> str:
-    return getattr(function, "__qualname__", None) or repr(function)
-
-
-def _caller() -> str:
-    """The user's line: the innermost frame outside this package."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
-        frame = frame.f_back
-    filename, line = frame.f_code.co_filename, frame.f_lineno
-    return f"{filename}:{line}  {linecache.getline(filename, line).strip()}"
+    name = getattr(function, "__qualname__", None) or repr(function)
+    return name.removeprefix("_VariableFunctionsClass.")  # torch.matmul and its like

@@ -56,6 +56,8 @@ def parallelize(
             got=f"plan= together with {', '.join(options)}",
             remedy="give these to plan() instead",
         )
+    else:
+        _require_same_model(model, plan)
     if backend is None:
         backend = "torch" if dist.is_initialized() or dist.is_torchelastic_launched() else "virtual"
     if backend == "virtual" and local_inputs:
@@ -88,6 +90,22 @@ def _backend(name: str, plan: Plan, model: nn.Module, local_inputs: bool, check:
     if plan.pipelining:
         return TorchPipeline(plan.program)
     return TorchBackend(plan.program, local_inputs)
+
+
+def _require_same_model(model: nn.Module, plan: Plan) -> None:
+    """Refuse a plan that was made for another model."""
+    captured = plan.captured
+    values = dict(model.named_parameters()) | dict(model.named_buffers())
+    for node in captured.graph.nodes:
+        name = (captured.parameters | captured.buffers).get(node.name)
+        planned = name and tuple(node.meta["val"].shape)
+        if name and (name not in values or tuple(values[name].shape) != planned):
+            found = tuple(values[name].shape) if name in values else "nothing of this name"
+            raise InvalidInput(
+                "a plan is carried out on the model that it was made for",
+                got=f"{name}: {found}; the plan has {planned}",
+                remedy="hand over that model, or plan for this one",
+            )
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -6,9 +6,14 @@
 
 from __future__ import annotations
 
+from autopar.lines import caller
+
 
 class AutoparError(Exception):
-    """Base of every error that autopar raises on purpose."""
+    """Base of every error that autopar raises on purpose.
+
+    `source` is the user's line; if not given, the one that called into autopar.
+    """
 
     def __init__(
         self,
@@ -18,7 +23,8 @@ class AutoparError(Exception):
         remedy: str | None = None,
         source: str | None = None,
     ) -> None:
-        self.rule, self.got, self.remedy, self.source = rule, got, remedy, source
+        self.rule, self.got, self.remedy = rule, got, remedy
+        self.source = source or caller()
         super().__init__(rule)
 
     def __str__(self) -> str:

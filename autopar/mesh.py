@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 from autopar.errors import InvalidInput
@@ -26,14 +27,14 @@ class Mesh:
 
     def __init__(self, **axes: int) -> None:
         for name, size in axes.items():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
                 raise InvalidInput(
                     "each axis of a mesh has a whole number of ranks, at least 1",
                     got=f"{name}={size!r}",
                     remedy="Mesh(dp=2, tp=4)",
                 )
         self.names: tuple[str, ...] = tuple(axes)
-        self.shape: tuple[int, ...] = tuple(axes.values())
+        self.shape: tuple[int, ...] = tuple(map(int, axes.values()))
 
     @cached_property
     def size(self) -> int:

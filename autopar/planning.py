@@ -16,10 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.annotate import parameter_annotations, stage_pins
 from autopar.capture import capture
 from autopar.capture.captured import Captured
+from autopar.capture.listing import operator_of
 from autopar.cluster import Cluster
 from autopar.collectives import LinkPrice, Price
 from autopar.cost.price import ClusterPrice
 from autopar.errors import InvalidInput
+from autopar.lines import frames_to_caller
 from autopar.mesh import Mesh
 from autopar.passes import rewrite
 from autopar.passes.microbatches import cut_batch
@@ -63,7 +65,8 @@ def plan(
     rules. `microbatches`: into how many equal parts a step cuts the batch, to run one after
     another. `pipeline`: the axis of a pipeline ("auto": `pp`, if the mesh has it), or a number of
     ranks; `schedule`: a name, a mapping with a name and options, or a schedule; `recompute`: run
-    each stage's forward again before its backward. `progress` is told of each phase of a search and its detail.
+    each stage's forward again before its backward. `progress` is told of each phase of a search
+    and its detail.
     """
     if mode not in MODES:
         raise InvalidInput(
@@ -71,6 +74,12 @@ def plan(
         )
     if isinstance(mesh, DeviceMesh):
         mesh = Mesh.from_device_mesh(mesh)
+    if not isinstance(mesh, Mesh | None):
+        raise InvalidInput(
+            "mesh is a Mesh or a torch DeviceMesh",
+            got=f"{type(mesh).__name__}: {mesh!r}",
+            remedy="mesh=ap.Mesh(dp=2, tp=4)",
+        )
     request = None
     if mesh is not None:
         request = read_request(mesh, pipeline, schedule, schedule_options, microbatches, recompute)
@@ -127,7 +136,7 @@ def price_of(mesh: Mesh) -> Price:
 
 def _require_rules(captured: Captured) -> None:
     missing = [
-        f"{node.target} at {node.meta['source']}"
+        f"{operator_of(node)} at {node.meta['source']}"
         for node in captured.graph.nodes
         if node.op == "call_function" and rule_of(node) is None
     ]
@@ -143,10 +152,11 @@ def _require_rules(captured: Captured) -> None:
 def _refuse_random(captured: Captured, decisions: Decisions) -> None:
     for node in captured.graph.nodes:
         rule = rule_of(node)
+        where = node.meta["module"] or "the model"
         if rule is not None and rule.random and decisions.mesh.size > 1:
             raise InvalidInput(
                 "a random operator runs on one rank only: its bits would depend on the layout",
-                got=f"{node.target} in {node.meta['module'] or 'the model'} on {decisions.mesh}",
+                got=f"{operator_of(node)} in {where} on {decisions.mesh}",
                 remedy="set its probability to 0 (or call model.eval() for it)",
                 source=node.meta["source"],
             )
@@ -155,8 +165,8 @@ def _refuse_random(captured: Captured, decisions: Decisions) -> None:
 def _report_fallbacks(fallbacks: tuple[Fallback, ...]) -> None:
     for operator, count in Counter(fallback.operator for fallback in fallbacks).items():
         first = next(fallback for fallback in fallbacks if fallback.operator == operator)
-        warnings.warn(
+        message = (
             f"{operator} has no rule and runs replicated ({count} times, first at "
-            f"{first.source}); register_rule() gives it one",
-            stacklevel=3,
+            f"{first.source}); register_rule() gives it one"
         )
+        warnings.warn(message, stacklevel=frames_to_caller())

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.capture.results import pick
 from autopar.layout import Layout, TensorType
 
 
@@ -47,6 +48,11 @@ def operator_name(target: Callable[..., Any] | str) -> str:
         namespace, _, name = target._schema.name.partition("::")
         return name if namespace == "aten" else f"{namespace}.{name}"
     return getattr(target, "__name__", str(target))
+
+
+def operator_of(node: fx.Node) -> str:
+    """The name of the operator that a call is of; that of a result, if it has several."""
+    return operator_name(node.args[0] if node.target is pick else node.target)  # type: ignore[arg-type]
 
 
 def _call(node: fx.Node) -> str:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import linecache
 import re
 import sysconfig
 import traceback
@@ -20,6 +19,8 @@ import numpy
 import sympy
 import torch
 from torch.fx.proxy import TracerBase
+
+from autopar.lines import describe
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in .*)?(?:\n\s+(?P<text>.*))?')
 _STANDARD = sysconfig.get_paths()["stdlib"] + "/"
@@ -82,18 +83,3 @@ def is_users(file: str) -> bool:
     """Whether a frame's file is the user's: not of torch, autopar or Python itself."""
     is_standard = file.startswith(_STANDARD) and "/site-packages/" not in file
     return not is_standard and not file.startswith((*_LIBRARIES, "<"))
-
-
-def describe(file: str, line: int, text: str | None) -> str:
-    """One line for people: the path as short as it stays clear, the line and its text."""
-    text = (text or linecache.getline(file, line)).strip()
-    return f"{_short(file)}:{line}" + (f": {text}" if text else "")
-
-
-def _short(file: str) -> str:
-    if "/site-packages/" in file:
-        return file.rsplit("/site-packages/", 1)[1]
-    try:
-        return str(Path(file).relative_to(Path.cwd()))
-    except ValueError:
-        return file

@@ -119,7 +119,7 @@ class Program:
         if leaf is not captured and leaf != captured:
             raise InvalidInput(
                 "an argument that is no tensor is part of the captured program",
-                got=f"{leaf!r}; captured was {captured!r}",
+                got=f"{_brief(leaf)}; captured was {_brief(captured)}",
                 remedy="parallelize again with this value",
             )
 
@@ -127,10 +127,9 @@ class Program:
         node = self.placeholders[placeholder]
         dtype = node.meta["val"].dtype
         if not isinstance(leaf, Tensor) or tuple(leaf.shape) != shape or leaf.dtype != dtype:
-            got = f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else repr(leaf)
             raise InvalidInput(
                 "an input has the shape and dtype that were captured",
-                got=f"{placeholder}: {got}; captured was {shape} {dtype}",
+                got=f"{placeholder}: {_brief(leaf)}; captured was {shape} {dtype}",
                 remedy="use batches of one shape, or parallelize again for this one",
             )
         if leaf.requires_grad and torch.is_grad_enabled() and not node.meta["differentiable"]:
@@ -139,6 +138,10 @@ class Program:
                 got=f"{placeholder} requires grad",
                 remedy="parallelize with an example input that requires grad",
             )
+
+
+def _brief(leaf: Any) -> str:
+    return f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else repr(leaf)
 
 
 def _keyword_names(spec: pytree.TreeSpec) -> list[str]:

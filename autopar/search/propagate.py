@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from torch import fx
 
 from autopar.capture.captured import Captured
+from autopar.capture.listing import operator_of
 from autopar.errors import InvalidInput
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -62,7 +63,7 @@ class _Propagation:
             rule = rule_of(node)
             if rule is None:
                 self.fallbacks.append(
-                    Fallback(node.name, str(node.target), "no rule", node.meta["source"])
+                    Fallback(node.name, operator_of(node), "no rule", node.meta["source"])
                 )
             else:
                 self.rules[node] = rule

@@ -175,7 +175,8 @@ def _resolve(annotation: Annotation, shape: Sequence[int], mesh: Mesh) -> Layout
         if named.count(axis) > 1:
             raise InvalidInput(
                 "an axis may be used once on one tensor",
-                got=f"{annotation.dims} uses {axis!r} {named.count(axis)} times",
+                got=f"{annotation.dims} for {annotation.what} uses {axis!r} {named.count(axis)} "
+                "times",
                 remedy="keep one of the uses",
                 source=annotation.source,
             )
