@@ -118,6 +118,14 @@ class Kinds:
             self._candidates[kind] = self._make(node, every)
         return self._candidates[kind]
 
+    def seconds(self, node: fx.Node, strategy: Strategy | None) -> tuple[float, float]:
+        """Seconds forward and backward of a call that was given `strategy`."""
+        for offered in (self.candidates(node), self.candidates(node, every=True)):
+            if strategy is None or strategy in offered.strategies:
+                index = 0 if strategy is None else offered.strategies.index(strategy)
+                return float(offered.forward[index]), float(offered.backward[index])
+        raise ValueError(f"{strategy} is no strategy of {node.name}")
+
     def _make(self, node: fx.Node, every: bool) -> Candidates:
         rule, inputs = self.rule(node), tuple(self.inputs(node))
         if rule is None:

@@ -60,13 +60,8 @@ def program_cost(
     for node in captured.graph.nodes:
         if node.op != "call_function":
             continue
-        strategy = decisions.strategies.get(node.name)
-        for offered in (kinds.candidates(node), kinds.candidates(node, every=True)):
-            if strategy in offered.strategies or strategy is None:
-                index = offered.strategies.index(strategy) if strategy is not None else 0
-                forward += float(offered.forward[index])
-                backward += float(offered.backward[index])
-                break
+        there, back = kinds.seconds(node, decisions.strategies.get(node.name))
+        forward, backward = forward + there, backward + back
     for node in graph.nodes:
         movement = node.meta.get("movement")
         if movement is not None:

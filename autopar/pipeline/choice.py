@@ -1,0 +1,325 @@
+"""Choice: how many stages, which layouts inside them, how many micro-batches, which schedule.
+
+Every alternative is planned by the search for its own mesh and micro-batch, cut into stages by
+their predicted seconds, and priced by simulating its schedule with these, with latency and with the
+sums of gradients. The fastest one that fits into memory is taken; all are kept with their figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import fx
+
+from autopar.capture.captured import Captured
+from autopar.cluster import Cluster
+from autopar.collectives import movement_cost
+from autopar.cost.price import ClusterPrice
+from autopar.errors import InvalidInput
+from autopar.mesh import Mesh
+from autopar.passes import rewrite
+from autopar.passes.microbatches import Microbatches, cut_batch
+from autopar.pipeline.checker import check
+from autopar.pipeline.plan import AXIS, Pipelining
+from autopar.pipeline.schedule import Schedule
+from autopar.pipeline.schedules import schedule as make_schedule
+from autopar.pipeline.simulator import simulate
+from autopar.pipeline.timeline import Timeline
+from autopar.search.auto import Found, Progress, search
+from autopar.search.build import OPTIMIZER_COPIES
+from autopar.search.candidates import Kinds
+from autopar.search.decisions import Decisions
+from autopar.search.flow import flow_of
+from autopar.search.footprint import program_memory
+from autopar.search.meshes import meshes
+from autopar.search.report import program_cost
+from autopar.search.stages import Pin, StageCost, choose_stages
+from autopar.search.wishes import Wishes
+
+MOST_INNER_AXES = 2
+ROUNDS = (1, 2, 4)  # micro-batches tried, in multiples of the number of stages
+# Schedules that are priced where they exist: names with options.
+SCHEDULES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("1f1b", {}),
+    ("interleaved", {"chunks": 2}),
+    ("zb-h1", {}),
+    ("zb-v", {}),
+    ("chimera", {"scale": "direct"}),
+    ("chimera", {"scale": "list"}),
+)
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One way to run a step that was weighed."""
+
+    mesh: Mesh
+    microbatches: int
+    schedule: str  # "" without a pipeline
+    options: tuple[tuple[str, Any], ...]
+    seconds: float  # predicted for a step
+    memory: float  # predicted bytes on the fullest device
+    fits: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **asdict(self),
+            "mesh": dict(zip(self.mesh.names, self.mesh.shape)),
+            "options": dict(self.options),
+        }
+
+    def __str__(self) -> str:
+        options = "".join(f", {name}={value}" for name, value in self.options)
+        how = f"{self.schedule}{options}, " if self.schedule else ""
+        fits = "" if self.fits else ", does not fit"
+        return (
+            f"{self.mesh}: {how}{self.microbatches} micro-batches: {self.seconds:.4g} s, "
+            f"{self.memory / 1e9:.4g} GB{fits}"
+        )
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The alternative that was taken, ready to become a plan."""
+
+    captured: Captured
+    found: Found
+    batches: Microbatches | None
+    pipelining: Pipelining | None
+    alternatives: tuple[Alternative, ...]
+
+
+@dataclass(frozen=True)
+class _Way:
+    """An alternative with what a plan needs of it."""
+
+    alternative: Alternative
+    captured: Captured
+    found: Found
+    batches: Microbatches | None
+    pipelining: Pipelining | None
+
+
+def choose(
+    captured: Captured,
+    cluster: Cluster,
+    wishes: Callable[[Captured, Mesh], Wishes],
+    *,
+    memory: float,
+    microbatches: int | None = None,
+    stages: int | None = None,
+    pins: Sequence[Pin] = (),
+    progress: Progress | None = None,
+) -> Chosen:
+    """The fastest way to run a step of `captured` on all of `cluster`.
+
+    `microbatches` and `stages` fix these numbers; all sensible ones are tried if not given.
+    """
+    report = progress or (lambda phase, detail: None)
+    weigher = _Weigher(captured, cluster, wishes, memory, pins, report)
+    ways: list[_Way] = []
+    reasons: dict[str, None] = {}
+    for count, parts in _sizes(cluster.devices, stages, microbatches):
+        report("pipeline", f"{count} stages, {parts} micro-batches")
+        try:
+            ways.extend(weigher.ways(count, parts))
+        except InvalidInput as error:
+            reasons[f"{count} stages, {parts} micro-batches: {error.rule}: {error.got}"] = None
+    if not ways:
+        raise InvalidInput(
+            "a model can be run in some number of stages and micro-batches",
+            got="\n".join(reasons),
+            remedy="fix fewer of mesh, pipeline, microbatches and memory",
+        )
+    fitting = [way for way in ways if way.alternative.fits]
+    if not fitting:
+        least = min(ways, key=lambda way: way.alternative.memory).alternative
+        raise InvalidInput(
+            "a plan fits into the memory of every device",
+            got=f"a limit of {memory / 1e9:.4g} GB; the least is that of {least}",
+            remedy="more devices, a smaller batch, or devices with more memory",
+        )
+    best = min(fitting, key=lambda way: way.alternative.seconds)
+    alternatives = sorted((way.alternative for way in ways), key=lambda a: (not a.fits, a.seconds))
+    return Chosen(best.captured, best.found, best.batches, best.pipelining, tuple(alternatives))
+
+
+def _sizes(devices: int, stages: int | None, microbatches: int | None) -> Iterator[tuple[int, int]]:
+    """Numbers of stages and of micro-batches to try."""
+    counts = [stages] if stages else [n for n in range(1, devices + 1) if devices % n == 0]
+    for count in counts:
+        if microbatches is not None:
+            yield count, microbatches
+        elif count == 1:
+            yield 1, 1
+        else:
+            yield from ((count, count * rounds) for rounds in ROUNDS)
+
+
+class _Weigher:
+    """Plans and prices alternatives; what they share is made once."""
+
+    def __init__(
+        self,
+        captured: Captured,
+        cluster: Cluster,
+        wishes: Callable[[Captured, Mesh], Wishes],
+        memory: float,
+        pins: Sequence[Pin],
+        report: Progress,
+    ) -> None:
+        self.whole, self.cluster, self.wishes = captured, cluster, wishes
+        self.memory, self.pins, self.report = memory, pins, report
+        self._cut: dict[int, Microbatches] = {}
+
+    def ways(self, stages: int, parts: int) -> Iterator[_Way]:
+        """Every way with this many stages and micro-batches."""
+        batches = self._batches(parts) if stages > 1 or parts > 1 else None
+        captured = batches.captured if batches else self.whole
+        inner = meshes(self.cluster.devices // stages, MOST_INNER_AXES, self.cluster)
+        # Each stage has a share of the states, and at least the activations of one micro-batch.
+        found = search(
+            captured,
+            inner,
+            self.cluster,
+            lambda mesh: self.wishes(captured, mesh),
+            self.memory * stages,
+            progress=self.report,
+        )
+        if stages == 1:
+            yield self._straight(captured, found, batches)
+            return
+        yield from self._pipelined(captured, found, batches, stages, parts)
+
+    def _batches(self, parts: int) -> Microbatches:
+        if parts not in self._cut:
+            self._cut[parts] = cut_batch(self.whole, parts)
+        return self._cut[parts]
+
+    def _straight(self, captured: Captured, found: Found, batches: Microbatches | None) -> _Way:
+        parts = batches.count if batches else 1
+        price = ClusterPrice(self.cluster, found.decisions.mesh)
+        graph = rewrite(captured, found.decisions, price)
+        cost = program_cost(captured, found.decisions, graph, self.cluster).times(parts)
+        peak = program_memory(captured, graph, found.decisions.mesh).peak
+        alternative = Alternative(
+            found.decisions.mesh, parts, "", (), cost.seconds, peak, peak <= self.memory
+        )
+        return _Way(alternative, captured, found, batches, None)
+
+    def _pipelined(
+        self,
+        captured: Captured,
+        found: Found,
+        batches: Microbatches | None,
+        stages: int,
+        parts: int,
+    ) -> Iterator[_Way]:
+        inner = found.decisions.mesh
+        mesh = Mesh(**{AXIS: stages, **dict(zip(inner.names, inner.shape))})
+        price = ClusterPrice(self.cluster, inner)
+        graph = rewrite(captured, found.decisions, price)
+        flow = flow_of(captured, graph)
+        cost = node_cost(captured, found.decisions, self.cluster)
+        link = self.cluster.link_between(0, inner.size)
+        cuts: dict[int, list[StageCost]] = {}
+        for made in schedules(stages, parts):
+            if made.stages not in cuts:
+                cuts[made.stages] = choose_stages(
+                    flow,
+                    inner,
+                    made.stages,
+                    cost=cost,
+                    link_bandwidth=link.bandwidth,
+                    pins=self.pins,
+                )
+            cut = cuts[made.stages]
+            timeline = self._step(made, cut, graph, inner, link.alpha, link.bandwidth)
+            peak = max(
+                _states(made, cut, rank) + timeline.peak_activations[rank]
+                for rank in range(made.ranks)
+            )
+            alternative = Alternative(
+                mesh, parts, made.name, made.options, timeline.step_time, peak, peak <= self.memory
+            )
+            pipelining = Pipelining(AXIS, mesh, made, tuple(cut))
+            yield _Way(alternative, captured, found, batches, pipelining)
+
+    def _step(
+        self,
+        made: Schedule,
+        cut: Sequence[StageCost],
+        graph: fx.Graph,
+        inner: Mesh,
+        alpha: float,
+        bandwidth: float,
+    ) -> Timeline:
+        """The simulated step, the sums of gradients included; activations are in bytes."""
+        data = ClusterPrice(self.cluster, inner)
+        summed = {node.name: node.meta["sync"] for node in graph.nodes if node.meta.get("sync")}
+        axes = max(summed.values(), key=len, default=())
+        copies = made.replicas
+        sums = []
+        for stage in cut:
+            seconds = data.seconds("all_reduce", axes, stage.parameters) if axes else 0.0
+            if copies > 1:
+                seconds += 2 * alpha + 2 * (copies - 1) / copies * stage.parameters / bandwidth
+            sums.append(float(seconds))
+        largest = max(stage.receives for stage in cut)
+        return simulate(
+            made,
+            forward=[stage.forward for stage in cut],
+            backward=[stage.backward for stage in cut],
+            latency=alpha + largest / bandwidth / made.parts,
+            sync="eager-where-it-helps",
+            sync_cost=sums,
+            activation=[stage.activations for stage in cut],
+        )
+
+
+def schedules(stages: int, microbatches: int) -> Iterator[Schedule]:
+    """Every schedule that exists for these numbers."""
+    for name, options in SCHEDULES:
+        try:
+            made = make_schedule(name, stages=stages, microbatches=microbatches, **options)
+            check(made)
+        except InvalidInput:
+            continue
+        yield made
+
+
+def node_cost(
+    captured: Captured, decisions: Decisions, cluster: Cluster
+) -> Callable[[fx.Node], tuple[float, float]]:
+    """Seconds forward and backward of every node of the rewritten program."""
+    mesh = decisions.mesh
+    price = ClusterPrice(cluster, mesh)
+    kinds = Kinds(mesh, cluster.device, price)
+    originals = {node.name: node for node in captured.graph.nodes}
+
+    def cost(node: fx.Node) -> tuple[float, float]:
+        movement = node.meta.get("movement")
+        if movement is not None:
+            before = node.args[0].meta["type"]  # type: ignore[union-attr]
+            size = before.dtype.itemsize
+
+            def seconds(both: bool) -> float:
+                return movement_cost(movement, before.layout, before.shape, size, mesh, price, both)
+
+            forward = seconds(False)
+            whole = seconds(True) if node.meta["differentiable"] else forward
+            return forward, whole - forward
+        original = originals.get(node.name)
+        if original is None or original.op != "call_function":
+            return 0.0, 0.0
+        return kinds.seconds(original, decisions.strategies.get(node.name))
+
+    return cost
+
+
+def _states(made: Schedule, cut: Sequence[StageCost], rank: int) -> float:
+    """Bytes of parameters, gradients and optimizer on a rank: of all stages that it holds."""
+    held = {stage for _, stage in made.held_by(rank)}
+    return sum((2 + OPTIMIZER_COPIES) * cut[stage].parameters for stage in held)
