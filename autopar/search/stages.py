@@ -82,12 +82,12 @@ def roofline(mesh: Mesh, device: Device | None = None) -> NodeCost:
     device = device or Cluster.preset("dgx-h100").device
 
     def cost(node: fx.Node) -> tuple[float, float]:
-        rule, strategy = rule_of(node), node.meta.get("strategy")
-        tensors = [node, *node.all_input_nodes]
-        moved = sum(_bytes(value, mesh) for value in tensors if "type" in value.meta)
-        flops = 0.0
-        if rule is not None:
-            flops = rule.local_flops(strategy, mesh) if strategy is not None else rule.flops
+        rule, tensors = rule_of(node), [node, *node.all_input_nodes]
+        moved = sum(_bytes(value, mesh) for value in tensors)
+        # A rank has the share of the work that it has of the tensor that is cut most.
+        whole = [max(value.meta["val"].nbytes, 1) for value in tensors]
+        share = min(_bytes(value, mesh) / of for value, of in zip(tensors, whole))
+        flops = rule.flops * share if rule is not None else 0.0
         forward = operator_seconds(device, node.meta["val"].dtype, flops=flops, moved=moved)
         gradients = sum(value.meta["differentiable"] for value in node.all_input_nodes)
         return forward, forward * min(gradients, 2)

@@ -1,0 +1,111 @@
+"""Models with eight layers for pipelines, captured once for all tests of a module.
+
+>>> case = blocks(batch=24)     # gpt2(...), llama(...) likewise
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar import planning
+from tests import models
+from tests.models import Case, ResidualBlock
+from tests.parity import STEPS, Outcome, single_outcome
+
+BATCH = 24
+
+
+class Residuals(nn.Module):
+    """A residual network of equal blocks with batch norm."""
+
+    def __init__(self, width: int, layers: int, classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.blocks = nn.ModuleList(ResidualBlock(width, width, 1, False) for _ in range(layers))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, images: Tensor, target: Tensor) -> Tensor:
+        x = self.stem(images)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x.mean((2, 3))), target)
+
+
+def residuals(batch: int = BATCH, layers: int = 8) -> Case:
+    random = torch.Generator().manual_seed(1)
+    images = torch.randn(batch, 3, 4, 4, generator=random, dtype=torch.float64)
+    target = torch.randint(0, 5, (batch,), generator=random)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Residuals(4, layers, 5).double()
+    return Case("residuals", model, (images, target))
+
+
+def gpt2(batch: int = BATCH, layers: int = 8) -> Case:
+    return models.gpt2(batch=batch, layers=layers, hidden=16, heads=2, sequence=6, vocabulary=29)
+
+
+def llama(batch: int = BATCH, layers: int = 8) -> Case:
+    return models.llama(
+        batch=batch, layers=layers, hidden=16, heads=2, key_heads=2, sequence=6, vocabulary=29
+    )
+
+
+MAKERS = {"gpt2": gpt2, "llama": llama, "residuals": residuals}
+
+
+@lru_cache(maxsize=None)
+def shared(name: str) -> Case:
+    """One case that all tests read and none changes."""
+    return MAKERS[name]()
+
+
+@lru_cache(maxsize=None)
+def reference(name: str, slices: int) -> Outcome:
+    """One device. Batch norm sees one micro-batch at a time, so the reference does too."""
+    case = shared(name).fresh()
+    if name != "residuals":
+        return single_outcome(case)
+
+    class InTurn(nn.Module):
+        """Accumulates the gradients of all micro-batches."""
+
+        def forward(self, images: Tensor, target: Tensor) -> Tensor:
+            total = torch.zeros((), dtype=torch.float64)
+            for part in zip(images.chunk(slices), target.chunk(slices)):
+                total = total + case.model(*part) / slices
+            return total
+
+    return single_outcome(_Borrowed(case, InTurn()), STEPS)
+
+
+class _Borrowed(Case):
+    """A case that runs another module than the one whose parameters learn."""
+
+    def __init__(self, case: Case, runs: nn.Module) -> None:
+        super().__init__(case.name, case.model, case.args, case.kwargs)
+        object.__setattr__(self, "runs", runs)
+
+    def run(self) -> Tensor:
+        return self.runs(*self.args)  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def share_captures():
+    """A model is captured once, however often it is planned."""
+    captured: dict[int, object] = {}
+    capture = planning.capture
+
+    def once(model, args, kwargs):
+        if id(model) not in captured:
+            captured[id(model)] = model, capture(model, args, kwargs)
+        return captured[id(model)][1]
+
+    planning.capture = once
+    yield
+    planning.capture = capture
