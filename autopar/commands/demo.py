@@ -1,0 +1,181 @@
+"""The command `autopar demo`: train a small GPT on 4 local processes and compare with one.
+
+The model is annotated by hand: the batch is cut over `dp`, and the blocks over `tp` as Megatron
+does. Exit code 1 if the losses of the parallel and the single program differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.annotate import shard
+from autopar.api import parallelize
+from autopar.mesh import Mesh
+from autopar.runtime.launch import Say, launch
+
+MESH = Mesh(dp=2, tp=2)
+TOLERANCE = 1e-9  # on losses of float64
+VOCABULARY, SEQUENCE, BATCH, HIDDEN, HEADS, LAYERS = 64, 16, 8, 32, 4, 2
+
+
+class Block(nn.Module):
+    """One layer of the GPT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.norm1(x)).unflatten(-1, (HEADS, 3, -1))
+        q, k, v = (part.transpose(1, 2) for part in heads.unbind(3))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """A GPT that returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
+        self.places = nn.Embedding(SEQUENCE, HIDDEN)
+        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.norm, self.head = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.places(torch.arange(SEQUENCE, device=ids.device))
+        logits = self.head(self.norm(self.blocks(x)))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def annotated_gpt() -> GPT:
+    """The model, with wishes about four layers of each block; the rest follows."""
+    torch.manual_seed(0)
+    model = GPT().double()
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        for columns in (block.qkv, block.up):
+            shard(columns, params={"weight": ("tp", None), "bias": ("tp",)})
+        for rows in (block.out, block.down):
+            shard(rows, params={"weight": (None, "tp")})
+    return model
+
+
+def batches(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Counting from random starts: ids and the ids that follow."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        start = torch.randint(0, VOCABULARY, (BATCH, 1), generator=generator)
+        text = (start + torch.arange(SEQUENCE + 1)) % VOCABULARY
+        yield text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+def train_alone(steps: int) -> list[float]:
+    """The losses of the single program."""
+    model = annotated_gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for ids, labels in batches(steps):
+        loss = model(ids, labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train_in_parallel(say: Say, steps: int) -> tuple[list[float], int]:
+    """The losses of the parallel program on this rank, and how many movements it has."""
+    model = parallelize(annotated_gpt(), next(batches(1)), mesh=MESH, mode="propagate")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for ids, labels in batches(steps):
+        loss = model.step(ids, labels)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        say((len(losses), losses[-1]))
+    return losses, len(model.plan.movements())
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `autopar demo` takes."""
+    parser.add_argument("--steps", type=int, default=20, help="training steps (default: 20)")
+    parser.add_argument("--json", action="store_true", help="print the losses as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train twice, print both, compare."""
+    steps = max(arguments.steps, 1)
+    start = time.perf_counter()
+    with _progress(steps, quiet=arguments.json) as advance:
+
+        def heard(rank: int, value: tuple[int, float]) -> None:
+            if rank == 0:
+                advance(*value)
+
+        results = launch(train_in_parallel, MESH.size, steps, heard=heard)
+    single = train_alone(steps)
+    parallel, movements = results[0]
+    difference = max(abs(a - b) for losses, _ in results for a, b in zip(losses, single))
+    ok = difference <= TOLERANCE
+    if arguments.json:
+        figures = {"parallel": parallel, "single": single, "difference": difference, "ok": ok}
+        print(json.dumps({"mesh": dict(zip(MESH.names, MESH.shape)), **figures}))
+    else:
+        _print_table(parallel, single, difference)
+        print(
+            f"{MESH} on {MESH.size} processes, {movements} movements a step besides gradients, "
+            f"{time.perf_counter() - start:.0f} s: "
+            + ("the parallel program is the single one." if ok else "THE PROGRAMS DIFFER.")
+        )
+    return 0 if ok else 1
+
+
+@contextmanager
+def _progress(steps: int, quiet: bool) -> Iterator[Callable[[int, float], None]]:
+    """A bar on a terminal, a line now and then elsewhere."""
+    if quiet:
+        yield lambda step, loss: None
+    elif not sys.stdout.isatty():
+        print(f"starting {MESH.size} processes", flush=True)
+        each = max(steps // 5, 1)
+
+        def print_some(step: int, loss: float) -> None:
+            if step % each == 0 or step == 1:
+                print(f"step {step}/{steps}  loss {loss:.4f}", flush=True)
+
+        yield print_some
+    else:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        with Progress(*columns) as progress:
+            task = progress.add_task(f"starting {MESH.size} processes", total=steps)
+            yield lambda step, loss: progress.update(
+                task, completed=step, description=f"training, loss {loss:.4f}"
+            )
+
+
+def _print_table(parallel: list[float], single: list[float], difference: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="loss of each step", caption=f"largest difference {difference:.1e}")
+    for name in ("step", "parallel", "single", "difference"):
+        table.add_column(name, justify="right")
+    for step, (one, other) in enumerate(zip(parallel, single), start=1):
+        table.add_row(str(step), f"{one:.12f}", f"{other:.12f}", f"{abs(one - other):.1e}")
+    Console().print(table)

@@ -1,0 +1,162 @@
+"""Launch: several ranks on this machine, started, heard and ended by one process.
+
+    losses = launch(train, 4, steps)                        # runs train(say, steps) on 4 ranks
+
+For demonstrations, checks and tests. Training belongs to torchrun, which also restarts ranks and
+spans machines.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import ExecutionError
+
+Say = Callable[[Any], None]
+_HOST = "127.0.0.1"
+_ENDED_BY_OTHER = "another rank failed first"
+
+
+def launch(
+    function: Callable[..., Any],
+    ranks: int,
+    *arguments: Any,
+    heard: Callable[[int, Any], None] | None = None,
+    timeout: float = 120.0,
+) -> list[Any]:
+    """Run `function(say, *arguments)` on `ranks` processes that form a world; their results.
+
+    What a rank hands to `say` comes here as `heard(rank, value)`. Ranks run on the CPU with one
+    thread, over gloo. The first rank to fail ends all others, and its error is raised here.
+    `timeout`: seconds that a rank waits for another.
+    """
+    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    context = _context()
+    processes: list[Any] = []
+    readers: dict[Connection, int] = {}
+    try:
+        with _environment(_rank_environment()):
+            for rank in range(ranks):
+                reader, writer = context.Pipe(duplex=False)
+                place = (rank, ranks, store.port, timeout)
+                process = context.Process(
+                    target=_rank_main, args=(writer, place, function, arguments), daemon=True
+                )
+                process.start()
+                writer.close()
+                processes.append(process)
+                readers[reader] = rank
+        return _collect(readers, processes, heard or (lambda rank, value: None))
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.join()
+
+
+def _collect(
+    readers: dict[Connection, int], processes: list[Any], heard: Callable[[int, Any], None]
+) -> list[Any]:
+    """Listen until every rank has ended well, or one has failed."""
+    results: dict[int, Any] = {}
+    followers: dict[int, str] = {}
+    while readers:
+        for reader in wait(list(readers)):
+            assert isinstance(reader, Connection)
+            rank = readers[reader]
+            try:
+                kind, value = reader.recv()
+            except EOFError:
+                del readers[reader]
+                if rank not in results and rank not in followers:
+                    processes[rank].join()
+                    code = processes[rank].exitcode
+                    raise _failure(rank, f"ended with exit code {code}") from None
+                continue
+            if kind == "said":
+                heard(rank, value)
+            elif kind == "done":
+                results[rank] = value
+            elif _ENDED_BY_OTHER in value:  # the one that failed first will speak, or be missed
+                followers[rank] = value
+            else:
+                raise _failure(rank, value)
+    for rank, text in followers.items():
+        raise _failure(rank, text)
+    return [results[rank] for rank in sorted(results)]
+
+
+def _failure(rank: int, text: str) -> ExecutionError:
+    return ExecutionError(
+        "every process of a local world ends well",
+        got=f"rank {rank}: {text.strip()}",
+        remedy="mend what failed there; `autopar doctor` checks this machine",
+    )
+
+
+def _rank_main(
+    writer: Connection, place: tuple[int, int, int, float], function: Callable, arguments: tuple
+) -> None:
+    """The life of one rank."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launching process's business
+    rank, ranks, port, timeout = place
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.TCPStore(_HOST, port, is_master=False),
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=timeout),
+        )
+        result = function(lambda value: writer.send(("said", value)), *arguments)
+        writer.send(("done", result))
+        dist.barrier()  # nobody leaves while another still needs it
+    except BaseException:
+        with suppress(OSError):
+            writer.send(("failed", traceback.format_exc(limit=-3)))
+    finally:
+        writer.close()
+        if dist.is_initialized():
+            with suppress(Exception):
+                dist.destroy_process_group()
+
+
+def _context() -> Any:
+    """How processes start: forked from one that has imported torch already, where that exists."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["autopar"])
+    return context
+
+
+def _rank_environment() -> dict[str, str]:
+    """One thread, no GPUs, and gloo on the loopback device: host names need not resolve."""
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    interface = {"GLOO_SOCKET_IFNAME": loopback[0]} if loopback else {}
+    return {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **interface}
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """The environment that processes started inside inherit."""
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
