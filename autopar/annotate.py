@@ -47,6 +47,8 @@ def shard(
     for the outputs; `params` maps names of parameters (dotted, from the module) to entries.
     `stage` is the stage of a pipeline that starts with this module.
     """
+    if isinstance(target, torch.Tensor) and torch.compiler.is_dynamo_compiling():
+        return target
     source = caller() or ""
     if stage is not None:
         _pin(target, stage, source)
@@ -153,23 +155,29 @@ def _shard_module(
     role = "value" if any(module.children()) else "leaf"
     inputs = _strategies(in_strategy, "in_strategy", what, source)
     outputs = _strategies(out_strategy, "out_strategy", what, source)
+    # Partials of functions of this file, so that an annotated model can be copied and pickled.
     if inputs is not None:
-
-        def before(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-            if not torch.compiler.is_exporting():
-                return None
-            return _mark_all((args, kwargs), inputs, role, what, source)
-
+        before = functools.partial(_mark_inputs, inputs, role, what, source)
         module.register_forward_pre_hook(before, with_kwargs=True)
     if outputs is not None:
-
-        def after(_: nn.Module, args: tuple, result: Any) -> Any:
-            if not torch.compiler.is_exporting():
-                return result
-            return _mark_all(result, outputs, "output", what, source)
-
-        module.register_forward_hook(after)
+        module.register_forward_hook(functools.partial(_mark_outputs, outputs, what, source))
     return module
+
+
+def _mark_inputs(
+    inputs: tuple, role: str, what: str, source: str, module: nn.Module, args: tuple, kwargs: dict
+) -> tuple[tuple, dict] | None:
+    if not torch.compiler.is_exporting():
+        return None
+    return _mark_all((args, kwargs), inputs, role, what, source)
+
+
+def _mark_outputs(
+    outputs: tuple, what: str, source: str, module: nn.Module, args: tuple, result: Any
+) -> Any:
+    if not torch.compiler.is_exporting():
+        return result
+    return _mark_all(result, outputs, "output", what, source)
 
 
 def _shard_function(

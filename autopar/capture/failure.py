@@ -68,6 +68,13 @@ def explain(error: Exception, model: nn.Module) -> AutoparError:
             remedy="write the computation with torch",
             source=source,
         )
+    if "not a known type" in text:
+        return InvalidInput(
+            "forward returns tensors in tuples, lists, dicts, or dataclasses that torch knows",
+            got=_first_lines(text).partition(" in output")[0].removeprefix("Found "),
+            remedy="call torch.export.register_dataclass(its class), or return a tuple or a dict",
+            source=source,
+        )
     return InvalidInput(
         "forward runs on the example inputs",
         got=f"{kind} in {type(model).__name__}: {_first_lines(text)}",

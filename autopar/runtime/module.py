@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
@@ -155,6 +155,27 @@ class ParallelModule(nn.Module):
         with torch.no_grad():
             for name, value in buffers.items():
                 self._kept[name].copy_(value)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModule:
+        for name, kept in self._kept.items():
+            before = torch.empty(0, dtype=kept.dtype, device=kept.device)
+            after = fn(before)
+            if (after.dtype, after.device) != (before.dtype, before.device):
+                raise InvalidInput(
+                    "a parallel module keeps the dtype and the device that it was planned for",
+                    got=f"{name}: {before.dtype} on {before.device} to {after.dtype} on "
+                    f"{after.device}",
+                    remedy="convert the model first, then parallelize it",
+                )
+        return super()._apply(fn, recurse)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InvalidInput(
+            "a parallel module is bound to the ranks that run it: it is not copied or pickled",
+            got="copy.deepcopy or pickle of a ParallelModule",
+            remedy="parallelize the model again with plan=module.plan and load full_state_dict(), "
+            "or save that",
+        )
 
     def extra_repr(self) -> str:
         return f"mesh={self.program.mesh}"

@@ -43,7 +43,7 @@ def propagate(
     spread.start(activations)
     spread.start(parameters)
     if batch:
-        spread.cut_batch([axis for axis in mesh.names if axis not in spread.wishes.axes])
+        spread.cut_batch([a for a in mesh.names if mesh[a] > 1 and a not in wishes.axes])
     spread.carry_partial_sums()
     return spread.decisions()
 

@@ -213,7 +213,7 @@ def _axes(
                 remedy="use fewer or smaller axes on this dim",
                 source=annotation.source,
             )
-        return _names(entry)
+        return tuple(axis for axis in _names(entry) if mesh[axis] > 1)
     _check_number(entry, size, annotation)
     free = [axis for axis in mesh.names if axis not in used and mesh[axis] > 1]
     for count in range(len(free) + 1):
