@@ -4,6 +4,10 @@ An operator is a node: its strategies, what each takes and keeps. A parameter is
 it may be stored in, and the bytes of its states. A value with several readers gets a node for the
 layout in which they share it, and one more for readers that work on cut data and so ask for a
 gradient that is summed: what they share is moved once. An edge costs the shortest redistribution.
+
+What needs no gradient and follows from the model's inputs alone (positions, masks, shifted labels)
+is computed whole on every rank, where that costs next to nothing: every piece of it is then at hand
+everywhere. `Built.slack` says how much a plan without this restriction could save at most.
 """
 
 from __future__ import annotations
@@ -32,6 +36,8 @@ Array = NDArray[np.float64]
 
 # What an optimizer keeps for each parameter besides it and its gradient: Adam's two moments.
 OPTIMIZER_COPIES = 2
+# The part of all computation that running the prologue whole on every rank may add.
+MOST_SLACK = 2e-3
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ class Built:
     parameters: dict[str, Variable] = field(default_factory=dict)
     values: dict[str, Variable] = field(default_factory=dict)
     groups: dict[str, list[Variable]] = field(default_factory=dict)
-    fixed_bytes: float = 0.0  # of tensors about which nothing is decided
+    slack: float = 0.0  # seconds that a plan with a cut prologue could be faster, at most
 
 
 def build(captured: Captured, mesh: Mesh, cluster: Cluster, wishes: Wishes) -> Built:
@@ -88,9 +94,11 @@ class _Builder:
         self._alive: list[object] = []  # what `_arrays` knows by id
         self._offers: dict[str, tuple[Candidates, Array]] = {}
         self.inputs: dict[str, Variable] = {}
+        self.prologue: set[str] = set()
 
     def run(self) -> Built:
         calls = [node for node in self.captured.graph.nodes if node.op == "call_function"]
+        self._find_prologue(calls)
         for node in calls:
             self._look_at(node)
         # Nodes stand in the order of the program, so that repeated blocks can be found.
@@ -133,13 +141,35 @@ class _Builder:
         self._register(variable)
         self.built.parameters[node.name] = variable
 
+    def _find_prologue(self, calls: Sequence[fx.Node]) -> None:
+        """Operators that all ranks run whole."""
+        offers = [self.kinds.candidates(node).cost for node in calls]
+        budget = MOST_SLACK * sum(float(cost.min()) for cost in offers)
+        for node, cost in zip(calls, offers):
+            asked = node.name in self.wishes.values or node.name in self.wishes.bound
+            if asked or node.meta["differentiable"]:
+                continue
+            if all(self._is_whole(value) for value in self.kinds.inputs(node)):
+                more = float(cost[_uncut(self.kinds.candidates(node))] - cost.min())
+                if self.built.slack + more <= budget:
+                    self.built.slack += more
+                    self.prologue.add(node.name)
+
+    def _is_whole(self, value: fx.Node) -> bool:
+        """Whether every rank has all of a value anyway."""
+        if value.op == "placeholder":
+            is_parameter = value.name in self.captured.parameters
+            return not is_parameter and not value.meta["differentiable"]
+        return value.name in self.prologue
+
     def _look_at(self, node: fx.Node) -> None:
         """Find the candidates of an operator, and who reads what."""
         candidates = self._allowed(node, self.kinds.candidates(node))
+        if node.name in self.prologue:
+            candidates = candidates.taken([_uncut(candidates)])
         cost = candidates.cost
         for position, value in enumerate(self.kinds.inputs(node)):
-            fixed = value.op == "placeholder" and value.name not in self.captured.parameters
-            if fixed and not value.meta["differentiable"]:
+            if self._is_whole(value):
                 cost = cost + self._from_whole(candidates, position, value)
             else:
                 reading = Reading(value.name, node.name, position)
@@ -375,6 +405,11 @@ class _Builder:
     def _same(self, array: Array, kind: str) -> Array:
         """One object for equal arrays, so that the cost graph knows them again at once."""
         return self._arrays.setdefault((kind, array.shape, array.tobytes()), array)
+
+
+def _uncut(candidates: Candidates) -> int:
+    """The strategy that runs an operator whole on every rank."""
+    return next(i for i, strategy in enumerate(candidates.strategies) if not strategy.axes)
 
 
 def _storage(shape: tuple[int, ...], mesh: Mesh) -> list[State]:

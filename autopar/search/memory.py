@@ -98,7 +98,7 @@ class Limited:
         free = self.optimiser.minimise()
         large, self.bound = self.offer(free.choice), max(self.bound, free.bound)
         if self.fits(large[1]):
-            return free.value > free.bound
+            return False  # what gap there is, elimination left
         small = self._least()
         self.ends = self._squeeze(large, small, cutoff)
         self._between()
