@@ -1,0 +1,358 @@
+"""Bad input: every message says the rule, what was given, the remedy and the user's line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar as ap
+from autopar import Mesh, shard
+
+D4 = Mesh(d=4)
+
+
+class Two(nn.Module):
+    """Two layers and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x))).square().mean()
+
+
+class Calls(nn.Module):
+    """A model that calls a function of its input and its weight."""
+
+    def __init__(self, function: Callable[..., Any], **members: nn.Module) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 8))
+        self.function = function
+        for name, member in members.items():
+            setattr(self, name, member)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
+@torch.library.custom_op("tests_errors::unknown", mutates_args=())
+def unknown(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@torch.library.custom_op("tests_errors::strange", mutates_args=())
+def strange(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+unknown.register_fake(torch.empty_like)
+strange.register_fake(torch.empty_like)
+
+
+def parallel(model: Any, *args: Any, mesh: Any = D4, **options: Any) -> ap.ParallelModule:
+    return ap.parallelize(model, args or (ones(),), mesh=mesh, **options)
+
+
+def ones(batch: int = 8) -> Tensor:
+    return torch.ones(batch, 4)
+
+
+def product(*strategies: Any, **options: Any) -> Calls:
+    """x @ w with an annotated matmul."""
+    annotated = shard(torch.matmul, *strategies, **options)
+    return Calls(lambda self, x: annotated(x, self.weight))
+
+
+def annotated_weight(*entries: Any) -> Two:
+    model = Two()
+    shard(model.up, params={"weight": entries})
+    return model
+
+
+def contradicted() -> Two:
+    model = Two()
+    shard(model.up, params={"weight": ("d", None)})  # one place
+    shard(model, params={"up.weight": (None, "d")})  # the other
+    return model
+
+
+def tied() -> nn.Module:
+    model = Calls(lambda self, x: self.one(x) + self.two(x), one=nn.Linear(4, 8, bias=False))
+    model.two = nn.Linear(4, 8, bias=False)
+    model.two.weight = model.get_submodule("one").weight  # type: ignore[assignment]
+    shard(model.get_submodule("one"), params={"weight": ("d", None)})
+    shard(model.two, params={"weight": (None, "d")})
+    return model
+
+
+def depends_on_values(self: Calls, x: Tensor) -> Tensor:
+    if x.sum() > 0:  # the line
+        return x @ self.weight
+    return x
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return Two()
+
+
+def planned_for_another() -> ap.ParallelModule:
+    plan = ap.plan(Two(), (ones(),), mesh=D4)
+    return ap.parallelize(nn.Linear(4, 2), (ones(),), plan=plan)
+
+
+# name -> (what is done, what the message must say)
+BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "too few inputs": (
+        lambda: parallel(product(((1, 1),))),
+        ["one entry for each of the tensor inputs", "1 for matmul with 2", "give 2"],
+    ),
+    "too many outputs": (
+        lambda: parallel(product(None, ((1, 1), (1, 1)))),
+        ["one entry for each of the tensor outputs", "2 for matmul with 1", "give 1"],
+    ),
+    "too many dims": (
+        lambda: parallel(product(((1, 1, 1), (1, 4)))),
+        ["one entry for each dim", "(1, 1, 1) for a tensor of shape (8, 4)", "give 2"],
+    ),
+    "too few dims of a tensor": (
+        lambda: parallel(Calls(lambda self, x: shard(x, ("d",)) @ self.weight)),
+        ["one entry for each dim", "('d',) for a tensor of shape (8, 4)", "give 2"],
+    ),
+    "too few dims of a parameter": (
+        lambda: annotated_weight("d"),
+        ["one entry for each dim", "('d',) for 'weight' of shape (8, 4)", "give 2"],
+    ),
+    "a number that does not divide the dim": (
+        lambda: parallel(product(((3, 1), (1, 1))), mesh=Mesh(d=3)),
+        ["must divide the dim", "3 slices of a dim of size 8", "a divisor of 8"],
+    ),
+    "a number that does not divide the mesh": (
+        lambda: parallel(product(((2, 1), (1, 1)))),
+        ["a free axis of the mesh", "2 in (2, 1)", "d=4", "another mesh"],
+    ),
+    "numbers that need more axes than there are": (
+        lambda: parallel(product(((4, 1), (1, 4)))),
+        ["a free axis of the mesh", "4 in (1, 4)", "nothing"],
+    ),
+    "more pieces than elements": (
+        lambda: parallel(annotated_weight(None, "d"), mesh=Mesh(d=5)),
+        ["as many pieces as it has elements", "cuts 4 into 5", "fewer"],
+    ),
+    "an unknown axis": (
+        lambda: parallel(annotated_weight("tp", None)),
+        ["one of the mesh's", "'tp' in ('tp', None) for Linear.weight", "use one of 'd'"],
+    ),
+    "an axis used twice": (
+        lambda: parallel(annotated_weight("d", "d")),
+        ["used once on one tensor", "uses 'd' 2 times", "keep one"],
+    ),
+    "an axis used twice on one dim": (
+        lambda: parallel(Calls(lambda self, x: shard(x, (("d", "d"), None)) @ self.weight)),
+        ["used once on one tensor", "uses 'd' 2 times", "keep one"],
+    ),
+    "contradictory inputs": (
+        lambda: parallel(product(((1, 4), (1, 1)))),
+        ["contradict each other", "4 for input 0 at", "None for input 1 at", "the same way"],
+    ),
+    "one axis for two factors": (
+        lambda: parallel(product((("d", None), (None, "d")))),
+        ["an axis may cut one factor", "'d' cuts 'm' at", "and 'n' at", "another axis"],
+    ),
+    "contradictory parameters": (
+        lambda: parallel(contradicted()),
+        ["must agree", "# one place", "# the other", "remove one"],
+    ),
+    "contradictory tied parameters": (
+        lambda: parallel(tied()),
+        ["must agree", "one.weight", "[@d, _]", "[_, @d]", "remove one"],
+    ),
+    "a dim that a rule keeps whole": (
+        lambda: parallel(
+            Calls(lambda self, x: self.norm(x), norm=shard(nn.LayerNorm(4), ((1, 4),)))
+        ),
+        ["keeps whole is not cut", "(1, 4) for input 0 of LayerNorm", "give None (or 1)"],
+    ),
+    "a dim that a function's rule keeps whole": (
+        lambda: parallel(Calls(lambda self, x: shard(torch.softmax, ((1, 4),))(x, -1))),
+        ["keeps whole is not cut", "(1, 4) for input 0 of softmax", "give None (or 1)"],
+    ),
+    "data-dependent control flow": (
+        lambda: parallel(Calls(depends_on_values)),
+        ["must not depend on the values", "if x.sum() > 0:  # the line", "torch.where"],
+    ),
+    "a value taken out": (
+        lambda: parallel(Calls(lambda self, x: x * x.sum().item())),
+        ["must not depend on the values", "item", "torch.where"],
+    ),
+    "operators without rules": (
+        lambda: parallel(Calls(lambda self, x: unknown(strange(x)) @ self.weight), strict=True),
+        ["every operator has a rule", "tests_errors.unknown at", "tests_errors.strange at"],
+    ),
+    "dropout": (
+        lambda: parallel(Calls(lambda self, x: F.dropout(x, 0.1) @ self.weight)),
+        ["its bits would depend on the layout", "dropout in the model", "probability to 0"],
+    ),
+    "no world": (
+        lambda: parallel(Two(), backend="torch"),
+        ["runs under torch.distributed", "a single process", "torchrun"],
+    ),
+    "inputs of another shape": (
+        lambda: parallel(Two())(ones(4)),
+        ["the shape and dtype that were captured", "(4, 4)", "(8, 4)", "parallelize again"],
+    ),
+    "inputs of another dtype": (
+        lambda: parallel(Two())(ones().double()),
+        ["the shape and dtype that were captured", "float64", "float32", "parallelize again"],
+    ),
+    "inputs by other names": (
+        lambda: parallel(Two())(x=ones()),
+        ["called with the arguments it was captured with", "keywords (x)", "the same way"],
+    ),
+    "a number that changes": (
+        lambda: parallel(Calls(lambda self, x, scale: x * scale), ones(), 2)(ones(), 3),
+        ["no tensor is part of the captured program", "3; captured was 2", "again"],
+    ),
+    "something else than a tensor": (
+        lambda: parallel(Two())(3),
+        ["the shape and dtype that were captured", "x: 3; captured was (8, 4)", "again"],
+    ),
+    "an input that needs a gradient of a sudden": (
+        lambda: parallel(Two())(ones().requires_grad_()),
+        ["must have needed one when it was captured", "x requires grad", "example input"],
+    ),
+    "a batch smaller than the mesh": (
+        lambda: parallel(Two(), ones(2)),
+        ["cut the batch, which must not be smaller", "batch 2", "a larger batch"],
+    ),
+    "a step without a loss": (
+        lambda: parallel(Calls(lambda self, x: x @ self.weight)).step(ones()),
+        ["returns its loss", "outputs f32[8@d, 8]", "return the loss"],
+    ),
+    "a step of a frozen model": (
+        lambda: parallel(Two().requires_grad_(False)).step(ones()),
+        ["returns its loss", "outputs f32[]", "return the loss"],
+    ),
+    "a model that fails": (
+        lambda: parallel(Two(), torch.ones(8, 5)),
+        ["forward runs on the example inputs", "in Two", "run on its own first"],
+    ),
+    "no model": (
+        lambda: parallel(lambda x: x),
+        ["a model is a torch.nn.Module", "function", "wrap"],
+    ),
+    "inputs that are no tuple": (
+        lambda: ap.parallelize(Two(), ones(), mesh=D4),  # type: ignore[arg-type]
+        ["the positional example inputs are a tuple", "Tensor", "(x,)"],
+    ),
+    "too many arguments": (
+        lambda: parallel(Two(), ones(), ones()),
+        ["fit the signature of forward", "too many positional", "def forward(self, x"],
+    ),
+    "parameters without data": (
+        lambda: parallel(on_meta()),
+        ["needs parameters with data", "up.weight is on the meta device", "plan() alone"],
+    ),
+    "a plan of another model": (
+        planned_for_another,
+        ["the model that it was made for", "up.weight", "hand over that model"],
+    ),
+    "a plan and more": (
+        lambda: parallel(Two(), plan=ap.plan(Two(), (ones(),), mesh=D4)),
+        ["leaves nothing to decide", "plan= together with mesh", "plan()"],
+    ),
+    "an unknown mode": (
+        lambda: parallel(Two(), mode="best"),
+        ["mode is one of", "'best'", "'auto'"],
+    ),
+    "an unknown backend": (
+        lambda: parallel(Two(), backend="nccl"),
+        ["backend is one of", "'nccl'", "virtual"],
+    ),
+    "a mesh that is none": (
+        lambda: parallel(Two(), mesh={"dp": 2}),
+        ["mesh is a Mesh or a torch DeviceMesh", "dict", "ap.Mesh(dp=2, tp=4)"],
+    ),
+    "a mesh without ranks": (lambda: Mesh(d=0), ["at least 1", "d=0", "Mesh(dp=2, tp=4)"]),
+    "local inputs on the virtual mesh": (
+        lambda: parallel(Two(), backend="virtual", local_inputs=True),
+        ["one process of several", "local_inputs=True", "global batch"],
+    ),
+    "a check across processes": (
+        lambda: parallel(Two(), backend="torch", check=True),
+        ["one process holds them", "check=True", "virtual"],
+    ),
+    "no strategy for a tensor": (
+        lambda: shard(ones()),
+        ["a tensor takes one strategy", "in_strategy=None", 'shard(x, ("dp", None))'],
+    ),
+    "parameters of a function": (
+        lambda: shard(torch.matmul, params={"weight": ("d",)}),
+        ["a function has none", "matmul with params", "the module that owns"],
+    ),
+    "parameters that do not exist": (
+        lambda: shard(nn.Linear(4, 8), params={"wieght": ("d", None)}),
+        ["names parameters of the module", "'wieght'; Linear has 'weight', 'bias'", "use one"],
+    ),
+    "parameters without names": (
+        lambda: shard(nn.Linear(4, 8), params=("d", None)),  # type: ignore[arg-type]
+        ["maps names of parameters", "('d', None) for Linear", "params={"],
+    ),
+    "one strategy in place of several": (
+        lambda: shard(nn.Linear(4, 8), ("d", None)),
+        ["a tuple with one tuple for each tensor", "('d', None) for Linear", "in_strategy=(("],
+    ),
+    "zero slices": (
+        lambda: shard(nn.Linear(4, 8), ((0, 1),)),
+        ["a number of slices from 1", "0 for Linear", "(2, 1, 4)"],
+    ),
+    "half a slice": (
+        lambda: shard(ones(), (0.5, 1)),  # type: ignore[arg-type]
+        ["a number of slices from 1", "0.5 for the tensor", "(2, 1, 4)"],
+    ),
+    "something that cannot be annotated": (
+        lambda: shard("weight", ("d",)),
+        ["a module, a function or a tensor", "str", "shard(x, ...)"],
+    ),
+    "another dtype afterwards": (
+        lambda: parallel(Two()).double(),
+        ["keeps the dtype", "torch.float32 on cpu to torch.float64", "convert the model first"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_explained(name: str) -> None:
+    act, sayings = BAD[name]
+    with pytest.raises(ap.AutoparError) as caught:
+        act()
+    error, text = caught.value, str(caught.value)
+    assert isinstance(error, ap.InvalidInput)
+    assert isinstance(error, ValueError)
+    assert error.rule
+    assert error.got
+    assert error.remedy
+    assert __file__.rsplit("/", 1)[1] in (error.source or "")
+    for saying in sayings:
+        assert saying in text, f"{saying!r} is not in\n{text}"
+
+
+def test_operators_without_rules_are_said_once_and_run_replicated() -> None:
+    model = Calls(lambda self, x: unknown(unknown(x)) @ self.weight)
+    with pytest.warns(UserWarning, match="tests_errors.unknown has no rule") as caught:
+        module = parallel(model)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert torch.equal(module(ones()), model(ones()))
+
+
+def test_numbers_of_numpy_and_lists_are_welcome() -> None:
+    model = product([[np.int64(1), 1], [1, np.int64(4)]])  # type: ignore[list-item]
+    assert parallel(model, mesh=Mesh(d=np.int64(4))).plan.layouts["weight"].dims[1] == ("d",)
