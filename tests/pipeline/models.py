@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import pytest
 import torch
@@ -59,13 +59,13 @@ def llama(batch: int = BATCH, layers: int = 8) -> Case:
 MAKERS = {"gpt2": gpt2, "llama": llama, "residuals": residuals}
 
 
-@lru_cache(maxsize=None)
+@cache
 def shared(name: str) -> Case:
     """One case that all tests read and none changes."""
     return MAKERS[name]()
 
 
-@lru_cache(maxsize=None)
+@cache
 def reference(name: str, slices: int) -> Outcome:
     """One device. Batch norm sees one micro-batch at a time, so the reference does too."""
     case = shared(name).fresh()
