@@ -26,12 +26,13 @@ from autopar.mesh import Mesh
 from autopar.passes import rewrite
 from autopar.passes.microbatches import cut_batch
 from autopar.pipeline.plan import ScheduleLike, read_request
+from autopar.report.progress import reporter
 from autopar.runtime.plan import Plan
 from autopar.search.auto import Progress, search
 from autopar.search.decisions import Decisions, Fallback
 from autopar.search.meshes import meshes
 from autopar.search.propagate import propagate
-from autopar.search.wishes import read_wishes
+from autopar.search.wishes import Wishes, read_wishes
 from autopar.strategies import rule_of
 
 MODES = ("auto", "propagate", "data")
@@ -54,7 +55,7 @@ def plan(
     schedule: ScheduleLike = None,
     schedule_options: Mapping[str, Any] | None = None,
     recompute: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Plan:
     """Decide where every tensor of `model`, called with `args` and `kwargs`, lives.
 
@@ -66,7 +67,7 @@ def plan(
     another. `pipeline`: the axis of a pipeline ("auto": `pp`, if the mesh has it), or a number of
     ranks; `schedule`: a name, a mapping with a name and options, or a schedule; `recompute`: run
     each stage's forward again before its backward. `progress` is told of each phase of a search
-    and its detail.
+    and its detail; True shows them, False is silent, None shows them on a terminal.
     """
     if mode not in MODES:
         raise InvalidInput(
@@ -95,29 +96,42 @@ def plan(
     offered = [mesh] if mesh is not None else meshes(cluster.devices, MOST_AXES, cluster)
     annotations = parameter_annotations(model)
     account = None
+    limit = cluster.device.memory if memory is None else memory
     if mode == "auto":
-        limit = cluster.device.memory if memory is None else memory
-        found = search(
-            captured,
-            offered,
-            cluster,
-            lambda mesh: read_wishes(captured, mesh, annotations),
-            limit,
-            algorithm,
-            progress,
-        )
+        with reporter(progress) as report:
+            found = search(
+                captured,
+                offered,
+                cluster,
+                lambda mesh: read_wishes(captured, mesh, annotations),
+                limit,
+                algorithm,
+                report,
+            )
         decisions, account = found.decisions, found.search
+        wishes = read_wishes(captured, decisions.mesh, annotations)
     else:
         chosen = offered[0]
-        wishes = None if mode == "data" else read_wishes(captured, chosen, annotations)
-        decisions = propagate(captured, chosen, wishes)
+        wishes = Wishes() if mode == "data" else read_wishes(captured, chosen, annotations)
+        decisions = propagate(captured, chosen, None if mode == "data" else wishes)
     _refuse_random(captured, decisions)
     _report_fallbacks(decisions.fallbacks)
     price = ClusterPrice(cluster, decisions.mesh)
     pipelining = None
     if request is not None:
         pipelining = request.cut(captured, rewrite(captured, decisions, price), stage_pins(model))
-    return Plan(captured, decisions, price, cluster, account, batches, pipelining)
+    return Plan(
+        captured,
+        decisions,
+        price,
+        cluster,
+        account,
+        batches,
+        pipelining,
+        mode=mode,
+        limit=limit,
+        wishes=wishes,
+    )
 
 
 def _devices_here() -> int:

@@ -17,7 +17,7 @@ from autopar.capture.captured import Captured
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.pipeline.checker import check
-from autopar.pipeline.notation import to_text
+from autopar.pipeline.notation import from_text, to_text
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import schedule as make_schedule
 from autopar.search.flow import flow_of
@@ -47,6 +47,17 @@ class Pipelining:
             "stages": [asdict(stage) for stage in self.stages],
             "recompute": self.recompute,
         }
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Pipelining:
+        """The inverse of `data`."""
+        return cls(
+            data["axis"],
+            Mesh(**data["mesh"]),
+            from_text(data["schedule"]),
+            tuple(StageCost(**stage) for stage in data["stages"]),
+            data["recompute"],
+        )
 
     def ranks_at(self, coordinate: int) -> list[int]:
         """The ranks that stand at one place of the pipeline, in the order of the inner mesh."""

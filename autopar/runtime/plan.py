@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from autopar.capture.captured import Captured
+from autopar.capture.fingerprint import Fingerprint, fingerprint_of
 from autopar.cluster import Cluster
 from autopar.collectives import Price
-from autopar.layout import Layout
+from autopar.cost.price import ClusterPrice
+from autopar.inspection.diff import PlanDiff, compare
+from autopar.inspection.explain import explain
+from autopar.inspection.explanation import Explanation
+from autopar.inspection.fallbacks import FallbackCost, fallback_costs, movement_seconds
+from autopar.inspection.text import plan_data, plan_text
+from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
 from autopar.passes import rewrite
 from autopar.passes.microbatches import Microbatches
@@ -20,6 +32,10 @@ from autopar.search.decisions import Decisions
 from autopar.search.flow import flow_of
 from autopar.search.footprint import Memory, program_memory
 from autopar.search.report import Cost, program_cost
+from autopar.search.wishes import Wishes
+
+if TYPE_CHECKING:
+    from autopar.runtime.saved import SavedPlan
 
 
 @dataclass(frozen=True)
@@ -32,11 +48,19 @@ class MovementRecord:
     tensor: str  # the type of what is moved, before
     bytes: int  # the larger of one rank's pieces before and after
     node: str
+    module: str  # of its reader
+    seconds: float  # predicted, forward and backward
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What was decided. `program` is what runs; `movements()` lists what moves."""
+    """What was decided. `program` is what runs; `movements()` lists what moves.
+
+    print(plan)                                   what was decided, predicted time and memory
+    plan.explain("layers.0.mlp.up")               why: each candidate, as formula and number
+    plan.diff(other)                              two plans side by side
+    plan.save("plan.json"); Plan.load("plan.json")
+    """
 
     captured: Captured
     decisions: Decisions
@@ -45,6 +69,11 @@ class Plan:
     search: Search | None = None  # the account of the search, where there was one
     batches: Microbatches | None = None  # `captured` is then the program of one micro-batch
     pipelining: Pipelining | None = None  # `mesh` is then the mesh inside each stage
+    mode: str = "propagate"  # how it was made
+    limit: float | None = None  # bytes of each device that the search kept to
+    wishes: Wishes | None = None  # what annotations asked
+
+    is_attached = True  # to its model; a plan from a file is not, at first
 
     @property
     def microbatches(self) -> int:
@@ -78,12 +107,77 @@ class Plan:
         return program_memory(self.captured, self.program.graph, self.mesh)
 
     @cached_property
+    def types(self) -> dict[str, TensorType]:
+        """The type of every parameter and buffer by its name, of every value by its node's."""
+        found = {n.name: n.meta["type"] for n in self.program.graph.nodes if "type" in n.meta}
+        named = self.captured.parameters | self.captured.buffers
+        marked = {
+            node.name: TensorType(
+                tuple(node.meta["val"].shape),
+                node.meta["val"].dtype,
+                self.decisions.fixed[node.name],
+            )
+            for node in self.captured.graph.nodes
+            if node.name in self.decisions.fixed
+        }
+        return {name: found[placeholder] for placeholder, name in named.items()} | found | marked
+
+    @cached_property
     def layouts(self) -> dict[str, Layout]:
         """The layout of every parameter and buffer by its name, of every value by its node's."""
-        graph = self.program.graph
-        layouts = {n.name: n.meta["type"].layout for n in graph.nodes if "type" in n.meta}
-        named = self.captured.parameters | self.captured.buffers
-        return {name: layouts[placeholder] for placeholder, name in named.items()} | layouts
+        return {name: type_.layout for name, type_ in self.types.items()}
+
+    @property
+    def whole_mesh(self) -> Mesh:
+        """The mesh of all ranks, the axis of a pipeline among its axes."""
+        return self.mesh if self.pipelining is None else self.pipelining.mesh
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """What the model is, for files and other ranks."""
+        return fingerprint_of(self.captured if self.batches is None else self.batches.whole)
+
+    @cached_property
+    def fallbacks(self) -> tuple[FallbackCost, ...]:
+        """Operators that run replicated for want of a rule, and what that costs."""
+        return fallback_costs(self.decisions.fallbacks, self.program.graph, self.mesh, self._prices)
+
+    @cached_property
+    def _prices(self) -> ClusterPrice:
+        return ClusterPrice(self.cluster, self.mesh)
+
+    def explain(self, name: str) -> Explanation:
+        """Why a parameter, a module's operator or a node is laid out as it is."""
+        return explain(self, name)
+
+    def diff(self, other: Plan | SavedPlan) -> PlanDiff:
+        """Two plans side by side."""
+        return compare(self, other)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `print` shows, as plain data. (`save` writes what can be loaded again.)"""
+        return plan_data(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write every decision to a file; equal plans give equal files."""
+        from autopar.runtime.saved import SavedPlan
+
+        SavedPlan.of(self).save(path)
+
+    @staticmethod
+    def load(path: str | Path) -> SavedPlan:
+        """Read a plan from a file. It runs once it is attached to its model."""
+        from autopar.runtime.saved import SavedPlan
+
+        return SavedPlan.load(path)
+
+    def attach(
+        self, model: nn.Module, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Plan:
+        """The same decisions for another copy of the model; any other model is refused."""
+        from autopar.runtime.saved import SavedPlan
+
+        return SavedPlan.of(self).attach(model, args, kwargs)
 
     def movements(self) -> list[MovementRecord]:
         """Everything that moves in forward or backward, in the order of the program."""
@@ -100,30 +194,11 @@ class Plan:
                     tensor=str(node.args[0].meta["type"]),
                     bytes=node.meta["bytes"],
                     node=node.name,
+                    module=node.meta.get("module") or "",
+                    seconds=movement_seconds(node, self.mesh, self._prices),
                 )
             )
         return records
 
     def __str__(self) -> str:
-        cost, memory = self.cost, self.memory
-        lines = [
-            f"plan on {self.mesh}, micro-batches: {self.microbatches}",
-            f"  predicted step: {cost.seconds:.6g} s, compute {cost.compute:.6g} s, "
-            f"communication {cost.communication:.6g} s, {cost.exposed:.6g} s of it exposed",
-            f"  predicted memory: {memory.peak / 1e9:.6g} GB, activations "
-            f"{memory.activations / 1e9:.6g} GB",
-        ]
-        for placeholder, name in self.captured.parameters.items():
-            node = self.program.placeholders[placeholder]
-            sync = node.meta.get("sync")
-            summed = f"  gradient summed over {', '.join(sync)}" if sync else ""
-            lines.append(f"  {name}: {node.meta['type']}{summed}")
-        lines.append("movements")
-        for record in self.movements():
-            lines.append(
-                f"  {record.node}: {record.forward} over {record.axis} of {record.tensor}, "
-                f"{record.bytes} bytes, backward {record.backward or 'none'}"
-            )
-        for fallback in self.decisions.fallbacks:
-            lines.append(f"  replicated: {fallback.operator} ({fallback.reason})")
-        return "\n".join(lines)
+        return plan_text(self)

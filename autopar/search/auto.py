@@ -6,13 +6,15 @@ without any movement, already take longer than the best plan so far is not solve
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from autopar.capture.captured import Captured
 from autopar.cluster import Cluster
-from autopar.errors import InvalidInput
+from autopar.errors import ExecutionError, InvalidInput
 from autopar.mesh import Mesh
 from autopar.search.build import Built, build
 from autopar.search.decide import decide
@@ -44,7 +46,17 @@ class Search:
     algorithm: str
     sizes: Sizes
     considered: tuple[Considered, ...] = ()
-    interrupted: bool = False
+    interrupted: bool = False  # the best so far; meshes that were not weighed may be better
+    multiplier: float = 0.0  # under a memory limit: seconds that one more byte would save
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Search:
+        sizes = Sizes(**data["sizes"])
+        sizes.runs = [(int(count), int(period)) for count, period in sizes.runs]
+        considered = tuple(
+            Considered(**{**entry, "mesh": Mesh(**entry["mesh"])}) for entry in data["considered"]
+        )
+        return cls(**{**data, "sizes": sizes, "considered": considered})
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -63,6 +75,8 @@ class Search:
                 }
                 for c in self.considered
             ],
+            "interrupted": self.interrupted,
+            "multiplier": self.multiplier,
         }
 
 
@@ -76,6 +90,31 @@ class Found:
     solution: Solution
 
 
+@dataclass(frozen=True)
+class Leanest:
+    """The plan that needs the least memory, where none fits."""
+
+    mesh: Mesh
+    memory: float  # bytes on each device
+    states: float  # the part of it that parameters, gradients and optimizer take
+
+    def remedy(self, limit: float) -> str:
+        """What would help, by what takes most."""
+        activations = self.memory - self.states
+        if self.states >= limit:
+            devices = math.ceil(self.mesh.size * self.states / limit)
+            return (
+                f"more devices: parameters, gradients and optimizer alone take "
+                f"{_bytes(self.states)} on each, {devices} or more devices could hold them; "
+                "or devices with more memory"
+            )
+        count = math.ceil(activations / (limit - self.states))
+        return (
+            f"{_bytes(activations)} of it are activations: microbatches={count} (or a smaller "
+            "batch) would make room; else more devices, or devices with more memory"
+        )
+
+
 @dataclass
 class _Best:
     mesh: Mesh | None = None
@@ -83,7 +122,7 @@ class _Best:
     solution: Solution | None = None
     wishes: Wishes | None = None
     considered: list[Considered] = field(default_factory=list)
-    least: float = float("inf")  # of memory, when nothing fits
+    leanest: Leanest | None = None  # when nothing fits
 
 
 def search(
@@ -99,15 +138,34 @@ def search(
     started = time.perf_counter()
     report = progress or (lambda phase, detail: None)
     best = _Best()
-    for mesh in meshes:
-        report("mesh", str(mesh))
-        _weigh(captured, mesh, cluster, wishes(mesh), memory, algorithm, report, best)
+    interrupted = False
+    for number, mesh in enumerate(meshes):
+        try:
+            report("mesh", f"{number + 1} of {len(meshes)}: {mesh}")
+            _weigh(captured, mesh, cluster, wishes(mesh), memory, algorithm, report, best)
+            interrupted = best.solution is not None and best.solution.interrupted
+        except (KeyboardInterrupt, ExecutionError) as error:
+            if not isinstance(error.__context__ or error, KeyboardInterrupt):
+                raise
+            interrupted = True
+        if interrupted:
+            why = "the search was interrupted"
+            best.considered += [Considered(m, None, None, why) for m in meshes[number:]]
+            break
     if best.solution is None or best.built is None or best.mesh is None:
+        if interrupted:
+            raise ExecutionError(
+                "a search runs until it has found a plan",
+                got="an interrupt before the first one was found",
+                remedy='let it run longer, give it a mesh, or use algorithm="recursive"',
+            )
+        assert best.leanest is not None
+        assert memory is not None
         raise InvalidInput(
             "a plan fits into the memory of every device",
             got=f"a limit of {_bytes(memory)}; the least that any plan needs is "
-            f"{_bytes(best.least)}",
-            remedy="more devices, a smaller batch, micro-batches, or a device with more memory",
+            f"{_bytes(best.leanest.memory)}, on {best.leanest.mesh}",
+            remedy=best.leanest.remedy(memory),
         )
     assert best.wishes is not None
     solution = best.solution
@@ -120,7 +178,8 @@ def search(
         algorithm=algorithm,
         sizes=solution.sizes,
         considered=tuple(best.considered),
-        interrupted=solution.interrupted,
+        interrupted=interrupted,
+        multiplier=solution.multiplier,
     )
     return Found(decisions, account, best.built, solution)
 
@@ -136,6 +195,7 @@ def _weigh(
     best: _Best,
 ) -> None:
     """Solve one mesh, unless it cannot be the best, and keep it if it is."""
+    report("build", f"the cost graph of {mesh}")
     built = build(captured, mesh, cluster, wishes)
     so_far = best.solution.objective if best.solution is not None else float("inf")
     tables, _, numbers, _ = built.graph.tables()
@@ -147,10 +207,11 @@ def _weigh(
     try:
         solution = solve(built.graph, memory, algorithm, report)
     except InvalidInput:
-        least = least_memory(built.graph)
+        least, choice = least_memory(built.graph)
         if memory is None or least <= memory:
             raise
-        best.least = min(best.least, least)
+        if best.leanest is None or least < best.leanest.memory:
+            best.leanest = Leanest(mesh, least, _states(built, choice))
         why = f"needs at least {_bytes(least)}"
         best.considered.append(Considered(mesh, None, least, why))
         return
@@ -159,5 +220,17 @@ def _weigh(
         best.mesh, best.built, best.solution, best.wishes = mesh, built, solution, wishes
 
 
+def _states(built: Built, choice: Sequence[int]) -> float:
+    """The bytes of parameters with gradients and optimizer states."""
+    tables, _, numbers, _ = built.graph.tables()
+    total = 0.0
+    for variable in built.parameters.values():
+        memory = tables[numbers[variable.number]].memory
+        total += 0.0 if memory is None else float(memory[choice[variable.number]])
+    return total
+
+
 def _bytes(count: float | None) -> str:
-    return "no limit" if count is None else f"{count / 1e9:.3f} GB"
+    if count is None:
+        return "no limit"
+    return f"{count / 1e9:.4g} GB" if count >= 1e8 else f"{count / 1e6:.4g} MB"

@@ -151,11 +151,11 @@ def solve(
     )
 
 
-def least_memory(graph: CostGraph) -> float:
-    """The least bytes that any choice of strategies needs."""
+def least_memory(graph: CostGraph) -> tuple[float, list[int]]:
+    """The least bytes that any choice of strategies needs, and one that needs no more."""
     packed = graph.packed
     choice: Integers = Optimiser(packed).minimise(np.inf).choice
-    return packed.evaluate(choice)[1]
+    return packed.evaluate(choice)[1], packed.original(choice).tolist()
 
 
 def _prepared(

@@ -1,0 +1,1 @@
+"""Inspection: what a person asks of a finished plan: as text, why, what differs."""

@@ -1,0 +1,299 @@
+"""Explain: why an operator runs, or a parameter is kept, the way it does.
+
+    print(plan.explain("layers.0.mlp.up"))
+
+Every candidate with its own time, that of the movements to its neighbours as they were decided, and
+the time of the whole step if this candidate were forced and everything else chosen anew.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import fx
+
+from autopar.capture.listing import operator_name
+from autopar.capture.marker import ANNOTATE
+from autopar.collectives.redistribution import State
+from autopar.cost.price import ClusterPrice
+from autopar.errors import InvalidInput
+from autopar.inspection.explanation import Candidate, Explanation
+from autopar.inspection.formulas import Edge, edge, operator_formulas
+from autopar.layout import TensorType
+from autopar.mesh import Mesh
+from autopar.search.build import OPTIMIZER_COPIES, build
+from autopar.search.candidates import Candidates, Kinds, state_of_whole
+from autopar.search.decide import layout_of
+from autopar.search.forced import forced
+from autopar.search.moves import state_of
+from autopar.search.wishes import Wish, Wishes
+from autopar.strategies import rule_of
+
+if TYPE_CHECKING:
+    from autopar.runtime.plan import Plan
+
+
+def explain(plan: Plan, name: str) -> Explanation:
+    """The explanation of a parameter, a module path or a node of the captured graph."""
+    return _Explainer(plan).explain(name)
+
+
+class _Explainer:
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.captured, self.decisions = plan, plan.captured, plan.decisions
+        self.mesh: Mesh = plan.mesh
+        self.price = ClusterPrice(plan.cluster, self.mesh)
+        self.kinds = Kinds(self.mesh, plan.cluster.device, self.price)
+        self.nodes = {node.name: node for node in self.captured.graph.nodes}
+        self.wishes = plan.wishes or Wishes()
+
+    def explain(self, name: str) -> Explanation:
+        placeholders = {n: p for p, n in self.captured.parameters.items()}
+        placeholders |= {
+            alias: placeholders[kept]
+            for alias, kept in self.captured.tied.items()
+            if kept in placeholders
+        }
+        name = placeholders.get(name, name)
+        node = self.nodes.get(name)
+        if name in self.captured.parameters:
+            return self._parameter(self.nodes[name])
+        if node is not None and node.op == "call_function" and node.target is not ANNOTATE:
+            return self._operator(node, [])
+        inside = [
+            n
+            for n in self.captured.graph.nodes
+            if n.op == "call_function"
+            and n.target is not ANNOTATE
+            and f"{n.meta['module']}.".startswith(f"{name}.")
+        ]
+        if not inside:
+            raise self._unknown(name, [*placeholders])
+        heaviest = max(inside, key=self._weight)
+        return self._operator(heaviest, [n.name for n in inside if n is not heaviest])
+
+    def _unknown(self, name: str, parameters: list[str]) -> InvalidInput:
+        calls = [n for n in self.captured.graph.nodes if n.op == "call_function"]
+        modules = {n.meta["module"] for n in calls if n.meta["module"]}
+        known = [*parameters, *sorted(modules), *(n.name for n in calls)]
+        close = difflib.get_close_matches(name, known, 4, 0.5) or known[:4]
+        return InvalidInput(
+            "explain() takes the name of a parameter, a module or a node of the graph",
+            got=repr(name),
+            remedy=f"close to it: {', '.join(dict.fromkeys(close))}",
+        )
+
+    def _weight(self, node: fx.Node) -> tuple[float, float]:
+        rule = self.kinds.rule(node)
+        candidates = self.kinds.candidates(node)
+        return (rule.flops if rule else 0.0, float(candidates.cost.max()))
+
+    # Operators
+
+    def _operator(self, node: fx.Node, others: list[str]) -> Explanation:
+        offered, chosen = self._offered(node)
+        allowed = [self._why_not(node, offered, i) for i in range(len(offered.strategies))]
+        seconds = self._forced_operator(node, offered)
+        candidates = []
+        for index, strategy in enumerate(offered.strategies):
+            edges = tuple(self._edges(node, offered, index))
+            candidates.append(
+                Candidate(
+                    strategy=str(strategy) if offered.facts else "replicated: no rule",
+                    inputs=tuple(
+                        _type(value, states[index])
+                        for value, states in zip(self.kinds.inputs(node), offered.inputs)
+                    ),
+                    output=_type(node, offered.outputs[index]),
+                    forward=float(offered.forward[index]),
+                    backward=float(offered.backward[index]),
+                    inside=float(offered.inside[index]),
+                    memory=float(offered.extra[index]),
+                    edges=edges,
+                    step=None if seconds is None else float(seconds[index]),
+                    chosen=index == chosen,
+                    excluded=allowed[index],
+                    formulas=operator_formulas(offered, index, self.plan.cluster.device),
+                )
+            )
+        rule = self.kinds.rule(node)
+        bound = [
+            f"input {position} is {wish.layout}, annotated at {wish.source}"
+            for position, wish in self.wishes.bound.get(node.name, {}).items()
+        ]
+        return Explanation(
+            name=node.name,
+            what=operator_name(node.target),
+            module=node.meta["module"] or "",
+            source=node.meta["source"] or "",
+            rule=rule.text if rule is not None else "",
+            mesh=str(self.mesh),
+            bound=tuple(bound),
+            candidates=tuple(candidates),
+            others=tuple(others),
+            is_bound_only=self._under_limit,
+            searched=seconds is not None,
+        )
+
+    def _offered(self, node: fx.Node) -> tuple[Candidates, int]:
+        """The candidates that the decision was among, and which one it is."""
+        strategy = self.decisions.strategies.get(node.name)
+        offered = self.kinds.candidates(node)
+        if strategy is None:
+            whole = state_of_whole(node.meta["val"].ndim)
+            chosen = offered.outputs.index(whole) if whole in offered.outputs else 0
+            return offered, chosen
+        if strategy not in offered.strategies:
+            offered = self.kinds.candidates(node, every=True)
+        if strategy in offered.strategies:
+            return offered, offered.strategies.index(strategy)
+        return offered, -1
+
+    def _why_not(self, node: fx.Node, offered: Candidates, index: int) -> str:
+        for position, wish in self.wishes.bound.get(node.name, {}).items():
+            if offered.inputs[position][index][:2] != state_of(wish.layout)[:2]:
+                return f"annotated otherwise at {wish.source}"
+        return ""
+
+    def _edges(self, node: fx.Node, offered: Candidates, index: int) -> Iterator[Edge]:
+        for position, value in enumerate(self.kinds.inputs(node)):
+            first = self._state_before(value, node.name, position)
+            second = offered.inputs[position][index]
+            overlap = self._overlap if value.name in self.captured.parameters else 0.0
+            yield edge(value, value.name, first, second, self.mesh, self.price, overlap)
+        gives = offered.outputs[index]
+        for reader, wants in self._wanted(node):
+            yield edge(node, reader, gives, wants, self.mesh, self.price)
+
+    def _state_before(self, value: fx.Node, reader: str, position: int) -> State:
+        """The state from which a reader brings an input to what it wants."""
+        way = self.decisions.ways.get((value.name, reader, position))
+        if way:
+            return way[-1]
+        if value.op == "placeholder":
+            return state_of(self.decisions.placeholders[value.name])
+        return self._gives(value)
+
+    def _gives(self, node: fx.Node) -> State:
+        if node.name in self.decisions.fixed:
+            return state_of(self.decisions.fixed[node.name])
+        strategy, rule = self.decisions.strategies.get(node.name), rule_of(node)
+        if strategy is None or rule is None:
+            return state_of_whole(node.meta["val"].ndim)
+        return state_of(rule.signature(strategy).outputs[0])
+
+    def _wanted(self, node: fx.Node) -> list[tuple[str, State]]:
+        """Who reads a value, and in which state; readers that share one count once."""
+        found: dict[tuple[str, State], None] = {}
+        for reader in node.users:
+            if reader.op == "output":
+                state = self._gives(node) if node.op != "placeholder" else None
+                if state is not None and state[1]:
+                    found["the output", (state[0], (), ())] = None
+                continue
+            for position, value in enumerate(self.kinds.inputs(reader)):
+                if value is not node:
+                    continue
+                if way := self.decisions.ways.get((node.name, reader.name, position)):
+                    found["its readers", way[0]] = None
+                else:
+                    found[reader.name, self._wants(reader, position)] = None
+        return list(found)
+
+    def _wants(self, reader: fx.Node, position: int) -> State:
+        if reader.name in self.decisions.fixed:
+            return state_of(self.decisions.fixed[reader.name])
+        offered, chosen = self._offered(reader)
+        return offered.inputs[position][chosen]
+
+    # Parameters
+
+    def _parameter(self, node: fx.Node) -> Explanation:
+        name = self.captured.parameters[node.name]
+        now = state_of(self.decisions.placeholders[node.name])
+        wish: Wish | None = self.wishes.parameters.get(name)
+        states, seconds = self._forced_parameter(node)
+        if now not in states:
+            states = (now, *states)
+            seconds = None
+        wanted = self._wanted(node)
+        copies = 2 + OPTIMIZER_COPIES if node.meta["differentiable"] else 1
+        candidates = []
+        for index, state in enumerate(states):
+            edges = tuple(
+                edge(node, reader, state, wants, self.mesh, self.price, self._overlap)
+                for reader, wants in wanted
+            )
+            val = node.meta["val"]
+            type_ = TensorType(tuple(val.shape), val.dtype, layout_of(state))
+            candidates.append(
+                Candidate(
+                    strategy=f"kept as {type_}",
+                    inputs=(),
+                    output=str(type_),
+                    forward=0.0,
+                    backward=0.0,
+                    inside=0.0,
+                    memory=float(type_.local_bytes(self.mesh)) * copies,
+                    edges=edges,
+                    step=None if seconds is None else float(seconds[index]),
+                    chosen=state == now,
+                    excluded="",
+                    formulas=(),
+                )
+            )
+        bound = (f"{wish.layout}, annotated at {wish.source}",) if wish is not None else ()
+        return Explanation(
+            name=name,
+            what="parameter",
+            module="",
+            source=node.meta.get("source") or "",
+            rule="",
+            mesh=str(self.mesh),
+            bound=bound,
+            candidates=tuple(candidates),
+            others=tuple(dict.fromkeys(reader.name for reader in node.users)),
+            is_bound_only=self._under_limit,
+            searched=seconds is not None,
+        )
+
+    # The whole step with one decision forced
+
+    @property
+    def _overlap(self) -> float:
+        return self.plan.cluster.device.overlap
+
+    @property
+    def _multiplier(self) -> float:
+        return self.plan.search.multiplier if self.plan.search is not None else 0.0
+
+    @property
+    def _under_limit(self) -> bool:
+        return self._multiplier > 0
+
+    def _forced_operator(self, node: fx.Node, offered: Candidates) -> np.ndarray | None:
+        """The least seconds of a step for each candidate; None if nothing was searched."""
+        if self.plan.search is None:
+            return None
+        built = build(self.captured, self.mesh, self.plan.cluster, self.wishes)
+        variable = built.operators[node.name]
+        least = forced(built.graph, variable.number, self._multiplier, self.plan.limit)
+        assert variable.candidates is not None
+        known = dict(zip(variable.candidates.strategies, least))
+        return np.array([known.get(strategy, np.inf) for strategy in offered.strategies])
+
+    def _forced_parameter(self, node: fx.Node) -> tuple[tuple[State, ...], np.ndarray | None]:
+        built = build(self.captured, self.mesh, self.plan.cluster, self.wishes)
+        variable = built.parameters[node.name]
+        if self.plan.search is None:
+            return variable.states, None
+        least = forced(built.graph, variable.number, self._multiplier, self.plan.limit)
+        return variable.states, least
+
+
+def _type(node: fx.Node, state: State) -> str:
+    val = node.meta["val"]
+    return str(TensorType(tuple(val.shape), val.dtype, layout_of(state)))

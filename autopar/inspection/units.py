@@ -1,0 +1,31 @@
+"""Units: seconds and bytes as a person reads them.
+
+>>> seconds_text(0.0186), bytes_text(3.2e9), share_text(0.0)
+('18.6 ms', '3.2 GB', '0%')
+"""
+
+from __future__ import annotations
+
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+_BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def seconds_text(seconds: float) -> str:
+    """`18.6 ms`."""
+    for unit, name in _SECONDS:
+        if abs(seconds) >= unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds / 1e-6:.3g} µs" if seconds else "0 s"
+
+
+def bytes_text(count: float) -> str:
+    """`3.2 GB`."""
+    for unit, name in _BYTES:
+        if abs(count) >= unit:
+            return f"{count / unit:.3g} {name}"
+    return f"{count:.0f} bytes"
+
+
+def share_text(part: float) -> str:
+    """`0.3%`."""
+    return f"{part:.2g}%" if 0 < part < 1e-4 else f"{100 * part:.2g}%"

@@ -1,0 +1,1 @@
+"""Report: what people watch and read: progress, text, pages."""

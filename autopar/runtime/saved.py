@@ -1,0 +1,262 @@
+"""SavedPlan: a plan as it stands on disk, without the model that it is for.
+
+    plan.save("plan.json")
+    saved = Plan.load("plan.json")               # prints, compares, tells layouts
+    plan = saved.attach(model, args, kwargs)     # refuses another model, shape or torch
+    pm = parallelize(model, args, kwargs, plan=saved)
+
+Times and bytes are not saved: they are computed anew for the model that the plan is attached to.
+What a plan comes to hold besides gets a field here, and its lines in `of`, `to_json`, `from_json`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch import nn
+
+from autopar.capture import capture
+from autopar.capture.fingerprint import Fingerprint, fingerprint_of
+from autopar.cluster import Cluster
+from autopar.cost.price import ClusterPrice
+from autopar.errors import AutoparError, InvalidInput
+from autopar.inspection.diff import PlanDiff, compare
+from autopar.inspection.text import saved_text
+from autopar.layout import Layout, TensorType
+from autopar.mesh import Mesh
+from autopar.passes.microbatches import cut_batch
+from autopar.pipeline.plan import Pipelining
+from autopar.runtime.plan import Plan
+from autopar.search.auto import Search
+from autopar.search.decisions import Decisions
+from autopar.search.stored import decisions_from_json, decisions_to_json
+from autopar.search.wishes import Wish, Wishes, read_wishes
+from autopar.strategies import rule_of
+
+FORMAT, VERSION = "autopar plan", 1
+
+
+@dataclass(frozen=True)
+class SavedPlan:
+    """Everything that was decided, and the fingerprint of the model it was decided for."""
+
+    decisions: Decisions
+    cluster: Cluster
+    fingerprint: Fingerprint
+    types: Mapping[str, TensorType]  # of parameters and buffers by name, of all values by node
+    mode: str
+    limit: float | None  # bytes of each device that the search kept to
+    slices: int | None  # micro-batches of a step; None: the batch was not cut
+    annotated: Mapping[str, str]  # parameter -> the user's line
+    search: Search | None
+    pipelining: Pipelining | None
+
+    is_attached = False
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.decisions.mesh
+
+    @property
+    def microbatches(self) -> int:
+        return self.slices or 1
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """The layout of every parameter and buffer by its name, of every value by its node's."""
+        return {name: type_.layout for name, type_ in self.types.items()}
+
+    @property
+    def cost(self) -> NoReturn:
+        raise self._without_model("its cost")
+
+    @property
+    def memory(self) -> NoReturn:
+        raise self._without_model("its memory")
+
+    @property
+    def program(self) -> NoReturn:
+        raise self._without_model("its program")
+
+    def explain(self, name: str) -> NoReturn:
+        raise self._without_model(f"an explanation of {name}")
+
+    def movements(self) -> NoReturn:
+        raise self._without_model("its movements")
+
+    def diff(self, other: Plan | SavedPlan) -> PlanDiff:
+        """Two plans side by side."""
+        return compare(self, other)
+
+    @classmethod
+    def of(cls, plan: Plan) -> SavedPlan:
+        """What of a plan goes to disk."""
+        wishes = plan.wishes.parameters if plan.wishes is not None else {}
+        return cls(
+            decisions=plan.decisions,
+            cluster=plan.cluster,
+            fingerprint=plan.fingerprint,
+            types=plan.types,
+            mode=plan.mode,
+            limit=plan.limit,
+            slices=None if plan.batches is None else plan.batches.count,
+            annotated={name: wish.source for name, wish in wishes.items()},
+            search=plan.search,
+            pipelining=plan.pipelining,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, with everything that `from_json` wants."""
+        shown = self.types.keys() - self.decisions.placeholders.keys()
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "mode": self.mode,
+            "memory_limit": self.limit,
+            "microbatches": self.slices,
+            "decisions": decisions_to_json(self.decisions, self.types),
+            "cluster": self.cluster.to_json(),
+            "pipeline": None if self.pipelining is None else self.pipelining.data(),
+            "search": None if self.search is None else self.search.to_json(),
+            "annotated": dict(self.annotated),
+            "types": {name: str(type_) for name, type_ in self.types.items() if name in shown},
+            "model": self.fingerprint.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, data: Any, source: str = "the data") -> SavedPlan:
+        """The plan that `data` describes; `source` says where it came from."""
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise InvalidInput(
+                "a plan file is one that plan.save() wrote",
+                got=f"{source}, which holds something else",
+                remedy="save a plan with plan.save(path), or `autopar plan ... --out path`",
+            )
+        if data.get("version") != VERSION:
+            raise InvalidInput(
+                f"this autopar reads plans of version {VERSION}",
+                got=f"{source} of version {data.get('version')!r}",
+                remedy="make the plan again with this version",
+            )
+        try:
+            saved = cls._read(data)
+            saved._validate()
+        except AutoparError as error:
+            raise _malformed(source, f"{error.rule}: {error.got}") from error
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            missing = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise _malformed(source, missing) from error
+        return saved
+
+    @classmethod
+    def _read(cls, data: Mapping[str, Any]) -> SavedPlan:
+        stored = data["decisions"]
+        types = {**stored["placeholders"], **data["types"]}
+        pipeline, search = data["pipeline"], data["search"]
+        return cls(
+            decisions=decisions_from_json(stored),
+            cluster=Cluster.from_json(data["cluster"]),
+            fingerprint=Fingerprint.from_json(data["model"]),
+            types={name: TensorType.parse(text) for name, text in types.items()},
+            mode=data["mode"],
+            limit=data["memory_limit"],
+            slices=data["microbatches"],
+            annotated=data["annotated"],
+            search=None if search is None else Search.from_json(search),
+            pipelining=None if pipeline is None else Pipelining.from_data(pipeline),
+        )
+
+    def _validate(self) -> None:
+        """Refuse layouts that do not fit their tensors or the mesh."""
+        for type_ in self.types.values():
+            type_.layout.validate(type_.shape, self.mesh)
+        for layout in self.decisions.placeholders.values():
+            layout.validate((0,) * layout.ndim, self.mesh)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file; equal plans give equal files."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1, sort_keys=False) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> SavedPlan:
+        """Read what `save` wrote."""
+        try:
+            data = json.loads(Path(path).read_text())
+        except OSError as error:
+            raise InvalidInput(
+                "a plan file can be read",
+                got=f"{path}: {error.strerror}",
+                remedy="give the path of a file that plan.save() wrote",
+            ) from None
+        except ValueError as error:
+            raise _malformed(str(path), f"no JSON: {error}") from None
+        return cls.from_json(data, str(path))
+
+    def attach(
+        self, model: nn.Module, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Plan:
+        """The plan of this very model: another model, shape or torch is refused by name."""
+        captured = capture(model, args, dict(kwargs or {}))
+        differences = fingerprint_of(captured).differences(self.fingerprint)
+        if differences:
+            raise InvalidInput(
+                "a plan is for one model, with inputs of one shape, on one torch",
+                got="\n".join(differences),
+                remedy="give what the plan was made for, or make a plan for this",
+            )
+        batches = None if self.slices is None else cut_batch(captured, self.slices)
+        captured = captured if batches is None else batches.captured
+        for node in captured.graph.nodes:
+            strategy = self.decisions.strategies.get(node.name)
+            if strategy is None:
+                continue
+            rule = rule_of(node)
+            unknown = {f for f, _ in strategy.cuts} - set(rule.factors if rule else ())
+            if rule is None or unknown:
+                raise InvalidInput(
+                    "the strategies of a plan are such as the rules of its operators allow",
+                    got=f"{strategy} for {node.name}, whose rule is {rule and rule.text!r}",
+                    remedy="register the rules that the plan was made with, or make it again",
+                    source=node.meta["source"],
+                )
+            rule.validate(strategy, self.mesh, node.meta["source"])
+        marked = read_wishes(captured, self.mesh, {})
+        names = {name: placeholder for placeholder, name in captured.parameters.items()}
+        parameters = {
+            name: Wish(self.decisions.placeholders[names[name]], source)
+            for name, source in self.annotated.items()
+        }
+        return Plan(
+            captured,
+            self.decisions,
+            ClusterPrice(self.cluster, self.mesh),
+            self.cluster,
+            self.search,
+            batches,
+            self.pipelining,
+            mode=self.mode,
+            limit=self.limit,
+            wishes=Wishes(marked.values, parameters, marked.inputs, marked.bound),
+        )
+
+    def _without_model(self, what: str) -> InvalidInput:
+        return InvalidInput(
+            "what depends on the model is computed for the model, and never saved",
+            got=f"{what} of a plan without its model",
+            remedy="attach it: Plan.load(path).attach(model, args, kwargs)",
+        )
+
+    def __str__(self) -> str:
+        return saved_text(self)
+
+
+def _malformed(source: str, what: str) -> InvalidInput:
+    return InvalidInput(
+        "a plan file is as plan.save() wrote it",
+        got=f"{source}: {what}",
+        remedy="save the plan again",
+    )
