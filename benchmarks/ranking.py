@@ -1,0 +1,244 @@
+"""Is the cost model's ranking real? Predicted against measured steps of many plans.
+
+    torchrun --nproc-per-node 2 benchmarks/ranking.py [--rounds 15]
+
+Three models, each under several plans made by hand and under the automatic one, on this machine
+with `Cluster.local`. What is timed: forward and backward of one global batch, the slowest rank,
+every round running each plan of a model once in turning order; medians. One line of JSON a plan,
+one a model (is the automatic plan the fastest, or how far from it?), and one with the rank
+correlation of predicted and measured over all plans, and the median relative error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from gpt import GPT, Sizes, batch, gpt
+from torch import Tensor, nn
+
+import autopar as ap
+
+Annotate = Callable[[nn.Module], object]
+
+
+class Classifier(nn.Module):
+    """A small body and a large last layer."""
+
+    def __init__(self, width: int, classes: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(torch.relu(self.body(x))), target)
+
+
+class MLP(nn.Module):
+    """Wide layers between narrow ends."""
+
+    def __init__(self, width: int, hidden: int, layers: int) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(width, hidden) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(hidden, width) for _ in range(layers))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        for up, down in zip(self.up, self.down):
+            x = x + down(torch.relu(up(x)))
+        return nn.functional.mse_loss(x, target)
+
+
+def columns_and_rows(model: nn.Module) -> None:
+    """Megatron's cut of every pair of layers."""
+    for name, module in model.named_modules():
+        last = name.split(".")[-1] if not name.split(".")[-1].isdigit() else name.split(".")[-2]
+        if last in ("qkv", "up") and isinstance(module, nn.Linear):
+            ap.shard(module, params={"weight": ("tp", None), "bias": ("tp",)})
+        elif last in ("out", "down") and isinstance(module, nn.Linear):
+            ap.shard(module, params={"weight": (None, "tp")})
+
+
+def sequence(model: nn.Module) -> None:
+    """Megatron's cut, with the sequence cut between."""
+    columns_and_rows(model)
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            ap.shard(module, ((None, "tp", None),))
+
+
+def vocabulary(model: nn.Module) -> None:
+    """Only the head cut, by classes; the rest replicated."""
+    head = model.head
+    assert isinstance(head, nn.Linear)
+    ap.shard(head, params={"weight": ("tp", None)})
+
+
+def columns_only(model: nn.Module) -> None:
+    """Every linear layer cut by columns, its output gathered."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            ap.shard(module, params={"weight": ("tp", None)})
+            ndim = 3 if isinstance(model, GPT) else 2
+            ap.shard(module, out_strategy=((None,) * ndim,))
+
+
+def stored(model: nn.Module) -> None:
+    """The batch cut, weights stored cut and gathered at use."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            ap.shard(module, params={"weight": ("tp", None)})
+    first = next(m for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding))
+    ndim = 2
+    ap.shard(first, (("tp", *(None,) * (ndim - 1)),))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, its batch, and the plans that are made of it by hand."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    args: tuple[Tensor, ...]
+    plans: dict[str, tuple[str, Annotate | None]]  # name -> mode, annotations
+
+
+def subjects() -> list[Subject]:
+    """Three models whose best plans differ."""
+    sizes = Sizes(hidden=256, heads=8, sequence=128, batch=8)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        def made() -> nn.Module:
+            torch.manual_seed(0)
+            return make()
+
+        return made
+
+    targets = torch.randint(0, 20000, (64,), generator=generator)
+    return [
+        Subject(
+            "gpt",
+            lambda: gpt(sizes),
+            batch(sizes),
+            {
+                "data": ("data", None),
+                "megatron": ("propagate", columns_and_rows),
+                "megatron, sequence": ("propagate", sequence),
+                "columns gathered": ("propagate", columns_only),
+                "stored cut": ("propagate", stored),
+            },
+        ),
+        Subject(
+            "classifier",
+            seeded(lambda: Classifier(256, 20000)),
+            (random(64, 256), targets),
+            {
+                "data": ("data", None),
+                "classes cut": ("propagate", vocabulary),
+                "columns gathered": ("propagate", columns_only),
+                "stored cut": ("propagate", stored),
+            },
+        ),
+        Subject(
+            "mlp",
+            seeded(lambda: MLP(512, 2048, 3)),
+            (random(256, 512), random(256, 512)),
+            {
+                "data": ("data", None),
+                "megatron": ("propagate", columns_and_rows),
+                "columns gathered": ("propagate", columns_only),
+                "stored cut": ("propagate", stored),
+            },
+        ),
+    ]
+
+
+def measure(modules: list[ap.ParallelModule], args: tuple[Tensor, ...], rounds: int) -> list[float]:
+    """Median seconds of a step of each module, the slowest rank of each round."""
+    times: list[list[float]] = [[] for _ in modules]
+    for turn in range(-2, rounds):
+        for offset in range(len(modules)):
+            index = (turn + offset) % len(modules)
+            modules[index].zero_grad(set_to_none=True)
+            dist.barrier()
+            started = time.perf_counter()
+            modules[index].step(*args)
+            taken = torch.tensor([time.perf_counter() - started])
+            dist.all_reduce(taken, dist.ReduceOp.MAX)
+            if turn >= 0:
+                times[index].append(float(taken))
+    return [statistics.median(series) for series in times]
+
+
+def rank_correlation(first: list[float], second: list[float]) -> float:
+    """Spearman's: the correlation of the places."""
+
+    def places(values: list[float]) -> list[float]:
+        order = sorted(range(len(values)), key=values.__getitem__)
+        return [float(order.index(index)) for index in range(len(values))]
+
+    return statistics.correlation(places(first), places(second))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    rounds = parser.parse_args().rounds
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    cluster = ap.Cluster.local(dist.get_world_size())
+    mesh = ap.Mesh(tp=dist.get_world_size())
+    predicted, measured, names = [], [], []
+    for subject in subjects():
+        plans = {}
+        for name, (mode, annotate) in subject.plans.items():
+            model = subject.make()
+            if annotate is not None:
+                annotate(model)
+            plans[name] = model, ap.plan(model, subject.args, cluster=cluster, mesh=mesh, mode=mode)
+        model = subject.make()
+        plan = ap.plan(model, subject.args, cluster=cluster, mesh=mesh, mode="auto")
+        plans["automatic"] = model, plan
+        modules = [
+            ap.parallelize(copy.deepcopy(model), subject.args, plan=plan, backend="torch")
+            for model, plan in plans.values()
+        ]
+        seconds = measure(modules, subject.args, rounds)
+        for (name, (_, plan)), step in zip(plans.items(), seconds):
+            predicted.append(plan.cost.seconds)
+            measured.append(step)
+            names.append(f"{subject.name}: {name}")
+            _say(plan=names[-1], predicted=plan.cost.seconds, measured=step)
+        _say(
+            model=subject.name,
+            automatic_over_fastest=seconds[-1] / min(seconds),
+            rank_correlation=rank_correlation(predicted[-len(plans) :], seconds),
+        )
+    errors = [abs(math.log(p / m)) for p, m in zip(predicted, measured)]
+    _say(
+        ranks=dist.get_world_size(),
+        plans=len(names),
+        rank_correlation=rank_correlation(predicted, measured),
+        median_relative_error=math.exp(statistics.median(errors)) - 1,
+    )
+    dist.destroy_process_group()
+
+
+def _say(**figures: object) -> None:
+    if dist.get_rank() == 0:
+        print(json.dumps(figures), flush=True)
+
+
+if __name__ == "__main__":
+    main()
