@@ -102,7 +102,5 @@ def outputs(case: Case) -> dict[str, tuple[int, ...]]:
 
 
 def _cut(module: nn.Module, dim: int, axes: Axes) -> None:
-    weight = module.weight
-    ap.shard(
-        module, params={"weight": tuple(axes if d == dim else None for d in range(weight.ndim))}
-    )
+    ndim = module.get_parameter("weight").ndim
+    ap.shard(module, params={"weight": tuple(axes if d == dim else None for d in range(ndim))})

@@ -23,6 +23,7 @@ import autopar as ap
 from tests.models import Case
 
 TOLERANCE = 1e-9
+FLOOR = 1e-4
 STEPS = 3
 Tensors = Mapping[str, Tensor]
 
@@ -74,16 +75,18 @@ def parallel_outcome(module: ap.ParallelModule, case: Case, steps: int = STEPS) 
     return _train(step, module.parameters(), grads, module.full_state_dict, steps)
 
 
-def assert_equal(actual: Outcome, expected: Outcome, tolerance: float = TOLERANCE) -> None:
+def assert_equal(
+    actual: Outcome, expected: Outcome, tolerance: float = TOLERANCE, floor: float = FLOOR
+) -> None:
     """Everything that training left agrees; the message lists what does not."""
     wrong = [
         f"loss of step {index}: {float(one)!r}, expected {float(other)!r}"
         for index, (one, other) in enumerate(zip(actual.losses, expected.losses))
         if not abs(float(one) - float(other)) <= tolerance * abs(float(other))
     ]
-    floor = 1e-4 * max((float(grad.abs().max()) for grad in expected.grads.values()), default=1.0)
-    wrong += _differences("gradient", actual.grads, expected.grads, tolerance, floor)
-    wrong += _differences("state", actual.state, expected.state, tolerance, 1e-4)
+    largest = max((float(grad.abs().max()) for grad in expected.grads.values()), default=1.0)
+    wrong += _differences("gradient", actual.grads, expected.grads, tolerance, floor * largest)
+    wrong += _differences("state", actual.state, expected.state, tolerance, floor)
     assert not wrong, "\n".join(wrong)
 
 

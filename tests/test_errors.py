@@ -354,5 +354,6 @@ def test_operators_without_rules_are_said_once_and_run_replicated() -> None:
 
 
 def test_numbers_of_numpy_and_lists_are_welcome() -> None:
-    model = product([[np.int64(1), 1], [1, np.int64(4)]])  # type: ignore[list-item]
-    assert parallel(model, mesh=Mesh(d=np.int64(4))).plan.layouts["weight"].dims[1] == ("d",)
+    model = product([[np.int64(1), 1], [1, np.int64(4)]])
+    mesh = Mesh(d=np.int64(4))  # type: ignore[arg-type]
+    assert parallel(model, mesh=mesh).plan.layouts["weight"].dims[1] == ("d",)

@@ -1,0 +1,243 @@
+"""A parallel module in the ways that people use modules; an annotated model without it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar as ap
+from autopar import Mesh, shard
+from tests import models
+from tests.annotations import megatron, sequence, vocabulary
+from tests.models import Case
+from tests.parity import assert_equal, assert_parity, parallel_outcome, relative, single_outcome
+
+D2 = Mesh(d=2)
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = shard(nn.Linear(4, 6), ((None, None),), params={"weight": ("d", None)})
+        self.down = shard(nn.Linear(6, 3), None, ((None, None),))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = shard(torch.relu(self.up(x)), (None, "d"))
+        return self.down(x).square().mean()
+
+
+@dataclass
+class Result:
+    loss: Tensor
+    features: Tensor
+
+
+torch.export.register_dataclass(Result)
+
+
+def random(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def case_of(model: nn.Module, *args: Any, **kwargs: Any) -> Case:
+    return Case("case", model.double(), args, kwargs)
+
+
+def test_an_annotated_model_runs_unchanged() -> None:
+    torch.manual_seed(0)
+    annotated = Two().double()
+    plain = nn.Sequential(annotated.up, nn.ReLU(), annotated.down)
+    assert torch.equal(annotated(random(8, 4)), plain(random(8, 4)).square().mean())
+    assert list(annotated.state_dict()) == ["up.weight", "up.bias", "down.weight", "down.bias"]
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_annotations_survive_copies_and_pickles(again: Any) -> None:
+    model = again(Two().double())
+    module = assert_parity(case_of(model, random(8, 4)), D2)
+    assert str(module.plan.layouts["up.weight"]) == "[@d, _]"
+
+
+def test_an_annotated_model_compiles() -> None:
+    model = Two().double()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(random(8, 4)), model(random(8, 4)))
+
+
+def test_a_parallel_module_is_not_copied() -> None:
+    module = ap.parallelize(Two().double(), (random(8, 4),), mesh=D2)
+    for act in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(ap.InvalidInput, match="bound to the ranks"):
+            act(module)
+
+
+def test_it_is_called_and_differentiated_like_the_model() -> None:
+    case = megatron(models.gpt(layers=1))
+    module = ap.parallelize(case.model, case.args, mesh=Mesh(dp=2, tp=2), check=True)
+    loss, logits = module(*case.args)
+    (loss + logits.square().mean()).backward()
+    single = case.fresh()
+    loss, logits = single.run()
+    (loss + logits.square().mean()).backward()
+    for name, parameter in single.model.named_parameters():
+        assert parameter.grad is not None
+        assert relative(module.full_grads()[name], parameter.grad, 1e-4) < 1e-9
+
+
+def test_gradients_add_up_over_steps() -> None:
+    case = models.mlp()
+    module = ap.parallelize(case.model, case.args, mesh=D2)
+    module.step(*case.args)
+    once = {name: grad.clone() for name, grad in module.full_grads().items()}
+    module.step(*case.args)
+    for name, grad in module.full_grads().items():
+        torch.testing.assert_close(grad, 2 * once[name], rtol=1e-12, atol=0)
+
+
+def test_state_of_the_model_is_loaded() -> None:
+    module = ap.parallelize(Two().double(), (random(8, 4),), mesh=D2)
+    other = Two().double()
+    module.load_state_dict(other.state_dict())
+    torch.testing.assert_close(module(random(8, 4)), other(random(8, 4)))
+
+
+class Structured(nn.Module):
+    """Inputs by keyword, in a dict; outputs in a structure with things that are no tensors."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(4, 4)
+
+    def forward(self, *, batch: dict[str, Any]) -> Any:
+        features = self.linear(batch["x"]) * batch["scale"]
+        loss = features.square().mean()
+        if self.kind == "dict":
+            return {"features": features, "loss": loss, "count": 3, "nothing": None}
+        return Result(loss, features)
+
+
+@pytest.mark.parametrize("kind", ["dict", "dataclass"])
+def test_structures_go_in_and_out(kind: str) -> None:
+    model, batch = Structured(kind).double(), {"x": random(8, 4), "scale": 2}
+    module = ap.parallelize(model, kwargs={"batch": batch}, mesh=D2, check=True)
+    parallel, single = module(batch=batch), model(batch=batch)
+    assert type(parallel) is type(single)
+    if kind == "dict":
+        assert (parallel["count"], parallel["nothing"]) == (3, None)
+        parallel, single = Result(parallel["loss"], parallel["features"]), single
+        single = Result(single["loss"], single["features"])
+    torch.testing.assert_close(parallel.loss, single.loss)
+    torch.testing.assert_close(parallel.features, single.features)
+    torch.testing.assert_close(module.step(batch=batch), single.loss.detach())
+
+
+class Uneven(nn.Module):
+    """Frozen, unused, shared and scalar parameters, buffers of all kinds, a module run twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = shard(nn.Linear(4, 4), params={"weight": ("d", None)})
+        self.norm = nn.BatchNorm1d(4)
+        self.frozen = shard(nn.Linear(4, 4), params={"weight": (None, "d")}).requires_grad_(False)
+        self.unused = shard(nn.Linear(3, 3), params={"weight": ("d", None)})
+        self.matrix = nn.Parameter(random(4, 4))
+        self.scale = nn.Parameter(torch.tensor(0.3))
+        self.register_buffer("shift", random(4))
+        self.register_buffer("fleeting", random(4), persistent=False)
+        self.register_buffer("idle", random(2))
+
+    def forward(self, x: Tensor, unused: Tensor) -> Tensor:
+        x = self.linear(self.norm(self.linear(self.norm(x))))
+        x = self.frozen(x @ self.matrix @ self.matrix.T) * self.shift * self.fleeting
+        return (x * self.scale.exp() + self.matrix.sum(0)).pow(3).mean()
+
+
+def test_parameters_and_buffers_of_every_kind() -> None:
+    case = case_of(Uneven(), random(8, 4), random(3, 2))
+    module = assert_parity(case, D2)
+    assert list(module.full_state_dict()) == list(case.model.state_dict())
+    assert {n for n, p in module.named_parameters() if not p.requires_grad} == {
+        "frozen.weight",
+        "frozen.bias",
+    }
+
+
+class Alone(nn.Module):
+    """No inputs at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(random(4, 4))
+        shard(self, params={"weight": ("d", None)})
+
+    def forward(self) -> Tensor:
+        return self.weight.square().sum()
+
+
+def test_a_model_without_inputs() -> None:
+    assert_parity(case_of(Alone()), D2)
+
+
+def test_the_batch_on_another_dim() -> None:
+    class Second(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(shard(x, (None, "d", None))).square().mean()
+
+    module = assert_parity(case_of(Second(), random(3, 8, 4)), D2)
+    assert str(module.plan.layouts["x"]) == "[_, @d, _]"
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(d=1)], ids=str)
+def test_one_rank_moves_nothing(mesh: Mesh) -> None:
+    module = assert_parity(models.mlp(), mesh)
+    assert module.plan.movements() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_lower_precision(name: str, dtype: torch.dtype) -> None:
+    case = vocabulary(megatron(models.ZOO[name](layers=1)))
+    case.model.to(dtype)
+    module = ap.parallelize(case.model, case.args, case.kwargs, mesh=Mesh(dp=2, tp=2), check=True)
+    tolerance = 200 * torch.finfo(dtype).eps
+    actual, expected = parallel_outcome(module, case, 1), single_outcome(case.fresh(), 1)
+    assert_equal(actual, expected, tolerance, floor=1e-2)
+
+
+def test_a_rule_with_a_wrong_shape_is_caught_where_it_is() -> None:
+    @torch.library.custom_op("tests_module::halve", mutates_args=())
+    def halve(x: Tensor) -> Tensor:
+        return x[: len(x) // 2].clone()
+
+    halve.register_fake(lambda x: torch.empty_like(x[: len(x) // 2]))
+    ap.register_rule(halve, "n c -> m c")
+
+    class Halves(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return halve(shard(x, ("d", None)))
+
+    module = ap.parallelize(Halves(), (random(8, 4),), mesh=D2, check=True)
+    with pytest.raises(ap.AutoparError, match="every rank's piece has the shape") as caught:
+        module(random(8, 4))
+    assert "halve(shard(x" in (caught.value.source or "")
+
+
+def test_gradients_that_are_not_summed_are_caught_where_they_are() -> None:
+    case = sequence(megatron(models.gpt(layers=1)))
+    plan = ap.plan(case.model, case.args, mesh=Mesh(tp=2), mode="propagate")
+    gather = next(n for n in plan.program.graph.nodes if n.name == "all_gather")
+    gather.meta["movement"] = replace(gather.meta["movement"], pending=False)
+    module = ap.parallelize(case.model, case.args, plan=plan, check=True)
+    with pytest.raises(ap.AutoparError, match="differ in the gradient of all_gather"):
+        module.step(*case.args)
