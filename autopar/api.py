@@ -14,10 +14,13 @@ from torch import nn
 
 from autopar.errors import InvalidInput
 from autopar.planning import plan as make_plan
+from autopar.runtime.agreement import agree, require_equal
 from autopar.runtime.distributed import TorchBackend
 from autopar.runtime.distributed_pipeline import TorchPipeline
+from autopar.runtime.groups import enter_world
 from autopar.runtime.module import Backend, ParallelModule
 from autopar.runtime.plan import Plan
+from autopar.runtime.saved import SavedPlan
 from autopar.runtime.virtual import VirtualBackend
 from autopar.runtime.virtual_pipeline import VirtualPipeline
 
@@ -29,7 +32,7 @@ def parallelize(
     args: tuple = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    plan: Plan | None = None,
+    plan: Plan | SavedPlan | None = None,
     backend: str | None = None,
     local_inputs: bool = False,
     check: bool = False,
@@ -38,7 +41,8 @@ def parallelize(
     """The same model as a parallel program.
 
     `args` and `kwargs` are an example of one global batch. `backend` is "virtual" (all ranks in
-    this process) or "torch" (this process is one rank; the default under torchrun). Everything
+    this process) or "torch" (this process is one rank; the default under torchrun). `plan` is one
+    that `plan()` made, or one from a file; on several ranks that of rank 0 holds. Everything
     else is as in `plan`. `local_inputs`: each rank will bring its own slice of the inputs.
     `check`: on the virtual mesh, see at every value that ranks which should agree do.
     """
@@ -48,16 +52,12 @@ def parallelize(
             got=repr(backend),
             remedy='backend="virtual"',
         )
-    if plan is None:
-        plan = make_plan(model, args, kwargs, **options)
-    elif options:
+    if plan is not None and options:
         raise InvalidInput(
             "a finished plan leaves nothing to decide",
             got=f"plan= together with {', '.join(options)}",
             remedy="give these to plan() instead",
         )
-    else:
-        _require_same_model(model, plan)
     if backend is None:
         backend = "torch" if dist.is_initialized() or dist.is_torchelastic_launched() else "virtual"
     if backend == "virtual" and local_inputs:
@@ -66,21 +66,51 @@ def parallelize(
             got='local_inputs=True with backend="virtual"',
             remedy="hand the global batch to the virtual mesh",
         )
-    if local_inputs and plan.batches is not None:
-        raise InvalidInput(
-            "a step in micro-batches cuts the global batch, which every rank is given",
-            got=f"local_inputs=True with {plan.microbatches} micro-batches",
-            remedy="hand every rank the global batch, or microbatches=1",
-        )
     if backend == "torch" and check:
         raise InvalidInput(
             "all ranks can be compared where one process holds them",
             got='check=True with backend="torch"',
             remedy='backend="virtual", which runs the same program',
         )
+    decided = _decide(model, args, kwargs, plan, options, backend)
+    if local_inputs and decided.batches is not None:
+        raise InvalidInput(
+            "a step in micro-batches cuts the global batch, which every rank is given",
+            got=f"local_inputs=True with {decided.microbatches} micro-batches",
+            remedy="hand every rank the global batch, or microbatches=1",
+        )
     return ParallelModule(
-        model, plan.program, plan, _backend(backend, plan, model, local_inputs, check)
+        model, decided.program, decided, _backend(backend, decided, model, local_inputs, check)
     )
+
+
+def _decide(
+    model: nn.Module,
+    args: tuple,
+    kwargs: Mapping[str, Any] | None,
+    given: Plan | SavedPlan | None,
+    options: Mapping[str, Any],
+    backend: str,
+) -> Plan:
+    """The plan that this process carries out; on several ranks that of rank 0."""
+
+    def attach(plan: Plan | SavedPlan) -> Plan:
+        if isinstance(plan, SavedPlan):
+            return plan.attach(model, args, kwargs)
+        _require_same_model(model, plan)
+        return plan
+
+    def make() -> Plan:
+        return make_plan(model, args, kwargs, **options) if given is None else attach(given)
+
+    def follow(first: SavedPlan) -> Plan:
+        return attach(first) if given is None else require_equal(attach(given), first)
+
+    if backend == "torch":
+        enter_world()
+        if dist.get_world_size() > 1:
+            return agree(make, follow)
+    return make()
 
 
 def _backend(name: str, plan: Plan, model: nn.Module, local_inputs: bool, check: bool) -> Backend:

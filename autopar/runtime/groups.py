@@ -33,8 +33,8 @@ class Groups:
         return self._groups[axes]
 
 
-def join_world(mesh: Mesh) -> torch.device:
-    """Make sure that this process is a rank of a world as large as `mesh`; its device."""
+def enter_world() -> torch.device:
+    """Make sure that this process is a rank of a world; its device."""
     if not dist.is_available() or not (dist.is_initialized() or dist.is_torchelastic_launched()):
         raise InvalidInput(
             'backend="torch" runs under torch.distributed',
@@ -44,6 +44,12 @@ def join_world(mesh: Mesh) -> torch.device:
     device = _own_device()
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
+def join_world(mesh: Mesh) -> torch.device:
+    """Make sure that this process is a rank of a world as large as `mesh`; its device."""
+    device = enter_world()
     if dist.get_world_size() != mesh.size:
         raise InvalidInput(
             "a mesh has as many ranks as the world",
