@@ -11,6 +11,9 @@ from types import ModuleType
 
 COMMANDS = {
     "demo": "autopar.commands.demo",
+    "plan": "autopar.commands.plan",
+    "explain": "autopar.commands.explain",
+    "diff": "autopar.commands.diff",
     "simulate": "autopar.pipeline.command",
     "doctor": "autopar.commands.doctor",
 }

@@ -233,4 +233,7 @@ def _states(built: Built, choice: Sequence[int]) -> float:
 def _bytes(count: float | None) -> str:
     if count is None:
         return "no limit"
-    return f"{count / 1e9:.4g} GB" if count >= 1e8 else f"{count / 1e6:.4g} MB"
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.4g} {name}"
+    return f"{count:.0f} bytes"

@@ -1,0 +1,172 @@
+"""Arguments that several commands share: the model, the machines, the mesh, an amount of memory.
+
+A model comes from a function of the user's, `file.py:function` or `package.module:function`, which
+returns (model, args) or (model, args, kwargs). The model may be on the meta device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from autopar.cluster import Cluster
+from autopar.errors import AutoparError, InvalidInput
+from autopar.mesh import Mesh
+from autopar.runtime.plan import Plan
+from autopar.runtime.saved import SavedPlan
+
+_UNITS = {"": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+_UNITS |= {"KIB": 2.0**10, "MIB": 2.0**20, "GIB": 2.0**30, "TIB": 2.0**40}
+SPEC = "file.py:function or package.module:function"
+
+
+class Call(NamedTuple):
+    """A model, and an example of a global batch."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def add_model(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    """`--model`, for commands that may do without."""
+    parser.add_argument(
+        "--model",
+        metavar="SPEC",
+        required=required,
+        help=f"{SPEC}, which returns (model, args, kwargs)",
+    )
+
+
+def load_call(spec: str) -> Call:
+    """The model and inputs that the function named by `spec` makes."""
+    place, colon, name = spec.rpartition(":")
+    if not colon or not place or not name:
+        raise InvalidInput(
+            f"a model is given as {SPEC}", got=repr(spec), remedy="examples/models.py:gpt"
+        )
+    module = _import(place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        close = difflib.get_close_matches(name, known, 3) or known[:5]
+        raise InvalidInput(
+            "a model comes from a function of its module",
+            got=f"{name!r}, which {place} has not",
+            remedy=f"it has {', '.join(close) or 'none'}",
+        )
+    try:
+        made = function()
+    except AutoparError:
+        raise
+    except Exception as error:
+        raise _failed(f"{place}:{name}()", error) from error
+    if isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
+        model, args, kwargs = (*made, {}) if len(made) == 2 else made
+        if isinstance(args, tuple | list) and isinstance(kwargs, Mapping):
+            return Call(model, tuple(args), dict(kwargs))
+    raise InvalidInput(
+        "the function of a model returns (model, args) or (model, args, kwargs)",
+        got=f"{type(made).__name__} from {spec}",
+        remedy="return model, (ids,), {'labels': labels}",
+    )
+
+
+def load_plan(path: str, spec: str | None) -> Plan | SavedPlan:
+    """A plan from a file, attached to its model if one is given."""
+    saved = Plan.load(path)
+    return saved if spec is None else saved.attach(*load_call(spec))
+
+
+def read_cluster(text: str, nodes: int | None) -> Cluster:
+    """A preset by name, or a TOML file."""
+    if text.endswith(".toml"):
+        if nodes is not None:
+            raise InvalidInput(
+                "a cluster file says itself how many nodes there are",
+                got=f"--nodes {nodes} with {text}",
+                remedy="leave out --nodes, or change count in the file",
+            )
+        return Cluster.load(text)
+    return Cluster.preset(text, nodes=1 if nodes is None else nodes)
+
+
+def read_mesh(text: str | None) -> Mesh | None:
+    """`dp=2,tp=4`."""
+    if text is None:
+        return None
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = part.strip().partition("=")
+        if not equals or not name.isidentifier() or not size.isdigit() or name in sizes:
+            raise InvalidInput(
+                "a mesh is given as its axes with their sizes",
+                got=repr(text),
+                remedy="--mesh dp=2,tp=4",
+            )
+        sizes[name] = int(size)
+    return Mesh(**sizes)
+
+
+def read_bytes(text: str | None) -> float | None:
+    """`40GB`, `512MiB` or a number of bytes."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
+    if match is None or match[2].upper() not in _UNITS or float(match[1]) == 0:
+        raise InvalidInput(
+            "an amount of memory is a number with its unit",
+            got=repr(text),
+            remedy="40GB, 512MiB, or a number of bytes",
+        )
+    return float(match[1]) * _UNITS[match[2].upper()]
+
+
+def _import(place: str) -> ModuleType:
+    try:
+        if place.endswith(".py"):
+            return _import_file(Path(place))
+        if "" not in sys.path and str(Path.cwd()) not in sys.path:
+            sys.path.insert(0, str(Path.cwd()))
+        return importlib.import_module(place)
+    except AutoparError:
+        raise
+    except Exception as error:
+        raise _failed(f"import of {place}", error) from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise InvalidInput(
+            "a model's file exists", got=str(path), remedy=f"give {SPEC}, from where you are"
+        )
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if str(path.parent.resolve()) not in sys.path:  # for what lies beside it
+        sys.path.insert(0, str(path.parent.resolve()))
+    spec.loader.exec_module(module)
+    return module
+
+
+def _failed(what: str, error: Exception) -> InvalidInput:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return InvalidInput(
+        "the user's function builds the model without an error",
+        got=f"{what} raised {type(error).__name__}: {error}",
+        remedy="mend it there",
+        source=f"{last.filename}:{last.lineno}: {last.line}",
+    )

@@ -1,0 +1,64 @@
+"""The command `autopar plan`: find where every tensor of a model lives, without running it.
+
+autopar plan examples/models.py:gpt --cluster dgx-h100 --nodes 2 --out plan.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from typing import Any
+
+from autopar.commands.arguments import SPEC, load_call, read_bytes, read_cluster, read_mesh
+from autopar.errors import InvalidInput
+from autopar.planning import MODES, plan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `autopar plan` takes."""
+    parser.add_argument("model", metavar="SPEC", help=f"{SPEC}, returns (model, args, kwargs)")
+    parser.add_argument(
+        "--cluster", default="dgx-h100", help="a preset or a TOML file (default: dgx-h100)"
+    )
+    parser.add_argument("--nodes", type=int, help="nodes of a preset (default: 1)")
+    parser.add_argument("--mesh", help="dp=2,tp=4 (default: all meshes are tried)")
+    parser.add_argument("--mode", choices=MODES, default="auto", help="default: auto")
+    parser.add_argument("--memory", help="40GB of each device (default: what it has)")
+    parser.add_argument("--microbatches", type=int, default=1, help="of a step (default: 1)")
+    parser.add_argument("--schedule", help="of a pipeline, for a mesh with an axis pp")
+    parser.add_argument("--out", metavar="FILE", help="save the plan as JSON")
+    parser.add_argument("--json", action="store_true", help="print the plan's figures as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan, print, save."""
+    cluster = read_cluster(arguments.cluster, arguments.nodes)
+    options: dict[str, Any] = {
+        "cluster": cluster,
+        "mesh": read_mesh(arguments.mesh),
+        "mode": arguments.mode,
+        "memory": read_bytes(arguments.memory),
+        "microbatches": arguments.microbatches,
+        "schedule": arguments.schedule,
+    }
+    model, args, kwargs = load_call(arguments.model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what runs replicated is part of the page
+        made = plan(model, args, kwargs, progress=None if arguments.json else True, **options)
+    if arguments.out is not None:
+        try:
+            made.save(arguments.out)
+        except OSError as error:
+            raise InvalidInput(
+                "the plan's file can be written",
+                got=f"{arguments.out}: {error.strerror}",
+                remedy="give another path for --out",
+            ) from None
+    if arguments.json:
+        print(json.dumps(made.to_json()))
+    else:
+        print(made)
+        if arguments.out is not None:
+            print(f"saved to {arguments.out}")
+    return 0

@@ -1,0 +1,78 @@
+"""Models for the command line, built on the meta device: they have shapes and no data.
+
+    python -m autopar.cli plan examples/models.py:gpt --cluster dgx-h100 --mesh dp=2,tp=4
+
+Each function returns (model, args, kwargs): what `autopar.plan` takes. `--out plan.json` keeps the
+plan, and `autopar explain plan.json layers.0.up --model examples/models.py:gpt` tells why.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    """Causal attention, then an MLP, each with its residual."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.norm1(x)).unflatten(-1, (self.heads, 3, -1))
+        q, k, v = (part.transpose(1, 2) for part in heads.unbind(3))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Embeddings, blocks and a head; returns the loss."""
+
+    def __init__(self, layers: int, hidden: int, heads: int, sequence: int, vocabulary: int):
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, hidden)
+        self.positions = nn.Parameter(torch.zeros(sequence, hidden))
+        self.layers = nn.ModuleList(Block(hidden, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(hidden)
+        self.head = nn.Linear(hidden, vocabulary, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.positions
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def build(
+    layers: int, hidden: int, heads: int, sequence: int, vocabulary: int, batch: int
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """A GPT in bfloat16 with one global batch, all of it on the meta device."""
+    with torch.device("meta"):
+        model = GPT(layers, hidden, heads, sequence, vocabulary).to(torch.bfloat16)
+        ids = torch.zeros(batch, sequence, dtype=torch.long)
+        labels = torch.zeros(batch, sequence, dtype=torch.long)
+    return model, (ids,), {"labels": labels}
+
+
+def gpt() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """124 million parameters."""
+    return build(layers=12, hidden=768, heads=12, sequence=1024, vocabulary=50304, batch=32)
+
+
+def gpt_xl() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """1.5 billion parameters."""
+    return build(layers=48, hidden=1600, heads=25, sequence=1024, vocabulary=50304, batch=32)
+
+
+def gpt_175b() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """175 billion parameters: planned on a laptop."""
+    return build(layers=96, hidden=12288, heads=96, sequence=2048, vocabulary=51200, batch=64)
