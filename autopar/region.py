@@ -85,11 +85,15 @@ class _Function(nn.Module):
 
     def __init__(self, function: Callable, spec: pytree.TreeSpec) -> None:
         super().__init__()
-        self.function, self.spec = function, spec
+
+        def call(leaves: tuple) -> Any:
+            args, kwargs = pytree.tree_unflatten(leaves, spec)
+            return function(args, kwargs)
+
+        self.call = call  # a closure: torch copies modules deeply, and warns when it copies specs
 
     def forward(self, *leaves: Any) -> Any:
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        return self.function(args, kwargs)
+        return self.call(leaves)
 
 
 def _compile(

@@ -12,6 +12,7 @@ from torch import nn
 
 from autopar.capture.captured import Captured
 from autopar.capture.fingerprint import Fingerprint, fingerprint_of
+from autopar.capture.listing import Listing
 from autopar.cluster import Cluster
 from autopar.collectives import Price
 from autopar.cost.price import ClusterPrice
@@ -121,6 +122,11 @@ class Plan:
             if node.name in self.decisions.fixed
         }
         return {name: found[placeholder] for placeholder, name in named.items()} | found | marked
+
+    @property
+    def graph(self) -> Listing:
+        """The program of all ranks: prints one line a node."""
+        return Listing(self.program.graph)
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:

@@ -1,0 +1,113 @@
+"""The house: imports run one way through the rooms, files stay small, links lead inside."""
+
+from __future__ import annotations
+
+import ast
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+HOUSE = ROOT / "autopar"
+LONGEST = 450  # lines
+
+# A room imports from its own floor and from those below.
+FLOORS = (
+    {"_torch", "cluster", "mesh", "layout", "lines", "errors"},
+    {"strategies", "collectives"},
+    {"capture"},
+    {"cost"},
+    {"search", "passes"},
+    {"inspection", "runtime", "pipeline"},
+    {"report"},
+    {"annotate", "region", "planning", "api", "commands", "cli", "__init__"},
+)
+# Named constructors of a word may lead upwards, where they are called.
+CONSTRUCTORS = {("autopar.cluster", "cost")}
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+FILES = sorted(HOUSE.rglob("*.py"))
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in FILES
+}
+
+
+def room(module: str) -> str:
+    """The room or door of `autopar.room.…`."""
+    return [*module.split("."), "__init__"][1]
+
+
+def imported(path: Path, when_loaded: bool = False) -> set[str]:
+    """The modules of autopar that a file imports; `when_loaded`: not inside functions or for types.
+
+    A name imported from a package counts as the module that has this name, if there is one.
+    """
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        if when_loaded and (
+            isinstance(node, (ast.FunctionDef, ast.Lambda))
+            or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+        ):
+            return
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add(inner if inner in MODULES else node.module)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return {name for name in found if name.split(".")[0] == "autopar"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_run_from_the_doors_to_the_words(module):
+    assert room(module) in FLOOR_OF, "a new room is given its floor here and in ARCHITECTURE.md"
+    for other in imported(MODULES[module]):
+        if (module, room(other)) not in CONSTRUCTORS:
+            assert FLOOR_OF[room(other)] <= FLOOR_OF[room(module)], f"{module} imports {other}"
+
+
+def test_no_circles():
+    loads = {module: imported(path, when_loaded=True) for module, path in MODULES.items()}
+    done: set[str] = set()
+
+    def walk(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path, module))
+        if module not in done:
+            for other in loads.get(module, ()):
+                if other != module and not module.startswith(f"{other}."):
+                    walk(other, (*path, module))
+            done.add(module)
+
+    for module in loads:
+        walk(module, ())
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_are_small(path):
+    assert len(path.read_text().splitlines()) <= LONGEST
+
+
+@pytest.mark.parametrize("name", ["passes", "strategies"])
+def test_links_lead_to_the_rooms_that_newcomers_extend(name):
+    link = ROOT / name
+    assert link.is_symlink()
+    assert link.resolve() == HOUSE / name
+
+
+def test_the_page_shows_this_house():
+    """ARCHITECTURE.md lists every room, in the order of the floors."""
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `autopar/")]
+    shown = [row.strip().strip("`").removeprefix("autopar/").strip("/") for row in rows]
+    floors = [[FLOOR_OF[name] for name in row.replace(".py", "").split(", ")] for row in shown]
+    order = [floor for row in floors for floor in row]
+    assert order == sorted(order)
+    rooms = {path.name for path in HOUSE.iterdir() if (path / "__init__.py").exists()}
+    assert rooms == {row for row in shown if (HOUSE / row).is_dir()}
+    assert len(list(groupby(order))) <= len(FLOORS)
