@@ -38,7 +38,7 @@ from torch.distributed.pipelining import (
 import autopar as ap
 
 RANKS, MICROBATCHES = 4, 8
-FORWARD, BACKWARD = 0.04, 0.08  # seconds of a rank for one micro-batch
+FORWARD, BACKWARD = 0.1, 0.2  # seconds of a rank for one micro-batch
 SLEEPERS = (
     ("gpipe", {}),
     ("1f1b", {}),
@@ -80,17 +80,30 @@ nap.register_autograd(_wake, setup_context=_remember)
 ap.register_rule(torch.ops.bench.nap.default, "... -> ...")
 
 
-class Sleeper(nn.Module):
-    """One layer a stage. Half of its backward is for the input, half for the weight."""
+class Napping(nn.Module):
+    """A layer that sleeps. Half of its backward is for the input, half for the weight."""
 
-    def __init__(self, layers: int, forward: float, backward: float) -> None:
+    def __init__(self, forward: float, backward: float) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(layers))
+        self.weight = nn.Parameter(torch.eye(4))
+        self.scale = nn.Parameter(torch.ones(4))  # so that the first input has a gradient too
         self.forward_time, self.half = forward, backward / 2
 
     def forward(self, x: Tensor) -> Tensor:
+        x = nap(x * self.scale, self.forward_time, self.half)
+        return F.linear(x, nap(self.weight, 0.0, self.half))
+
+
+class Sleeper(nn.Module):
+    """One layer a stage."""
+
+    def __init__(self, layers: int, forward: float, backward: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Napping(forward, backward) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = F.linear(nap(x, self.forward_time, self.half), nap(layer.weight, 0.0, self.half))
+            x = layer(x)
         return x.square().mean()
 
 
@@ -100,7 +113,6 @@ def sleeper(name: str, options: dict[str, Any]) -> tuple[Callable[[], None], flo
     share = made.chunks * made.parts
     torch.manual_seed(0)
     model = Sleeper(made.stages, FORWARD / share, BACKWARD / share)
-    # The first input takes a gradient too, so that every stage sleeps alike.
     x = torch.randn(made.slices, 4)
     for index, layer in enumerate(model.layers[1:], 1):
         ap.shard(layer, stage=index)
@@ -195,14 +207,15 @@ def _discard(_: Tensor) -> None:
 def run_sleepers(rounds: int) -> None:
     steps = {f"{name} {o.get('scale', '')}".strip(): sleeper(name, o) for name, o in SLEEPERS}
     taken: dict[str, list[float]] = {name: [] for name in steps}
-    for name, (step, _) in steps.items():
-        step()
-        for _round in range(rounds):
-            taken[name].append(seconds(step))
-    reference = statistics.median(taken["1f1b"]), steps["1f1b"][1]
+    for number in range(rounds + 1):
+        for name, (step, _) in steps.items():
+            spent = seconds(step)
+            if number:
+                taken[name].append(spent)
     for name, (_, makespan) in steps.items():
         wall = statistics.median(taken[name])
-        measured, predicted = reference[0] / wall, reference[1] / makespan
+        gains = [one / other for one, other in zip(taken["1f1b"], taken[name])]
+        measured, predicted = statistics.median(gains), steps["1f1b"][1] / makespan
         say(
             case=f"sleep {name}",
             wall=wall,
