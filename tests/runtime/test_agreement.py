@@ -1,0 +1,56 @@
+"""All ranks carry out the plan of rank 0, and one that has another model or plan is named."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import autopar as ap
+from autopar.runtime.launch import launch
+
+MESH = ap.Mesh(dp=2)
+X = torch.arange(32.0).reshape(4, 8) / 32
+
+
+class Model(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(8, hidden), nn.Linear(hidden, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x))).square().mean()
+
+
+def _error(**options) -> str:
+    try:
+        ap.parallelize(options.pop("model", None) or Model(16), (X,), **options)
+    except ap.AutoparError as error:
+        return str(error)
+    return ""
+
+
+def _disagree(say):
+    rank = dist.get_rank()
+    module = ap.parallelize(Model(16), (X,), mesh=MESH, mode="auto")
+    loss = float(module.step(X))
+    layouts = {name: str(layout) for name, layout in module.plan.layouts.items()}
+    other_model = _error(model=Model(16 if rank == 0 else 24), mesh=MESH)
+    own = ap.plan(Model(16), (X,), mesh=MESH, mode="data" if rank else "auto")
+    other_plan = _error(plan=own)
+    no_plan = _error(mesh=MESH, mode="auto", memory=10)
+    return loss, layouts, other_model, other_plan, no_plan
+
+
+def test_ranks_agree_or_say_who_does_not():
+    first, second = launch(_disagree, 2)
+    expected = float(Model(16)(X).detach())
+    assert abs(first[0] - expected) < 1e-6
+    assert first[:2] == second[:2]
+    for _, _, other_model, other_plan, no_plan in (first, second):
+        assert "rank 1: " in other_model
+        assert "parameter up.weight: f32[24, 8]" in other_model
+        assert "rank 1: " in other_plan
+        assert "mode: data, not auto" in other_plan
+        assert "the least that any plan needs" in no_plan

@@ -1,0 +1,120 @@
+"""autopar plan, explain and diff: a model's way to the command line, and every wrong turn."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from autopar.cli import main
+
+BUILDERS = """
+import torch
+from torch import nn
+
+class Small(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+def small():
+    with torch.device("meta"):
+        return Small(*(nn.Linear(64, 64) for _ in range(3))), (torch.zeros(8, 64),)
+
+def other():
+    with torch.device("meta"):
+        return nn.Linear(64, 32), (torch.zeros(8, 64),), {}
+
+def broken():
+    raise RuntimeError("no such checkpoint")
+
+def nothing():
+    return 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "builders.py").write_text(BUILDERS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(words: str, capsys) -> tuple[int, str, str]:
+    """Exit code, what was printed, and what was said to the user's terminal."""
+    code = main(words.split())
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err + said.out
+    return code, said.out, said.err
+
+
+def test_plan_then_explain_then_diff(folder, capsys):
+    for name, mesh in (("one", "dp=8"), ("two", "dp=2,tp=4")):
+        code, text, progress = run(
+            f"plan builders.py:small --mesh {mesh} --out {name}.json", capsys
+        )
+        assert code == 0
+        assert f"saved to {name}.json" in text
+        assert text.startswith("plan on Mesh(dp=")
+        assert "mesh: 1 of 1" in progress
+    code, text, _ = run("explain one.json 1 --model builders.py:small", capsys)
+    assert code == 0
+    assert "chosen: " in text
+    code, text, _ = run("explain one.json 1.weight --model builders.py:small --json", capsys)
+    assert json.loads(text)["what"] == "parameter"
+    code, text, _ = run("diff one.json two.json", capsys)
+    assert code == 0
+    assert "attach both plans" in text
+    code, text, _ = run("diff one.json two.json --model builders.py:small --json", capsys)
+    data = json.loads(text)
+    assert data["settings"]["mesh"] == [{"dp": 8}, {"dp": 2, "tp": 4}]
+    assert data["cost"]["seconds"][0] > 0
+
+
+def test_plan_prints_json(folder, capsys):
+    code, text, progress = run(
+        "plan builders:small --cluster dgx-a100 --memory 10GB --microbatches 2 --json", capsys
+    )
+    data = json.loads(text)
+    assert code == 0
+    assert data["microbatches"] == 2
+    assert data["search"]["gap"] == 0
+    assert len(data["search"]["considered"]) > 1
+    assert progress == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("plan builders.py", "file.py:function"),
+        ("plan missing.py:small", "missing.py"),
+        ("plan missing.module:small", "No module named"),
+        ("plan builders.py:smal", "small"),
+        ("plan builders.py:broken", "no such checkpoint"),
+        ("plan builders.py:nothing", "int from builders.py:nothing"),
+        ("plan builders.py:small --mesh 4x2", "--mesh dp=2,tp=4"),
+        ("plan builders.py:small --mesh dp=64", "64 ranks on 8 devices"),
+        ("plan builders.py:small --memory lots", "40GB"),
+        ("plan builders.py:small --memory 1KB", "the least that any plan needs"),
+        ("plan builders.py:small --cluster dgx-h200x", "dgx-h100"),
+        ("plan builders.py:small --cluster cluster.toml --nodes 2", "--nodes"),
+        ("plan builders.py:small --cluster cluster.toml", "cluster.toml:5"),
+        ("plan builders.py:small --out no/such/folder.json --mesh dp=8", "No such file"),
+        ("explain missing.json 0 --model builders.py:small", "missing.json"),
+        ("explain builders.py 0 --model builders.py:small", "no JSON"),
+        ("explain plan.json 0 --model builders.py:other", "0.weight"),
+        ("explain plan.json 0.wait --model builders.py:small", "0.weight"),
+        ("diff plan.json builders.py", "no JSON"),
+    ],
+)
+def test_errors_are_clean_and_exit_with_two(folder, capsys, words, named):
+    (folder / "cluster.toml").write_text(
+        "[device.a]\nflops = { f32 = 1e12 }\nmemory = 16e9\nbandwidth = 1e12\nflopz = 3\n"
+        '[[nodes]]\ndevice = "a"\ndevices = 4\nlink = { alpha = 1e-6, bandwidth = 1e10 }\n'
+    )
+    if "plan.json" in words:
+        run("plan builders.py:small --mesh dp=8 --out plan.json", capsys)
+    code, _, errors = run(words, capsys)
+    errors = errors[errors.index(f"autopar {words.split()[0]}: ") :]
+    assert code == 2
+    assert named in errors
+    assert "remedy:" in errors

@@ -1,0 +1,342 @@
+"""The plan as a person meets it: printed, explained, compared, saved, carried to another model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import autopar as ap
+from autopar.cluster import Device, Link, Node
+from autopar.runtime.saved import SavedPlan
+from autopar.search.auto import Leanest
+from tests.models import gpt, mlp
+from tests.parity import assert_equal, parallel_outcome, single_outcome
+
+# Slow enough that the work of small models counts.
+DEVICE = Device("small", {"f32": 1e12, "f64": 1e12}, memory=16e9, bandwidth=1e11, overhead=1e-6)
+CLUSTER = ap.Cluster((Node(DEVICE, 4, Link(1e-6, 1e10)),), Link(1e-6, 1e9), "four")
+MESH = ap.Mesh(dp=2, tp=2)
+
+
+def wide() -> nn.Module:
+    """So wide, for so small a batch, that its weights are cut."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 8192), nn.GELU(), nn.Linear(8192, 256)).double()
+
+
+WIDE_INPUT = torch.ones(4, 256, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def made() -> ap.Plan:
+    return ap.plan(wide(), (WIDE_INPUT,), cluster=CLUSTER, mesh=MESH, mode="auto")
+
+
+@pytest.fixture(scope="module")
+def spread() -> ap.Plan:
+    return ap.plan(wide(), (WIDE_INPUT,), cluster=CLUSTER, mesh=MESH, mode="data")
+
+
+def test_the_account_of_the_search(made, spread):
+    assert made.search.gap == 0
+    assert made.search.bound == pytest.approx(made.search.objective)
+    assert made.search.seconds > 0
+    assert made.search.sizes.nodes > 0
+    assert made.search.sizes.pruned_strategies <= made.search.sizes.strategies
+    assert spread.search is None
+    assert spread.cost.seconds > made.cost.seconds
+    assert spread.memory.peak > 0
+
+
+def test_blocks_print_as_one():
+    case = gpt()
+    text = str(ap.plan(case.model, case.args, case.kwargs, cluster=CLUSTER, mesh=MESH))
+    assert "layers.{0..1}.up.weight" in text
+    assert "layers.0.up.weight" not in text
+    assert text.splitlines()[0].startswith("plan on Mesh(dp=2, tp=2), four")
+
+
+def test_the_page_as_json(made):
+    data = json.loads(json.dumps(made.to_json()))
+    assert data["cost"]["seconds"] == made.cost.seconds
+    assert data["parameters"]["0.weight"] == str(made.types["0.weight"])
+    assert data["search"]["gap"] == 0
+    assert len(data["movements"]) == len(made.movements())
+
+
+# explain
+
+
+def test_every_candidate_is_explained(made):
+    why = made.explain("0")
+    assert why.what == "linear"
+    assert sum(candidate.chosen for candidate in why.candidates) == 1
+    for candidate in why.candidates:
+        assert candidate.own == candidate.forward + candidate.backward + candidate.inside
+        assert candidate.step >= why.chosen.step - 1e-15
+        assert "Max((F + F_half)/P, (M + M_half)/W)" in candidate.formulas[0]
+    assert why.chosen.step == pytest.approx(made.search.objective, rel=1e-6)
+    formulas = [f for c in why.candidates for edge in c.edges for f in edge.formulas]
+    assert any("reduce_scatter = a*(p - 1) + V*(p - 1)/(B*p) = 1e-6*(2 - 1)" in f for f in formulas)
+    json.dumps(why.to_json(), allow_nan=False)
+
+
+def test_forcing_another_costs_what_planning_with_it_costs(made):
+    """An annotation that asks for a candidate leads to the time that was said of it."""
+    why = made.explain("0.weight")
+    for dims, output in ((("tp", None), "f64[8192@tp, 256]"), ((None, "dp"), "f64[8192, 256@dp]")):
+        model = wide()
+        ap.shard(model[0], params={"weight": dims})
+        forced = ap.plan(model, (WIDE_INPUT,), cluster=CLUSTER, mesh=MESH, mode="auto")
+        candidate = next(c for c in why.candidates if c.output == output)
+        assert forced.search.objective == pytest.approx(candidate.step, rel=1e-6)
+
+
+def test_parameters_are_explained_by_where_they_are_kept(made):
+    why = made.explain("0.weight")
+    assert why.what == "parameter"
+    assert why.chosen.output == str(made.types["0.weight"])
+    assert why.chosen.step == pytest.approx(made.search.objective, rel=1e-6)
+    whole = next(c for c in why.candidates if c.output == "f64[8192, 256]")
+    assert whole.memory == 8192 * 256 * 8 * 4
+
+
+def test_nodes_and_plans_without_a_search(spread):
+    name = next(n for n in spread.decisions.strategies if n.startswith("gelu"))
+    why = spread.explain(name)
+    assert why.what == "gelu"
+    assert why.chosen.step is None
+    assert "without a search" in why.why
+    assert str(why)
+
+
+def test_annotations_are_named_with_their_line():
+    model = wide()
+    ap.shard(model[0], ((None, "tp"),), params={"weight": (None, "tp")})
+    plan = ap.plan(model, (WIDE_INPUT,), cluster=CLUSTER, mesh=MESH, mode="auto")
+    why = plan.explain("0")
+    assert "test_plan.py" in why.bound[0]
+    excluded = [candidate for candidate in why.candidates if candidate.excluded]
+    assert excluded
+    assert "test_plan.py" in plan.explain("0.weight").bound[0]
+
+
+def test_unknown_names_meet_close_ones(made):
+    with pytest.raises(ap.InvalidInput, match=r"0\.weight"):
+        made.explain("0.wieght")
+
+
+# diff
+
+
+def test_two_plans_side_by_side(made, spread):
+    diff = made.diff(spread)
+    assert diff.parameters["0.weight"] == (str(made.types["0.weight"]), "f64[8192, 256]")
+    assert diff.cost["seconds"] == (made.cost.seconds, spread.cost.seconds)
+    assert diff.memory["peak"] == (made.memory.peak, spread.memory.peak)
+    assert diff.settings == {"mode": ("auto", "data")}
+    assert "0.weight" in str(diff)
+    json.dumps(diff.to_json())
+    assert made.diff(made).is_empty
+    assert "decide the same" in str(made.diff(made))
+
+
+# save and load
+
+
+def test_a_plan_survives_its_file(made, tmp_path):
+    path, again = tmp_path / "plan.json", tmp_path / "again.json"
+    made.save(path)
+    loaded = ap.Plan.load(path)
+    assert loaded.layouts == made.layouts
+    assert loaded.search == made.search
+    assert "0.weight" in str(loaded)
+    assert loaded.diff(made).is_empty
+    attached = loaded.attach(wide(), (WIDE_INPUT,))
+    assert attached.decisions == made.decisions
+    assert attached.cost == made.cost
+    assert attached.memory == made.memory
+    attached.save(again)
+    assert path.read_text() == again.read_text()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "auto"},
+        {"mode": "auto", "microbatches": 2},
+        {"mesh": ap.Mesh(pp=2, tp=2), "microbatches": 2, "schedule": "1f1b"},
+    ],
+    ids=["auto", "microbatches", "pipeline"],
+)
+def test_a_loaded_plan_trains_as_one_device_does(options, tmp_path):
+    case = gpt(batch=4)
+    plan = ap.plan(case.model, case.args, case.kwargs, **{"mesh": MESH, **options})
+    plan.save(tmp_path / "plan.json")
+    fresh = case.fresh()
+    module = ap.parallelize(
+        fresh.model, fresh.args, fresh.kwargs, plan=ap.Plan.load(tmp_path / "plan.json")
+    )
+    assert module.plan.microbatches == plan.microbatches
+    assert_equal(parallel_outcome(module, fresh), single_outcome(case.fresh()))
+
+
+def test_a_plan_made_on_the_meta_device_runs_the_real_model():
+    with torch.device("meta"):
+        meta = wide()
+    plan = ap.plan(meta, (WIDE_INPUT.to("meta"),), cluster=CLUSTER, mesh=MESH, mode="auto")
+    saved = SavedPlan.from_json(json.loads(json.dumps(SavedPlan.of(plan).to_json())))
+    module = ap.parallelize(wide(), (WIDE_INPUT,), plan=saved)
+    torch.testing.assert_close(module(WIDE_INPUT), wide()(WIDE_INPUT))
+
+
+def test_what_needs_the_model_says_so(made):
+    saved = SavedPlan.of(made)
+    for ask in (
+        lambda: saved.cost,
+        lambda: saved.memory,
+        lambda: saved.explain("0"),
+        saved.movements,
+    ):
+        with pytest.raises(ap.InvalidInput, match="attach it"):
+            ask()
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "named"),
+    [
+        (lambda: nn.Sequential(nn.Linear(256, 8)).double(), WIDE_INPUT, "2.weight"),
+        (wide, WIDE_INPUT[:2], r"input .*f64\[2, 256\], not f64\[4, 256\]"),
+        (lambda: wide().float(), WIDE_INPUT.float(), r"f32\[4, 256\], not f64\[4, 256\]"),
+        (
+            lambda: nn.Sequential(wide()[0], nn.ReLU(), wide()[2]),
+            WIDE_INPUT,
+            r"relu\(",
+        ),
+    ],
+    ids=["model", "shape", "dtype", "operator"],
+)
+def test_another_model_is_refused_by_name(made, model, inputs, named):
+    with pytest.raises(ap.InvalidInput, match=named):
+        made.attach(model(), (inputs,))
+
+
+def test_another_torch_is_refused_by_name(made):
+    data = SavedPlan.of(made).to_json()
+    data["model"]["torch"] = "2.0"
+    with pytest.raises(ap.InvalidInput, match=r"torch 2\.\d+, not 2\.0"):
+        SavedPlan.from_json(data).attach(wide(), (WIDE_INPUT,))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda data: data.update(format="recipe"), "holds something else"),
+        (lambda data: data.update(version=99), "of version 99"),
+        (lambda data: data.pop("cluster"), "no 'cluster'"),
+        (lambda data: data["types"].update({"0.weight": "f64[8192@zz, 256]"}), "'zz'"),
+        (lambda data: data["types"].update({"0.weight": "f64[8192@]"}), "size@axis|zz|axis"),
+        (lambda data: data["decisions"].update(strategies=3), "plan.json"),
+    ],
+    ids=["format", "version", "missing", "axis", "type", "kind"],
+)
+def test_malformed_files_are_refused(made, tmp_path, change, named):
+    data = SavedPlan.of(made).to_json()
+    change(data)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ap.InvalidInput, match=named):
+        ap.Plan.load(path)
+
+
+def test_files_that_are_no_plans(tmp_path):
+    path = tmp_path / "plan.json"
+    with pytest.raises(ap.InvalidInput, match="No such file"):
+        ap.Plan.load(path)
+    path.write_text("{")
+    with pytest.raises(ap.InvalidInput, match="no JSON"):
+        ap.Plan.load(path)
+    path.write_text("[1]")
+    with pytest.raises(ap.InvalidInput, match="something else"):
+        ap.Plan.load(path)
+
+
+def test_strategies_that_the_rules_do_not_allow_are_refused(made):
+    data = SavedPlan.of(made).to_json()
+    name = next(n for n in data["decisions"]["strategies"] if n.startswith("linear"))
+    data["decisions"]["strategies"][name]["cuts"] = {"nothing": ["tp"]}
+    with pytest.raises(ap.InvalidInput, match="nothing"):
+        SavedPlan.from_json(data).attach(wide(), (WIDE_INPUT,))
+
+
+# limits, interrupts and fallbacks
+
+
+def test_a_limit_that_nothing_meets_says_what_would_help():
+    case = mlp()
+    options = {"cluster": CLUSTER, "mesh": MESH, "mode": "auto"}
+    with pytest.raises(ap.InvalidInput) as error:
+        ap.plan(case.model, case.args, memory=1000, **options)
+    assert "the least that any plan needs is" in str(error.value)
+    assert "more devices could hold them" in str(error.value)
+    assert "microbatches=3 " in Leanest(MESH, memory=100.0, states=40.0).remedy(60.0)
+
+
+def test_an_interrupt_keeps_the_best_so_far():
+    def interrupt(phase: str, detail: str) -> None:
+        if phase == "mesh" and detail.startswith("2 of"):
+            raise KeyboardInterrupt
+
+    plan = ap.plan(wide(), (WIDE_INPUT,), cluster=CLUSTER, mode="auto", progress=interrupt)
+    assert plan.search.interrupted
+    assert plan.search.gap == 0
+    assert plan.search.considered[-1].why == "the search was interrupted"
+    assert "interrupted" in str(plan)
+
+
+@pytest.mark.parametrize("phase", ["mesh", "build", "prune", "eliminate"])
+def test_an_interrupt_before_the_first_plan_is_a_clean_error(phase):
+    def interrupt(now: str, detail: str) -> None:
+        if now == phase:
+            raise KeyboardInterrupt
+
+    with pytest.raises(ap.ExecutionError, match="before the first one was found"):
+        ap.plan(wide(), (WIDE_INPUT,), cluster=CLUSTER, mesh=MESH, mode="auto", progress=interrupt)
+
+
+def test_progress_is_silent_told_or_printed(capsys):
+    phases = []
+    options = {"cluster": CLUSTER, "mesh": MESH, "mode": "auto"}
+    ap.plan(wide(), (WIDE_INPUT,), progress=lambda p, d: phases.append(p), **options)
+    assert {"mesh", "build", "prune", "fold", "eliminate", "done"} <= set(phases)
+    for progress in (None, False):
+        ap.plan(wide(), (WIDE_INPUT,), progress=progress, **options)
+        assert capsys.readouterr().err == ""
+    ap.plan(wide(), (WIDE_INPUT,), progress=True, **options)
+    assert "mesh: 1 of 1: Mesh(dp=2, tp=2)" in capsys.readouterr().err
+    with pytest.raises(ap.InvalidInput, match="progress is"):
+        ap.plan(wide(), (WIDE_INPUT,), progress="yes", **options)
+
+
+class Sorted(nn.Module):
+    """Uses an operator that has no rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.matrix_exp(self.linear(x)).mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*has no rule")
+def test_what_runs_replicated_is_listed_with_its_cost():
+    plan = ap.plan(Sorted(), (torch.ones(16, 16),), cluster=CLUSTER, mesh=MESH, mode="auto")
+    (fallback,) = plan.fallbacks
+    assert fallback.cost > 0
+    assert "replicated for want of a rule: 1" in str(plan)
+    assert "no rule" in plan.explain(fallback.node).chosen.strategy
+    assert plan.to_json()["fallbacks"][0]["cost"] == fallback.cost
