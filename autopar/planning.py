@@ -85,7 +85,9 @@ def plan(
     if mesh is not None:
         request = read_request(mesh, pipeline, schedule, schedule_options, microbatches, recompute)
         mesh = request.inner if request else mesh
-    captured = capture(model, args, dict(kwargs or {}))
+    with reporter(progress) as report:
+        report("capture", type(model).__name__)
+        captured = capture(model, args, dict(kwargs or {}))
     if strict:
         _require_rules(captured)
     slices = request.schedule.slices if request else microbatches

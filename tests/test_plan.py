@@ -272,7 +272,39 @@ def test_strategies_that_the_rules_do_not_allow_are_refused(made):
         SavedPlan.from_json(data).attach(wide(), (WIDE_INPUT,))
 
 
-# limits, interrupts and fallbacks
+def test_annotations_are_part_of_what_a_plan_is_for():
+    def annotated(dims) -> nn.Module:
+        model = wide()
+        ap.shard(model[0], (dims,), params={"weight": (None, "tp")})
+        return model
+
+    plan = ap.plan(annotated((None, "tp")), (WIDE_INPUT,), cluster=CLUSTER, mesh=MESH, mode="auto")
+    saved = SavedPlan.from_json(SavedPlan.of(plan).to_json())
+    again = saved.attach(annotated((None, "tp")), (WIDE_INPUT,))
+    assert again.explain("0").bound == plan.explain("0").bound
+    assert again.explain("0.weight").bound == plan.explain("0.weight").bound
+    for model in (wide(), annotated(("dp", "tp"))):
+        with pytest.raises(ap.InvalidInput, match="annotate"):
+            saved.attach(model, (WIDE_INPUT,))
+
+
+# limits, conflicts, interrupts and fallbacks
+
+
+def test_annotations_that_contradict_are_both_named():
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8, 8))
+            self.product = ap.shard(torch.matmul, ((None, "tp"), ("dp", None)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.product(x, self.weight)
+
+    with pytest.raises(ap.InvalidInput, match="contradict") as error:
+        ap.plan(Product(), (torch.ones(8, 8),), cluster=CLUSTER, mesh=MESH, mode="auto")
+    assert "'tp' for input 0" in str(error.value)
+    assert "'dp' for input 1" in str(error.value)
 
 
 def test_a_limit_that_nothing_meets_says_what_would_help():
@@ -311,7 +343,7 @@ def test_progress_is_silent_told_or_printed(capsys):
     phases = []
     options = {"cluster": CLUSTER, "mesh": MESH, "mode": "auto"}
     ap.plan(wide(), (WIDE_INPUT,), progress=lambda p, d: phases.append(p), **options)
-    assert {"mesh", "build", "prune", "fold", "eliminate", "done"} <= set(phases)
+    assert {"capture", "mesh", "build", "prune", "fold", "eliminate", "done"} <= set(phases)
     for progress in (None, False):
         ap.plan(wide(), (WIDE_INPUT,), progress=progress, **options)
         assert capsys.readouterr().err == ""

@@ -1,0 +1,48 @@
+"""The parts of which pages are made: groups of names, units, progress; and the tours of modules."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import io
+
+import pytest
+
+from autopar.inspection.grouping import grouped
+from autopar.report.progress import reporter
+
+
+@pytest.mark.parametrize(
+    "module", ["autopar.inspection.grouping", "autopar.inspection.units", "autopar.search.forced"]
+)
+def test_the_tours_in_the_docstrings(module):
+    found = doctest.testmod(importlib.import_module(module))
+    assert found.attempted
+    assert not found.failed
+
+
+def test_groups_differ_in_their_first_number_only():
+    names = ["a.0.b.0", "a.1.b.0", "a.3.b.0", "a.1.b.1", "7", "8", "plain"]
+    assert grouped((name, "x") for name in names) == [
+        ("a.{0..1, 3}.b.0", "x", 3),
+        ("a.1.b.1", "x", 1),
+        ("{7..8}", "x", 2),
+        ("plain", "x", 1),
+    ]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_phases_and_keeps_nothing(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("autopar.report.progress._PATIENCE", -1.0)
+    with reporter(None) as report:
+        report("mesh", "1 of 3")
+    text = terminal.getvalue()
+    assert "mesh: 1 of 3" in text
+    assert text.rstrip().endswith("\x1b[2K")  # the line is wiped
