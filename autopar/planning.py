@@ -25,7 +25,10 @@ from autopar.lines import frames_to_caller
 from autopar.mesh import Mesh
 from autopar.passes import rewrite
 from autopar.passes.microbatches import cut_batch
-from autopar.pipeline.plan import ScheduleLike, read_request
+from autopar.pipeline.choice import choose
+from autopar.pipeline.plan import ScheduleLike, pipeline_axis, read_request
+from autopar.pipeline.price import node_cost
+from autopar.pipeline.schedule import Schedule
 from autopar.report.progress import reporter
 from autopar.runtime.plan import Plan
 from autopar.search.auto import Progress, search
@@ -50,9 +53,9 @@ def plan(
     memory: float | None = None,
     algorithm: str = "exact",
     strict: bool = False,
-    microbatches: int = 1,
+    microbatches: int | str = "auto",
     pipeline: str | int | None = "auto",
-    schedule: ScheduleLike = None,
+    schedule: ScheduleLike = "auto",
     schedule_options: Mapping[str, Any] | None = None,
     recompute: bool = False,
     progress: Progress | bool | None = None,
@@ -64,10 +67,12 @@ def plan(
     "data" cuts the batch. `memory`: bytes on each device, if less than it has. `algorithm`:
     "exact", or "recursive" or "propagate" for comparison. `strict`: refuse operators without
     rules. `microbatches`: into how many equal parts a step cuts the batch, to run one after
-    another. `pipeline`: the axis of a pipeline ("auto": `pp`, if the mesh has it), or a number of
-    ranks; `schedule`: a name, a mapping with a name and options, or a schedule; `recompute`: run
-    each stage's forward again before its backward. `progress` is told of each phase of a search
-    and its detail; True shows them, False is silent, None shows them on a terminal.
+    another. `pipeline`: the axis of a pipeline ("auto": `pp`, if the mesh has it), a number of
+    ranks, or None for no pipeline; `schedule`: a name, a mapping with a name and options, or a
+    schedule; `recompute`: run each stage's forward again before its backward. Without a mesh, or
+    with a pipeline whose schedule or micro-batches are "auto", mode="auto" weighs stages,
+    micro-batches and schedules by simulation. `progress` is told of each phase of a search and its
+    detail; True shows them, False is silent, None shows them on a terminal.
     """
     if mode not in MODES:
         raise InvalidInput(
@@ -81,16 +86,39 @@ def plan(
             got=f"{type(mesh).__name__}: {mesh!r}",
             remedy="mesh=ap.Mesh(dp=2, tp=4)",
         )
+    if not (microbatches == "auto" or isinstance(microbatches, int)):
+        raise InvalidInput(
+            'microbatches is a number or "auto"', got=repr(microbatches), remedy="microbatches=8"
+        )
+    if _is_open(mode, mesh, pipeline, schedule, microbatches, algorithm):
+        return _weighed(
+            model,
+            capture(model, args, dict(kwargs or {})),
+            cluster,
+            mesh,
+            memory=memory,
+            microbatches=microbatches,
+            pipeline=pipeline,
+            strict=strict,
+            progress=progress,
+        )
     request = None
     if mesh is not None:
-        request = read_request(mesh, pipeline, schedule, schedule_options, microbatches, recompute)
+        made = None if schedule == "auto" else schedule
+        count = microbatches
+        if count == "auto":
+            axis, whole = pipeline_axis(mesh, pipeline)
+            count = 2 * whole[axis] if axis is not None else 1
+            count = made.microbatches if isinstance(made, Schedule) else count
+        request = read_request(mesh, pipeline, made, schedule_options, int(count), recompute)
         mesh = request.inner if request else mesh
     with reporter(progress) as report:
         report("capture", type(model).__name__)
         captured = capture(model, args, dict(kwargs or {}))
     if strict:
         _require_rules(captured)
-    slices = request.schedule.slices if request else microbatches
+    slices = request.schedule.slices if request else 1 if microbatches == "auto" else microbatches
+    slices = int(slices)
     batches = cut_batch(captured, slices) if request or slices != 1 else None
     captured = batches.captured if batches else captured
     if cluster is None:
@@ -121,7 +149,9 @@ def plan(
     price = ClusterPrice(cluster, decisions.mesh)
     pipelining = None
     if request is not None:
-        pipelining = request.cut(captured, rewrite(captured, decisions, price), stage_pins(model))
+        graph = rewrite(captured, decisions, price)
+        cost = node_cost(captured, decisions, cluster)
+        pipelining = request.cut(captured, graph, stage_pins(model), cost=cost)
     return Plan(
         captured,
         decisions,
@@ -133,6 +163,79 @@ def plan(
         mode=mode,
         limit=limit,
         wishes=wishes,
+    )
+
+
+def _is_open(
+    mode: str,
+    mesh: Mesh | None,
+    pipeline: str | int | None,
+    schedule: ScheduleLike,
+    microbatches: int | str,
+    algorithm: str,
+) -> bool:
+    """Whether there is a choice between pipelines: then they are weighed by simulation."""
+    if mode != "auto" or algorithm != "exact" or pipeline is None:
+        return False
+    if mesh is None:
+        return schedule in ("auto", None)
+    axis, _ = pipeline_axis(mesh, pipeline)
+    return axis is not None and schedule in ("auto", None)
+
+
+def _weighed(
+    model: nn.Module,
+    captured: Captured,
+    cluster: Cluster | None,
+    mesh: Mesh | None,
+    *,
+    memory: float | None,
+    microbatches: int | str,
+    pipeline: str | int | None,
+    strict: bool,
+    progress: Progress | bool | None,
+) -> Plan:
+    """The plan with the fastest of all pipelines, or without one where that is faster."""
+    if strict:
+        _require_rules(captured)
+    stages, inner = (pipeline if isinstance(pipeline, int) else None), None
+    if mesh is not None:
+        axis, whole = pipeline_axis(mesh, pipeline)
+        assert axis is not None
+        stages, inner = whole[axis], whole.without(axis)
+        inner = inner if inner.names else Mesh(dp=1)
+    if cluster is None:
+        devices = _devices_here() if inner is None or stages is None else stages * inner.size
+        cluster = Cluster.local(devices, measure=False)
+    annotations = parameter_annotations(model)
+    limit = cluster.device.memory if memory is None else memory
+    with reporter(progress) as report:
+        chosen = choose(
+            captured,
+            cluster,
+            lambda program, mesh: read_wishes(program, mesh, annotations),
+            memory=limit,
+            microbatches=None if microbatches == "auto" else int(microbatches),
+            stages=stages,
+            inner=inner,
+            pins=stage_pins(model),
+            progress=report,
+        )
+    decisions = chosen.found.decisions
+    _refuse_random(chosen.captured, decisions)
+    _report_fallbacks(decisions.fallbacks)
+    return Plan(
+        chosen.captured,
+        decisions,
+        ClusterPrice(cluster, decisions.mesh),
+        cluster,
+        chosen.found.search,
+        chosen.batches,
+        chosen.pipelining,
+        mode="auto",
+        limit=limit,
+        wishes=read_wishes(chosen.captured, decisions.mesh, annotations),
+        alternatives=chosen.alternatives,
     )
 
 

@@ -11,11 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch import fx
-
 from autopar.capture.captured import Captured
 from autopar.cluster import Cluster
-from autopar.collectives import movement_cost
 from autopar.cost.price import ClusterPrice
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
@@ -23,14 +20,10 @@ from autopar.passes import rewrite
 from autopar.passes.microbatches import Microbatches, cut_batch
 from autopar.pipeline.checker import check
 from autopar.pipeline.plan import AXIS, Pipelining
+from autopar.pipeline.price import node_cost, pipeline_memory, price_step
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import schedule as make_schedule
-from autopar.pipeline.simulator import simulate
-from autopar.pipeline.timeline import Timeline
 from autopar.search.auto import Found, Progress, search
-from autopar.search.build import OPTIMIZER_COPIES
-from autopar.search.candidates import Kinds
-from autopar.search.decisions import Decisions
 from autopar.search.flow import flow_of
 from autopar.search.footprint import program_memory
 from autopar.search.meshes import meshes
@@ -38,7 +31,9 @@ from autopar.search.report import program_cost
 from autopar.search.stages import Pin, StageCost, choose_stages
 from autopar.search.wishes import Wishes
 
-MOST_INNER_AXES = 2
+MOST_AXES = 3  # of a mesh without a pipeline
+MOST_INNER_AXES = 2  # of a mesh inside each stage
+MOST_STAGES = 16  # that are tried unasked
 ROUNDS = (1, 2, 4)  # micro-batches tried, in multiples of the number of stages
 # Schedules that are priced where they exist: names with options.
 SCHEDULES: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -110,21 +105,26 @@ def choose(
     memory: float,
     microbatches: int | None = None,
     stages: int | None = None,
+    inner: Mesh | None = None,
     pins: Sequence[Pin] = (),
     progress: Progress | None = None,
 ) -> Chosen:
     """The fastest way to run a step of `captured` on all of `cluster`.
 
-    `microbatches` and `stages` fix these numbers; all sensible ones are tried if not given.
+    `microbatches`, `stages` and the mesh `inner` to each stage fix these; all sensible ones are
+    tried if not given.
     """
     report = progress or (lambda phase, detail: None)
-    weigher = _Weigher(captured, cluster, wishes, memory, pins, report)
+    weigher = _Weigher(captured, cluster, wishes, memory, inner, pins, report)
     ways: list[_Way] = []
     reasons: dict[str, None] = {}
     for count, parts in _sizes(cluster.devices, stages, microbatches):
         report("pipeline", f"{count} stages, {parts} micro-batches")
         try:
-            ways.extend(weigher.ways(count, parts))
+            for way in weigher.ways(count, parts):
+                ways.append(way)
+                if way.alternative.fits:
+                    weigher.best = min(weigher.best, way.alternative.seconds)
         except InvalidInput as error:
             reasons[f"{count} stages, {parts} micro-batches: {error.rule}: {error.got}"] = None
     if not ways:
@@ -148,7 +148,8 @@ def choose(
 
 def _sizes(devices: int, stages: int | None, microbatches: int | None) -> Iterator[tuple[int, int]]:
     """Numbers of stages and of micro-batches to try."""
-    counts = [stages] if stages else [n for n in range(1, devices + 1) if devices % n == 0]
+    most = min(devices, MOST_STAGES)
+    counts = [stages] if stages else [n for n in range(1, most + 1) if devices % n == 0]
     for count in counts:
         if microbatches is not None:
             yield count, microbatches
@@ -167,18 +168,25 @@ class _Weigher:
         cluster: Cluster,
         wishes: Callable[[Captured, Mesh], Wishes],
         memory: float,
+        inner: Mesh | None,
         pins: Sequence[Pin],
         report: Progress,
     ) -> None:
         self.whole, self.cluster, self.wishes = captured, cluster, wishes
-        self.memory, self.pins, self.report = memory, pins, report
+        self.memory, self.inner, self.pins, self.report = memory, inner, pins, report
         self._cut: dict[int, Microbatches] = {}
+        self.best = float("inf")  # seconds of the fastest way that fits
 
     def ways(self, stages: int, parts: int) -> Iterator[_Way]:
         """Every way with this many stages and micro-batches."""
         batches = self._batches(parts) if stages > 1 or parts > 1 else None
         captured = batches.captured if batches else self.whole
-        inner = meshes(self.cluster.devices // stages, MOST_INNER_AXES, self.cluster)
+        axes = MOST_AXES if stages == 1 else MOST_INNER_AXES
+        inner = (
+            [self.inner]
+            if self.inner
+            else meshes(self.cluster.devices // stages, axes, self.cluster)
+        )
         # Each stage has a share of the states, and at least the activations of one micro-batch.
         found = search(
             captured,
@@ -191,7 +199,9 @@ class _Weigher:
         if stages == 1:
             yield self._straight(captured, found, batches)
             return
-        yield from self._pipelined(captured, found, batches, stages, parts)
+        # A pipeline without bubbles gives every stage its part of the work.
+        if found.solution.objective * parts / stages < self.best:
+            yield from self._pipelined(captured, found, batches, stages, parts)
 
     def _batches(self, parts: int) -> Microbatches:
         if parts not in self._cut:
@@ -236,47 +246,13 @@ class _Weigher:
                     pins=self.pins,
                 )
             cut = cuts[made.stages]
-            timeline = self._step(made, cut, graph, inner, link.alpha, link.bandwidth)
-            peak = max(
-                _states(made, cut, rank) + timeline.peak_activations[rank]
-                for rank in range(made.ranks)
-            )
+            pipelining = Pipelining(AXIS, mesh, made, tuple(cut))
+            timeline = price_step(made, cut, graph, inner, self.cluster)
+            peak = pipeline_memory(pipelining, timeline).peak
             alternative = Alternative(
                 mesh, parts, made.name, made.options, timeline.step_time, peak, peak <= self.memory
             )
-            pipelining = Pipelining(AXIS, mesh, made, tuple(cut))
             yield _Way(alternative, captured, found, batches, pipelining)
-
-    def _step(
-        self,
-        made: Schedule,
-        cut: Sequence[StageCost],
-        graph: fx.Graph,
-        inner: Mesh,
-        alpha: float,
-        bandwidth: float,
-    ) -> Timeline:
-        """The simulated step, the sums of gradients included; activations are in bytes."""
-        data = ClusterPrice(self.cluster, inner)
-        summed = {node.name: node.meta["sync"] for node in graph.nodes if node.meta.get("sync")}
-        axes = max(summed.values(), key=len, default=())
-        copies = made.replicas
-        sums = []
-        for stage in cut:
-            seconds = data.seconds("all_reduce", axes, stage.parameters) if axes else 0.0
-            if copies > 1:
-                seconds += 2 * alpha + 2 * (copies - 1) / copies * stage.parameters / bandwidth
-            sums.append(float(seconds))
-        largest = max(stage.receives for stage in cut)
-        return simulate(
-            made,
-            forward=[stage.forward for stage in cut],
-            backward=[stage.backward for stage in cut],
-            latency=alpha + largest / bandwidth / made.parts,
-            sync="eager-where-it-helps",
-            sync_cost=sums,
-            activation=[stage.activations for stage in cut],
-        )
 
 
 def schedules(stages: int, microbatches: int) -> Iterator[Schedule]:
@@ -288,38 +264,3 @@ def schedules(stages: int, microbatches: int) -> Iterator[Schedule]:
         except InvalidInput:
             continue
         yield made
-
-
-def node_cost(
-    captured: Captured, decisions: Decisions, cluster: Cluster
-) -> Callable[[fx.Node], tuple[float, float]]:
-    """Seconds forward and backward of every node of the rewritten program."""
-    mesh = decisions.mesh
-    price = ClusterPrice(cluster, mesh)
-    kinds = Kinds(mesh, cluster.device, price)
-    originals = {node.name: node for node in captured.graph.nodes}
-
-    def cost(node: fx.Node) -> tuple[float, float]:
-        movement = node.meta.get("movement")
-        if movement is not None:
-            before = node.args[0].meta["type"]  # type: ignore[union-attr]
-            size = before.dtype.itemsize
-
-            def seconds(both: bool) -> float:
-                return movement_cost(movement, before.layout, before.shape, size, mesh, price, both)
-
-            forward = seconds(False)
-            whole = seconds(True) if node.meta["differentiable"] else forward
-            return forward, whole - forward
-        original = originals.get(node.name)
-        if original is None or original.op != "call_function":
-            return 0.0, 0.0
-        return kinds.seconds(original, decisions.strategies.get(node.name))
-
-    return cost
-
-
-def _states(made: Schedule, cut: Sequence[StageCost], rank: int) -> float:
-    """Bytes of parameters, gradients and optimizer on a rank: of all stages that it holds."""
-    held = {stage for _, stage in made.held_by(rank)}
-    return sum((2 + OPTIMIZER_COPIES) * cut[stage].parameters for stage in held)

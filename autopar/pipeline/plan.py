@@ -21,7 +21,7 @@ from autopar.pipeline.notation import from_text, to_text
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import schedule as make_schedule
 from autopar.search.flow import flow_of
-from autopar.search.stages import Pin, StageCost, choose_stages, imbalance
+from autopar.search.stages import NodeCost, Pin, StageCost, choose_stages, imbalance
 
 AXIS = "pp"
 DEFAULT = "1f1b"
@@ -100,12 +100,14 @@ class Request:
         graph: fx.Graph,
         pins: Sequence[Pin],
         memory: float | None = None,
+        cost: NodeCost | None = None,
     ) -> Pipelining:
         """Cut the rewritten program of the inner mesh into the stages of the schedule."""
         stages = choose_stages(
             flow_of(captured, graph),
             self.inner,
             self.schedule.stages,
+            cost=cost,
             pins=pins,
             memory=memory,
             in_flight=_in_flight(self.schedule),
@@ -126,7 +128,7 @@ def read_request(
     `pipeline` names the axis ("auto": `pp`, if the mesh has it), or is a number of ranks that are
     put before the mesh's axes, or None.
     """
-    axis, mesh = _axis(mesh, pipeline)
+    axis, mesh = pipeline_axis(mesh, pipeline)
     if axis is None:
         if schedule is not None:
             raise InvalidInput(
@@ -144,7 +146,8 @@ def read_request(
     return Request(axis, mesh, inner, made, recompute)
 
 
-def _axis(mesh: Mesh, pipeline: str | int | None) -> tuple[str | None, Mesh]:
+def pipeline_axis(mesh: Mesh, pipeline: str | int | None) -> tuple[str | None, Mesh]:
+    """The axis of the pipeline, if there is one, and the mesh of all ranks with it."""
     if pipeline is None or (pipeline == "auto" and AXIS not in mesh):
         return None, mesh
     if isinstance(pipeline, int) and not isinstance(pipeline, bool) and pipeline > 0:

@@ -26,7 +26,10 @@ from autopar.mesh import Mesh
 from autopar.passes import rewrite
 from autopar.passes.microbatches import Microbatches
 from autopar.passes.stages import split_stages
+from autopar.pipeline.choice import Alternative
 from autopar.pipeline.plan import Pipelining
+from autopar.pipeline.price import pipeline_cost, pipeline_memory, price_step
+from autopar.pipeline.timeline import Timeline
 from autopar.runtime.program import Program
 from autopar.search.auto import Search
 from autopar.search.decisions import Decisions
@@ -73,6 +76,7 @@ class Plan:
     mode: str = "propagate"  # how it was made
     limit: float | None = None  # bytes of each device that the search kept to
     wishes: Wishes | None = None  # what annotations asked
+    alternatives: tuple[Alternative, ...] = ()  # ways to run a step that were weighed
 
     is_attached = True  # to its model; a plan from a file is not, at first
 
@@ -100,11 +104,23 @@ class Plan:
     def cost(self) -> Cost:
         """The predicted seconds of one step, and their parts."""
         once = program_cost(self.captured, self.decisions, self.program.graph, self.cluster)
+        if self.pipelining is not None and self.timeline is not None:
+            return pipeline_cost(self.pipelining, once, self.timeline)
         return once.times(self.microbatches)
+
+    @cached_property
+    def timeline(self) -> Timeline | None:
+        """The simulated step of a pipeline."""
+        if self.pipelining is None:
+            return None
+        made, stages = self.pipelining.schedule, self.pipelining.stages
+        return price_step(made, stages, self.program.graph, self.mesh, self.cluster)
 
     @cached_property
     def memory(self) -> Memory:
         """The predicted bytes on the fullest device, and their parts."""
+        if self.pipelining is not None and self.timeline is not None:
+            return pipeline_memory(self.pipelining, self.timeline)
         return program_memory(self.captured, self.program.graph, self.mesh)
 
     @cached_property

@@ -15,6 +15,7 @@ from autopar.collectives import movement_cost
 from autopar.cost.price import ClusterPrice
 from autopar.search.candidates import Kinds
 from autopar.search.decisions import Decisions
+from autopar.search.origins import is_of_parameters
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,11 @@ class Cost:
     forward: float  # compute alone
     backward: float
     gradient_sync: float  # the part of communication that sums gradients
+    bubble: float = 0.0  # how long the busiest rank of a pipeline waits
 
     @property
     def seconds(self) -> float:
-        return self.compute + self.exposed
+        return self.compute + self.exposed + self.bubble
 
     def times(self, microbatches: int) -> Cost:
         """Of a step in micro-batches: gradients are summed once."""
@@ -75,15 +77,13 @@ def program_cost(
                 price,
                 node.meta["differentiable"],
             )
-            if movement.kind == "identity" and node.args[0].op == "placeholder":
+            if movement.kind == "identity" and is_of_parameters(node.args[0], captured):
                 summed += seconds
             else:
                 moved += seconds
         elif node.meta.get("sync"):
             type_ = node.meta["type"]
-            summed += float(
-                price.seconds("all_reduce", node.meta["sync"], type_.local_bytes(mesh))
-            )
+            summed += float(price.seconds("all_reduce", node.meta["sync"], type_.local_bytes(mesh)))
     hidden = summed * cluster.device.overlap
     return Cost(
         compute=forward + backward,

@@ -1,0 +1,74 @@
+"""The choice of a pipeline: by simulation, within memory, exact when it runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import autopar as ap
+from autopar.cluster import Device, Link, Node
+from tests import models
+
+
+def slow_network(nodes: int, memory: float = 1e9) -> ap.Cluster:
+    """Nodes of one device each, far apart: what crosses them had better be small."""
+    device = Device("toy", {"f32": 1e9, "f64": 1e9}, memory, 4e9, overhead=0, efficiency=1.0)
+    return ap.Cluster((Node(device, 1, Link(1e-7, 1e9)),) * nodes, Link(1e-5, 1e7), "toy")
+
+
+def plan(case: models.Case, cluster: ap.Cluster, **options: object) -> ap.Plan:
+    return ap.plan(case.model, case.args, case.kwargs, cluster=cluster, mode="auto", **options)
+
+
+def test_over_a_slow_network_stages_beat_cut_operators() -> None:
+    chosen = plan(models.gpt(), slow_network(2))
+    assert chosen.pipelining is not None
+    straight = [a for a in chosen.alternatives if not a.schedule]
+    assert chosen.cost.seconds < min(a.seconds for a in straight)
+
+
+def test_every_alternative_is_kept_and_the_fastest_that_fits_is_taken() -> None:
+    chosen = plan(models.gpt(), slow_network(2))
+    assert chosen.cost.seconds == pytest.approx(
+        min(a.seconds for a in chosen.alternatives if a.fits)
+    )
+    assert {a.schedule for a in chosen.alternatives} >= {"", "1f1b", "chimera"}
+    assert all(a.memory > 0 and a.to_json()["seconds"] > 0 for a in chosen.alternatives)
+
+
+def test_a_schedule_is_chosen_for_the_users_mesh() -> None:
+    chosen = plan(models.gpt(), slow_network(4), mesh=ap.Mesh(pp=2, dp=2), microbatches=4)
+    assert chosen.pipelining is not None
+    assert chosen.pipelining.mesh == ap.Mesh(pp=2, dp=2)
+    assert chosen.microbatches == 4
+    assert {a.microbatches for a in chosen.alternatives} == {4}
+
+
+def test_the_chosen_pipeline_is_exact() -> None:
+    case = models.gpt()
+    module = ap.parallelize(
+        case.fresh().model,
+        case.args,
+        case.kwargs,
+        cluster=slow_network(2),
+        mode="auto",
+        backend="virtual",
+    )
+    assert module.plan.pipelining is not None
+    reference = case.fresh()
+    loss = reference.loss(reference.run())
+    loss.backward()
+    assert torch.allclose(module.step(*case.args, **case.kwargs), loss, rtol=1e-9, atol=0)
+    gradients = module.full_grads()
+    for name, parameter in reference.model.named_parameters():
+        assert torch.allclose(gradients[name], parameter.grad, rtol=1e-9, atol=1e-12), name
+
+
+def test_memory_that_nothing_meets_is_answered_with_the_least() -> None:
+    with pytest.raises(ap.InvalidInput, match="least"):
+        plan(models.gpt(), slow_network(2), memory=1e4)
+
+
+def test_more_stages_than_layers_are_refused_before_anything_runs() -> None:
+    with pytest.raises(ap.InvalidInput, match="stages"):
+        plan(models.gpt(), slow_network(8), mesh=ap.Mesh(pp=8))
