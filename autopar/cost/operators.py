@@ -94,9 +94,10 @@ def work(facts: Facts, pieces: Pieces) -> Work:
     learning = [index for index, learns in enumerate(facts.differentiable) if learns]
     if not learning:
         return Work(flops, moved, nothing, nothing)
-    contracted = any(
-        not any(factor in dim for dim in rule.outputs[0]) for factor in rule.factors
-    ) and len(rule.inputs) > 1
+    contracted = (
+        any(not any(factor in dim for dim in rule.outputs[0]) for factor in rule.factors)
+        and len(rule.inputs) > 1
+    )
     passes = len(learning) if contracted else 1
     kept = sum((inputs[index] for index in rule.saved.inputs if index < len(inputs)), nothing)
     written = sum((inputs[index] for index in learning), nothing)
@@ -125,4 +126,6 @@ def kept_extra(facts: Facts, pieces: Pieces) -> Array:
 
 def _roofline(device: Device, dtype: torch.dtype, flops: Array, moved: Array) -> Array:
     formula = operator_formula(flops)
-    return np.asarray(formula(**operator_values(device, dtype, flops, moved))) + np.zeros_like(flops)
+    return np.asarray(formula(**operator_values(device, dtype, flops, moved))) + np.zeros_like(
+        flops
+    )

@@ -4,15 +4,10 @@ An operator is a node: its strategies, what each takes and keeps. A parameter is
 it may be stored in, and the bytes of its states. A value with several readers gets a node for the
 layout in which they share it, and one more for readers that work on cut data and so ask for a
 gradient that is summed: what they share is moved once. An edge costs the shortest redistribution.
-
-What needs no gradient and follows from the model's inputs alone (positions, masks, shifted labels)
-is computed whole on every rank, where that costs next to nothing: every piece of it is then at hand
-everywhere. `Built.slack` says how much a plan without this restriction could save at most.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -27,17 +22,17 @@ from autopar.collectives.redistribution import State
 from autopar.cost.price import ClusterPrice
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
-from autopar.search.candidates import Candidates, Kinds, state_of_whole
+from autopar.search.candidates import Candidates, Kinds, state_of_whole, storage_states, uncut
 from autopar.search.graph import CostGraph
+from autopar.search.keeping import Keeping
 from autopar.search.moves import Moves, moves, state_of
+from autopar.search.origins import Prologue, find_prologue, is_of_parameters, is_whole
 from autopar.search.wishes import Wishes
 
 Array = NDArray[np.float64]
 
 # What an optimizer keeps for each parameter besides it and its gradient: Adam's two moments.
 OPTIMIZER_COPIES = 2
-# The part of all computation that running the prologue whole on every rank may add.
-MOST_SLACK = 2e-3
 
 
 @dataclass(frozen=True)
@@ -71,7 +66,8 @@ class Built:
     parameters: dict[str, Variable] = field(default_factory=dict)
     values: dict[str, Variable] = field(default_factory=dict)
     groups: dict[str, list[Variable]] = field(default_factory=dict)
-    slack: float = 0.0  # seconds that a plan with a cut prologue could be faster, at most
+    slack: float = 0.0  # seconds that a plan could save with a prologue that is cut, at most
+    fixed_bytes: float = 0.0  # of inputs and buffers
 
 
 def build(captured: Captured, mesh: Mesh, cluster: Cluster, wishes: Wishes) -> Built:
@@ -80,9 +76,7 @@ def build(captured: Captured, mesh: Mesh, cluster: Cluster, wishes: Wishes) -> B
 
 
 class _Builder:
-    def __init__(
-        self, captured: Captured, mesh: Mesh, cluster: Cluster, wishes: Wishes
-    ) -> None:
+    def __init__(self, captured: Captured, mesh: Mesh, cluster: Cluster, wishes: Wishes) -> None:
         self.captured, self.mesh, self.cluster, self.wishes = captured, mesh, cluster, wishes
         self.price = ClusterPrice(cluster, mesh)
         self.kinds = Kinds(mesh, cluster.device, self.price)
@@ -94,19 +88,26 @@ class _Builder:
         self._alive: list[object] = []  # what `_arrays` knows by id
         self._offers: dict[str, tuple[Candidates, Array]] = {}
         self.inputs: dict[str, Variable] = {}
-        self.prologue: set[str] = set()
+
+        self.prologue = Prologue()
 
     def run(self) -> Built:
         calls = [node for node in self.captured.graph.nodes if node.op == "call_function"]
-        self._find_prologue(calls)
+        asked = {*self.wishes.values, *self.wishes.bound}
+        self.prologue = find_prologue(self.captured, calls, self.kinds, asked)
+        self.built.slack = self.prologue.slack
         for node in calls:
             self._look_at(node)
+        offers = {name: candidates for name, (candidates, _) in self._offers.items()}
+        self.keeping = Keeping(offers, self.readings)
         # Nodes stand in the order of the program, so that repeated blocks can be found.
         for node in self.captured.graph.nodes:
             if node.op == "placeholder" and node.name in self.captured.parameters:
                 self._add_parameter(node)
-            elif node.op == "placeholder" and node.name in self.readings:
-                self._add_input(node)
+            elif node.op == "placeholder":
+                self.built.fixed_bytes += node.meta["val"].numel() * node.meta["val"].itemsize
+                if node.name in self.readings:
+                    self._add_input(node)
             elif node.op == "call_function":
                 self._add_operator(node)
             if len(self.readings.get(node.name, ())) > 1:
@@ -129,7 +130,7 @@ class _Builder:
             states = (
                 (state_of(wish.layout),)
                 if wish is not None
-                else tuple(s for s in _storage(shape, self.mesh))
+                else tuple(s for s in storage_states(shape, self.mesh))
             )
             numbers = [table.index[state] for state in states]
             copies = 2 + OPTIMIZER_COPIES if node.meta["differentiable"] else 1
@@ -141,35 +142,14 @@ class _Builder:
         self._register(variable)
         self.built.parameters[node.name] = variable
 
-    def _find_prologue(self, calls: Sequence[fx.Node]) -> None:
-        """Operators that all ranks run whole."""
-        offers = [self.kinds.candidates(node).cost for node in calls]
-        budget = MOST_SLACK * sum(float(cost.min()) for cost in offers)
-        for node, cost in zip(calls, offers):
-            asked = node.name in self.wishes.values or node.name in self.wishes.bound
-            if asked or node.meta["differentiable"]:
-                continue
-            if all(self._is_whole(value) for value in self.kinds.inputs(node)):
-                more = float(cost[_uncut(self.kinds.candidates(node))] - cost.min())
-                if self.built.slack + more <= budget:
-                    self.built.slack += more
-                    self.prologue.add(node.name)
-
-    def _is_whole(self, value: fx.Node) -> bool:
-        """Whether every rank has all of a value anyway."""
-        if value.op == "placeholder":
-            is_parameter = value.name in self.captured.parameters
-            return not is_parameter and not value.meta["differentiable"]
-        return value.name in self.prologue
-
     def _look_at(self, node: fx.Node) -> None:
         """Find the candidates of an operator, and who reads what."""
         candidates = self._allowed(node, self.kinds.candidates(node))
-        if node.name in self.prologue:
-            candidates = candidates.taken([_uncut(candidates)])
+        if node.name in self.prologue.names:
+            candidates = candidates.taken([uncut(candidates)])
         cost = candidates.cost
         for position, value in enumerate(self.kinds.inputs(node)):
-            if self._is_whole(value):
+            if is_whole(value, self.captured, self.prologue):
                 cost = cost + self._from_whole(candidates, position, value)
             else:
                 reading = Reading(value.name, node.name, position)
@@ -178,8 +158,11 @@ class _Builder:
 
     def _add_operator(self, node: fx.Node) -> None:
         candidates, cost = self._offers[node.name]
+        memory = candidates.extra
+        if self.keeping.keeps_output(node.name):
+            memory = memory + self._bytes(node, candidates.outputs)
         number = self.built.graph.add_node(
-            self._same(cost, "cost"), self._same(candidates.extra, "memory"), name=node.name
+            self._same(cost, "cost"), self._same(memory, "memory"), name=node.name
         )
         variable = Variable(number, "operator", node.name, candidates.outputs, candidates)
         self._register(variable)
@@ -220,14 +203,14 @@ class _Builder:
         output = self.captured.graph.output_node()
         results = output.args[0]
         first_mutation = len(results) - len(self.captured.mutations)  # type: ignore[arg-type]
-        for index, value in enumerate(results):  # type: ignore[arg-type,union-attr]
+        for index, value in enumerate(results):  # type: ignore[arg-type]
             variable = self.built.operators.get(value.name)  # type: ignore[union-attr]
             if variable is None:
                 continue
             table, seconds = self._seconds(self.nodes[variable.name])
             costs = np.zeros(len(variable.states))
             for number, state in enumerate(variable.states):
-                target = (state[0], (), ())
+                target: State = (state[0], (), ())
                 if index >= first_mutation:
                     target = state_of_whole(table.ndim)
                 costs[number] = seconds[table.index[state], table.index[target]]
@@ -270,22 +253,29 @@ class _Builder:
 
     def _connect(self, value: fx.Node, readings: Sequence[Reading]) -> None:
         """Edges from the producer of a value to its readers, by way of what they share."""
-        is_parameter = value.name in self.built.parameters
+        late = is_of_parameters(value, self.captured)
         producer, shared = self._producer(value), self.built.values.get(value.name)
         if shared is None:
-            self._join(value, producer, readings[0], is_parameter)
+            self._join(value, producer, readings[0], late, "always")
             return
-        self._link(value, producer, shared, is_parameter, saved=False)
-        grouped = set()
-        for group in self.built.groups.get(value.name, ()):
-            saved = self._is_saved(group.readings)
-            self._link(value, shared, group, is_parameter, saved)
+        groups = self.built.groups.get(value.name, [])
+        grouped = {reading for group in groups for reading in group.readings}
+        alone = [reading for reading in readings if reading not in grouped]
+        # What several readers keep is counted once: where they part.
+        keeping = [group for group in groups if self._keeps(group.readings)]
+        early = self._keeps(alone) or len(keeping) > 1
+        self._link(value, producer, shared, late, "always" if early else "")
+        for group in groups:
+            kept = "" if group not in keeping else "moved" if early else "always"
+            self._link(value, shared, group, late, kept)
+        for group in groups:
             for reading in group.readings:
-                grouped.add(reading)
-                self._join(value, group, reading, is_parameter)
-        for reading in readings:
-            if reading not in grouped:
-                self._join(value, shared, reading, is_parameter)
+                self._join(value, group, reading, late, "moved")
+        for reading in alone:
+            self._join(value, shared, reading, late, "moved")
+
+    def _keeps(self, readings: Sequence[Reading]) -> bool:
+        return any(self.keeping.keeps(reading.reader, reading.position) for reading in readings)
 
     def _sums(self, reading: Reading) -> bool:
         """Whether a reader may ask for a summed gradient: it has factors that this input lacks."""
@@ -306,73 +296,70 @@ class _Builder:
     def _share(
         self, value: fx.Node, kind: str, states: tuple[State, ...], readings: tuple[Reading, ...]
     ) -> Variable:
-        number = self.built.graph.add_node(
-            self._zeros(len(states)), name=f"{value.name} {kind}"
-        )
+        number = self.built.graph.add_node(self._zeros(len(states)), name=f"{value.name} {kind}")
         variable = Variable(number, kind, value.name, states, readings=readings)
         self._register(variable)
         return variable
 
     def _link(
-        self, value: fx.Node, first: Variable, second: Variable, is_parameter: bool, saved: bool
+        self, value: fx.Node, first: Variable, second: Variable, late: bool, kept: str
     ) -> None:
-        """An edge between two layouts of one value."""
-        key = ("link", self._type(value), first.states, second.states, is_parameter, saved)
-        cost, memory = self._edge(key, value, first.states, second.states, is_parameter, saved)
+        """An edge between two layouts of one value; `kept` "always", or only if it is "moved"."""
+        cost, memory = self._edge(value, first.states, second.states, late, kept)
         self.built.graph.add_edge(first.number, second.number, cost, memory)
 
     def _join(
-        self,
-        value: fx.Node,
-        first: Variable,
-        reading: Reading,
-        is_parameter: bool,
+        self, value: fx.Node, first: Variable, reading: Reading, late: bool, kept: str
     ) -> None:
         """An edge from a layout of a value to a reader."""
         reader = self.built.operators[reading.reader]
         assert reader.candidates is not None
         wants = reader.candidates.inputs[reading.position]
-        facts = reader.candidates.facts
-        saved = facts is not None and reading.position in facts.rule.saved.inputs
-        saved = saved and any(facts.differentiable) if facts is not None else False
-        key = ("join", self._type(value), first.states, wants, is_parameter, saved)
-        cost, memory = self._edge(key, value, first.states, wants, is_parameter, saved)
+        kept = kept if self._keeps([reading]) else ""
+        cost, memory = self._edge(value, first.states, wants, late, kept)
         self.built.graph.add_edge(first.number, reader.number, cost, memory)
-
-    def _is_saved(self, readings: Sequence[Reading]) -> bool:
-        for reading in readings:
-            facts = self._offers[reading.reader][0].facts
-            if facts is not None and reading.position in facts.rule.saved.inputs:
-                return True
-        return False
 
     def _edge(
         self,
-        key: tuple,
         value: fx.Node,
         first: tuple[State, ...],
         second: tuple[State, ...],
-        is_parameter: bool,
-        saved: bool,
+        late: bool,
+        kept: str,
     ) -> tuple[Array, Array | None]:
+        if kept == "always" and not self._makes(value):
+            kept = "moved"
+        key = (self._type(value), first, second, late, kept)
         if (key, "cost") not in self._arrays:
             table, seconds = self._seconds(value)
             rows = np.array([table.index[state] for state in first])
             columns = np.array([table.index[state] for state in second])
             cost = seconds[np.ix_(rows, columns)]
             same = table.data[rows][:, None] == table.data[columns][None, :]
-            if is_parameter:
+            if late:
                 # Summing gradients goes on behind backward, as far as the device lets it.
                 cost = np.where(same, cost * (1 - self.cluster.device.overlap), cost)
             # From a pending copy nothing but that copy can be had.
             stuck = table.pending[rows][:, None] & (rows[:, None] != columns[None, :])
-            cost = np.where(stuck, np.inf, cost)
-            self._arrays[key, "cost"] = cost
-            memory = table.elements(tuple(value.meta["val"].shape))[columns]
-            memory = memory * value.meta["val"].dtype.itemsize * saved
-            self._arrays[key, "memory"] = np.where(same, 0.0, memory[None, :]) if saved else cost
-        memory = self._arrays[key, "memory"]
-        return self._arrays[key, "cost"], (memory if saved and memory.any() else None)
+            self._arrays[key, "cost"] = np.where(stuck, np.inf, cost)
+            size = np.broadcast_to(self._bytes(value, second), cost.shape)
+            self._arrays[key, "memory"] = np.where(same & (kept != "always"), 0.0, size)
+        memory = self._arrays[key, "memory"] if kept else None
+        return self._arrays[key, "cost"], memory
+
+    def _makes(self, value: fx.Node) -> bool:
+        """Whether a value has memory that nothing else has counted yet."""
+        if value.op == "placeholder" or self.keeping.keeps_output(value.name):
+            return False
+        facts = self._offers[value.name][0].facts
+        return facts is None or not facts.is_view
+
+    def _bytes(self, value: fx.Node, states: tuple[State, ...]) -> Array:
+        """What one rank holds of a value in each state."""
+        table = moves(self.mesh, value.meta["val"].ndim)
+        elements = table.elements(tuple(value.meta["val"].shape))
+        numbers = [table.index[state] for state in states]
+        return elements[numbers] * value.meta["val"].dtype.itemsize
 
     # Shared arrays
 
@@ -405,21 +392,3 @@ class _Builder:
     def _same(self, array: Array, kind: str) -> Array:
         """One object for equal arrays, so that the cost graph knows them again at once."""
         return self._arrays.setdefault((kind, array.shape, array.tobytes()), array)
-
-
-def _uncut(candidates: Candidates) -> int:
-    """The strategy that runs an operator whole on every rank."""
-    return next(i for i, strategy in enumerate(candidates.strategies) if not strategy.axes)
-
-
-def _storage(shape: tuple[int, ...], mesh: Mesh) -> list[State]:
-    """The layouts in which a parameter may be stored: each axis cuts one dim, or none."""
-    states = []
-    for choice in itertools.product([None, *range(len(shape))], repeat=len(mesh.names)):
-        dims: list[tuple[str, ...]] = [() for _ in shape]
-        for axis, where in zip(mesh.names, choice):
-            if where is not None:
-                dims[where] += (axis,)
-        if all(mesh.degree(axes) <= size for axes, size in zip(dims, shape)):
-            states.append((tuple(dims), (), ()))
-    return states

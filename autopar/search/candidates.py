@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
+from autopar.cluster import Device
 from autopar.collectives import Price
 from autopar.collectives.redistribution import State
 from autopar.cost.operators import Facts, Pieces, Work, kept_extra, seconds, work
-from autopar.cluster import Device
 from autopar.mesh import Mesh
 from autopar.search.moves import state_of
 from autopar.strategies import KERNELS, Rule, Strategy, rule_of, tensor_inputs
@@ -93,7 +94,7 @@ class Kinds:
         shapes = tuple((tuple(i.meta["val"].shape), i.meta["val"].dtype) for i in inputs)
         flags = tuple(i.meta["differentiable"] for i in inputs)
         names = {argument: index for index, argument in enumerate(inputs)}
-        constants = repr(fx.map_arg((node.args, node.kwargs), lambda n: _Slot(names[n])))
+        constants = repr(fx.map_arg((node.args, node.kwargs), lambda n: _Slot(names[n])))  # type: ignore
         value = node.meta["val"]
         return (
             node.target,
@@ -234,3 +235,21 @@ def _replicated(node: fx.Node, inputs: tuple[fx.Node, ...]) -> Candidates:
 def state_of_whole(ndim: int) -> State:
     """A replica on every axis."""
     return ((),) * ndim, (), ()
+
+
+def uncut(candidates: Candidates) -> int:
+    """The strategy that runs an operator whole on every rank."""
+    return next(i for i, strategy in enumerate(candidates.strategies) if not strategy.axes)
+
+
+def storage_states(shape: tuple[int, ...], mesh: Mesh) -> list[State]:
+    """The layouts in which a parameter may be stored: each axis cuts one dim, or none."""
+    states: list[State] = []
+    for choice in itertools.product([None, *range(len(shape))], repeat=len(mesh.names)):
+        dims: list[tuple[str, ...]] = [() for _ in shape]
+        for axis, where in zip(mesh.names, choice):
+            if where is not None:
+                dims[where] += (axis,)
+        if all(mesh.degree(axes) <= size for axes, size in zip(dims, shape)):
+            states.append((tuple(dims), (), ()))
+    return states

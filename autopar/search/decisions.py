@@ -30,5 +30,5 @@ class Decisions:
     strategies: Mapping[str, Strategy]  # operators; one that is missing runs replicated
     fixed: Mapping[str, Layout] = field(default_factory=dict)  # markers -> layout
     fallbacks: tuple[Fallback, ...] = ()
-    # (value, reader, which input) -> the states that readers share on the way to what this one wants
+    # (value, reader, which input) -> the states that readers share on the way to what it wants
     ways: Mapping[tuple[str, str, int], tuple[State, ...]] = field(default_factory=dict)

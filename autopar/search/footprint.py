@@ -14,7 +14,7 @@ from autopar.capture.captured import Captured
 from autopar.cost.operators import Pieces
 from autopar.mesh import Mesh
 from autopar.search.build import OPTIMIZER_COPIES
-from autopar.search.candidates import is_view
+from autopar.search.keeping import kept_inputs, storage
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,11 @@ def program_memory(captured: Captured, graph: fx.Graph, mesh: Mesh) -> Memory:
         elif node.op == "call_function" and node.meta["differentiable"]:
             read: list[fx.Node] = []
             fx.map_arg((node.args, node.kwargs), read.append)
-            saved = [_storage(read[i]) for i in node.meta.get("saved", ()) if i < len(read)]
-            if node.meta.get("saves_output"):
-                saved.append(_storage(node))
+            rule = node.meta.get("rule")
+            learns = [value.meta["differentiable"] for value in read]
+            saved = [storage(read[i]) for i in kept_inputs(rule, learns)] if rule else []
+            if rule is not None and rule.saved.output:
+                saved.append(storage(node))
             for value in saved:
                 if value.op != "placeholder":
                     kept[value] = float(value.meta["type"].local_bytes(mesh))
@@ -68,16 +70,6 @@ def program_memory(captured: Captured, graph: fx.Graph, mesh: Mesh) -> Memory:
         activations=sum(kept.values()) + extra,
         inputs=inputs,
     )
-
-
-def _storage(node: fx.Node) -> fx.Node:
-    """The value whose memory `node` looks at."""
-    while node.op == "call_function":
-        movement = node.meta.get("movement")
-        if not (is_view(node) or (movement is not None and movement.kind == "identity")):
-            break
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _extra(node: fx.Node, mesh: Mesh) -> float:

@@ -43,7 +43,7 @@ def _respects_nodes(sizes: tuple[int, ...], cluster: Cluster) -> bool:
     per_node, stride = cluster.devices_per_node, 1
     for size in reversed(sizes):
         inside = per_node % (stride * size) == 0
-        across = stride % per_node == 0 or (stride * size) % per_node == 0 and stride == 1
+        across = stride % per_node == 0 or ((stride * size) % per_node == 0 and stride == 1)
         if not (inside or across):
             return False
         stride *= size

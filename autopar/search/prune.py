@@ -25,6 +25,7 @@ __all__ = ["CostGraph", "prune"]
 
 ROUNDS = 2
 _MOST_EDGES = 24  # a node with more is left as it is
+_MOST_STRATEGIES = 64  # a node with more takes longer to compare than to eliminate
 _AT_ONCE = 1 << 20  # differences that are held at a time
 _SAMPLES = 4  # columns of an edge that are tried before all of them
 
@@ -48,7 +49,10 @@ def _round(packed: Packed) -> Packed:
     for example in examples:
         table = packed.node_tables[packed.node_table[example]]
         edges = incident.tables(int(example))
-        kept.append(np.arange(len(table.cost)) if edges is None else _undominated(table, edges))
+        if edges is None or len(table.cost) > _MOST_STRATEGIES:
+            kept.append(np.arange(len(table.cost)))
+        else:
+            kept.append(_undominated(table, edges))
     if all(len(k) == packed.sizes[example] for k, example in zip(kept, examples)):
         return packed
     return restricted(packed, kinds, kept)
