@@ -13,12 +13,17 @@ from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._C import _len_torch_dispatch_stack as active_modes
 from torch.autograd import Variable
 from torch.distributed import ProcessGroup, Store
-from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
+from torch.distributed.distributed_c10d import (
+    _abort_process_group,
+    _get_default_store,
+    _resolve_process_group,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 __all__ = [
     "StridedShard",
+    "abort_groups",
     "active_modes",
     "all_gather_single",
     "below_autograd",
@@ -40,6 +45,11 @@ process_group: Callable[[str], ProcessGroup] = _resolve_process_group  # type: i
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward pass that is under way has ended."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def abort_groups() -> None:
+    """End all process groups at once: what others wait for in them fails."""
+    _abort_process_group()
 
 
 def world_store() -> Store:

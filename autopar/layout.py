@@ -164,7 +164,7 @@ class Layout:
             # DTensor cuts from the left of the mesh to the right; an axis that cuts after one
             # on its right is strided by the sizes of those.
             factor = mesh.degree(a for a in outer if mesh.names.index(a) > position)
-            placements.append(Shard(dim) if factor == 1 else StridedShard(dim, factor))
+            placements.append(Shard(dim) if factor == 1 else StridedShard(dim, split_factor=factor))
         return tuple(placements)
 
     @classmethod

@@ -93,13 +93,14 @@ class GradientSync:
 
     def __init__(self, buckets: Iterable[Bucket], groups: Groups) -> None:
         self.buckets, self.groups = list(buckets), groups
-        self.active = True
+        self.active = False  # between start and finish
         for bucket in self.buckets:
             for slot in bucket.slots:
                 slot.leaf.register_post_accumulate_grad_hook(self._arrival(bucket))
 
     def start(self, parameters: Mapping[str, Tensor]) -> None:
-        """Before a backward pass. Buffers behind gradients still in use are left to their owner."""
+        """A backward pass begins. Buffers behind gradients still in use are left to their owner."""
+        self.active = True
         for bucket in self.buckets:
             bucket.waiting, bucket.work = len(bucket.slots), None
             if not bucket.alone and (
@@ -110,6 +111,7 @@ class GradientSync:
 
     def finish(self) -> dict[str, Tensor]:
         """Wait for all sums: the gradient of each parameter that got one on some rank."""
+        self.active = False
         grads = {}
         for bucket in self.buckets:
             if bucket.waiting == len(bucket.slots):

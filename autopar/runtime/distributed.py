@@ -166,18 +166,18 @@ class TorchBackend:
             self._sync = GradientSync(make_buckets(self._synchronised()), self.groups)
         for leaf in self._leaves.values() if self._first else ():
             leaf.grad = None
-        self._sync.active = self._last
+        self._pending = False
         if not self._last:
             return
-        self._sync.start(self._parameters)
-        self._pending = False
         for result in results:
             if result.requires_grad:
                 result.register_hook(self._backward_begins)
 
     def _backward_begins(self, grad: Tensor) -> None:
         if not self._pending:
+            assert self._sync is not None
             self._pending = True
+            self._sync.start(self._parameters)
             call_after_backward(self._finish)
 
     def _finish(self) -> None:

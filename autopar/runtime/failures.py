@@ -1,7 +1,10 @@
 """When one rank fails, all stop, soon, and say which failed first.
 
-The first rank to fail writes its name and its error to the store of the world, then closes its
-process groups, which ends the collectives that the others wait in; these read the store.
+A rank that fails by itself writes its name and its error to the store of the world; one whose
+collective broke writes only that it stopped. Both leave their process groups, which ends the
+collectives that others wait in (over gloo, when the process ends). A rank that stopped reads who
+was first. If nobody says so, a rank was lost without a word: one of those that have not even
+stopped.
 """
 
 from __future__ import annotations
@@ -12,10 +15,11 @@ from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
-from autopar._torch import world_store
+from autopar._torch import abort_groups, world_store
 from autopar.errors import ExecutionError
 
-_KEY = "autopar/first_failure"
+_FIRST = "autopar/first_failure"
+_STOPPED = "autopar/stopped"
 _PATIENCE = 5.0  # seconds to wait for the first rank's word once a collective has broken
 
 
@@ -25,29 +29,49 @@ def one_fails_all_stop(rank: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not dist.is_initialized() or isinstance(error, _StoppedByOther):
+        if not dist.is_initialized() or isinstance(error, _Stopped):
             raise
-        collective = _is_collective(error)
-        first = _read_failure() if collective else _report(rank, error)
-        if first is None or first.startswith(f"rank {rank}:"):
+        if not _is_collective(error):
+            mine = f"rank {rank}: {type(error).__name__}: {error}"
+            first = _report(mine)
             _close_groups()
-            if first is None:
-                raise ExecutionError(
-                    "a rank was lost in the middle of a step",
-                    got=f"on rank {rank}: {error}",
-                    remedy="look at the output of the ranks that ended first",
-                ) from error
-            raise
-        _close_groups()
-        raise _StoppedByOther(
-            "another rank failed first, so this one stopped",
-            got=first,
-            remedy="mend what failed there",
-        ) from error
+            if _what(first) == _what(mine):
+                raise
+            raise _stopped_by(first) from error
+        raise _after_collective(rank, error) from error
 
 
-class _StoppedByOther(ExecutionError):
+class _Stopped(ExecutionError):
     """Raised on ranks that stop because another failed."""
+
+
+def _stopped_by(first: str) -> _Stopped:
+    return _Stopped(
+        "another rank failed first, so this one stopped",
+        got=first,
+        remedy="mend what failed there",
+    )
+
+
+def _after_collective(rank: int, error: Exception) -> _Stopped:
+    """Leave, and find out why the others left."""
+    size, store, silent = dist.get_world_size(), world_store(), "unknown"
+    with suppress(Exception):
+        store.set(f"{_STOPPED}/{rank}", "")
+    _close_groups()
+    with suppress(Exception):  # the store may have gone with the rank that held it
+        deadline = time.monotonic() + _PATIENCE
+        while time.monotonic() < deadline:
+            if store.check([_FIRST]):
+                return _stopped_by(store.get(_FIRST).decode())
+            time.sleep(0.05)
+        lost = [other for other in range(size) if not store.check([f"{_STOPPED}/{other}"])]
+        silent = ", ".join(map(str, lost))
+    return _Stopped(
+        "a rank was lost in the middle of a step",
+        got=f"no word from rank {silent}; on rank {rank}: {error}",
+        remedy="look at the output of these: one was killed, or ended early",
+    )
 
 
 def _is_collective(error: Exception) -> bool:
@@ -60,27 +84,18 @@ def _is_collective(error: Exception) -> bool:
     )
 
 
-def _report(rank: int, error: Exception) -> str:
+def _report(mine: str) -> str:
     """Write this rank's failure to the store, unless another was first; the first one."""
-    mine = f"rank {rank}: {type(error).__name__}: {error}"
-    try:
-        return world_store().compare_set(_KEY, "", mine).decode()
-    except Exception:
-        return mine
-
-
-def _read_failure() -> str | None:
-    deadline = time.monotonic() + _PATIENCE
     with suppress(Exception):
-        store = world_store()
-        while time.monotonic() < deadline:
-            if store.check([_KEY]):
-                return store.get(_KEY).decode()
-            time.sleep(0.05)
-    return None
+        return world_store().compare_set(_FIRST, "", mine).decode()
+    return mine
+
+
+def _what(report: str) -> str:
+    return report.partition(": ")[2]
 
 
 def _close_groups() -> None:
     """Leave all process groups, so that nobody waits for this rank any more."""
     with suppress(Exception):
-        dist.destroy_process_group()
+        abort_groups()

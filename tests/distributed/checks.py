@@ -1,0 +1,191 @@
+"""What four processes check together, in one world; each function is one check."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import autopar as ap
+from autopar import Mesh
+from tests import models
+from tests.annotations import megatron, sequence, stored, vocabulary
+from tests.models import Case
+from tests.parity import assert_equal, parallel_outcome
+
+DP2_TP2 = Mesh(dp=2, tp=2)
+Pair = tuple[ap.ParallelModule, ap.ParallelModule]
+
+
+def run_all(say: Callable[[str], None]) -> None:
+    """Every check below; each says its name when it has passed."""
+    warnings.simplefilter("ignore")
+    for check in CHECKS:
+        check()
+        say(check.__name__)
+
+
+def assert_close(one: Any, other: Any) -> None:
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def pair(case: Case, mesh: Any) -> Pair:
+    """The case on the processes and on virtual ranks."""
+    plan = ap.plan(case.model, case.args, case.kwargs, mesh=mesh, mode="propagate")
+    one = ap.parallelize(case.model, plan=plan)
+    other = ap.parallelize(case.model, plan=plan, backend="virtual")
+    return one, other
+
+
+def trains_like_virtual_ranks() -> None:
+    for case, mesh in (
+        (vocabulary(sequence(megatron(models.gpt(layers=1)), batch="dp")), DP2_TP2),
+        (vocabulary(megatron(models.gpt(layers=1), ("b", "a")), ("b", "a")), Mesh(a=2, b=2)),
+        (models.resnet(batch=6), Mesh(dp=4)),
+        (stored(models.gpt(layers=1, fused=True)), Mesh(dp=4)),
+    ):
+        real, virtual = pair(case, mesh)
+        assert_equal(parallel_outcome(real, case), parallel_outcome(virtual, case), 1e-12, 1e-1)
+        assert all(isinstance(parameter, DTensor) for parameter in real.parameters())
+        assert {n for n, _ in real.named_parameters()} == {
+            n for n, _ in case.model.named_parameters()
+        }
+
+
+def clips_and_accumulates() -> None:
+    case = megatron(models.gpt(layers=1))
+    norms: list[Any] = []
+    for module in pair(case, DP2_TP2):
+        module.step(*case.args)
+        module.step(*case.args)
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        norms.append(sum(grad.abs().sum() for grad in module.full_grads().values()))
+    assert_close(norms[:2], norms[2:])
+
+
+def is_called_and_differentiated() -> None:
+    case = megatron(models.gpt(layers=1))
+    grads = []
+    for module in pair(case, DP2_TP2):
+        loss, logits = module(*case.args)
+        assert isinstance(logits, DTensor) == (module.backend.__class__.__name__ == "TorchBackend")
+        assert not isinstance(loss, DTensor)
+        (3 * loss).backward()
+        grads.append({name: grad.clone() for name, grad in module.full_grads().items()})
+    assert_close(*grads)
+
+
+def differentiates_in_any_order() -> None:
+    """Two passes forward, then two backward; and one backward pass twice."""
+    case = models.mlp()
+    grads = []
+    for module in pair(case, Mesh(dp=4)):
+        first, second = module(*case.args), module(*case.args)
+        first.backward()
+        (2 * second).backward(retain_graph=True)
+        (3 * second).backward()
+        (module(*case.args) + module(*case.args)).backward()
+        grads.append(module.full_grads())
+    assert_close(*grads)
+
+
+def takes_local_inputs() -> None:
+    case = megatron(models.gpt(layers=1))
+    real, virtual = pair(case, DP2_TP2)
+    local = ap.parallelize(case.model, case.args, mesh=DP2_TP2, mode="propagate", local_inputs=True)
+    place = DP2_TP2.coordinate(dist.get_rank())["dp"]
+    pieces = [value.chunk(2)[place] for value in case.args]
+    assert_close(local.step(*pieces), virtual.step(*case.args))
+    assert_close(local.full_grads(), virtual.full_grads())
+    real.step(*case.args)
+    assert_close(real.full_grads(), virtual.full_grads())
+
+
+def saves_and_loads_checkpoints() -> None:
+    case = stored(models.mlp())
+    module = ap.parallelize(case.model, case.args, mesh=Mesh(dp=4), mode="propagate")
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    module.step(*case.args)
+    optimizer.step()
+    saved = {name: value.clone() for name, value in module.full_state_dict().items()}
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    checkpoint.save(module.state_dict(), checkpoint_id=folder[0])
+    for _ in range(2):
+        module.step(*case.args)
+        optimizer.step()
+    state = module.state_dict()
+    checkpoint.load(state, checkpoint_id=folder[0])
+    module.load_state_dict(state)
+    assert_close(module.full_state_dict(), saved)
+    # The same file under another plan.
+    other = megatron(models.mlp())
+    elsewhere = ap.parallelize(other.model, other.args, mesh=DP2_TP2, mode="propagate")
+    state = elsewhere.state_dict()
+    checkpoint.load(state, checkpoint_id=folder[0])
+    elsewhere.load_state_dict(state)
+    assert_close(elsewhere.full_state_dict(), saved)
+
+
+def runs_eager_regions() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    random = torch.Generator().manual_seed(0)
+    whole = [
+        torch.randn(shape, dtype=torch.float64, generator=random, requires_grad=True)
+        for shape in ((8, 6), (6, 5))
+    ]
+    region = ap.shard(lambda x, w: torch.relu(x @ w).sum(1), (("dp", None), (None, "tp")))
+    placements = [[Shard(0), Replicate()], [Replicate(), Shard(1)]]
+    parts = [
+        distribute_tensor(value.detach(), mesh, where).requires_grad_()
+        for value, where in zip(whole, placements)
+    ]
+    for _ in range(2):  # the second call finds the region compiled
+        y = region(*parts)
+        expected = region(*whole)
+        assert isinstance(y, DTensor)
+        assert_close(y.full_tensor(), expected)
+        y.full_tensor().square().sum().backward()
+        expected.square().sum().backward()
+    for part, value in zip(parts, whole):
+        assert isinstance(part.grad, DTensor)
+        assert isinstance(value.grad, Tensor)
+        assert_close(part.grad.full_tensor(), value.grad)
+
+
+def refuses_a_mesh_of_another_size() -> None:
+    case = models.mlp()
+    for mesh in (Mesh(dp=8), Mesh(dp=2)):
+        with pytest.raises(ap.AutoparError, match="as many ranks as the world") as caught:
+            ap.parallelize(case.model, case.args, mesh=mesh, mode="propagate")
+        assert "torchrun" in (caught.value.remedy or "")
+
+
+def takes_a_device_mesh() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    real, virtual = pair(megatron(models.mlp()), mesh)
+    case = models.mlp()
+    assert_close(real.step(*case.args), virtual.step(*case.args))
+
+
+CHECKS = [
+    trains_like_virtual_ranks,
+    clips_and_accumulates,
+    is_called_and_differentiated,
+    differentiates_in_any_order,
+    takes_local_inputs,
+    saves_and_loads_checkpoints,
+    runs_eager_regions,
+    refuses_a_mesh_of_another_size,
+    takes_a_device_mesh,
+]
