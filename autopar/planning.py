@@ -90,10 +90,13 @@ def plan(
         raise InvalidInput(
             'microbatches is a number or "auto"', got=repr(microbatches), remedy="microbatches=8"
         )
-    if _is_open(mode, mesh, pipeline, schedule, microbatches, algorithm):
+    if _is_open(mode, mesh, pipeline, schedule, algorithm):
+        with reporter(progress) as report:
+            report("capture", type(model).__name__)
+            captured = capture(model, args, dict(kwargs or {}))
         return _weighed(
             model,
-            capture(model, args, dict(kwargs or {})),
+            captured,
             cluster,
             mesh,
             memory=memory,
@@ -171,7 +174,6 @@ def _is_open(
     mesh: Mesh | None,
     pipeline: str | int | None,
     schedule: ScheduleLike,
-    microbatches: int | str,
     algorithm: str,
 ) -> bool:
     """Whether there is a choice between pipelines: then they are weighed by simulation."""

@@ -234,18 +234,26 @@ class _Weigher:
         flow = flow_of(captured, graph)
         cost = node_cost(captured, found.decisions, self.cluster)
         link = self.cluster.link_between(0, inner.size)
-        cuts: dict[int, list[StageCost]] = {}
+        cuts: dict[int, list[StageCost] | InvalidInput] = {}
         for made in schedules(stages, parts):
             if made.stages not in cuts:
-                cuts[made.stages] = choose_stages(
-                    flow,
-                    inner,
-                    made.stages,
-                    cost=cost,
-                    link_bandwidth=link.bandwidth,
-                    pins=self.pins,
-                )
+                try:
+                    cuts[made.stages] = choose_stages(
+                        flow,
+                        inner,
+                        made.stages,
+                        cost=cost,
+                        link_bandwidth=link.bandwidth,
+                        pins=self.pins,
+                    )
+                except InvalidInput as error:
+                    # Schedules with several chunks want more stages than others: only they fail.
+                    if made.stages == stages:
+                        raise
+                    cuts[made.stages] = error
             cut = cuts[made.stages]
+            if isinstance(cut, InvalidInput):
+                continue
             pipelining = Pipelining(AXIS, mesh, made, tuple(cut))
             timeline = price_step(made, cut, graph, inner, self.cluster)
             peak = pipeline_memory(pipelining, timeline).peak
