@@ -169,8 +169,9 @@ def test_a_plan_survives_its_file(made, tmp_path):
         {"mode": "auto"},
         {"mode": "auto", "microbatches": 2},
         {"mesh": ap.Mesh(pp=2, tp=2), "microbatches": 2, "schedule": "1f1b"},
+        {"mesh": ap.Mesh(pp=2, dp=2), "mode": "auto"},
     ],
-    ids=["auto", "microbatches", "pipeline"],
+    ids=["auto", "microbatches", "pipeline", "weighed"],
 )
 def test_a_loaded_plan_trains_as_one_device_does(options, tmp_path):
     case = gpt(batch=4)

@@ -25,8 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mesh", help="dp=2,tp=4 (default: all meshes are tried)")
     parser.add_argument("--mode", choices=MODES, default="auto", help="default: auto")
     parser.add_argument("--memory", help="40GB of each device (default: what it has)")
-    parser.add_argument("--microbatches", type=int, default=1, help="of a step (default: 1)")
-    parser.add_argument("--schedule", help="of a pipeline, for a mesh with an axis pp")
+    parser.add_argument("--microbatches", default="auto", help="of a step (default: auto)")
+    parser.add_argument("--pipeline", default="auto", help="stages, an axis, or none (auto)")
+    parser.add_argument("--schedule", default="auto", help="of a pipeline (default: auto)")
     parser.add_argument("--out", metavar="FILE", help="save the plan as JSON")
     parser.add_argument("--json", action="store_true", help="print the plan's figures as JSON")
 
@@ -39,7 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
         "mesh": read_mesh(arguments.mesh),
         "mode": arguments.mode,
         "memory": read_bytes(arguments.memory),
-        "microbatches": arguments.microbatches,
+        "microbatches": _number(arguments.microbatches),
+        "pipeline": None if arguments.pipeline == "none" else _number(arguments.pipeline),
         "schedule": arguments.schedule,
     }
     model, args, kwargs = load_call(arguments.model)
@@ -62,3 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.out is not None:
             print(f"saved to {arguments.out}")
     return 0
+
+
+def _number(text: str) -> int | str:
+    return int(text) if text.isdigit() else text

@@ -29,6 +29,7 @@ from autopar.search.candidates import Candidates, Kinds, state_of_whole
 from autopar.search.decide import layout_of
 from autopar.search.forced import forced
 from autopar.search.moves import state_of
+from autopar.search.origins import is_of_parameters
 from autopar.search.wishes import Wish, Wishes
 from autopar.strategies import rule_of
 
@@ -162,11 +163,12 @@ class _Explainer:
         for position, value in enumerate(self.kinds.inputs(node)):
             first = self._state_before(value, node.name, position)
             second = offered.inputs[position][index]
-            overlap = self._overlap if value.name in self.captured.parameters else 0.0
+            overlap = self._overlap if is_of_parameters(value, self.captured) else 0.0
             yield edge(value, value.name, first, second, self.mesh, self.price, overlap)
         gives = offered.outputs[index]
+        late = self._overlap if is_of_parameters(node, self.captured) else 0.0
         for reader, wants in self._wanted(node):
-            yield edge(node, reader, gives, wants, self.mesh, self.price)
+            yield edge(node, reader, gives, wants, self.mesh, self.price, late)
 
     def _state_before(self, value: fx.Node, reader: str, position: int) -> State:
         """The state from which a reader brings an input to what it wants."""

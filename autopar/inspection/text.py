@@ -20,6 +20,7 @@ from autopar.inspection.units import bytes_text, seconds_text, share_text
 from autopar.search.auto import Search
 
 if TYPE_CHECKING:
+    from autopar.pipeline.choice import Alternative
     from autopar.runtime.plan import Plan
     from autopar.runtime.saved import SavedPlan
 
@@ -52,6 +53,7 @@ def plan_text(plan: Plan) -> str:
     lines += _movements(plan)
     lines += _fallbacks(plan)
     lines += _considered(plan.search)
+    lines += _alternatives(plan.alternatives)
     return "\n".join(lines)
 
 
@@ -68,7 +70,8 @@ def saved_text(saved: SavedPlan) -> str:
         "parameters",
         *_table(grouped(rows)),
     ]
-    return "\n".join(lines + _considered(saved.search))
+    lines += _considered(saved.search)
+    return "\n".join(lines + _alternatives(saved.alternatives))
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
@@ -86,6 +89,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         "parameters": {n: str(plan.types[n]) for n in plan.captured.parameters.values()},
         "movements": [asdict(record) for record in plan.movements()],
         "fallbacks": [{**asdict(f), "cost": f.cost} for f in plan.fallbacks],
+        "alternatives": [alternative.to_json() for alternative in plan.alternatives],
     }
 
 
@@ -160,6 +164,14 @@ def _considered(search: Search | None) -> list[str]:
         figures = entry.why if entry.seconds is None else seconds_text(entry.seconds) + memory
         lines.append(f"  {entry.mesh}  {figures}")
     more = len(ranked) - _MESHES
+    return lines + ([f"  and {more} more"] if more > 0 else [])
+
+
+def _alternatives(alternatives: Sequence[Alternative]) -> list[str]:
+    if len(alternatives) < 2:
+        return []
+    lines = ["ways to run a step", *(f"  {one}" for one in alternatives[:_MESHES])]
+    more = len(alternatives) - _MESHES
     return lines + ([f"  and {more} more"] if more > 0 else [])
 
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import nn
 
 from autopar.capture import capture
+from autopar.capture.captured import Captured
 from autopar.capture.fingerprint import Fingerprint, fingerprint_of
 from autopar.cluster import Cluster
 from autopar.cost.price import ClusterPrice
@@ -28,11 +29,16 @@ from autopar.inspection.diff import PlanDiff, compare
 from autopar.inspection.text import saved_text
 from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
+from autopar.passes import rewrite
 from autopar.passes.microbatches import cut_batch
+from autopar.pipeline.choice import Alternative
 from autopar.pipeline.plan import Pipelining
+from autopar.pipeline.price import node_cost
 from autopar.runtime.plan import Plan
 from autopar.search.auto import Search
 from autopar.search.decisions import Decisions
+from autopar.search.flow import flow_of
+from autopar.search.stages import price_stages
 from autopar.search.stored import decisions_from_json, decisions_to_json
 from autopar.search.wishes import Wish, Wishes, read_wishes
 from autopar.strategies import rule_of
@@ -54,6 +60,7 @@ class SavedPlan:
     annotated: Mapping[str, str]  # parameter -> the user's line
     search: Search | None
     pipelining: Pipelining | None
+    alternatives: tuple[Alternative, ...] = ()  # ways to run a step that were weighed
 
     is_attached = False
 
@@ -107,6 +114,7 @@ class SavedPlan:
             annotated={name: wish.source for name, wish in wishes.items()},
             search=plan.search,
             pipelining=plan.pipelining,
+            alternatives=plan.alternatives,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -122,6 +130,7 @@ class SavedPlan:
             "cluster": self.cluster.to_json(),
             "pipeline": None if self.pipelining is None else self.pipelining.data(),
             "search": None if self.search is None else self.search.to_json(),
+            "alternatives": [alternative.to_json() for alternative in self.alternatives],
             "annotated": dict(self.annotated),
             "types": {name: str(type_) for name, type_ in self.types.items() if name in shown},
             "model": self.fingerprint.to_json(),
@@ -168,6 +177,7 @@ class SavedPlan:
             annotated=data["annotated"],
             search=None if search is None else Search.from_json(search),
             pipelining=None if pipeline is None else Pipelining.from_data(pipeline),
+            alternatives=tuple(_alternative(entry) for entry in data["alternatives"]),
         )
 
     def _validate(self) -> None:
@@ -237,11 +247,22 @@ class SavedPlan:
             self.cluster,
             self.search,
             batches,
-            self.pipelining,
+            self._priced(captured),
             mode=self.mode,
             limit=self.limit,
             wishes=Wishes(marked.values, parameters, marked.inputs, marked.bound),
+            alternatives=self.alternatives,
         )
+
+    def _priced(self, captured: Captured) -> Pipelining | None:
+        """The pipeline with what its stages take now."""
+        if self.pipelining is None:
+            return None
+        graph = rewrite(captured, self.decisions, ClusterPrice(self.cluster, self.mesh))
+        starts = [stage.starts for stage in self.pipelining.stages]
+        cost = node_cost(captured, self.decisions, self.cluster)
+        stages = price_stages(flow_of(captured, graph), self.mesh, starts, cost)
+        return replace(self.pipelining, stages=tuple(stages))
 
     def _without_model(self, what: str) -> InvalidInput:
         return InvalidInput(
@@ -252,6 +273,14 @@ class SavedPlan:
 
     def __str__(self) -> str:
         return saved_text(self)
+
+
+def _alternative(entry: Mapping[str, Any]) -> Alternative:
+    options = tuple(
+        (name, tuple(value) if isinstance(value, list) else value)
+        for name, value in entry["options"].items()
+    )
+    return Alternative(**{**entry, "mesh": Mesh(**entry["mesh"]), "options": options})
 
 
 def _malformed(source: str, what: str) -> InvalidInput:

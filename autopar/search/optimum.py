@@ -101,12 +101,12 @@ class Optimiser:
             factors: dict[tuple[int, ...], Array] = {}
             for scope, table in elimination.factors.items():
                 if node in scope:
-                    table = table.take(strategy, axis=scope.index(node))
+                    table = np.asarray(table.take(strategy, axis=scope.index(node)))
                     scope = tuple(v for v in scope if v != node)
                 if scope:
                     factors[scope] = factors.get(scope, 0.0) + table
                 else:
-                    least[strategy] += float(table)
+                    least[strategy] += table.item()
             least[strategy] += solve_residual(sizes, factors, seconds=self.seconds).bound
         return least
 

@@ -77,6 +77,24 @@ def choose_stages(
     return [line.stage(start, end) for start, end in zip(starts, ends)]
 
 
+def price_stages(
+    flow: Flow, mesh: Mesh, starts: Sequence[str], cost: NodeCost, link_bandwidth: float = 25e9
+) -> list[StageCost]:
+    """What stages take that begin at the operators `starts`, for cuts that were made before."""
+    line = _Line(flow, mesh, cost, link_bandwidth)
+    places = {node.name: place for place, node in enumerate(flow.activations)}
+    missing = [name for name in starts if name not in places]
+    if missing:
+        raise InvalidInput(
+            "a stage starts at an operator of the program",
+            got=", ".join(missing),
+            remedy="plan again for this model",
+        )
+    begins = [places[name] for name in starts]
+    ends = [*begins[1:], len(flow.activations)]
+    return [line.stage(start, end) for start, end in zip(begins, ends)]
+
+
 def roofline(mesh: Mesh, device: Device | None = None) -> NodeCost:
     """Seconds of an operator by its FLOPs and the bytes that it moves, on `device`."""
     device = device or Cluster.preset("dgx-h100").device
