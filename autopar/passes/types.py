@@ -11,6 +11,7 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.layout import Layout, TensorType
 from autopar.search.decisions import Decisions
+from autopar.search.keeping import kept_inputs
 from autopar.strategies import rule_of, tensor_inputs
 
 Want = tuple[Layout, tuple[str, ...]]
@@ -53,7 +54,7 @@ def _type_operator(node: fx.Node, decisions: Decisions) -> None:
         node.meta |= {
             "rule": rule,
             "strategy": strategy,
-            "saved": rule.saved.inputs,
+            "saved": kept_inputs(rule, [value.meta["differentiable"] for value in inputs]),
             "saves_output": rule.saved.output,
         }
     node.meta["ways"] = {

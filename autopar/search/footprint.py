@@ -14,7 +14,7 @@ from autopar.capture.captured import Captured
 from autopar.cost.operators import Pieces
 from autopar.mesh import Mesh
 from autopar.search.build import OPTIMIZER_COPIES
-from autopar.search.keeping import kept_inputs, storage
+from autopar.search.keeping import storage
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,8 @@ def program_memory(captured: Captured, graph: fx.Graph, mesh: Mesh) -> Memory:
         elif node.op == "call_function" and node.meta["differentiable"]:
             read: list[fx.Node] = []
             fx.map_arg((node.args, node.kwargs), read.append)
-            rule = node.meta.get("rule")
-            learns = [value.meta["differentiable"] for value in read]
-            saved = [storage(read[i]) for i in kept_inputs(rule, learns)] if rule else []
-            if rule is not None and rule.saved.output:
+            saved = [storage(read[i]) for i in node.meta.get("saved", ()) if i < len(read)]
+            if node.meta.get("saves_output"):
                 saved.append(storage(node))
             for value in saved:
                 if value.op != "placeholder":
