@@ -330,6 +330,17 @@ def test_an_interrupt_keeps_the_best_so_far():
     assert "interrupted" in str(plan)
 
 
+def test_an_interrupt_between_pipelines_takes_the_best_so_far():
+    def interrupt(phase: str, detail: str) -> None:
+        if phase == "pipeline" and detail.startswith("2 stages"):
+            raise KeyboardInterrupt
+
+    case = mlp()
+    plan = ap.plan(case.model, case.args, cluster=CLUSTER, mode="auto", progress=interrupt)
+    assert plan.search.interrupted
+    assert len(plan.alternatives) == 1
+
+
 @pytest.mark.parametrize("phase", ["mesh", "build", "prune", "eliminate"])
 def test_an_interrupt_before_the_first_plan_is_a_clean_error(phase):
     def interrupt(now: str, detail: str) -> None:

@@ -28,4 +28,4 @@ def bytes_text(count: float) -> str:
 
 def share_text(part: float) -> str:
     """`0.3%`."""
-    return f"{part:.2g}%" if 0 < part < 1e-4 else f"{100 * part:.2g}%"
+    return "0%" if abs(part) < 1e-9 else f"{100 * part:.2g}%"

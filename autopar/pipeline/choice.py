@@ -8,13 +8,13 @@ sums of gradients. The fastest one that fits into memory is taken; all are kept 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from autopar.capture.captured import Captured
 from autopar.cluster import Cluster
 from autopar.cost.price import ClusterPrice
-from autopar.errors import InvalidInput
+from autopar.errors import ExecutionError, InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes import rewrite
 from autopar.passes.microbatches import Microbatches, cut_batch
@@ -23,7 +23,7 @@ from autopar.pipeline.plan import AXIS, Pipelining
 from autopar.pipeline.price import node_cost, pipeline_memory, price_step
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import schedule as make_schedule
-from autopar.search.auto import Found, Progress, search
+from autopar.search.auto import Found, Progress, search, too_early, was_interrupted
 from autopar.search.flow import flow_of
 from autopar.search.footprint import program_memory
 from autopar.search.meshes import meshes
@@ -118,15 +118,25 @@ def choose(
     weigher = _Weigher(captured, cluster, wishes, memory, inner, pins, report)
     ways: list[_Way] = []
     reasons: dict[str, None] = {}
+    interrupted = False  # then the best so far is taken
     for count, parts in _sizes(cluster.devices, stages, microbatches):
-        report("pipeline", f"{count} stages, {parts} micro-batches")
         try:
+            report("pipeline", f"{count} stages, {parts} micro-batches")
             for way in weigher.ways(count, parts):
                 ways.append(way)
                 if way.alternative.fits:
                     weigher.best = min(weigher.best, way.alternative.seconds)
+                interrupted = interrupted or way.found.search.interrupted
+        except (KeyboardInterrupt, ExecutionError) as error:
+            if not was_interrupted(error):
+                raise
+            if not any(way.alternative.fits for way in ways):
+                raise too_early() from None
+            interrupted = True
         except InvalidInput as error:
             reasons[f"{count} stages, {parts} micro-batches: {error.rule}: {error.got}"] = None
+        if interrupted:
+            break
     if not ways:
         raise InvalidInput(
             "a model can be run in some number of stages and micro-batches",
@@ -142,8 +152,9 @@ def choose(
             remedy="more devices, a smaller batch, or devices with more memory",
         )
     best = min(fitting, key=lambda way: way.alternative.seconds)
+    found = replace(best.found, search=replace(best.found.search, interrupted=interrupted))
     alternatives = sorted((way.alternative for way in ways), key=lambda a: (not a.fits, a.seconds))
-    return Chosen(best.captured, best.found, best.batches, best.pipelining, tuple(alternatives))
+    return Chosen(best.captured, found, best.batches, best.pipelining, tuple(alternatives))
 
 
 def _sizes(devices: int, stages: int | None, microbatches: int | None) -> Iterator[tuple[int, int]]:

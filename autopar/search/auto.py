@@ -145,7 +145,7 @@ def search(
             _weigh(captured, mesh, cluster, wishes(mesh), memory, algorithm, report, best)
             interrupted = best.solution is not None and best.solution.interrupted
         except (KeyboardInterrupt, ExecutionError) as error:
-            if not isinstance(error.__context__ or error, KeyboardInterrupt):
+            if not was_interrupted(error):
                 raise
             interrupted = True
         if interrupted:
@@ -154,11 +154,7 @@ def search(
             break
     if best.solution is None or best.built is None or best.mesh is None:
         if interrupted:
-            raise ExecutionError(
-                "a search runs until it has found a plan",
-                got="an interrupt before the first one was found",
-                remedy='let it run longer, give it a mesh, or use algorithm="recursive"',
-            )
+            raise too_early()
         assert best.leanest is not None
         assert memory is not None
         raise InvalidInput(
@@ -182,6 +178,20 @@ def search(
         multiplier=solution.multiplier,
     )
     return Found(decisions, account, best.built, solution)
+
+
+def was_interrupted(error: BaseException) -> bool:
+    """Whether Ctrl-C is behind an error."""
+    return isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt)
+
+
+def too_early() -> ExecutionError:
+    """The error of a search that was interrupted with nothing to show."""
+    return ExecutionError(
+        "a search runs until it has found a plan",
+        got="an interrupt before the first one was found",
+        remedy='let it run longer, give it a mesh, or use algorithm="recursive"',
+    )
 
 
 def _weigh(
