@@ -50,7 +50,7 @@ class Mesh:
             raise InvalidInput(
                 "an axis must be one of the mesh's",
                 got=f"{axis!r}; the mesh is {self}",
-                remedy=f"use one of {', '.join(map(repr, self.names)) or 'none: the mesh is empty'}",
+                remedy=f"use one of {', '.join(map(repr, self.names)) or 'none: it is empty'}",
             )
         return self._sizes[axis]
 

@@ -39,11 +39,10 @@ class Outcome:
 
 def assert_parity(case: Case, mesh: ap.Mesh, **options: Any) -> ap.ParallelModule:
     """The law for one annotated case on the virtual mesh, replicas compared on the way."""
+    options = {"mode": "propagate", "backend": "virtual", "check": True, **options}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        module = ap.parallelize(
-            case.model, case.args, case.kwargs, mesh=mesh, backend="virtual", check=True, **options
-        )
+        module = ap.parallelize(case.model, case.args, case.kwargs, mesh=mesh, **options)
     assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()))
     return module
 

@@ -57,6 +57,8 @@ strange.register_fake(torch.empty_like)
 
 
 def parallel(model: Any, *args: Any, mesh: Any = D4, **options: Any) -> ap.ParallelModule:
+    if "plan" not in options:
+        options = {"mode": "propagate", **options}
     return ap.parallelize(model, args or (ones(),), mesh=mesh, **options)
 
 

@@ -55,7 +55,13 @@ def test_random_annotations_are_exact(name: str, data: st.DataObject) -> None:
     inputs = [*case.args, *case.kwargs.values()]
     ap.shard(case.model, tuple(_dims(data, value.shape, mesh) for value in inputs))
     module = ap.parallelize(
-        case.model, case.args, case.kwargs, mesh=mesh, backend="virtual", check=True
+        case.model,
+        case.args,
+        case.kwargs,
+        mesh=mesh,
+        backend="virtual",
+        check=True,
+        mode="propagate",
     )
     assert_equal(parallel_outcome(module, case, steps=1), _expected(name))
 

@@ -35,7 +35,7 @@ def test_batch_norm_on_rows_and_matmul_on_columns() -> None:
     model = BatchNormAndMatmul().double()
     x = torch.randn(16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x.requires_grad_()
-    module = ap.parallelize(model, (x,), mesh=ap.Mesh(d=4), check=True)
+    module = ap.parallelize(model, (x,), mesh=ap.Mesh(d=4), check=True, mode="propagate")
     statistics, between = (r for r in module.plan.movements() if r.forward != "identity")
     assert _kinds(between) == ("all_gather", "reduce_scatter")
     assert (between.axis, between.tensor) == ("d", "f64[16@d, 8]")
@@ -103,7 +103,7 @@ class TwoReaders(nn.Module):
 def test_readers_of_one_value_share_its_movement() -> None:
     x = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     case = Case("two readers", TwoReaders().double(), (x,))
-    module = ap.parallelize(case.model, case.args, mesh=TP2, check=True)
+    module = ap.parallelize(case.model, case.args, mesh=TP2, check=True, mode="propagate")
     records = module.plan.movements()
     assert [record.forward for record in records].count("all_reduce") == 2  # hidden, and the loss
     assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()))
@@ -132,7 +132,7 @@ def test_the_listing_of_a_small_program() -> None:
     case = models.mlp(batch=6, inputs=4, hidden=8, outputs=2, layers=2)
     ap.shard(case.model.get_submodule("layers.0"), params={"weight": ("tp", None)})
     ap.shard(case.model.get_submodule("head"), params={"weight": (None, "tp")})
-    module = ap.parallelize(case.model, case.args, mesh=ap.Mesh(dp=2, tp=2))
+    module = ap.parallelize(case.model, case.args, mesh=ap.Mesh(dp=2, tp=2), mode="propagate")
     text = re.sub(r"tests/models.py:\d+", "", str(module.graph))
     lines = [" ".join(line.split()).removesuffix(" #") for line in text.splitlines()]
     assert "\n".join(lines) == LISTING

@@ -72,7 +72,7 @@ def test_an_annotated_model_compiles() -> None:
 
 
 def test_a_parallel_module_is_not_copied() -> None:
-    module = ap.parallelize(Two().double(), (random(8, 4),), mesh=D2)
+    module = ap.parallelize(Two().double(), (random(8, 4),), mesh=D2, mode="propagate")
     for act in (copy.deepcopy, pickle.dumps):
         with pytest.raises(ap.InvalidInput, match="bound to the ranks"):
             act(module)
@@ -80,7 +80,9 @@ def test_a_parallel_module_is_not_copied() -> None:
 
 def test_it_is_called_and_differentiated_like_the_model() -> None:
     case = megatron(models.gpt(layers=1))
-    module = ap.parallelize(case.model, case.args, mesh=Mesh(dp=2, tp=2), check=True)
+    module = ap.parallelize(
+        case.model, case.args, mesh=Mesh(dp=2, tp=2), check=True, mode="propagate"
+    )
     loss, logits = module(*case.args)
     (loss + logits.square().mean()).backward()
     single = case.fresh()
@@ -93,7 +95,7 @@ def test_it_is_called_and_differentiated_like_the_model() -> None:
 
 def test_gradients_add_up_over_steps() -> None:
     case = models.mlp()
-    module = ap.parallelize(case.model, case.args, mesh=D2)
+    module = ap.parallelize(case.model, case.args, mesh=D2, mode="propagate")
     module.step(*case.args)
     once = {name: grad.clone() for name, grad in module.full_grads().items()}
     module.step(*case.args)
@@ -102,7 +104,7 @@ def test_gradients_add_up_over_steps() -> None:
 
 
 def test_state_of_the_model_is_loaded() -> None:
-    module = ap.parallelize(Two().double(), (random(8, 4),), mesh=D2)
+    module = ap.parallelize(Two().double(), (random(8, 4),), mesh=D2, mode="propagate")
     other = Two().double()
     module.load_state_dict(other.state_dict())
     torch.testing.assert_close(module(random(8, 4)), other(random(8, 4)))
@@ -126,7 +128,7 @@ class Structured(nn.Module):
 @pytest.mark.parametrize("kind", ["dict", "dataclass"])
 def test_structures_go_in_and_out(kind: str) -> None:
     model, batch = Structured(kind).double(), {"x": random(8, 4), "scale": 2}
-    module = ap.parallelize(model, kwargs={"batch": batch}, mesh=D2, check=True)
+    module = ap.parallelize(model, kwargs={"batch": batch}, mesh=D2, check=True, mode="propagate")
     parallel, single = module(batch=batch), model(batch=batch)
     assert type(parallel) is type(single)
     if kind == "dict":
@@ -209,7 +211,9 @@ def test_one_rank_moves_nothing(mesh: Mesh) -> None:
 def test_lower_precision(name: str, dtype: torch.dtype) -> None:
     case = vocabulary(megatron(models.ZOO[name](layers=1)))
     case.model.to(dtype)
-    module = ap.parallelize(case.model, case.args, case.kwargs, mesh=Mesh(dp=2, tp=2), check=True)
+    module = ap.parallelize(
+        case.model, case.args, case.kwargs, mesh=Mesh(dp=2, tp=2), check=True, mode="propagate"
+    )
     tolerance = 200 * torch.finfo(dtype).eps
     actual, expected = parallel_outcome(module, case, 1), single_outcome(case.fresh(), 1)
     assert_equal(actual, expected, tolerance, floor=1e-2)
@@ -227,7 +231,7 @@ def test_a_rule_with_a_wrong_shape_is_caught_where_it_is() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return halve(shard(x, ("d", None)))
 
-    module = ap.parallelize(Halves(), (random(8, 4),), mesh=D2, check=True)
+    module = ap.parallelize(Halves(), (random(8, 4),), mesh=D2, check=True, mode="propagate")
     with pytest.raises(ap.AutoparError, match="every rank's piece has the shape") as caught:
         module(random(8, 4))
     assert "halve(shard(x" in (caught.value.source or "")

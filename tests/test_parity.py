@@ -92,3 +92,9 @@ def test_sizes_that_do_not_divide(name: str) -> None:
 
 def test_the_sequence_cut_unevenly() -> None:
     assert_parity(sequence(megatron(models.gpt(sequence=7, layers=1))), Mesh(tp=3))
+
+
+def test_64_ranks_in_one_process() -> None:
+    sizes = {"batch": 16, "sequence": 8, "heads": 4, "layers": 4}
+    case = sequence(vocabulary(megatron(models.gpt(**sizes))), "sp")
+    assert_parity(case, Mesh(dp=4, sp=4, tp=4))

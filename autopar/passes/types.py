@@ -6,6 +6,8 @@ axes over which its gradient will arrive as a partial sum) and, on placeholders,
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch import fx
 
 from autopar.capture.captured import Captured
@@ -70,11 +72,12 @@ def _type_output(captured: Captured, graph: fx.Graph, decisions: Decisions) -> N
     mutated = {node: buffer for buffer, node in captured.mutations.items()}
     placeholder_of = {name: placeholder for placeholder, name in captured.buffers.items()}
     wants: list[Want] = []
-    first_mutation = len(output.args[0]) - len(captured.mutations)  # type: ignore[arg-type]
-    for index, value in enumerate(output.args[0]):  # type: ignore[arg-type,union-attr]
-        layout = value.meta["type"].layout  # type: ignore[union-attr]
+    results = cast(tuple[fx.Node, ...], output.args[0])
+    first_mutation = len(results) - len(captured.mutations)
+    for index, value in enumerate(results):
+        layout = value.meta["type"].layout
         if index >= first_mutation:
-            layout = decisions.placeholders[placeholder_of[mutated[value.name]]]  # type: ignore
+            layout = decisions.placeholders[placeholder_of[mutated[value.name]]]
         wants.append((layout.with_partial(()), ()))
     output.meta["wants"] = tuple(wants)
     output.meta.setdefault("source", "")

@@ -50,7 +50,7 @@ class Program:
         return self.results[: len(self.results) - len(self.captured.mutations)]
 
     def type_of(self, placeholder: str) -> TensorType:
-        return self.placeholders[placeholder].meta["type"]  # type: ignore[no-any-return]
+        return self.placeholders[placeholder].meta["type"]
 
     @cached_property
     def loss_index(self) -> int:

@@ -160,14 +160,12 @@ class _Call:
             args = list(self.args)
             for index, node in self.tensors:
                 args[index] = values[node][rank]
-            return self.function(*args, **self.kwargs)  # type: ignore[no-any-return]
+            return self.function(*args, **self.kwargs)
 
         def read(node: fx.Node) -> Any:
             return values[node][rank]
 
-        return self.function(  # type: ignore[no-any-return]
-            *fx.map_arg(self.args, read), **fx.map_arg(self.kwargs, read)
-        )
+        return self.function(*fx.map_arg(self.args, read), **fx.map_arg(self.kwargs, read))
 
 
 def _has_node(argument: Any) -> bool:
