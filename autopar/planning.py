@@ -33,6 +33,7 @@ from autopar.report.progress import reporter
 from autopar.runtime.plan import Plan
 from autopar.search.auto import Progress, search
 from autopar.search.decisions import Decisions, Fallback
+from autopar.search.footprint import program_memory
 from autopar.search.meshes import meshes
 from autopar.search.propagate import propagate
 from autopar.search.wishes import Wishes, read_wishes
@@ -140,6 +141,7 @@ def plan(
                 limit,
                 algorithm,
                 report,
+                lambda decisions: _needed(captured, decisions, cluster),
             )
         decisions, account = found.decisions, found.search
         wishes = read_wishes(captured, decisions.mesh, annotations)
@@ -239,6 +241,12 @@ def _weighed(
         wishes=read_wishes(chosen.captured, decisions.mesh, annotations),
         alternatives=chosen.alternatives,
     )
+
+
+def _needed(captured: Captured, decisions: Decisions, cluster: Cluster) -> float:
+    """The bytes that the finished program of these decisions needs on each device."""
+    graph = rewrite(captured, decisions, ClusterPrice(cluster, decisions.mesh))
+    return program_memory(captured, graph, decisions.mesh).peak
 
 
 def _devices_here() -> int:

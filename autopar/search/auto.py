@@ -1,7 +1,8 @@
 """Auto: the whole search for one captured model: the mesh, and every layout on it.
 
 Each mesh in question gets its cost graph and its exact optimum. A mesh whose operators alone,
-without any movement, already take longer than the best plan so far is not solved.
+without any movement, already take longer than the best plan so far is not solved. Where there are
+many meshes with so many axes, only those are that split an axis of one of the best with fewer axes.
 """
 
 from __future__ import annotations
@@ -19,8 +20,15 @@ from autopar.mesh import Mesh
 from autopar.search.build import Built, build
 from autopar.search.decide import decide
 from autopar.search.decisions import Decisions
+from autopar.search.residual import relative_gap
 from autopar.search.solve import Sizes, Solution, least_memory, solve
 from autopar.search.wishes import Wishes
+
+MOST_OF_A_KIND = 8  # meshes with the same number of axes that are all tried
+MOST_REFINED = 2  # meshes whose axes are split, where there are more
+_TIGHTENED = 6  # times that a limit is lowered because the finished program needs more
+_SURE = 0.7  # a part of the limit; what needs less surely fits when it is finished
+_TIE = 1e-9  # relative: of two meshes as good, the one with fewer axes is taken
 
 Progress = Callable[[str, str], None]  # phase, detail
 
@@ -121,6 +129,7 @@ class _Best:
     built: Built | None = None
     solution: Solution | None = None
     wishes: Wishes | None = None
+    bound: float = 0.0
     considered: list[Considered] = field(default_factory=list)
     leanest: Leanest | None = None  # when nothing fits
 
@@ -133,8 +142,12 @@ def search(
     memory: float | None,
     algorithm: str = "exact",
     progress: Progress | None = None,
+    finished: Callable[[Decisions], float] | None = None,
 ) -> Found:
-    """The fastest plan over all `meshes` that needs at most `memory` bytes on each device."""
+    """The fastest plan over all `meshes` that needs at most `memory` bytes on each device.
+
+    `finished` tells the bytes that the finished program needs: the last word on what fits.
+    """
     started = time.perf_counter()
     report = progress or (lambda phase, detail: None)
     best = _Best()
@@ -142,7 +155,12 @@ def search(
     for number, mesh in enumerate(meshes):
         try:
             report("mesh", f"{number + 1} of {len(meshes)}: {mesh}")
-            _weigh(captured, mesh, cluster, wishes(mesh), memory, algorithm, report, best)
+            if not _is_worth(mesh, meshes, best):
+                why = "splits no axis of the best meshes with fewer axes"
+                best.considered.append(Considered(mesh, None, None, why))
+                continue
+            asked = _Asked(captured, cluster, wishes(mesh), memory, algorithm, report, finished)
+            _weigh(asked, mesh, best)
             interrupted = best.solution is not None and best.solution.interrupted
         except (KeyboardInterrupt, ExecutionError) as error:
             if not was_interrupted(error):
@@ -169,8 +187,8 @@ def search(
     account = Search(
         seconds=time.perf_counter() - started,
         objective=solution.objective,
-        bound=solution.bound,
-        gap=solution.gap,
+        bound=best.bound,
+        gap=relative_gap(solution.objective, best.bound),
         algorithm=algorithm,
         sizes=solution.sizes,
         considered=tuple(best.considered),
@@ -194,19 +212,43 @@ def too_early() -> ExecutionError:
     )
 
 
-def _weigh(
-    captured: Captured,
-    mesh: Mesh,
-    cluster: Cluster,
-    wishes: Wishes,
-    memory: float | None,
-    algorithm: str,
-    report: Progress,
-    best: _Best,
-) -> None:
+def _is_worth(mesh: Mesh, meshes: Sequence[Mesh], best: _Best) -> bool:
+    """Whether to try a mesh: all of a kind, if they are few, else those that split a good one."""
+    axes = len(mesh.names)
+    if sum(len(other.names) == axes for other in meshes) <= MOST_OF_A_KIND:
+        return True
+    tried = [c for c in best.considered if len(c.mesh.names) == axes - 1 and c.seconds is not None]
+    tried.sort(key=lambda considered: considered.seconds or 0.0)
+    return not tried or any(_splits(mesh, other.mesh) for other in tried[:MOST_REFINED])
+
+
+def _splits(mesh: Mesh, coarse: Mesh) -> bool:
+    """Whether one axis of `coarse` split in two gives `mesh`."""
+    sizes = mesh.shape
+    return any(
+        (*sizes[:at], sizes[at] * sizes[at + 1], *sizes[at + 2 :]) == coarse.shape
+        for at in range(len(sizes) - 1)
+    )
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is asked of every mesh."""
+
+    captured: Captured
+    cluster: Cluster
+    wishes: Wishes
+    memory: float | None
+    algorithm: str
+    report: Progress
+    finished: Callable[[Decisions], float] | None
+
+
+def _weigh(asked: _Asked, mesh: Mesh, best: _Best) -> None:
     """Solve one mesh, unless it cannot be the best, and keep it if it is."""
-    report("build", f"the cost graph of {mesh}")
-    built = build(captured, mesh, cluster, wishes)
+    memory = asked.memory
+    asked.report("build", f"the cost graph of {mesh}")
+    built = build(asked.captured, mesh, asked.cluster, asked.wishes)
     so_far = best.solution.objective if best.solution is not None else float("inf")
     tables, _, numbers, _ = built.graph.tables()
     alone = sum(float(tables[number].cost.min()) for number in numbers)
@@ -215,19 +257,45 @@ def _weigh(
         best.considered.append(Considered(mesh, None, None, why))
         return
     try:
-        solution = solve(built.graph, memory, algorithm, report)
+        solution, bound = _fitting(asked, mesh, built, so_far)
     except InvalidInput:
         least, choice = least_memory(built.graph)
-        if memory is None or least <= memory:
+        least += built.fixed_bytes
+        if memory is None:
             raise
         if best.leanest is None or least < best.leanest.memory:
             best.leanest = Leanest(mesh, least, _states(built, choice))
         why = f"needs at least {_bytes(least)}"
         best.considered.append(Considered(mesh, None, least, why))
         return
-    best.considered.append(Considered(mesh, solution.objective, solution.memory))
-    if solution.objective < so_far:
-        best.mesh, best.built, best.solution, best.wishes = mesh, built, solution, wishes
+    needed = solution.memory + built.fixed_bytes
+    best.considered.append(Considered(mesh, solution.objective, needed))
+    if solution.objective < so_far * (1 - _TIE):
+        best.mesh, best.built, best.solution, best.wishes = mesh, built, solution, asked.wishes
+        best.bound = max(0.0, bound - built.slack)
+
+
+def _fitting(asked: _Asked, mesh: Mesh, built: Built, so_far: float) -> tuple[Solution, float]:
+    """The best solution whose finished program fits, and a bound; an error if there is none."""
+    memory, finished = asked.memory, asked.finished
+    limit = None if memory is None else memory - built.fixed_bytes
+    solution = solve(built.graph, limit, asked.algorithm, asked.report)
+    bound = solution.bound
+    if memory is None or limit is None or finished is None:
+        return solution, bound
+    for _ in range(_TIGHTENED):
+        if solution.memory <= _SURE * limit or solution.objective >= so_far:
+            return solution, bound
+        needed = finished(decide(asked.captured, mesh, built, solution.choice, asked.wishes))
+        if needed <= memory:
+            return solution, bound
+        limit = min(limit, solution.memory) - (needed - memory)
+        solution = solve(built.graph, limit, asked.algorithm, asked.report)
+    raise InvalidInput(
+        "the finished program fits into memory",
+        got=f"{_bytes(needed)} with a limit of {_bytes(memory)}",
+        remedy="a little more memory",
+    )
 
 
 def _states(built: Built, choice: Sequence[int]) -> float:

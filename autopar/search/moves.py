@@ -32,7 +32,7 @@ def state_of(layout: Layout, pending: Collection[str] = ()) -> State:
     return layout.dims, layout.partial, tuple(sorted(pending))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def moves(mesh: Mesh, ndim: int) -> Moves:
     """The table for tensors of `ndim` dims on `mesh`."""
     return Moves(mesh, ndim)
