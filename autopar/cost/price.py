@@ -6,9 +6,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from autopar.cluster import AxisLink, Cluster
 from autopar.cost.model import collective_seconds
 from autopar.mesh import Mesh
+
+# What one bucket of gradients holds: large enough to hide latency, small enough to start early.
+BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,12 @@ class ClusterPrice:
     def seconds(self, kind: str, axes: tuple[str, ...], size: Any) -> Any:
         """Seconds of one collective with `size` bytes on the rank that holds most; arrays too."""
         return collective_seconds(kind, self.link(axes), size)
+
+    def bucketed(self, axes: tuple[str, ...], size: Any) -> Any:
+        """Seconds of summing a gradient of `size` bytes as its part of a bucket: the latency is
+        shared by all gradients of the bucket."""
+        whole, latency = (self.seconds("all_reduce", axes, x) for x in (size, 0.0 * size))
+        return whole - latency * np.maximum(0.0, 1.0 - size / BUCKET_BYTES)
 
 
 @lru_cache(maxsize=4096)

@@ -163,10 +163,10 @@ class _Explainer:
         for position, value in enumerate(self.kinds.inputs(node)):
             first = self._state_before(value, node.name, position)
             second = offered.inputs[position][index]
-            overlap = self._overlap if is_of_parameters(value, self.captured) else 0.0
+            overlap = self._overlap if is_of_parameters(value, self.captured) else None
             yield edge(value, value.name, first, second, self.mesh, self.price, overlap)
         gives = offered.outputs[index]
-        late = self._overlap if is_of_parameters(node, self.captured) else 0.0
+        late = self._overlap if is_of_parameters(node, self.captured) else None
         for reader, wants in self._wanted(node):
             yield edge(node, reader, gives, wants, self.mesh, self.price, late)
 

@@ -12,7 +12,7 @@ from autopar.cluster import Device
 from autopar.collectives import redistribute
 from autopar.collectives.redistribution import State
 from autopar.cost.model import COLLECTIVES, collective_values, operator_formula, operator_values
-from autopar.cost.price import ClusterPrice
+from autopar.cost.price import BUCKET_BYTES, ClusterPrice
 from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
 from autopar.search.candidates import Candidates
@@ -43,9 +43,10 @@ def edge(
     second: State,
     mesh: Mesh,
     price: ClusterPrice,
-    overlap: float = 0.0,
+    overlap: float | None = None,
 ) -> Edge:
-    """The way from one state of `value` to another; `overlap` is hidden if only gradients move."""
+    """The way from one state of `value` to another. With `overlap` the value is a parameter's:
+    sums of its gradient go in buckets, and this part of them is hidden."""
     val, differentiable = value.meta["val"], value.meta["differentiable"]
     shape, itemsize = tuple(val.shape), val.dtype.itemsize
     table = moves(mesh, val.ndim)
@@ -72,8 +73,11 @@ def edge(
                 if kind not in FREE
             ]
             layout = after
-    if overlap and first[:2] == second[:2] and seconds:
-        seconds *= 1 - overlap
+    if overlap is not None and first[:2] == second[:2] and seconds:
+        axes = tuple(axis for axis in second[2] if axis not in first[2])
+        size = itemsize * math.prod(source.largest_shape(shape, mesh))
+        seconds = float(price.bucketed(axes, size)) * (1 - overlap)
+        lines.append(f"summed in buckets of {BUCKET_BYTES:,} bytes, which share the latency")
         lines.append(f"times {1 - overlap:g}: backward hides the rest of summing gradients")
     types = [str(TensorType(shape, val.dtype, layout)) for layout in (source, target)]
     return Edge(value.name, neighbour, types[0], types[1], seconds, tuple(lines))

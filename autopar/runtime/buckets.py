@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.collectives.eager import LateSum
+from autopar.cost.price import BUCKET_BYTES
 from autopar.runtime.groups import Axes, Groups
 
-BUCKET_BYTES = 25 * 2**20  # as large as hides latency; the first gradients wait for no more
 FIRST_BUCKET_BYTES = 2**20
 ALONE_BYTES = 2 * 2**20  # from here on, a copy costs more than a collective of its own
 
@@ -37,7 +38,8 @@ class Bucket:
     axes: Axes
     slots: list[Slot] = field(default_factory=list)
     views: list[Tensor] = field(default_factory=list)  # the gradients, in the buffer
-    buffer: Tensor | None = None
+    buffer: Tensor | None = None  # with one element more, for the rider
+    rider: Tensor | None = None  # a number that is summed along
     waiting: int = 0
     work: dist.Work | None = None
 
@@ -52,8 +54,8 @@ class Bucket:
 
     def allocate(self) -> None:
         """New memory for the gradients."""
-        self.buffer = self.slots[0].leaf.detach().new_empty(self.numel)
-        pieces = self.buffer.split([slot.leaf.numel() for slot in self.slots])
+        self.buffer = self.slots[0].leaf.detach().new_zeros(self.numel + 1)
+        pieces = self.buffer.split([*(slot.leaf.numel() for slot in self.slots), 1])
         self.views = [piece.view(slot.leaf.shape) for piece, slot in zip(pieces, self.slots)]
 
     def gather(self) -> Tensor:
@@ -68,6 +70,8 @@ class Bucket:
             self.buffer.zero_()
         if made:
             torch._foreach_copy_([view for view, _ in made], [grad for _, grad in made])
+        if self.rider is not None:
+            self.buffer[-1] = self.rider
         return self.buffer
 
 
@@ -112,19 +116,35 @@ class GradientSync:
     def finish(self) -> dict[str, Tensor]:
         """Wait for all sums: the gradient of each parameter that got one on some rank."""
         self.active = False
-        grads = {}
+        grads: dict[str, Tensor] = {}
         for bucket in self.buckets:
-            if bucket.waiting == len(bucket.slots):
+            untouched = bucket.waiting == len(bucket.slots)
+            if untouched and bucket.rider is None:
                 continue
             if bucket.waiting:
                 self._sum(bucket)
             assert bucket.work is not None
             bucket.work.wait()
-            for slot, view in zip(bucket.slots, bucket.views):
-                grads[slot.name] = view
+            if bucket.rider is not None and bucket.buffer is not None:
+                bucket.rider.copy_(bucket.buffer[-1])
+                bucket.rider = None
+            if not untouched:
+                grads |= {slot.name: view for slot, view in zip(bucket.slots, bucket.views)}
             if bucket.alone:
                 bucket.views = []
         return grads
+
+    def takes_along(self, late: LateSum) -> bool:
+        """Whether a bucket of the coming pass sums a number of the program as well."""
+        for bucket in self.buckets:
+            if (
+                not bucket.alone
+                and late.tensor.dtype == bucket.slots[0].leaf.dtype
+                and late.group == self.groups.name(bucket.axes)
+            ):
+                bucket.rider = late.tensor
+                return True
+        return False
 
     def _arrival(self, bucket: Bucket) -> Callable[[Tensor], None]:
         def arrive(leaf: Tensor) -> None:

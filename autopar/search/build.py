@@ -337,8 +337,12 @@ class _Builder:
             cost = seconds[np.ix_(rows, columns)]
             same = table.data[rows][:, None] == table.data[columns][None, :]
             if late:
-                # Summing gradients goes on behind backward, as far as the device lets it.
-                cost = np.where(same, cost * (1 - self.cluster.device.overlap), cost)
+                # Gradients are summed in buckets, behind backward as far as the device lets it.
+                shown = 1 - self.cluster.device.overlap
+                size = self._bytes(value, second)
+                for i, j in np.argwhere(same & (cost > 0)):
+                    axes = tuple(axis for axis in second[j][2] if axis not in first[i][2])
+                    cost[i, j] = self.price.bucketed(axes, size[j]) * shown
             # From a pending copy nothing but that copy can be had.
             stuck = table.pending[rows][:, None] & (rows[:, None] != columns[None, :])
             self._arrays[key, "cost"] = np.where(stuck, np.inf, cost)

@@ -68,7 +68,10 @@ def program_cost(
         movement = node.meta.get("movement")
         if movement is not None:
             before = node.args[0].meta["type"]
-            seconds = movement_cost(
+            if movement.kind == "identity" and is_of_parameters(node.args[0], captured):
+                summed += float(price.bucketed(movement.axes, before.local_bytes(mesh)))
+                continue
+            moved += movement_cost(
                 movement,
                 before.layout,
                 before.shape,
@@ -77,13 +80,8 @@ def program_cost(
                 price,
                 node.meta["differentiable"],
             )
-            if movement.kind == "identity" and is_of_parameters(node.args[0], captured):
-                summed += seconds
-            else:
-                moved += seconds
         elif node.meta.get("sync"):
-            type_ = node.meta["type"]
-            summed += float(price.seconds("all_reduce", node.meta["sync"], type_.local_bytes(mesh)))
+            summed += float(price.bucketed(node.meta["sync"], node.meta["type"].local_bytes(mesh)))
     hidden = summed * cluster.device.overlap
     return Cost(
         compute=forward + backward,
