@@ -47,7 +47,7 @@ class Device:
     bandwidth: float  # bytes/s of its memory
     overhead: float = 5e-6  # seconds to start an operator
     efficiency: float = 0.7  # the part of `flops` that large matrix products reach
-    half_flops: float = 0.0  # FLOPs of an operator that reaches half of that
+    half_flops: float = 0.0  # FLOPs of a product, in the fastest dtype, that reaches half of that
     half_bytes: float = 0.0  # bytes of an operator that reaches half of `bandwidth`
     overlap: float = 0.7  # the part of gradient synchronisation that backward hides
 
@@ -55,6 +55,11 @@ class Device:
         """FLOP/s that large work of `dtype` reaches; a dtype without an entry runs as f32."""
         name = dtype if isinstance(dtype, str) else _DTYPE_NAMES.get(dtype, "f32")
         return self.flops.get(name, self.flops["f32"]) * self.efficiency
+
+    def half(self, dtype: torch.dtype | str) -> float:
+        """FLOPs of a product that reaches half of `peak`: to get going takes the same time in
+        every dtype."""
+        return self.half_flops * self.peak(dtype) / (max(self.flops.values()) * self.efficiency)
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def operator_values(device: Device, dtype: Any, flops: Any, moved: Any) -> dict[
     """The values of the symbols in the formula of an operator."""
     return {
         "F": flops,
-        "F_half": device.half_flops,
+        "F_half": device.half(dtype),
         "P": device.peak(dtype),
         "M": moved,
         "M_half": device.half_bytes,

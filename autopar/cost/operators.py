@@ -6,6 +6,7 @@ operator are computed at once, as arrays, from the elements of the busiest rank'
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ from autopar.strategies import Rule, Strategy
 from autopar.strategies.rule import Dim
 
 Array = NDArray[np.float64]
+
+PRODUCT = 4  # FLOPs per element: with more, an operator is priced by its arithmetic, too
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,10 @@ def work(facts: Facts, pieces: Pieces) -> Work:
         pieces.elements(dims) * itemsize for dims, itemsize in zip(rule.inputs, facts.itemsizes)
     ]
     output = pieces.elements(rule.outputs[0]) * facts.dtype.itemsize
-    flops = rule.flops * pieces.share()
+    # What has few FLOPs for the elements that it reads is limited by memory alone.
+    elements = sum(_elements(rule, dims) for dims in (*rule.inputs, rule.outputs[0]))
+    is_product = rule.flops > PRODUCT * elements
+    flops = rule.flops * pieces.share() if is_product else nothing
     moved = sum(inputs, output)
     learning = [index for index, learns in enumerate(facts.differentiable) if learns]
     if not learning:
@@ -113,6 +119,10 @@ def seconds(facts: Facts, done: Work, device: Device) -> tuple[Array, Array]:
     if not any(facts.differentiable):
         return forward, np.zeros_like(forward)
     return forward, _roofline(device, facts.dtype, done.backward_flops, done.backward_moved)
+
+
+def _elements(rule: Rule, dims: Sequence[Dim]) -> int:
+    return math.prod(rule.sizes[factor] for dim in dims for factor in dim)
 
 
 def kept_extra(facts: Facts, pieces: Pieces) -> Array:

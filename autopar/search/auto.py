@@ -28,7 +28,7 @@ MOST_OF_A_KIND = 8  # meshes with the same number of axes that are all tried
 MOST_REFINED = 2  # meshes whose axes are split, where there are more
 _TIGHTENED = 6  # times that a limit is lowered because the finished program needs more
 _SURE = 0.7  # a part of the limit; what needs less surely fits when it is finished
-_TIE = 1e-9  # relative: of two meshes as good, the one with fewer axes is taken
+_TIE = 2e-3  # relative: of meshes about as good, the one with fewer axes is taken
 
 Progress = Callable[[str, str], None]  # phase, detail
 
