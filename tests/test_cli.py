@@ -60,10 +60,11 @@ def test_demo_trains_on_four_processes_as_on_one(capsys):
     assert figures["ok"]
 
 
-def test_demo_fails_when_the_losses_differ(capsys, monkeypatch):
+def test_demo_fails_when_the_losses_differ(capsys, monkeypatch, tmp_path):
     from autopar.commands import demo
 
-    monkeypatch.setattr(demo, "launch", lambda *_, **__: [([1.0], 3)])
+    monkeypatch.setattr(demo, "launch", lambda *_, **__: [([1.0], [])])
+    monkeypatch.setattr(demo, "PAGE", tmp_path / "demo.html")
     assert main(["demo", "--steps", "1"]) == 1
     assert "DIFFER" in capsys.readouterr().out
 

@@ -1,7 +1,8 @@
 """The command `autopar demo`: train a small GPT on 4 local processes and compare with one.
 
-The model is annotated by hand: the batch is cut over `dp`, and the blocks over `tp` as Megatron
-does. Exit code 1 if the losses of the parallel and the single program differ.
+The plan is automatic: a Chimera pipeline over `pp`, and inside its stages whatever the search finds
+for `dp`. Exit code 1 if the losses of the parallel and the single program differ. A page with the
+plan, the schedule and the program is written to look at.
 """
 
 from __future__ import annotations
@@ -12,19 +13,22 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.annotate import shard
 from autopar.api import parallelize
 from autopar.mesh import Mesh
+from autopar.report.page import Section, write_page
 from autopar.runtime.launch import Say, launch
 
-MESH = Mesh(dp=2, tp=2)
+MESH = Mesh(pp=2, dp=2)
+SCHEDULE, MICROBATCHES = "chimera", 4
 TOLERANCE = 1e-9  # on losses of float64
-VOCABULARY, SEQUENCE, BATCH, HIDDEN, HEADS, LAYERS = 64, 16, 8, 32, 4, 2
+VOCABULARY, SEQUENCE, BATCH, HIDDEN, HEADS, LAYERS = 64, 32, 32, 64, 4, 4
+PAGE = Path("out/demo.html")
 
 
 class Block(nn.Module):
@@ -60,17 +64,10 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def annotated_gpt() -> GPT:
-    """The model, with wishes about four layers of each block; the rest follows."""
+def gpt() -> GPT:
+    """The model, the same in every process, without a word about parallelism."""
     torch.manual_seed(0)
-    model = GPT().double()
-    for block in model.blocks:
-        assert isinstance(block, Block)
-        for columns in (block.qkv, block.up):
-            shard(columns, params={"weight": ("tp", None), "bias": ("tp",)})
-        for rows in (block.out, block.down):
-            shard(rows, params={"weight": (None, "tp")})
-    return model
+    return GPT().double()
 
 
 def batches(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -84,7 +81,7 @@ def batches(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 def train_alone(steps: int) -> list[float]:
     """The losses of the single program."""
-    model = annotated_gpt()
+    model = gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for ids, labels in batches(steps):
@@ -96,9 +93,16 @@ def train_alone(steps: int) -> list[float]:
     return losses
 
 
-def train_in_parallel(say: Say, steps: int) -> tuple[list[float], int]:
-    """The losses of the parallel program on this rank, and how many movements it has."""
-    model = parallelize(annotated_gpt(), next(batches(1)), mesh=MESH, mode="propagate")
+def train_in_parallel(say: Say, steps: int) -> tuple[list[float], list[Section]]:
+    """The losses of the parallel program on this rank, and what its page shows."""
+    model = parallelize(
+        gpt(),
+        next(batches(1)),
+        mesh=MESH,
+        mode="auto",
+        schedule=SCHEDULE,
+        microbatches=MICROBATCHES,
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for ids, labels in batches(steps):
@@ -107,7 +111,12 @@ def train_in_parallel(say: Say, steps: int) -> tuple[list[float], int]:
         optimizer.zero_grad()
         losses.append(loss.item())
         say((len(losses), losses[-1]))
-    return losses, len(model.plan.movements())
+    programs = [Section(f"Stage {i}", str(graph)) for i, graph in enumerate(model.graphs)]
+    return losses, [
+        Section("Plan", str(model.plan)),
+        Section("Schedule, simulated", str(model.plan.timeline)),
+        *programs,
+    ]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         results = launch(train_in_parallel, MESH.size, steps, heard=heard)
     single = train_alone(steps)
-    parallel, movements = results[0]
+    parallel, sections = results[0]
     difference = max(abs(a - b) for losses, _ in results for a, b in zip(losses, single))
     ok = difference <= TOLERANCE
     if arguments.json:
@@ -137,10 +146,11 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _print_table(parallel, single, difference)
         print(
-            f"{MESH} on {MESH.size} processes, {movements} movements a step besides gradients, "
-            f"{time.perf_counter() - start:.0f} s: "
+            f"{SCHEDULE} on {MESH}, {MESH.size} processes, {time.perf_counter() - start:.0f} s: "
             + ("the parallel program is the single one." if ok else "THE PROGRAMS DIFFER.")
         )
+        write_page(PAGE, "A GPT on four processes", sections)
+        print(f"the plan, the schedule and the programs: {PAGE}")
     return 0 if ok else 1
 
 
