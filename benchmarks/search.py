@@ -1,0 +1,103 @@
+"""How long planning takes: capture and search apart, a JSON line per case; nothing is allocated.
+
+python -m benchmarks.search [resnet50 gpt2 llama3 gpt3 classifier] [--layers 12 96]
+    [--algorithms exact recursive propagate] [--memory]
+
+`seconds` are of this process (the machine may do other things), `wall` by the clock. `--layers`
+plans other depths of the same models: the search should take about as long for all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar import Cluster, Mesh
+from autopar.capture import capture
+from autopar.search.auto import search
+from autopar.search.wishes import Wishes
+from tests import large_models
+from tests.models import Case
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model on a mesh of some machines."""
+
+    make: Callable[..., Case]
+    mesh: Mesh
+    cluster: Cluster
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def problems() -> dict[str, Problem]:
+    one = Cluster.preset("dgx-h100")
+    return {
+        "resnet50-8": Problem(large_models.resnet50, Mesh(x=8), one),
+        "gpt2-8": Problem(large_models.gpt2_xl, Mesh(x=8), one),
+        "gpt2-2x8": Problem(large_models.gpt2_xl, Mesh(x=2, y=8), Cluster.preset("dgx-h100", 2)),
+        "llama3-8x8": Problem(large_models.llama3, Mesh(x=8, y=8), Cluster.preset("dgx-h100", 8)),
+        "gpt3-16x8": Problem(
+            large_models.gpt3, Mesh(x=4, y=4, z=8), Cluster.preset("dgx-h100", 16)
+        ),
+        "classifier-8": Problem(large_models.classifier, Mesh(x=8), one),
+    }
+
+
+def measure(name: str, problem: Problem, algorithm: str, memory: bool) -> dict[str, Any]:
+    """Plan one case; seconds of capture and of search."""
+    clock, wall = time.process_time(), time.perf_counter()
+    case = problem.make(**problem.options)
+    captured = capture(case.model, case.args, case.kwargs)
+    capture_seconds, capture_wall = time.process_time() - clock, time.perf_counter() - wall
+    clock, wall = time.process_time(), time.perf_counter()
+    limit = problem.cluster.device.memory if memory else None
+    wishes = Wishes()
+    found = search(
+        captured, [problem.mesh], problem.cluster, lambda mesh: wishes, limit, algorithm
+    ).search
+    return {
+        "case": name,
+        "algorithm": algorithm,
+        "mesh": str(problem.mesh),
+        "operators": len(captured.graph.nodes),
+        "capture_seconds": round(capture_seconds, 3),
+        "capture_wall": round(capture_wall, 3),
+        "search_seconds": round(time.process_time() - clock, 3),
+        "search_wall": round(time.perf_counter() - wall, 3),
+        "step": found.objective,
+        "gap": found.gap,
+        "memory_limit": limit,
+        "folded": found.sizes.folded_nodes,
+        "nodes": found.sizes.nodes,
+        "runs": found.sizes.runs,
+        "peak_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("cases", nargs="*", help="all if none is given")
+    parser.add_argument("--algorithms", nargs="+", default=["exact"])
+    parser.add_argument("--layers", type=int, nargs="+", default=[0], help="0: all of the model")
+    parser.add_argument("--memory", action="store_true", help="keep to the memory of the device")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    for name, problem in problems().items():
+        if given.cases and not any(name.startswith(case) for case in given.cases):
+            continue
+        for layers in given.layers:
+            if layers:
+                problem.options["layers"] = layers
+            for algorithm in given.algorithms:
+                print(json.dumps(measure(name, problem, algorithm, given.memory)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
