@@ -6,6 +6,7 @@ that keeps no output for its backward, or a gradient that one operator has just 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from autopar.collectives.operators import EAGER
 
 __all__ = [
     "EAGER",
+    "LateSum",
     "finish_sum",
     "identity_then_sum_in_place",
     "start_sum",
@@ -57,16 +59,28 @@ def finish_sum(started: Started) -> Tensor:
     return total
 
 
-def sum_later(x: Tensor, group: str, late: list[dist.Work]) -> Tensor:
-    """`all_reduce` of a value that only the caller reads, once he has waited for `late`."""
+@dataclass(frozen=True)
+class LateSum:
+    """A tensor that is still to be summed, in place, before anybody reads it."""
+
+    tensor: Tensor
+    group: str
+
+    def start(self) -> dist.Work:
+        """Sum it, while other things go on."""
+        return dist.all_reduce(self.tensor, group=process_group(self.group), async_op=True)
+
+
+def sum_later(x: Tensor, group: str, late: list[LateSum]) -> Tensor:
+    """`all_reduce` of a value that only the caller reads, once he has seen to `late`."""
     return _SumLater.apply(x, group, late)
 
 
 class _SumLater(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, late: list[dist.Work]) -> Tensor:
-        total, work = start_sum(x, group, False)
-        late.append(work)
+    def forward(ctx: Any, x: Tensor, group: str, late: list[LateSum]) -> Tensor:
+        total = x.detach().clone()
+        late.append(LateSum(total.detach(), group))
         return total
 
     @staticmethod

@@ -8,18 +8,20 @@ to be worth its own collective is summed where it lies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from autopar._torch import placed_like
 from autopar.collectives.eager import LateSum
 from autopar.cost.price import BUCKET_BYTES
 from autopar.runtime.groups import Axes, Groups
 
-FIRST_BUCKET_BYTES = 2**20
+FIRST_BUCKET_BYTES = 4 * 2**20  # the first gradients wait for no more
 ALONE_BYTES = 2 * 2**20  # from here on, a copy costs more than a collective of its own
 
 
@@ -29,6 +31,7 @@ class Slot:
 
     name: str
     leaf: Tensor
+    parameter: Tensor  # the DTensor that it is a piece of
 
 
 @dataclass
@@ -38,6 +41,7 @@ class Bucket:
     axes: Axes
     slots: list[Slot] = field(default_factory=list)
     views: list[Tensor] = field(default_factory=list)  # the gradients, in the buffer
+    placed: list[DTensor] = field(default_factory=list)  # these, as gradients of the parameters
     buffer: Tensor | None = None  # with one element more, for the rider
     rider: Tensor | None = None  # a number that is summed along
     waiting: int = 0
@@ -56,13 +60,17 @@ class Bucket:
         """New memory for the gradients."""
         self.buffer = self.slots[0].leaf.detach().new_zeros(self.numel + 1)
         pieces = self.buffer.split([*(slot.leaf.numel() for slot in self.slots), 1])
-        self.views = [piece.view(slot.leaf.shape) for piece, slot in zip(pieces, self.slots)]
+        self._give([piece.view(slot.leaf.shape) for piece, slot in zip(pieces, self.slots)])
+
+    def _give(self, views: list[Tensor]) -> None:
+        self.views = views
+        self.placed = [placed_like(slot.parameter, view) for slot, view in zip(self.slots, views)]
 
     def gather(self) -> Tensor:
         """All gradients in one tensor, ready to be summed; those that nobody made are zero."""
         grads = [slot.leaf.grad for slot in self.slots]
         if self.alone and grads[0] is not None:
-            self.views = [grads[0].contiguous()]
+            self._give([grads[0].contiguous()])
             return self.views[0]
         assert self.buffer is not None
         made = [(view, grad) for view, grad in zip(self.views, grads) if grad is not None]
@@ -75,11 +83,12 @@ class Bucket:
         return self.buffer
 
 
-def make_buckets(parameters: Sequence[tuple[str, Tensor, Axes]]) -> list[Bucket]:
-    """Buckets for `(name, local tensor, axes)`, in the order in which backward fills them."""
+def make_buckets(slots: Sequence[tuple[Slot, Axes]]) -> list[Bucket]:
+    """Buckets for parameters and the axes of their sums, in the order in which backward fills."""
     filling: dict[tuple[Axes, torch.dtype], Bucket] = {}
     buckets: list[Bucket] = []
-    for name, leaf, axes in reversed(parameters):
+    for slot, axes in reversed(slots):
+        leaf = slot.leaf
         key, alone = (axes, leaf.dtype), leaf.numel() * leaf.itemsize >= ALONE_BYTES
         bucket = None if alone else filling.get(key)
         limit = FIRST_BUCKET_BYTES if not buckets or buckets == [bucket] else BUCKET_BYTES
@@ -88,7 +97,7 @@ def make_buckets(parameters: Sequence[tuple[str, Tensor, Axes]]) -> list[Bucket]
             buckets.append(bucket)
             if not alone:
                 filling[key] = bucket
-        bucket.slots.append(Slot(name, leaf))
+        bucket.slots.append(slot)
     return buckets
 
 
@@ -102,21 +111,21 @@ class GradientSync:
             for slot in bucket.slots:
                 slot.leaf.register_post_accumulate_grad_hook(self._arrival(bucket))
 
-    def start(self, parameters: Mapping[str, Tensor]) -> None:
+    def start(self) -> None:
         """A backward pass begins. Buffers behind gradients still in use are left to their owner."""
         self.active = True
         for bucket in self.buckets:
             bucket.waiting, bucket.work = len(bucket.slots), None
             if not bucket.alone and (
                 bucket.buffer is None
-                or any(parameters[slot.name].grad is not None for slot in bucket.slots)
+                or any(slot.parameter.grad is not None for slot in bucket.slots)
             ):
                 bucket.allocate()
 
-    def finish(self) -> dict[str, Tensor]:
+    def finish(self) -> dict[str, DTensor]:
         """Wait for all sums: the gradient of each parameter that got one on some rank."""
         self.active = False
-        grads: dict[str, Tensor] = {}
+        grads: dict[str, DTensor] = {}
         for bucket in self.buckets:
             untouched = bucket.waiting == len(bucket.slots)
             if untouched and bucket.rider is None:
@@ -129,9 +138,9 @@ class GradientSync:
                 bucket.rider.copy_(bucket.buffer[-1])
                 bucket.rider = None
             if not untouched:
-                grads |= {slot.name: view for slot, view in zip(bucket.slots, bucket.views)}
+                grads |= {slot.name: grad for slot, grad in zip(bucket.slots, bucket.placed)}
             if bucket.alone:
-                bucket.views = []
+                bucket.views, bucket.placed = [], []
         return grads
 
     def takes_along(self, late: LateSum) -> bool:

@@ -18,10 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import call_after_backward, placed_like
+from autopar.collectives.eager import LateSum
 from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
 from autopar.passes import localize
-from autopar.runtime.buckets import GradientSync, make_buckets
+from autopar.runtime.buckets import GradientSync, Slot, make_buckets
 from autopar.runtime.eager import compile_graph
 from autopar.runtime.failures import one_fails_all_stop
 from autopar.runtime.groups import Axes, Groups, join_world
@@ -38,8 +39,14 @@ class TorchBackend:
         self.device_mesh = self.mesh.to_device_mesh(self.device.type)
         self.groups = Groups(self.mesh, axes_used(program.graph), range(self.mesh.size))
         self._graph = localize(program.graph, self.mesh, self.rank, self.device, self.groups.name)
-        self._late: list[dist.Work] = []
-        self._function = compile_graph(self._graph, self._late, len(program.outputs))
+        self._late: list[LateSum] = []
+        self._works: list[dist.Work] = []
+        self._function = compile_graph(
+            self._graph,
+            self._late,
+            len(program.outputs),
+            whole=None if local_inputs else program.graph,
+        )
         self._constants = {
             name: self._piece(value.to(self.device), program.type_of(name).layout)
             for name, value in program.captured.constants.items()
@@ -47,7 +54,7 @@ class TorchBackend:
         self._parameters: dict[str, nn.Parameter] = {}
         self._leaves: dict[str, Tensor] = {}
         self._sync: GradientSync | None = None
-        self._pending = False
+        self._pending = self._touched = False  # backward is under way; leaves may have gradients
         self._first = self._last = True
         self._wait_in_backward = False
 
@@ -105,12 +112,11 @@ class TorchBackend:
             *(kept[name] for name in captured.buffers.values()),
             *self._constants.values(),
             *(self._enter(name, value) for name, value in inputs.items()),
+            *(inputs[name].to(self.device) for name in self._function.whole_inputs),
         )
         if torch.is_grad_enabled():
             self._watch_backward(results)
-        if not self._wait_in_backward:
-            self._wait_for_sums()
-        self._wait_in_backward = False
+        self._start_sums()
         count = len(self.program.outputs)
         outputs = [
             self._leave(value, node.meta["type"])
@@ -123,10 +129,21 @@ class TorchBackend:
         """What the program reads for its parameters."""
         return [self._leaves[name] for name in self.program.captured.parameters.values()]
 
-    def _wait_for_sums(self) -> None:
-        for work in self._late:
-            work.wait()
+    def _start_sums(self) -> None:
+        """Sum what the program has left to the caller: now, or in the coming backward pass."""
+        for late in self._late:
+            taken = self._wait_in_backward and self._sync and self._sync.takes_along(late)
+            if not taken:
+                self._works.append(late.start())
         self._late.clear()
+        if not self._wait_in_backward:
+            self._wait_for_sums()
+        self._wait_in_backward = False
+
+    def _wait_for_sums(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works.clear()
 
     def _enter(self, name: str, value: Tensor) -> Tensor:
         value = value.to(self.device)
@@ -164,9 +181,9 @@ class TorchBackend:
         """Have `_finish` called at the end of any backward pass through this run."""
         if self._sync is None:
             self._sync = GradientSync(make_buckets(self._synchronised()), self.groups)
-        for leaf in self._leaves.values() if self._first else ():
-            leaf.grad = None
-        self._pending = False
+        for slot in self._learned if self._first and self._touched else ():
+            slot.leaf.grad = None
+        self._touched, self._pending = True, False
         if not self._last:
             return
         for result in results:
@@ -177,7 +194,7 @@ class TorchBackend:
         if not self._pending:
             assert self._sync is not None
             self._pending = True
-            self._sync.start(self._parameters)
+            self._sync.start()
             call_after_backward(self._finish)
 
     def _finish(self) -> None:
@@ -187,24 +204,34 @@ class TorchBackend:
         with torch.no_grad(), one_fails_all_stop(self.rank):
             self._wait_for_sums()
             summed = self._sync.finish()
-            for name, parameter in self._parameters.items():
-                leaf = self._leaves[name]
-                local, leaf.grad = summed.get(name, leaf.grad), None
-                if local is None:
-                    continue
-                gradient = placed_like(parameter, local)
-                if parameter.grad is None:
-                    parameter.grad = gradient
+            for slot in self._learned:
+                local, slot.leaf.grad = slot.leaf.grad, None
+                gradient = summed.get(slot.name)
+                if gradient is None:
+                    if local is None:
+                        continue
+                    gradient = placed_like(slot.parameter, local)
+                if slot.parameter.grad is None:
+                    slot.parameter.grad = gradient
                 else:
-                    parameter.grad += gradient
+                    slot.parameter.grad += gradient
+        self._touched = False
 
-    def _synchronised(self) -> list[tuple[str, Tensor, Axes]]:
-        captured = self.program.captured
+    @cached_property
+    def _learned(self) -> list[Slot]:
+        """The parameters that get gradients, in the order of the program."""
         return [
-            (name, self._leaves[name], sync)
-            for placeholder, name in captured.parameters.items()
-            if (sync := self.program.placeholders[placeholder].meta["sync"])
-            and self._leaves[name].requires_grad
+            Slot(name, self._leaves[name], self._parameters[name])
+            for name in self.program.captured.parameters.values()
+            if self._leaves[name].requires_grad
+        ]
+
+    def _synchronised(self) -> list[tuple[Slot, Axes]]:
+        placeholders = {name: key for key, name in self.program.captured.parameters.items()}
+        return [
+            (slot, axes)
+            for slot in self._learned
+            if (axes := self.program.placeholders[placeholders[slot.name]].meta["sync"])
         ]
 
 

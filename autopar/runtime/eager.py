@@ -9,15 +9,16 @@ reads.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx
 
 from autopar.collectives.eager import (
     EAGER,
+    LateSum,
     finish_sum,
     identity_then_sum_in_place,
     start_sum,
@@ -29,13 +30,27 @@ from autopar.runtime.rejoin import rejoin
 aten, own = torch.ops.aten, torch.ops.autopar
 
 
-def compile_graph(
-    graph: fx.Graph, late: list[dist.Work] | None = None, outputs: int = 0
-) -> Callable[..., Any]:
-    """`graph` as a function of its placeholders.
+@dataclass(frozen=True)
+class Eager:
+    """A graph as a function: of its placeholders, then of the whole of some inputs."""
 
-    Given `late`, numbers among the first `outputs` results may still be summed when the function
-    returns: whoever reads them waits for what stands in `late`.
+    function: Callable[..., Any]
+    whole_inputs: tuple[str, ...]
+
+    def __call__(self, *arguments: Tensor) -> Any:
+        return self.function(*arguments)
+
+
+def compile_graph(
+    graph: fx.Graph,
+    late: list[LateSum] | None = None,
+    outputs: int = 0,
+    whole: fx.Graph | None = None,
+) -> Eager:
+    """`graph`, the program of one rank, as a function.
+
+    Given `late`, numbers among the first `outputs` results are left to be summed: the caller sees
+    to what stands in `late`. Given `whole`, the program of all ranks, the caller has whole inputs.
     """
 
     def sum_for_caller(x: Tensor, group: str, pending: bool) -> Tensor:
@@ -47,14 +62,14 @@ def compile_graph(
     for node in graph.nodes:
         copies[node] = quick.node_copy(node, lambda n: copies[n])
     rejoin(quick)
-    _start_early(quick)
+    whole_inputs = _settle_early(quick, whole)
     for node in quick.nodes:
         if late is not None and _is_returned_sum(node, outputs):
             node.target = sum_for_caller
         else:
             node.target = _direct(node)
     quick.lint()
-    return fx.GraphModule({}, quick).forward
+    return Eager(fx.GraphModule({}, quick).forward, whole_inputs)
 
 
 # What stands for an operator in eager code: same arguments in the same order.
@@ -106,24 +121,39 @@ def _is_returned_sum(node: fx.Node, outputs: int) -> bool:
     )
 
 
-SMALL = 1024  # elements
+SMALL_SUM, SMALL_INPUT = 2**10, 2**20  # elements
 
 
-def _start_early(graph: fx.Graph) -> None:
-    """Small sums that hang on inputs alone start first, and are waited for at their first use."""
+def _settle_early(graph: fx.Graph, whole: fx.Graph | None) -> tuple[str, ...]:
+    """Small sums that hang on inputs alone: nobody waits for them in the middle of the program.
+
+    A rank that has the whole inputs computes the sum itself; else it is started first, and waited
+    for at its first use. Returns the inputs of which the whole is read, as further placeholders.
+    """
+    inputs: dict[fx.Node, fx.Node] = {}
+    everywhere = {node.name: node for node in whole.nodes} if whole is not None else {}
     for node in list(graph.nodes):
         if node.target is not own.all_reduce.default or node.meta["differentiable"]:
             continue
         value: Any = node.args[0]
         before = _ancestors(value)
-        if before is None or value.meta["val"].numel() > SMALL:
+        if before is None or value.meta["val"].numel() > SMALL_SUM:
             continue
-        last_placeholder = [n for n in graph.nodes if n.op == "placeholder"][-1]
-        with graph.inserting_after(last_placeholder):
-            started = graph.call_function(start_sum, node.args)
-        for earlier in before:
-            started.prepend(earlier)
-        node.target, node.args, node.kwargs = finish_sum, (started,), {}
+        if node.meta["type"].layout.is_replicated and _same_on_whole(before, everywhere):
+            with graph.inserting_before(node):
+                total = _on_whole(graph, before, inputs)[value]
+            node.replace_all_uses_with(total)
+            graph.erase_node(node)
+            for dead in reversed(before):
+                if not dead.users:
+                    graph.erase_node(dead)
+        else:
+            with graph.inserting_after(_last_placeholder(graph)):
+                started = graph.call_function(start_sum, node.args)
+            for earlier in before:
+                started.prepend(earlier)
+            node.target, node.args, node.kwargs = finish_sum, (started,), {}
+    return tuple(node.name for node in inputs)
 
 
 def _ancestors(value: fx.Node) -> list[fx.Node] | None:
@@ -139,6 +169,40 @@ def _ancestors(value: fx.Node) -> list[fx.Node] | None:
         found.add(node)
         waiting.extend(node.all_input_nodes)
     return [node for node in value.graph.nodes if node in found and node.op == "call_function"]
+
+
+def _same_on_whole(calls: list[fx.Node], everywhere: dict[str, fx.Node]) -> bool:
+    """Whether these calls are those of the program of all ranks, and read small inputs only."""
+    sources = {node for call in calls for node in call.all_input_nodes} - {*calls}
+    if any(
+        node.meta["origin"][0] != "input" or node.meta["val"].numel() > SMALL_INPUT
+        for node in sources
+    ):
+        return False
+    return all(
+        (other := everywhere.get(call.name)) is not None
+        and str((call.args, call.kwargs)) == str((other.args, other.kwargs))
+        for call in calls
+    )
+
+
+def _on_whole(
+    graph: fx.Graph, calls: list[fx.Node], inputs: dict[fx.Node, fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """The same calls on whole inputs."""
+    copies: dict[fx.Node, fx.Node] = {}
+    for source in {node: None for call in calls for node in call.all_input_nodes}:
+        if source not in calls and source not in inputs:
+            with graph.inserting_after(_last_placeholder(graph)):
+                inputs[source] = graph.placeholder(f"whole_{source.name}")
+            inputs[source].meta = dict(source.meta)
+    for call in calls:
+        copies[call] = graph.node_copy(call, lambda n: copies.get(n) or inputs[n])
+    return copies
+
+
+def _last_placeholder(graph: fx.Graph) -> fx.Node:
+    return [node for node in graph.nodes if node.op == "placeholder"][-1]
 
 
 # Operators whose output is new memory that their own backward does not read, and whose gradient

@@ -88,6 +88,19 @@ class Program:
         ]
         return pytree.tree_unflatten(leaves, self.captured.output_spec)
 
+    @cached_property
+    def _keyword_names(self) -> tuple[str, ...]:
+        return tuple(self.captured.input_spec.children()[1].context or ())
+
+    @cached_property
+    def _is_flat(self) -> bool:
+        """Whether no argument is a container of others."""
+        return all(
+            argument.is_leaf()
+            for group in self.captured.input_spec.children()
+            for argument in group.children()
+        )
+
     def bind(
         self, args: tuple, kwargs: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
     ) -> dict[str, Tensor]:
@@ -95,16 +108,23 @@ class Program:
 
         `shapes` are those expected here (a rank's own, with local inputs).
         """
-        expected_kwargs = _keyword_names(self.captured.input_spec)
-        if set(kwargs) == set(expected_kwargs):
-            kwargs = {name: kwargs[name] for name in expected_kwargs}
-        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-        if spec != self.captured.input_spec:
-            raise InvalidInput(
-                "a parallel module is called with the arguments it was captured with",
-                got=f"{_signature(spec)}; captured were {_signature(self.captured.input_spec)}",
-                remedy="call it the same way, or parallelize again with these arguments",
-            )
+        names = self._keyword_names
+        if kwargs.keys() == set(names):
+            kwargs = {name: kwargs[name] for name in names}
+        if (
+            self._is_flat
+            and len(args) + len(kwargs) == len(self.captured.inputs)
+            and (tuple(kwargs) == names)
+        ):
+            leaves = [*args, *kwargs.values()]  # what flattening gives, in a tenth of the time
+        else:
+            leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+            if spec != self.captured.input_spec:
+                raise InvalidInput(
+                    "a parallel module is called with the arguments it was captured with",
+                    got=f"{_signature(spec)}; captured were {_signature(self.captured.input_spec)}",
+                    remedy="call it the same way, or parallelize again with these arguments",
+                )
         bound = {}
         for index, (leaf, placeholder) in enumerate(zip(leaves, self.captured.inputs)):
             if placeholder is None:
@@ -142,10 +162,6 @@ class Program:
 
 def _brief(leaf: Any) -> str:
     return f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else repr(leaf)
-
-
-def _keyword_names(spec: pytree.TreeSpec) -> list[str]:
-    return list(spec.children()[1].context) if spec.children()[1].context else []
 
 
 def _signature(spec: pytree.TreeSpec) -> str:
