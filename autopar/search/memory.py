@@ -183,8 +183,6 @@ class Limited:
         packed = self.packed
         starts, ends = self._cuts(base, other), self._cuts(other, base)
         whole = np.array(packed.evaluate(other))
-        if not (np.isfinite(starts).all() and np.isfinite(ends).all()):
-            return
         i, j = (_best_cuts(cuts @ (1.0, self.multiplier)) for cuts in (starts, ends))
         totals = starts[i][:, None] + ends[j][None] - whole
         cost, memory = totals[..., 0], totals[..., 1]
@@ -203,15 +201,21 @@ class Limited:
         packed = self.packed
         nodes = [packed.terms(choice) for choice in (head, tail)]
         edges = [packed.terms(*pair) for pair in ((head, head), (head, tail), (tail, tail))]
+        impossible = np.isinf(edges[1][0])
+        edges[1] = np.where(impossible, 0.0, edges[1][0]), edges[1][1]
         totals = np.empty((len(packed) + 1, 2))
         for kind in (0, 1):
             change = np.zeros(len(packed) + 1)
             change[0] = nodes[1][kind].sum() + edges[2][kind].sum()
             change[1:] += nodes[0][kind] - nodes[1][kind]
-            with np.errstate(invalid="ignore"):  # infinity less infinity is not used
-                np.add.at(change, packed.low + 1, edges[1][kind] - edges[2][kind])
-                np.add.at(change, packed.high + 1, edges[0][kind] - edges[1][kind])
+            np.add.at(change, packed.low + 1, edges[1][kind] - edges[2][kind])
+            np.add.at(change, packed.high + 1, edges[0][kind] - edges[1][kind])
             totals[:, kind] = np.cumsum(change)
+        # An edge that cannot be forbids every cut between its ends.
+        cut = np.zeros(len(packed) + 1, np.int64)
+        np.add.at(cut, packed.low[impossible] + 1, 1)
+        np.add.at(cut, packed.high[impossible] + 1, -1)
+        totals[np.cumsum(cut) > 0, 0] = np.inf
         return totals
 
     def _polish(self, rounds: int = 2) -> None:
