@@ -26,9 +26,6 @@ _VIEWS = {
     *(aten.view, aten.transpose, aten.permute, aten.t, aten.expand, aten.unsqueeze, aten.squeeze),
     *(aten.slice, aten.select, aten.narrow, aten.alias, aten.detach, aten.unflatten),
 }
-# With as many axes as this, heavy operators are not offered to run replicated over one: the number
-# of strategies is a power of the number of axes, and replicated heavy work is never cheaper.
-MANY_AXES = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,13 +164,9 @@ class Kinds:
         )
 
     def _sensible(self, node: fx.Node, rule: Rule, strategies: list[Strategy]) -> list[Strategy]:
-        axes = [axis for axis in self.mesh if self.mesh[axis] > 1]
-        heavy = rule.flops > 4 * sum(i.meta["val"].numel() for i in node.all_input_nodes)
-        if heavy:
-            strategies = [s for s in strategies if not s.passes]
-            busy = [s for s in strategies if len(s.axes) == len(axes)]
-            if len(axes) >= MANY_AXES and busy:
-                return busy
+        """Heavy operators do not pass partial sums on: all ranks would do all of their work."""
+        if rule.flops > 4 * sum(i.meta["val"].numel() for i in node.all_input_nodes):
+            return [strategy for strategy in strategies if not strategy.passes]
         return strategies
 
     def _inside(
