@@ -1,5 +1,6 @@
 """autopar: an ordinary PyTorch model in, the same model as a parallel program out."""
 
+from autopar import pipeline
 from autopar.annotate import shard
 from autopar.api import parallelize
 from autopar.cluster import Cluster
@@ -24,6 +25,7 @@ __all__ = [
     "Plan",
     "TensorType",
     "parallelize",
+    "pipeline",
     "plan",
     "register_rule",
     "shard",
