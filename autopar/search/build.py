@@ -204,7 +204,7 @@ class _Builder:
         results = output.args[0]
         first_mutation = len(results) - len(self.captured.mutations)  # type: ignore[arg-type]
         for index, value in enumerate(results):  # type: ignore[arg-type]
-            variable = self.built.operators.get(value.name)  # type: ignore[union-attr]
+            variable = self.built.operators.get(value.name)
             if variable is None:
                 continue
             table, seconds = self._seconds(self.nodes[variable.name])
