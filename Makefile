@@ -6,7 +6,7 @@ demo: .venv/ready
 	$(RUN) -m autopar.cli demo
 
 test: .venv/ready lint types
-	$(RUN) -m pytest
+	$(RUN) -m pytest --numprocesses 2 --dist loadfile
 
 lint: .venv/ready
 	.venv/bin/ruff format --check .
