@@ -13,6 +13,7 @@ from autopar.capture.marker import ANNOTATE
 from autopar.collectives import Movement, Price, redistribute, redistribution_cost
 from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
+from autopar.search.origins import is_made_of_parameters
 from autopar.strategies import tensor_inputs
 
 State = tuple[Layout, tuple[str, ...]]  # a layout, and the axes on which it is pending
@@ -73,7 +74,7 @@ class _Insertion:
             (state for state in versions if not state[1]), key=lambda s: self._cost(value, s, want)
         )
         node, state = versions[start], start
-        for movement in redistribute(start[0], layout, pending, *self._about(value)):
+        for movement in self._path(value, start[0], want):
             state = _after(state, movement)
             if state not in versions:
                 with self.graph.inserting_before(reader):
@@ -81,6 +82,18 @@ class _Insertion:
             node = versions[state]
             node.meta["module"], node.meta["source"] = reader.meta["module"], reader.meta["source"]
         return node
+
+    def _path(self, value: fx.Node, start: Layout, want: State) -> tuple[Movement, ...]:
+        """The cheapest movements. Over the axes on which a parameter is stored whole its gradient
+        is summed last: then that need not wait in the program."""
+        layout, pending = want
+        late = tuple(axis for axis in self.mesh if axis in pending and axis not in start.axes)
+        if late and value.meta["differentiable"] and is_made_of_parameters(value):
+            rest = tuple(axis for axis in pending if axis not in late)
+            path = redistribute(start, layout, rest, *self._about(value))
+            if not any(set(movement.axes) & set(late) for movement in path):
+                return (Movement("identity", late, pending=True), *path)
+        return redistribute(start, layout, pending, *self._about(value))
 
     def _expect(self, value: fx.Node, want: State) -> None:
         if value.target is ANNOTATE:

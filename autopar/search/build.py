@@ -337,12 +337,7 @@ class _Builder:
             cost = seconds[np.ix_(rows, columns)]
             same = table.data[rows][:, None] == table.data[columns][None, :]
             if late:
-                # Gradients are summed in buckets, behind backward as far as the device lets it.
-                shown = 1 - self.cluster.device.overlap
-                size = self._bytes(value, second)
-                for i, j in np.argwhere(same & (cost > 0)):
-                    axes = tuple(axis for axis in second[j][2] if axis not in first[i][2])
-                    cost[i, j] = self.price.bucketed(axes, size[j]) * shown
+                cost = self._summed_late(value, first, second, cost)
             # From a pending copy nothing but that copy can be had.
             stuck = table.pending[rows][:, None] & (rows[:, None] != columns[None, :])
             self._arrays[key, "cost"] = np.where(stuck, np.inf, cost)
@@ -350,6 +345,38 @@ class _Builder:
             self._arrays[key, "memory"] = np.where(same & (kept != "always"), 0.0, size)
         memory = self._arrays[key, "memory"] if kept else None
         return self._arrays[key, "cost"], memory
+
+    def _summed_late(
+        self, value: fx.Node, first: tuple[State, ...], second: tuple[State, ...], cost: Array
+    ) -> Array:
+        """The same costs where gradients are summed first thing, over the axes on which a
+        parameter is stored whole: in buckets, behind backward as far as the device lets it."""
+        table = moves(self.mesh, value.meta["val"].ndim)
+        shown, size = 1 - self.cluster.device.overlap, self._bytes(value, first)
+        rows = np.array([table.index[state] for state in first])
+        cost = cost.copy()
+        kinds: dict[tuple[str, ...], list[int]] = {}
+        for j, state in enumerate(second):
+            kinds.setdefault(state[2], []).append(j)
+        used: dict[frozenset[str], list[int]] = {}
+        for i, (dims, _, pending) in enumerate(first):
+            axes = frozenset(axis for dim in dims for axis in dim)
+            used.setdefault(axes | frozenset(pending), []).append(i)
+        for pending, js in kinds.items():
+            for axes, members in used.items():
+                summed = tuple(axis for axis in pending if axis not in axes)
+                if not summed or not value.meta["differentiable"]:
+                    continue
+                rest = tuple(axis for axis in pending if axis in axes)
+                columns = [table.index[(*second[j][:2], rest)] for j in js]
+                where = np.ix_(rows[members], columns)
+                moved = self._seconds(value, frozen=summed)[1][where]
+                # Where the cheapest way goes over these axes, it is taken as it is.
+                apart = moved <= self._seconds(value)[1][where] * (1 + 1e-9)
+                late = self.price.bucketed(summed, size[members])[:, None] * shown + moved
+                here = np.ix_(members, js)
+                cost[here] = np.where(apart, late, cost[here])
+        return cost
 
     def _makes(self, value: fx.Node) -> bool:
         """Whether a value has memory that nothing else has counted yet."""
@@ -378,13 +405,11 @@ class _Builder:
             self._arrays[key] = seconds[start, columns]
         return self._arrays[key]
 
-    def _seconds(self, value: fx.Node) -> tuple[Moves, Array]:
-        val = value.meta["val"]
+    def _seconds(self, value: fx.Node, frozen: tuple[str, ...] = ()) -> tuple[Moves, Array]:
+        val, differentiable = value.meta["val"], value.meta["differentiable"]
         table = moves(self.mesh, val.ndim)
-        seconds = table.seconds(
-            tuple(val.shape), val.dtype.itemsize, self.price, value.meta["differentiable"]
-        )
-        return table, seconds
+        shape, itemsize = tuple(val.shape), val.dtype.itemsize
+        return table, table.seconds(shape, itemsize, self.price, differentiable, frozen)
 
     def _type(self, value: fx.Node) -> tuple:
         val = value.meta["val"]

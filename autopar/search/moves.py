@@ -97,22 +97,29 @@ class Moves:
         )
 
     def seconds(
-        self, shape: tuple[int, ...], itemsize: int, price: Price, differentiable: bool = True
+        self,
+        shape: tuple[int, ...],
+        itemsize: int,
+        price: Price,
+        differentiable: bool = True,
+        frozen: tuple[str, ...] = (),
     ) -> Array:
-        """The least seconds, forward and backward, from each state to each state."""
+        """The least seconds, forward and backward, from each state to each state.
+
+        No movement goes over the axes that are `frozen`."""
         even = all(size % self.mesh.size == 0 for size in shape)
         whole = float(np.prod(shape, dtype=np.float64) * itemsize)
-        key = (whole if even else shape, itemsize, price, differentiable)
+        key = (whole if even else shape, itemsize, price, differentiable, frozen)
         if key not in self._solved:
             dims = tuple(
                 sorted((d for d in range(self.ndim) if shape[d] > 1), key=shape.__getitem__)
             )
             if even or dims == tuple(range(self.ndim)):
-                self._solved[key] = self._solve(shape, itemsize, price, differentiable)
+                self._solved[key] = self._solve(shape, itemsize, price, differentiable, frozen)
             else:  # the order of the dims says nothing, nor does a dim of one element
                 smaller = moves(self.mesh, len(dims))
                 given = tuple(shape[dim] for dim in dims)
-                seconds = smaller.seconds(given, itemsize, price, differentiable)
+                seconds = smaller.seconds(given, itemsize, price, differentiable, frozen)
                 self._solved[key] = self._spread(seconds, dims)
         return self._solved[key]
 
@@ -134,9 +141,14 @@ class Moves:
         return spread
 
     def _solve(
-        self, shape: tuple[int, ...], itemsize: int, price: Price, differentiable: bool
+        self,
+        shape: tuple[int, ...],
+        itemsize: int,
+        price: Price,
+        differentiable: bool,
+        frozen: tuple[str, ...],
     ) -> Array:
-        cost, order = self._steps(shape, itemsize, price, differentiable), self._order
+        cost, order = self._steps(shape, itemsize, price, differentiable, frozen), self._order
         possible = order[np.isfinite(cost[order])]
         before, after, cost = self._before[possible], self._after[possible], cost[possible, None]
         starts = np.flatnonzero(np.diff(after, prepend=-1))
@@ -154,7 +166,12 @@ class Moves:
         return seconds
 
     def _steps(
-        self, shape: tuple[int, ...], itemsize: int, price: Price, differentiable: bool
+        self,
+        shape: tuple[int, ...],
+        itemsize: int,
+        price: Price,
+        differentiable: bool,
+        frozen: tuple[str, ...],
     ) -> Array:
         """What every single step takes; infinite where it cannot be."""
         size = self.elements(shape) * itemsize
@@ -164,7 +181,7 @@ class Moves:
         for (kind, backward, axes), count in self._kinds:
             part = slice(at, at + count)
             at += count
-            if kind == "identity" and not differentiable:
+            if (kind == "identity" and not differentiable) or set(axes) & set(frozen):
                 cost[part] = np.inf
                 continue
             if kind not in ("identity", "slice"):

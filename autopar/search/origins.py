@@ -7,7 +7,7 @@ is at hand everywhere. Decided one by one, such values would tie all layers toge
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -57,13 +57,22 @@ def is_of_parameters(value: fx.Node, captured: Captured) -> bool:
     """Whether a value is a parameter, or each of its elements comes from parameters alone.
 
     Its gradient may be summed over ranks when backward has gone past it."""
+    return _comes_from(value, lambda placeholder: placeholder.name in captured.parameters)
+
+
+def is_made_of_parameters(value: fx.Node) -> bool:
+    """The same of a node in a program, whose placeholders know what they are."""
+    return _comes_from(value, lambda placeholder: placeholder.meta["origin"][0] == "parameter")
+
+
+def _comes_from(value: fx.Node, is_parameter: Callable[[fx.Node], bool]) -> bool:
     if value.op == "placeholder":
-        return value.name in captured.parameters
+        return is_parameter(value)
     if value.op != "call_function":
         return False
     learned = [argument for argument in value.all_input_nodes if argument.meta["differentiable"]]
     size = value.meta["val"].numel()
     return bool(learned) and all(
-        argument.meta["val"].numel() == size and is_of_parameters(argument, captured)
+        argument.meta["val"].numel() == size and _comes_from(argument, is_parameter)
         for argument in learned
     )
