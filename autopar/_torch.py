@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._C import _len_torch_dispatch_stack as active_modes
 from torch.autograd import Variable
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import AllreduceOptions, ProcessGroup, Store
 from torch.distributed.distributed_c10d import (
     _abort_process_group,
     _get_default_store,
@@ -26,6 +26,7 @@ __all__ = [
     "abort_groups",
     "active_modes",
     "all_gather_single",
+    "all_reduce_now",
     "below_autograd",
     "call_after_backward",
     "placed_like",
@@ -40,6 +41,16 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 # The registry of process groups by name.
 process_group: Callable[[str], ProcessGroup] = _resolve_process_group  # type: ignore[assignment]
+
+_SUM = AllreduceOptions()
+_SUM.asyncOp = False
+
+
+def all_reduce_now(x: Tensor, group: str) -> None:
+    """`dist.all_reduce` in place, without what that checks and logs at each call."""
+    work = process_group(group).allreduce([x], _SUM)
+    if work is not None:
+        work.wait()
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:

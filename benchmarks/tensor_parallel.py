@@ -4,9 +4,9 @@
 
 What is timed: clearing the gradients, forward and backward of one global batch, on ranks that
 start together; with --optimizer also a step of AdamW. Every round runs each contestant once, in
-turning order, and counts its slowest rank. Each process computes with one thread. A case prints one
-line of JSON: medians in milliseconds, and medians of the ratios within a round. What planning and
-rewriting take is apart from it.
+shuffled order, and counts its slowest rank. Each process computes with one thread. A case prints
+one line of JSON: medians in milliseconds, and medians of the ratios within a round. What planning
+and rewriting take is apart from it.
 
     tensor parallel   autopar (annotated Megatron), by_hand (f and g), dtensor (parallelize_module)
     data parallel     autopar (mode="data"), ddp, ddp_views (gradient_as_bucket_view=True)
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -121,10 +122,11 @@ def measure(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
     for step in [*steps.values()] * 3:
         step()
     names = list(steps)
+    # In shuffled order, the same on all ranks: a step finds the memory that the last one left.
+    order = random.Random(0)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
+    for _ in range(rounds):
+        for name in order.sample(names, len(names)):
             dist.barrier()
             start = time.perf_counter()
             steps[name]()

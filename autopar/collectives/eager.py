@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar._torch import process_group
+from autopar._torch import all_reduce_now, process_group
 from autopar.collectives.operators import EAGER
 
 __all__ = [
@@ -35,7 +35,7 @@ def sum_in_place(x: Tensor, group: str, pending: bool) -> Tensor:
         return EAGER[torch.ops.autopar.all_reduce.default](x, group, pending)
     if x.requires_grad and torch.is_grad_enabled():
         return _SumInPlace.apply(x, group)
-    dist.all_reduce(x, group=process_group(group))
+    all_reduce_now(x, group)
     return x
 
 
@@ -91,7 +91,7 @@ class _SumLater(torch.autograd.Function):
 class _SumInPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        dist.all_reduce(x, group=process_group(group))
+        all_reduce_now(x, group)
         return x
 
     @staticmethod
@@ -110,7 +110,7 @@ class _IdentityThenSumInPlace(torch.autograd.Function):
         if grad.requires_grad or not _is_summable(grad):
             total = torch.ops.autopar.all_reduce.default(grad, ctx.group, False)
             return total, None
-        dist.all_reduce(grad, group=process_group(ctx.group))
+        all_reduce_now(grad, ctx.group)
         return grad, None
 
 

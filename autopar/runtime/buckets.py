@@ -107,7 +107,8 @@ class GradientSync:
     def __init__(self, buckets: Iterable[Bucket], groups: Groups) -> None:
         self.buckets, self.groups = list(buckets), groups
         self.active = False  # between start and finish
-        for bucket in self.buckets:
+        # The last bucket is full when backward ends: `finish` sums it, and nobody needs to count.
+        for bucket in self.buckets[:-1]:
             for slot in bucket.slots:
                 slot.leaf.register_post_accumulate_grad_hook(self._arrival(bucket))
 
@@ -126,18 +127,18 @@ class GradientSync:
         """Wait for all sums: the gradient of each parameter that got one on some rank."""
         self.active = False
         grads: dict[str, DTensor] = {}
-        for bucket in self.buckets:
-            untouched = bucket.waiting == len(bucket.slots)
-            if untouched and bucket.rider is None:
-                continue
-            if bucket.waiting:
+        touched = [any(s.leaf.grad is not None for s in bucket.slots) for bucket in self.buckets]
+        for bucket, has_gradients in zip(self.buckets, touched):
+            if bucket.waiting and (has_gradients or bucket.rider is not None):
                 self._sum(bucket)
-            assert bucket.work is not None
+        for bucket, has_gradients in zip(self.buckets, touched):
+            if bucket.work is None:
+                continue
             bucket.work.wait()
             if bucket.rider is not None and bucket.buffer is not None:
                 bucket.rider.copy_(bucket.buffer[-1])
                 bucket.rider = None
-            if not untouched:
+            if has_gradients:
                 grads |= {slot.name: grad for slot, grad in zip(bucket.slots, bucket.placed)}
             if bucket.alone:
                 bucket.views, bucket.placed = [], []
