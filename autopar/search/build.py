@@ -261,10 +261,11 @@ class _Builder:
         groups = self.built.groups.get(value.name, [])
         grouped = {reading for group in groups for reading in group.readings}
         alone = [reading for reading in readings if reading not in grouped]
+        kept_at_all = self._keeps(readings)
         # What several readers keep is counted once: where they part.
         keeping = [group for group in groups if self._keeps(group.readings)]
-        early = self._keeps(alone) or len(keeping) > 1
-        self._link(value, producer, shared, late, "always" if early else "")
+        early = self._keeps(alone) or len(keeping) > 1 or not self._makes(value)
+        self._link(value, producer, shared, late, "always" if early and kept_at_all else "")
         for group in groups:
             kept = "" if group not in keeping else "moved" if early else "always"
             self._link(value, shared, group, late, kept)
