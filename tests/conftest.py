@@ -5,3 +5,8 @@ from __future__ import annotations
 import torch
 
 torch.set_num_threads(1)  # tiny tensors: threads only cost
+
+
+def pytest_make_parametrize_id(config, val, argname):
+    """Functions are named: their addresses would differ between the processes of one run."""
+    return getattr(val, "__name__", None) if callable(val) else None
