@@ -92,11 +92,15 @@ def pairs(mesh: Mesh, ndim: int) -> list[tuple[Layout, Layout, Pending]]:
     ]
 
 
+def _name(value: object) -> str:
+    return getattr(value, "__name__", None) or str(value)
+
+
 @pytest.mark.parametrize("price", [uniform, skewed])
 @pytest.mark.parametrize(
     ("mesh", "shape"),
     [(TWO, (8,)), (TWO, (5,)), (TWO, (4, 8)), (TWO, (3, 5)), (TWO, (4, 4, 8)), (THREE, (8,))],
-    ids=str,
+    ids=_name,
 )
 def test_every_pair_arrives_and_is_adjoint(mesh: Mesh, shape: tuple[int, ...], price) -> None:
     random = torch.Generator().manual_seed(0)
@@ -105,7 +109,7 @@ def test_every_pair_arrives_and_is_adjoint(mesh: Mesh, shape: tuple[int, ...], p
         carry_out(path, source, target, pending, shape, mesh, random)
 
 
-@pytest.mark.parametrize(("shape", "price"), [((8, 8, 8), skewed), ((3, 5, 8), uniform)], ids=str)
+@pytest.mark.parametrize(("shape", "price"), [((8, 8, 8), skewed), ((3, 5, 8), uniform)], ids=_name)
 def test_pairs_of_three_dims_on_three_axes(shape: tuple[int, ...], price) -> None:
     """All pairs by their layouts, and a sample of them with numbers.
 
@@ -238,7 +242,7 @@ def all_costs(
         (THREE, (12, 5, 8), uniform, True),
         (THREE, (8, 16, 8), uniform, False),
     ],
-    ids=str,
+    ids=_name,
 )
 def test_nothing_is_cheaper(mesh: Mesh, shape: tuple[int, ...], price, differentiable) -> None:
     states = all_states(mesh, len(shape))
