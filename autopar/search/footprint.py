@@ -73,7 +73,7 @@ def program_memory(captured: Captured, graph: fx.Graph, mesh: Mesh) -> Memory:
 def _extra(node: fx.Node, mesh: Mesh) -> float:
     """Tensors that an operator keeps besides its inputs and output."""
     rule, strategy = node.meta.get("rule"), node.meta.get("strategy")
-    if rule is None or strategy is None:
+    if rule is None or strategy is None or "start_of" in node.meta:  # a part keeps its inputs
         return 0.0
     pieces = Pieces(rule, [strategy], mesh)
     itemsize = node.meta["val"].dtype.itemsize
