@@ -17,10 +17,10 @@ PROGRAMS = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torc
 
 
 def commands(path: Path) -> list[list[str]]:
-    """The indented lines of the docstring that call a program."""
+    """The lines of the docstring that call a program."""
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
-    lines = [shlex.split(line) for line in text.splitlines() if line.startswith("    ")]
-    return [PROGRAMS[words[0]] + words[1:] for words in lines if words[0] in PROGRAMS]
+    words = [shlex.split(line) for line in text.splitlines() if " examples/" in line]
+    return [PROGRAMS[first] + rest for first, *rest in words if first in PROGRAMS]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
