@@ -1,0 +1,99 @@
+"""Predicted memory is what the runtime holds, and a limit is kept by the finished program."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import autopar as ap
+from autopar.errors import InvalidInput
+from autopar.mesh import Mesh
+from tests.models import ZOO, Case
+from tests.toy import EVEN, machines
+
+MESH = Mesh(a=2, b=4)
+
+
+def held(module: ap.ParallelModule, case: Case) -> float:
+    """Bytes that autograd keeps on each rank from forward to backward, each storage once."""
+    parameters = [*case.model.parameters(), *module.parameters()]
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    own = {tensor.untyped_storage().data_ptr() for tensor in local}
+    own |= {b.untyped_storage().data_ptr() for b in (*case.model.buffers(), *module.buffers())}
+    inputs = [*case.args, *case.kwargs.values()]
+    own |= {value.untyped_storage().data_ptr() for value in inputs if isinstance(value, Tensor)}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        is_parameter = tensor.is_leaf and tensor.requires_grad
+        storage = tensor.untyped_storage()
+        if not is_parameter and storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = module(*case.args, **case.kwargs)
+        del outputs
+    return sum(kept.values()) / module.plan.mesh.size
+
+
+@pytest.mark.parametrize("name", list(ZOO))
+@pytest.mark.parametrize("mesh", [Mesh(a=1), Mesh(a=2)], ids=str)
+def test_predicted_activations_are_what_autograd_keeps(name: str, mesh: Mesh) -> None:
+    case = ZOO[name]()
+    module = ap.parallelize(
+        case.model, case.args, case.kwargs, mesh=mesh, mode="data", backend="virtual"
+    )
+    assert module.plan.memory.activations == pytest.approx(held(module, case), rel=0.01)
+
+
+def test_gathered_copies_are_counted_on_every_rank() -> None:
+    """The virtual mesh keeps a gathered tensor once for all ranks of a group: it holds less."""
+    case = ZOO["gpt"]()
+    module = ap.parallelize(
+        case.model,
+        case.args,
+        case.kwargs,
+        mesh=Mesh(a=2, b=2),
+        cluster=machines(4, *EVEN),
+        mode="auto",
+        backend="virtual",
+    )
+    assert 0.8 <= held(module, case) / module.plan.memory.activations <= 1.001
+
+
+def test_parameters_gradients_and_states_are_exact() -> None:
+    case = ZOO["gpt"]()
+    module = ap.parallelize(
+        case.model, case.args, case.kwargs, mesh=Mesh(a=2), mode="data", backend="virtual"
+    )
+    size = sum(p.numel() * p.itemsize for p in case.model.parameters())
+    memory = module.plan.memory
+    assert (memory.parameters, memory.gradients, memory.optimizer) == (size, size, 2 * size)
+
+
+@pytest.mark.parametrize("name", ["gpt", "resnet"])
+def test_a_plan_under_a_limit_fits_and_costs_no_less(name: str) -> None:
+    case = ZOO[name]()
+    options = {"mesh": MESH, "cluster": machines(8, *EVEN), "mode": "auto"}
+    free = ap.plan(case.model, case.args, case.kwargs, **options)
+    before = free.cost.seconds
+    for part in (0.8, 0.6, 0.5):
+        limit = free.memory.peak * part
+        plan = ap.plan(case.model, case.args, case.kwargs, memory=limit, **options)
+        assert plan.search is not None
+        assert plan.memory.peak <= limit
+        assert plan.search.bound <= plan.cost.seconds * (1 + 1e-6)
+        assert plan.cost.seconds >= before * 0.985  # both are within their gaps
+        assert plan.search.gap <= 0.02
+        before = plan.cost.seconds
+
+
+def test_a_limit_that_nothing_meets_is_answered_with_the_least_memory() -> None:
+    case = ZOO["gpt"]()
+    options = {"mesh": MESH, "cluster": machines(8, *EVEN), "mode": "auto"}
+    with pytest.raises(InvalidInput, match="the least that any plan needs is") as error:
+        ap.plan(case.model, case.args, case.kwargs, memory=100_000.0, **options)
+    assert "more devices" in str(error.value)
