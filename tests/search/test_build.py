@@ -1,0 +1,102 @@
+"""Cost graphs of real models: folding, elimination and CP-SAT agree, blocks are found again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.mesh import Mesh
+from autopar.search.build import Built, build
+from autopar.search.residual import solve_residual
+from autopar.search.solve import solve
+from autopar.search.wishes import Wishes
+from tests.models import ZOO, Case
+from tests.toy import EVEN, FAST, SLOW, machines
+
+
+def built(case: Case, mesh: Mesh, links: tuple[float, float] = EVEN) -> Built:
+    captured = capture(case.model, case.args, case.kwargs)
+    return build(captured, mesh, machines(mesh.size, *links), Wishes())
+
+
+@pytest.mark.parametrize(
+    ("name", "links"), [("gpt", EVEN), ("llama", FAST), ("bert", SLOW), ("vit", EVEN)]
+)
+def test_folded_and_unfolded_optimum_are_the_same(name: str, links: tuple[float, float]) -> None:
+    graph = built(ZOO[name](layers=6), Mesh(a=2, b=2), links).graph
+    folded = solve(graph)
+    assert folded.sizes.runs
+    assert folded.sizes.folded_nodes < folded.sizes.nodes
+    unfolded = solve(graph, fold=False, prune=False)
+    assert folded.objective == pytest.approx(unfolded.objective, rel=1e-9)
+    assert folded.gap < 1e-9
+    assert unfolded.gap < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "mesh"),
+    [
+        ("mlp", {}, Mesh(a=2, b=2)),
+        ("mlp", {"layers": 6}, Mesh(a=4)),
+        ("gpt", {"layers": 1}, Mesh(a=2)),
+        ("resnet", {"blocks": 1}, Mesh(a=2)),
+    ],
+)
+def test_the_optimum_is_that_of_constraint_programming(
+    name: str, options: dict[str, int], mesh: Mesh
+) -> None:
+    graph = built(ZOO[name](**options), mesh).graph
+    found = solve(graph)
+    packed = graph.packed
+    factors: dict[tuple[int, ...], np.ndarray] = {}
+    for scope, table in packed.tables_by_scope():
+        factors[scope] = factors.get(scope, 0.0) + table.cost
+    answer = solve_residual(dict(enumerate(packed.sizes.tolist())), factors, seconds=60.0)
+    assert answer.gap < 1e-6
+    assert found.objective == pytest.approx(answer.value, rel=1e-5)
+
+
+class Lines(nn.Module):
+    """The same block, called on lines of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d, self.e, self.f = (
+            nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)) for _ in range(6)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.a(x)
+        x = x + self.b(x)
+        x = x + self.c(x)
+        x = x + self.d(x)
+        x = x + self.e(x)
+        x = x + self.f(x)
+        return x.sum()
+
+
+def test_equal_blocks_fold_also_when_called_on_separate_lines() -> None:
+    case = Case("lines", Lines(), (torch.randn(8, 16),))
+    sizes = solve(built(case, Mesh(a=2)).graph).sizes
+    assert len(sizes.runs) == 1
+    assert sizes.runs[0][0] >= 4
+
+
+def test_deeper_models_leave_no_more_to_look_at() -> None:
+    folded = {
+        layers: solve(built(ZOO["gpt"](layers=layers), Mesh(a=2)).graph).sizes.folded_nodes
+        for layers in (6, 18)
+    }
+    assert folded[6] == folded[18]
+
+
+def test_the_prologue_is_whole_and_ties_no_layers_together() -> None:
+    """Rotary angles are read by every layer: as decisions of their own they would tangle all."""
+    found = built(ZOO["llama"](), Mesh(a=2, b=2))
+    assert found.slack > 0
+    solution = solve(found.graph)
+    assert solution.sizes.core_nodes == 0
+    assert found.slack <= 0.002 * solution.objective
