@@ -50,7 +50,7 @@ def plan(
     *,
     cluster: Cluster | None = None,
     mesh: Mesh | DeviceMesh | None = None,
-    mode: str = "propagate",
+    mode: str = "auto",
     memory: float | None = None,
     algorithm: str = "exact",
     strict: bool = False,

@@ -53,7 +53,9 @@ def test_the_account_of_the_search(made, spread):
 
 def test_blocks_print_as_one():
     case = gpt()
-    text = str(ap.plan(case.model, case.args, case.kwargs, cluster=CLUSTER, mesh=MESH))
+    text = str(
+        ap.plan(case.model, case.args, case.kwargs, cluster=CLUSTER, mesh=MESH, mode="propagate")
+    )
     assert "layers.{0..1}.up.weight" in text
     assert "layers.0.up.weight" not in text
     assert text.splitlines()[0].startswith("plan on Mesh(dp=2, tp=2), four")
@@ -168,7 +170,7 @@ def test_a_plan_survives_its_file(made, tmp_path):
     [
         {"mode": "auto"},
         {"mode": "auto", "microbatches": 2},
-        {"mesh": ap.Mesh(pp=2, tp=2), "microbatches": 2, "schedule": "1f1b"},
+        {"mode": "propagate", "mesh": ap.Mesh(pp=2, tp=2), "microbatches": 2, "schedule": "1f1b"},
         {"mesh": ap.Mesh(pp=2, dp=2), "mode": "auto"},
     ],
     ids=["auto", "microbatches", "pipeline", "weighed"],

@@ -1,7 +1,8 @@
 r"""Proves a schedule sound before anything runs, or names the actions that are not.
 
 >>> from autopar.pipeline import from_text
->>> from_text("microbatches: 1\npipe 0: 0 1\nrank 0: 0F0 0B0\nrank 1: 1B0 1F0")
+>>> orders = "microbatches: 1\npipe 0: 0 1\nrank 0: 0F0 0B0\nrank 1: 1B0 1F0"
+>>> from_text(orders)  # doctest: +IGNORE_EXCEPTION_DETAIL
 Traceback (most recent call last):
 autopar.errors.InvalidInput: a micro-batch's backward on a stage follows its forward there
   given:  rank 1: 1B0 comes before 1F0

@@ -206,6 +206,7 @@ class _Weigher:
             lambda mesh: self.wishes(captured, mesh),
             self.memory * stages,
             progress=self.report,
+            microbatches=parts,
         )
         if stages == 1:
             yield self._straight(captured, found, batches)

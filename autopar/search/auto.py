@@ -143,10 +143,11 @@ def search(
     algorithm: str = "exact",
     progress: Progress | None = None,
     finished: Callable[[Decisions], float] | None = None,
+    microbatches: int = 1,
 ) -> Found:
     """The fastest plan over all `meshes` that needs at most `memory` bytes on each device.
 
-    `finished` tells the bytes that the finished program needs: the last word on what fits.
+    `captured` is the program of one of `microbatches`. `finished` tells the bytes that the finished program needs: the last word on what fits.
     """
     started = time.perf_counter()
     report = progress or (lambda phase, detail: None)
@@ -159,7 +160,10 @@ def search(
                 why = "splits no axis of the best meshes with fewer axes"
                 best.considered.append(Considered(mesh, None, None, why))
                 continue
-            asked = _Asked(captured, cluster, wishes(mesh), memory, algorithm, report, finished)
+            wished = wishes(mesh)
+            asked = _Asked(
+                captured, cluster, wished, memory, algorithm, report, finished, microbatches
+            )
             _weigh(asked, mesh, best)
             interrupted = best.solution is not None and best.solution.interrupted
         except (KeyboardInterrupt, ExecutionError) as error:
@@ -186,8 +190,8 @@ def search(
     decisions = decide(captured, best.mesh, best.built, solution.choice, best.wishes)
     account = Search(
         seconds=time.perf_counter() - started,
-        objective=solution.objective,
-        bound=best.bound,
+        objective=solution.objective * microbatches,
+        bound=best.bound * microbatches,
         gap=relative_gap(solution.objective, best.bound),
         algorithm=algorithm,
         sizes=solution.sizes,
@@ -242,13 +246,14 @@ class _Asked:
     algorithm: str
     report: Progress
     finished: Callable[[Decisions], float] | None
+    microbatches: int
 
 
 def _weigh(asked: _Asked, mesh: Mesh, best: _Best) -> None:
     """Solve one mesh, unless it cannot be the best, and keep it if it is."""
     memory = asked.memory
     asked.report("build", f"the cost graph of {mesh}")
-    built = build(asked.captured, mesh, asked.cluster, asked.wishes)
+    built = build(asked.captured, mesh, asked.cluster, asked.wishes, asked.microbatches)
     so_far = best.solution.objective if best.solution is not None else float("inf")
     tables, _, numbers, _ = built.graph.tables()
     alone = sum(float(tables[number].cost.min()) for number in numbers)
@@ -269,7 +274,7 @@ def _weigh(asked: _Asked, mesh: Mesh, best: _Best) -> None:
         best.considered.append(Considered(mesh, None, least, why))
         return
     needed = solution.memory + built.fixed_bytes
-    best.considered.append(Considered(mesh, solution.objective, needed))
+    best.considered.append(Considered(mesh, solution.objective * asked.microbatches, needed))
     if solution.objective < so_far * (1 - _TIE):
         best.mesh, best.built, best.solution, best.wishes = mesh, built, solution, asked.wishes
         best.bound = max(0.0, bound - built.slack)

@@ -23,9 +23,10 @@ from autopar.cost.price import ClusterPrice
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.search.candidates import Candidates, Kinds, state_of_whole, storage_states, uncut
+from autopar.search.edges import Edges
 from autopar.search.graph import CostGraph
 from autopar.search.keeping import Keeping
-from autopar.search.moves import Moves, moves, state_of
+from autopar.search.moves import moves, state_of
 from autopar.search.origins import Prologue, find_prologue, is_of_parameters, is_whole
 from autopar.search.wishes import Wishes
 
@@ -70,22 +71,27 @@ class Built:
     fixed_bytes: float = 0.0  # of inputs and buffers
 
 
-def build(captured: Captured, mesh: Mesh, cluster: Cluster, wishes: Wishes) -> Built:
-    """The cost graph of `captured` on `mesh`, with `wishes` kept."""
-    return _Builder(captured, mesh, cluster, wishes).run()
+def build(
+    captured: Captured, mesh: Mesh, cluster: Cluster, wishes: Wishes, microbatches: int = 1
+) -> Built:
+    """The cost graph of `captured` on `mesh`, with `wishes` kept.
+
+    `captured` is the program of one of the step's `microbatches`; the costs are those of one."""
+    return _Builder(captured, mesh, cluster, wishes, microbatches).run()
 
 
 class _Builder:
-    def __init__(self, captured: Captured, mesh: Mesh, cluster: Cluster, wishes: Wishes) -> None:
-        self.captured, self.mesh, self.cluster, self.wishes = captured, mesh, cluster, wishes
-        self.price = ClusterPrice(cluster, mesh)
-        self.kinds = Kinds(mesh, cluster.device, self.price)
+    def __init__(
+        self, captured: Captured, mesh: Mesh, cluster: Cluster, wishes: Wishes, microbatches: int
+    ) -> None:
+        self.captured, self.mesh, self.wishes = captured, mesh, wishes
+        price = ClusterPrice(cluster, mesh)
+        self.kinds = Kinds(mesh, cluster.device, price)
+        self.edges = Edges(mesh, cluster, price, microbatches)
         self.built = Built(CostGraph())
         self.nodes = {node.name: node for node in captured.graph.nodes}
         self.readings: dict[str, list[Reading]] = {}
-        self._arrays: dict[tuple, Array] = {}
         self._stored: dict[tuple, tuple[tuple[State, ...], Array]] = {}
-        self._alive: list[object] = []  # what `_arrays` knows by id
         self._offers: dict[str, tuple[Candidates, Array]] = {}
         self.inputs: dict[str, Variable] = {}
 
@@ -137,7 +143,7 @@ class _Builder:
             memory = table.elements(shape)[numbers] * value.dtype.itemsize * copies
             self._stored[key] = states, memory
         states, memory = self._stored[key]
-        number = self.built.graph.add_node(self._zeros(len(states)), memory, name=name)
+        number = self.built.graph.add_node(self.edges.zeros(len(states)), memory, name=name)
         variable = Variable(number, "parameter", node.name, states)
         self._register(variable)
         self.built.parameters[node.name] = variable
@@ -150,7 +156,7 @@ class _Builder:
         cost = candidates.cost
         for position, value in enumerate(self.kinds.inputs(node)):
             if is_whole(value, self.captured, self.prologue):
-                cost = cost + self._from_whole(candidates, position, value)
+                cost = cost + self.edges.from_whole(candidates, position, value)
             else:
                 reading = Reading(value.name, node.name, position)
                 self.readings.setdefault(value.name, []).append(reading)
@@ -160,9 +166,9 @@ class _Builder:
         candidates, cost = self._offers[node.name]
         memory = candidates.extra
         if self.keeping.keeps_output(node.name):
-            memory = memory + self._bytes(node, candidates.outputs)
+            memory = memory + self.edges.bytes(node, candidates.outputs)
         number = self.built.graph.add_node(
-            self._same(cost, "cost"), self._same(memory, "memory"), name=node.name
+            self.edges.same(cost, "cost"), self.edges.same(memory, "memory"), name=node.name
         )
         variable = Variable(number, "operator", node.name, candidates.outputs, candidates)
         self._register(variable)
@@ -171,7 +177,7 @@ class _Builder:
     def _add_input(self, node: fx.Node) -> None:
         """An input of the model that wants a gradient: whole on every rank."""
         whole = (state_of_whole(node.meta["val"].ndim),)
-        number = self.built.graph.add_node(self._zeros(1), name=node.name)
+        number = self.built.graph.add_node(self.edges.zeros(1), name=node.name)
         self.inputs[node.name] = Variable(number, "input", node.name, whole)
         self._register(self.inputs[node.name])
 
@@ -207,7 +213,7 @@ class _Builder:
             variable = self.built.operators.get(value.name)
             if variable is None:
                 continue
-            table, seconds = self._seconds(self.nodes[variable.name])
+            table, seconds = self.edges.seconds(self.nodes[variable.name])
             costs = np.zeros(len(variable.states))
             for number, state in enumerate(variable.states):
                 target: State = (state[0], (), ())
@@ -215,9 +221,11 @@ class _Builder:
                     target = state_of_whole(table.ndim)
                 costs[number] = seconds[table.index[state], table.index[target]]
             if costs.any():
-                sink = self.built.graph.add_node(self._zeros(1), name=f"{variable.name} out")
+                sink = self.built.graph.add_node(self.edges.zeros(1), name=f"{variable.name} out")
                 self._register(Variable(sink, "result", variable.name, (state_of_whole(0),)))
-                self.built.graph.add_edge(variable.number, sink, self._same(costs[:, None], "out"))
+                self.built.graph.add_edge(
+                    variable.number, sink, self.edges.same(costs[:, None], "out")
+                )
 
     def _register(self, variable: Variable) -> None:
         assert variable.number == len(self.built.variables)
@@ -297,7 +305,9 @@ class _Builder:
     def _share(
         self, value: fx.Node, kind: str, states: tuple[State, ...], readings: tuple[Reading, ...]
     ) -> Variable:
-        number = self.built.graph.add_node(self._zeros(len(states)), name=f"{value.name} {kind}")
+        number = self.built.graph.add_node(
+            self.edges.zeros(len(states)), name=f"{value.name} {kind}"
+        )
         variable = Variable(number, kind, value.name, states, readings=readings)
         self._register(variable)
         return variable
@@ -306,7 +316,8 @@ class _Builder:
         self, value: fx.Node, first: Variable, second: Variable, late: bool, kept: str
     ) -> None:
         """An edge between two layouts of one value; `kept` "always", or only if it is "moved"."""
-        cost, memory = self._edge(value, first.states, second.states, late, kept)
+        kept = "moved" if kept and not self._makes(value) else kept
+        cost, memory = self.edges.table(value, first.states, second.states, late, kept)
         self.built.graph.add_edge(first.number, second.number, cost, memory)
 
     def _join(
@@ -317,67 +328,9 @@ class _Builder:
         assert reader.candidates is not None
         wants = reader.candidates.inputs[reading.position]
         kept = kept if self._keeps([reading]) else ""
-        cost, memory = self._edge(value, first.states, wants, late, kept)
+        kept = "moved" if kept and not self._makes(value) else kept
+        cost, memory = self.edges.table(value, first.states, wants, late, kept)
         self.built.graph.add_edge(first.number, reader.number, cost, memory)
-
-    def _edge(
-        self,
-        value: fx.Node,
-        first: tuple[State, ...],
-        second: tuple[State, ...],
-        late: bool,
-        kept: str,
-    ) -> tuple[Array, Array | None]:
-        if kept == "always" and not self._makes(value):
-            kept = "moved"
-        key = (self._type(value), first, second, late, kept)
-        if (key, "cost") not in self._arrays:
-            table, seconds = self._seconds(value)
-            rows = np.array([table.index[state] for state in first])
-            columns = np.array([table.index[state] for state in second])
-            cost = seconds[np.ix_(rows, columns)]
-            same = table.data[rows][:, None] == table.data[columns][None, :]
-            if late:
-                cost = self._summed_late(value, first, second, cost)
-            # From a pending copy nothing but that copy can be had.
-            stuck = table.pending[rows][:, None] & (rows[:, None] != columns[None, :])
-            self._arrays[key, "cost"] = np.where(stuck, np.inf, cost)
-            size = np.broadcast_to(self._bytes(value, second), cost.shape)
-            self._arrays[key, "memory"] = np.where(same & (kept != "always"), 0.0, size)
-        memory = self._arrays[key, "memory"] if kept else None
-        return self._arrays[key, "cost"], memory
-
-    def _summed_late(
-        self, value: fx.Node, first: tuple[State, ...], second: tuple[State, ...], cost: Array
-    ) -> Array:
-        """The same costs where gradients are summed first thing, over the axes on which a
-        parameter is stored whole: in buckets, behind backward as far as the device lets it."""
-        table = moves(self.mesh, value.meta["val"].ndim)
-        shown, size = 1 - self.cluster.device.overlap, self._bytes(value, first)
-        rows = np.array([table.index[state] for state in first])
-        cost = cost.copy()
-        kinds: dict[tuple[str, ...], list[int]] = {}
-        for j, state in enumerate(second):
-            kinds.setdefault(state[2], []).append(j)
-        used: dict[frozenset[str], list[int]] = {}
-        for i, (dims, _, pending) in enumerate(first):
-            axes = frozenset(axis for dim in dims for axis in dim)
-            used.setdefault(axes | frozenset(pending), []).append(i)
-        for pending, js in kinds.items():
-            for axes, members in used.items():
-                summed = tuple(axis for axis in pending if axis not in axes)
-                if not summed or not value.meta["differentiable"]:
-                    continue
-                rest = tuple(axis for axis in pending if axis in axes)
-                columns = [table.index[(*second[j][:2], rest)] for j in js]
-                where = np.ix_(rows[members], columns)
-                moved = self._seconds(value, frozen=summed)[1][where]
-                # Where the cheapest way goes over these axes, it is taken as it is.
-                apart = moved <= self._seconds(value)[1][where] * (1 + 1e-9)
-                late = self.price.bucketed(summed, size[members])[:, None] * shown + moved
-                here = np.ix_(members, js)
-                cost[here] = np.where(apart, late, cost[here])
-        return cost
 
     def _makes(self, value: fx.Node) -> bool:
         """Whether a value has memory that nothing else has counted yet."""
@@ -385,40 +338,3 @@ class _Builder:
             return False
         facts = self._offers[value.name][0].facts
         return facts is None or not facts.is_view
-
-    def _bytes(self, value: fx.Node, states: tuple[State, ...]) -> Array:
-        """What one rank holds of a value in each state."""
-        table = moves(self.mesh, value.meta["val"].ndim)
-        elements = table.elements(tuple(value.meta["val"].shape))
-        numbers = [table.index[state] for state in states]
-        return elements[numbers] * value.meta["val"].dtype.itemsize
-
-    # Shared arrays
-
-    def _from_whole(self, candidates: Candidates, position: int, value: fx.Node) -> Array:
-        """What reading an input of the model takes: every rank has all of it."""
-        key = ("whole", id(candidates), position, self._type(value))
-        if key not in self._arrays:
-            self._alive.append(candidates)
-            table, seconds = self._seconds(value)
-            start = table.index[state_of_whole(table.ndim)]
-            columns = [table.index[state] for state in candidates.inputs[position]]
-            self._arrays[key] = seconds[start, columns]
-        return self._arrays[key]
-
-    def _seconds(self, value: fx.Node, frozen: tuple[str, ...] = ()) -> tuple[Moves, Array]:
-        val, differentiable = value.meta["val"], value.meta["differentiable"]
-        table = moves(self.mesh, val.ndim)
-        shape, itemsize = tuple(val.shape), val.dtype.itemsize
-        return table, table.seconds(shape, itemsize, self.price, differentiable, frozen)
-
-    def _type(self, value: fx.Node) -> tuple:
-        val = value.meta["val"]
-        return tuple(val.shape), val.dtype, value.meta["differentiable"]
-
-    def _zeros(self, count: int) -> Array:
-        return self._arrays.setdefault(("zeros", count), np.zeros(count))
-
-    def _same(self, array: Array, kind: str) -> Array:
-        """One object for equal arrays, so that the cost graph knows them again at once."""
-        return self._arrays.setdefault((kind, array.shape, array.tobytes()), array)

@@ -21,6 +21,7 @@ def test_a_step_is_that_of_the_whole_batch(make):
         case.model,
         case.args,
         case.kwargs,
+        mode="propagate",
         mesh=ap.Mesh(dp=2),
         backend="virtual",
         check=True,
@@ -64,7 +65,9 @@ def test_losses_that_add_up(loss, count):
     torch.manual_seed(0)
     model = Head(loss).double()
     x = torch.randn(6, 4, dtype=torch.float64)
-    module = ap.parallelize(model, (x,), mesh=ap.Mesh(dp=1), backend="virtual", microbatches=count)
+    module = ap.parallelize(
+        model, (x,), mode="propagate", mesh=ap.Mesh(dp=1), backend="virtual", microbatches=count
+    )
     expected = model(x)
     expected.backward()
     assert torch.allclose(module.step(x), expected.detach(), rtol=1e-12)

@@ -17,7 +17,9 @@ from tests.models import gpt, resnet
 @pytest.fixture(scope="module")
 def plan():
     case = gpt(layers=4, batch=4)
-    return ap.plan(case.model, case.args, case.kwargs, mesh=ap.Mesh(dp=1), microbatches=2)
+    return ap.plan(
+        case.model, case.args, case.kwargs, mode="propagate", mesh=ap.Mesh(dp=1), microbatches=2
+    )
 
 
 def cut(plan, count, **options):
@@ -65,7 +67,12 @@ def pinned(pins, stages=2, case=None):
     for path, stage in pins:
         ap.shard(modules[path], stage=stage)
     return ap.plan(
-        case.model, case.args, case.kwargs, mesh=ap.Mesh(pp=stages), microbatches=2
+        case.model,
+        case.args,
+        case.kwargs,
+        mode="propagate",
+        mesh=ap.Mesh(pp=stages),
+        microbatches=2,
     ).pipelining
 
 
@@ -110,7 +117,9 @@ def test_a_module_starts_one_stage():
 
 def test_programs_of_stages():
     case = gpt(layers=2, batch=4)
-    plan = ap.plan(case.model, case.args, case.kwargs, mesh=ap.Mesh(pp=2), microbatches=2)
+    plan = ap.plan(
+        case.model, case.args, case.kwargs, mode="propagate", mesh=ap.Mesh(pp=2), microbatches=2
+    )
     first, last = plan.program.stages
     assert first.sends == last.receives
     assert last.has_loss

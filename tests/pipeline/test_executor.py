@@ -29,6 +29,7 @@ def run(name, ranks, microbatches, schedule, options, **more):
         case.model,
         case.args,
         case.kwargs,
+        mode="propagate",
         mesh=ap.Mesh(pp=ranks),
         backend="virtual",
         microbatches=microbatches,
@@ -89,6 +90,7 @@ def test_data_and_tensor_parallel_inside_stages(schedule):
         megatron(case).model,
         case.args,
         case.kwargs,
+        mode="propagate",
         mesh=ap.Mesh(dp=2, pp=2, tp=2),
         backend="virtual",
         check=True,
@@ -118,7 +120,13 @@ def test_skips_pass_through_the_stages_between():
     model = Skips().double()
     x = torch.randn(8, 8, dtype=torch.float64)
     module = ap.parallelize(
-        model, (x,), mesh=ap.Mesh(pp=3), backend="virtual", microbatches=2, schedule="1f1b"
+        model,
+        (x,),
+        mode="propagate",
+        mesh=ap.Mesh(pp=3),
+        backend="virtual",
+        microbatches=2,
+        schedule="1f1b",
     )
     assert max(len(stage.receives) for stage in module.program.stages) > 1
     loss = model(x)
@@ -132,7 +140,13 @@ def test_skips_pass_through_the_stages_between():
 def test_the_plan_says_what_was_decided():
     case = shared("gpt2")
     plan = ap.plan(
-        case.model, case.args, case.kwargs, mesh=ap.Mesh(pp=4), microbatches=4, schedule="chimera"
+        case.model,
+        case.args,
+        case.kwargs,
+        mode="propagate",
+        mesh=ap.Mesh(pp=4),
+        microbatches=4,
+        schedule="chimera",
     )
     text = str(plan.pipelining)
     assert text.startswith("pipeline over pp: chimera, pipes=2, scale=direct, 4 stages")
@@ -175,11 +189,11 @@ def test_a_schedule_with_a_missing_action_is_refused():
         made.name, 2, made.placement, (made.orders[0][:-1], made.orders[1])
     )
     with pytest.raises(ap.InvalidInput, match="one F, and one B"):
-        make(mesh=ap.Mesh(pp=2), schedule=short)
+        make(mode="propagate", mesh=ap.Mesh(pp=2), schedule=short)
 
 
 def test_a_pipeline_runs_steps_only():
-    module = make(mesh=ap.Mesh(pp=2), microbatches=2)
+    module = make(mode="propagate", mesh=ap.Mesh(pp=2), microbatches=2)
     case = gpt2(batch=8, layers=2)
     with pytest.raises(ap.InvalidInput, match="whole steps only"):
         module(*case.args, **case.kwargs)

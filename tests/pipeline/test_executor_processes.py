@@ -62,6 +62,7 @@ def train(say, layers, forms, reference: bytes):
             case.model,
             case.args,
             case.kwargs,
+            mode="propagate",
             mesh=ap.Mesh(pp=ranks),
             microbatches=microbatches,
             schedule=schedule,
@@ -98,6 +99,7 @@ def train_inside(say, expected: bytes):
         case.model,
         case.args,
         case.kwargs,
+        mode="propagate",
         mesh=ap.Mesh(dp=2, pp=2, tp=2),
         microbatches=4,
         schedule="chimera",
@@ -112,7 +114,7 @@ def test_data_and_tensor_parallel_inside_stages():
 def train_norms(say):
     """Replicas of a stage see other micro-batches, and keep the same running statistics."""
     case = residuals(batch=8, layers=2)
-    options = {"mesh": ap.Mesh(pp=2), "microbatches": 4, "schedule": "chimera"}
+    options = {"mode": "propagate", "mesh": ap.Mesh(pp=2), "microbatches": 4, "schedule": "chimera"}
     real, virtual = (
         ap.parallelize(case.model, case.args, backend=backend, **options)
         for backend in ("torch", "virtual")
@@ -127,7 +129,13 @@ def test_batch_norm_between_replicas():
 def lose_one(say):
     case = small(4)
     module = ap.parallelize(
-        case.model, case.args, case.kwargs, mesh=ap.Mesh(pp=4), microbatches=8, schedule="1f1b"
+        case.model,
+        case.args,
+        case.kwargs,
+        mode="propagate",
+        mesh=ap.Mesh(pp=4),
+        microbatches=8,
+        schedule="1f1b",
     )
     module.step(*case.args, **case.kwargs)
     if dist.get_rank() == 2:
