@@ -147,7 +147,8 @@ def search(
 ) -> Found:
     """The fastest plan over all `meshes` that needs at most `memory` bytes on each device.
 
-    `captured` is the program of one of `microbatches`. `finished` tells the bytes that the finished program needs: the last word on what fits.
+    `captured` is the program of one of `microbatches`. `finished` tells the bytes that the
+    finished program needs: the last word on what fits.
     """
     started = time.perf_counter()
     report = progress or (lambda phase, detail: None)

@@ -1,0 +1,130 @@
+"""Edges: what it takes to bring a value from some layouts to others, and to keep it there.
+
+Tables that are equal are one object, so that the cost graph knows them again at once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import fx
+
+from autopar.cluster import Cluster
+from autopar.collectives.redistribution import State
+from autopar.cost.price import ClusterPrice
+from autopar.mesh import Mesh
+from autopar.search.candidates import Candidates, state_of_whole
+from autopar.search.moves import Moves, moves
+
+Array = NDArray[np.float64]
+
+
+class Edges:
+    """The tables of one mesh; a step runs the program once for each of its `microbatches`."""
+
+    def __init__(
+        self, mesh: Mesh, cluster: Cluster, price: ClusterPrice, microbatches: int
+    ) -> None:
+        self.mesh, self.price = mesh, price
+        # Gradients are summed once a step, behind backward as far as the device lets it.
+        self.shown = (1 - cluster.device.overlap) / microbatches
+        self._arrays: dict[tuple, Array] = {}
+        self._alive: list[object] = []  # what `_arrays` knows by id
+
+    def table(
+        self,
+        value: fx.Node,
+        first: tuple[State, ...],
+        second: tuple[State, ...],
+        late: bool,
+        kept: str,
+    ) -> tuple[Array, Array | None]:
+        """Seconds and bytes from each of the `first` states to each of the `second`.
+
+        `late`: the gradient of the value is summed late. `kept`: whether what arrives is kept for
+        backward: "always", or only if it was "moved"."""
+        key = (self._type(value), first, second, late, kept)
+        if (key, "cost") not in self._arrays:
+            table, seconds = self.seconds(value)
+            rows = np.array([table.index[state] for state in first])
+            columns = np.array([table.index[state] for state in second])
+            cost = seconds[np.ix_(rows, columns)]
+            same = table.data[rows][:, None] == table.data[columns][None, :]
+            if late:
+                cost = self._summed_late(value, first, second, cost)
+            # From a pending copy nothing but that copy can be had.
+            stuck = table.pending[rows][:, None] & (rows[:, None] != columns[None, :])
+            self._arrays[key, "cost"] = np.where(stuck, np.inf, cost)
+            size = np.broadcast_to(self.bytes(value, second), cost.shape)
+            self._arrays[key, "memory"] = np.where(same & (kept != "always"), 0.0, size)
+        memory = self._arrays[key, "memory"] if kept else None
+        return self._arrays[key, "cost"], memory
+
+    def _summed_late(
+        self, value: fx.Node, first: tuple[State, ...], second: tuple[State, ...], cost: Array
+    ) -> Array:
+        """The same costs where gradients are summed over the axes on which a parameter is stored
+        whole when backward has gone past it."""
+        table = moves(self.mesh, value.meta["val"].ndim)
+        size = self.bytes(value, first)
+        rows = np.array([table.index[state] for state in first])
+        cost = cost.copy()
+        kinds: dict[tuple[str, ...], list[int]] = {}
+        for j, state in enumerate(second):
+            kinds.setdefault(state[2], []).append(j)
+        used: dict[frozenset[str], list[int]] = {}
+        for i, (dims, _, pending) in enumerate(first):
+            axes = frozenset(axis for dim in dims for axis in dim)
+            used.setdefault(axes | frozenset(pending), []).append(i)
+        for pending, js in kinds.items():
+            for axes, members in used.items():
+                summed = tuple(axis for axis in pending if axis not in axes)
+                if not summed or not value.meta["differentiable"]:
+                    continue
+                rest = tuple(axis for axis in pending if axis in axes)
+                columns = np.array([table.index[(*second[j][:2], rest)] for j in js])
+                where = np.ix_(rows[members], columns)
+                moved = self.seconds(value, frozen=summed)[1][where]
+                # Where the cheapest way goes over these axes, it is taken as it is.
+                apart = moved <= self.seconds(value)[1][where] * (1 + 1e-9)
+                late = self.price.bucketed(summed, size[members])[:, None] * self.shown + moved
+                here = np.ix_(np.array(members), np.array(js))
+                cost[here] = np.where(apart, late, cost[here])
+        return cost
+
+    def bytes(self, value: fx.Node, states: tuple[State, ...]) -> Array:
+        """What one rank holds of a value in each state."""
+        table = moves(self.mesh, value.meta["val"].ndim)
+        elements = table.elements(tuple(value.meta["val"].shape))
+        numbers = [table.index[state] for state in states]
+        return elements[numbers] * value.meta["val"].dtype.itemsize
+
+    def from_whole(self, candidates: Candidates, position: int, value: fx.Node) -> Array:
+        """What reading an input of the model takes: every rank has all of it."""
+        key = ("whole", id(candidates), position, self._type(value))
+        if key not in self._arrays:
+            self._alive.append(candidates)
+            table, seconds = self.seconds(value)
+            start = table.index[state_of_whole(table.ndim)]
+            columns = [table.index[state] for state in candidates.inputs[position]]
+            self._arrays[key] = seconds[start, columns]
+        return self._arrays[key]
+
+    def seconds(self, value: fx.Node, frozen: tuple[str, ...] = ()) -> tuple[Moves, Array]:
+        """All layouts of a value, and the seconds between them."""
+        val, differentiable = value.meta["val"], value.meta["differentiable"]
+        table = moves(self.mesh, val.ndim)
+        shape, itemsize = tuple(val.shape), val.dtype.itemsize
+        return table, table.seconds(shape, itemsize, self.price, differentiable, frozen)
+
+    def _type(self, value: fx.Node) -> tuple:
+        val = value.meta["val"]
+        return tuple(val.shape), val.dtype, value.meta["differentiable"]
+
+    def zeros(self, count: int) -> Array:
+        """Nothing, for each of `count` strategies."""
+        return self._arrays.setdefault(("zeros", count), np.zeros(count))
+
+    def same(self, array: Array, kind: str) -> Array:
+        """One object for equal arrays, so that the cost graph knows them again at once."""
+        return self._arrays.setdefault((kind, array.shape, array.tobytes()), array)
