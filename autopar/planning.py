@@ -142,6 +142,7 @@ def plan(
                 algorithm,
                 report,
                 lambda decisions: _needed(captured, decisions, cluster),
+                slices,
             )
         decisions, account = found.decisions, found.search
         wishes = read_wishes(captured, decisions.mesh, annotations)
