@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,23 @@ class ClusterPrice:
     cluster: Cluster
     mesh: Mesh
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.cluster, self.mesh))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _links(self) -> dict[tuple[str, ...], AxisLink]:
+        return {}
+
     def link(self, axes: tuple[str, ...]) -> AxisLink:
         """What a group over `axes` has between its members."""
-        return _link(self.cluster, self.mesh, tuple(sorted(axes, key=self.mesh.names.index)))
+        if axes not in self._links:
+            ordered = tuple(sorted(axes, key=self.mesh.names.index))
+            self._links[axes] = self.cluster.group_link(self.mesh, ordered)
+        return self._links[axes]
 
     def seconds(self, kind: str, axes: tuple[str, ...], size: Any) -> Any:
         """Seconds of one collective with `size` bytes on the rank that holds most; arrays too."""
@@ -36,8 +50,3 @@ class ClusterPrice:
         shared by all gradients of the bucket."""
         whole, latency = (self.seconds("all_reduce", axes, x) for x in (size, 0.0 * size))
         return whole - latency * np.maximum(0.0, 1.0 - size / BUCKET_BYTES)
-
-
-@lru_cache(maxsize=4096)
-def _link(cluster: Cluster, mesh: Mesh, axes: tuple[str, ...]) -> AxisLink:
-    return cluster.group_link(mesh, axes)

@@ -8,6 +8,7 @@ gradient that is summed: what they share is moved once. An edge costs the shorte
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -91,6 +92,8 @@ class _Builder:
         self.built = Built(CostGraph())
         self.nodes = {node.name: node for node in captured.graph.nodes}
         self.readings: dict[str, list[Reading]] = {}
+        self._shared: dict[tuple[int, ...], tuple[State, ...]] = {}
+        self._alive: list[object] = []  # what `_shared` knows by id
         self._stored: dict[tuple, tuple[tuple[State, ...], Array]] = {}
         self._offers: dict[str, tuple[Candidates, Array]] = {}
         self.inputs: dict[str, Variable] = {}
@@ -188,14 +191,27 @@ class _Builder:
         groups: dict[bool, list[Reading]] = {}
         for reading in readings:
             groups.setdefault(is_parameter or self._sums(reading), []).append(reading)
-        states = self._producer(value).states
-        base = tuple(dict.fromkeys([*states, *self._wanted(readings, pending=False)]))
+        base = self._states(self._producer(value).states, readings, pending=False)
         self.built.values[value.name] = self._share(value, "value", base, ())
         for members in groups.values():
             if len(members) > 1:
-                states = tuple(dict.fromkeys([*base, *self._wanted(members, pending=True)]))
+                states = self._states(base, members, pending=True)
                 group = self._share(value, "group", states, tuple(members))
                 self.built.groups.setdefault(value.name, []).append(group)
+
+    def _states(
+        self, given: tuple[State, ...], readings: Sequence[Reading], pending: bool
+    ) -> tuple[State, ...]:
+        """The `given` states and those that readers want, found once for all equal blocks."""
+        wants = [self._offers[r.reader][0].inputs[r.position] for r in readings]
+        key = (id(given), *map(id, wants), pending)
+        if key not in self._shared:
+            self._alive += [given, *wants]
+            found = dict.fromkeys(given)
+            for state in itertools.chain(*wants):
+                found[state if pending else (state[0], state[1], ())] = None
+            self._shared[key] = tuple(found)
+        return self._shared[key]
 
     def _producer(self, value: fx.Node) -> Variable:
         built = self.built
@@ -293,14 +309,6 @@ class _Builder:
             return False
         own = {factor for dim in facts.rule.inputs[reading.position] for factor in dim}
         return not set(facts.rule.cuttable) <= own
-
-    def _wanted(self, readings: Sequence[Reading], pending: bool) -> list[State]:
-        found: dict[State, None] = {}
-        for reading in readings:
-            candidates, _ = self._offers[reading.reader]
-            for state in candidates.inputs[reading.position]:
-                found[state if pending else (state[0], state[1], ())] = None
-        return list(found)
 
     def _share(
         self, value: fx.Node, kind: str, states: tuple[State, ...], readings: tuple[Reading, ...]

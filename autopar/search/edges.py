@@ -43,8 +43,10 @@ class Edges:
 
         `late`: the gradient of the value is summed late. `kept`: whether what arrives is kept for
         backward: "always", or only if it was "moved"."""
-        key = (self._type(value), first, second, late, kept)
+        # By identity: the same kinds of operators give the same tuples, which are long.
+        key = (self._type(value), id(first), id(second), late, kept)
         if (key, "cost") not in self._arrays:
+            self._alive += [first, second]
             table, seconds = self.seconds(value)
             rows = np.array([table.index[state] for state in first])
             columns = np.array([table.index[state] for state in second])

@@ -17,6 +17,7 @@ from autopar.search.candidates import Kinds, uncut
 
 # The part of all computation that running the prologue whole on every rank may add.
 MOST_SLACK = 2e-3
+MOST_STEPS = 3  # from a parameter to a value that is made of it
 
 
 @dataclass
@@ -65,14 +66,16 @@ def is_made_of_parameters(value: fx.Node) -> bool:
     return _comes_from(value, lambda placeholder: placeholder.meta["origin"][0] == "parameter")
 
 
-def _comes_from(value: fx.Node, is_parameter: Callable[[fx.Node], bool]) -> bool:
+def _comes_from(
+    value: fx.Node, is_parameter: Callable[[fx.Node], bool], steps: int = MOST_STEPS
+) -> bool:
     if value.op == "placeholder":
         return is_parameter(value)
-    if value.op != "call_function":
+    if value.op != "call_function" or not steps:
         return False
     learned = [argument for argument in value.all_input_nodes if argument.meta["differentiable"]]
     size = value.meta["val"].numel()
     return bool(learned) and all(
-        argument.meta["val"].numel() == size and _comes_from(argument, is_parameter)
+        argument.meta["val"].numel() == size and _comes_from(argument, is_parameter, steps - 1)
         for argument in learned
     )
