@@ -2,7 +2,8 @@
 
 A dynamic programme over the places between layers finds the cut whose slowest stage is fastest;
 of equal ones, the one that sends least. Stages may be uneven: an embedding and a head weigh what
-they weigh. `shard(module, stage=k)` fixes places by hand.
+they weigh. But each holds a parameter where that is possible, since torch's optimizers refuse a
+rank that has none. `shard(module, stage=k)` fixes places by hand.
 """
 
 from __future__ import annotations
@@ -132,6 +133,7 @@ class _Line:
         self.kept = [0, *itertools.accumulate(kept)]
         self.total = self.forward[-1] + self.backward[-1]
         self._parameters = [_parameters(node) for node in flow.activations]
+        self._holding = [0, *itertools.accumulate(bool(held) for held in self._parameters)]
         self._crossing: dict[int, int] = {}
 
     def seconds(self, start: int, end: int) -> float:
@@ -145,6 +147,10 @@ class _Line:
             crossing = self.flow.crossing(place) if place else []
             self._crossing[place] = sum(_bytes(node, self.mesh) for node in crossing)
         return self._crossing[place]
+
+    def is_empty(self, start: int, end: int) -> bool:
+        """Whether the stage would hold no parameter."""
+        return self._holding[start] == self._holding[end]
 
     def parameters(self, start: int, end: int) -> int:
         held = set().union(*self._parameters[start:end])
@@ -253,8 +259,8 @@ def _best(
 ) -> list[int]:
     """The exact dynamic programme: best[j] is the best cut of everything before places[j]."""
     ends = [*places[1:], len(line.flow.activations)]
-    worst = (math.inf, math.inf)
-    best: list[tuple[float, float]] = [(0.0, 0.0)] + [worst] * len(places)
+    worst = (math.inf, math.inf, math.inf)  # stages without a parameter, slowest stage, bytes sent
+    best: list[tuple[float, float, float]] = [(0, 0.0, 0)] + [worst] * len(places)
     back: list[list[int]] = []
     bounds = [*places, ends[-1]]
     for stage in range(count):
@@ -271,8 +277,12 @@ def _best(
                     memory
                 ):
                     continue
-                seconds = line.seconds(bounds[i], bounds[j])
-                value = max(best[i][0], seconds), best[i][1] + line.received(bounds[i])
+                empty, slowest, sent = best[i]
+                value = (
+                    empty + line.is_empty(bounds[i], bounds[j]),
+                    max(slowest, line.seconds(bounds[i], bounds[j])),
+                    sent + line.received(bounds[i]),
+                )
                 if value < found[j]:
                     found[j], choice[j] = value, i
         best = found

@@ -11,7 +11,7 @@ from torch import nn
 import autopar as ap
 from autopar.search.flow import flow_of
 from autopar.search.stages import choose_stages, imbalance
-from tests.models import gpt, resnet
+from tests.models import gpt, mlp, resnet
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,14 @@ def test_the_slowest_stage_is_as_fast_as_can_be(plan):
     )
     assert max(stage.seconds for stage in stages) == best
     assert imbalance(stages) == pytest.approx(2 * best / 8 - 1)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+def test_each_stage_holds_a_parameter_though_others_would_be_faster(count):
+    case = mlp(layers=5)
+    plan = ap.plan(case.model, case.args, mode="propagate", mesh=ap.Mesh(dp=1))
+    stages = cut(plan, count, cost=lambda node: ("relu" in node.name, 0.0), link_bandwidth=1e30)
+    assert all(stage.parameters for stage in stages)
 
 
 def test_a_memory_limit_is_kept_or_refused(plan):
