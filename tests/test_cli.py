@@ -77,18 +77,28 @@ def test_ctrl_c_ends_all_processes():
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=_hear_interrupts,
     )
-    assert demo.stdout is not None
-    while not demo.stdout.readline().startswith("step "):
-        assert demo.poll() is None
-    os.killpg(demo.pid, signal.SIGINT)
-    _, errors = demo.communicate(timeout=60)
+    try:
+        assert demo.stdout is not None
+        while not demo.stdout.readline().startswith("step "):
+            assert demo.poll() is None
+        os.killpg(demo.pid, signal.SIGINT)
+        _, errors = demo.communicate(timeout=60)
+    except BaseException:
+        os.killpg(demo.pid, signal.SIGKILL)
+        raise
     assert demo.returncode == 130
     assert errors.strip() == "autopar demo: stopped"
     deadline = time.monotonic() + 10
     while _is_alive(demo.pid):
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def _hear_interrupts():
+    """A shell starts what runs in the background with interrupts ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _is_alive(group: int) -> bool:
