@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
@@ -33,6 +34,7 @@ __all__ = [
     "process_group",
     "reduce_scatter_single",
     "world_store",
+    "world_timeout",
 ]
 
 # torch 2.13 renamed two public collectives and warns at each call of the old names.
@@ -66,6 +68,13 @@ def abort_groups() -> None:
 def world_store() -> Store:
     """The key-value store through which the ranks of the world met."""
     return _get_default_store()
+
+
+def world_timeout() -> timedelta:
+    """How long a rank of the world waits for another, as the world was told when it began."""
+    world = dist.group.WORLD
+    assert world is not None
+    return world._get_backend(world._device_types[0]).options._timeout
 
 
 def placed_like(model: Tensor, local: Tensor) -> DTensor:

@@ -113,7 +113,7 @@ def _compile(
     graph = rewrite(captured, decisions, price_of(mesh))
     ranks = device_mesh.mesh.flatten().tolist()
     rank = ranks.index(torch.distributed.get_rank())
-    groups = Groups(mesh, axes_used(graph), ranks)
+    groups = Groups(mesh, axes_used(graph), [ranks])
     device = next(leaf.to_local().device for leaf in leaves if isinstance(leaf, DTensor))
     local: fx.Graph = localize(graph, mesh, rank, device, groups.name)
     program = Program(captured, decisions, graph)

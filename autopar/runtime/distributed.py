@@ -37,7 +37,7 @@ class TorchBackend:
         self.device = join_world(self.mesh)
         self.rank = dist.get_rank()
         self.device_mesh = self.mesh.to_device_mesh(self.device.type)
-        self.groups = Groups(self.mesh, axes_used(program.graph), range(self.mesh.size))
+        self.groups = Groups(self.mesh, axes_used(program.graph), [range(self.mesh.size)])
         self._graph = localize(program.graph, self.mesh, self.rank, self.device, self.groups.name)
         self._late: list[LateSum] = []
         self._works: list[dist.Work] = []

@@ -47,10 +47,11 @@ class TorchPipeline:
         inside = self.pipelining.ranks_at(self.place)
         self.inner_rank = inside.index(self.rank)
         self.device_mesh = mesh.to_device_mesh(self.device.type)[self.mesh.names]
-        groups = Groups(self.mesh, axes_used(program.graph), inside)
-        # The ranks that stand where this one stands, in every place of the pipeline.
         places = range(self.schedule.ranks)
-        self.line = [self.pipelining.ranks_at(place)[self.inner_rank] for place in places]
+        meshes = [self.pipelining.ranks_at(place) for place in places]
+        groups = Groups(self.mesh, axes_used(program.graph), meshes)
+        # The ranks that stand where this one stands, in every place of the pipeline.
+        self.line = [ranks[self.inner_rank] for ranks in meshes]
         self._line_group = own_group(self.pipelining, places)
         self.held = self.schedule.held_by(self.place)
         split = {a.stage for order in self.schedule.orders for a in order if a.kind == "I"}

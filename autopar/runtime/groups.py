@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from autopar._torch import world_timeout
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 
@@ -16,14 +19,22 @@ Axes = tuple[str, ...]
 class Groups:
     """The process groups of this rank; the members of a group make it together."""
 
-    def __init__(self, mesh: Mesh, wanted: Iterable[Axes], ranks: Sequence[int]) -> None:
-        """`ranks`: the global rank that stands at each place of the mesh."""
+    def __init__(self, mesh: Mesh, wanted: Iterable[Axes], copies: Sequence[Sequence[int]]) -> None:
+        """`copies`: for each mesh like this one, the global ranks at its places.
+
+        torch names a group after the groups that a rank has seen before. So if the copies hold all
+        ranks of the world, these make all groups together; else members make theirs alone.
+        """
         self._groups: dict[Axes, dist.ProcessGroup] = {}
+        together = sum(map(len, copies)) == dist.get_world_size()
         for axes in sorted(set(wanted)):
-            for places in mesh.groups(axes):
+            for ranks, places in itertools.product(copies, mesh.groups(axes)):
                 members = [ranks[place] for place in places]
-                if dist.get_rank() in members:
-                    self._groups[axes] = dist.new_group(members, use_local_synchronization=True)
+                is_member = dist.get_rank() in members
+                if is_member or together:
+                    group = new_group(members, use_local_synchronization=not together)
+                    if is_member:
+                        self._groups[axes] = group
 
     def name(self, axes: Axes) -> str:
         """The name under which torch's registry knows the group over `axes`."""
@@ -31,6 +42,11 @@ class Groups:
 
     def __getitem__(self, axes: Axes) -> dist.ProcessGroup:
         return self._groups[axes]
+
+
+def new_group(ranks: Sequence[int] | None = None, **how: Any) -> Any:
+    """A group that waits as long as the world does: torch would give it half an hour."""
+    return dist.new_group(ranks, timeout=world_timeout(), **how)
 
 
 def enter_world() -> torch.device:

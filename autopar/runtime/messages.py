@@ -17,6 +17,7 @@ from torch import Tensor
 from autopar.pipeline.executor import Key
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.worker import Value
+from autopar.runtime.groups import new_group
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 
@@ -33,7 +34,7 @@ class Messages:
     ) -> None:
         """`shapes` of the values of a message to this rank."""
         self.schedule, self.ranks, self.shapes, self.device = schedule, ranks, shapes, device
-        self._group = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo")
+        self._group = new_group(backend="nccl" if device.type == "cuda" else "gloo")
         self._here = dist.get_rank()
         self._own: dict[Key, list[Value]] = {}  # to another stage of this rank
         self._expected: dict[Key, list[tuple[Tensor, dist.Work | None]]] = {}

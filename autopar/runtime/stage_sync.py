@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autopar.pipeline.plan import Pipelining
 from autopar.pipeline.synchronization import last_backwards
-from autopar.runtime.groups import Axes
+from autopar.runtime.groups import Axes, new_group
 
 
 @dataclass
@@ -123,7 +123,7 @@ def own_group(
     own = None
     for ranks in members.values():
         if len(ranks) > 1:
-            group = dist.new_group(ranks)
+            group = new_group(ranks)
             own = group if dist.get_rank() in ranks else own
     return own
 

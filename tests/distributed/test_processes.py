@@ -36,3 +36,14 @@ def test_one_rank_fails_and_all_stop(
         assert others in (report or "nothing")
     if way == "kill":
         assert "no word from rank 3; on rank 0" in (survivors[0] or "nothing")
+
+
+@pytest.mark.parametrize(("way", "schedule"), [("kill", "1f1b"), ("stop", "chimera")])
+def test_a_rank_lost_in_a_pipeline_ends_all_others(way: str, schedule: str, tmp_path: Path) -> None:
+    """In its backward it is killed, or hangs until the others have waited their time for it."""
+    *survivors, failed = failing.reports(way, tmp_path, failing.PIPELINE | {"schedule": schedule})
+    assert failed is None
+    for rank, report in enumerate(survivors):
+        assert report, f"rank {rank} said nothing"
+        assert report.startswith("_Stopped: a rank was lost in the middle of a step")
+        assert f"3; on rank {rank}" in report
