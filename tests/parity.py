@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ Tensors = Mapping[str, Tensor]
 class Outcome:
     """What a few steps of training leave behind."""
 
-    losses: list[Tensor]
+    losses: list[Tensor]  # where gradients are clipped, each with the norm before
     grads: Tensors  # of the first step
     state: Tensors  # parameters and buffers at the end
 
@@ -47,8 +48,10 @@ def assert_parity(case: Case, mesh: ap.Mesh, **options: Any) -> ap.ParallelModul
     return module
 
 
-def single_outcome(case: Case, steps: int = STEPS) -> Outcome:
-    """The original model on one device."""
+def single_outcome(
+    case: Case, steps: int = STEPS, clip: tuple[float, float] | None = None
+) -> Outcome:
+    """The original model on one device; `clip` its gradients to a norm of an order."""
 
     def step() -> Tensor:
         loss = case.loss(case.run())
@@ -59,10 +62,16 @@ def single_outcome(case: Case, steps: int = STEPS) -> Outcome:
         named = case.model.named_parameters()
         return {name: p.grad.clone() for name, p in named if p.grad is not None}
 
-    return _train(step, case.model.parameters(), grads, case.model.state_dict, steps)
+    clip_ = clip and partial(nn.utils.clip_grad_norm_, list(case.model.parameters()), *clip)
+    return _train(step, case.model.parameters(), grads, case.model.state_dict, steps, clip_)
 
 
-def parallel_outcome(module: ap.ParallelModule, case: Case, steps: int = STEPS) -> Outcome:
+def parallel_outcome(
+    module: ap.ParallelModule,
+    case: Case,
+    steps: int = STEPS,
+    clip: tuple[float, float] | None = None,
+) -> Outcome:
     """The parallel program, on whichever backend it runs."""
 
     def step() -> Tensor:
@@ -71,7 +80,8 @@ def parallel_outcome(module: ap.ParallelModule, case: Case, steps: int = STEPS) 
     def grads() -> dict[str, Tensor]:
         return {name: grad.clone() for name, grad in module.full_grads().items()}
 
-    return _train(step, module.parameters(), grads, module.full_state_dict, steps)
+    clip_ = clip and partial(module.clip_grad_norm_, *clip)
+    return _train(step, module.parameters(), grads, module.full_state_dict, steps, clip_)
 
 
 def assert_equal(
@@ -116,12 +126,15 @@ def _train(
     grads: Callable[[], Tensors],
     state: Callable[[], Tensors],
     steps: int,
+    clip: Callable[[], Tensor] | None,
 ) -> Outcome:
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4)
     losses, first = [], {}
     for index in range(steps):
         optimizer.zero_grad()
         losses.append(step())
+        if clip is not None:
+            losses.append(clip())
         if index == 0:
             first = dict(grads())
         optimizer.step()

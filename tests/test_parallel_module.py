@@ -93,6 +93,32 @@ def test_it_is_called_and_differentiated_like_the_model() -> None:
         assert relative(module.full_grads()[name], parameter.grad, 1e-4) < 1e-9
 
 
+@pytest.mark.parametrize("mode", ["propagate", "data", "auto"])
+def test_a_plan_with_micro_batches_is_called_with_the_whole_batch(mode: str) -> None:
+    case = megatron(models.gpt(layers=1))
+    module = ap.parallelize(
+        case.model, case.args, mesh=Mesh(dp=2, tp=2), check=True, mode=mode, microbatches=2
+    )
+    single = case.fresh()
+    for run in (module, single.model):
+        loss, logits = run(*case.args)
+        (loss + logits.square().mean()).backward()
+    single.loss(single.run()).backward()
+    module.step(*case.args)  # in micro-batches, on the same parameters
+    for name, parameter in single.model.named_parameters():
+        assert parameter.grad is not None
+        assert relative(module.full_grads()[name], parameter.grad, 1e-4) < 1e-9
+
+
+def test_a_direct_call_normalises_the_whole_batch_and_changes_the_buffers() -> None:
+    case = models.resnet()
+    module = ap.parallelize(case.model, case.args, mesh=D2, mode="propagate", microbatches=2)
+    single = case.fresh()
+    torch.testing.assert_close(module(*case.args), single.run())
+    for name, value in single.model.named_buffers():
+        torch.testing.assert_close(module.full_state_dict()[name], value)
+
+
 def test_gradients_add_up_over_steps() -> None:
     case = models.mlp()
     module = ap.parallelize(case.model, case.args, mesh=D2, mode="propagate")

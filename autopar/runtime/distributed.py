@@ -26,6 +26,7 @@ from autopar.runtime.buckets import GradientSync, Slot, make_buckets
 from autopar.runtime.eager import compile_graph
 from autopar.runtime.failures import one_fails_all_stop
 from autopar.runtime.groups import Axes, Groups, join_world
+from autopar.runtime.norm import norm_over_world
 from autopar.runtime.program import Program
 
 
@@ -83,6 +84,11 @@ class TorchBackend:
             for name, value in values.items()
         }
 
+    def norm(self, gradients: Mapping[str, Tensor], norm_type: float) -> Tensor:
+        """The norm of gradients that all ranks hold pieces of."""
+        here = self.mesh.coordinate(self.rank)
+        return norm_over_world(self.program, gradients, norm_type, here, self.device)
+
     def input_shapes(self) -> dict[str, tuple[int, ...]]:
         """What a caller hands in: whole tensors, or with local inputs this rank's pieces."""
         shapes = {}
@@ -96,6 +102,12 @@ class TorchBackend:
     def guard(self) -> AbstractContextManager[None]:
         """Around everything in which ranks wait for one another."""
         return one_fails_all_stop(self.rank)
+
+    def of(self, program: Program) -> TorchBackend:
+        """Where another program runs on the same parameters."""
+        other = TorchBackend(program, self.local_inputs)
+        other._parameters, other._leaves = self._parameters, self._leaves
+        return other
 
     def begin(self, first: bool, last: bool) -> None:
         """Gradients of several micro-batches gather in the leaves; the last one brings the sums."""

@@ -28,6 +28,7 @@ from autopar.runtime.eager import compile_graph
 from autopar.runtime.failures import one_fails_all_stop
 from autopar.runtime.groups import Groups, join_world
 from autopar.runtime.messages import Messages, Shape
+from autopar.runtime.norm import norm_over_world
 from autopar.runtime.program import Program
 from autopar.runtime.stage_sync import Learned, StageSync, holders_of, own_group
 
@@ -150,6 +151,13 @@ class TorchPipeline:
                 dist.broadcast(whole, self.line[place], group=self._line_group)
             found[name] = whole
         return found
+
+    def norm(self, gradients: Mapping[str, Tensor], norm_type: float) -> Tensor:
+        """The norm of all stages' gradients; of those in several places the first one counts."""
+        first = {name: holders_of(self.pipelining, users)[0] for name, users in self.users.items()}
+        own = {name: value for name, value in gradients.items() if first[name] == self.place}
+        here = self.mesh.coordinate(self.inner_rank)
+        return norm_over_world(self.program, own, norm_type, here, self.device)
 
     def piece(self, whole: Tensor, layout: Layout) -> Tensor:
         """This rank's piece of a whole tensor."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any, Protocol, cast
 
 import torch
@@ -23,6 +24,7 @@ class Backend(Protocol):
     ) -> nn.Parameter | None: ...
     def place_buffer(self, name: str, value: Tensor, layout: Layout) -> Tensor | None: ...
     def collect(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+    def norm(self, gradients: Mapping[str, Tensor], norm_type: float) -> Tensor: ...
     def input_shapes(self) -> dict[str, tuple[int, ...]]: ...
     def graph(self, stage: int | None = None) -> fx.Graph: ...
     def guard(self) -> AbstractContextManager[None]: ...
@@ -31,6 +33,7 @@ class Backend(Protocol):
 class WholeBackend(Backend, Protocol):
     """A place where a program runs whole, one micro-batch after another."""
 
+    def of(self, program: Program) -> WholeBackend: ...
     def begin(self, first: bool, last: bool) -> None: ...
     def run(
         self, kept: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
@@ -47,6 +50,9 @@ class PipelineBackend(Backend, Protocol):
 
 class ParallelModule(nn.Module):
     """Called and differentiated like the original; `step` takes a whole global batch.
+
+    A call runs the batch in one go, a step in the micro-batches of the plan: what the plan says of
+    memory is for steps. A pipeline runs steps only.
 
     Parameters and buffers stand under their original names, tied ones under all their names.
     """
@@ -97,16 +103,25 @@ class ParallelModule(nn.Module):
         return [Listing(self.backend.graph(i)) for i in range(count)] or [self.graph]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.program.batches is not None:
+        if self.program.stages:
             raise InvalidInput(
-                "a program in micro-batches or in a pipeline runs whole steps only",
-                got=f"a direct call with {self.program.batches.count} micro-batches"
-                f" and {max(len(self.program.stages), 1)} stages",
-                remedy="call step(), or parallelize with microbatches=1 and pipeline=None",
+                "a pipeline runs whole steps only: its backward is part of its schedule",
+                got=f"a direct call of a program in {len(self.program.stages)} stages",
+                remedy="call step(), or parallelize with pipeline=None",
             )
         with self.backend.guard():
-            inputs = self.program.bind(args, kwargs, self._shapes)
-            return self.program.structure(self._run(inputs))
+            program, backend = self._direct
+            inputs = program.bind(args, kwargs, self._shapes)
+            return program.structure(self._run(program, backend, inputs))
+
+    @cached_property
+    def _direct(self) -> tuple[Program, WholeBackend]:
+        """The program of a whole batch in one go, and where it runs."""
+        backend = cast(WholeBackend, self.backend)
+        if self.program.batches is None:
+            return self.program, backend
+        program = self.plan.whole_program
+        return program, backend.of(program)
 
     def step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Forward and backward of one global batch, all micro-batches of it: the batch's loss."""
@@ -123,7 +138,7 @@ class ParallelModule(nn.Module):
             for number, batch in enumerate(batches):
                 whole = cast(WholeBackend, self.backend)
                 whole.begin(number == 0, number == len(batches) - 1)
-                loss = self._run(batch)[index]
+                loss = self._run(self.program, whole, batch)[index]
                 loss.backward()
                 total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
@@ -144,10 +159,36 @@ class ParallelModule(nn.Module):
         found = self.backend.collect(held)
         return {name: found[name] for name in self._names if name in found}
 
-    def _run(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm is at most `max_norm`; the norm before.
+
+        It is that of the whole model, every parameter counted once, and the same on every rank.
+        `torch.nn.utils.clip_grad_norm_(module.parameters(), ...)` does the same without a pipeline.
+        On a rank of a pipeline it would see the gradients of this rank's stages alone, and scale
+        them by another number than other ranks do: use this method there.
+        """
+        if not norm_type > 0:
+            raise InvalidInput(
+                "the norm of gradients is of a positive order, or inf",
+                got=f"norm_type={norm_type!r}",
+                remedy="norm_type=2.0",
+            )
+        gradients = {
+            name: parameter.grad
+            for name, parameter in self.named_parameters()
+            if parameter.grad is not None
+        }
+        with self.backend.guard():
+            total = self.backend.norm(gradients, float(norm_type))
+        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
+        return total
+
+    def _run(
+        self, program: Program, backend: WholeBackend, inputs: Mapping[str, Tensor]
+    ) -> list[Tensor]:
         # Backward may still read what a buffer was before its new value is written.
-        before = {name: self._kept[name].clone() for name in self.program.captured.mutations}
-        outputs, mutated = cast(WholeBackend, self.backend).run(self._kept | before, inputs)
+        before = {name: self._kept[name].clone() for name in program.captured.mutations}
+        outputs, mutated = backend.run(self._kept | before, inputs)
         self._write(mutated)
         return outputs
 

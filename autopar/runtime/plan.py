@@ -35,8 +35,9 @@ from autopar.search.auto import Search
 from autopar.search.decisions import Decisions
 from autopar.search.flow import flow_of
 from autopar.search.footprint import Memory, program_memory
+from autopar.search.propagate import propagate
 from autopar.search.report import Cost, program_cost
-from autopar.search.wishes import Wishes
+from autopar.search.wishes import Wish, Wishes, read_wishes
 
 if TYPE_CHECKING:
     from autopar.runtime.saved import SavedPlan
@@ -101,6 +102,25 @@ class Plan:
         return replace(program, pipelining=self.pipelining, stages=stages)
 
     @cached_property
+    def whole_program(self) -> Program:
+        """The program of a whole batch in one go, for direct calls beside steps in micro-batches.
+
+        Parameters, buffers and inputs lie as the plan has them, and the rest follows from there.
+        """
+        if self.batches is None:
+            return self.program
+        whole, placed = self.batches.whole, self.decisions.placeholders
+        marked = Wishes() if self.mode == "data" else read_wishes(whole, self.mesh, {})
+        others = [*whole.buffers, *(name for name in whole.inputs if name is not None)]
+        wishes = replace(
+            marked,
+            parameters={n: Wish(placed[key], "the plan") for key, n in whole.parameters.items()},
+            inputs={key: Wish(placed[key], "the plan") for key in others},
+        )
+        decisions = propagate(whole, self.mesh, wishes)
+        return Program(whole, decisions, rewrite(whole, decisions, self.price))
+
+    @cached_property
     def cost(self) -> Cost:
         """The predicted seconds of one step, and their parts."""
         once = program_cost(self.captured, self.decisions, self.program.graph, self.cluster)
@@ -120,7 +140,8 @@ class Plan:
     def memory(self) -> Memory:
         """The predicted bytes on the fullest device, and their parts."""
         if self.pipelining is not None and self.timeline is not None:
-            return pipeline_memory(self.pipelining, self.timeline)
+            made, stages = self.pipelining.schedule, self.pipelining.stages
+            return pipeline_memory(made, stages, self.timeline)
         return program_memory(self.captured, self.program.graph, self.mesh)
 
     @cached_property

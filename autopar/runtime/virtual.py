@@ -96,7 +96,7 @@ class VirtualBackend:
 
     def __init__(self, program: Program, device: torch.device, check: bool = False) -> None:
         """`check`: see on every run that replicas are equal (replicas.py)."""
-        self.program, self.mesh, self.device = program, program.mesh, device
+        self.program, self.mesh, self.device, self.check = program, program.mesh, device, check
         self._run = VirtualGraph(
             program.graph, self.mesh, device, program.captured.constants, check
         )
@@ -117,6 +117,10 @@ class VirtualBackend:
         """Whole tensors: they are."""
         return {name: value.detach() for name, value in values.items()}
 
+    def norm(self, gradients: Mapping[str, Tensor], norm_type: float) -> Tensor:
+        """The norm of whole gradients."""
+        return nn.utils.get_total_norm(gradients.values(), norm_type)
+
     def input_shapes(self) -> dict[str, tuple[int, ...]]:
         """What a caller hands in: whole tensors."""
         names = [name for name in self.program.captured.inputs if name is not None]
@@ -125,6 +129,10 @@ class VirtualBackend:
     def guard(self) -> AbstractContextManager[None]:
         """Nobody waits for anybody in one process."""
         return nullcontext()
+
+    def of(self, program: Program) -> VirtualBackend:
+        """Where another program runs on the same parameters."""
+        return VirtualBackend(program, self.device, self.check)
 
     def begin(self, first: bool, last: bool) -> None:
         """Every micro-batch is the same here."""

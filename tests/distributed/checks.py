@@ -38,9 +38,9 @@ def assert_close(one: Any, other: Any) -> None:
     torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def pair(case: Case, mesh: Any) -> Pair:
+def pair(case: Case, mesh: Any, **options: Any) -> Pair:
     """The case on the processes and on virtual ranks."""
-    plan = ap.plan(case.model, case.args, case.kwargs, mesh=mesh, mode="propagate")
+    plan = ap.plan(case.model, case.args, case.kwargs, mesh=mesh, mode="propagate", **options)
     one = ap.parallelize(case.model, plan=plan)
     other = ap.parallelize(case.model, plan=plan, backend="virtual")
     return one, other
@@ -69,8 +69,10 @@ def clips_and_accumulates() -> None:
         module.step(*case.args)
         norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        norms.append(module.clip_grad_norm_(0.05))  # the module's own sees what is left, 0.1
         norms.append(sum(grad.abs().sum() for grad in module.full_grads().values()))
-    assert_close(norms[:2], norms[2:])
+    assert_close(norms[:3], norms[3:])
+    assert float(norms[1]) == pytest.approx(0.1, rel=1e-4)
 
 
 def is_called_and_differentiated() -> None:
@@ -81,6 +83,18 @@ def is_called_and_differentiated() -> None:
         assert isinstance(logits, DTensor) == (module.backend.__class__.__name__ == "TorchBackend")
         assert not isinstance(loss, DTensor)
         (3 * loss).backward()
+        grads.append({name: grad.clone() for name, grad in module.full_grads().items()})
+    assert_close(*grads)
+
+
+def is_called_with_the_batch_of_several_microbatches() -> None:
+    case = megatron(models.gpt(layers=1))
+    grads = []
+    for module in pair(case, DP2_TP2, microbatches=2):
+        loss, logits = module(*case.args)
+        assert logits.shape[0] == 8
+        (3 * loss).backward()
+        module.step(*case.args)
         grads.append({name: grad.clone() for name, grad in module.full_grads().items()})
     assert_close(*grads)
 
@@ -182,6 +196,7 @@ CHECKS = [
     trains_like_virtual_ranks,
     clips_and_accumulates,
     is_called_and_differentiated,
+    is_called_with_the_batch_of_several_microbatches,
     differentiates_in_any_order,
     takes_local_inputs,
     saves_and_loads_checkpoints,

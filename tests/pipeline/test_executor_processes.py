@@ -111,6 +111,33 @@ def test_data_and_tensor_parallel_inside_stages():
     launch(train_inside, 8, packed(single_outcome(small(4))))
 
 
+CLIPS = [(0.05, 2.0), (0.01, float("inf"))]
+
+
+def train_clipped(say, references: list[bytes]):
+    """The embedding is tied, every stage lies on two ranks, or is cut inside: counted once."""
+    for clip, reference in zip(CLIPS, references):
+        for mesh, schedule in [({"pp": 4}, "chimera"), ({"pp": 2, "tp": 2}, "1f1b")]:
+            case = small(4) if "tp" not in mesh else megatron(small(4))
+            module = ap.parallelize(
+                case.model,
+                case.args,
+                case.kwargs,
+                mode="propagate",
+                mesh=ap.Mesh(**mesh),
+                microbatches=4,
+                schedule=schedule,
+            )
+            assert_equal(parallel_outcome(module, case, clip=clip), unpacked(reference))
+
+
+def test_gradients_are_clipped_by_the_norm_of_all_stages():
+    expected = [single_outcome(small(4), clip=clip) for clip in CLIPS]
+    for (most, _), outcome in zip(CLIPS, expected):
+        assert min(outcome.losses[1::2]) > most  # norms, before they are clipped
+    launch(train_clipped, 4, [packed(outcome) for outcome in expected])
+
+
 def train_norms(say):
     """Replicas of a stage see other micro-batches, and keep the same running statistics."""
     case = residuals(batch=8, layers=2)

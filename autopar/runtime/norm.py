@@ -1,0 +1,57 @@
+"""The norm of tensors that lie in pieces on many ranks, each element counted once.
+
+A rank counts the pieces of which it is the first holder: a piece that is replicated over an axis
+inside a stage, or lies in several stages (tied parameters, both directions of Chimera), is counted
+on one rank alone. One sum over the world joins them, and gives all ranks the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autopar.runtime.program import Program
+
+
+def norm_over_world(
+    program: Program,
+    tensors: Mapping[str, Tensor],
+    norm_type: float,
+    coordinate: Mapping[str, int],
+    device: torch.device,
+) -> Tensor:
+    """The norm of DTensors by the names of their parameters, of which this rank holds pieces.
+
+    `coordinate` is this rank's in the program's mesh. Each tensor is given on the ranks of one
+    place of a pipeline only.
+    """
+    layouts = {
+        name: program.type_of(placeholder).layout
+        for placeholder, name in program.captured.parameters.items()
+    }
+    counted = [
+        value.to_local() if isinstance(value, DTensor) else value
+        for name, value in tensors.items()
+        if all(at == 0 for axis, at in coordinate.items() if axis not in layouts[name].axes)
+    ]
+    norm = nn.utils.get_total_norm([piece for piece in counted if piece.numel()], norm_type)
+    norm = norm.to(device, _dtype(program))
+    if math.isinf(norm_type):
+        dist.all_reduce(norm, dist.ReduceOp.MAX)
+        return norm
+    power = norm**norm_type
+    dist.all_reduce(power)
+    return power ** (1 / norm_type)
+
+
+def _dtype(program: Program) -> torch.dtype:
+    """The same on all ranks, whatever parameters they hold; at least single precision."""
+    found = torch.float32
+    for placeholder in program.captured.parameters:
+        found = torch.promote_types(found, program.type_of(placeholder).dtype)
+    return found
