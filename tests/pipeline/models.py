@@ -12,12 +12,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import autopar as ap
 from autopar import planning
+from autopar.pipeline import NAMES, Schedule, simulate
 from tests import models
 from tests.models import Case, ResidualBlock
 from tests.parity import STEPS, Outcome, single_outcome
 
 BATCH = 24
+FORMS = [
+    *((name, {}) for name in NAMES),
+    ("chimera", {"scale": "doubling"}),
+    ("chimera", {"scale": "halving"}),
+    ("chimera", {"scale": "list"}),
+    ("chimera", {"pipes": 4}),
+]
 
 
 class Residuals(nn.Module):
@@ -60,15 +69,15 @@ MAKERS = {"gpt2": gpt2, "llama": llama, "residuals": residuals}
 
 
 @cache
-def shared(name: str) -> Case:
+def shared(name: str, batch: int = BATCH, layers: int = 8) -> Case:
     """One case that all tests read and none changes."""
-    return MAKERS[name]()
+    return MAKERS[name](batch, layers)
 
 
 @cache
-def reference(name: str, slices: int) -> Outcome:
+def reference(name: str, slices: int, batch: int = BATCH, layers: int = 8) -> Outcome:
     """One device. Batch norm sees one micro-batch at a time, so the reference does too."""
-    case = shared(name).fresh()
+    case = shared(name, batch, layers).fresh()
     if name != "residuals":
         return single_outcome(case)
 
@@ -93,6 +102,13 @@ class _Borrowed(Case):
 
     def run(self) -> Tensor:
         return self.runs(*self.args)  # type: ignore[attr-defined]
+
+
+def assert_recorded(module: ap.ParallelModule, made: Schedule) -> None:
+    """The virtual mesh did what the schedule says, and kept what the simulator says."""
+    assert tuple(tuple(one.order) for one in module.backend.recorded) == made.orders
+    peaks = tuple(one.peak_activations for one in module.backend.recorded)
+    assert peaks == pytest.approx(simulate(made).peak_activations)
 
 
 @pytest.fixture(scope="module", autouse=True)
