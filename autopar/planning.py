@@ -26,13 +26,20 @@ from autopar.mesh import Mesh
 from autopar.passes import rewrite
 from autopar.passes.microbatches import cut_batch
 from autopar.pipeline.choice import choose
-from autopar.pipeline.plan import ScheduleLike, pipeline_axis, read_request
+from autopar.pipeline.cut import cut_stages
+from autopar.pipeline.plan import (
+    ScheduleLike,
+    pipeline_axis,
+    read_request,
+    refuse_without_pipeline,
+)
 from autopar.pipeline.price import node_cost
 from autopar.pipeline.schedule import Schedule
 from autopar.report.progress import reporter
 from autopar.runtime.plan import Plan
 from autopar.search.auto import Progress, search
 from autopar.search.decisions import Decisions, Fallback
+from autopar.search.flow import flow_of
 from autopar.search.footprint import program_memory
 from autopar.search.meshes import meshes
 from autopar.search.propagate import propagate
@@ -70,10 +77,11 @@ def plan(
     rules. `microbatches`: into how many equal parts a step cuts the batch, to run one after
     another. `pipeline`: the axis of a pipeline ("auto": `pp`, if the mesh has it), a number of
     ranks, or None for no pipeline; `schedule`: a name, a mapping with a name and options, or a
-    schedule; `recompute`: run each stage's forward again before its backward. Without a mesh, or
-    with a pipeline whose schedule or micro-batches are "auto", mode="auto" weighs stages,
-    micro-batches and schedules by simulation. `progress` is told of each phase of a search and its
-    detail; True shows them, False is silent, None shows them on a terminal.
+    schedule, as `ap.pipeline.load("mine.csv")` reads one; `recompute`: run each stage's forward
+    again before its backward. Without a mesh, or with a pipeline whose schedule is "auto",
+    mode="auto" weighs stages, micro-batches and schedules by simulation. `progress` is told of each
+    phase of a search and its detail; True shows them, False is silent, None shows them on a
+    terminal.
     """
     if mode not in MODES:
         raise InvalidInput(
@@ -92,6 +100,7 @@ def plan(
             'microbatches is a number or "auto"', got=repr(microbatches), remedy="microbatches=8"
         )
     if _is_open(mode, mesh, pipeline, schedule, algorithm):
+        _require_nothing_about_a_schedule(schedule_options, recompute)
         with reporter(progress) as report:
             report("capture", type(model).__name__)
             captured = capture(model, args, dict(kwargs or {}))
@@ -107,7 +116,9 @@ def plan(
             progress=progress,
         )
     request = None
-    if mesh is not None:
+    if mesh is None:
+        refuse_without_pipeline("no mesh", pipeline, schedule, schedule_options, recompute)
+    else:
         made = None if schedule == "auto" else schedule
         count = microbatches
         if count == "auto":
@@ -138,7 +149,7 @@ def plan(
                 offered,
                 cluster,
                 lambda mesh: read_wishes(captured, mesh, annotations),
-                limit,
+                limit * (request.schedule.ranks if request else 1),
                 algorithm,
                 report,
                 lambda decisions: _needed(captured, decisions, cluster),
@@ -157,7 +168,15 @@ def plan(
     if request is not None:
         graph = rewrite(captured, decisions, price)
         cost = node_cost(captured, decisions, cluster)
-        pipelining = request.cut(captured, graph, stage_pins(model), cost=cost)
+        stages = cut_stages(
+            flow_of(captured, graph),
+            request.inner,
+            request.schedule,
+            cost=cost,
+            pins=stage_pins(model),
+            memory=limit if mode == "auto" else memory,
+        )
+        pipelining = request.pipelining(stages)
     return Plan(
         captured,
         decisions,
@@ -242,6 +261,18 @@ def _weighed(
         wishes=read_wishes(chosen.captured, decisions.mesh, annotations),
         alternatives=chosen.alternatives,
     )
+
+
+def _require_nothing_about_a_schedule(options: Mapping[str, Any] | None, recompute: bool) -> None:
+    """Where schedules are weighed, each has its own options and keeps its activations."""
+    given = {"schedule_options": options, "recompute": recompute}
+    named = [f"{name}={value!r}" for name, value in given.items() if value]
+    if named:
+        raise InvalidInput(
+            "options and recompute need the name of the schedule that they are for",
+            got=", ".join(named),
+            remedy='schedule="chimera" or another name, beside them',
+        )
 
 
 def _needed(captured: Captured, decisions: Decisions, cluster: Cluster) -> float:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from torch import fx
+
 from autopar.capture.captured import Captured
 from autopar.cluster import Cluster
 from autopar.cost.price import ClusterPrice
@@ -19,6 +21,7 @@ from autopar.mesh import Mesh
 from autopar.passes import rewrite
 from autopar.passes.microbatches import Microbatches, cut_batch
 from autopar.pipeline.checker import check
+from autopar.pipeline.cut import cut_stages
 from autopar.pipeline.plan import AXIS, Pipelining
 from autopar.pipeline.price import node_cost, pipeline_memory, price_step
 from autopar.pipeline.schedule import Schedule
@@ -28,7 +31,7 @@ from autopar.search.flow import flow_of
 from autopar.search.footprint import program_memory
 from autopar.search.meshes import meshes
 from autopar.search.report import program_cost
-from autopar.search.stages import Pin, StageCost, choose_stages
+from autopar.search.stages import Pin, StageCost
 from autopar.search.wishes import Wishes
 
 MOST_AXES = 3  # of a mesh without a pipeline
@@ -247,32 +250,54 @@ class _Weigher:
         cost = node_cost(captured, found.decisions, self.cluster)
         link = self.cluster.link_between(0, inner.size)
         cuts: dict[int, list[StageCost] | InvalidInput] = {}
+
+        def cut(made: Schedule, memory: float | None = None) -> list[StageCost] | InvalidInput:
+            try:
+                return cut_stages(
+                    flow,
+                    inner,
+                    made,
+                    cost=cost,
+                    link_bandwidth=link.bandwidth,
+                    pins=self.pins,
+                    memory=memory,
+                )
+            except InvalidInput as error:
+                return error
+
         for made in schedules(stages, parts):
             if made.stages not in cuts:
-                try:
-                    cuts[made.stages] = choose_stages(
-                        flow,
-                        inner,
-                        made.stages,
-                        cost=cost,
-                        link_bandwidth=link.bandwidth,
-                        pins=self.pins,
-                    )
-                except InvalidInput as error:
-                    # Schedules with several chunks want more stages than others: only they fail.
-                    if made.stages == stages:
-                        raise
-                    cuts[made.stages] = error
-            cut = cuts[made.stages]
-            if isinstance(cut, InvalidInput):
+                cuts[made.stages] = cut(made)
+            fastest = cuts[made.stages]
+            if isinstance(fastest, InvalidInput):
+                # Schedules with several chunks want more stages than others: only they fail.
+                if made.stages == stages:
+                    raise fastest
                 continue
-            pipelining = Pipelining(AXIS, mesh, made, tuple(cut))
-            timeline = price_step(made, cut, graph, inner, self.cluster)
-            peak = pipeline_memory(pipelining, timeline).peak
-            alternative = Alternative(
-                mesh, parts, made.name, made.options, timeline.step_time, peak, peak <= self.memory
-            )
-            yield _Way(alternative, captured, found, batches, pipelining)
+            way = self._priced(made, fastest, mesh, graph, captured, found, batches)
+            if not way.alternative.fits:
+                fitting = cut(made, self.memory)
+                if not isinstance(fitting, InvalidInput):
+                    way = self._priced(made, fitting, mesh, graph, captured, found, batches)
+            yield way
+
+    def _priced(
+        self,
+        made: Schedule,
+        stages: Sequence[StageCost],
+        mesh: Mesh,
+        graph: fx.Graph,
+        captured: Captured,
+        found: Found,
+        batches: Microbatches | None,
+    ) -> _Way:
+        timeline = price_step(made, stages, graph, found.decisions.mesh, self.cluster)
+        seconds, peak = timeline.step_time, pipeline_memory(made, stages, timeline).peak
+        alternative = Alternative(
+            mesh, made.microbatches, made.name, made.options, seconds, peak, peak <= self.memory
+        )
+        pipelining = Pipelining(AXIS, mesh, made, tuple(stages))
+        return _Way(alternative, captured, found, batches, pipelining)
 
 
 def schedules(stages: int, microbatches: int) -> Iterator[Schedule]:

@@ -2,7 +2,7 @@
 
 request = read_request(mesh, "auto", "chimera", {"pipes": 2}, microbatches=8)
 request.inner                        # the mesh inside each stage
-request.cut(captured, graph, pins)   # the stages of the rewritten program: a Pipelining
+request.pipelining(stages)           # with the stages that the model was cut into
 """
 
 from __future__ import annotations
@@ -11,17 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch import fx
-
-from autopar.capture.captured import Captured
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.pipeline.checker import check
 from autopar.pipeline.notation import from_text, to_text
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import schedule as make_schedule
-from autopar.search.flow import flow_of
-from autopar.search.stages import NodeCost, Pin, StageCost, choose_stages, imbalance
+from autopar.search.stages import StageCost, imbalance
 
 AXIS = "pp"
 DEFAULT = "1f1b"
@@ -94,24 +90,8 @@ class Request:
     schedule: Schedule
     recompute: bool
 
-    def cut(
-        self,
-        captured: Captured,
-        graph: fx.Graph,
-        pins: Sequence[Pin],
-        memory: float | None = None,
-        cost: NodeCost | None = None,
-    ) -> Pipelining:
-        """Cut the rewritten program of the inner mesh into the stages of the schedule."""
-        stages = choose_stages(
-            flow_of(captured, graph),
-            self.inner,
-            self.schedule.stages,
-            cost=cost,
-            pins=pins,
-            memory=memory,
-            in_flight=_in_flight(self.schedule),
-        )
+    def pipelining(self, stages: Sequence[StageCost]) -> Pipelining:
+        """The decisions, now that the model is cut."""
         return Pipelining(self.axis, self.mesh, self.schedule, tuple(stages), self.recompute)
 
 
@@ -130,12 +110,7 @@ def read_request(
     """
     axis, mesh = pipeline_axis(mesh, pipeline)
     if axis is None:
-        if schedule is not None:
-            raise InvalidInput(
-                "a schedule is for a pipeline",
-                got=f"schedule={schedule!r} on {mesh} with pipeline={pipeline!r}",
-                remedy=f"give the mesh an axis {AXIS!r}, or pipeline=4",
-            )
+        refuse_without_pipeline(str(mesh), None, schedule, options, recompute)
         return None
     made = _schedule(schedule, dict(options or {}), mesh[axis], microbatches)
     inner = mesh.without(axis)
@@ -144,6 +119,29 @@ def read_request(
         mesh = Mesh(**dict(zip(mesh.names, mesh.shape)), dp=1)
         inner = Mesh(dp=1)
     return Request(axis, mesh, inner, made, recompute)
+
+
+def refuse_without_pipeline(
+    where: str,
+    pipeline: str | int | None,
+    schedule: ScheduleLike,
+    options: Mapping[str, Any] | None,
+    recompute: bool,
+) -> None:
+    """Refuse words about a pipeline where there is none that they could be about."""
+    words = {
+        "pipeline": pipeline,
+        "schedule": schedule,
+        "schedule_options": options,
+        "recompute": recompute,
+    }
+    given = [f"{name}={value!r}" for name, value in words.items() if value and value != "auto"]
+    if given:
+        raise InvalidInput(
+            "a schedule is for a pipeline on a given mesh, as are its options and recompute",
+            got=f"{', '.join(given)} with {where}",
+            remedy=f"give the mesh an axis {AXIS!r}, as in mesh=ap.Mesh({AXIS}=4, dp=2)",
+        )
 
 
 def pipeline_axis(mesh: Mesh, pipeline: str | int | None) -> tuple[str | None, Mesh]:
@@ -186,20 +184,9 @@ def _schedule(
         raise InvalidInput(
             "a schedule is given by its name, as a mapping with name and options, or finished",
             got=repr(given),
-            remedy='schedule="chimera" or schedule={"name": "chimera", "pipes": 4}',
+            remedy='schedule="chimera", {"name": "chimera", "pipes": 4}, or what '
+            "autopar.pipeline.load reads from a file",
         )
     made = make_schedule(name, stages=ranks, microbatches=microbatches, **options)
     check(made)
     return made
-
-
-def _in_flight(schedule: Schedule) -> list[int]:
-    """The most micro-batches that a stage keeps at a time, over its pipes together."""
-    most = [0] * schedule.stages
-    for order in schedule.orders:
-        kept = [0] * schedule.stages
-        for action in order:
-            change = {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
-            kept[action.stage] += change * len(action.microbatches)
-            most[action.stage] = max(most[action.stage], kept[action.stage])
-    return [-(-count // schedule.parts) for count in most]

@@ -68,12 +68,12 @@ def pipeline_cost(pipelining: Pipelining, once: Cost, timeline: Timeline) -> Cos
     )
 
 
-def pipeline_memory(pipelining: Pipelining, timeline: Timeline) -> Memory:
+def pipeline_memory(made: Schedule, stages: Sequence[StageCost], timeline: Timeline) -> Memory:
     """The bytes of the fullest rank: the states of all stages it holds, and what is in flight."""
     most = Memory(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     for rank, kept in enumerate(timeline.peak_activations):
-        held = {stage for _, stage in pipelining.schedule.held_by(rank)}
-        parameters = float(sum(pipelining.stages[stage].parameters for stage in held))
+        held = {stage for _, stage in made.held_by(rank)}
+        parameters = float(sum(stages[stage].parameters for stage in held))
         memory = Memory(parameters, parameters, OPTIMIZER_COPIES * parameters, 0.0, kept, 0.0)
         most = max(most, memory, key=lambda memory: memory.peak)
     return most

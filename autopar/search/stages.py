@@ -45,6 +45,10 @@ class StageCost:
     def seconds(self) -> float:
         return self.forward + self.backward
 
+    def bytes(self, in_flight: int) -> int:
+        """What it takes with its states, and `in_flight` micro-batches at a time."""
+        return _STATES * self.parameters + in_flight * self.activations
+
 
 @dataclass(frozen=True)
 class Pin:
@@ -135,6 +139,7 @@ class _Line:
         self._parameters = [_parameters(node) for node in flow.activations]
         self._holding = [0, *itertools.accumulate(bool(held) for held in self._parameters)]
         self._crossing: dict[int, int] = {}
+        self._held: dict[tuple[int, int], int] = {}
 
     def seconds(self, start: int, end: int) -> float:
         """Forward and backward of the stage, with what it waits for when it receives."""
@@ -153,8 +158,10 @@ class _Line:
         return self._holding[start] == self._holding[end]
 
     def parameters(self, start: int, end: int) -> int:
-        held = set().union(*self._parameters[start:end])
-        return sum(_bytes(node, self.mesh) for node in held)
+        if (start, end) not in self._held:
+            held = set().union(*self._parameters[start:end])
+            self._held[start, end] = sum(_bytes(node, self.mesh) for node in held)
+        return self._held[start, end]
 
     def stage(self, start: int, end: int) -> StageCost:
         first = self.flow.activations[start]

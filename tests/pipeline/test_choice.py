@@ -72,3 +72,26 @@ def test_memory_that_nothing_meets_is_answered_with_the_least() -> None:
 def test_more_stages_than_layers_are_refused_before_anything_runs() -> None:
     with pytest.raises(ap.InvalidInput, match="stages"):
         plan(models.gpt(), slow_network(8), mesh=ap.Mesh(pp=8))
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 2), ("1f1b", 3)])
+@pytest.mark.parametrize("mode", ["propagate", "auto"])
+def test_stages_are_cut_so_that_every_rank_keeps_within_memory(mode, schedule, ranks) -> None:
+    """An embedding takes much memory and little time: the fastest cut fills its rank."""
+    case = models.gpt(layers=6, vocabulary=600, tied=False)
+    options = {
+        "cluster": slow_network(ranks),
+        "mode": mode,
+        "mesh": ap.Mesh(pp=ranks),
+        "schedule": schedule,
+        "microbatches": 4,
+    }
+    free = ap.plan(case.model, case.args, **options)
+    limit = free.memory.peak * 0.95
+    tight = ap.plan(case.model, case.args, memory=limit, **options)
+    assert tight.memory.peak <= limit
+    assert tight.pipelining.stages != free.pipelining.stages
+    slowest = [max(s.seconds for s in plan.pipelining.stages) for plan in (free, tight)]
+    assert slowest[0] <= slowest[1]
+    with pytest.raises(ap.InvalidInput):
+        ap.plan(case.model, case.args, memory=limit / 10, **options)

@@ -36,7 +36,7 @@ def schedule(name: str, *, stages: int, microbatches: int, **options: Any) -> Sc
         raise InvalidInput(
             "a schedule is known by its name",
             got=repr(name),
-            remedy=f"choose one of {', '.join(NAMES)}",
+            remedy=f"choose one of {', '.join(NAMES)}; autopar.pipeline.load reads one from a file",
         )
     for label, value in (("stages", stages), ("microbatches", microbatches)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
