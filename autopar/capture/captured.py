@@ -27,6 +27,7 @@ class Captured:
     constants: dict[str, torch.Tensor]  # placeholder -> value
     inputs: tuple[str | None, ...]  # placeholder of each flat user argument; None if not a tensor
     tied: dict[str, str]  # alias -> the name under which the parameter is kept
+    alike: dict[str, int]  # a number for each call; equal for those that cost the same anywhere
     mutations: dict[str, str]  # name of buffer -> name of the node with its new value
     input_spec: pytree.TreeSpec  # of (args, kwargs)
     output_spec: pytree.TreeSpec

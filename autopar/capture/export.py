@@ -23,6 +23,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from autopar.capture.alike import number_calls
 from autopar.capture.captured import Captured
 from autopar.capture.draft import Draft
 from autopar.capture.failure import check_call, explain
@@ -32,10 +33,12 @@ from autopar.capture.listing import operator_name
 from autopar.capture.normalise import normalise
 from autopar.capture.source import whole_stacks
 from autopar.capture.verifier import verify
+from autopar.garbage import collected_later
 
 KEPT = ("val", "source", "module", "differentiable")
 
 
+@collected_later()
 def capture(
     model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Captured:
@@ -105,6 +108,7 @@ def _freeze(draft: Draft) -> Captured:
         constants=draft.constants,
         inputs=draft.inputs,
         tied=draft.tied,
+        alike=number_calls(graph),
         mutations={name: node.name for name, node in zip(draft.mutated, outputs[count:])},
         input_spec=draft.input_spec,
         output_spec=draft.output_spec,

@@ -47,7 +47,7 @@ class _Explainer:
         self.plan, self.captured, self.decisions = plan, plan.captured, plan.decisions
         self.mesh: Mesh = plan.mesh
         self.price = ClusterPrice(plan.cluster, self.mesh)
-        self.kinds = Kinds(self.mesh, plan.cluster.device, self.price)
+        self.kinds = Kinds(self.captured, self.mesh, plan.cluster.device, self.price)
         self.nodes = {node.name: node for node in self.captured.graph.nodes}
         self.wishes = plan.wishes or Wishes()
 

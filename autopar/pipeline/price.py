@@ -85,7 +85,7 @@ def node_cost(
     """Seconds forward and backward of every node of the rewritten program."""
     mesh = decisions.mesh
     price = ClusterPrice(cluster, mesh)
-    kinds = Kinds(mesh, cluster.device, price)
+    kinds = Kinds(captured, mesh, cluster.device, price)
     originals = {node.name: node for node in captured.graph.nodes}
 
     def cost(node: fx.Node) -> tuple[float, float]:

@@ -22,6 +22,7 @@ from autopar.cluster import Cluster
 from autopar.collectives.redistribution import State
 from autopar.cost.price import ClusterPrice
 from autopar.errors import InvalidInput
+from autopar.garbage import collected_later
 from autopar.mesh import Mesh
 from autopar.search.candidates import Candidates, Kinds, state_of_whole, storage_states, uncut
 from autopar.search.edges import Edges
@@ -72,6 +73,7 @@ class Built:
     fixed_bytes: float = 0.0  # of inputs and buffers
 
 
+@collected_later()
 def build(
     captured: Captured, mesh: Mesh, cluster: Cluster, wishes: Wishes, microbatches: int = 1
 ) -> Built:
@@ -87,7 +89,7 @@ class _Builder:
     ) -> None:
         self.captured, self.mesh, self.wishes = captured, mesh, wishes
         price = ClusterPrice(cluster, mesh)
-        self.kinds = Kinds(mesh, cluster.device, price)
+        self.kinds = Kinds(captured, mesh, cluster.device, price)
         self.edges = Edges(mesh, cluster, price, microbatches)
         self.built = Built(CostGraph())
         self.nodes = {node.name: node for node in captured.graph.nodes}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import fx
 
+from autopar.capture.captured import Captured
 from autopar.cluster import Device
 from autopar.collectives import Price
 from autopar.collectives.redistribution import State
@@ -42,9 +43,13 @@ class Candidates:
     extra: Array  # bytes kept for backward besides inputs and output
     work: Work | None
 
-    @property
+    @cached_property
     def cost(self) -> Array:
         return self.forward + self.backward + self.inside
+
+    @cached_property
+    def least(self) -> float:
+        return float(self.cost.min())
 
     def taken(self, kept: list[int]) -> Candidates:
         """Only the strategies at `kept`."""
@@ -64,54 +69,36 @@ class Candidates:
 
 
 class Kinds:
-    """All kinds of calls of one graph on one mesh, each looked at once."""
+    """All kinds of calls of one captured graph on one mesh, each looked at once."""
 
-    def __init__(self, mesh: Mesh, device: Device, price: Price) -> None:
+    def __init__(self, captured: Captured, mesh: Mesh, device: Device, price: Price) -> None:
         self.mesh, self.device, self.price = mesh, device, price
-        self._rules: dict[Any, Rule | None] = {}
-        self._candidates: dict[Any, Candidates] = {}
-        self._kinds: dict[fx.Node, tuple[Any, ...]] = {}
+        self._alike = captured.alike
+        self._rules: dict[int, Rule | None] = {}
+        self._candidates: dict[tuple[int, bool], Candidates] = {}
+        self._places: dict[int, list[int]] = {}
 
     def inputs(self, node: fx.Node) -> list[fx.Node]:
         """The tensor inputs of a call, in the order of its rule."""
-        if self.rule(node) is not None:
-            return list(tensor_inputs(node))
-        found: list[fx.Node] = []
-        fx.map_arg((node.args, node.kwargs), found.append)
-        return found
-
-    def kind(self, node: fx.Node) -> tuple[Any, ...]:
-        """Two calls with equal kinds have the same candidates."""
-        if node not in self._kinds:
-            self._kinds[node] = self._kind(node)
-        return self._kinds[node]
-
-    def _kind(self, node: fx.Node) -> tuple[Any, ...]:
-        inputs = node.all_input_nodes
-        shapes = tuple((tuple(i.meta["val"].shape), i.meta["val"].dtype) for i in inputs)
-        flags = tuple(i.meta["differentiable"] for i in inputs)
-        names = {argument: index for index, argument in enumerate(inputs)}
-        constants = repr(fx.map_arg((node.args, node.kwargs), lambda n: _Slot(names[n])))  # type: ignore
-        value = node.meta["val"]
-        return (
-            node.target,
-            shapes,
-            flags,
-            constants,
-            tuple(value.shape),
-            value.dtype,
-            _copies(node),
-        )
+        kind, given = self._alike[node.name], node.all_input_nodes
+        if kind not in self._places:
+            found: list[fx.Node] = []
+            if self.rule(node) is not None:
+                found.extend(tensor_inputs(node))
+            else:
+                fx.map_arg((node.args, node.kwargs), found.append)
+            self._places[kind] = [given.index(value) for value in found]
+        return [given[place] for place in self._places[kind]]
 
     def rule(self, node: fx.Node) -> Rule | None:
-        kind = self.kind(node)
+        kind = self._alike[node.name]
         if kind not in self._rules:
             self._rules[kind] = rule_of(node)
         return self._rules[kind]
 
     def candidates(self, node: fx.Node, every: bool = False) -> Candidates:
         """The candidates of a call; `every` strategy, in every order, if asked."""
-        kind = (self.kind(node), every)
+        kind = (self._alike[node.name], every)
         if kind not in self._candidates:
             self._candidates[kind] = self._make(node, every)
         return self._candidates[kind]
@@ -184,16 +171,6 @@ class Kinds:
             columns *= self.mesh[axis]
             total += self.price.seconds("all_gather", (axis,), rows * columns * itemsize)
         return total
-
-
-class _Slot:
-    """Stands for a tensor argument in the description of a call."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def __repr__(self) -> str:
-        return f"%{self.index}"
 
 
 def is_view(node: fx.Node) -> bool:

@@ -29,7 +29,9 @@ class Edges:
         # Gradients are summed once a step, behind backward as far as the device lets it.
         self.shown = (1 - cluster.device.overlap) / microbatches
         self._arrays: dict[tuple, Array] = {}
-        self._alive: list[object] = []  # what `_arrays` knows by id
+        self._tables: dict[tuple, tuple[Array, Array]] = {}
+        self._types: dict[fx.Node, tuple] = {}
+        self._alive: list[object] = []  # what they know by id
 
     def table(
         self,
@@ -45,7 +47,7 @@ class Edges:
         backward: "always", or only if it was "moved"."""
         # By identity: the same kinds of operators give the same tuples, which are long.
         key = (self._type(value), id(first), id(second), late, kept)
-        if (key, "cost") not in self._arrays:
+        if key not in self._tables:
             self._alive += [first, second]
             table, seconds = self.seconds(value)
             rows = np.array([table.index[state] for state in first])
@@ -56,11 +58,13 @@ class Edges:
                 cost = self._summed_late(value, first, second, cost)
             # From a pending copy nothing but that copy can be had.
             stuck = table.pending[rows][:, None] & (rows[:, None] != columns[None, :])
-            self._arrays[key, "cost"] = np.where(stuck, np.inf, cost)
             size = np.broadcast_to(self.bytes(value, second), cost.shape)
-            self._arrays[key, "memory"] = np.where(same & (kept != "always"), 0.0, size)
-        memory = self._arrays[key, "memory"] if kept else None
-        return self._arrays[key, "cost"], memory
+            self._tables[key] = (
+                np.where(stuck, np.inf, cost),
+                np.where(same & (kept != "always"), 0.0, size),
+            )
+        cost, memory = self._tables[key]
+        return cost, memory if kept else None
 
     def _summed_late(
         self, value: fx.Node, first: tuple[State, ...], second: tuple[State, ...], cost: Array
@@ -96,10 +100,14 @@ class Edges:
 
     def bytes(self, value: fx.Node, states: tuple[State, ...]) -> Array:
         """What one rank holds of a value in each state."""
-        table = moves(self.mesh, value.meta["val"].ndim)
-        elements = table.elements(tuple(value.meta["val"].shape))
-        numbers = [table.index[state] for state in states]
-        return elements[numbers] * value.meta["val"].dtype.itemsize
+        key = ("bytes", id(states), self._type(value))
+        if key not in self._arrays:
+            self._alive.append(states)
+            table = moves(self.mesh, value.meta["val"].ndim)
+            elements = table.elements(tuple(value.meta["val"].shape))
+            numbers = [table.index[state] for state in states]
+            self._arrays[key] = elements[numbers] * value.meta["val"].dtype.itemsize
+        return self._arrays[key]
 
     def from_whole(self, candidates: Candidates, position: int, value: fx.Node) -> Array:
         """What reading an input of the model takes: every rank has all of it."""
@@ -120,8 +128,10 @@ class Edges:
         return table, table.seconds(shape, itemsize, self.price, differentiable, frozen)
 
     def _type(self, value: fx.Node) -> tuple:
-        val = value.meta["val"]
-        return tuple(val.shape), val.dtype, value.meta["differentiable"]
+        if value not in self._types:
+            val = value.meta["val"]
+            self._types[value] = tuple(val.shape), val.dtype, value.meta["differentiable"]
+        return self._types[value]
 
     def zeros(self, count: int) -> Array:
         """Nothing, for each of `count` strategies."""

@@ -69,9 +69,13 @@ class _Tables:
         self._contents: dict[tuple[Any, ...], int] = {}
         self._values: list[Array] = []
         self._pairs: dict[tuple[int, int], int] = {}
+        self._known: dict[tuple[int, int], int] = {}  # the same by ids of arrays that live
         self._turned: dict[int, int] = {}
 
     def add(self, cost: ArrayLike, memory: ArrayLike | None, ndim: int) -> int:
+        known = self._known.get((id(cost), id(memory)))
+        if known is not None:
+            return known
         key = (self._array(cost, ndim), -1 if memory is None else self._array(memory, ndim))
         if key not in self._pairs:
             costs, kept = self._values[key[0]], None if key[1] < 0 else self._values[key[1]]
@@ -91,6 +95,7 @@ class _Tables:
                 kept = None
             self._pairs[key] = len(self.all)
             self.all.append(Table(costs, kept))
+        self._known[id(cost), id(memory)] = self._pairs[key]
         return self._pairs[key]
 
     def turned(self, number: int) -> int:

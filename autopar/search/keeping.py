@@ -31,6 +31,7 @@ class Keeping:
     def __init__(self, offers: Mapping[str, Candidates], readers: Mapping[str, Sequence]) -> None:
         self.offers, self.readers = offers, readers
         self._kept: dict[str, bool] = {}
+        self._inputs: dict[int, tuple[int, ...]] = {}  # by id of facts, which offers keep alive
 
     def keeps(self, reader: str, position: int) -> bool:
         """Whether an operator keeps one of its inputs, itself or through views of it."""
@@ -39,7 +40,9 @@ class Keeping:
             return False
         if facts.is_view and position == 0:
             return self.is_kept(reader)
-        return position in kept_inputs(facts.rule, facts.differentiable)
+        if id(facts) not in self._inputs:
+            self._inputs[id(facts)] = kept_inputs(facts.rule, facts.differentiable)
+        return position in self._inputs[id(facts)]
 
     def is_kept(self, value: str) -> bool:
         """Whether some reader keeps a value."""

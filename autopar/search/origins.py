@@ -33,14 +33,14 @@ def find_prologue(
 ) -> Prologue:
     """The prologue of a program, without what annotations ask about."""
     offers = [kinds.candidates(node) for node in calls]
-    budget = MOST_SLACK * sum(float(candidates.cost.min()) for candidates in offers)
+    budget = MOST_SLACK * sum(candidates.least for candidates in offers)
     prologue = Prologue()
     for node, candidates in zip(calls, offers):
         if node.name in asked or node.meta["differentiable"]:
             continue
         if all(is_whole(value, captured, prologue) for value in kinds.inputs(node)):
             cost = candidates.cost
-            more = float(cost[uncut(candidates)] - cost.min())
+            more = float(cost[uncut(candidates)]) - candidates.least
             if prologue.slack + more <= budget:
                 prologue.slack += more
                 prologue.names.add(node.name)

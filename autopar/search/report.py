@@ -57,7 +57,7 @@ def program_cost(
     """The cost of the rewritten `graph` that follows from `decisions`."""
     mesh = decisions.mesh
     price = ClusterPrice(cluster, mesh)
-    kinds = Kinds(mesh, cluster.device, price)
+    kinds = Kinds(captured, mesh, cluster.device, price)
     forward = backward = moved = summed = 0.0
     for node in captured.graph.nodes:
         if node.op != "call_function":

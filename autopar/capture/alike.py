@@ -1,0 +1,43 @@
+"""Alike: calls of one graph that have the same strategies and costs on any mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+
+def number_calls(graph: fx.Graph) -> dict[str, int]:
+    """A number for each call by its name; calls with the same number are alike.
+
+    They have the same operator and constants, the same shapes and dtypes of tensors, and the
+    same of their inputs are one tensor."""
+    numbers: dict[Any, int] = {}
+    return {
+        node.name: numbers.setdefault(_described(node), len(numbers))
+        for node in graph.nodes
+        if node.op == "call_function"
+    }
+
+
+def _described(node: fx.Node) -> tuple[Any, ...]:
+    inputs = node.all_input_nodes
+    slots = {value: _Slot(index) for index, value in enumerate(inputs)}
+    constants = repr(fx.map_arg((node.args, node.kwargs), slots.__getitem__))  # type: ignore[arg-type]
+    tensors = tuple((*_form(value), value.meta["differentiable"]) for value in inputs)
+    return node.target, constants, tensors, _form(node)
+
+
+def _form(value: fx.Node) -> tuple[Any, ...]:
+    tensor = value.meta["val"]
+    return tuple(tensor.shape), tensor.dtype, tensor.is_contiguous()
+
+
+class _Slot:
+    """Stands for a tensor argument in the description of a call."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __repr__(self) -> str:
+        return f"%{self.index}"
