@@ -24,6 +24,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, chunk
@@ -103,13 +104,13 @@ class Rule:
     saved: Saved = Saved()
     random: bool = False  # draws random numbers
 
-    @property
+    @cached_property
     def factors(self) -> tuple[str, ...]:
         """Every factor of size above 1, in the order of first use."""
         dims = itertools.chain.from_iterable(self.inputs + self.outputs)
         return tuple(dict.fromkeys(factor for dim in dims for factor in dim))
 
-    @property
+    @cached_property
     def cuttable(self) -> tuple[str, ...]:
         """The factors that an axis may cut."""
         return tuple(factor for factor in self.factors if self.why_whole(factor) is None)
