@@ -275,7 +275,7 @@ class _Weigher:
                     raise fastest
                 continue
             way = self._priced(made, fastest, mesh, graph, captured, found, batches)
-            if not way.alternative.fits:
+            if not way.alternative.fits and way.alternative.seconds < self.best:
                 fitting = cut(made, self.memory)
                 if not isinstance(fitting, InvalidInput):
                     way = self._priced(made, fitting, mesh, graph, captured, found, batches)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
-from autopar.pipeline.price import pipeline_memory
 from autopar.pipeline.schedule import Schedule
-from autopar.pipeline.simulator import simulate
 from autopar.search.flow import Flow
 from autopar.search.stages import NodeCost, Pin, StageCost, choose_stages
 
@@ -26,44 +23,50 @@ def cut_stages(
 ) -> list[StageCost]:
     """Cut a rewritten program into the stages of a schedule, its slowest as fast as can be.
 
-    `memory`: bytes that a rank may take. With one stage on each rank the cut is the best of those
-    that fit. Where a rank holds several stages, which fill its memory together, what each may take
-    is lowered until the ranks fit.
+    `memory`: bytes that a rank may take, with what the schedule has it keep.
     """
-    kept, limit = _most_kept(made), memory
-    while True:
-        try:
-            stages = choose_stages(
-                flow,
-                mesh,
-                made.stages,
-                cost=cost,
-                link_bandwidth=link_bandwidth,
-                pins=pins,
-                memory=limit,
-                in_flight=kept,
-            )
-        except InvalidInput as error:
-            if limit == memory:
-                raise
-            raise InvalidInput(
-                error.rule,
-                got=f"{made.stages} stages on {made.ranks} ranks of at most {memory:.3g} bytes",
-                remedy=error.remedy,
-            ) from None
-        timeline = simulate(made, activation=[stage.activations for stage in stages])
-        if memory is None or pipeline_memory(made, stages, timeline).peak <= memory:
-            return stages
-        limit = math.nextafter(max(map(StageCost.bytes, stages, kept)), 0.0)
+
+    def cut(**limit: Any) -> list[StageCost]:
+        return choose_stages(
+            flow,
+            mesh,
+            made.stages,
+            cost=cost,
+            link_bandwidth=link_bandwidth,
+            pins=pins,
+            **limit,
+        )
+
+    stages, most = cut(), moments(made)
+    if memory is None or all(_taken(stages, moment) <= memory for moment in most):
+        return stages
+    return cut(memory=memory, moments=most)
 
 
-def _most_kept(schedule: Schedule) -> list[int]:
-    """The most micro-batches that a rank keeps of each stage at a time."""
-    most = [0] * schedule.stages
-    for order in schedule.orders:
-        kept = [0] * schedule.stages
+def moments(schedule: Schedule) -> list[Mapping[int, float]]:
+    """What ranks keep when they keep most: by stage, something of how many micro-batches.
+
+    A moment at which a rank keeps no more of any stage than at another is left out.
+    """
+    found: list[Mapping[int, float]] = []
+    for rank, order in enumerate(schedule.orders):
+        kept = dict.fromkeys((stage for _, stage in schedule.held_by(rank)), 0.0)
+        seen: set[tuple[float, ...]] = set()
         for action in order:
-            change = {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+            change = {"F": 1, "B": -1, "W": -1}.get(action.kind, 0) / schedule.parts
             kept[action.stage] += change * len(action.microbatches)
-            most[action.stage] = max(most[action.stage], kept[action.stage])
-    return [-(-count // schedule.parts) for count in most]
+            if change > 0:
+                seen.add(tuple(kept.values()))
+        most = [
+            one for one in seen if not any(one != other and _below(one, other) for other in seen)
+        ]
+        found += [dict(zip(kept, one)) for one in sorted(most)]
+    return found
+
+
+def _below(one: Sequence[float], other: Sequence[float]) -> bool:
+    return all(mine <= theirs for mine, theirs in zip(one, other))
+
+
+def _taken(stages: Sequence[StageCost], moment: Mapping[int, float]) -> float:
+    return sum(stages[stage].bytes(count) for stage, count in moment.items())

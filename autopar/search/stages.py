@@ -3,7 +3,8 @@
 A dynamic programme over the places between layers finds the cut whose slowest stage is fastest;
 of equal ones, the one that sends least. Stages may be uneven: an embedding and a head weigh what
 they weigh. But each holds a parameter where that is possible, since torch's optimizers refuse a
-rank that has none. `shard(module, stage=k)` fixes places by hand.
+rank that has none. Stages that share a rank and its memory are left to shared_memory.py.
+`shard(module, stage=k)` fixes places by hand.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from autopar.cost.model import operator_seconds
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.search.flow import Flow, ancestors
+from autopar.search.shared_memory import Piece, cut_together
 from autopar.strategies import rule_of
 
 NodeCost = Callable[[fx.Node], tuple[float, float]]  # seconds forward, seconds backward
@@ -45,9 +47,9 @@ class StageCost:
     def seconds(self) -> float:
         return self.forward + self.backward
 
-    def bytes(self, in_flight: int) -> int:
-        """What it takes with its states, and `in_flight` micro-batches at a time."""
-        return _STATES * self.parameters + in_flight * self.activations
+    def bytes(self, micro_batches: float) -> float:
+        """With its states, and with what it keeps of `micro_batches`."""
+        return _STATES * self.parameters + micro_batches * self.activations
 
 
 @dataclass(frozen=True)
@@ -68,16 +70,19 @@ def choose_stages(
     link_bandwidth: float = 25e9,
     pins: Sequence[Pin] = (),
     memory: float | None = None,
-    in_flight: Sequence[int] | None = None,
+    moments: Sequence[Mapping[int, float]] = (),
 ) -> list[StageCost]:
     """Cut the line of activations into `count` stages.
 
-    `memory`: bytes that a stage may take, with `in_flight[stage]` micro-batches at a time.
+    `memory`: bytes that a rank may take. Each of `moments` says of how many micro-batches a rank
+    keeps something at one time, for each of its stages.
     """
     line = _Line(flow, mesh, cost or roofline(mesh), link_bandwidth)
     fixed = line.pinned(pins, count)
     places = line.places(count, fixed)
-    starts = _best(line, places, count, fixed, memory, in_flight or [count] * count)
+    shared = memory is not None and any(len(moment) > 1 for moment in moments)
+    best = _together if shared else _best
+    starts = best(line, places, count, fixed, memory, moments)
     ends = [*starts[1:], len(flow.activations)]
     return [line.stage(start, end) for start, end in zip(starts, ends)]
 
@@ -162,6 +167,11 @@ class _Line:
             held = set().union(*self._parameters[start:end])
             self._held[start, end] = sum(_bytes(node, self.mesh) for node in held)
         return self._held[start, end]
+
+    def bytes(self, start: int, end: int, micro_batches: float) -> float:
+        """What the stage takes with its states, and with what it keeps of `micro_batches`."""
+        kept = self.kept[end] - self.kept[start]
+        return _STATES * self.parameters(start, end) + micro_batches * kept
 
     def stage(self, start: int, end: int) -> StageCost:
         first = self.flow.activations[start]
@@ -262,11 +272,12 @@ def _best(
     count: int,
     fixed: Mapping[int, int],
     memory: float | None,
-    in_flight: Sequence[int],
+    moments: Sequence[Mapping[int, float]],
 ) -> list[int]:
     """The exact dynamic programme: best[j] is the best cut of everything before places[j]."""
     ends = [*places[1:], len(line.flow.activations)]
     worst = (math.inf, math.inf, math.inf)  # stages without a parameter, slowest stage, bytes sent
+    most = {stage: kept for moment in moments for stage, kept in moment.items()}
     best: list[tuple[float, float, float]] = [(0, 0.0, 0)] + [worst] * len(places)
     back: list[list[int]] = []
     bounds = [*places, ends[-1]]
@@ -280,9 +291,8 @@ def _best(
             for i in range(j):
                 if best[i] == worst or fixed.get(stage, bounds[i]) != bounds[i]:
                     continue
-                if memory is not None and _memory(line, bounds[i], bounds[j], in_flight[stage]) > (
-                    memory
-                ):
+                kept = most.get(stage, count)
+                if memory is not None and line.bytes(bounds[i], bounds[j], kept) > memory:
                     continue
                 empty, slowest, sent = best[i]
                 value = (
@@ -295,11 +305,7 @@ def _best(
         best = found
         back.append(choice)
     if best[-1] == worst:
-        raise InvalidInput(
-            "the model can be cut so that each stage fits",
-            got=f"{count} stages" + (f" of at most {memory:.3g} bytes" if memory else ""),
-            remedy="more memory, more stages, or other pinned modules",
-        )
+        raise _none_fits(count, memory)
     starts, j = [], len(bounds) - 1
     for choice in reversed(back):
         j = choice[j]
@@ -307,9 +313,48 @@ def _best(
     return starts[::-1]
 
 
-def _memory(line: _Line, start: int, end: int, in_flight: int) -> float:
-    kept = line.kept[end] - line.kept[start]
-    return _STATES * line.parameters(start, end) + in_flight * kept
+def _together(
+    line: _Line,
+    places: Sequence[int],
+    count: int,
+    fixed: Mapping[int, int],
+    memory: float | None,
+    moments: Sequence[Mapping[int, float]],
+) -> list[int]:
+    """The same for stages that share the memory of a rank."""
+    assert memory is not None
+    end = len(line.flow.activations)
+    pieces = [
+        [
+            Piece(
+                i,
+                j,
+                seconds=line.seconds(i, j),
+                is_empty=line.is_empty(i, j),
+                received=line.received(i),
+                states=_STATES * line.parameters(i, j),
+                kept=line.kept[j] - line.kept[i],
+            )
+            for i, j in itertools.combinations([*places, end], 2)
+            if (i == 0) == (stage == 0)
+            and (j == end) == (stage == count - 1)
+            and fixed.get(stage, i) == i
+            and fixed.get(stage + 1, j) == j
+        ]
+        for stage in range(count)
+    ]
+    found = cut_together(pieces, memory, moments)
+    if found is None:
+        raise _none_fits(count, memory)
+    return [piece.start for piece in found]
+
+
+def _none_fits(count: int, memory: float | None) -> InvalidInput:
+    return InvalidInput(
+        "the model can be cut so that the stages fit",
+        got=f"{count} stages" + (f" on ranks of at most {memory:.3g} bytes" if memory else ""),
+        remedy="more memory, more stages, or other pinned modules",
+    )
 
 
 def _parameters(node: fx.Node) -> set[fx.Node]:

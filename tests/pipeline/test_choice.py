@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
 import autopar as ap
 from autopar.cluster import Device, Link, Node
 from tests import models
+from tests.pipeline.models import share_captures  # noqa: F401
 
 
 def slow_network(nodes: int, memory: float = 1e9) -> ap.Cluster:
@@ -74,11 +77,24 @@ def test_more_stages_than_layers_are_refused_before_anything_runs() -> None:
         plan(models.gpt(), slow_network(8), mesh=ap.Mesh(pp=8))
 
 
-@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 2), ("1f1b", 3)])
-@pytest.mark.parametrize("mode", ["propagate", "auto"])
+@cache
+def heavy_ends() -> models.Case:
+    return models.gpt(layers=12, hidden=16, heads=2, vocabulary=600, tied=False)
+
+
+@pytest.mark.parametrize(
+    ("mode", "schedule", "ranks"),
+    [
+        ("propagate", "1f1b", 2),
+        ("propagate", "1f1b", 3),
+        ("propagate", "zb-v", 2),
+        ("propagate", "chimera", 4),
+        ("auto", "chimera", 4),
+    ],
+)
 def test_stages_are_cut_so_that_every_rank_keeps_within_memory(mode, schedule, ranks) -> None:
     """An embedding takes much memory and little time: the fastest cut fills its rank."""
-    case = models.gpt(layers=6, vocabulary=600, tied=False)
+    case = heavy_ends()
     options = {
         "cluster": slow_network(ranks),
         "mode": mode,
