@@ -185,8 +185,8 @@ def rank_correlation(first: list[float], second: list[float]) -> float:
     """Spearman's: the correlation of the places."""
 
     def places(values: list[float]) -> list[float]:
-        order = sorted(range(len(values)), key=values.__getitem__)
-        return [float(order.index(index)) for index in range(len(values))]
+        order = sorted(values)  # equal values share the mean of their places
+        return [order.index(value) + (order.count(value) - 1) / 2 for value in values]
 
     return statistics.correlation(places(first), places(second))
 
