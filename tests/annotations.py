@@ -72,11 +72,11 @@ def hidden(case: Case, axes: Axes = "tp") -> Case:
     return case
 
 
-def stored(case: Case, axes: Axes = "dp") -> Case:
-    """Every parameter stored cut on its first dim, and the batch cut: ZeRO-3."""
+def stored(case: Case, axes: Axes = "dp", least: int = 2) -> Case:
+    """Every parameter of `least` rows stored cut on its first dim, and the batch cut: ZeRO-3."""
     for module in case.model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.shape[0] > 1:
+            if parameter.shape[0] >= least:
                 ap.shard(module, params={name: (axes, *(None,) * (parameter.ndim - 1))})
     inputs = [*case.args, *case.kwargs.values()]
     ap.shard(case.model, tuple((axes, *(None,) * (value.ndim - 1)) for value in inputs))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 import autopar as ap
 from autopar.mesh import Mesh
 from autopar.strategies import tensor_inputs
+from tests.annotations import megatron, sequence, stored
 from tests.models import ZOO, Case, mlp
 from tests.parity import assert_parity
 from tests.toy import EVEN, FAST, SLOW, machines
@@ -25,15 +28,23 @@ MESHES = {
 CASES = [(name, mesh, links) for name, pairs in MESHES.items() for mesh, links in pairs]
 
 
-def check_agreement(plan: ap.Plan) -> None:
-    """What the search added up is what the finished program takes."""
+def check_agreement(plan: ap.Plan, gap: float = 0.01) -> None:
+    """What the search added up is what the finished program takes, and what it assumed is there."""
     assert plan.search is not None
     assert plan.cost.seconds == pytest.approx(plan.search.objective, rel=1e-6)
-    assert plan.search.gap <= 0.01
+    assert plan.search.gap <= gap
+    targets = {node.name: node.target for node in plan.captured.graph.nodes}
     for node in plan.program.graph.nodes:
         if node.op == "call_function" and "movement" not in node.meta:
-            for value, (layout, _) in zip(tensor_inputs(node), node.meta["wants"]):
+            inputs = tensor_inputs(node)
+            for value, (layout, _) in zip(inputs, node.meta["wants"]):
                 assert value.meta["type"].layout == layout
+            strategy = plan.decisions.strategies.get(node.name)
+            if strategy is not None and node.target == targets[node.name]:  # no kernel, not fused
+                signature = node.meta["rule"].signature(strategy)
+                for value, layout in zip(inputs, signature.inputs):
+                    assert value.meta["type"].layout == layout
+                assert node.meta["type"].layout == signature.outputs[0]
 
 
 @pytest.mark.parametrize(
@@ -45,6 +56,37 @@ def test_automatic_plans_are_exact_and_cost_what_the_search_said(
     options = {"cluster": machines(mesh.size, *links), "mesh": mesh, "mode": "auto"}
     module = assert_parity(ZOO[name](), mesh, **{k: v for k, v in options.items() if k != "mesh"})
     check_agreement(module.plan)
+
+
+WAYS: dict[str, Callable[[Case], Case]] = {
+    "Megatron": megatron,
+    "Megatron with the sequence": lambda case: sequence(megatron(case, "tp"), "tp", "dp"),
+    "ZeRO-3": lambda case: stored(case, ("dp", "tp")),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["gpt", "llama", "vit"])
+def test_plans_around_annotations_cost_what_the_search_said(name: str, way: str) -> None:
+    case = WAYS[way](ZOO[name](layers=1))
+    options = {"mesh": Mesh(dp=2, tp=2), "cluster": machines(4, *EVEN)}
+    plan = ap.plan(case.model, case.args, case.kwargs, mode="auto", **options)
+    check_agreement(plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [("mlp", 0.9), ("resnet", 0.7), ("gpt2", 0.7), ("bert", 0.7)]
+)
+def test_plans_under_a_limit_are_exact_and_cost_what_the_search_said(
+    name: str, part: float
+) -> None:
+    case, mesh = ZOO[name](), Mesh(a=2, b=2)
+    options = {"mode": "auto", "cluster": machines(4, *EVEN)}
+    free = ap.plan(case.model, case.args, case.kwargs, mesh=mesh, **options)
+    limit = free.memory.peak * part
+    module = assert_parity(case, mesh, memory=limit, **options)
+    assert module.plan.memory.peak <= limit
+    check_agreement(module.plan, gap=0.02)
 
 
 class Squares(nn.Module):

@@ -28,8 +28,10 @@ def insert_movements(graph: fx.Graph, mesh: Mesh, price: Price) -> fx.Graph:
         inputs, moved = _inputs(node), {}
         for value, want in zip(inputs, node.meta["wants"]):
             # What the search made readers share comes first; the rest of the way is from there.
+            before: State | None = None
             for state in (*node.meta.get("ways", {}).get((value.name, want), ()), want):
-                moved[value, want] = insertion.bring(node, value, state)
+                moved[value, want] = insertion.bring(node, value, state, before)
+                before = state
         _rewire(
             node, inputs, [moved[value, want] for value, want in zip(inputs, node.meta["wants"])]
         )
@@ -55,8 +57,11 @@ class _Insertion:
                 for value, want in zip(_inputs(node), node.meta["wants"]):
                     self._expect(value, want)
 
-    def bring(self, reader: fx.Node, value: fx.Node, want: State) -> fx.Node:
-        """The node that holds `value` as wanted, made from the cheapest version that exists."""
+    def bring(
+        self, reader: fx.Node, value: fx.Node, want: State, before: State | None = None
+    ) -> fx.Node:
+        """The node that holds `value` as wanted, made from `before` or, if that does not exist,
+        from the cheapest version that does."""
         layout, pending = want
         if value.target is ANNOTATE:
             marked, own = value.args[0], value.meta["type"].layout
@@ -70,9 +75,8 @@ class _Insertion:
             return versions[want]
         if pending and any(state[0] == layout for state in self.wanted[value] - {want}):
             self.bring(reader, value, (layout, ()))  # others want it too: it moves once
-        start = min(
-            (state for state in versions if not state[1]), key=lambda s: self._cost(value, s, want)
-        )
+        whole = [state for state in versions if not state[1]]
+        start = min(whole, key=lambda state: (state != before, self._cost(value, state, want)))
         node, state = versions[start], start
         for movement in self._path(value, start[0], want):
             state = _after(state, movement)

@@ -41,8 +41,12 @@ def test_folded_and_unfolded_optimum_are_the_same(name: str, links: tuple[float,
     [
         ("mlp", {}, Mesh(a=2, b=2)),
         ("mlp", {"layers": 6}, Mesh(a=4)),
-        ("gpt", {"layers": 1}, Mesh(a=2)),
-        ("resnet", {"blocks": 1}, Mesh(a=2)),
+        ("gpt", {"layers": 2}, Mesh(a=2)),
+        ("gpt2", {"layers": 1}, Mesh(a=2)),
+        ("llama", {"layers": 1}, Mesh(a=2)),
+        ("bert", {"layers": 1}, Mesh(a=2)),
+        ("vit", {"layers": 1}, Mesh(a=2)),
+        ("resnet", {"blocks": 2}, Mesh(a=2)),
     ],
 )
 def test_the_optimum_is_that_of_constraint_programming(
@@ -57,6 +61,35 @@ def test_the_optimum_is_that_of_constraint_programming(
     answer = solve_residual(dict(enumerate(packed.sizes.tolist())), factors, seconds=60.0)
     assert answer.gap < 1e-6
     assert found.objective == pytest.approx(answer.value, rel=1e-5)
+
+
+class Square(nn.Module):
+    """One operator that takes the same tensor twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return (h * h).sum()
+
+
+def test_a_tensor_that_an_operator_takes_twice_is_paid_for_twice() -> None:
+    found = built(Case("square", Square(), (torch.randn(8, 16),)), Mesh(a=2, b=2))
+    product = next(v for name, v in found.operators.items() if name.startswith("mul"))
+    _, tables, _, edges = found.graph.tables()
+    into = [tables[table] for _, high, table in edges if high == product.number]
+    assert len(into) == 2
+    packed = found.graph.packed
+    (summed,) = [
+        packed.edge_tables[table]
+        for high, table in zip(packed.high.tolist(), packed.edge_table.tolist())
+        if packed.origin[high] == product.number
+    ]
+    np.testing.assert_array_equal(summed.cost, into[0].cost + into[1].cost)
+    assert np.isfinite(summed.cost).any()
+    assert summed.cost[np.isfinite(summed.cost)].max() > 0
 
 
 class Lines(nn.Module):
