@@ -154,6 +154,12 @@ def test_a_file_with_nodes_of_two_kinds(tmp_path: Path) -> None:
         ("devices = 4\n", "", 7, "nodes.0 needs the key 'devices'"),
         ('"dgx-a100"', '"dgx"', 15, "nodes.1.preset is known"),
         (", f32 = 10e12", "", 3, "device.small.flops has a rate for f32"),
+        ("alpha = 3e-6", "alpha = -3e-6", 11, "nodes.0.link.alpha is a number, at least 0"),
+        ("memory = 16e9", "memory = 16e9\nmemory = 32e9", 5, "'memory = 32e9': Cannot overwrite"),
+        ("bf16 = 100e12", "bf16 = 1e12, bf16 = 2e12", 3, "Duplicate inline table key 'bf16'"),
+        ("[[nodes]]", "[device.small]\n[[nodes]]", 7, "'[device.small]': Cannot declare"),
+        ("[[nodes]]", "[nodes]", 13, "'[[nodes]]': Cannot"),
+        ("0.7e12", "", 5, "'bandwidth =': Invalid value"),
     ],
 )
 def test_a_wrong_file_names_key_and_line(
@@ -170,9 +176,11 @@ def test_a_wrong_file_names_key_and_line(
 
 def test_a_file_that_is_not_toml_or_not_there(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
-    path.write_text("name = \n")
-    with pytest.raises(InvalidInput, match=r"line 1"):
-        Cluster.load(path)
+    for text, line in (("name = \n", 1), ("name = 'a'\n[nodes", 2)):
+        path.write_text(text)
+        with pytest.raises(InvalidInput, match="a cluster file is TOML") as error:
+            Cluster.load(path)
+        assert str(error.value.source) == f"{path}:{line}"
     with pytest.raises(InvalidInput, match="can be read"):
         Cluster.load(tmp_path / "none.toml")
 

@@ -56,9 +56,12 @@ unknown.register_fake(torch.empty_like)
 strange.register_fake(torch.empty_like)
 
 
+DEFAULTS = {"mode": "propagate"}
+
+
 def parallel(model: Any, *args: Any, mesh: Any = D4, **options: Any) -> ap.ParallelModule:
     if "plan" not in options:
-        options = {"mode": "propagate", **options}
+        options = {**DEFAULTS, **options}
     return ap.parallelize(model, args or (ones(),), mesh=mesh, **options)
 
 
@@ -344,6 +347,19 @@ def test_bad_input_is_explained(name: str) -> None:
     assert __file__.rsplit("/", 1)[1] in (error.source or "")
     for saying in sayings:
         assert saying in text, f"{saying!r} is not in\n{text}"
+
+
+ANNOTATIONS = [
+    name for name in BAD if list(BAD).index(name) < list(BAD).index("data-dependent control flow")
+]
+
+
+@pytest.mark.parametrize("name", ANNOTATIONS)
+def test_impossible_annotations_are_explained_by_a_search_too(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(DEFAULTS, "mode", "auto")
+    test_bad_input_is_explained(name)
 
 
 def test_operators_without_rules_are_said_once_and_run_replicated() -> None:

@@ -50,8 +50,14 @@ def load(path: Path) -> Cluster:
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
+        lines = text.splitlines()
+        found = re.search(r"line (\d+)", str(error))  # or it is at the end of the document
+        number = int(found[1]) if found else len(lines)
         raise InvalidInput(
-            "a cluster file is TOML", got=f"{path}: {error}", remedy="mend that line"
+            "a cluster file is TOML, each key once",
+            got=f"{lines[number - 1].strip() if lines else ''!r}: {error}",
+            remedy="mend that line",
+            source=f"{path}:{number}",
         ) from None
     return _Reader(path, text).cluster(data)
 
