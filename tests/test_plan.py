@@ -11,7 +11,7 @@ from torch import nn
 import autopar as ap
 from autopar.cluster import Device, Link, Node
 from autopar.runtime.saved import SavedPlan
-from autopar.search.auto import Leanest
+from autopar.search.leanest import Leanest
 from tests.models import gpt, mlp
 from tests.parity import assert_equal, parallel_outcome, single_outcome
 
@@ -317,7 +317,14 @@ def test_a_limit_that_nothing_meets_says_what_would_help():
         ap.plan(case.model, case.args, memory=1000, **options)
     assert "the least that any plan needs is" in str(error.value)
     assert "more devices could hold them" in str(error.value)
-    assert "microbatches=3 " in Leanest(MESH, memory=100.0, states=40.0).remedy(60.0)
+    of_parts = Leanest(str(MESH), MESH.size, memory=100.0, states=40.0, microbatches=2)
+    assert "microbatches=6 " in of_parts.remedy(60.0)
+    for pipeline in ("auto", 2):
+        with pytest.raises(ap.InvalidInput) as error:
+            ap.plan(case.model, case.args, cluster=CLUSTER, memory=1000, pipeline=pipeline)
+        assert error.value.rule == "a plan fits into the memory of every device"
+        assert "the least that any plan needs is" in str(error.value)
+        assert "more devices could hold them" in str(error.value)
 
 
 def test_an_interrupt_keeps_the_best_so_far():
@@ -327,9 +334,42 @@ def test_an_interrupt_keeps_the_best_so_far():
 
     plan = ap.plan(wide(), (WIDE_INPUT,), cluster=CLUSTER, mode="auto", progress=interrupt)
     assert plan.search.interrupted
-    assert plan.search.gap == 0
+    assert (plan.search.bound, plan.search.gap) == (0.0, 1.0)  # the others might take no time
     assert plan.search.considered[-1].why == "the search was interrupted"
-    assert "interrupted" in str(plan)
+    assert "no bound" in str(plan)
+    assert "interrupted: what was not weighed may be better" in str(plan)
+
+
+@pytest.mark.parametrize("interrupted", [1, 2])
+def test_an_interrupt_while_a_mesh_is_solved_ends_the_search(interrupted):
+    """Also where what that mesh has so far is not the best."""
+    case, solved = gpt(layers=1), []
+
+    def interrupt(phase: str, detail: str) -> None:
+        if phase == "mesh":
+            solved.append(detail)
+        if phase == "memory" and len(solved) == interrupted:
+            raise KeyboardInterrupt
+
+    options = {"cluster": CLUSTER, "mode": "auto", "pipeline": None}
+    limit = ap.plan(case.model, case.args, **options).memory.peak * 0.7
+    plan = ap.plan(case.model, case.args, memory=limit, progress=interrupt, **options)
+    assert plan.search.interrupted
+    assert len(solved) == interrupted
+    meshes = [considered.mesh for considered in plan.search.considered]
+    assert len(set(meshes)) == len(meshes) == 2
+    left = [c for c in plan.search.considered if c.why == "the search was interrupted"]
+    assert len(left) == 2 - interrupted
+    assert bool(plan.search.bound) == (not left)
+
+
+def test_the_bound_holds_for_every_mesh_that_was_weighed():
+    case = mlp()
+    plan = ap.plan(case.model, case.args, cluster=CLUSTER, mode="auto", pipeline=None)
+    priced = [c.seconds for c in plan.search.considered if c.seconds is not None]
+    assert len(priced) > 1
+    assert plan.search.bound <= min(priced)
+    assert plan.search.gap == pytest.approx(1 - plan.search.bound / plan.search.objective)
 
 
 def test_an_interrupt_between_pipelines_takes_the_best_so_far():
@@ -341,6 +381,7 @@ def test_an_interrupt_between_pipelines_takes_the_best_so_far():
     plan = ap.plan(case.model, case.args, cluster=CLUSTER, mode="auto", progress=interrupt)
     assert plan.search.interrupted
     assert len(plan.alternatives) == 1
+    assert (plan.search.bound, plan.search.gap) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("phase", ["mesh", "build", "prune", "eliminate"])

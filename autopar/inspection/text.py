@@ -104,11 +104,13 @@ def _search(search: Search | None) -> str:
     sizes = search.sizes
     folded = max((count for count, _ in sizes.runs), default=0)
     blocks = f", {folded} equal blocks folded" if folded else ""
-    cut = "; interrupted, the best so far" if search.interrupted else ""
+    cut = "; interrupted: what was not weighed may be better" if search.interrupted else ""
+    proof = f"gap {share_text(search.gap)} to the bound {seconds_text(search.bound)}"
+    if not search.bound:
+        proof = "no bound"
     return (
-        f"{seconds_text(search.seconds)}, gap {share_text(search.gap)} to the bound "
-        f"{seconds_text(search.bound)}; {sizes.strategies:,} strategies of {sizes.nodes:,} nodes, "
-        f"{sizes.pruned_strategies:,} after pruning{blocks}{cut}"
+        f"{seconds_text(search.seconds)}, {proof}; {sizes.strategies:,} strategies of "
+        f"{sizes.nodes:,} nodes, {sizes.pruned_strategies:,} after pruning{blocks}{cut}"
     )
 
 

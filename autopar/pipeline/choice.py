@@ -28,7 +28,8 @@ from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import schedule as make_schedule
 from autopar.search.auto import Found, Progress, search, too_early, was_interrupted
 from autopar.search.flow import flow_of
-from autopar.search.footprint import program_memory
+from autopar.search.footprint import Memory, program_memory
+from autopar.search.leanest import Leanest, NothingFits
 from autopar.search.meshes import meshes
 from autopar.search.report import program_cost
 from autopar.search.stages import Pin, StageCost
@@ -94,10 +95,19 @@ class _Way:
     """An alternative with what a plan needs of it."""
 
     alternative: Alternative
+    memory: Memory  # of the fullest device
     captured: Captured
     found: Found
     batches: Microbatches | None
     pipelining: Pipelining | None
+
+    @property
+    def leanest(self) -> Leanest:
+        """What this way needs, told to who has less."""
+        way, memory = self.alternative, self.memory
+        how = f"{way.mesh} with {way.schedule}" if way.schedule else str(way.mesh)
+        states = memory.parameters + memory.gradients + memory.optimizer
+        return Leanest(how, way.mesh.size, memory.peak, states, way.microbatches)
 
 
 def choose(
@@ -121,6 +131,7 @@ def choose(
     weigher = _Weigher(captured, cluster, wishes, memory, inner, pins, report)
     ways: list[_Way] = []
     reasons: dict[str, None] = {}
+    too_large: list[Leanest] = []
     interrupted = False  # then the best so far is taken
     for count, parts in _sizes(cluster.devices, stages, microbatches):
         try:
@@ -133,29 +144,27 @@ def choose(
         except (KeyboardInterrupt, ExecutionError) as error:
             if not was_interrupted(error):
                 raise
-            if not any(way.alternative.fits for way in ways):
-                raise too_early() from None
             interrupted = True
+        except NothingFits as error:
+            too_large.append(_share(error.leanest, count))
         except InvalidInput as error:
             reasons[f"{count} stages, {parts} micro-batches: {error.rule}: {error.got}"] = None
         if interrupted:
             break
-    if not ways:
+    fitting = [way for way in ways if way.alternative.fits]
+    if interrupted and not fitting:
+        raise too_early()
+    too_large += [way.leanest for way in ways if not way.alternative.fits]
+    if not fitting and too_large:
+        raise NothingFits.of(memory, min(too_large, key=lambda leanest: leanest.memory))
+    if not fitting:
         raise InvalidInput(
             "a model can be run in some number of stages and micro-batches",
             got="\n".join(reasons),
             remedy="fix fewer of mesh, pipeline, microbatches and memory",
         )
-    fitting = [way for way in ways if way.alternative.fits]
-    if not fitting:
-        least = min(ways, key=lambda way: way.alternative.memory).alternative
-        raise InvalidInput(
-            "a plan fits into the memory of every device",
-            got=f"a limit of {memory / 1e9:.4g} GB; the least is that of {least}",
-            remedy="more devices, a smaller batch, or devices with more memory",
-        )
     best = min(fitting, key=lambda way: way.alternative.seconds)
-    found = replace(best.found, search=replace(best.found.search, interrupted=interrupted))
+    found = replace(best.found, search=best.found.search.cut_short()) if interrupted else best.found
     alternatives = sorted((way.alternative for way in ways), key=lambda a: (not a.fits, a.seconds))
     return Chosen(best.captured, found, best.batches, best.pipelining, tuple(alternatives))
 
@@ -171,6 +180,19 @@ def _sizes(devices: int, stages: int | None, microbatches: int | None) -> Iterat
             yield 1, 1
         else:
             yield from ((count, count * rounds) for rounds in ROUNDS)
+
+
+def _share(whole: Leanest, stages: int) -> Leanest:
+    """What a stage needs at least, of what a model needs that was searched as a whole."""
+    if stages == 1:
+        return whole
+    return replace(
+        whole,
+        how=f"{stages} equal stages, each on {whole.how}",
+        devices=stages * whole.devices,
+        memory=whole.memory / stages,
+        states=whole.states / stages,
+    )
 
 
 class _Weigher:
@@ -228,11 +250,12 @@ class _Weigher:
         price = ClusterPrice(self.cluster, found.decisions.mesh)
         graph = rewrite(captured, found.decisions, price)
         cost = program_cost(captured, found.decisions, graph, self.cluster).times(parts)
-        peak = program_memory(captured, graph, found.decisions.mesh).peak
+        memory = program_memory(captured, graph, found.decisions.mesh)
+        peak = memory.peak
         alternative = Alternative(
             found.decisions.mesh, parts, "", (), cost.seconds, peak, peak <= self.memory
         )
-        return _Way(alternative, captured, found, batches, None)
+        return _Way(alternative, memory, captured, found, batches, None)
 
     def _pipelined(
         self,
@@ -292,12 +315,13 @@ class _Weigher:
         batches: Microbatches | None,
     ) -> _Way:
         timeline = price_step(made, stages, graph, found.decisions.mesh, self.cluster)
-        seconds, peak = timeline.step_time, pipeline_memory(made, stages, timeline).peak
+        memory = pipeline_memory(made, stages, timeline)
+        seconds, peak = timeline.step_time, memory.peak
         alternative = Alternative(
             mesh, made.microbatches, made.name, made.options, seconds, peak, peak <= self.memory
         )
         pipelining = Pipelining(AXIS, mesh, made, tuple(stages))
-        return _Way(alternative, captured, found, batches, pipelining)
+        return _Way(alternative, memory, captured, found, batches, pipelining)
 
 
 def schedules(stages: int, microbatches: int) -> Iterator[Schedule]:

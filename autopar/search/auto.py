@@ -10,16 +10,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.capture.captured import Captured
 from autopar.cluster import Cluster
-from autopar.errors import ExecutionError, InvalidInput
+from autopar.errors import ExecutionError
 from autopar.mesh import Mesh
 from autopar.search.build import Built, build
 from autopar.search.decide import decide
 from autopar.search.decisions import Decisions
+from autopar.search.leanest import Leanest, NothingFits, bytes_text
+from autopar.search.memory import NoRoom
 from autopar.search.residual import relative_gap
 from autopar.search.solve import Sizes, Solution, least_memory, solve
 from autopar.search.wishes import Wishes
@@ -49,12 +51,12 @@ class Search:
 
     seconds: float
     objective: float  # predicted seconds of a step, as the search adds them up
-    bound: float  # no plan that fits takes less
+    bound: float  # no plan that fits takes less, on any mesh that was tried; 0: not known
     gap: float
     algorithm: str
     sizes: Sizes
     considered: tuple[Considered, ...] = ()
-    interrupted: bool = False  # the best so far; meshes that were not weighed may be better
+    interrupted: bool = False  # the best so far; what was not weighed may be better
     multiplier: float = 0.0  # under a memory limit: seconds that one more byte would save
 
     @classmethod
@@ -65,6 +67,10 @@ class Search:
             Considered(**{**entry, "mesh": Mesh(**entry["mesh"])}) for entry in data["considered"]
         )
         return cls(**{**data, "sizes": sizes, "considered": considered})
+
+    def cut_short(self) -> Search:
+        """The same, with something left that was not weighed: it might take no time at all."""
+        return replace(self, interrupted=True, bound=0.0, gap=relative_gap(self.objective, 0.0))
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -98,40 +104,19 @@ class Found:
     solution: Solution
 
 
-@dataclass(frozen=True)
-class Leanest:
-    """The plan that needs the least memory, where none fits."""
-
-    mesh: Mesh
-    memory: float  # bytes on each device
-    states: float  # the part of it that parameters, gradients and optimizer take
-
-    def remedy(self, limit: float) -> str:
-        """What would help, by what takes most."""
-        activations = self.memory - self.states
-        if self.states >= limit:
-            devices = math.ceil(self.mesh.size * self.states / limit)
-            return (
-                f"more devices: parameters, gradients and optimizer alone take "
-                f"{_bytes(self.states)} on each, {devices} or more devices could hold them; "
-                "or devices with more memory"
-            )
-        count = math.ceil(activations / (limit - self.states))
-        return (
-            f"{_bytes(activations)} of it are activations: microbatches={count} (or a smaller "
-            "batch) would make room; else more devices, or devices with more memory"
-        )
-
-
 @dataclass
 class _Best:
     mesh: Mesh | None = None
     built: Built | None = None
     solution: Solution | None = None
     wishes: Wishes | None = None
-    bound: float = 0.0
+    bound: float = math.inf  # the least of all meshes that were weighed
     considered: list[Considered] = field(default_factory=list)
     leanest: Leanest | None = None  # when nothing fits
+
+    def cannot_beat(self, bound: float, slack: float) -> None:
+        """No plan on some mesh is below `bound`, but for what a cut prologue would save."""
+        self.bound = min(self.bound, max(0.0, bound - slack))
 
 
 def search(
@@ -154,6 +139,7 @@ def search(
     report = progress or (lambda phase, detail: None)
     best = _Best()
     interrupted = False
+    left: Sequence[Mesh] = ()  # by an interrupt
     for number, mesh in enumerate(meshes):
         try:
             report("mesh", f"{number + 1} of {len(meshes)}: {mesh}")
@@ -165,41 +151,37 @@ def search(
             asked = _Asked(
                 captured, cluster, wished, memory, algorithm, report, finished, microbatches
             )
-            _weigh(asked, mesh, best)
-            interrupted = best.solution is not None and best.solution.interrupted
+            interrupted, left = _weigh(asked, mesh, best), meshes[number + 1 :]
         except (KeyboardInterrupt, ExecutionError) as error:
             if not was_interrupted(error):
                 raise
-            interrupted = True
+            interrupted, left = True, meshes[number:]
         if interrupted:
             why = "the search was interrupted"
-            best.considered += [Considered(m, None, None, why) for m in meshes[number:]]
+            best.considered += [Considered(m, None, None, why) for m in left]
             break
     if best.solution is None or best.built is None or best.mesh is None:
         if interrupted:
             raise too_early()
         assert best.leanest is not None
         assert memory is not None
-        raise InvalidInput(
-            "a plan fits into the memory of every device",
-            got=f"a limit of {_bytes(memory)}; the least that any plan needs is "
-            f"{_bytes(best.leanest.memory)}, on {best.leanest.mesh}",
-            remedy=best.leanest.remedy(memory),
-        )
+        raise NothingFits.of(memory, best.leanest)
     assert best.wishes is not None
     solution = best.solution
+    bound = min(best.bound, solution.objective)
     decisions = decide(captured, best.mesh, best.built, solution.choice, best.wishes)
     account = Search(
         seconds=time.perf_counter() - started,
         objective=solution.objective * microbatches,
-        bound=best.bound * microbatches,
-        gap=relative_gap(solution.objective, best.bound),
+        bound=bound * microbatches,
+        gap=relative_gap(solution.objective, bound),
         algorithm=algorithm,
         sizes=solution.sizes,
         considered=tuple(best.considered),
         interrupted=interrupted,
         multiplier=solution.multiplier,
     )
+    account = account.cut_short() if interrupted and left else account
     return Found(decisions, account, best.built, solution)
 
 
@@ -250,9 +232,8 @@ class _Asked:
     microbatches: int
 
 
-def _weigh(asked: _Asked, mesh: Mesh, best: _Best) -> None:
-    """Solve one mesh, unless it cannot be the best, and keep it if it is."""
-    memory = asked.memory
+def _weigh(asked: _Asked, mesh: Mesh, best: _Best) -> bool:
+    """Solve one mesh, unless it cannot be the best; keep it if it is. Whether Ctrl-C came."""
     asked.report("build", f"the cost graph of {mesh}")
     built = build(asked.captured, mesh, asked.cluster, asked.wishes, asked.microbatches)
     so_far = best.solution.objective if best.solution is not None else float("inf")
@@ -261,45 +242,46 @@ def _weigh(asked: _Asked, mesh: Mesh, best: _Best) -> None:
     if alone >= so_far:
         why = f"its operators alone take {alone:.3g} s"
         best.considered.append(Considered(mesh, None, None, why))
-        return
+        best.cannot_beat(alone, built.slack)
+        return False
     try:
-        solution, bound = _fitting(asked, mesh, built, so_far)
-    except InvalidInput:
+        solution = _fitting(asked, mesh, built, best)
+    except NoRoom:
         least, choice = least_memory(built.graph)
         least += built.fixed_bytes
-        if memory is None:
-            raise
         if best.leanest is None or least < best.leanest.memory:
-            best.leanest = Leanest(mesh, least, _states(built, choice))
-        why = f"needs at least {_bytes(least)}"
+            states = _states(built, choice)
+            best.leanest = Leanest(str(mesh), mesh.size, least, states, asked.microbatches)
+        why = f"needs at least {bytes_text(least)}"
         best.considered.append(Considered(mesh, None, least, why))
-        return
+        return False
     needed = solution.memory + built.fixed_bytes
     best.considered.append(Considered(mesh, solution.objective * asked.microbatches, needed))
     if solution.objective < so_far * (1 - _TIE):
         best.mesh, best.built, best.solution, best.wishes = mesh, built, solution, asked.wishes
-        best.bound = max(0.0, bound - built.slack)
+    return solution.interrupted
 
 
-def _fitting(asked: _Asked, mesh: Mesh, built: Built, so_far: float) -> tuple[Solution, float]:
-    """The best solution whose finished program fits, and a bound; an error if there is none."""
+def _fitting(asked: _Asked, mesh: Mesh, built: Built, best: _Best) -> Solution:
+    """The best solution whose finished program fits; an error if there is none."""
     memory, finished = asked.memory, asked.finished
     limit = None if memory is None else memory - built.fixed_bytes
+    so_far = best.solution.objective if best.solution is not None else float("inf")
     solution = solve(built.graph, limit, asked.algorithm, asked.report)
-    bound = solution.bound
+    best.cannot_beat(solution.bound, built.slack)
     if memory is None or limit is None or finished is None:
-        return solution, bound
+        return solution
     for _ in range(_TIGHTENED):
         if solution.memory <= _SURE * limit or solution.objective >= so_far:
-            return solution, bound
+            return solution
         needed = finished(decide(asked.captured, mesh, built, solution.choice, asked.wishes))
         if needed <= memory:
-            return solution, bound
+            return solution
         limit = min(limit, solution.memory) - (needed - memory)
         solution = solve(built.graph, limit, asked.algorithm, asked.report)
-    raise InvalidInput(
+    raise NoRoom(
         "the finished program fits into memory",
-        got=f"{_bytes(needed)} with a limit of {_bytes(memory)}",
+        got=f"{bytes_text(needed)} with a limit of {bytes_text(memory)}",
         remedy="a little more memory",
     )
 
@@ -312,12 +294,3 @@ def _states(built: Built, choice: Sequence[int]) -> float:
         memory = tables[numbers[variable.number]].memory
         total += 0.0 if memory is None else float(memory[choice[variable.number]])
     return total
-
-
-def _bytes(count: float | None) -> str:
-    if count is None:
-        return "no limit"
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= unit:
-            return f"{count / unit:.4g} {name}"
-    return f"{count:.0f} bytes"

@@ -28,7 +28,7 @@ from autopar.search.graph import Array, CostGraph, Integers, Packed
 from autopar.search.optimum import Optimiser
 from autopar.search.residual import relative_gap, solve_residual
 
-__all__ = ["CostGraph", "Found", "Limited"]
+__all__ = ["CostGraph", "Found", "Limited", "NoRoom"]
 
 Point = tuple[float, float, Integers]  # seconds, bytes, choice
 
@@ -37,6 +37,10 @@ _MOST_ENTRIES = 400_000  # of what is given to CP-SAT
 _SPLICES = 6  # rounds of putting stretches of other choices into the best
 _CUTS = 400  # places to cut that are looked at in pairs
 _SLACK = 1e-9  # relative, for sums of floating-point numbers
+
+
+class NoRoom(InvalidInput):
+    """No choice fits into memory."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ class Limited:
         least = self.optimiser.minimise(np.inf)
         small = self.offer(least.choice)
         if not self.fits(least.bound) or not self.fits(small[1]):
-            raise InvalidInput(
+            raise NoRoom(
                 "the memory limit must leave room for the smallest choice of strategies",
                 got=f"a limit of {self.limit:,.0f} bytes; the least possible is "
                 f"{small[1]:,.0f} bytes",
