@@ -106,6 +106,20 @@ def test_parameters_are_explained_by_where_they_are_kept(made):
     assert whole.memory == 8192 * 256 * 8 * 4
 
 
+def test_what_follows_from_the_inputs_alone_says_why_it_is_whole():
+    case = gpt(layers=1)
+    plan = ap.plan(case.model, case.args, cluster=CLUSTER, mesh=MESH, mode="auto")
+    shifted = next(n for n in plan.decisions.strategies if n in plan.cost_graph.prologue)
+    why = plan.explain(shifted)
+    assert why.chosen.step == pytest.approx(plan.search.objective, rel=1e-6)
+    others = [candidate for candidate in why.candidates if not candidate.chosen]
+    assert others
+    for candidate in others:
+        assert "follows from the inputs alone is whole on every rank" in candidate.excluded
+    assert "follows from the inputs alone" in why.why
+    assert "not possible" not in str(why)
+
+
 def test_nodes_and_plans_without_a_search(spread):
     name = next(n for n in spread.decisions.strategies if n.startswith("gelu"))
     why = spread.explain(name)

@@ -24,7 +24,7 @@ from autopar.inspection.explanation import Candidate, Explanation
 from autopar.inspection.formulas import Edge, edge, operator_formulas
 from autopar.layout import TensorType
 from autopar.mesh import Mesh
-from autopar.search.build import OPTIMIZER_COPIES, Built, build
+from autopar.search.build import OPTIMIZER_COPIES
 from autopar.search.candidates import Candidates, Kinds, state_of_whole
 from autopar.search.decide import layout_of
 from autopar.search.forced import forced
@@ -157,6 +157,9 @@ class _Explainer:
         for position, wish in self.wishes.bound.get(node.name, {}).items():
             if offered.inputs[position][index][:2] != state_of(wish.layout)[:2]:
                 return f"annotated otherwise at {wish.source}"
+        is_asked = self.plan.search is not None and offered.strategies[index].axes
+        if is_asked and node.name in self.plan.cost_graph.prologue:
+            return "not asked: what follows from the inputs alone is whole on every rank"
         return ""
 
     def _edges(self, node: fx.Node, offered: Candidates, index: int) -> Iterator[Edge]:
@@ -276,32 +279,26 @@ class _Explainer:
     def _under_limit(self) -> bool:
         return self._multiplier > 0
 
-    def _built(self) -> Built:
-        count = self.plan.microbatches
-        return build(self.captured, self.mesh, self.plan.cluster, self.wishes, count)
-
-    def _forced(self, built: Built, variable: int) -> np.ndarray:
-        limit = None if self.plan.limit is None else self.plan.limit - built.fixed_bytes
+    def _forced(self, variable: int) -> np.ndarray:
+        built, limit = self.plan.cost_graph, self.plan.limit
+        limit = None if limit is None else limit - built.fixed_bytes
         return forced(built.graph, variable, self._multiplier, limit) * self.plan.microbatches
 
     def _forced_operator(self, node: fx.Node, offered: Candidates) -> np.ndarray | None:
         """The least seconds of a step for each candidate; None if nothing was searched."""
         if self.plan.search is None:
             return None
-        built = self._built()
-        variable = built.operators[node.name]
-        least = self._forced(built, variable.number)
+        variable = self.plan.cost_graph.operators[node.name]
+        least = self._forced(variable.number)
         assert variable.candidates is not None
         known = dict(zip(variable.candidates.strategies, least))
         return np.array([known.get(strategy, np.inf) for strategy in offered.strategies])
 
     def _forced_parameter(self, node: fx.Node) -> tuple[tuple[State, ...], np.ndarray | None]:
-        built = self._built()
-        variable = built.parameters[node.name]
+        variable = self.plan.cost_graph.parameters[node.name]
         if self.plan.search is None:
             return variable.states, None
-        least = self._forced(built, variable.number)
-        return variable.states, least
+        return variable.states, self._forced(variable.number)
 
 
 def _type(node: fx.Node, state: State) -> str:

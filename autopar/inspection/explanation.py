@@ -96,7 +96,8 @@ class Explanation:
             if not others:
                 return reason
         elif not others:
-            return "there is no other candidate"
+            reasons = dict.fromkeys(candidate.excluded for candidate in self.ranked[1:])
+            return "; ".join(reasons) or "there is no other candidate"
         if not self.searched:
             return "spread from the annotations, without a search: times are not compared"
         second = others[0]

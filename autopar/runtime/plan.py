@@ -32,6 +32,7 @@ from autopar.pipeline.price import pipeline_cost, pipeline_memory, price_step
 from autopar.pipeline.timeline import Timeline
 from autopar.runtime.program import Program
 from autopar.search.auto import Search
+from autopar.search.build import Built, build
 from autopar.search.decisions import Decisions
 from autopar.search.flow import flow_of
 from autopar.search.footprint import Memory, program_memory
@@ -159,6 +160,12 @@ class Plan:
             if node.name in self.decisions.fixed
         }
         return {name: found[placeholder] for placeholder, name in named.items()} | found | marked
+
+    @cached_property
+    def cost_graph(self) -> Built:
+        """All that the search had to choose from; built again when it is first asked for."""
+        wishes = self.wishes or Wishes()
+        return build(self.captured, self.mesh, self.cluster, wishes, self.microbatches)
 
     @property
     def graph(self) -> Listing:

@@ -9,7 +9,7 @@ gradient that is summed: what they share is moved once. An edge costs the shorte
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -69,6 +69,7 @@ class Built:
     parameters: dict[str, Variable] = field(default_factory=dict)
     values: dict[str, Variable] = field(default_factory=dict)
     groups: dict[str, list[Variable]] = field(default_factory=dict)
+    prologue: Collection[str] = ()  # operators that are whole on every rank, and no question
     slack: float = 0.0  # seconds that a plan could save with a prologue that is cut, at most
     fixed_bytes: float = 0.0  # of inputs and buffers
 
@@ -106,7 +107,7 @@ class _Builder:
         calls = [node for node in self.captured.graph.nodes if node.op == "call_function"]
         asked = {*self.wishes.values, *self.wishes.bound}
         self.prologue = find_prologue(self.captured, calls, self.kinds, asked)
-        self.built.slack = self.prologue.slack
+        self.built.prologue, self.built.slack = self.prologue.names, self.prologue.slack
         for node in calls:
             self._look_at(node)
         offers = {name: candidates for name, (candidates, _) in self._offers.items()}
