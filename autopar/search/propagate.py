@@ -79,6 +79,7 @@ class _Propagation:
             if name in self.wishes.parameters:
                 self.fixed[self.nodes[placeholder]] = self.wishes.parameters[name].layout
         self.events: deque[tuple[fx.Node, str, int]] = deque()
+        self.wanted: list[tuple[fx.Node, str, int]] = []  # of readers, the last one first
 
     def bind_operators(self) -> None:
         """Give operators whose inputs were annotated exactly the cuts of those inputs."""
@@ -197,6 +198,12 @@ class _Propagation:
                         self._try(reader, axis, _outer_factor(rule, rule.inputs[index][dim]))
 
     def _try(self, node: fx.Node, axis: str, factor: str | None) -> None:
+        """Cut an operator if it may be, and then what it reads: deep first, however deep."""
+        self._take(node, axis, factor)
+        while self.wanted:
+            self._reach(*self.wanted.pop())
+
+    def _take(self, node: fx.Node, axis: str, factor: str | None) -> None:
         if factor is None or axis in self.cuts[node] or not self._may_cut(node, axis, factor):
             return
         if node in self.fixed and not self._agrees_with_marker(node, axis, factor):
@@ -209,10 +216,14 @@ class _Propagation:
         for dim, factors in enumerate(rule.outputs[0]):
             if factor in factors and node not in self.fixed:
                 self.events.append((node, axis, dim))
-        for argument, dims in zip(self.arguments[node], rule.inputs):
-            for dim, factors in enumerate(dims):
-                if factor in factors:
-                    self._reach(argument, axis, dim)
+        self.wanted += reversed(
+            [
+                (argument, axis, dim)
+                for argument, dims in zip(self.arguments[node], rule.inputs)
+                for dim, factors in enumerate(dims)
+                if factor in factors
+            ]
+        )
 
     def _reach(self, value: fx.Node, axis: str, dim: int) -> None:
         """A reader wants `dim` of `value` cut by `axis`: so be it, if the value is still free."""
@@ -222,7 +233,7 @@ class _Propagation:
             self._place(value, axis, dim)
         elif value in self.rules:
             rule = self.rules[value]
-            self._try(value, axis, _outer_factor(rule, rule.outputs[0][dim]))
+            self._take(value, axis, _outer_factor(rule, rule.outputs[0][dim]))
 
     def _place(self, node: fx.Node, axis: str, dim: int) -> None:
         placed = self.placed.setdefault(node, {})
