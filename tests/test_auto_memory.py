@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 import autopar as ap
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
+from tests.held import kept_for_backward
 from tests.models import ZOO, Case
 from tests.toy import EVEN, machines
 
@@ -17,26 +15,8 @@ MESH = Mesh(a=2, b=4)
 
 
 def held(module: ap.ParallelModule, case: Case) -> float:
-    """Bytes that autograd keeps on each rank from forward to backward, each storage once."""
-    parameters = [*case.model.parameters(), *module.parameters()]
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
-    own = {tensor.untyped_storage().data_ptr() for tensor in local}
-    own |= {b.untyped_storage().data_ptr() for b in (*case.model.buffers(), *module.buffers())}
-    inputs = [*case.args, *case.kwargs.values()]
-    own |= {value.untyped_storage().data_ptr() for value in inputs if isinstance(value, Tensor)}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        is_parameter = tensor.is_leaf and tensor.requires_grad
-        storage = tensor.untyped_storage()
-        if not is_parameter and storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        outputs = module(*case.args, **case.kwargs)
-        del outputs
-    return sum(kept.values()) / module.plan.mesh.size
+    """Bytes that autograd keeps on each virtual rank."""
+    return kept_for_backward(module, case) / module.plan.mesh.size
 
 
 @pytest.mark.parametrize("name", list(ZOO))

@@ -19,8 +19,10 @@ import autopar as ap
 from autopar import Mesh
 from tests import models
 from tests.annotations import megatron, sequence, stored, vocabulary
+from tests.held import kept_for_backward, local_bytes
 from tests.models import Case
 from tests.parity import assert_equal, parallel_outcome
+from tests.toy import EVEN, machines
 
 DP2_TP2 = Mesh(dp=2, tp=2)
 Pair = tuple[ap.ParallelModule, ap.ParallelModule]
@@ -151,6 +153,31 @@ def saves_and_loads_checkpoints() -> None:
     assert_close(elsewhere.full_state_dict(), saved)
 
 
+def holds_what_was_predicted() -> None:
+    """Automatic plans with states that are cut, in little memory: each part on the fullest rank."""
+    mesh = Mesh(a=2, b=2)
+    for case in (models.gpt2(layers=1), models.resnet()):
+        options = {"mesh": mesh, "cluster": machines(4, *EVEN)}
+        free = ap.plan(case.model, case.args, case.kwargs, **options)
+        module = ap.parallelize(
+            case.model, case.args, case.kwargs, memory=0.75 * free.memory.peak, **options
+        )
+        cut = [name for name, _ in module.named_parameters() if module.plan.layouts[name].axes]
+        assert cut
+        optimizer = torch.optim.AdamW(module.parameters())
+        kept = kept_for_backward(module, case)
+        module.step(*case.args, **case.kwargs)
+        optimizer.step()
+        parameters = list(module.parameters())
+        moments = [v for s in optimizer.state.values() for k, v in s.items() if k != "step"]
+        held = [local_bytes(p) for p in (parameters, [p.grad for p in parameters], moments)]
+        most = torch.tensor([*held, kept])
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        said = module.plan.memory
+        assert most[:3].tolist() == [said.parameters, said.gradients, said.optimizer]
+        assert float(most[3]) == pytest.approx(said.activations, rel=0.01)
+
+
 def runs_eager_regions() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     random = torch.Generator().manual_seed(0)
@@ -200,6 +227,7 @@ CHECKS = [
     differentiates_in_any_order,
     takes_local_inputs,
     saves_and_loads_checkpoints,
+    holds_what_was_predicted,
     runs_eager_regions,
     refuses_a_mesh_of_another_size,
     takes_a_device_mesh,
