@@ -43,6 +43,7 @@ from autopar.search.flow import flow_of
 from autopar.search.footprint import program_memory
 from autopar.search.meshes import meshes
 from autopar.search.propagate import propagate
+from autopar.search.stages import Line
 from autopar.search.wishes import Wishes, read_wishes
 from autopar.strategies import rule_of
 
@@ -169,10 +170,8 @@ def plan(
         graph = rewrite(captured, decisions, price)
         cost = node_cost(captured, decisions, cluster)
         stages = cut_stages(
-            flow_of(captured, graph),
-            request.inner,
+            Line(flow_of(captured, graph), request.inner, cost),
             request.schedule,
-            cost=cost,
             pins=stage_pins(model),
             memory=limit if mode == "auto" else memory,
         )

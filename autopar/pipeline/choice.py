@@ -32,7 +32,7 @@ from autopar.search.footprint import Memory, program_memory
 from autopar.search.leanest import Leanest, NothingFits
 from autopar.search.meshes import meshes
 from autopar.search.report import program_cost
-from autopar.search.stages import Pin, StageCost
+from autopar.search.stages import Line, Pin, StageCost
 from autopar.search.wishes import Wishes
 
 MOST_AXES = 3  # of a mesh without a pipeline
@@ -269,22 +269,14 @@ class _Weigher:
         mesh = Mesh(**{AXIS: stages, **dict(zip(inner.names, inner.shape))})
         price = ClusterPrice(self.cluster, inner)
         graph = rewrite(captured, found.decisions, price)
-        flow = flow_of(captured, graph)
         cost = node_cost(captured, found.decisions, self.cluster)
         link = self.cluster.link_between(0, inner.size)
+        line = Line(flow_of(captured, graph), inner, cost, link.bandwidth)
         cuts: dict[int, list[StageCost] | InvalidInput] = {}
 
         def cut(made: Schedule, memory: float | None = None) -> list[StageCost] | InvalidInput:
             try:
-                return cut_stages(
-                    flow,
-                    inner,
-                    made,
-                    cost=cost,
-                    link_bandwidth=link.bandwidth,
-                    pins=self.pins,
-                    memory=memory,
-                )
+                return cut_stages(line, made, pins=self.pins, memory=memory)
             except InvalidInput as error:
                 return error
 

@@ -3,44 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from autopar.mesh import Mesh
 from autopar.pipeline.schedule import Schedule
-from autopar.search.flow import Flow
-from autopar.search.stages import NodeCost, Pin, StageCost, choose_stages
+from autopar.search.stages import Line, Pin, StageCost, choose_stages
 
 
 def cut_stages(
-    flow: Flow,
-    mesh: Mesh,
-    made: Schedule,
-    *,
-    cost: NodeCost,
-    link_bandwidth: float = 25e9,
-    pins: Sequence[Pin] = (),
-    memory: float | None = None,
+    line: Line, made: Schedule, *, pins: Sequence[Pin] = (), memory: float | None = None
 ) -> list[StageCost]:
     """Cut a rewritten program into the stages of a schedule, its slowest as fast as can be.
 
     `memory`: bytes that a rank may take, with what the schedule has it keep.
     """
 
-    def cut(**limit: Any) -> list[StageCost]:
-        return choose_stages(
-            flow,
-            mesh,
-            made.stages,
-            cost=cost,
-            link_bandwidth=link_bandwidth,
-            pins=pins,
-            **limit,
-        )
-
-    stages, most = cut(), moments(made)
+    stages, most = choose_stages(line, made.stages, pins=pins), moments(made)
     if memory is None or all(_taken(stages, moment) <= memory for moment in most):
         return stages
-    return cut(memory=memory, moments=most)
+    return choose_stages(line, made.stages, pins=pins, memory=memory, moments=most)
 
 
 def moments(schedule: Schedule) -> list[Mapping[int, float]]:

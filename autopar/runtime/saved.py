@@ -38,7 +38,7 @@ from autopar.runtime.plan import Plan
 from autopar.search.auto import Search
 from autopar.search.decisions import Decisions
 from autopar.search.flow import flow_of
-from autopar.search.stages import price_stages
+from autopar.search.stages import Line, price_stages
 from autopar.search.stored import decisions_from_json, decisions_to_json
 from autopar.search.wishes import Wish, Wishes, read_wishes
 from autopar.strategies import rule_of
@@ -261,7 +261,7 @@ class SavedPlan:
         graph = rewrite(captured, self.decisions, ClusterPrice(self.cluster, self.mesh))
         starts = [stage.starts for stage in self.pipelining.stages]
         cost = node_cost(captured, self.decisions, self.cluster)
-        stages = price_stages(flow_of(captured, graph), self.mesh, starts, cost)
+        stages = price_stages(Line(flow_of(captured, graph), self.mesh, cost), starts)
         return replace(self.pipelining, stages=tuple(stages))
 
     def _without_model(self, what: str) -> InvalidInput:

@@ -131,7 +131,7 @@ class Flow:
         }
 
     @cached_property
-    def _sources(self) -> dict[fx.Node, frozenset[str]]:
+    def sources(self) -> dict[fx.Node, frozenset[str]]:
         """Of what each value is made: "parameter", "input"."""
         found: dict[fx.Node, frozenset[str]] = {}
         for node in self.graph.nodes:
@@ -143,7 +143,7 @@ class Flow:
         return found
 
     def _is_activation(self, node: fx.Node) -> bool:
-        sources = self._sources[node]
+        sources = self.sources[node]
         return "input" in sources and ("parameter" in sources or node.meta["differentiable"])
 
     def _evolving(self, node: fx.Node) -> list[fx.Node]:

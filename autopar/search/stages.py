@@ -62,37 +62,30 @@ class Pin:
 
 
 def choose_stages(
-    flow: Flow,
-    mesh: Mesh,
+    line: Line,
     count: int,
     *,
-    cost: NodeCost | None = None,
-    link_bandwidth: float = 25e9,
     pins: Sequence[Pin] = (),
     memory: float | None = None,
     moments: Sequence[Mapping[int, float]] = (),
 ) -> list[StageCost]:
-    """Cut the line of activations into `count` stages.
+    """Cut a line of activations into `count` stages.
 
     `memory`: bytes that a rank may take. Each of `moments` says of how many micro-batches a rank
     keeps something at one time, for each of its stages.
     """
-    line = _Line(flow, mesh, cost or roofline(mesh), link_bandwidth)
     fixed = line.pinned(pins, count)
     places = line.places(count, fixed)
     shared = memory is not None and any(len(moment) > 1 for moment in moments)
     best = _together if shared else _best
     starts = best(line, places, count, fixed, memory, moments)
-    ends = [*starts[1:], len(flow.activations)]
+    ends = [*starts[1:], len(line.flow.activations)]
     return [line.stage(start, end) for start, end in zip(starts, ends)]
 
 
-def price_stages(
-    flow: Flow, mesh: Mesh, starts: Sequence[str], cost: NodeCost, link_bandwidth: float = 25e9
-) -> list[StageCost]:
+def price_stages(line: Line, starts: Sequence[str]) -> list[StageCost]:
     """What stages take that begin at the operators `starts`, for cuts that were made before."""
-    line = _Line(flow, mesh, cost, link_bandwidth)
-    places = {node.name: place for place, node in enumerate(flow.activations)}
+    places = {node.name: place for place, node in enumerate(line.flow.activations)}
     missing = [name for name in starts if name not in places]
     if missing:
         raise InvalidInput(
@@ -101,7 +94,7 @@ def price_stages(
             remedy="plan again for this model",
         )
     begins = [places[name] for name in starts]
-    ends = [*begins[1:], len(flow.activations)]
+    ends = [*begins[1:], len(line.flow.activations)]
     return [line.stage(start, end) for start, end in zip(begins, ends)]
 
 
@@ -130,21 +123,28 @@ def imbalance(stages: Sequence[StageCost]) -> float:
     return max(seconds) / mean - 1 if mean else 0.0
 
 
-class _Line:
+class Line:
     """The line of activations with sums of its costs, so that a stage's cost is a difference."""
 
-    def __init__(self, flow: Flow, mesh: Mesh, cost: NodeCost, bandwidth: float) -> None:
-        self.flow, self.mesh, self.bandwidth = flow, mesh, bandwidth
+    def __init__(
+        self,
+        flow: Flow,
+        mesh: Mesh,
+        cost: NodeCost | None = None,
+        link_bandwidth: float = 25e9,
+    ) -> None:
+        self.flow, self.mesh, self.bandwidth = flow, mesh, link_bandwidth
+        cost = cost or roofline(mesh)
         costs = [cost(node) for node in flow.activations]
         self.forward = [0.0, *itertools.accumulate(forward for forward, _ in costs)]
         self.backward = [0.0, *itertools.accumulate(backward for _, backward in costs)]
         kept = (_bytes(n, mesh) * n.meta["differentiable"] for n in flow.activations)
         self.kept = [0, *itertools.accumulate(kept)]
         self.total = self.forward[-1] + self.backward[-1]
-        self._parameters = [_parameters(node) for node in flow.activations]
+        self._parameters = [_parameters(flow, node) for node in flow.activations]
         self._holding = [0, *itertools.accumulate(bool(held) for held in self._parameters)]
         self._crossing: dict[int, int] = {}
-        self._held: dict[tuple[int, int], int] = {}
+        self._alone, self._shared = self._parameter_bytes()
 
     def seconds(self, start: int, end: int) -> float:
         """Forward and backward of the stage, with what it waits for when it receives."""
@@ -163,10 +163,26 @@ class _Line:
         return self._holding[start] == self._holding[end]
 
     def parameters(self, start: int, end: int) -> int:
-        if (start, end) not in self._held:
-            held = set().union(*self._parameters[start:end])
-            self._held[start, end] = sum(_bytes(node, self.mesh) for node in held)
-        return self._held[start, end]
+        """Bytes of the parameters of the stage; one that it uses several times counts once."""
+        shared = sum(
+            size for size, places in self._shared if any(start <= place < end for place in places)
+        )
+        return self._alone[end] - self._alone[start] + shared
+
+    def _parameter_bytes(self) -> tuple[list[int], list[tuple[int, list[int]]]]:
+        """Sums over parameters that are used at one place; bytes and places of the others."""
+        places: dict[fx.Node, list[int]] = {}
+        for place, held in enumerate(self._parameters):
+            for node in held:
+                places.setdefault(node, []).append(place)
+        alone, shared = [0] * len(self._parameters), []
+        for node, used in places.items():
+            size = _bytes(node, self.mesh)
+            if len(used) == 1:
+                alone[used[0]] += size
+            else:
+                shared.append((size, used))
+        return [0, *itertools.accumulate(alone)], shared
 
     def bytes(self, start: int, end: int, micro_batches: float) -> float:
         """What the stage takes with its states, and with what it keeps of `micro_batches`."""
@@ -267,7 +283,7 @@ class _Line:
 
 
 def _best(
-    line: _Line,
+    line: Line,
     places: Sequence[int],
     count: int,
     fixed: Mapping[int, int],
@@ -314,7 +330,7 @@ def _best(
 
 
 def _together(
-    line: _Line,
+    line: Line,
     places: Sequence[int],
     count: int,
     fixed: Mapping[int, int],
@@ -357,24 +373,14 @@ def _none_fits(count: int, memory: float | None) -> InvalidInput:
     )
 
 
-def _parameters(node: fx.Node) -> set[fx.Node]:
+def _parameters(flow: Flow, node: fx.Node) -> set[fx.Node]:
     """The parameters that an activation is made of, other activations aside."""
-    found: set[fx.Node] = set()
-    for value in node.all_input_nodes:
-        if value.op == "placeholder":
-            made_of = {value}
-        elif any(_is_from(source, "input") for source in ancestors([value])):
-            continue
-        else:
-            made_of = ancestors([value])
-        found |= {
-            n for n in made_of if n.op == "placeholder" and n.meta["origin"][0] == "parameter"
-        }
-    return found
-
-
-def _is_from(node: fx.Node, kind: str) -> bool:
-    return node.op == "placeholder" and node.meta["origin"][0] == kind
+    weights = [v for v in node.all_input_nodes if flow.sources[v] == {"parameter"}]
+    return {
+        n
+        for n in ancestors(weights)
+        if n.op == "placeholder" and n.meta["origin"][0] == "parameter"
+    }
 
 
 def _layer(module: str) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 
 import autopar as ap
 from autopar.search.flow import flow_of
-from autopar.search.stages import choose_stages, imbalance
+from autopar.search.stages import Line, choose_stages, imbalance
 from tests.models import gpt, mlp, resnet
 
 
@@ -22,9 +22,9 @@ def plan():
     )
 
 
-def cut(plan, count, **options):
+def cut(plan, count, cost=None, link_bandwidth=25e9, **options):
     flow = flow_of(plan.captured, plan.program.graph)
-    return choose_stages(flow, plan.mesh, count, **options)
+    return choose_stages(Line(flow, plan.mesh, cost, link_bandwidth), count, **options)
 
 
 def test_stages_begin_at_layers(plan):
