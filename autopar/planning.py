@@ -45,7 +45,6 @@ from autopar.search.meshes import meshes
 from autopar.search.propagate import propagate
 from autopar.search.stages import Line
 from autopar.search.wishes import Wishes, read_wishes
-from autopar.strategies import rule_of
 
 MODES = ("auto", "propagate", "data")
 MOST_AXES = 3  # of a mesh that the search chooses
@@ -298,7 +297,7 @@ def _require_rules(captured: Captured) -> None:
     missing = [
         f"{operator_of(node)} at {node.meta['source']}"
         for node in captured.graph.nodes
-        if node.op == "call_function" and rule_of(node) is None
+        if node.op == "call_function" and captured.rules[node.name] is None
     ]
     if missing:
         raise InvalidInput(
@@ -311,7 +310,7 @@ def _require_rules(captured: Captured) -> None:
 
 def _refuse_random(captured: Captured, decisions: Decisions) -> None:
     for node in captured.graph.nodes:
-        rule = rule_of(node)
+        rule = captured.rules.get(node.name)
         where = node.meta["module"] or "the model"
         if rule is not None and rule.random and decisions.mesh.size > 1:
             raise InvalidInput(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
+
+from autopar.strategies import Rule, rule_of
 
 
 @dataclass(frozen=True)
@@ -34,3 +37,12 @@ class Captured:
     # Each flat output: a node (the next of the output's tuple, in order) or a constant.
     output_leaves: tuple[object, ...]
     static_inputs: dict[int, object] = field(default_factory=dict)  # flat arguments not tensors
+
+    @cached_property
+    def rules(self) -> dict[str, Rule | None]:
+        """The rule of each call, found once for all that are alike; None: it runs replicated."""
+        found: dict[int, Rule | None] = {}
+        for node in self.graph.nodes:
+            if node.op == "call_function" and self.alike[node.name] not in found:
+                found[self.alike[node.name]] = rule_of(node)
+        return {name: found[number] for name, number in self.alike.items()}

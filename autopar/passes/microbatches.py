@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from autopar.capture.alike import number_calls
 from autopar.capture.captured import Captured
 from autopar.capture.marker import ANNOTATE
 from autopar.capture.verifier import verify
@@ -31,7 +32,7 @@ from autopar.errors import InvalidInput
 from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
 from autopar.search.propagate import propagate
-from autopar.strategies import localize_arguments, rule_of, tensor_inputs
+from autopar.strategies import localize_arguments, tensor_inputs
 from autopar.strategies.kernels import batch_normalize, batch_sums, running_mean, running_var
 
 aten = torch.ops.aten
@@ -205,6 +206,7 @@ class _Cutter:
             self.captured,
             graph=self.graph,
             constants=self.constants,
+            alike=number_calls(self.graph),
             mutations=mutations,
             output_spec=pytree.tree_structure(0),
             output_leaves=(self.copies[self.loss],),
@@ -247,7 +249,7 @@ class _Cutter:
 
     def _status(self, node: fx.Node, inputs: tuple[fx.Node, ...]) -> Status:
         given = [self.status[value.name] for value in inputs]
-        strategy, rule = self.strategies.get(node.name), rule_of(node)
+        strategy, rule = self.strategies.get(node.name), self.captured.rules[node.name]
         if rule is None or strategy is None:
             if all(status in (SAME, OWN) for status in given):
                 return OWN if OWN in given else SAME
@@ -275,7 +277,7 @@ class _Cutter:
         if any(isinstance(status, int) for status in given):
             _refuse(node, f"{node.target} needs all samples of the batch together")
         summed = frozenset(index for index, status in enumerate(given) if status == SUM)
-        rule = rule_of(node)
+        rule = self.captured.rules[node.name]
         assert rule is not None
         if summed not in rule.passes:
             for index in summed:

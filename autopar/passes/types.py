@@ -14,7 +14,7 @@ from autopar.capture.captured import Captured
 from autopar.layout import Layout, TensorType
 from autopar.search.decisions import Decisions
 from autopar.search.keeping import kept_inputs
-from autopar.strategies import rule_of, tensor_inputs
+from autopar.strategies import Rule, tensor_inputs
 
 Want = tuple[Layout, tuple[str, ...]]
 
@@ -32,14 +32,14 @@ def assign_types(captured: Captured, decisions: Decisions) -> fx.Graph:
             node.meta["origin"] = _origin(captured, node.name)
             _set_type(node, decisions.placeholders[node.name])
         elif node.op == "call_function":
-            _type_operator(node, decisions)
+            _type_operator(node, captured.rules[node.name], decisions)
     _type_output(captured, graph, decisions)
     return graph
 
 
-def _type_operator(node: fx.Node, decisions: Decisions) -> None:
+def _type_operator(node: fx.Node, rule: Rule | None, decisions: Decisions) -> None:
     inputs = tensor_inputs(node)
-    rule, strategy = rule_of(node), decisions.strategies.get(node.name)
+    strategy = decisions.strategies.get(node.name)
     if node.name in decisions.fixed:
         layout = decisions.fixed[node.name]
         node.meta["wants"] = ((layout, ()),)

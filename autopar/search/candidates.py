@@ -18,7 +18,7 @@ from autopar.collectives.redistribution import State
 from autopar.cost.operators import Facts, Pieces, Work, kept_extra, seconds, work
 from autopar.mesh import Mesh
 from autopar.search.moves import state_of
-from autopar.strategies import KERNELS, Rule, Strategy, rule_of, tensor_inputs
+from autopar.strategies import KERNELS, Rule, Strategy, tensor_inputs
 
 Array = NDArray[np.float64]
 aten = torch.ops.aten
@@ -73,8 +73,7 @@ class Kinds:
 
     def __init__(self, captured: Captured, mesh: Mesh, device: Device, price: Price) -> None:
         self.mesh, self.device, self.price = mesh, device, price
-        self._alike = captured.alike
-        self._rules: dict[int, Rule | None] = {}
+        self._alike, self._rules = captured.alike, captured.rules
         self._candidates: dict[tuple[int, bool], Candidates] = {}
         self._places: dict[int, list[int]] = {}
 
@@ -91,10 +90,7 @@ class Kinds:
         return [given[place] for place in self._places[kind]]
 
     def rule(self, node: fx.Node) -> Rule | None:
-        kind = self._alike[node.name]
-        if kind not in self._rules:
-            self._rules[kind] = rule_of(node)
-        return self._rules[kind]
+        return self._rules[node.name]
 
     def candidates(self, node: fx.Node, every: bool = False) -> Candidates:
         """The candidates of a call; `every` strategy, in every order, if asked."""

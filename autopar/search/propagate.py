@@ -21,7 +21,7 @@ from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.search.decisions import Decisions, Fallback
 from autopar.search.wishes import Wishes
-from autopar.strategies import Rule, Strategy, rule_of, tensor_inputs
+from autopar.strategies import Rule, Strategy, tensor_inputs
 
 
 def propagate(
@@ -60,7 +60,7 @@ class _Propagation:
         for node in captured.graph.nodes:
             if node.op != "call_function":
                 continue
-            rule = rule_of(node)
+            rule = captured.rules[node.name]
             if rule is None:
                 self.fallbacks.append(
                     Fallback(node.name, operator_of(node), "no rule", node.meta["source"])

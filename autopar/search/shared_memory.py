@@ -30,6 +30,9 @@ class Piece:
     states: int  # bytes
     kept: int  # bytes for one micro-batch
 
+    def bytes(self, micro_batches: float) -> int:
+        return self.states + math.ceil(micro_batches * self.kept)
+
 
 def cut_together(
     pieces: Sequence[Sequence[Piece]],
@@ -40,13 +43,14 @@ def cut_together(
 
     A moment says of how many micro-batches a rank keeps something, by stage.
     """
+    pieces = _possible(pieces, memory, moments)
+    if not all(pieces):
+        return None
     model = cp_model.CpModel()
     takes = [
         [model.new_bool_var(f"{s}:{p.start}-{p.end}") for p in row] for s, row in enumerate(pieces)
     ]
     every = [(piece, take) for row, bits in zip(pieces, takes) for piece, take in zip(row, bits)]
-    if not every:
-        return None
     scale = _RANGE / (max(piece.seconds for piece, _ in every) or 1.0)
     sent = _TIES / (sum(max((p.received for p in row), default=0) for row in pieces) or 1)
     slowest = model.new_int_var(0, _RANGE, "slowest")
@@ -60,7 +64,7 @@ def cut_together(
             model.add(sum(ending) == sum(starting))
     for moment in moments:
         used = [
-            (take, piece.states + math.ceil(count * piece.kept))
+            (take, piece.bytes(count))
             for stage, count in moment.items()
             for piece, take in zip(pieces[stage], takes[stage])
         ]
@@ -77,6 +81,22 @@ def cut_together(
         next(piece for piece, take in zip(row, bits) if solver.boolean_value(take))
         for row, bits in zip(pieces, takes)
     ]
+
+
+def _possible(
+    pieces: Sequence[Sequence[Piece]], memory: float, moments: Sequence[Mapping[int, float]]
+) -> list[list[Piece]]:
+    """The pieces that fit beside the smallest ones of the other stages."""
+    left = [list(row) for row in pieces]
+    for moment in moments:
+        least = {
+            stage: min((piece.bytes(count) for piece in pieces[stage]), default=0)
+            for stage, count in moment.items()
+        }
+        for stage, count in moment.items():
+            room = memory - sum(least.values()) + least[stage]
+            left[stage] = [piece for piece in left[stage] if piece.bytes(count) <= room]
+    return left
 
 
 def _sum(variables: Sequence[cp_model.IntVar], weights: Sequence[int]) -> cp_model.LinearExprT:

@@ -340,22 +340,26 @@ def _together(
     """The same for stages that share the memory of a rank."""
     assert memory is not None
     end = len(line.flow.activations)
+    every = [
+        Piece(
+            i,
+            j,
+            seconds=line.seconds(i, j),
+            is_empty=line.is_empty(i, j),
+            received=line.received(i),
+            states=_STATES * line.parameters(i, j),
+            kept=line.kept[j] - line.kept[i],
+        )
+        for i, j in itertools.combinations([*places, end], 2)
+    ]
     pieces = [
         [
-            Piece(
-                i,
-                j,
-                seconds=line.seconds(i, j),
-                is_empty=line.is_empty(i, j),
-                received=line.received(i),
-                states=_STATES * line.parameters(i, j),
-                kept=line.kept[j] - line.kept[i],
-            )
-            for i, j in itertools.combinations([*places, end], 2)
-            if (i == 0) == (stage == 0)
-            and (j == end) == (stage == count - 1)
-            and fixed.get(stage, i) == i
-            and fixed.get(stage + 1, j) == j
+            piece
+            for piece in every
+            if (piece.start == 0) == (stage == 0)
+            and (piece.end == end) == (stage == count - 1)
+            and fixed.get(stage, piece.start) == piece.start
+            and fixed.get(stage + 1, piece.end) == piece.end
         ]
         for stage in range(count)
     ]
