@@ -167,12 +167,13 @@ def plan(
     pipelining = None
     if request is not None:
         graph = rewrite(captured, decisions, price)
-        cost = node_cost(captured, decisions, cluster)
+        cost = node_cost(captured, decisions, cluster, request.recompute)
         stages = cut_stages(
             Line(flow_of(captured, graph), request.inner, cost),
             request.schedule,
             pins=stage_pins(model),
             memory=limit if mode == "auto" else memory,
+            recompute=request.recompute,
         )
         pipelining = request.pipelining(stages)
     return Plan(

@@ -306,13 +306,13 @@ class _Weigher:
         found: Found,
         batches: Microbatches | None,
     ) -> _Way:
-        timeline = price_step(made, stages, graph, found.decisions.mesh, self.cluster)
-        memory = pipeline_memory(made, stages, timeline)
+        pipelining = Pipelining(AXIS, mesh, made, tuple(stages))
+        timeline = price_step(pipelining, graph, found.decisions.mesh, self.cluster)
+        memory = pipeline_memory(pipelining)
         seconds, peak = timeline.step_time, memory.peak
         alternative = Alternative(
             mesh, made.microbatches, made.name, made.options, seconds, peak, peak <= self.memory
         )
-        pipelining = Pipelining(AXIS, mesh, made, tuple(stages))
         return _Way(alternative, memory, captured, found, batches, pipelining)
 
 

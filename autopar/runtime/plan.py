@@ -134,15 +134,13 @@ class Plan:
         """The simulated step of a pipeline."""
         if self.pipelining is None:
             return None
-        made, stages = self.pipelining.schedule, self.pipelining.stages
-        return price_step(made, stages, self.program.graph, self.mesh, self.cluster)
+        return price_step(self.pipelining, self.program.graph, self.mesh, self.cluster)
 
     @cached_property
     def memory(self) -> Memory:
         """The predicted bytes on the fullest device, and their parts."""
-        if self.pipelining is not None and self.timeline is not None:
-            made, stages = self.pipelining.schedule, self.pipelining.stages
-            return pipeline_memory(made, stages, self.timeline)
+        if self.pipelining is not None:
+            return pipeline_memory(self.pipelining)
         return program_memory(self.captured, self.program.graph, self.mesh)
 
     @cached_property

@@ -260,7 +260,7 @@ class SavedPlan:
             return None
         graph = rewrite(captured, self.decisions, ClusterPrice(self.cluster, self.mesh))
         starts = [stage.starts for stage in self.pipelining.stages]
-        cost = node_cost(captured, self.decisions, self.cluster)
+        cost = node_cost(captured, self.decisions, self.cluster, self.pipelining.recompute)
         stages = price_stages(Line(flow_of(captured, graph), self.mesh, cost), starts)
         return replace(self.pipelining, stages=tuple(stages))
 

@@ -7,7 +7,6 @@ ends, and at every moment what a rank keeps of its stages stays below the limit.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,20 +27,21 @@ class Piece:
     is_empty: bool  # holds no parameter
     received: int  # bytes
     states: int  # bytes
-    kept: int  # bytes for one micro-batch
+    kept: int  # bytes for one slice of the batch
 
-    def bytes(self, micro_batches: float) -> int:
-        return self.states + math.ceil(micro_batches * self.kept)
+    def bytes(self, whole: int, received: int) -> int:
+        return self.states + whole * self.kept + received * self.received
 
 
 def cut_together(
     pieces: Sequence[Sequence[Piece]],
     memory: float,
-    moments: Sequence[Mapping[int, float]],
+    moments: Sequence[Mapping[int, tuple[int, int]]],
 ) -> list[Piece] | None:
     """One of the `pieces` of each stage, with the slowest as fast as can be; None: none fit.
 
-    A moment says of how many micro-batches a rank keeps something, by stage.
+    A moment says by stage of how many slices a rank keeps all activations, and of how many what it
+    received.
     """
     pieces = _possible(pieces, memory, moments)
     if not all(pieces):
@@ -64,8 +64,8 @@ def cut_together(
             model.add(sum(ending) == sum(starting))
     for moment in moments:
         used = [
-            (take, piece.bytes(count))
-            for stage, count in moment.items()
+            (take, piece.bytes(*keeps))
+            for stage, keeps in moment.items()
             for piece, take in zip(pieces[stage], takes[stage])
         ]
         model.add(_sum([take for take, _ in used], [size for _, size in used]) <= int(memory))
@@ -84,18 +84,20 @@ def cut_together(
 
 
 def _possible(
-    pieces: Sequence[Sequence[Piece]], memory: float, moments: Sequence[Mapping[int, float]]
+    pieces: Sequence[Sequence[Piece]],
+    memory: float,
+    moments: Sequence[Mapping[int, tuple[int, int]]],
 ) -> list[list[Piece]]:
     """The pieces that fit beside the smallest ones of the other stages."""
     left = [list(row) for row in pieces]
     for moment in moments:
         least = {
-            stage: min((piece.bytes(count) for piece in pieces[stage]), default=0)
-            for stage, count in moment.items()
+            stage: min((piece.bytes(*keeps) for piece in pieces[stage]), default=0)
+            for stage, keeps in moment.items()
         }
-        for stage, count in moment.items():
+        for stage, keeps in moment.items():
             room = memory - sum(least.values()) + least[stage]
-            left[stage] = [piece for piece in left[stage] if piece.bytes(count) <= room]
+            left[stage] = [piece for piece in left[stage] if piece.bytes(*keeps) <= room]
     return left
 
 

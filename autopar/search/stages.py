@@ -27,13 +27,18 @@ from autopar.search.shared_memory import Piece, cut_together
 from autopar.strategies import rule_of
 
 NodeCost = Callable[[fx.Node], tuple[float, float]]  # seconds forward, seconds backward
+# Of how many slices of the batch a stage keeps all activations, and of how many what it received.
+Keeps = tuple[int, int]
 _STATES = 4  # a parameter, its gradient, and two states of the optimizer
 _NUMBERED = re.compile(r"(.*\.)?\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """What one stage takes for one micro-batch, predicted."""
+    """What one stage takes for one slice of the batch, predicted.
+
+    That is a micro-batch, or a part of it where a schedule cuts micro-batches in parts.
+    """
 
     starts: str  # the first operator
     module: str  # where in the model that is
@@ -47,9 +52,10 @@ class StageCost:
     def seconds(self) -> float:
         return self.forward + self.backward
 
-    def bytes(self, micro_batches: float) -> float:
-        """With its states, and with what it keeps of `micro_batches`."""
-        return _STATES * self.parameters + micro_batches * self.activations
+    def bytes(self, whole: int, received: int) -> int:
+        """With its states, all activations of some slices, and what it received of some."""
+        kept = whole * self.activations + received * self.receives
+        return _STATES * self.parameters + kept
 
 
 @dataclass(frozen=True)
@@ -67,12 +73,12 @@ def choose_stages(
     *,
     pins: Sequence[Pin] = (),
     memory: float | None = None,
-    moments: Sequence[Mapping[int, float]] = (),
+    moments: Sequence[Mapping[int, Keeps]] = (),
 ) -> list[StageCost]:
     """Cut a line of activations into `count` stages.
 
-    `memory`: bytes that a rank may take. Each of `moments` says of how many micro-batches a rank
-    keeps something at one time, for each of its stages.
+    `memory`: bytes that a rank may take. Each of `moments` says what a rank keeps at one time, for
+    each of its stages.
     """
     fixed = line.pinned(pins, count)
     places = line.places(count, fixed)
@@ -184,10 +190,11 @@ class Line:
                 shared.append((size, used))
         return [0, *itertools.accumulate(alone)], shared
 
-    def bytes(self, start: int, end: int, micro_batches: float) -> float:
-        """What the stage takes with its states, and with what it keeps of `micro_batches`."""
-        kept = self.kept[end] - self.kept[start]
-        return _STATES * self.parameters(start, end) + micro_batches * kept
+    def most(self, start: int, end: int, keeps: Sequence[Keeps]) -> int:
+        """The bytes of the stage with its states, when it keeps most."""
+        activations, received = self.kept[end] - self.kept[start], self.received(start)
+        kept = max((count * activations + sent * received for count, sent in keeps), default=0)
+        return _STATES * self.parameters(start, end) + kept
 
     def stage(self, start: int, end: int) -> StageCost:
         first = self.flow.activations[start]
@@ -288,12 +295,15 @@ def _best(
     count: int,
     fixed: Mapping[int, int],
     memory: float | None,
-    moments: Sequence[Mapping[int, float]],
+    moments: Sequence[Mapping[int, Keeps]],
 ) -> list[int]:
     """The exact dynamic programme: best[j] is the best cut of everything before places[j]."""
     ends = [*places[1:], len(line.flow.activations)]
     worst = (math.inf, math.inf, math.inf)  # stages without a parameter, slowest stage, bytes sent
-    most = {stage: kept for moment in moments for stage, kept in moment.items()}
+    keeps: dict[int, list[Keeps]] = {stage: [] for stage in range(count)}
+    for moment in moments:
+        for stage, kept in moment.items():
+            keeps[stage].append(kept)
     best: list[tuple[float, float, float]] = [(0, 0.0, 0)] + [worst] * len(places)
     back: list[list[int]] = []
     bounds = [*places, ends[-1]]
@@ -307,8 +317,7 @@ def _best(
             for i in range(j):
                 if best[i] == worst or fixed.get(stage, bounds[i]) != bounds[i]:
                     continue
-                kept = most.get(stage, count)
-                if memory is not None and line.bytes(bounds[i], bounds[j], kept) > memory:
+                if memory is not None and line.most(bounds[i], bounds[j], keeps[stage]) > memory:
                     continue
                 empty, slowest, sent = best[i]
                 value = (
@@ -335,7 +344,7 @@ def _together(
     count: int,
     fixed: Mapping[int, int],
     memory: float | None,
-    moments: Sequence[Mapping[int, float]],
+    moments: Sequence[Mapping[int, Keeps]],
 ) -> list[int]:
     """The same for stages that share the memory of a rank."""
     assert memory is not None

@@ -10,7 +10,8 @@ import pytest
 from autopar.search.shared_memory import Piece, cut_together
 
 PLACES, STAGES = 9, 4
-CHIMERA = [{0: 2, 3: 1}, {0: 1, 3: 2}, {1: 1.5, 2: 1}]  # moments on two ranks
+# Moments on two ranks: all activations of some slices, what was received of others.
+CHIMERA = [{0: (2, 0), 3: (1, 1)}, {0: (1, 0), 3: (2, 1)}, {1: (3, 2), 2: (1, 0)}]
 
 
 def random_pieces(seed: int) -> dict[tuple[int, int], Piece]:
@@ -32,8 +33,10 @@ def cuts(pieces: dict[tuple[int, int], Piece]) -> list[list[Piece]]:
     return [[pieces[pair] for pair in itertools.pairwise((0, *ends, PLACES))] for ends in inner]
 
 
-def taken(cut: list[Piece], moment: dict[int, float]) -> float:
-    return sum(cut[s].states + -(-n * cut[s].kept // 1) for s, n in moment.items())
+def taken(cut: list[Piece], moment: dict[int, tuple[float, float]]) -> float:
+    return sum(
+        cut[s].states + n * cut[s].kept + sent * cut[s].received for s, (n, sent) in moment.items()
+    )
 
 
 def worth(cut: list[Piece]) -> tuple[int, float]:
