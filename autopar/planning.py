@@ -29,9 +29,11 @@ from autopar.pipeline.choice import choose
 from autopar.pipeline.cut import cut_stages
 from autopar.pipeline.plan import (
     ScheduleLike,
+    axis_to_make,
     pipeline_axis,
     read_request,
     refuse_without_pipeline,
+    with_inner_axes,
 )
 from autopar.pipeline.price import node_cost
 from autopar.pipeline.schedule import Schedule
@@ -75,13 +77,13 @@ def plan(
     "data" cuts the batch. `memory`: bytes on each device, if less than it has. `algorithm`:
     "exact", or "recursive" or "propagate" for comparison. `strict`: refuse operators without
     rules. `microbatches`: into how many equal parts a step cuts the batch, to run one after
-    another. `pipeline`: the axis of a pipeline ("auto": `pp`, if the mesh has it), a number of
-    ranks, or None for no pipeline; `schedule`: a name, a mapping with a name and options, or a
-    schedule, as `ap.pipeline.load("mine.csv")` reads one; `recompute`: run each stage's forward
-    again before its backward. Without a mesh, or with a pipeline whose schedule is "auto",
-    mode="auto" weighs stages, micro-batches and schedules by simulation. `progress` is told of each
-    phase of a search and its detail; True shows them, False is silent, None shows them on a
-    terminal.
+    another. `pipeline`: the axis of a pipeline ("auto": `pp`, if the mesh has it; without a mesh,
+    what such an axis shall be called), a number of ranks, or None for no pipeline; `schedule`: a
+    name, a mapping with a name and options, or a schedule, as `ap.pipeline.load("mine.csv")` reads
+    one; `recompute`: run each stage's forward again before its backward. Without a mesh, or with a
+    pipeline whose schedule is "auto", mode="auto" weighs stages, micro-batches and schedules by
+    simulation. `progress` is told of each phase of a search and its detail; True shows them, False
+    is silent, None shows them on a terminal.
     """
     if mode not in MODES:
         raise InvalidInput(
@@ -221,15 +223,14 @@ def _weighed(
     """The plan with the fastest of all pipelines, or without one where that is faster."""
     if strict:
         _require_rules(captured)
-    stages, inner = (pipeline if isinstance(pipeline, int) else None), None
-    if mesh is not None:
-        axis, whole = pipeline_axis(mesh, pipeline)
-        assert axis is not None
-        stages, inner = whole[axis], whole.without(axis)
-        inner = inner if inner.names else Mesh(dp=1)
+    if mesh is None:
+        axis, stages = axis_to_make(pipeline)
+    else:
+        named, mesh = pipeline_axis(mesh, pipeline)
+        assert named is not None
+        axis, stages, mesh = named, mesh[named], with_inner_axes(mesh, named)
     if cluster is None:
-        devices = _devices_here() if inner is None or stages is None else stages * inner.size
-        cluster = Cluster.local(devices, measure=False)
+        cluster = Cluster.local(mesh.size if mesh else _devices_here(), measure=False)
     annotations = parameter_annotations(model)
     limit = cluster.device.memory if memory is None else memory
     with reporter(progress) as report:
@@ -239,8 +240,9 @@ def _weighed(
             lambda program, mesh: read_wishes(program, mesh, annotations),
             memory=limit,
             microbatches=None if microbatches == "auto" else int(microbatches),
+            axis=axis,
             stages=stages,
-            inner=inner,
+            mesh=mesh,
             pins=stage_pins(model),
             progress=report,
         )

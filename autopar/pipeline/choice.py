@@ -117,18 +117,19 @@ def choose(
     *,
     memory: float,
     microbatches: int | None = None,
+    axis: str = AXIS,
     stages: int | None = None,
-    inner: Mesh | None = None,
+    mesh: Mesh | None = None,
     pins: Sequence[Pin] = (),
     progress: Progress | None = None,
 ) -> Chosen:
     """The fastest way to run a step of `captured` on all of `cluster`.
 
-    `microbatches`, `stages` and the mesh `inner` to each stage fix these; all sensible ones are
-    tried if not given.
+    `microbatches`, `stages` and the `mesh` of all ranks fix these; all sensible ones are tried if
+    not given. `axis` is the pipeline's.
     """
     report = progress or (lambda phase, detail: None)
-    weigher = _Weigher(captured, cluster, wishes, memory, inner, pins, report)
+    weigher = _Weigher(captured, cluster, wishes, memory, axis, mesh, pins, report)
     ways: list[_Way] = []
     reasons: dict[str, None] = {}
     too_large: list[Leanest] = []
@@ -204,12 +205,14 @@ class _Weigher:
         cluster: Cluster,
         wishes: Callable[[Captured, Mesh], Wishes],
         memory: float,
-        inner: Mesh | None,
+        axis: str,
+        mesh: Mesh | None,
         pins: Sequence[Pin],
         report: Progress,
     ) -> None:
         self.whole, self.cluster, self.wishes = captured, cluster, wishes
-        self.memory, self.inner, self.pins, self.report = memory, inner, pins, report
+        self.memory, self.pins, self.report = memory, pins, report
+        self.axis, self.mesh = axis, mesh
         self._cut: dict[int, Microbatches] = {}
         self.best = float("inf")  # seconds of the fastest way that fits
 
@@ -219,8 +222,8 @@ class _Weigher:
         captured = batches.captured if batches else self.whole
         axes = MOST_AXES if stages == 1 else MOST_INNER_AXES
         inner = (
-            [self.inner]
-            if self.inner
+            [self.mesh.without(self.axis)]
+            if self.mesh
             else meshes(self.cluster.devices // stages, axes, self.cluster)
         )
         # Each stage has a share of the states, and at least the activations of one micro-batch.
@@ -266,7 +269,7 @@ class _Weigher:
         parts: int,
     ) -> Iterator[_Way]:
         inner = found.decisions.mesh
-        mesh = Mesh(**{AXIS: stages, **dict(zip(inner.names, inner.shape))})
+        mesh = self.mesh or Mesh(**{self.axis: stages, **dict(zip(inner.names, inner.shape))})
         price = ClusterPrice(self.cluster, inner)
         graph = rewrite(captured, found.decisions, price)
         cost = node_cost(captured, found.decisions, self.cluster)
@@ -306,7 +309,7 @@ class _Weigher:
         found: Found,
         batches: Microbatches | None,
     ) -> _Way:
-        pipelining = Pipelining(AXIS, mesh, made, tuple(stages))
+        pipelining = Pipelining(self.axis, mesh, made, tuple(stages))
         timeline = price_step(pipelining, graph, found.decisions.mesh, self.cluster)
         memory = pipeline_memory(pipelining)
         seconds, peak = timeline.step_time, memory.peak

@@ -17,6 +17,7 @@ from autopar.pipeline.checker import check
 from autopar.pipeline.notation import from_text, to_text
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import schedule as make_schedule
+from autopar.search.meshes import AXIS_NAMES
 from autopar.search.stages import StageCost, imbalance
 
 AXIS = "pp"
@@ -113,12 +114,8 @@ def read_request(
         refuse_without_pipeline(str(mesh), None, schedule, options, recompute)
         return None
     made = _schedule(schedule, dict(options or {}), mesh[axis], microbatches)
-    inner = mesh.without(axis)
-    if not inner.names:
-        # A stage on one rank: an axis of one for its parameters' placements.
-        mesh = Mesh(**dict(zip(mesh.names, mesh.shape)), dp=1)
-        inner = Mesh(dp=1)
-    return Request(axis, mesh, inner, made, recompute)
+    mesh = with_inner_axes(mesh, axis)
+    return Request(axis, mesh, mesh.without(axis), made, recompute)
 
 
 def refuse_without_pipeline(
@@ -161,6 +158,28 @@ def pipeline_axis(mesh: Mesh, pipeline: str | int | None) -> tuple[str | None, M
             remedy=f"one of {', '.join(map(repr, mesh.names))}",
         )
     return name, mesh
+
+
+def with_inner_axes(mesh: Mesh, axis: str) -> Mesh:
+    """The mesh of a pipeline: if a stage is on one rank, with an axis of one for placements."""
+    if mesh.without(axis).names:
+        return mesh
+    return Mesh(**dict(zip(mesh.names, mesh.shape)), dp=1)
+
+
+def axis_to_make(pipeline: str | int | None) -> tuple[str, int | None]:
+    """The name and the ranks (None: any) of the pipeline's axis, where the mesh is chosen too."""
+    if isinstance(pipeline, int) and not isinstance(pipeline, bool) and pipeline > 0:
+        return AXIS, pipeline
+    if pipeline == "auto":
+        return AXIS, None
+    if not isinstance(pipeline, str) or not pipeline.isidentifier() or pipeline in AXIS_NAMES:
+        raise InvalidInput(
+            "without a mesh, pipeline is a name for its axis, a number of ranks, or None",
+            got=f"pipeline={pipeline!r}",
+            remedy=f"another name than those of the other axes, {', '.join(AXIS_NAMES)}",
+        )
+    return pipeline, None
 
 
 def _schedule(

@@ -10,6 +10,7 @@ import torch
 import autopar as ap
 from autopar.cluster import Device, Link, Node
 from tests import models
+from tests.parity import assert_parity
 from tests.pipeline.models import share_captures  # noqa: F401
 
 
@@ -45,6 +46,25 @@ def test_a_schedule_is_chosen_for_the_users_mesh() -> None:
     assert chosen.pipelining.mesh == ap.Mesh(pp=2, dp=2)
     assert chosen.microbatches == 4
     assert {a.microbatches for a in chosen.alternatives} == {4}
+
+
+def test_the_axis_of_a_pipeline_is_called_as_the_user_says() -> None:
+    """And its mesh is the user's, where one is given, with the order of its axes."""
+    case = models.gpt()
+    module = ap.parallelize(
+        case.model,
+        case.args,
+        cluster=slow_network(4),
+        mesh=ap.Mesh(data=2, deep=2),
+        pipeline="deep",
+        backend="virtual",
+        microbatches=4,
+    )
+    assert module.plan.whole_mesh == ap.Mesh(data=2, deep=2)
+    assert module.plan.pipelining.axis == "deep"
+    named = plan(models.gpt(), slow_network(2), pipeline="deep")
+    assert named.pipelining.axis == named.whole_mesh.names[0] == "deep"
+    assert_parity(case, ap.Mesh(data=2, deep=2), pipeline="deep", microbatches=4, mode="auto")
 
 
 def test_the_chosen_pipeline_is_exact() -> None:

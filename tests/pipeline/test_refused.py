@@ -66,6 +66,8 @@ def test_bad_words(mode, options, message):
         ({"mesh": ap.Mesh(pp=2), "schedule_options": {"pipes": 2}}, "name of the schedule"),
         ({"mesh": ap.Mesh(pp=2), "recompute": True}, "name of the schedule"),
         ({"pipeline": 3, "microbatches": 6}, "micro-batches"),
+        ({"pipeline": "x"}, "a name for its axis"),
+        ({"pipeline": 0}, "a name for its axis"),
     ],
 )
 def test_bad_words_where_pipelines_are_weighed(options, message):
