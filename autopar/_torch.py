@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import (
     _abort_process_group,
     _get_default_store,
     _resolve_process_group,
+    _world,
 )
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
@@ -30,6 +31,7 @@ __all__ = [
     "all_reduce_now",
     "below_autograd",
     "call_after_backward",
+    "groups_known",
     "placed_like",
     "process_group",
     "reduce_scatter_single",
@@ -58,6 +60,11 @@ def all_reduce_now(x: Tensor, group: str) -> None:
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward pass that is under way has ended."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def groups_known() -> int:
+    """How many groups this rank has been told of: torch names new ones after it."""
+    return len(_world.pg_names)
 
 
 def abort_groups() -> None:

@@ -30,7 +30,7 @@ from autopar.passes import localize, rewrite
 from autopar.planning import price_of
 from autopar.runtime.distributed import axes_used, wrapper
 from autopar.runtime.eager import compile_graph
-from autopar.runtime.groups import Groups
+from autopar.runtime.groups import Groups, see_alike
 from autopar.runtime.program import Program
 from autopar.search.propagate import propagate
 from autopar.search.wishes import Wish, Wishes, read_wishes
@@ -113,6 +113,8 @@ def _compile(
     graph = rewrite(captured, decisions, price_of(mesh))
     ranks = device_mesh.mesh.flatten().tolist()
     rank = ranks.index(torch.distributed.get_rank())
+    if len(ranks) < torch.distributed.get_world_size():
+        see_alike(device_mesh)
     groups = Groups(mesh, axes_used(graph), [ranks])
     device = next(leaf.to_local().device for leaf in leaves if isinstance(leaf, DTensor))
     local: fx.Graph = localize(graph, mesh, rank, device, groups.name)

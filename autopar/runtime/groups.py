@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from autopar._torch import world_timeout
+from autopar._torch import groups_known, world_timeout
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 
@@ -23,7 +24,8 @@ class Groups:
         """`copies`: for each mesh like this one, the global ranks at its places.
 
         torch names a group after the groups that a rank has seen before. So if the copies hold all
-        ranks of the world, these make all groups together; else members make theirs alone.
+        ranks of the world, these make all groups together; else members make theirs alone, after
+        `see_alike`.
         """
         self._groups: dict[Axes, dist.ProcessGroup] = {}
         together = sum(map(len, copies)) == dist.get_world_size()
@@ -47,6 +49,15 @@ class Groups:
 def new_group(ranks: Sequence[int] | None = None, **how: Any) -> Any:
     """A group that waits as long as the world does: torch would give it half an hour."""
     return dist.new_group(ranks, timeout=world_timeout(), **how)
+
+
+def see_alike(device_mesh: DeviceMesh) -> None:
+    """Have all ranks of a mesh see equally many groups: who saw fewer makes some for itself."""
+    most = torch.tensor(groups_known(), device=device_mesh.device_type)
+    for group in device_mesh.get_all_groups():
+        dist.all_reduce(most, dist.ReduceOp.MAX, group)
+    for _ in range(int(most) - groups_known()):
+        new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def enter_world() -> torch.device:

@@ -204,6 +204,17 @@ def runs_eager_regions() -> None:
         assert_close(part.grad.full_tensor(), value.grad)
 
 
+def runs_regions_on_parts_of_the_world() -> None:
+    """On each row of a mesh, though its ranks have seen different numbers of groups before."""
+    if dist.get_rank() in (1, 2):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+    whole = torch.arange(8.0, dtype=torch.float64).view(2, 4) + dist.get_rank() // 2
+    region = ap.shard(lambda x: x.sum(1) ** 2, ((None, "tp"),))
+    y = region(distribute_tensor(whole, mesh, [Shard(1)]))
+    assert_close(y.full_tensor(), whole.sum(1) ** 2)
+
+
 def refuses_a_mesh_of_another_size() -> None:
     case = models.mlp()
     for mesh in (Mesh(dp=8), Mesh(dp=2)):
@@ -229,6 +240,7 @@ CHECKS = [
     saves_and_loads_checkpoints,
     holds_what_was_predicted,
     runs_eager_regions,
+    runs_regions_on_parts_of_the_world,
     refuses_a_mesh_of_another_size,
     takes_a_device_mesh,
 ]
