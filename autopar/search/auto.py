@@ -238,7 +238,8 @@ def _weigh(asked: _Asked, mesh: Mesh, best: _Best) -> bool:
     built = build(asked.captured, mesh, asked.cluster, asked.wishes, asked.microbatches)
     so_far = best.solution.objective if best.solution is not None else float("inf")
     tables, _, numbers, _ = built.graph.tables()
-    alone = sum(float(tables[number].cost.min()) for number in numbers)
+    fastest = [float(table.cost.min()) for table in tables]
+    alone = sum(fastest[number] for number in numbers)
     if alone >= so_far:
         why = f"its operators alone take {alone:.3g} s"
         best.considered.append(Considered(mesh, None, None, why))
@@ -255,6 +256,10 @@ def _weigh(asked: _Asked, mesh: Mesh, best: _Best) -> bool:
         why = f"needs at least {bytes_text(least)}"
         best.considered.append(Considered(mesh, None, least, why))
         return False
+    if solution.bound >= so_far:
+        bound = solution.bound * asked.microbatches
+        best.considered.append(Considered(mesh, bound, None, "takes at least that"))
+        return solution.interrupted
     needed = solution.memory + built.fixed_bytes
     best.considered.append(Considered(mesh, solution.objective * asked.microbatches, needed))
     if solution.objective < so_far * (1 - _TIE):
@@ -266,8 +271,15 @@ def _fitting(asked: _Asked, mesh: Mesh, built: Built, best: _Best) -> Solution:
     """The best solution whose finished program fits; an error if there is none."""
     memory, finished = asked.memory, asked.finished
     limit = None if memory is None else memory - built.fixed_bytes
-    so_far = best.solution.objective if best.solution is not None else float("inf")
-    solution = solve(built.graph, limit, asked.algorithm, asked.report)
+    so_far, guess = float("inf"), 0.0
+    if best.solution is not None:
+        so_far, guess = best.solution.objective, best.solution.multiplier
+
+    def solved() -> Solution:
+        graph, algorithm, report = built.graph, asked.algorithm, asked.report
+        return solve(graph, limit, algorithm, report, cutoff=so_far, multiplier=guess)
+
+    solution = solved()
     best.cannot_beat(solution.bound, built.slack)
     if memory is None or limit is None or finished is None:
         return solution
@@ -278,7 +290,7 @@ def _fitting(asked: _Asked, mesh: Mesh, built: Built, best: _Best) -> Solution:
         if needed <= memory:
             return solution
         limit = min(limit, solution.memory) - (needed - memory)
-        solution = solve(built.graph, limit, asked.algorithm, asked.report)
+        solution = solved()
     raise NoRoom(
         "the finished program fits into memory",
         got=f"{bytes_text(needed)} with a limit of {bytes_text(memory)}",

@@ -33,6 +33,7 @@ __all__ = ["CostGraph", "Found", "Limited", "NoRoom"]
 Point = tuple[float, float, Integers]  # seconds, bytes, choice
 
 _STEPS = 40  # multipliers that are tried at most
+_CLOSE = 20  # a gap this many times smaller than what is asked for ends the trying
 _MOST_ENTRIES = 400_000  # of what is given to CP-SAT
 _SPLICES = 6  # rounds of putting stretches of other choices into the best
 _CUTS = 400  # places to cut that are looked at in pairs
@@ -69,9 +70,12 @@ class Limited:
         optimiser: Optimiser | None = None,
         tolerance: float = 0.01,
         seconds: float = 20.0,
+        cutoff: float = np.inf,
+        multiplier: float = 0.0,
         progress: Callable[[str], None] | None = None,
     ) -> None:
         self.packed, self.limit, self.tolerance, self.seconds = packed, limit, tolerance, seconds
+        self.cutoff, self.guess = cutoff, multiplier
         self.optimiser = optimiser or Optimiser(packed)
         self.report = progress or (lambda detail: None)
         self.choice: Integers | None = None
@@ -82,8 +86,11 @@ class Limited:
         self._pool: list[Integers] = []  # choices that were best under some multiplier
 
     def run(self) -> Found:
-        """Search until the gap is closed, as far as that goes in time."""
-        if not self.relax():
+        """Search until the gap is closed, as far as that goes in time, or to a bound of `cutoff`:
+        then the choice is any that fits."""
+        if not self.relax(self.cutoff, self.guess):
+            if self.choice is None:
+                self._least()
             return self.found()
         if self.choice is None or self.gap() > self.tolerance:
             self.report(f"gap {self.gap():.2%}: branching")
@@ -94,17 +101,24 @@ class Limited:
     def relax(self, cutoff: float = np.inf, multiplier: float = 0.0) -> bool:
         """The bound by the best multiplier, and choices close to it; whether a gap may be left.
         Tries `multiplier` first, and stops with a bound of `cutoff`."""
+        large = small = None
         if multiplier:
             lowest = self.optimiser.minimise(multiplier)
             self.bound, self.multiplier = lowest.bound - multiplier * self.limit, multiplier
             if self.bound >= cutoff:
                 return False
-        free = self.optimiser.minimise()
-        large, self.bound = self.offer(free.choice), max(self.bound, free.bound)
-        if self.fits(large[1]):
-            return False  # what gap there is, elimination left
-        small = self._least()
+            point = self.offer(lowest.choice)
+            large, small = (None, point) if self.fits(point[1]) else (point, None)
+        if large is None:
+            free = self.optimiser.minimise()
+            large, self.bound = self.offer(free.choice), max(self.bound, free.bound)
+            if self.fits(large[1]):
+                return False  # what gap there is, elimination left
+        if small is None:
+            small = self._least()
         self.ends = self._squeeze(large, small, cutoff)
+        if self.bound >= cutoff:
+            return False
         self._between()
         if self.gap() > self.tolerance:
             self._polish()
@@ -147,6 +161,8 @@ class Limited:
     def _squeeze(self, large: Point, small: Point, cutoff: float) -> tuple[Point, Point]:
         """Move the multiplier to where a choice too large and one that fits weigh the same."""
         for step in range(_STEPS):
+            if self.bound >= cutoff or self.gap() <= self.tolerance / _CLOSE:
+                break
             if small[0] <= large[0]:
                 self.bound = max(self.bound, large[0])
                 break
@@ -164,8 +180,6 @@ class Limited:
                 small = point
             else:
                 large = point
-            if self.bound >= cutoff:
-                break
         return large, small
 
     def _between(self) -> None:

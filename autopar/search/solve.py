@@ -76,6 +76,8 @@ def solve(
     *,
     tolerance: float = 0.01,
     seconds: float = 20.0,
+    cutoff: float = np.inf,
+    multiplier: float = 0.0,
     prune: bool = True,
     fold: bool = True,
     elimination_limit: int = LIMIT,
@@ -84,8 +86,9 @@ def solve(
 
     `tolerance` is the gap at which a search under a memory limit may stop; without a limit (or
     with tolerance 0) the answer is exact as far as a fixed amount of work and the `seconds` allow:
-    `gap` tells. The algorithms "recursive" and "propagate" are quick ways without proof, and do
-    not look at memory."""
+    `gap` tells. It also stops when no choice can cost less than `cutoff`; `multiplier` is a
+    guess at the solution's own. The algorithms "recursive" and "propagate" are quick ways without
+    proof, and do not look at memory."""
     if algorithm not in ALGORITHMS:
         raise InvalidInput(
             "algorithm names a way to search",
@@ -109,6 +112,8 @@ def solve(
                 optimiser=optimiser,
                 tolerance=tolerance,
                 seconds=seconds,
+                cutoff=cutoff,
+                multiplier=multiplier,
                 progress=lambda detail: report("memory", detail),
             )
             report("eliminate", f"{sizes.folded_nodes} of {sizes.nodes} nodes")
