@@ -5,6 +5,7 @@ python -m benchmarks.search [resnet50 gpt2 llama3 gpt3 classifier] [--layers 12 
 
 `seconds` are of this process (the machine may do other things), `wall` by the clock. `--layers`
 plans other depths of the same models: the search should take about as long for all of them.
+With `--memory`, a model whose whole batch no device has room for is searched by micro-batches.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 from autopar import Cluster, Mesh
 from autopar.capture import capture
+from autopar.passes.microbatches import cut_batch
 from autopar.search.auto import search
 from autopar.search.wishes import Wishes
 from tests import large_models
@@ -33,6 +35,7 @@ class Problem:
     make: Callable[..., Case]
     mesh: Mesh
     cluster: Cluster
+    microbatches: int = 1  # that the memory of the devices asks for
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -44,7 +47,7 @@ def problems() -> dict[str, Problem]:
         "gpt2-2x8": Problem(large_models.gpt2_xl, Mesh(x=2, y=8), Cluster.preset("dgx-h100", 2)),
         "llama3-8x8": Problem(large_models.llama3, Mesh(x=8, y=8), Cluster.preset("dgx-h100", 8)),
         "gpt3-16x8": Problem(
-            large_models.gpt3, Mesh(x=4, y=4, z=8), Cluster.preset("dgx-h100", 16)
+            large_models.gpt3, Mesh(x=4, y=4, z=8), Cluster.preset("dgx-h100", 16), microbatches=8
         ),
         "classifier-8": Problem(large_models.classifier, Mesh(x=8), one),
     }
@@ -56,11 +59,19 @@ def measure(name: str, problem: Problem, algorithm: str, memory: bool) -> dict[s
     case = problem.make(**problem.options)
     captured = capture(case.model, case.args, case.kwargs)
     capture_seconds, capture_wall = time.process_time() - clock, time.perf_counter() - wall
+    limit, parts = (problem.cluster.device.memory, problem.microbatches) if memory else (None, 1)
+    if parts > 1:
+        captured = cut_batch(captured, parts).captured
     clock, wall = time.process_time(), time.perf_counter()
-    limit = problem.cluster.device.memory if memory else None
     wishes = Wishes()
     found = search(
-        captured, [problem.mesh], problem.cluster, lambda mesh: wishes, limit, algorithm
+        captured,
+        [problem.mesh],
+        problem.cluster,
+        lambda mesh: wishes,
+        limit,
+        algorithm,
+        microbatches=parts,
     ).search
     return {
         "case": name,
@@ -74,6 +85,7 @@ def measure(name: str, problem: Problem, algorithm: str, memory: bool) -> dict[s
         "step": found.objective,
         "gap": found.gap,
         "memory_limit": limit,
+        "microbatches": parts,
         "folded": found.sizes.folded_nodes,
         "nodes": found.sizes.nodes,
         "runs": found.sizes.runs,

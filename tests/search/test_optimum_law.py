@@ -56,6 +56,27 @@ def test_equals_brute_force_under_a_memory_limit(name: str) -> None:
         assert loose.bound <= brute_force(graph, limit) * (1 + 1e-9) <= loose.objective * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("name", SHAPES)
+def test_no_guess_and_no_cutoff_changes_the_optimum(name: str) -> None:
+    rng = np.random.default_rng(300 + SHAPES.index(name))
+    for _ in range(15):
+        graph = random_graph(name, rng, memory=True)
+        amounts = sorted({memory for _, memory in everything(graph)})
+        limit = amounts[int(len(amounts) * rng.random() * 0.6)]
+        best = brute_force(graph, limit)
+        for guess in (0.01, 1.0, 100.0):
+            solution = solve(graph, memory=limit, tolerance=0.0, multiplier=guess)
+            assert solution.memory <= limit
+            assert solution.objective == pytest.approx(best, rel=1e-9)
+            assert solution.gap < 1e-6
+            for cutoff in (0.8 * best, 1.2 * best):
+                stopped = solve(graph, memory=limit, tolerance=0.0, multiplier=guess, cutoff=cutoff)
+                assert stopped.memory <= limit
+                assert stopped.bound <= best * (1 + 1e-9)
+                if stopped.objective > best * (1 + 1e-9):
+                    assert stopped.bound >= cutoff
+
+
 @pytest.mark.parametrize("name", ["triangles", "prism", "k33", "k5", "random"])
 def test_cp_sat_solves_what_elimination_may_not(name: str) -> None:
     rng = np.random.default_rng(300 + SHAPES.index(name))
