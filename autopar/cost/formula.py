@@ -18,6 +18,7 @@ import re
 from functools import cached_property
 from typing import Any
 
+import numpy
 import sympy
 from sympy.printing.numpy import NumPyPrinter
 
@@ -47,7 +48,7 @@ class Formula:
     def _compiled(self) -> Any:
         symbols = [sympy.Symbol(name) for name in self.symbols]
         printer = _Printer({"fully_qualified_modules": True, "inline": True})
-        return sympy.lambdify(symbols, self.expression, modules="numpy", printer=printer)
+        return sympy.lambdify(symbols, self.expression, modules=[{"numpy": numpy}], printer=printer)
 
     def __call__(self, **values: Any) -> Any:
         """The number (or the array of numbers) for these values of the symbols."""
