@@ -78,7 +78,7 @@ def parallel_outcome(
         return module.step(*case.args, **case.kwargs)
 
     def grads() -> dict[str, Tensor]:
-        return {name: grad.clone() for name, grad in module.full_grads().items()}
+        return module.full_grads()
 
     clip_ = clip and partial(module.clip_grad_norm_, *clip)
     return _train(step, module.parameters(), grads, module.full_state_dict, steps, clip_)

@@ -80,7 +80,7 @@ class TorchBackend:
     def collect(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors of this rank's pieces."""
         return {
-            name: (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+            name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
             for name, value in values.items()
         }
 

@@ -144,7 +144,7 @@ class TorchPipeline:
             if place == self.place:
                 value = values[name].detach()
                 whole = value.full_tensor() if isinstance(value, DTensor) else value
-                whole = whole.contiguous()
+                whole = whole.clone(memory_format=torch.contiguous_format)
             else:
                 whole = torch.empty(shape, dtype=dtype, device=self.device)
             if self._line_group is not None:

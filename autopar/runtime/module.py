@@ -23,7 +23,7 @@ class Backend(Protocol):
         self, name: str, value: Tensor, layout: Layout, learn: bool
     ) -> nn.Parameter | None: ...
     def place_buffer(self, name: str, value: Tensor, layout: Layout) -> Tensor | None: ...
-    def collect(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+    def collect(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]: ...  # copies
     def norm(self, gradients: Mapping[str, Tensor], norm_type: float) -> Tensor: ...
     def input_shapes(self) -> dict[str, tuple[int, ...]]: ...
     def graph(self, stage: int | None = None) -> fx.Graph: ...
@@ -145,12 +145,12 @@ class ParallelModule(nn.Module):
         return total
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Whole tensors under the names of the original model's state dict."""
+        """Whole tensors under the names of the original model's state dict; the caller's own."""
         found = self.backend.collect(self.state_dict())
         return {name: found[name] for name in self._names if name in found}
 
     def full_grads(self) -> dict[str, Tensor]:
-        """Whole gradients under the original names; parameters without one are left out."""
+        """Whole gradients under the original names, where there are some; the caller's own."""
         held = {
             name: parameter.grad
             for name, parameter in self.named_parameters()

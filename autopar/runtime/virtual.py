@@ -115,7 +115,7 @@ class VirtualBackend:
 
     def collect(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors: they are."""
-        return {name: value.detach() for name, value in values.items()}
+        return {name: value.detach().clone() for name, value in values.items()}
 
     def norm(self, gradients: Mapping[str, Tensor], norm_type: float) -> Tensor:
         """The norm of whole gradients."""
