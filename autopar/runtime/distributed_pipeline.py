@@ -31,6 +31,7 @@ from autopar.runtime.messages import Messages, Shape
 from autopar.runtime.norm import norm_over_world
 from autopar.runtime.program import Program
 from autopar.runtime.stage_sync import Learned, StageSync, holders_of, own_group
+from autopar.runtime.step_loss import StepLoss
 
 Batch = Mapping[str, Tensor]
 
@@ -68,6 +69,8 @@ class TorchPipeline:
         for stage in program.stages:
             for name in [*stage.holds("parameter"), *stage.holds("buffer")]:
                 self.users.setdefault(name, []).append(stage.index)
+        loss = program.stages[-1].graph.output_node().all_input_nodes[0]
+        self._loss_type: torch.dtype = loss.meta["val"].dtype
         self._replicas = self._replica_groups()
         self.post = Messages(self.schedule, self.line, self._shapes, self.device)
         self.leaves: dict[str, Tensor] = {}
@@ -114,20 +117,27 @@ class TorchPipeline:
         """This rank's actions: the loss of the batch, and the new values of its buffers."""
         if self._sync is None:
             self._sync = StageSync(self.pipelining, self._learned(), self.leaves)
+        sync = self._sync
         for stage in self.stages.values():
             stage.begin(kept, batches)
         for worker in self.workers.values():
             worker.clear()
-        self._sync.start()
-        runner = RankRunner(self.schedule, self.place, self.workers, self.post, self._sync.after)
+        sync.start()
+        shares = torch.zeros(len(batches), dtype=self._loss_type, device=self.device)
+        loss = StepLoss(shares, self.schedule.orders[self.place], self._line_group)
+
+        def after(position: int) -> None:
+            sync.after(position)
+            loss.after(position, self.workers.values())
+
+        runner = RankRunner(self.schedule, self.place, self.workers, self.post, after)
         while not runner.done:
             runner.advance()
         self.recorded = {self.place: runner.recorded}
-        loss = self._loss(len(batches))
         new_buffers = self._new_buffers()
-        self._give(self._sync.finish())
+        self._give(sync.finish())
         self.post.finish()
-        return loss, new_buffers
+        return loss.total(), new_buffers
 
     def collect(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors, from the ranks that hold them to all."""
@@ -191,20 +201,6 @@ class TorchPipeline:
             for node in nodes
             if key.forward or node.meta["differentiable"]
         ]
-
-    def _loss(self, slices: int) -> Tensor:
-        """The sum of all shares in the order of the micro-batches, the same on every rank."""
-        loss = self.program.stages[-1].graph.output_node().all_input_nodes[0]
-        shares = torch.zeros(slices, dtype=loss.meta["val"].dtype, device=self.device)
-        for worker in self.workers.values():
-            for slice_, (value,) in worker.losses.items():
-                shares[slice_] = value
-        if self._line_group is not None:
-            dist.all_reduce(shares, group=self._line_group)
-        total = shares[0]
-        for share in shares[1:]:
-            total = total + share
-        return total.clone()
 
     def _give(self, gradients: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
