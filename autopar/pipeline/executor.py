@@ -29,6 +29,26 @@ class Key:
     slice_: int
 
 
+def received_by(schedule: Schedule, action: Action) -> list[tuple[Key, int]]:
+    """The messages that an action waits for, and the rank that sends each."""
+    forward = action.kind == "F"
+    other = action.stage + (-1 if forward else 1)
+    if action.kind == "W" or not 0 <= other < schedule.stages:
+        return []
+    sender = schedule.rank_of(action.pipe, other)
+    return [(Key(forward, action.pipe, action.stage, one), sender) for one in action.microbatches]
+
+
+def sent_by(schedule: Schedule, action: Action) -> list[tuple[Key, int]]:
+    """The messages that an action sends, and the rank that receives each."""
+    forward = action.kind == "F"
+    other = action.stage + (1 if forward else -1)
+    if action.kind == "W" or not 0 <= other < schedule.stages:
+        return []
+    receiver = schedule.rank_of(action.pipe, other)
+    return [(Key(forward, action.pipe, other, one), receiver) for one in action.microbatches]
+
+
 class Post(Protocol):
     """Carries messages between the ranks of a pipeline."""
 
@@ -80,60 +100,49 @@ class RankRunner:
     @property
     def ready(self) -> bool:
         """Whether the input of the next action is there."""
-        if self.done:
-            return False
-        return all(self.post.arrived(key) for key, _ in self._inputs(self.order[self._position]))
+        return not self.done and all(
+            self.post.arrived(key) for key, _ in self._inputs(self._position)
+        )
 
     def advance(self) -> None:
         """Do the next action."""
         action = self.order[self._position]
-        inputs = [(key, self.post.receive(key, sender)) for key, sender in self._inputs(action)]
-        if self._position + 1 < len(self.order):
-            for key, sender in self._inputs(self.order[self._position + 1]):
-                self.post.expect(key, sender)
-        received = {key.slice_: values for key, values in inputs}
-        for slice_ in action.microbatches:
-            self._do(action, slice_, received.get(slice_, []))
+        inputs = self._inputs(self._position)
+        received = {key.slice_: self.post.receive(key, sender) for key, sender in inputs}
+        for key, sender in self._inputs(self._position + 1):
+            self.post.expect(key, sender)
+        outputs = sent_by(self.schedule, action)
+        for number, slice_ in enumerate(action.microbatches):
+            values = self._do(action, slice_, received.get(slice_, []))
+            if outputs:
+                self.post.send(*outputs[number], values)
         self.recorded.order.append(action)
         self.after(self._position)
         self._position += 1
 
-    def _do(self, action: Action, slice_: int, received: list[Value]) -> None:
+    def _inputs(self, position: int) -> list[tuple[Key, int]]:
+        """The messages that the action at `position` waits for; none after the last action."""
+        here = self.order[position : position + 1]
+        return [pair for action in here for pair in received_by(self.schedule, action)]
+
+    def _do(self, action: Action, slice_: int, received: list[Value]) -> list[Value]:
+        """Run one micro-batch; what is sent on."""
         worker = self.workers[action.pipe, action.stage]
         if action.kind == "F":
             sent = worker.forward(slice_, received)
             self._record()
-            self._send(action, slice_, sent)
-        elif action.kind == "W":
-            worker.backward_weights(slice_)
-        else:
-            whole = action.kind == "B"
-            backward = worker.backward if whole else worker.backward_inputs
-            self._send(action, slice_, backward(slice_, received))
+            return sent
+        if action.kind == "B":
+            return worker.backward(slice_, received)
+        if action.kind == "I":
+            return worker.backward_inputs(slice_, received)
+        worker.backward_weights(slice_)
+        return []
 
     def _record(self) -> None:
         kept = sum(len(worker.kept) for worker in self.workers.values())
         share = kept / (self.schedule.chunks * self.schedule.parts)
         self.recorded.peak_activations = max(self.recorded.peak_activations, share)
-
-    def _inputs(self, action: Action) -> list[tuple[Key, int]]:
-        """The messages that an action waits for, and who sends them."""
-        forward = action.kind == "F"
-        other = action.stage + (-1 if forward else 1)
-        if action.kind == "W" or not 0 <= other < self.schedule.stages:
-            return []
-        sender = self.schedule.rank_of(action.pipe, other)
-        return [
-            (Key(forward, action.pipe, action.stage, slice_), sender)
-            for slice_ in action.microbatches
-        ]
-
-    def _send(self, action: Action, slice_: int, values: list[Value]) -> None:
-        forward = action.kind == "F"
-        other = action.stage + (1 if forward else -1)
-        if 0 <= other < self.schedule.stages:
-            receiver = self.schedule.rank_of(action.pipe, other)
-            self.post.send(Key(forward, action.pipe, other, slice_), receiver, values)
 
 
 class Shelf:

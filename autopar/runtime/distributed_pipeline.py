@@ -72,7 +72,7 @@ class TorchPipeline:
         loss = program.stages[-1].graph.output_node().all_input_nodes[0]
         self._loss_type: torch.dtype = loss.meta["val"].dtype
         self._replicas = self._replica_groups()
-        self.post = Messages(self.schedule, self.line, self._shapes, self.device)
+        self.post = Messages(self.schedule, list(zip(*meshes)), self._shapes, self.device)
         self.leaves: dict[str, Tensor] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._sync: StageSync | None = None
@@ -123,6 +123,7 @@ class TorchPipeline:
         for worker in self.workers.values():
             worker.clear()
         sync.start()
+        self.post.start()
         shares = torch.zeros(len(batches), dtype=self._loss_type, device=self.device)
         loss = StepLoss(shares, self.schedule.orders[self.place], self._line_group)
 

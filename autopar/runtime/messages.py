@@ -2,19 +2,24 @@
 
 Sends are asynchronous and never wait. A receive is posted when its rank begins the action before
 the one that needs it, early enough to travel beside that action and late enough to hold no memory
-before. Tags tell messages apart by direction, pipe, receiving stage, micro-batch and value, so that
-any order of sends meets any order of receives.
+before.
+
+NCCL knows no tags: it matches what one rank sends another by order, and what one communicator does
+between two ranks it does one after another, whatever the direction. So every sender has a group of
+its own with each of its receivers, and receives are posted in the order of the sends: what is sent
+before the message that is needed is received before it. Tags, where a backend has them, guard this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.pipeline.executor import Key
+from autopar.pipeline.executor import Key, sent_by
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.worker import Value
 from autopar.runtime.groups import new_group
@@ -23,37 +28,51 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 class Messages:
-    """The post of one rank: `ranks[c]` is the global rank at place c of the pipeline."""
+    """The post of one rank."""
 
     def __init__(
         self,
         schedule: Schedule,
-        ranks: Sequence[int],
+        lines: Sequence[Sequence[int]],
         shapes: Callable[[Key], Sequence[Shape]],
         device: torch.device,
     ) -> None:
-        """`shapes` of the values of a message to this rank."""
-        self.schedule, self.ranks, self.shapes, self.device = schedule, ranks, shapes, device
-        self._group = new_group(backend="nccl" if device.type == "cuda" else "gloo")
-        self._here = dist.get_rank()
+        """`lines`: for each pipeline of the world, the global ranks at its places.
+
+        `shapes` of the values of a message to this rank.
+        """
+        self.schedule, self.shapes, self.device = schedule, shapes, device
+        orders = sends(schedule)
+        self._groups: dict[tuple[int, int], Any] = {}  # by sender and receiver
+        for line in lines:
+            for places in orders:
+                ranks = [line[place] for place in places]
+                group = new_group(ranks, backend="nccl" if device.type == "cuda" else "gloo")
+                if dist.get_rank() in ranks:
+                    self._groups[places] = group
+        self.line = next(line for line in lines if dist.get_rank() in line)
+        self.place = self.line.index(dist.get_rank())
+        self._orders = {sender: keys for (sender, to), keys in orders.items() if to == self.place}
+        self._due: dict[int, Iterator[Key]] = {}  # by sender: what is not yet expected of a step
         self._own: dict[Key, list[Value]] = {}  # to another stage of this rank
         self._expected: dict[Key, list[tuple[Tensor, dist.Work | None]]] = {}
         self._sent: list[tuple[dist.Work, Tensor]] = []
 
+    def start(self) -> None:
+        """Before a step."""
+        self._due = {sender: iter(keys) for sender, keys in self._orders.items()}
+
     def expect(self, key: Key, sender: int) -> None:
-        if self.ranks[sender] == self._here or key in self._expected:
-            return
-        self._expected[key] = []
-        for number, (shape, dtype) in enumerate(self.shapes(key)):
-            value = torch.empty(shape, dtype=dtype, device=self.device)
-            work = None
-            if value.numel():
-                source, tag = self.ranks[sender], self._tag(key, number)
-                work = dist.irecv(value, source, group=self._group, tag=tag)
-            self._expected[key].append((value, work))
+        if sender != self.place:
+            while key not in self._expected:
+                due = next(self._due[sender])
+                self._expected[due] = [
+                    self._begin_receive(due, sender, number, shape, dtype)
+                    for number, (shape, dtype) in enumerate(self.shapes(due))
+                ]
 
     def receive(self, key: Key, sender: int) -> list[Value]:
-        if self.ranks[sender] == self._here:
+        if sender == self.place:
             return self._own.pop(key)
         self.expect(key, sender)
         values = []
@@ -64,14 +83,14 @@ class Messages:
         return values
 
     def send(self, key: Key, receiver: int, values: list[Value]) -> None:
-        if self.ranks[receiver] == self._here:
+        if receiver == self.place:
             self._own[key] = values
             return
         for number, (value,) in enumerate(values):
             if value.numel():
                 value = value.contiguous()
-                target, tag = self.ranks[receiver], self._tag(key, number)
-                work = dist.isend(value, target, group=self._group, tag=tag)
+                group = self._groups[self.place, receiver]
+                work = dist.isend(value, self.line[receiver], group, self._tag(key, number))
                 assert work is not None
                 self._sent.append((work, value))
         self._sent = [pair for pair in self._sent if not pair[0].is_completed()]
@@ -86,7 +105,27 @@ class Messages:
             work.wait()
         self._sent.clear()
 
+    def _begin_receive(
+        self, key: Key, sender: int, number: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> tuple[Tensor, dist.Work | None]:
+        value = torch.empty(shape, dtype=dtype, device=self.device)
+        if not value.numel():
+            return value, None
+        group = self._groups[sender, self.place]
+        return value, dist.irecv(value, self.line[sender], group, self._tag(key, number))
+
     def _tag(self, key: Key, number: int) -> int:
         made = self.schedule
         tag = (number * 2 + key.forward) * made.pipes + key.pipe
         return (tag * made.stages + key.stage) * made.slices + key.slice_
+
+
+def sends(schedule: Schedule) -> dict[tuple[int, int], list[Key]]:
+    """By places of sender and receiver: what a step sends between them, in order."""
+    found: dict[tuple[int, int], list[Key]] = {}
+    for sender, order in enumerate(schedule.orders):
+        for action in order:
+            for key, receiver in sent_by(schedule, action):
+                if receiver != sender:
+                    found.setdefault((sender, receiver), []).append(key)
+    return found
