@@ -27,6 +27,7 @@ Normalisation = Callable[[Draft], None]
 
 NORMALISATIONS: tuple[Normalisation, ...] = (
     cleanup.drop_assertions,
+    cleanup.drop_dropout,  # it would be a view, so it precedes functionalise
     norms.batch_norms,  # makes writes to buffers visible, so it precedes functionalise
     inplace.functionalise,
     cleanup.drop_dead_code,
@@ -37,7 +38,6 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
     cleanup.canonical_names,
     cleanup.canonical_casts,
     cleanup.drop_copies,
-    cleanup.drop_dropout,
     shapes.canonical_reshapes,
     shapes.canonical_transposes,
     shapes.canonical_expands,

@@ -36,5 +36,6 @@ def _random(call: Call) -> Rule:
 
 register_rule(aten("zeros ones full empty new_zeros new_ones new_full new_empty"), _constant)
 register_rule(aten("zeros_like ones_like full_like empty_like fill.Scalar"), "... -> ...", cost=0)
+register_rule("aten.fill.Tensor", "..., -> ...", cost=0)
 register_rule(aten("arange linspace eye scalar_tensor"), _counted)
 register_rule(aten("rand randn randint randperm"), _random)

@@ -109,10 +109,31 @@ def _scatter(call: Call) -> Rule:
     return call.rule(inputs, out, sizes, whole=whole, saved=Saved((1,)))
 
 
+def _select_scatter(call: Call) -> Rule:
+    """The second input has all dims but the one it is written into at an index."""
+    dim = call.dim(call["dim"])
+    dims = names(len(call.shape))
+    part = dims[:dim] + dims[dim + 1 :]
+    sizes = sizes_of(dims, call.shape)
+    return call.rule([dims, part], dims, sizes, whole=dims[dim], passes=[(0, 1)], flops=0.0)
+
+
+def _slice_scatter(call: Call) -> Rule:
+    """The second input has the size of the slice in the dim it is written into."""
+    dim = call.dim(call["dim"])
+    dims = names(len(call.shape))
+    part: list[Dim] = [("part",) if i == dim else factor for i, factor in enumerate(dims)]
+    sizes = sizes_of(dims, call.shape) | {"part": call.shapes[1][dim]}
+    whole = ["part", *dims[dim]]
+    return call.rule([dims, part], dims, sizes, whole=whole, passes=[(0, 1)], flops=0.0)
+
+
 register_rule(aten("slice narrow"), _slice)
 register_rule("aten.select", _select)
 register_rule("aten.index_select", _index_select)
 register_rule("aten.gather", _gather)
 register_rule("aten.index", _index)
 register_rule(aten("scatter.src scatter.value scatter_add"), _scatter)
+register_rule("aten.select_scatter", _select_scatter)
+register_rule("aten.slice_scatter", _slice_scatter)
 register_rule("aten.one_hot", "... -> ... classes!")

@@ -57,6 +57,17 @@ def _group_norm(call: Call) -> Rule:
     )
 
 
+def _weight_norm(call: Call) -> Rule:
+    """A weight scaled to given norms, one for each index of `dim`, or one for all if it is -1."""
+    shape, own = call.shape, call["dim"] % len(call.shape) if call["dim"] != -1 else None
+    dims: list[Dim] = [(f"d{i}",) for i in range(len(shape))]
+    sizes = {factor: size for (factor,), size in zip(dims, shape)}
+    norms = [factor if i == own else () for i, factor in enumerate(dims)][: len(call.shapes[1])]
+    held = [factor for i, (factor,) in enumerate(dims) if i != own]
+    extra = tuple(dim for dim in norms if dim)
+    return call.rule([dims, norms], dims, sizes, whole=held, saved=Saved((0, 1), extra=(extra,)))
+
+
 def _batch_norm(call: Call) -> Rule | None:
     """Batch norm by running statistics is elementwise; in training capture splits it."""
     if call.get("training") or call.get("use_input_stats"):
@@ -72,6 +83,7 @@ register_rule("aten.layer_norm", _layer_norm)
 register_rule("aten.rms_norm", _rms_norm)
 register_rule("aten.group_norm", _group_norm)
 register_rule("aten.batch_norm", _batch_norm)
+register_rule("aten._weight_norm", _weight_norm)
 register_rule(batch_sums, "n+ c ...+, c -> two! c", cost=4, saved="0 1 output")
 register_rule(
     batch_normalize, "n c ..., two! c, c, c, c -> n c ...", cost=4, saved="0 1 3", extra="c, c"

@@ -153,7 +153,14 @@ def test_writes_in_place() -> None:
         self.other = self.total + self.other
         return self.linear(x) * scale
 
+    def dropped(self: Function, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        z = F.dropout(y, 0.0)
+        z += x
+        return y * F.dropout(F.dropout(z, 0.5, training=False), 0.0, inplace=True)
+
     program(chained, random(3, 4))
+    program(dropped, random(3, 4))
     captured = program(buffers, random(3, 4), total=torch.zeros(4), other=torch.ones(4))
     assert set(captured.mutations) == {"total", "other"}
 

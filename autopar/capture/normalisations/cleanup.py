@@ -35,7 +35,8 @@ def drop_dead_code(draft: Draft) -> None:
 
 def drop_dropout(draft: Draft) -> None:
     """Dropout with probability 0, or in eval mode, does nothing."""
-    for node in draft.calls(aten.dropout.default, aten.feature_dropout.default):
+    kinds = (aten.dropout, aten.dropout_, aten.feature_dropout, aten.feature_dropout_)
+    for node in draft.calls(*(kind.default for kind in kinds)):
         if not argument(node, "train") or argument(node, "p") == 0:
             draft.substitute(node, node.args[0])  # type: ignore[arg-type]
 
