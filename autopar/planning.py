@@ -265,7 +265,7 @@ def _weighed(
 
 
 def _require_nothing_about_a_schedule(options: Mapping[str, Any] | None, recompute: bool) -> None:
-    """Where schedules are weighed, each has its own options and keeps its activations."""
+    """Where schedules are weighed, so are their options, and whether stages recompute."""
     given = {"schedule_options": options, "recompute": recompute}
     named = [f"{name}={value!r}" for name, value in given.items() if value]
     if named:

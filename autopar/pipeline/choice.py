@@ -2,13 +2,17 @@
 
 Every alternative is planned by the search for its own mesh and micro-batch, cut into stages by
 their predicted seconds, and priced by simulating its schedule with these, with latency and with the
-sums of gradients. The fastest one that fits into memory is taken; all are kept with their figures.
+sums of gradients. Where that does not fit into memory, so are stages that recompute, and stages cut
+so that every rank keeps within it. The fastest one that fits is taken; all are kept with their
+figures.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 from torch import fx
@@ -61,6 +65,7 @@ class Alternative:
     seconds: float  # predicted for a step
     memory: float  # predicted bytes on the fullest device
     fits: bool
+    recompute: bool = False  # every stage runs its forward again before its backward
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -72,6 +77,7 @@ class Alternative:
     def __str__(self) -> str:
         options = "".join(f", {name}={value}" for name, value in self.options)
         how = f"{self.schedule}{options}, " if self.schedule else ""
+        how += "recomputed, " if self.recompute else ""
         fits = "" if self.fits else ", does not fit"
         return (
             f"{self.mesh}: {how}{self.microbatches} micro-batches: {self.seconds:.4g} s, "
@@ -106,6 +112,7 @@ class _Way:
         """What this way needs, told to who has less."""
         way, memory = self.alternative, self.memory
         how = f"{way.mesh} with {way.schedule}" if way.schedule else str(way.mesh)
+        how += ", recomputed" if way.recompute else ""
         states = memory.parameters + memory.gradients + memory.optimizer
         return Leanest(how, way.mesh.size, memory.peak, states, way.microbatches)
 
@@ -272,49 +279,60 @@ class _Weigher:
         mesh = self.mesh or Mesh(**{self.axis: stages, **dict(zip(inner.names, inner.shape))})
         price = ClusterPrice(self.cluster, inner)
         graph = rewrite(captured, found.decisions, price)
-        cost = node_cost(captured, found.decisions, self.cluster)
-        link = self.cluster.link_between(0, inner.size)
-        line = Line(flow_of(captured, graph), inner, cost, link.bandwidth)
-        cuts: dict[int, list[StageCost] | InvalidInput] = {}
+        flow, link = flow_of(captured, graph), self.cluster.link_between(0, inner.size)
 
-        def cut(made: Schedule, memory: float | None = None) -> list[StageCost] | InvalidInput:
-            try:
-                return cut_stages(line, made, pins=self.pins, memory=memory)
-            except InvalidInput as error:
-                return error
+        @cache
+        def line(again: bool) -> Line:
+            cost = node_cost(captured, found.decisions, self.cluster, again)
+            return Line(flow, inner, cost, link.bandwidth)
 
+        def priced(made: Schedule, stages: Sequence[StageCost], again: bool) -> _Way:
+            pipelining = Pipelining(self.axis, mesh, made, tuple(stages), again)
+            return self._priced(pipelining, graph, captured, found, batches)
+
+        fastest: dict[tuple[int, bool], Sequence[StageCost]] = {}
         for made in schedules(stages, parts):
-            if made.stages not in cuts:
-                cuts[made.stages] = cut(made)
-            fastest = cuts[made.stages]
-            if isinstance(fastest, InvalidInput):
-                # Schedules with several chunks want more stages than others: only they fail.
-                if made.stages == stages:
-                    raise fastest
-                continue
-            way = self._priced(made, fastest, mesh, graph, captured, found, batches)
-            if not way.alternative.fits and way.alternative.seconds < self.best:
-                fitting = cut(made, self.memory)
-                if not isinstance(fitting, InvalidInput):
-                    way = self._priced(made, fitting, mesh, graph, captured, found, batches)
-            yield way
+            for again in (False, True):
+                key = made.stages, again
+                try:
+                    if key not in fastest:
+                        fastest[key] = cut_stages(line(again), made, pins=self.pins)
+                except InvalidInput:
+                    # Schedules with several chunks want more stages than others: only they fail.
+                    if made.stages == stages:
+                        raise
+                    break
+                way = priced(made, fastest[key], again)
+                tight = not way.alternative.fits and way.alternative.seconds < self.best
+                if tight:
+                    with suppress(InvalidInput):
+                        cut = cut_stages(
+                            line(again), made, pins=self.pins, memory=self.memory, recompute=again
+                        )
+                        way = priced(made, cut, again)
+                yield way
+                if not tight:
+                    break
 
     def _priced(
         self,
-        made: Schedule,
-        stages: Sequence[StageCost],
-        mesh: Mesh,
+        pipelining: Pipelining,
         graph: fx.Graph,
         captured: Captured,
         found: Found,
         batches: Microbatches | None,
     ) -> _Way:
-        pipelining = Pipelining(self.axis, mesh, made, tuple(stages))
         timeline = price_step(pipelining, graph, found.decisions.mesh, self.cluster)
-        memory = pipeline_memory(pipelining)
-        seconds, peak = timeline.step_time, memory.peak
+        memory, made = pipeline_memory(pipelining), pipelining.schedule
         alternative = Alternative(
-            mesh, made.microbatches, made.name, made.options, seconds, peak, peak <= self.memory
+            pipelining.mesh,
+            made.microbatches,
+            made.name,
+            made.options,
+            timeline.step_time,
+            memory.peak,
+            memory.peak <= self.memory,
+            pipelining.recompute,
         )
         return _Way(alternative, memory, captured, found, batches, pipelining)
 

@@ -3,73 +3,66 @@
 Where a rank holds several stages (both directions of Chimera, chunks), how large one may be depends
 on the others. Every stage takes one of the pieces between two places, each where the one before
 ends, and at every moment what a rank keeps of its stages stays below the limit.
+
+Most limits that nothing meets are refused before that: a mean of moments, weighted in any way, is
+at most the worst of them, and the least mean is a shortest path.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+import numpy as np
 from ortools.sat.python import cp_model
+
+from autopar.search.pieces import Mask, Pieces
+
+Moments = Sequence[Mapping[int, tuple[int, int]]]
 
 _RANGE = 1 << 24  # of the seconds of a stage in whole numbers
 _TIES = 1 << 14  # of all that is sent, which decides between equals
 _EFFORT = 30.0  # deterministic time, about seconds
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A stage that it would be possible to cut out, from one place to another."""
-
-    start: int
-    end: int
-    seconds: float
-    is_empty: bool  # holds no parameter
-    received: int  # bytes
-    states: int  # bytes
-    kept: int  # bytes for one slice of the batch
-
-    def bytes(self, whole: int, received: int) -> int:
-        return self.states + whole * self.kept + received * self.received
+_ROUNDS = 30  # of other weights for the mean of moments
+_PACE = 4.0  # of the weights
 
 
 def cut_together(
-    pieces: Sequence[Sequence[Piece]],
-    memory: float,
-    moments: Sequence[Mapping[int, tuple[int, int]]],
-) -> list[Piece] | None:
-    """One of the `pieces` of each stage, with the slowest as fast as can be; None: none fit.
+    pieces: Pieces, offered: Sequence[Mask], memory: float, moments: Moments
+) -> list[int] | None:
+    """Where the stages start, with the slowest as fast as can be; None: none fit.
 
     A moment says by stage of how many slices a rank keeps all activations, and of how many what it
     received.
     """
-    pieces = _possible(pieces, memory, moments)
-    if not all(pieces):
+    offered = _possible(pieces, offered, memory, moments)
+    if _is_hopeless(pieces, offered, memory, moments):
         return None
     model = cp_model.CpModel()
-    takes = [
-        [model.new_bool_var(f"{s}:{p.start}-{p.end}") for p in row] for s, row in enumerate(pieces)
-    ]
-    every = [(piece, take) for row, bits in zip(pieces, takes) for piece, take in zip(row, bits)]
-    scale = _RANGE / (max(piece.seconds for piece, _ in every) or 1.0)
-    sent = _TIES / (sum(max((p.received for p in row), default=0) for row in pieces) or 1)
+    rows = [list(zip(*map(np.ndarray.tolist, np.nonzero(mask)))) for mask in offered]
+    takes = [[model.new_bool_var(f"{s}:{i}-{j}") for i, j in row] for s, row in enumerate(rows)]
+    every = [(pair, take) for row, bits in zip(rows, takes) for pair, take in zip(row, bits)]
+    longest = max(pieces.seconds[pair] for pair, _ in every)
+    seconds = (pieces.seconds * (_RANGE / (longest or 1.0))).astype(np.int64)
+    sent = _TIES / (sum(max(pieces.received[i] for i, _ in row) for row in rows) or 1)
     slowest = model.new_int_var(0, _RANGE, "slowest")
-    for row, bits in zip(pieces, takes):
+    for row, bits in zip(rows, takes):
         model.add_exactly_one(bits)
-        model.add(slowest >= _sum(bits, [int(piece.seconds * scale) for piece in row]))
-    for (row, bits), (after, others) in zip(zip(pieces, takes), zip(pieces[1:], takes[1:])):
-        for place in {piece.end for piece in row} | {piece.start for piece in after}:
-            ending = [bit for piece, bit in zip(row, bits) if piece.end == place]
-            starting = [bit for piece, bit in zip(after, others) if piece.start == place]
+        model.add(slowest >= _sum(bits, [seconds[pair] for pair in row]))
+    for (row, bits), (after, others) in zip(zip(rows, takes), zip(rows[1:], takes[1:])):
+        for place in {j for _, j in row} | {i for i, _ in after}:
+            ending = [bit for (_, j), bit in zip(row, bits) if j == place]
+            starting = [bit for (i, _), bit in zip(after, others) if i == place]
             model.add(sum(ending) == sum(starting))
     for moment in moments:
-        used = [
-            (take, piece.bytes(*keeps))
-            for stage, keeps in moment.items()
-            for piece, take in zip(pieces[stage], takes[stage])
-        ]
+        used: list[tuple[cp_model.IntVar, int]] = []
+        for stage, keeps in moment.items():
+            sizes = pieces.bytes(*keeps)
+            used += [(take, sizes[pair]) for pair, take in zip(rows[stage], takes[stage])]
         model.add(_sum([take for take, _ in used], [size for _, size in used]) <= int(memory))
-    costs = [_RANGE * _TIES * piece.is_empty + int(piece.received * sent) for piece, _ in every]
+    costs = [
+        _RANGE * _TIES * int(pieces.empty[pair]) + int(pieces.received[pair[0]] * sent)
+        for pair, _ in every
+    ]
     model.minimize(_sum([slowest, *(take for _, take in every)], [_TIES, *costs]))
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1  # deterministic
@@ -78,27 +71,54 @@ def cut_together(
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
     return [
-        next(piece for piece, take in zip(row, bits) if solver.boolean_value(take))
-        for row, bits in zip(pieces, takes)
+        next(i for (i, _), take in zip(row, bits) if solver.boolean_value(take))
+        for row, bits in zip(rows, takes)
     ]
 
 
 def _possible(
-    pieces: Sequence[Sequence[Piece]],
-    memory: float,
-    moments: Sequence[Mapping[int, tuple[int, int]]],
-) -> list[list[Piece]]:
+    pieces: Pieces, offered: Sequence[Mask], memory: float, moments: Moments
+) -> list[Mask]:
     """The pieces that fit beside the smallest ones of the other stages."""
-    left = [list(row) for row in pieces]
+    left = [mask.copy() for mask in offered]
     for moment in moments:
-        least = {
-            stage: min((piece.bytes(*keeps) for piece in pieces[stage]), default=0)
-            for stage, keeps in moment.items()
-        }
-        for stage, keeps in moment.items():
-            room = memory - sum(least.values()) + least[stage]
-            left[stage] = [piece for piece in left[stage] if piece.bytes(*keeps) <= room]
+        sizes = {stage: pieces.bytes(*keeps) for stage, keeps in moment.items()}
+        least = {s: np.where(offered[s], size, np.inf).min() for s, size in sizes.items()}
+        for stage, size in sizes.items():
+            others = sum(other for s, other in least.items() if s != stage)
+            left[stage] &= size <= memory - others
     return left
+
+
+def _is_hopeless(pieces: Pieces, offered: Sequence[Mask], memory: float, moments: Moments) -> bool:
+    """Whether some mean of the moments is above the limit for every cut.
+
+    Weights move to the moments that are worst in the cut whose mean is least.
+    """
+    keeps = np.zeros((len(moments), len(offered), 3))  # of states, whole slices, received slices
+    for number, moment in enumerate(moments):
+        for stage, counts in moment.items():
+            keeps[number, stage] = 1, *counts
+    weights = np.full(len(moments), 1 / len(moments))
+    for _ in range(_ROUNDS):
+        mean = np.tensordot(weights, keeps, 1)
+        costs = [
+            a * pieces.states + b * pieces.kept + c * pieces.received[:, None] for a, b, c in mean
+        ]
+        found = pieces.least(offered, costs)
+        if found is None or found[0] > memory * (1 + 1e-9):
+            return True
+        starts = found[1]
+        ends = [*starts[1:], pieces.count - 1]
+        held = np.stack(
+            [pieces.states[starts, ends], pieces.kept[starts, ends], pieces.received[starts]], 1
+        )
+        taken = (keeps * held).sum((1, 2))
+        if taken.max() <= memory:
+            return False
+        weights *= np.exp(_PACE * (taken / taken.max() - 1))
+        weights /= weights.sum()
+    return False
 
 
 def _sum(variables: Sequence[cp_model.IntVar], weights: Sequence[int]) -> cp_model.LinearExprT:

@@ -10,12 +10,13 @@ rank that has none. Stages that share a rank and its memory are left to shared_m
 from __future__ import annotations
 
 import itertools
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import fx
 
 from autopar.cluster import Cluster, Device
@@ -23,7 +24,8 @@ from autopar.cost.model import operator_seconds
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.search.flow import Flow, ancestors
-from autopar.search.shared_memory import Piece, cut_together
+from autopar.search.pieces import Pieces
+from autopar.search.shared_memory import cut_together
 from autopar.strategies import rule_of
 
 NodeCost = Callable[[fx.Node], tuple[float, float]]  # seconds forward, seconds backward
@@ -82,9 +84,18 @@ def choose_stages(
     """
     fixed = line.pinned(pins, count)
     places = line.places(count, fixed)
-    shared = memory is not None and any(len(moment) > 1 for moment in moments)
-    best = _together if shared else _best
-    starts = best(line, places, count, fixed, memory, moments)
+    pieces = line.pieces(tuple(places))
+    offered = pieces.offered(count, {s: places.index(place) for s, place in fixed.items()})
+    if memory is not None and any(len(moment) > 1 for moment in moments):
+        found = cut_together(pieces, offered, memory, moments)
+    else:
+        for moment in moments if memory is not None else ():
+            for stage, keeps in moment.items():
+                offered[stage] &= pieces.bytes(*keeps) <= memory
+        found = pieces.fastest(offered)
+    if found is None:
+        raise _none_fits(count, memory)
+    starts = [places[index] for index in found]
     ends = [*starts[1:], len(line.flow.activations)]
     return [line.stage(start, end) for start, end in zip(starts, ends)]
 
@@ -150,6 +161,7 @@ class Line:
         self._parameters = [_parameters(flow, node) for node in flow.activations]
         self._holding = [0, *itertools.accumulate(bool(held) for held in self._parameters)]
         self._crossing: dict[int, int] = {}
+        self._pieces: dict[tuple[int, ...], Pieces] = {}  # by places
         self._alone, self._shared = self._parameter_bytes()
 
     def seconds(self, start: int, end: int) -> float:
@@ -190,11 +202,29 @@ class Line:
                 shared.append((size, used))
         return [0, *itertools.accumulate(alone)], shared
 
-    def most(self, start: int, end: int, keeps: Sequence[Keeps]) -> int:
-        """The bytes of the stage with its states, when it keeps most."""
-        activations, received = self.kept[end] - self.kept[start], self.received(start)
-        kept = max((count * activations + sent * received for count, sent in keeps), default=0)
-        return _STATES * self.parameters(start, end) + kept
+    def pieces(self, places: tuple[int, ...]) -> Pieces:
+        """All that could be a stage between two of `places` or the end."""
+        if places not in self._pieces:
+            self._pieces[places] = self._tables([*places, len(self.flow.activations)])
+        return self._pieces[places]
+
+    def _tables(self, bounds: Sequence[int]) -> Pieces:
+        pairs = list(itertools.combinations(range(len(bounds)), 2))
+        upper = tuple(np.array(pairs).T)
+
+        def table(values: Iterable[float], kind: type) -> NDArray:
+            found: NDArray = np.zeros((len(bounds), len(bounds)), kind)
+            found[upper] = list(values)
+            return found
+
+        spans = [(bounds[i], bounds[j]) for i, j in pairs]
+        return Pieces(
+            table((self.seconds(*span) for span in spans), np.float64),
+            table((self.is_empty(*span) for span in spans), np.bool_),
+            np.array([*map(self.received, bounds[:-1]), 0]),
+            table((_STATES * self.parameters(*span) for span in spans), np.int64),
+            table((self.kept[end] - self.kept[start] for start, end in spans), np.int64),
+        )
 
     def stage(self, start: int, end: int) -> StageCost:
         first = self.flow.activations[start]
@@ -287,95 +317,6 @@ class Line:
 
     def _at(self, place: int) -> float:
         return self.forward[place] + self.backward[place]
-
-
-def _best(
-    line: Line,
-    places: Sequence[int],
-    count: int,
-    fixed: Mapping[int, int],
-    memory: float | None,
-    moments: Sequence[Mapping[int, Keeps]],
-) -> list[int]:
-    """The exact dynamic programme: best[j] is the best cut of everything before places[j]."""
-    ends = [*places[1:], len(line.flow.activations)]
-    worst = (math.inf, math.inf, math.inf)  # stages without a parameter, slowest stage, bytes sent
-    keeps: dict[int, list[Keeps]] = {stage: [] for stage in range(count)}
-    for moment in moments:
-        for stage, kept in moment.items():
-            keeps[stage].append(kept)
-    best: list[tuple[float, float, float]] = [(0, 0.0, 0)] + [worst] * len(places)
-    back: list[list[int]] = []
-    bounds = [*places, ends[-1]]
-    for stage in range(count):
-        found, choice = [worst] * len(bounds), [0] * len(bounds)
-        for j in range(1, len(bounds)):
-            if fixed.get(stage + 1, bounds[j]) != bounds[j] or (stage == count - 1) != (
-                j == len(bounds) - 1
-            ):
-                continue
-            for i in range(j):
-                if best[i] == worst or fixed.get(stage, bounds[i]) != bounds[i]:
-                    continue
-                if memory is not None and line.most(bounds[i], bounds[j], keeps[stage]) > memory:
-                    continue
-                empty, slowest, sent = best[i]
-                value = (
-                    empty + line.is_empty(bounds[i], bounds[j]),
-                    max(slowest, line.seconds(bounds[i], bounds[j])),
-                    sent + line.received(bounds[i]),
-                )
-                if value < found[j]:
-                    found[j], choice[j] = value, i
-        best = found
-        back.append(choice)
-    if best[-1] == worst:
-        raise _none_fits(count, memory)
-    starts, j = [], len(bounds) - 1
-    for choice in reversed(back):
-        j = choice[j]
-        starts.append(bounds[j])
-    return starts[::-1]
-
-
-def _together(
-    line: Line,
-    places: Sequence[int],
-    count: int,
-    fixed: Mapping[int, int],
-    memory: float | None,
-    moments: Sequence[Mapping[int, Keeps]],
-) -> list[int]:
-    """The same for stages that share the memory of a rank."""
-    assert memory is not None
-    end = len(line.flow.activations)
-    every = [
-        Piece(
-            i,
-            j,
-            seconds=line.seconds(i, j),
-            is_empty=line.is_empty(i, j),
-            received=line.received(i),
-            states=_STATES * line.parameters(i, j),
-            kept=line.kept[j] - line.kept[i],
-        )
-        for i, j in itertools.combinations([*places, end], 2)
-    ]
-    pieces = [
-        [
-            piece
-            for piece in every
-            if (piece.start == 0) == (stage == 0)
-            and (piece.end == end) == (stage == count - 1)
-            and fixed.get(stage, piece.start) == piece.start
-            and fixed.get(stage + 1, piece.end) == piece.end
-        ]
-        for stage in range(count)
-    ]
-    found = cut_together(pieces, memory, moments)
-    if found is None:
-        raise _none_fits(count, memory)
-    return [piece.start for piece in found]
 
 
 def _none_fits(count: int, memory: float | None) -> InvalidInput:

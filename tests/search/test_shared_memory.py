@@ -1,63 +1,100 @@
-"""Stages that share the memory of ranks: the solver's cut is the best of all cuts."""
+"""Cuts into stages, also of ranks whose memory several share: each is the best of all cuts."""
 
 from __future__ import annotations
 
 import itertools
 import random
 
+import numpy as np
 import pytest
 
-from autopar.search.shared_memory import Piece, cut_together
+from autopar.search.pieces import Pieces
+from autopar.search.shared_memory import cut_together
 
 PLACES, STAGES = 9, 4
 # Moments on two ranks: all activations of some slices, what was received of others.
 CHIMERA = [{0: (2, 0), 3: (1, 1)}, {0: (1, 0), 3: (2, 1)}, {1: (3, 2), 2: (1, 0)}]
 
 
-def random_pieces(seed: int) -> dict[tuple[int, int], Piece]:
+Cut = tuple[int, ...]  # the places where stages start, and the end
+
+
+def random_pieces(seed: int) -> Pieces:
     generator = random.Random(seed)
     layers = [
         (generator.random(), generator.choice([0, 0, 3, 9]), generator.randrange(5))
         for _ in range(PLACES)
     ]
-    crossing = [generator.randrange(4) for _ in range(PLACES)]
-    found = {}
+    received = [generator.randrange(4) for _ in range(PLACES)] + [0]
+    tables = np.zeros((3, PLACES + 1, PLACES + 1))
     for i, j in itertools.combinations(range(PLACES + 1), 2):
-        seconds, states, kept = (sum(column) for column in zip(*layers[i:j]))
-        found[i, j] = Piece(i, j, seconds, states == 0, crossing[i], states, kept)
-    return found
-
-
-def cuts(pieces: dict[tuple[int, int], Piece]) -> list[list[Piece]]:
-    inner = itertools.combinations(range(1, PLACES), STAGES - 1)
-    return [[pieces[pair] for pair in itertools.pairwise((0, *ends, PLACES))] for ends in inner]
-
-
-def taken(cut: list[Piece], moment: dict[int, tuple[float, float]]) -> float:
-    return sum(
-        cut[s].states + n * cut[s].kept + sent * cut[s].received for s, (n, sent) in moment.items()
+        tables[:, i, j] = np.sum(layers[i:j], axis=0)
+    seconds, states, kept = tables
+    return Pieces(
+        seconds, states == 0, np.array(received), states.astype(np.int64), kept.astype(np.int64)
     )
 
 
-def worth(cut: list[Piece]) -> tuple[int, float]:
-    return sum(piece.is_empty for piece in cut), max(piece.seconds for piece in cut)
+def cuts() -> list[Cut]:
+    inner = itertools.combinations(range(1, PLACES), STAGES - 1)
+    return [(0, *ends, PLACES) for ends in inner]
+
+
+def taken(pieces: Pieces, cut: Cut, moment: dict[int, tuple[int, int]]) -> int:
+    return sum(
+        pieces.states[cut[s], cut[s + 1]]
+        + whole * pieces.kept[cut[s], cut[s + 1]]
+        + received * pieces.received[cut[s]]
+        for s, (whole, received) in moment.items()
+    )
+
+
+def worth(pieces: Pieces, cut: Cut) -> tuple[int, float, int]:
+    spans = list(itertools.pairwise(cut))
+    return (
+        sum(pieces.empty[span] for span in spans),
+        max(pieces.seconds[span] for span in spans),
+        sum(pieces.received[start] for start, _ in spans),
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_cut_is_the_best_that_fits(seed: int) -> None:
     pieces = random_pieces(seed)
-    every = cuts(pieces)
-    most = sorted(max(taken(cut, moment) for moment in CHIMERA) for cut in every)
-    offered = [
-        [p for (i, j), p in pieces.items() if (i == 0) == (s == 0) and (j == PLACES) == (s == 3)]
-        for s in range(STAGES)
-    ]
+    every, offered = cuts(), pieces.offered(STAGES, {})
+    most = sorted(max(taken(pieces, cut, moment) for moment in CHIMERA) for cut in every)
     for limit in (most[0] - 1, most[0], most[len(most) // 4], most[-1]):
-        fitting = [c for c in every if all(taken(c, moment) <= limit for moment in CHIMERA)]
-        found = cut_together(offered, limit, CHIMERA)
-        assert (found is None) == (not fitting)
-        if found is not None:
+        fitting = [c for c in every if all(taken(pieces, c, m) <= limit for m in CHIMERA)]
+        starts = cut_together(pieces, offered, limit, CHIMERA)
+        assert (starts is None) == (not fitting)
+        if starts is not None:
+            found = (*starts, PLACES)
             assert found in fitting
-            empty, slowest = min(map(worth, fitting))
-            assert worth(found)[0] == empty
-            assert worth(found)[1] == pytest.approx(slowest, rel=1e-6)
+            empty, slowest, _ = min(worth(pieces, cut) for cut in fitting)
+            assert worth(pieces, found)[0] == empty
+            assert worth(pieces, found)[1] == pytest.approx(slowest, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_without_shared_memory_the_cut_is_the_best(seed: int) -> None:
+    pieces = random_pieces(seed)
+    for fixed in ({}, {2: 5}, {1: 1, 3: 7}):
+        every = [c for c in cuts() if all(c[stage] == place for stage, place in fixed.items())]
+        starts = pieces.fastest(pieces.offered(STAGES, fixed))
+        assert starts is not None
+        assert worth(pieces, (*starts, PLACES)) == min(worth(pieces, cut) for cut in every)
+    assert pieces.fastest(pieces.offered(STAGES, {1: 8})) is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_least_sum_is_that_of_the_best_cut(seed: int) -> None:
+    pieces = random_pieces(seed)
+    weights = random.Random(seed).choices(range(4), k=STAGES)
+    costs = [pieces.bytes(weight, 1) for weight in weights]
+    found = pieces.least(pieces.offered(STAGES, {}), costs)
+    assert found is not None
+
+    def cost(cut: Cut) -> int:
+        return sum(table[span] for table, span in zip(costs, itertools.pairwise(cut)))
+
+    assert found[0] == cost((*found[1], PLACES)) == min(map(cost, cuts()))

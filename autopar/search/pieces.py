@@ -1,0 +1,84 @@
+"""Pieces: every stage that could be cut out of a line of activations, as tables.
+
+Places are where a stage may start or end; `seconds[i, j]` is of the piece from place i to place j.
+A cut is the places where its stages start, and the end. What the tables say of i >= j is not read:
+`offered` leaves it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Mask = NDArray[np.bool_]  # which pieces a stage may take
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Tables over start and end."""
+
+    seconds: NDArray[np.float64]
+    empty: Mask  # holds no parameter
+    received: NDArray[np.int64]  # bytes, by start alone
+    states: NDArray[np.int64]  # bytes
+    kept: NDArray[np.int64]  # bytes for one slice of the batch
+
+    @property
+    def count(self) -> int:
+        """Of places, the end among them."""
+        return len(self.received)
+
+    def offered(self, stages: int, fixed: Mapping[int, int]) -> list[Mask]:
+        """What each stage may take; `fixed` says by stage at which place it starts."""
+        start, end = np.indices(self.seconds.shape)
+        fixed = {**fixed, 0: 0, stages: self.count - 1}
+        rows = []
+        for stage in range(stages):
+            row = (start < end) & ((start == 0) == (stage == 0))
+            row &= (end == self.count - 1) == (stage == stages - 1)
+            row &= start == fixed.get(stage, start)
+            rows.append(row & (end == fixed.get(stage + 1, end)))
+        return rows
+
+    def bytes(self, whole: float, received: float) -> NDArray:
+        """With its states, all activations of some slices, and what it received of some."""
+        return self.states + whole * self.kept + received * self.received[:, None]
+
+    def fastest(self, offered: Sequence[Mask]) -> list[int] | None:
+        """The cut with fewest empty stages; of these with the fastest slowest; that sends least.
+
+        None if the stages cannot follow one another.
+        """
+        empty, slowest = np.full(self.count, np.inf), np.full(self.count, np.inf)
+        empty[0], slowest[0] = 0.0, 0.0
+        for mask in offered:
+            empties = np.where(mask, empty[:, None] + self.empty, np.inf)
+            empty = empties.min(axis=0)
+            slow = np.maximum(slowest[:, None], self.seconds)
+            slowest = np.where(empties == empty, slow, np.inf).min(axis=0)
+        quick = [mask & (self.seconds <= slowest[-1]) for mask in offered]
+        costs = self.empty * (self.received.sum() + 1) + self.received[:, None]
+        found = self.least(quick, [costs] * len(offered))
+        return None if found is None else found[1]
+
+    def least(
+        self, offered: Sequence[Mask], costs: Sequence[NDArray]
+    ) -> tuple[float, list[int]] | None:
+        """The cut with the least sum of its stages' costs, each from its own table."""
+        total = np.full(self.count, np.inf)
+        total[0] = 0.0
+        back = []
+        for mask, cost in zip(offered, costs):
+            value = np.where(mask, total[:, None] + cost, np.inf)
+            choice = value.argmin(axis=0)
+            total = value[choice, np.arange(self.count)]
+            back.append(choice)
+        if not np.isfinite(total[-1]):
+            return None
+        places = [self.count - 1]
+        for choice in reversed(back):
+            places.append(int(choice[places[-1]]))
+        return float(total[-1]), places[:0:-1]
