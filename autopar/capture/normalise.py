@@ -14,6 +14,7 @@ from autopar.capture.normalisations import (
     cleanup,
     constants,
     flattened,
+    indexing,
     inplace,
     linear,
     losses,
@@ -42,6 +43,7 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
     shapes.canonical_transposes,
     shapes.canonical_expands,
     shapes.canonical_slices,
+    indexing.own_elements_are_gathered,
     cleanup.drop_identities,
     # one form for each product and loss
     linear.pad_by_numbers,

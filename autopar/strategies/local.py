@@ -68,12 +68,14 @@ def localize_arguments(
     if shape == list(output_type.shape):
         return args, kwargs
     if packet is aten.repeat:
-        # A dim of size 1 repeats as often as the piece is long, any other as often as ever.
+        # What is copied is whole: the piece has so many copies.
         repeats = [
-            length if size == times else times
+            length * times // size if times > 1 else times
             for length, size, times in zip(shape, output_type.shape, Call(node)["repeats"])
         ]
         return _replaced(node, "repeats", repeats)
+    if packet is aten.repeat_interleave:
+        return _repeated(node, output_type, shape)
     name = _COUNT_ARGUMENT.get(packet)
     count = 1 if name is None else Call(node)[name]
     if name is not None and count > 1:
@@ -99,6 +101,16 @@ def local_call(
         raise ValueError(f"{name} expands into several nodes; see autopar/strategies/kernels")
     start, _ = rule.bounds(factor, strategy, mesh, rank)
     return kernel.function, args, {**kwargs, "start": start}
+
+
+def _repeated(
+    node: fx.Node, output_type: TensorType, shape: list[int]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A dim of size 1 is repeated as often as the piece is long; a given size is the piece's."""
+    call = Call(node)
+    dim = call.dim(call["dim"])
+    repeats = shape[dim] if output_type.shape[dim] == call["repeats"] else call["repeats"]
+    return (call["self"], repeats, call["dim"]), {}
 
 
 def _packet(target: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from autopar.strategies.registry import Call, aten, register_rule
 from autopar.strategies.rule import Dim, Rule, Saved
@@ -168,10 +169,13 @@ def _repeat(call: Call) -> Rule:
             into.append(())
         elif repeats[index] == 1:
             into.append(out[index])
-        else:  # the copies interleave the pieces
-            into.append((f"n{index}",))
-            sizes[f"n{index}"] = size
-            whole += [f"n{index}", f"d{index}"]
+        else:  # whole copies can be dealt out; pieces of a copy would interleave
+            copied, times = f"n{index}", f"times{index}"
+            into.append((copied,))
+            out[index] = (times, copied)
+            sizes |= {copied: size, times: repeats[index]}
+            del sizes[f"d{index}"]
+            whole.append(copied)
     return call.rule([into], out, sizes, whole=whole, passes=FIRST)
 
 
@@ -233,6 +237,21 @@ def _whole_dims(call: Call) -> Rule:
     return same_dims(call, [call.dim(dim) for dim in dims])
 
 
+def _transform(call: Call) -> Rule | None:
+    """Fourier transforms mix all elements of their dims."""
+    dims = range(len(call.shape)) if call["dim"] is None else call["dim"]
+    if call.get("s", call.get("n")) is not None:
+        return None  # cuts or pads first
+    return same_dims(call, [call.dim(dim) for dim in ([dims] if isinstance(dims, int) else dims)])
+
+
+def _transform_of_real(call: Call) -> Rule | None:
+    """Those that take real numbers as they are, and keep them."""
+    rule = _transform(call)
+    is_real = not call.inputs[0].meta["val"].is_complex()
+    return replace(rule, saved=Saved((0,))) if rule is not None and is_real else rule
+
+
 def _triangle(call: Call) -> Rule:
     return same_dims(call, [len(call.shape) - 2, len(call.shape) - 1])
 
@@ -266,5 +285,11 @@ register_rule("aten.stack", _stack)
 register_rule(aten("pad constant_pad_nd"), _pad)
 register_rule("aten.cumsum", _whole_dim)
 register_rule(aten("flip roll"), _whole_dims)
+register_rule(
+    aten("fft_irfft fft_fft2 fft_ifft2 fft_irfft2 fft_fftn fft_ifftn fft_irfftn"), _transform
+)
+register_rule(aten("fft_fft fft_ifft fft_rfft fft_rfft2 fft_rfftn"), _transform_of_real)
+register_rule("aten.view_as_real", "... -> ... two!", passes="all", cost=0)
+register_rule("aten.view_as_complex", "... two! -> ...", passes="all", cost=0)
 register_rule(aten("tril triu"), _triangle)
 register_rule("aten.diff", _diff)

@@ -165,6 +165,21 @@ def test_writes_in_place() -> None:
     assert set(captured.mutations) == {"total", "other"}
 
 
+def test_an_element_of_its_own_for_each_row() -> None:
+    def forward(self: Function, x: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+        y, rows = self.linear(x), torch.arange(x.shape[0])
+        return y[rows, ids], y[rows, ids.int()], y[rows, -1], y[rows, ids[1:2]], y[rows, ids, 0]
+
+    names = targets(program(forward, random(3, 5, 4), torch.tensor([4, -2, 0])))
+    assert (names.count("gather"), names.count("index")) == (4, 1)
+
+    def other_rows(self: Function, x: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+        y, rows = self.linear(x), torch.arange(3)
+        return y[rows.flip(0), ids], y[ids, rows], y[rows[:, None], ids], y[:, rows, ids]
+
+    program(other_rows, random(3, 5, 4), torch.tensor([1, 2, 0]))
+
+
 def test_batch_norms() -> None:
     twice = nn.BatchNorm1d(4)
     captured = program(

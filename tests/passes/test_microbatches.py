@@ -55,6 +55,10 @@ LOSSES = {
     "with a regulariser": lambda y, x, w: y.square().mean() + 0.01 * w.square().sum(),
     "minus a regulariser": lambda y, x, w: 0.01 * w.square().sum() - y.square().mean(),
     "masked": masked,
+    "of an element of each sample": lambda y, x, w: y[torch.arange(6), x.argmax(1)].square().mean(),
+    "with copies for each sample": lambda y, x, w: (
+        (y.view(12, 2) * w[:2, :2].repeat(6, 1)).square().mean()
+    ),
     "of each element": lambda y, x, w: (y / x.shape[0]).square().sum(),
 }
 

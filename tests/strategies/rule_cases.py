@@ -31,6 +31,10 @@ def t(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=_generator)
 
 
+def z(*shape: int) -> Tensor:
+    return torch.complex(t(*shape), t(*shape))
+
+
 def u(*shape: int) -> Tensor:
     """Between 0.1 and 0.9: inside the domain of every function."""
     return torch.rand(shape, dtype=torch.float64, generator=_generator) * 0.8 + 0.1
@@ -183,7 +187,28 @@ case("expand.default", t(1, 4), [5, -1])
 case("expand_as.default", t(1, 4), t(5, 4))
 case("repeat.default", t(5, 1, 2), [2, 1, 3, 2])
 case("repeat.default", t(1, 5), [4, 1])
+case("repeat.default", t(3, 5), [4, 1])
+case("repeat.default", t(3), [4, 2])
 case("repeat_interleave.self_int", t(4, 3), 2, 0)
+case("repeat_interleave.self_int", t(4, 3), 2, 0, output_size=8)
+case("repeat_interleave.self_int", t(4, 1, 3), 6, 1, output_size=6)
+case("fft_fft.default", t(5, 4))
+case("fft_ifft.default", z(5, 4), None, 0)
+case("fft_rfft.default", t(5, 4))
+case("fft_irfft.default", z(5, 4))
+for name in ("fft_fft2", "fft_ifft2", "fft_irfft2"):
+    case(f"{name}.default", z(3, 4, 4))
+case("fft_rfft2.default", t(3, 4, 4))
+for name in ("fft_fftn", "fft_ifftn", "fft_irfftn"):
+    case(f"{name}.default", z(3, 4, 4), None, [1, 2])
+case("fft_fftn.default", t(4, 4))
+case("fft_rfftn.default", t(3, 4, 4), None, [0, 2])
+case("view_as_real.default", z(5, 4))
+case("view_as_complex.default", t(5, 4, 2))
+for name in ("real", "imag"):
+    case(f"{name}.default", z(5, 4))
+for name in ("complex", "polar"):
+    case(f"{name}.default", t(5, 4), t(5, 4))
 case("cat.default", [t(5, 2), t(5, 3)], 1)
 case("cat.default", [t(2, 4), t(3, 4), t(1, 4)])
 case("stack.default", [t(5, 4), t(5, 4)], 1)

@@ -64,7 +64,7 @@ def run_call(function: Any, args: Any, kwargs: Any, values: dict[fx.Node, Tensor
 def cut(value: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
     """The pieces of `value` on all ranks; partial sums as random summands."""
     degree = mesh.degree(layout.partial)
-    if value.is_floating_point():
+    if value.is_floating_point() or value.is_complex():
         summands = [torch.randn_like(value) for _ in range(degree - 1)]
     else:
         summands = [torch.randint_like(value, -3, 3) for _ in range(degree - 1)]
@@ -97,6 +97,8 @@ def assemble(pieces: list[Tensor], layout: Layout, shape: torch.Size, mesh: Mesh
 
 
 def assert_same(got: Tensor, wanted: Tensor, tolerance: float) -> None:
+    if wanted.is_complex():
+        got, wanted = torch.view_as_real(got), torch.view_as_real(wanted)
     got, wanted = got.double(), wanted.double()
     torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
 
@@ -215,7 +217,9 @@ def in_order(items: list[tuple[int, Any]]) -> list[Any]:
 
 
 def leaf(value: Tensor, index: int, case: Case) -> Tensor:
-    differentiable = value.is_floating_point() and index not in case.constants
+    differentiable = (
+        value.is_floating_point() or value.is_complex()
+    ) and index not in case.constants
     return value.detach().clone().requires_grad_(differentiable)
 
 

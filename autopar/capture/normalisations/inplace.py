@@ -39,12 +39,20 @@ _REGENERATED = (  # views that can be taken anew from a changed base
     aten.squeeze.default,
     aten.flatten.using_ints,
     aten.expand.default,
+    aten.expand_as.default,
+    aten.broadcast_to.default,
     aten.alias.default,
     aten.detach.default,
     aten.t.default,
     aten.contiguous.default,
     aten.to.dtype,
     aten.to.dtype_layout,
+)
+_NOT_WRITTEN = (  # of these: one element stands at several places, or has no gradient
+    aten.expand.default,
+    aten.expand_as.default,
+    aten.broadcast_to.default,
+    aten.detach.default,
 )
 
 
@@ -174,7 +182,7 @@ class _Functionaliser:
             return call(write, aten.permute.default, new, inverse)
         if target in (aten.alias.default, aten.contiguous.default, aten.to.dtype):
             return new
-        if target in _REGENERATED and target not in (aten.expand.default, aten.detach.default):
+        if target in _REGENERATED and target not in _NOT_WRITTEN:
             return call(write, aten.reshape.default, new, shape_of(base))
         raise InvalidInput(
             "a write to a view can be carried over to the tensor it views",

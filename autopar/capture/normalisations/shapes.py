@@ -58,8 +58,8 @@ def canonical_transposes(draft: Draft) -> None:
 
 
 def canonical_expands(draft: Draft) -> None:
-    """expand_as becomes expand; sizes are written out."""
-    for node in draft.calls(aten.expand.default, aten.expand_as.default):
+    """expand_as and broadcast_to become expand; sizes are written out."""
+    for node in draft.calls(aten.expand.default, aten.expand_as.default, aten.broadcast_to.default):
         shape = list(shape_of(node))
         if node.target is not aten.expand.default or node.args[1] != shape:
             draft.replace(node, aten.expand.default, node.args[0], shape)
