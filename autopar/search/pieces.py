@@ -61,24 +61,36 @@ class Pieces:
             slowest = np.where(empties == empty, slow, np.inf).min(axis=0)
         quick = [mask & (self.seconds <= slowest[-1]) for mask in offered]
         costs = self.empty * (self.received.sum() + 1) + self.received[:, None]
-        found = self.least(quick, [costs] * len(offered))
-        return None if found is None else found[1]
+        return self.least(quick, [costs] * len(offered))
 
-    def least(
-        self, offered: Sequence[Mask], costs: Sequence[NDArray]
-    ) -> tuple[float, list[int]] | None:
+    def least(self, offered: Sequence[Mask], costs: Sequence[NDArray]) -> list[int] | None:
         """The cut with the least sum of its stages' costs, each from its own table."""
-        total = np.full(self.count, np.inf)
-        total[0] = 0.0
-        back = []
-        for mask, cost in zip(offered, costs):
-            value = np.where(mask, total[:, None] + cost, np.inf)
-            choice = value.argmin(axis=0)
-            total = value[choice, np.arange(self.count)]
-            back.append(choice)
-        if not np.isfinite(total[-1]):
+        reached, place = self._sums(offered, costs), self.count - 1
+        if not np.isfinite(reached[-1][place]):
             return None
-        places = [self.count - 1]
-        for choice in reversed(back):
-            places.append(int(choice[places[-1]]))
-        return float(total[-1]), places[:0:-1]
+        places: list[int] = []
+        for before, mask, cost in reversed(list(zip(reached, offered, costs))):
+            value = before + np.where(mask[:, place], cost[:, place], np.inf)
+            place = int(value.argmin())
+            places.insert(0, place)
+        return places
+
+    def through(self, offered: Sequence[Mask], costs: Sequence[NDArray]) -> list[NDArray]:
+        """By stage and piece: the least sum of costs of a cut that has it; inf if none has."""
+        before = self._sums(offered, costs)
+        turned = [
+            [table.T[::-1, ::-1] for table in reversed(tables)] for tables in (offered, costs)
+        ]
+        after = [sums[::-1] for sums in reversed(self._sums(*turned))]
+        return [
+            np.where(mask, reached[:, None] + cost + left, np.inf)
+            for reached, mask, cost, left in zip(before, offered, costs, after[1:])
+        ]
+
+    def _sums(self, offered: Sequence[Mask], costs: Sequence[NDArray]) -> list[NDArray]:
+        """The least sum of the first stages' costs by where they end: of none, of one, ..."""
+        sums = [np.full(self.count, np.inf)]
+        sums[0][0] = 0.0
+        for mask, cost in zip(offered, costs):
+            sums.append(np.where(mask, sums[-1][:, None] + cost, np.inf).min(axis=0))
+        return sums

@@ -4,8 +4,8 @@ Where a rank holds several stages (both directions of Chimera, chunks), how larg
 on the others. Every stage takes one of the pieces between two places, each where the one before
 ends, and at every moment what a rank keeps of its stages stays below the limit.
 
-Most limits that nothing meets are refused before that: a mean of moments, weighted in any way, is
-at most the worst of them, and the least mean is a shortest path.
+Most pieces are ruled out before that: a mean of moments, weighted in any way, is at most the worst
+of them, and the least mean of all cuts that have a piece is a shortest path through it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Moments = Sequence[Mapping[int, tuple[int, int]]]
 
 _RANGE = 1 << 24  # of the seconds of a stage in whole numbers
 _TIES = 1 << 14  # of all that is sent, which decides between equals
-_EFFORT = 30.0  # deterministic time, about seconds
-_ROUNDS = 30  # of other weights for the mean of moments
+_EFFORT = 5.0  # deterministic time, about seconds
+_ROUNDS = 50  # of other weights for the mean of moments
 _PACE = 4.0  # of the weights
 
 
@@ -34,8 +34,8 @@ def cut_together(
     A moment says by stage of how many slices a rank keeps all activations, and of how many what it
     received.
     """
-    offered = _possible(pieces, offered, memory, moments)
-    if _is_hopeless(pieces, offered, memory, moments):
+    offered = _narrowed(pieces, _possible(pieces, offered, memory, moments), memory, moments)
+    if not all(map(np.any, offered)):
         return None
     model = cp_model.CpModel()
     rows = [list(zip(*map(np.ndarray.tolist, np.nonzero(mask)))) for mask in offered]
@@ -90,8 +90,10 @@ def _possible(
     return left
 
 
-def _is_hopeless(pieces: Pieces, offered: Sequence[Mask], memory: float, moments: Moments) -> bool:
-    """Whether some mean of the moments is above the limit for every cut.
+def _narrowed(
+    pieces: Pieces, offered: Sequence[Mask], memory: float, moments: Moments
+) -> Sequence[Mask]:
+    """The pieces of cuts of which no mean of the moments is known to be above the limit.
 
     Weights move to the moments that are worst in the cut whose mean is least.
     """
@@ -101,24 +103,21 @@ def _is_hopeless(pieces: Pieces, offered: Sequence[Mask], memory: float, moments
             keeps[number, stage] = 1, *counts
     weights = np.full(len(moments), 1 / len(moments))
     for _ in range(_ROUNDS):
-        mean = np.tensordot(weights, keeps, 1)
         costs = [
-            a * pieces.states + b * pieces.kept + c * pieces.received[:, None] for a, b, c in mean
+            states * pieces.states + whole * pieces.kept + received * pieces.received[:, None]
+            for states, whole, received in np.tensordot(weights, keeps, 1)
         ]
-        found = pieces.least(offered, costs)
-        if found is None or found[0] > memory * (1 + 1e-9):
-            return True
-        starts = found[1]
+        means = pieces.through(offered, costs)
+        offered = [mean <= memory * (1 + 1e-9) for mean in means]
+        starts = pieces.least(offered, costs)
+        if starts is None:
+            break
         ends = [*starts[1:], pieces.count - 1]
-        held = np.stack(
-            [pieces.states[starts, ends], pieces.kept[starts, ends], pieces.received[starts]], 1
-        )
-        taken = (keeps * held).sum((1, 2))
-        if taken.max() <= memory:
-            return False
+        held = [pieces.states[starts, ends], pieces.kept[starts, ends], pieces.received[starts]]
+        taken = (keeps * np.stack(held, 1)).sum((1, 2))
         weights *= np.exp(_PACE * (taken / taken.max() - 1))
         weights /= weights.sum()
-    return False
+    return offered
 
 
 def _sum(variables: Sequence[cp_model.IntVar], weights: Sequence[int]) -> cp_model.LinearExprT:
