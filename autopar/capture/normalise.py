@@ -30,10 +30,10 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
     cleanup.drop_assertions,
     cleanup.drop_dropout,  # it would be a view, so it precedes functionalise
     norms.batch_norms,  # makes writes to buffers visible, so it precedes functionalise
+    tuples.split_into_slices,  # views as well
     inplace.functionalise,
     cleanup.drop_dead_code,
     # one tensor a node
-    tuples.split_into_slices,
     tuples.single_results,
     # nothing that does nothing
     cleanup.canonical_names,

@@ -77,7 +77,8 @@ class _Explainer:
         return self._operator(heaviest, [n.name for n in inside if n is not heaviest])
 
     def _unknown(self, name: str, parameters: list[str]) -> InvalidInput:
-        calls = [n for n in self.captured.graph.nodes if n.op == "call_function"]
+        nodes = self.captured.graph.nodes
+        calls = [n for n in nodes if n.op == "call_function" and n.target is not ANNOTATE]
         modules = {n.meta["module"] for n in calls if n.meta["module"]}
         known = [*parameters, *sorted(modules), *(n.name for n in calls)]
         close = difflib.get_close_matches(name, known, 4, 0.5) or known[:4]

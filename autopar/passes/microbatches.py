@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.alike import number_calls
 from autopar.capture.captured import Captured
+from autopar.capture.listing import operator_of
 from autopar.capture.marker import ANNOTATE
 from autopar.capture.verifier import verify
 from autopar.errors import InvalidInput
@@ -253,18 +254,18 @@ class _Cutter:
         if rule is None or strategy is None:
             if all(status in (SAME, OWN) for status in given):
                 return OWN if OWN in given else SAME
-            _refuse(node, f"{node.target} has no rule that says how it treats the batch")
+            _refuse(node, f"{operator_of(node)} has no rule that says how it treats the batch")
         factor = next((factor for factor, axes in strategy.cuts if AXIS in axes), None)
         if factor is None:
             return self._uncut(node, inputs, given)
         if rule.kernel(strategy) is not None:
-            _refuse(node, f"{node.target} looks at the place of a sample in the batch")
+            _refuse(node, f"{operator_of(node)} looks at the place of a sample in the batch")
         for value, dims, status in zip(inputs, rule.inputs, given):
             wanted = next((d for d, dim in enumerate(dims) if factor in dim), None)
             if status == SUM and wanted is None:
                 self._total(value)
             elif wanted is None and isinstance(status, int):
-                _refuse(node, f"{node.target} lets samples of different micro-batches meet")
+                _refuse(node, f"{operator_of(node)} lets samples of different micro-batches meet")
             elif wanted is not None and status != wanted:
                 _refuse(node, f"{value.name} holds the whole batch where a slice is needed")
         places = [d for d, dim in enumerate(rule.outputs[0]) if factor in dim]
@@ -275,7 +276,7 @@ class _Cutter:
     def _uncut(self, node: fx.Node, inputs: tuple[fx.Node, ...], given: list[Status]) -> Status:
         """What an operator makes of values that no longer have the batch as a dim."""
         if any(isinstance(status, int) for status in given):
-            _refuse(node, f"{node.target} needs all samples of the batch together")
+            _refuse(node, f"{operator_of(node)} needs all samples of the batch together")
         summed = frozenset(index for index, status in enumerate(given) if status == SUM)
         rule = self.captured.rules[node.name]
         assert rule is not None

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from autopar.capture.captured import Captured
+from autopar.capture.listing import operator_of
 from autopar.capture.marker import ANNOTATE
 from autopar.cluster import Cluster
 from autopar.collectives.redistribution import State
@@ -271,7 +272,7 @@ class _Builder:
         asked = wish or next(iter(bound.values()))
         raise InvalidInput(
             "an annotation asks for what no strategy of the operator gives",
-            got=f"{asked.layout} for {node.target} in {node.meta['module'] or 'the model'}",
+            got=f"{asked.layout} for {operator_of(node)} in {node.meta['module'] or 'the model'}",
             remedy="cut dims that the operator can cut, and shared dims the same way",
             source=asked.source,
         )

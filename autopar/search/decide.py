@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.capture.captured import Captured
+from autopar.capture.listing import operator_of
 from autopar.collectives.redistribution import State
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -55,7 +56,7 @@ def decide(
         strategies=strategies,
         fixed={name: wish.layout for name, wish in wishes.values.items()},
         fallbacks=tuple(
-            Fallback(name, str(nodes[name].target), "no rule", nodes[name].meta["source"])
+            Fallback(name, operator_of(nodes[name]), "no rule", nodes[name].meta["source"])
             for name, variable in built.operators.items()
             if variable.candidates is not None and variable.candidates.facts is None
         ),

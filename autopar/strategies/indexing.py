@@ -6,6 +6,7 @@ All are linear in what they pick from.
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 
@@ -128,6 +129,28 @@ def _slice_scatter(call: Call) -> Rule:
     return call.rule([dims, part], dims, sizes, whole=whole, passes=[(0, 1)], flops=0.0)
 
 
+def _diagonal_scatter(call: Call) -> Rule:
+    """The diagonal of two dims stands last in the second input."""
+    held = {call.dim(call["dim1"]), call.dim(call["dim2"])}
+    dims = names(len(call.shape))
+    part: list[Dim] = [*(dim for i, dim in enumerate(dims) if i not in held), ("part",)]
+    sizes = sizes_of(dims, call.shape) | {"part": call.shapes[1][-1]}
+    whole = ["part", *(f"d{i}" for i in held)]
+    return call.rule([dims, part], dims, sizes, whole=whole, passes=[(0, 1)], flops=0.0)
+
+
+def _added(call: Call) -> Rule:
+    """The rows of a source added to, or put in the place of, those that an index names."""
+    dim = call.dim(call["dim"])
+    out = names(len(call.shape))
+    sizes = sizes_of(out, call.shape) | {"j": math.prod(call.shapes[1])}
+    index: list[Dim] = [("j",)] * len(call.shapes[1])
+    source: list[Dim] = [("j",) if i == dim else factor for i, factor in enumerate(out)]
+    whole = ["j", f"d{dim}"]
+    inputs = [out, index, source][: len(call.shapes)]
+    return call.rule(inputs, out, sizes, whole=whole, saved=Saved((1, 2)))
+
+
 register_rule(aten("slice narrow"), _slice)
 register_rule("aten.select", _select)
 register_rule("aten.index_select", _index_select)
@@ -136,4 +159,6 @@ register_rule("aten.index", _index)
 register_rule(aten("scatter.src scatter.value scatter_add"), _scatter)
 register_rule("aten.select_scatter", _select_scatter)
 register_rule("aten.slice_scatter", _slice_scatter)
+register_rule("aten.diagonal_scatter", _diagonal_scatter)
+register_rule(aten("index_add index_copy"), _added)
 register_rule("aten.one_hot", "... -> ... classes!")

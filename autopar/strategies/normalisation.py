@@ -79,11 +79,23 @@ def _batch_norm(call: Call) -> Rule | None:
     return call.rule([dims, *vectors], dims, sizes, saved=Saved(kept))
 
 
+def _instance_norm(call: Call) -> Rule:
+    """Every channel of every sample apart; kept are two statistics, and a copy of the scales."""
+    dims: list[Dim] = [(f"d{i}",) for i in range(len(call.shape))]
+    sizes = {dim[0]: size for dim, size in zip(dims, call.shape)}
+    vectors = [[dims[1]]] * (len(call.shapes) - 1)
+    kept = (tuple(dims[:2]),) * (3 if 1 in call.slots else 2)
+    whole = [dim[0] for dim in dims[2:]]
+    saved = Saved((0,), extra=kept)
+    return call.rule([dims, *vectors], dims, sizes, whole=whole, saved=saved)
+
+
 register_rule("aten.layer_norm", _layer_norm)
 register_rule("aten.rms_norm", _rms_norm)
 register_rule("aten.group_norm", _group_norm)
 register_rule("aten.batch_norm", _batch_norm)
 register_rule("aten._weight_norm", _weight_norm)
+register_rule("aten.instance_norm", _instance_norm)
 register_rule(batch_sums, "n+ c ...+, c -> two! c", cost=4, saved="0 1 output")
 register_rule(
     batch_normalize, "n c ..., two! c, c, c, c -> n c ...", cost=4, saved="0 1 3", extra="c, c"

@@ -232,6 +232,11 @@ def _whole_dim(call: Call) -> Rule:
     return same_dims(call, [call.dim(call["dim"])])
 
 
+def _along(call: Call) -> Rule:
+    """Along one dim, and not linear."""
+    return same_dims(call, [call.dim(call["dim"])], (), Saved((0,), output=True))
+
+
 def _whole_dims(call: Call) -> Rule:
     dims = call["dims"] or range(len(call.shape))
     return same_dims(call, [call.dim(dim) for dim in dims])
@@ -284,6 +289,7 @@ register_rule("aten.cat", _concatenate)
 register_rule("aten.stack", _stack)
 register_rule(aten("pad constant_pad_nd"), _pad)
 register_rule("aten.cumsum", _whole_dim)
+register_rule(aten("argsort cumprod logcumsumexp"), _along)
 register_rule(aten("flip roll"), _whole_dims)
 register_rule(
     aten("fft_irfft fft_fft2 fft_ifft2 fft_irfft2 fft_fftn fft_ifftn fft_irfftn"), _transform

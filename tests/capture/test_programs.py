@@ -145,6 +145,23 @@ def test_writes_in_place() -> None:
         y[1, 1:].zero_()
         return turned * 1, y.transpose(0, 1)[1:].sum()
 
+    def views(self: Function, x: Tensor) -> Any:
+        y = self.linear(x)
+        plain = x + 1
+        parts, rows = plain.chunk(2, -1), plain.unbind(0)
+        plain *= 3
+        others = (
+            y.unflatten(-1, (2, 2)),
+            y.mT,
+            y.narrow(0, 1, 2),
+            y.view_as(x),
+            y.movedim(0, 1),
+            y.diagonal(),
+        )
+        y.diagonal()[1:] *= 3
+        y += x
+        return [view * 2 for view in (*parts, *rows, *others)]
+
     def buffers(self: Function, x: Tensor) -> Tensor:
         self.total += x.detach().sum(0)
         self.total[0] = 7
@@ -161,6 +178,7 @@ def test_writes_in_place() -> None:
 
     program(chained, random(3, 4))
     program(dropped, random(3, 4))
+    program(views, random(3, 4))
     captured = program(buffers, random(3, 4), total=torch.zeros(4), other=torch.ones(4))
     assert set(captured.mutations) == {"total", "other"}
 

@@ -27,32 +27,39 @@ _FUNCTIONAL: dict[object, Callable[..., Any]] = {
     aten.fill_.Scalar: aten.full_like.default,
     aten.detach_.default: aten.detach.default,
 }
-_REGENERATED = (  # views that can be taken anew from a changed base
+_RESHAPES = (
     aten.view.default,
+    aten.view_as.default,
     aten.reshape.default,
-    aten.select.int,
-    aten.slice.Tensor,
-    aten.transpose.int,
-    aten.permute.default,
+    aten.reshape_as.default,
     aten.unsqueeze.default,
     aten.squeeze.dim,
+    aten.squeeze.dims,
     aten.squeeze.default,
     aten.flatten.using_ints,
+    aten.unflatten.int,
+)
+_REGENERATED = (  # views that can be taken anew from a changed base
+    *_RESHAPES,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.narrow.default,
+    aten.transpose.int,
+    aten.swapaxes.default,
+    aten.permute.default,
+    aten.movedim.int,
+    aten.mT.default,
+    aten.numpy_T.default,
+    aten.t.default,
+    aten.diagonal.default,
     aten.expand.default,
     aten.expand_as.default,
     aten.broadcast_to.default,
     aten.alias.default,
     aten.detach.default,
-    aten.t.default,
     aten.contiguous.default,
     aten.to.dtype,
     aten.to.dtype_layout,
-)
-_NOT_WRITTEN = (  # of these: one element stands at several places, or has no gradient
-    aten.expand.default,
-    aten.expand_as.default,
-    aten.broadcast_to.default,
-    aten.detach.default,
 )
 
 
@@ -182,7 +189,10 @@ class _Functionaliser:
             return call(write, aten.permute.default, new, inverse)
         if target in (aten.alias.default, aten.contiguous.default, aten.to.dtype):
             return new
-        if target in _REGENERATED and target not in _NOT_WRITTEN:
+        if target is aten.diagonal.default:
+            places = (argument(view, name) for name in ("offset", "dim1", "dim2"))
+            return call(write, aten.diagonal_scatter.default, base, new, *places)
+        if target in _RESHAPES:
             return call(write, aten.reshape.default, new, shape_of(base))
         raise InvalidInput(
             "a write to a view can be carried over to the tensor it views",
