@@ -59,6 +59,11 @@ class Elimination:
         """The variables that are left."""
         return list(self._scopes)
 
+    @property
+    def entries(self) -> int:
+        """The entries of all tables that are left."""
+        return sum(table.size for table in self.factors.values())
+
     def neighbours(self, v: int) -> set[int]:
         return set().union(*self._scopes[v]) - {v}
 

@@ -25,6 +25,9 @@ from autopar.search.residual import solve_residual
 
 __all__ = ["CostGraph", "Optimiser", "Optimum"]
 
+MOST_ENTRIES = 200_000  # of all tables together that CP-SAT is given, if they can be made smaller
+SMALL = 1 << 12  # entries of a join, where elimination prepares what CP-SAT is to solve
+
 
 @dataclass(frozen=True)
 class Optimum:
@@ -70,8 +73,7 @@ class Optimiser:
 
     def minimise(self, multiplier: float = 0.0) -> Optimum:
         """The least of cost + multiplier · memory; of memory alone if the multiplier is inf."""
-        elimination, reduced = self._elimination(multiplier)
-        elimination.run()
+        elimination, reduced = self._eliminated(multiplier)
         value = bound = elimination.constant
         choice: dict[int, int] = {}
         if core := elimination.core:
@@ -90,8 +92,7 @@ class Optimiser:
 
     def least_with(self, node: int, multiplier: float = 0.0) -> Array:
         """For each strategy of `node` (one outside all chains), the least weight with it."""
-        elimination, _ = self._elimination(multiplier)
-        elimination.run(keep=(node,))
+        elimination, _ = self._eliminated(multiplier, keep=(node,))
         core = [v for v in elimination.core if v != node]
         if not core:
             return elimination.joint((node,))
@@ -107,10 +108,24 @@ class Optimiser:
                     factors[scope] = factors.get(scope, 0.0) + table
                 else:
                     least[strategy] += table.item()
-            least[strategy] += solve_residual(sizes, factors, seconds=self.seconds).bound
+            seconds = self.seconds / len(least)
+            least[strategy] += solve_residual(sizes, factors, seconds=seconds).bound
         return least
 
-    def _elimination(self, multiplier: float) -> tuple[Elimination, list[Reduced]]:
+    def _eliminated(
+        self, multiplier: float, keep: tuple[int, ...] = ()
+    ) -> tuple[Elimination, list[Reduced]]:
+        """All weights after elimination. Where it leaves a core under large tables, each of their
+        entries would be a variable of CP-SAT: more nodes under small tables are easier to solve."""
+        elimination, reduced = self._elimination(multiplier, self.limit)
+        elimination.run(keep)
+        left = [v for v in elimination.core if v not in keep]
+        if left and elimination.entries > MOST_ENTRIES:
+            elimination, reduced = self._elimination(multiplier, min(self.limit, SMALL))
+            elimination.run(keep)
+        return elimination, reduced
+
+    def _elimination(self, multiplier: float, limit: int) -> tuple[Elimination, list[Reduced]]:
         """All weights as tables, chains reduced to theirs, nothing eliminated yet."""
         packed = self.packed
         nodes = [table.weighted(multiplier) for table in packed.node_tables]
@@ -119,7 +134,7 @@ class Optimiser:
         reduced = [entry for entry in tried if entry is not None]
         if len(reduced) < len(tried):
             self._place([entry.chain for entry in reduced])
-        elimination = Elimination(self.variables, self.limit)
+        elimination = Elimination(self.variables, limit)
         for node in self.outside:
             elimination.add((node,), nodes[packed.node_table[node]])
         for low, high, table in self.edges:

@@ -55,6 +55,23 @@ def test_a_limit_that_nothing_meets_names_the_least_memory() -> None:
         solve(graph, memory=5000)
 
 
+def test_large_tables_of_an_unfinished_elimination_do_not_reach_cp_sat() -> None:
+    rng = np.random.default_rng(0)
+    graph, planted = CostGraph(), rng.integers(0, 10, 11).tolist()
+    for best in planted:
+        graph.add_node(np.arange(10) != best)
+    hubs = range(8)  # joined all to all: elimination cannot take them
+    edges = [(a, b) for b in hubs for a in range(b)]
+    edges += [(hub, leaf) for leaf in (8, 9, 10) for hub in range(6)]  # tables over six hubs
+    for a, b in edges:
+        move = 1 + rng.random((10, 10))
+        move[planted[a], planted[b]] = 0
+        graph.add_edge(a, b, move)
+    solution = solve(graph, prune=False)
+    assert (solution.choice, solution.objective, solution.gap) == (planted, 0.0, 0.0)
+    assert solution.sizes.core_nodes == 11
+
+
 def test_the_same_search_gives_the_same_choice() -> None:
     graphs = [chain(30), chain(30)]
     limit = solve(graphs[0]).memory * 0.5
