@@ -39,6 +39,7 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
     cleanup.canonical_names,
     cleanup.canonical_casts,
     cleanup.drop_copies,
+    cleanup.creations_read_no_tensor,
     shapes.canonical_reshapes,
     shapes.canonical_transposes,
     shapes.canonical_expands,

@@ -198,6 +198,18 @@ def test_an_element_of_its_own_for_each_row() -> None:
     program(other_rows, random(3, 5, 4), torch.tensor([1, 2, 0]))
 
 
+def test_creations_read_no_tensor() -> None:
+    def forward(self: Function, x: Tensor) -> Tensor:
+        y = x.new_empty(x.shape, dtype=torch.float32)
+        z = torch.empty(x.shape, dtype=x.dtype)
+        y[:, :2], y[:, 2:] = x[:, 2:], 1.5
+        z.copy_(x.new_full(x.shape, 3.0) + x.new_ones(4) + x.new_zeros(3, 1))
+        return self.linear(y.to(x.dtype) + z)
+
+    captured = program(forward, random(3, 4))
+    assert not {name for name in targets(captured) if name.startswith(("new_", "empty"))}
+
+
 def test_batch_norms() -> None:
     twice = nn.BatchNorm1d(4)
     captured = program(

@@ -47,6 +47,12 @@ def masked(y, x, w):
     return (y.sum(1) * mask).sum() / mask.sum().clamp(min=1)
 
 
+def in_fresh_memory(y, x, w):
+    z = y.new_empty(y.shape)
+    z[:, :2], z[:, 2:] = y[:, 2:], x[:, :2]
+    return (z + torch.empty_like(y).fill_(0.5)).square().mean()
+
+
 LOSSES = {
     "sum": lambda y, x, w: y.sum(),
     "half a mean": lambda y, x, w: 0.5 * F.mse_loss(y, x),
@@ -59,6 +65,7 @@ LOSSES = {
     "with copies for each sample": lambda y, x, w: (
         (y.view(12, 2) * w[:2, :2].repeat(6, 1)).square().mean()
     ),
+    "in fresh memory": in_fresh_memory,
     "of each element": lambda y, x, w: (y / x.shape[0]).square().sum(),
 }
 

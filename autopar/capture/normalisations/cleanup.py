@@ -78,6 +78,26 @@ def canonical_casts(draft: Draft) -> None:
             draft.replace(node, aten.to.dtype, source, dtype)
 
 
+_CREATIONS = {
+    aten.new_zeros.default: aten.zeros.default,
+    aten.new_ones.default: aten.ones.default,
+    aten.new_full.default: aten.full.default,
+    aten.new_empty.default: aten.zeros.default,
+    aten.empty.memory_format: aten.zeros.default,
+    aten.empty_like.default: aten.zeros.default,
+}
+
+
+def creations_read_no_tensor(draft: Draft) -> None:
+    """What a tensor lent its dtype is made without it; fresh memory is zero on every rank."""
+    for node in draft.calls(*_CREATIONS):
+        value = node.meta["val"]
+        fill = (argument(node, "fill_value"),) if node.target is aten.new_full.default else ()
+        made = _CREATIONS[node.target]  # type: ignore[index]
+        kind = {"dtype": value.dtype, "device": value.device}
+        draft.replace(node, made, list(value.shape), *fill, **kind)
+
+
 def drop_copies(draft: Draft) -> None:
     """Copies and aliases: values of a functional program are never written to."""
     copies = (
