@@ -118,6 +118,9 @@ class Worker:
         learning = [v for v, learns in zip(kept.received, self.run.learns_received) if learns]
         targets = [*learning, *(result for result, _, _ in kept.uses)]
         flat = [tensor for value in targets for tensor in value]
+        if not flat:  # neither this stage nor one before it learns
+            kept.roots = []
+            return []
         found = iter(torch.autograd.grad(roots, flat, seeds, retain_graph=True, allow_unused=True))
         gradients = [[_or_zeros(next(found), tensor) for tensor in v] for v in targets]
         kept.gradients = gradients[len(learning) :]

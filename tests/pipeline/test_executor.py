@@ -62,6 +62,24 @@ def test_recomputation_runs_forward_again(schedule, options):
     assert all(not worker.kept for worker in module.backend.workers.values())
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_only_the_last_layers_learn(schedule):
+    case = gpt(batch=4, layers=4, tied=False)
+    case.model.requires_grad_(False)
+    case.model.layers[-1].requires_grad_(True)
+    module = ap.parallelize(
+        case.model,
+        case.args,
+        case.kwargs,
+        mode="propagate",
+        mesh=ap.Mesh(pp=2),
+        backend="virtual",
+        microbatches=2,
+        schedule=schedule,
+    )
+    assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()))
+
+
 def test_gradients_are_clipped_by_the_norm_of_the_model():
     case = gpt(layers=4, batch=8)
     module = ap.parallelize(
