@@ -226,6 +226,22 @@ def test_the_batch_on_another_dim() -> None:
     assert str(module.plan.layouts["x"]) == "[_, @d, _]"
 
 
+def test_spectral_norm_keeps_its_vectors() -> None:
+    """Power iteration writes into its buffers, by views and by `out=`, where no gradient flows."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6))
+            self.down = nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(torch.relu(self.up(x))).square().mean()
+
+    for options in ({}, {"microbatches": 2}):
+        assert_parity(case_of(Normed(), random(8, 4)), D2, **options)
+
+
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(d=1)], ids=str)
 def test_one_rank_moves_nothing(mesh: Mesh) -> None:
     module = assert_parity(models.mlp(), mesh)

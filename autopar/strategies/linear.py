@@ -75,7 +75,7 @@ def _einsum(call: Call) -> Rule | None:
 
 
 register_rule("aten.linear", _linear)
-register_rule(aten("matmul dot mv"), _matmul)
+register_rule(aten("matmul dot vdot mv"), _matmul)
 register_rule("aten.mm", "m k, k n -> m n", passes="each", saved="0 1")
 register_rule("aten.bmm", "b m k, b k n -> b m n", passes="each", saved="0 1")
 register_rule("aten.outer", "m, n -> m n", passes="each", saved="0 1")

@@ -278,7 +278,7 @@ register_rule(
     _reshape,
 )
 register_rule(aten("transpose.int t swapaxes swapdims"), _transpose)
-register_rule(aten("mT adjoint"), _last_two_swapped)
+register_rule(aten("mT adjoint matrix_H"), _last_two_swapped)
 register_rule("aten.permute", _permute)
 register_rule("aten.movedim", _movedim)
 register_rule("aten.expand", _expand)

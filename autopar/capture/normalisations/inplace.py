@@ -26,6 +26,7 @@ _FUNCTIONAL: dict[object, Callable[..., Any]] = {
     aten.zero_.default: aten.zeros_like.default,
     aten.fill_.Scalar: aten.full_like.default,
     aten.detach_.default: aten.detach.default,
+    aten.normal_.default: aten.normal_functional.default,
 }
 _RESHAPES = (
     aten.view.default,
@@ -144,7 +145,7 @@ class _Functionaliser:
         return new
 
     def _write(self, node: fx.Node) -> None:
-        target = self._original(node, node.args[0])
+        target = self._original(node, node.kwargs.get("out", node.args[0]))
         self._check(node, self.root[target])
         new = self._functional(node)
         self._store(target, new, node)
@@ -189,6 +190,8 @@ class _Functionaliser:
             return call(write, aten.permute.default, new, inverse)
         if target in (aten.alias.default, aten.contiguous.default, aten.to.dtype):
             return new
+        if target is aten.detach.default and self.root[view].name in self.draft.buffers:
+            return new  # a buffer has no gradient that would have to stay
         if target is aten.diagonal.default:
             places = (argument(view, name) for name in ("offset", "dim1", "dim2"))
             return call(write, aten.diagonal_scatter.default, base, new, *places)
@@ -206,6 +209,10 @@ class _Functionaliser:
         call, (x, *rest) = self.draft.call, node.args
         if node.target is aten.copy_.default:
             return self._copy(node, x, rest[0])
+        if "out" in node.kwargs:
+            options = {name: value for name, value in node.kwargs.items() if name != "out"}
+            new = call(node, _without_out(node.target), *node.args, **options)
+            return self._copy(node, node.kwargs["out"], new)
         target = _FUNCTIONAL.get(node.target) or _without_underscore(node.target)
         if target is None:
             raise InvalidInput(
@@ -244,6 +251,22 @@ class _Functionaliser:
 def _is_mutable(node: fx.Node) -> bool:
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def _without_out(target: Any) -> Callable[..., Any]:
+    """The overload that returns what `target` writes into its argument `out`."""
+
+    def taken(overload: Any) -> list[tuple[str, str]]:
+        arguments = overload._schema.arguments
+        return [(a.name, str(a.type)) for a in arguments if a.name != "out"]
+
+    packet = target.overloadpacket
+    overloads = [getattr(packet, name) for name in packet.overloads()]
+    return next(
+        overload
+        for overload in overloads
+        if not overload._schema.is_mutable and taken(overload) == taken(target)
+    )
 
 
 def _without_underscore(target: Any) -> Callable[..., Any] | None:
