@@ -11,7 +11,8 @@ shown by the rules, as if the micro-batches were ranks that cut the batch: each 
 same for all, a slice, or a term of a sum. A sum that takes no gradient and comes from the inputs
 alone (the count under a mean) is a *total*, computed before the step from the whole batch. Any
 other place where samples meet before the loss is refused. Batch norm is the exception: each
-micro-batch is normalised by its own statistics.
+micro-batch is normalised by its own statistics. A buffer that changes in the same way in every
+micro-batch (a counter of steps) changes once a step.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Microbatches:
     cut: frozenset[str]  # the inputs that have the batch as first dim
     counts: fx.Graph | None  # from the inputs of a whole batch to the totals
     whole: Captured  # the program of a whole batch
+    once: frozenset[str] = frozenset()  # the buffers that a step changes once, not every turn
 
     def totals(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The sums over the whole batch that every micro-batch needs, by placeholder."""
@@ -101,7 +103,7 @@ def cut_batch(captured: Captured, count: int) -> Microbatches:
             got=f"no input of the loss has the batch of {batch} as its first dim",
             remedy="put the batch first, or microbatches=1",
         )
-    return Microbatches(count, small, cut, cutter.counts(), captured)
+    return Microbatches(count, small, cut, cutter.counts(), captured, cutter.once())
 
 
 def loss_of(captured: Captured) -> fx.Node:
@@ -213,6 +215,18 @@ class _Cutter:
             output_leaves=(self.copies[self.loss],),
         )
 
+    def once(self) -> frozenset[str]:
+        """The buffers whose new value is the same for all micro-batches.
+
+        Those beside a batch norm's own statistics count how often these have changed: not they.
+        """
+        new = {
+            buffer: self.status[node.name]
+            for buffer, node in zip(self.captured.mutations, _mutated(self.captured))
+        }
+        norms = {buffer.rpartition(".")[0] for buffer, status in new.items() if status == OWN}
+        return frozenset(buffer for buffer in new if buffer.rpartition(".")[0] not in norms)
+
     def counts(self) -> fx.Graph | None:
         """From the inputs of a whole batch to the totals, as a graph of its own."""
         if not self.summed:
@@ -302,8 +316,9 @@ class _Cutter:
         if value.meta["differentiable"]:
             _refuse(value, "a sum over the batch that takes a gradient is used by a later operator")
         allowed = {*self.captured.constants, *(n for n in self.captured.inputs if n is not None)}
-        for node in _ancestors([value]):
-            if node.op == "placeholder" and node.name not in allowed:
+        before = _ancestors([value])
+        for node in self.captured.graph.nodes:
+            if node in before and node.op == "placeholder" and node.name not in allowed:
                 _refuse(value, f"a sum over the batch that depends on {node.name} is used again")
         first_call = next((n for n in self.graph.nodes if n.op == "call_function"), None)
         assert first_call is not None

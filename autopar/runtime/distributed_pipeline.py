@@ -310,17 +310,18 @@ class TorchStage:
         if self._update is None:
             return {}
         assert self.stage.update is not None
-        names = self.stage.update.output_node().meta["buffers"]
-        placeholders = self.pipeline.program.captured.buffers
-        new: dict[str, Tensor] = {}
+        names, program = self.stage.update.output_node().meta["buffers"], self.pipeline.program
+        placeholders = program.captured.buffers
+        every_turn = [name for name in names if placeholders[name] not in program.once]
+        found: dict[str, Tensor] = {}
         with torch.no_grad():
             for slice_ in range(len(self._batches)):
                 values = statistics.get(slice_, [])
                 given = {name: value[0] for name, value in zip(self.stage.statistics, values)}
-                given |= new
+                given |= {name: found[name] for name in every_turn if name in found}
                 arguments = [self._argument(n, slice_, given) for n in self._update_reads]
-                new = dict(zip(names, self._update(*arguments)))
-        return {placeholders[name]: value for name, value in new.items()}
+                found = dict(zip(names, self._update(*arguments)))
+        return {placeholders[name]: value for name, value in found.items()}
 
     def _argument(self, node: fx.Node, slice_: int, given: Mapping[str, Tensor]) -> Tensor:
         kind, name = node.meta["origin"]

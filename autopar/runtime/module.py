@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, Protocol, cast
@@ -136,9 +136,10 @@ class ParallelModule(nn.Module):
                 self._write(mutated)
                 return total
             for number, batch in enumerate(batches):
-                whole = cast(WholeBackend, self.backend)
-                whole.begin(number == 0, number == len(batches) - 1)
-                loss = self._run(self.program, whole, batch)[index]
+                whole, is_last = cast(WholeBackend, self.backend), number == len(batches) - 1
+                whole.begin(number == 0, is_last)
+                later = frozenset() if is_last else self.program.once
+                loss = self._run(self.program, whole, batch, later)[index]
                 loss.backward()
                 total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
@@ -184,12 +185,17 @@ class ParallelModule(nn.Module):
         return total
 
     def _run(
-        self, program: Program, backend: WholeBackend, inputs: Mapping[str, Tensor]
+        self,
+        program: Program,
+        backend: WholeBackend,
+        inputs: Mapping[str, Tensor],
+        later: Set[str] = frozenset(),
     ) -> list[Tensor]:
+        """The outputs; buffers change, but for those in `later`."""
         # Backward may still read what a buffer was before its new value is written.
         before = {name: self._kept[name].clone() for name in program.captured.mutations}
         outputs, mutated = backend.run(self._kept | before, inputs)
-        self._write(mutated)
+        self._write({name: value for name, value in mutated.items() if name not in later})
         return outputs
 
     def _write(self, buffers: Mapping[str, Tensor]) -> None:

@@ -64,6 +64,11 @@ class Program:
             remedy="return the loss from forward, or call the parallel module and differentiate",
         )
 
+    @property
+    def once(self) -> frozenset[str]:
+        """The buffers that a step in micro-batches changes once, at its end."""
+        return frozenset() if self.batches is None else self.batches.once
+
     def split(self, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """The inputs of every micro-batch of a step, in order."""
         return [dict(inputs)] if self.batches is None else self.batches.split(inputs)

@@ -116,12 +116,15 @@ class VirtualStage:
         assert isinstance(results, tuple)
         values = dict(self._kept)
         before = {f"{name}_before": self._kept[name] for name in names}
+        buffers = self.program.captured.buffers
+        last = len(self._batches) - 1
         with torch.no_grad():
             for slice_, batch in enumerate(self._batches):
                 pieces = dict(zip(self.stage.statistics, statistics.get(slice_, [])))
                 found = self._update({**values, **before, **batch}, pieces)
                 for name, value, node in zip(names, found, results):
+                    if slice_ != last and buffers[name] in self.program.once:
+                        continue
                     type_ = node.meta["type"]
                     values[name] = from_ranks(value, type_.layout, self.program.mesh, type_.shape)
-        buffers = self.program.captured.buffers
         return {buffers[name]: values[name] for name in names}

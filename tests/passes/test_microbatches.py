@@ -10,7 +10,7 @@ from torch import nn
 import autopar as ap
 from autopar.capture import capture
 from autopar.passes.microbatches import cut_batch
-from tests.models import bert, gpt, llama, mlp, vit
+from tests.models import Case, bert, gpt, llama, mlp, vit
 from tests.parity import assert_equal, parallel_outcome, single_outcome
 
 
@@ -108,3 +108,35 @@ def test_numbers_of_micro_batches(count):
     captured = capture(Head(LOSSES["sum"]).double(), (torch.randn(6, 4, dtype=torch.float64),))
     with pytest.raises(ap.InvalidInput, match="micro-batches"):
         cut_batch(captured, count)
+
+
+class Counting(nn.Module):
+    """A loss scaled by the number of the step; `scaled=False`: nothing reads the number."""
+
+    def __init__(self, scaled):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.float64))
+        self.scaled = scaled
+
+    def forward(self, x):
+        self.steps += 1
+        y = self.second(torch.relu(self.first(x))).square().mean()
+        return y / self.steps if self.scaled else y
+
+
+@pytest.mark.parametrize(
+    ("scaled", "options"),
+    [
+        (True, {"mesh": ap.Mesh(dp=2), "microbatches": 4}),
+        (False, {"mesh": ap.Mesh(pp=2), "microbatches": 2, "schedule": "1f1b"}),
+    ],
+)
+def test_a_counter_of_steps_counts_steps(scaled, options):
+    torch.manual_seed(0)
+    case = Case("counting", Counting(scaled).double(), (torch.randn(8, 4, dtype=torch.float64),))
+    module = ap.parallelize(
+        case.model, case.args, mode="propagate", backend="virtual", check=True, **options
+    )
+    assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()))
+    assert module.steps == 3
