@@ -169,9 +169,10 @@ def plan(
     pipelining = None
     if request is not None:
         graph = rewrite(captured, decisions, price)
-        cost = node_cost(captured, decisions, cluster, request.recompute)
+        cost = node_cost(captured, decisions, cluster)
+        line = Line(flow_of(captured, graph), request.inner, cost)
         stages = cut_stages(
-            Line(flow_of(captured, graph), request.inner, cost),
+            line.recomputed() if request.recompute else line,
             request.schedule,
             pins=stage_pins(model),
             memory=limit if mode == "auto" else memory,

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from typing import Any
 
 from torch import fx
@@ -42,6 +41,7 @@ from autopar.search.wishes import Wishes
 MOST_AXES = 3  # of a mesh without a pipeline
 MOST_INNER_AXES = 2  # of a mesh inside each stage
 MOST_STAGES = 16  # that are tried unasked
+TIGHTENED = 3  # searches for layouts so lean that the stages fit
 ROUNDS = (1, 2, 4)  # micro-batches tried, in multiples of the number of stages
 # Schedules that are priced where they exist: names with options.
 SCHEDULES: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -234,21 +234,38 @@ class _Weigher:
             else meshes(self.cluster.devices // stages, axes, self.cluster)
         )
         # Each stage has a share of the states, and at least the activations of one micro-batch.
-        found = search(
-            captured,
-            inner,
-            self.cluster,
-            lambda mesh: self.wishes(captured, mesh),
-            self.memory * stages,
-            progress=self.report,
-            microbatches=parts,
-        )
-        if stages == 1:
-            yield self._straight(captured, found, batches)
-            return
-        # A pipeline without bubbles gives every stage its part of the work.
-        if found.solution.objective * parts / stages < self.best:
-            yield from self._pipelined(captured, found, batches, stages, parts)
+        limit = self.memory * stages
+        for attempt in range(TIGHTENED):
+            try:
+                found = search(
+                    captured,
+                    inner,
+                    self.cluster,
+                    lambda mesh: self.wishes(captured, mesh),
+                    limit,
+                    progress=self.report,
+                    microbatches=parts,
+                )
+            except NothingFits:
+                if attempt:
+                    return
+                raise
+            if stages == 1:
+                yield self._straight(captured, found, batches)
+                return
+            # A pipeline without bubbles gives every stage its part of the work.
+            if found.solution.objective * parts / stages >= self.best:
+                return
+            least = float("inf")
+            for way in self._pipelined(captured, found, batches, stages, parts):
+                yield way
+                least = min(least, way.alternative.memory)
+            if least <= self.memory:
+                return
+            # Stages are uneven, and keep several micro-batches: leaner layouts may leave room.
+            inner = [found.decisions.mesh]
+            needed = found.solution.memory + found.built.fixed_bytes
+            limit = min(limit, needed) * self.memory / least
 
     def _batches(self, parts: int) -> Microbatches:
         if parts not in self._cut:
@@ -281,10 +298,9 @@ class _Weigher:
         graph = rewrite(captured, found.decisions, price)
         flow, link = flow_of(captured, graph), self.cluster.link_between(0, inner.size)
 
-        @cache
-        def line(again: bool) -> Line:
-            cost = node_cost(captured, found.decisions, self.cluster, again)
-            return Line(flow, inner, cost, link.bandwidth)
+        cost = node_cost(captured, found.decisions, self.cluster)
+        line = Line(flow, inner, cost, link.bandwidth)
+        lines = {False: line, True: line.recomputed()}
 
         def priced(made: Schedule, stages: Sequence[StageCost], again: bool) -> _Way:
             pipelining = Pipelining(self.axis, mesh, made, tuple(stages), again)
@@ -296,7 +312,7 @@ class _Weigher:
                 key = made.stages, again
                 try:
                     if key not in fastest:
-                        fastest[key] = cut_stages(line(again), made, pins=self.pins)
+                        fastest[key] = cut_stages(lines[again], made, pins=self.pins)
                 except InvalidInput:
                     # Schedules with several chunks want more stages than others: only they fail.
                     if made.stages == stages:
@@ -307,7 +323,7 @@ class _Weigher:
                 if tight:
                     with suppress(InvalidInput):
                         cut = cut_stages(
-                            line(again), made, pins=self.pins, memory=self.memory, recompute=again
+                            lines[again], made, pins=self.pins, memory=self.memory, recompute=again
                         )
                         way = priced(made, cut, again)
                 yield way

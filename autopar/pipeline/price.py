@@ -87,12 +87,9 @@ def pipeline_memory(pipelining: Pipelining) -> Memory:
 
 
 def node_cost(
-    captured: Captured, decisions: Decisions, cluster: Cluster, recompute: bool = False
+    captured: Captured, decisions: Decisions, cluster: Cluster
 ) -> Callable[[fx.Node], tuple[float, float]]:
-    """Seconds forward and backward of every node of the rewritten program.
-
-    With `recompute`, backward begins with the forward once more.
-    """
+    """Seconds forward and backward of every node of the rewritten program."""
     mesh = decisions.mesh
     price = ClusterPrice(cluster, mesh)
     kinds = Kinds(captured, mesh, cluster.device, price)
@@ -109,11 +106,10 @@ def node_cost(
 
             forward = seconds(False)
             whole = seconds(True) if node.meta["differentiable"] else forward
-            return forward, whole - forward + recompute * forward
+            return forward, whole - forward
         original = originals.get(node.name)
         if original is None or original.op != "call_function":
             return 0.0, 0.0
-        forward, backward = kinds.seconds(original, decisions.strategies.get(node.name))
-        return forward, backward + recompute * forward
+        return kinds.seconds(original, decisions.strategies.get(node.name))
 
     return cost

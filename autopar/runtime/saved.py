@@ -260,8 +260,9 @@ class SavedPlan:
             return None
         graph = rewrite(captured, self.decisions, ClusterPrice(self.cluster, self.mesh))
         starts = [stage.starts for stage in self.pipelining.stages]
-        cost = node_cost(captured, self.decisions, self.cluster, self.pipelining.recompute)
-        stages = price_stages(Line(flow_of(captured, graph), self.mesh, cost), starts)
+        cost = node_cost(captured, self.decisions, self.cluster)
+        line = Line(flow_of(captured, graph), self.mesh, cost)
+        stages = price_stages(line.recomputed() if self.pipelining.recompute else line, starts)
         return replace(self.pipelining, stages=tuple(stages))
 
     def _without_model(self, what: str) -> InvalidInput:

@@ -21,7 +21,7 @@ Moments = Sequence[Mapping[int, tuple[int, int]]]
 
 _RANGE = 1 << 24  # of the seconds of a stage in whole numbers
 _TIES = 1 << 14  # of all that is sent, which decides between equals
-_EFFORT = 5.0  # deterministic time, about seconds
+_EFFORT = 2.0  # deterministic time, about seconds
 _ROUNDS = 50  # of other weights for the mean of moments
 _PACE = 4.0  # of the weights
 

@@ -9,6 +9,7 @@ rank that has none. Stages that share a rank and its memory are left to shared_m
 
 from __future__ import annotations
 
+import copy
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -162,7 +163,16 @@ class Line:
         self._holding = [0, *itertools.accumulate(bool(held) for held in self._parameters)]
         self._crossing: dict[int, int] = {}
         self._pieces: dict[tuple[int, ...], Pieces] = {}  # by places
+        self._clean: dict[float, list[int]] = {}  # by reach
         self._alone, self._shared = self._parameter_bytes()
+
+    def recomputed(self) -> Line:
+        """The same line where every backward begins with the forward once more."""
+        again = copy.copy(self)
+        again.backward = [b + f for b, f in zip(self.backward, self.forward)]
+        again.total = self.total + self.forward[-1]
+        again._pieces, again._clean = {}, {}
+        return again
 
     def seconds(self, start: int, end: int) -> float:
         """Forward and backward of the stage, with what it waits for when it receives."""
@@ -257,10 +267,12 @@ class Line:
     def places(self, count: int, fixed: Mapping[int, int]) -> list[int]:
         """The places between layers where a stage may start, 0 among them."""
         nodes = self.flow.activations
-        layers = [_layer(node.meta["module"]) for node in nodes]
-        changes = [i for i in range(1, len(nodes)) if layers[i] != layers[i - 1]]
         reach = self.total / max(count, 1)
-        clean = [place for place in changes if self.is_clean(place, reach)]
+        if reach not in self._clean:
+            layers = [_layer(node.meta["module"]) for node in nodes]
+            changes = [i for i in range(1, len(nodes)) if layers[i] != layers[i - 1]]
+            self._clean[reach] = [place for place in changes if self.is_clean(place, reach)]
+        clean = self._clean[reach]
         pieces = [0, *clean, len(nodes)]
         blocks = holding = 0
         for start, end in itertools.pairwise(pieces):
