@@ -28,6 +28,8 @@ from autopar.passes.microbatches import cut_batch
 from autopar.pipeline.choice import choose
 from autopar.pipeline.cut import cut_stages
 from autopar.pipeline.plan import (
+    Pipelining,
+    Request,
     ScheduleLike,
     axis_to_make,
     pipeline_axis,
@@ -136,6 +138,8 @@ def plan(
         _require_rules(captured)
     slices = request.schedule.slices if request else 1 if microbatches == "auto" else microbatches
     slices = int(slices)
+    if mesh is not None:
+        _refuse_random(captured, mesh, slices, request)
     batches = cut_batch(captured, slices) if request or slices != 1 else None
     captured = batches.captured if batches else captured
     if cluster is None:
@@ -163,7 +167,7 @@ def plan(
         chosen = offered[0]
         wishes = Wishes() if mode == "data" else read_wishes(captured, chosen, annotations)
         decisions = propagate(captured, chosen, None if mode == "data" else wishes)
-    _refuse_random(captured, decisions)
+    _refuse_random(captured, decisions.mesh)
     _report_fallbacks(decisions.fallbacks)
     price = ClusterPrice(cluster, decisions.mesh)
     pipelining = None
@@ -248,7 +252,8 @@ def _weighed(
             progress=report,
         )
     decisions = chosen.found.decisions
-    _refuse_random(chosen.captured, decisions)
+    slices = chosen.batches.count if chosen.batches else 1
+    _refuse_random(chosen.captured, decisions.mesh, slices, chosen.pipelining)
     _report_fallbacks(decisions.fallbacks)
     return Plan(
         chosen.captured,
@@ -312,17 +317,23 @@ def _require_rules(captured: Captured) -> None:
         )
 
 
-def _refuse_random(captured: Captured, decisions: Decisions) -> None:
-    for node in captured.graph.nodes:
-        rule = captured.rules.get(node.name)
-        where = node.meta["module"] or "the model"
-        if rule is not None and rule.random and decisions.mesh.size > 1:
-            raise InvalidInput(
-                "a random operator runs on one rank only: its bits would depend on the layout",
-                got=f"{operator_of(node)} in {where} on {decisions.mesh}",
-                remedy="set its probability to 0 (or call model.eval() for it)",
-                source=node.meta["source"],
-            )
+def _refuse_random(
+    captured: Captured, mesh: Mesh, slices: int = 1, pipelining: Request | Pipelining | None = None
+) -> None:
+    """Refuse random numbers where several ranks, or several runs of a step, would draw them."""
+    ranks = mesh.size * (pipelining.schedule.ranks if pipelining else 1)
+    if ranks == slices == 1 and not (pipelining and pipelining.recompute):
+        return
+    places = "" if ranks == 1 else f" on {pipelining.mesh if pipelining else mesh}"
+    turns = "" if slices == 1 else f" in {slices} micro-batches"
+    for node in captured.random:
+        raise InvalidInput(
+            "a random operator runs on one rank only: its bits would depend on the layout",
+            got=f"{operator_of(node)} in {node.meta['module'] or 'the model'}{places}{turns}",
+            remedy="set its probability to 0 (or call model.eval() for it), or draw outside of "
+            "forward and hand the numbers over as an input",
+            source=node.meta["source"],
+        )
 
 
 def _report_fallbacks(fallbacks: tuple[Fallback, ...]) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from autopar.capture.randomness import is_random
 from autopar.strategies import Rule, rule_of
 
 
@@ -46,3 +47,13 @@ class Captured:
             if node.op == "call_function" and self.alike[node.name] not in found:
                 found[self.alike[node.name]] = rule_of(node)
         return {name: found[number] for name, number in self.alike.items()}
+
+    @cached_property
+    def random(self) -> tuple[fx.Node, ...]:
+        """The calls that draw random numbers, as their rule says, or torch where they have none."""
+
+        def draws(call: fx.Node) -> bool:
+            rule = self.rules[call.name]
+            return is_random(call) if rule is None else rule.random
+
+        return tuple(node for node in self.graph.nodes if node.name in self.alike and draws(node))

@@ -7,7 +7,7 @@ from torch import fx
 
 from autopar.capture.draft import Draft, argument
 from autopar.capture.normalisations.shapes import permutation
-from autopar.capture.results import pick
+from autopar.capture.randomness import may_be_random
 
 aten = torch.ops.aten
 
@@ -153,17 +153,10 @@ def merge_duplicates(draft: Draft) -> None:
     seen: dict[tuple, fx.Node] = {}
     for node in draft.calls():
         is_operator = isinstance(node.target, torch._ops.OpOverload)
-        if not is_operator or is_random(node) or node.meta.get("differentiable", True):
+        if not is_operator or may_be_random(node) or node.meta.get("differentiable", True):
             continue
         key = (node.target, str(node.args), str(node.kwargs))
         if key in seen:
             draft.substitute(node, seen[key])
         else:
             seen[key] = node
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether two equal calls may give different values."""
-    target = node.args[0] if node.target is pick else node.target
-    tags = getattr(target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.draft import Draft
 from autopar.capture.listing import operator_name
-from autopar.capture.normalisations.cleanup import is_random
+from autopar.capture.randomness import may_be_random
 from autopar.capture.results import pick
 
 aten = torch.ops.aten
@@ -72,7 +72,7 @@ class Evaluator:
         target = node.args[0] if node.target is pick else node.target
         if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
             return False
-        if is_random(node) or "empty" in str(target):
+        if may_be_random(node) or "empty" in str(target):
             return False
         if target in _OF_SHAPES:
             return True
