@@ -13,20 +13,20 @@ from autopar.strategies.rule import Dim, Rule, Saved
 
 RESIZES = {
     1: "upsample_linear1d",
-    2: "upsample_bilinear2d upsample_bicubic2d",
+    2: "upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa",
     3: "upsample_trilinear3d",
 }
 
 
 def _convolution(call: Call) -> Rule | None:
-    if call.get("transposed"):
-        return None
+    transposed = call.get("transposed", "output_padding" in call.arguments)
     weight = call.shapes[1]
     space = len(weight) - 2
     batched = len(call.shape) == space + 2
     groups = call["groups"]
     sizes = {"n": call.shape[0] if batched else 1, "g": groups}
-    sizes |= {"o": weight[0] // groups, "i": weight[1]}
+    first, second = ("i", "o") if transposed else ("o", "i")  # the dims of the weight
+    sizes |= {first: weight[0] // groups, second: weight[1]}
     whole = ["g"] if groups == 1 else ["i", "o"]
     before, kernel, after = ([(f"{kind}{i}",) for i in range(space)] for kind in ("x", "w", "y"))
     for dims, shape in ((before, call.shapes[0]), (kernel, weight), (after, call.shape)):
@@ -35,7 +35,7 @@ def _convolution(call: Call) -> Rule | None:
     batch: list[Dim] = [("n",)] if batched else []
     inputs: list[list[Dim]] = [
         [*batch, ("g", "i"), *before],
-        [("g", "o"), ("i",), *kernel],
+        [("g", first), (second,), *kernel],
     ]
     passes: list[tuple[int, ...]] = [(0,), (1,)]
     if call["bias"] is not None:
@@ -48,7 +48,7 @@ def _convolution(call: Call) -> Rule | None:
         whole=whole,
         even=frozenset(("g", "i", "o")),
         passes=passes,
-        flops=2.0 * math.prod(call.shape) * math.prod(weight[1:]),
+        flops=2.0 * math.prod(call.shapes[0] if transposed else call.shape) * math.prod(weight[1:]),
         saved=Saved((0, 1)),
     )
 
@@ -81,12 +81,13 @@ def _average_to_size(call: Call) -> Rule:
 
 
 register_rule(aten("conv1d conv2d conv3d convolution"), _convolution)
+register_rule(aten("conv_transpose1d conv_transpose2d conv_transpose3d"), _convolution)
 for _space in (1, 2, 3):
     _maximum = partial(_pooling, space=_space, linear=False)
     _average = partial(_pooling, space=_space, linear=True)
     _resize = partial(_pooling, space=_space, linear=True, saved=())
     register_rule(f"aten.max_pool{_space}d", _maximum)
     register_rule(aten(f"avg_pool{_space}d adaptive_avg_pool{_space}d"), _average)
-    register_rule(f"aten.upsample_nearest{_space}d", _resize)
+    register_rule(aten(f"upsample_nearest{_space}d _upsample_nearest_exact{_space}d"), _resize)
     register_rule(aten(RESIZES[_space]), _resize)
 register_rule("aten.adaptive_avg_pool2d", _average_to_size)

@@ -15,7 +15,8 @@ from autopar.strategies.rule import Rule
 SAVES_OUTPUT = aten("exp exp2 sqrt rsqrt tanh sigmoid relu reciprocal expm1 tan")
 SAVES_INPUT = aten(
     "log log2 log10 log1p hardtanh gelu silu mish abs cos sin acos asin atan erf square "
-    "leaky_relu elu softplus selu celu hardswish hardsigmoid relu6 erfinv nan_to_num"
+    "leaky_relu elu softplus selu celu hardswish hardsigmoid relu6 erfinv nan_to_num softshrink "
+    "hardshrink"
 )
 SAVES_NOTHING = aten("sign floor ceil round trunc isnan isinf isfinite logical_not bitwise_not")
 LINEAR = aten("neg clone positive alias contiguous detach lift_fresh lift_fresh_copy")
@@ -102,6 +103,7 @@ register_rule(SAVES_NOTHING, "... -> ...")
 register_rule(LINEAR, "... -> ...", passes="all", cost=0)
 register_rule(COMPARISONS, "..., ... -> ...")
 register_rule(PAIRS, "..., ... -> ...", saved="0 1")
+register_rule("aten.threshold", "... -> ...", saved="0")
 register_rule("aten.log_sigmoid", "... -> ...", saved="0", extra="...")
 register_rule(aten("real imag"), "... -> ...", passes="all", cost=0)
 register_rule("aten.complex", "..., ... -> ...", passes="all", saved="0 1")

@@ -45,6 +45,21 @@ def _pointwise_loss(call: Call, absolute: bool = False) -> Rule:
     )
 
 
+def _loss_of_elements(call: Call, line: str) -> Rule | None:
+    """By a line, for what capture makes of every loss: the losses alone, not reduced."""
+    if call["reduction"] != NONE:
+        return None
+    return parse(
+        line,
+        call.shapes,
+        [call.shape],
+        slots=call.slots,
+        saved=" ".join(map(str, range(line.count(",") + 1))),
+        cost=4,
+        source=call.source,
+    )
+
+
 def _class_loss(call: Call) -> Rule:
     """torch's own losses by class: the class dim stays whole, and all of it for a mean."""
     shape, target = call.shapes[:2]
@@ -83,3 +98,13 @@ register_rule(count_targets, "...+, v! -> ")
 register_rule(aten("mse_loss huber_loss smooth_l1_loss"), _pointwise_loss)
 register_rule("aten.l1_loss", partial(_pointwise_loss, absolute=True))
 register_rule(aten("cross_entropy_loss nll_loss nll_loss_nd"), _class_loss)
+for _names, _line in {
+    "binary_cross_entropy binary_cross_entropy_with_logits": "..., ..., ..., ... -> ...",
+    "kl_div soft_margin_loss hinge_embedding_loss poisson_nll_loss": "..., ... -> ...",
+    "margin_ranking_loss": "..., ..., ... -> ...",
+    "cosine_embedding_loss": "... e!, ... e!, ... -> ...",
+    "triplet_margin_loss": "... e!, ... e!, ... e! -> ...",
+    "multi_margin_loss": "... c!, ..., c! -> ...",
+    "multilabel_margin_loss": "... c!, ... c! -> ...",
+}.items():
+    register_rule(aten(_names), partial(_loss_of_elements, line=_line))

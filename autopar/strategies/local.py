@@ -39,6 +39,9 @@ _COUNT_ARGUMENT = {
     aten.conv1d: "groups",
     aten.conv2d: "groups",
     aten.conv3d: "groups",
+    aten.conv_transpose1d: "groups",
+    aten.conv_transpose2d: "groups",
+    aten.conv_transpose3d: "groups",
     aten.convolution: "groups",
     aten.group_norm: "num_groups",
 }
@@ -119,8 +122,7 @@ def _packet(target: Any) -> Any:
 
 def _space(node: fx.Node) -> int:
     """The number of dims that a convolution slides over."""
-    known = {aten.conv1d: 1, aten.conv2d: 2, aten.conv3d: 3}
-    return known.get(_packet(node.target)) or len(Call(node)["stride"])
+    return len(Call(node)["weight"].meta["val"].shape) - 2
 
 
 def _replaced(node: fx.Node, name: str, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

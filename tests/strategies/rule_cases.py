@@ -89,6 +89,7 @@ for _name in plain(PAIRS):
 for _name in ("eq", "ge"):
     case(f"{_name}.Scalar", t(5, 4), 0.0)
 case("log_sigmoid.default", u(5, 4))
+case("threshold.default", t(5, 4), 0.1, 0.2)
 case("pow.Tensor_Tensor", u(5, 4), u(4) + 1)
 case("hypot.default", u(5, 4), u(4))
 case("pow.Tensor_Scalar", t(5, 4), 3.0)
@@ -153,6 +154,10 @@ case("baddbmm.default", t(1, 5, 4), t(3, 5, 2), t(3, 2, 4))
 case("einsum.default", "bqhd,bkhd->bhqk", [t(2, 3, 2, 5), t(2, 4, 2, 5)])
 case("einsum.default", "...i,oi", [t(3, 5), t(4, 5)])
 case("einsum.default", "ij,j->i", [t(5, 3), t(3)])
+case("bilinear.default", t(5, 3), t(5, 2), t(4, 3, 2), t(4))
+for _name, _gates in {"gru_cell": 12, "rnn_tanh_cell": 4, "rnn_relu_cell": 4}.items():
+    _weights = (t(_gates, 3), t(_gates, 4), t(_gates), t(_gates))
+    case(f"{_name}.default", t(5, 3), t(5, 4), *_weights)
 
 # shapes
 for _name in ("view", "reshape", "_unsafe_view"):
@@ -302,6 +307,10 @@ case("conv2d.default", t(3, 4, 5, 5), t(8, 2, 3, 3), t(8), [1, 1], [0, 0], [1, 1
 case("conv2d.default", t(3, 4, 5, 5), t(4, 1, 3, 3), None, [1, 1], [1, 1], [1, 1], 4)
 case("conv2d.padding", t(3, 4, 5, 5), t(2, 4, 3, 3), None, [1, 1], "same")
 case("conv2d.default", t(4, 5, 5), t(2, 4, 3, 3))
+case("conv_transpose1d.default", t(3, 4, 5), t(4, 2, 3), t(2), [2], [1], [1])
+case("conv_transpose2d.input", t(3, 4, 3, 3), t(4, 4, 2, 2), t(8), [2, 2], [0, 0], [0, 0], 2)
+case("conv_transpose3d.input", t(3, 2, 2, 2, 2), t(2, 4, 2, 2, 2))
+case("convolution.default", t(3, 4, 5), t(4, 2, 3), None, [2], [1], [1], True, [1], 2)
 case("conv3d.default", t(3, 2, 3, 3, 3), t(2, 2, 2, 2, 2))
 case("convolution.default", t(3, 4, 5), t(8, 1, 3), None, [1], [0], [1], False, [0], 4)
 case("max_pool1d.default", t(5, 4, 6), [2])
@@ -314,6 +323,11 @@ case("adaptive_avg_pool1d.default", t(5, 4, 6), [2])
 case("adaptive_avg_pool2d.default", t(5, 4, 6, 6), [1, 1])
 case("adaptive_avg_pool3d.default", t(5, 2, 4, 4, 4), [1, 2, 2])
 case("upsample_nearest1d.vec", t(5, 4, 3), [6], None)
+case("_upsample_nearest_exact2d.vec", t(5, 4, 3, 3), [6, 6], None)
+case("_upsample_nearest_exact1d.vec", t(5, 4, 3), [6], None)
+case("_upsample_nearest_exact3d.vec", t(5, 2, 2, 2, 2), [4, 4, 4], None)
+case("_upsample_bilinear2d_aa.vec", t(5, 4, 6, 6), [3, 3], False, None)
+case("_upsample_bicubic2d_aa.vec", t(5, 4, 6, 6), [3, 3], False, None)
 case("upsample_nearest2d.vec", t(5, 4, 3, 3), [6, 6], None)
 case("upsample_nearest3d.vec", t(5, 2, 2, 2, 2), [4, 4, 4], None)
 case("upsample_linear1d.vec", t(5, 4, 3), [6], False, None)
@@ -362,6 +376,20 @@ for _reduction in range(3):
     case("cross_entropy_loss.default", t(5, 7), _targets[:, 0], u(7), _reduction, constants=(2,))
     case("nll_loss.default", t(5, 7), _targets[:, 0], None, _reduction)
 case("nll_loss_nd.default", t(5, 7, 3), _targets, None, 0)
+
+_signs = (i(2, 5) * 2 - 1).double()
+case("binary_cross_entropy.default", u(5, 4), u(5, 4), u(5, 1), 0, constants=(1, 2))
+case("binary_cross_entropy_with_logits.default", t(5, 4), u(5, 4), None, u(4), 0, constants=(1, 2))
+case("kl_div.default", t(5, 4), u(5, 4), 0)
+case("kl_div.default", t(5, 4), t(5, 4), 0, log_target=True)
+case("soft_margin_loss.default", t(5, 4), _signs[:, None], 0, constants=(1,))
+case("hinge_embedding_loss.default", t(5, 4), _signs[:, None], 1.0, 0, constants=(1,))
+case("poisson_nll_loss.default", t(5, 4), u(5, 4) * 5, True, True, 1e-8, 0, constants=(1,))
+case("margin_ranking_loss.default", t(5), t(5), _signs, 0.5, 0, constants=(2,))
+case("cosine_embedding_loss.default", t(5, 4), t(5, 4), _signs, 0.1, 0, constants=(2,))
+case("triplet_margin_loss.default", t(5, 4), t(5, 4), t(5, 4), 1.0, 2.0, 1e-6, True, 0)
+case("multi_margin_loss.default", t(5, 4), i(4, 5), 1, 1.0, u(4), 0, constants=(2,))
+case("multilabel_margin_loss.default", t(5, 4), i(4, 5, 4), 0)
 
 # creation
 _double = {"dtype": torch.float64}
