@@ -29,6 +29,7 @@ from autopar.capture.draft import Draft
 from autopar.capture.failure import check_call, explain
 from autopar.capture.fake import fake_inputs, fake_model, home, new_mode, outside_fake_mode
 from autopar.capture.flatten import flatten
+from autopar.capture.functions import own_backwards_refused
 from autopar.capture.listing import operator_name
 from autopar.capture.normalise import normalise
 from autopar.capture.source import whole_stacks
@@ -62,7 +63,7 @@ def capture(
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
     try:
-        with _quiet(), whole_stacks():
+        with _quiet(), whole_stacks(), own_backwards_refused():
             return torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:
         raise explain(error, model) from error

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from autopar.capture import capture
 from autopar.errors import InvalidInput
@@ -51,6 +52,26 @@ def shapes(self: Function, x: Tensor) -> Tensor:
     return self.linear(x) @ x  # the line
 
 
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> Tensor:
+        return slope
+
+
+def own_backward(self: Function, x: Tensor) -> Tensor:
+    x = Straight.apply(x)  # no gradient flows to an input
+    return Straight.apply(self.linear(x))  # the line
+
+
+def reentrant(self: Function, x: Tensor) -> Tensor:
+    x = self.linear(x)
+    return checkpoint(self.linear, x, use_reentrant=True)  # the line
+
+
 def written_input(self: Function, x: Tensor) -> Tensor:
     x.mul_(2)  # the line
     return self.linear(x)
@@ -68,6 +89,9 @@ def data(self: Function, x: Tensor) -> Tensor:
 
 VALUES = "forward must not depend on the values of tensors, only on their shapes"
 WRITES = "forward changes only buffers and its own intermediate values"
+GRADIENTS = (
+    "gradients are those of the operators of forward; one written by hand belongs to an operator"
+)
 RUNS = "forward runs on the example inputs"
 
 
@@ -83,6 +107,8 @@ RUNS = "forward runs on the example inputs"
         (own_error, RUNS, "KeyError in Function: 'no such layer'"),
         (shapes, RUNS, "RuntimeError in Function: a and b must have same reduction dim"),
         (data, "every tensor comes from an input, a parameter, a buffer or an operator", ".data"),
+        (own_backward, GRADIENTS, "Straight, a torch.autograd.Function"),
+        (reentrant, GRADIENTS, "CheckpointFunction, a torch.autograd.Function"),
         (written_input, WRITES, "an input (args_0) is changed in place by aten.mul_"),
         (written_parameter, WRITES, "a parameter (p_linear_weight) is changed in place"),
     ],

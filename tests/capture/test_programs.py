@@ -298,6 +298,11 @@ def test_regions() -> None:
     program(no_grad, random(3, 4))
 
 
+def test_a_backward_by_hand_that_is_that_of_its_operators() -> None:
+    bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
+    program(lambda self, x: self.gelu(self.linear(x)), random(3, 4), gelu=bloom.BloomGelu())
+
+
 def test_autocast_becomes_casts() -> None:
     def forward(self: Function, x: Tensor) -> tuple[Tensor, ...]:
         with torch.autocast("cpu", dtype=torch.bfloat16):
