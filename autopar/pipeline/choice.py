@@ -41,7 +41,8 @@ from autopar.search.wishes import Wishes
 MOST_AXES = 3  # of a mesh without a pipeline
 MOST_INNER_AXES = 2  # of a mesh inside each stage
 MOST_STAGES = 16  # that are tried unasked
-TIGHTENED = 3  # searches for layouts so lean that the stages fit
+ATTEMPTS = 4  # at layouts so lean that the stages fit
+LEANER = 0.9  # than their memory asks for: few layouts are in between
 ROUNDS = (1, 2, 4)  # micro-batches tried, in multiples of the number of stages
 # Schedules that are priced where they exist: names with options.
 SCHEDULES: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -234,8 +235,9 @@ class _Weigher:
             else meshes(self.cluster.devices // stages, axes, self.cluster)
         )
         # Each stage has a share of the states, and at least the activations of one micro-batch.
-        limit = self.memory * stages
-        for attempt in range(TIGHTENED):
+        limit = leanest = self.memory * stages
+        impossible = 0.0  # bytes that no layouts fit in
+        for attempt in range(ATTEMPTS):
             try:
                 found = search(
                     captured,
@@ -247,25 +249,27 @@ class _Weigher:
                     microbatches=parts,
                 )
             except NothingFits:
-                if attempt:
+                if not attempt:
+                    raise
+                impossible = limit
+            else:
+                if stages == 1:
+                    yield self._straight(captured, found, batches)
                     return
-                raise
-            if stages == 1:
-                yield self._straight(captured, found, batches)
-                return
-            # A pipeline without bubbles gives every stage its part of the work.
-            if found.solution.objective * parts / stages >= self.best:
-                return
-            least = float("inf")
-            for way in self._pipelined(captured, found, batches, stages, parts):
-                yield way
-                least = min(least, way.alternative.memory)
-            if least <= self.memory:
-                return
-            # Stages are uneven, and keep several micro-batches: leaner layouts may leave room.
-            inner = [found.decisions.mesh]
-            needed = found.solution.memory + found.built.fixed_bytes
-            limit = min(limit, needed) * self.memory / least
+                # A pipeline without bubbles gives every stage its part of the work.
+                if found.solution.objective * parts / stages >= self.best:
+                    return
+                taken = float("inf")
+                for way in self._pipelined(captured, found, batches, stages, parts):
+                    yield way
+                    taken = min(taken, way.alternative.memory)
+                if taken <= self.memory:
+                    return
+                # Stages are uneven, and keep several micro-batches: leaner layouts may leave room.
+                inner = [found.decisions.mesh]
+                leanest = min(limit, found.solution.memory + found.built.fixed_bytes)
+                limit = LEANER * leanest * self.memory / taken
+            limit = max(limit, (impossible + leanest) / 2)
 
     def _batches(self, parts: int) -> Microbatches:
         if parts not in self._cut:

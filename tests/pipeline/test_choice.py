@@ -92,6 +92,45 @@ def test_memory_that_nothing_meets_is_answered_with_the_least() -> None:
         plan(models.gpt(), slow_network(2), memory=1e4)
 
 
+@cache
+def deep() -> models.Case:
+    return models.gpt(layers=4, batch=16, sequence=16)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "share", "again"),
+    [
+        ({"pp": 4}, 0.95, False),  # another cut
+        ({"pp": 4}, 0.4, True),  # stages recompute
+        ({"pp": 2, "dp": 2}, 0.6, True),
+        ({"pp": 2, "dp": 2}, 0.4, True),  # and their layouts are leaner
+    ],
+)
+def test_less_memory_takes_other_cuts_recomputation_and_leaner_layouts(mesh, share, again) -> None:
+    options = {"mesh": ap.Mesh(**mesh), "microbatches": 8}
+    free = plan(deep(), slow_network(4), **options)
+    limit = share * min(one.memory for one in free.alternatives)
+    tight = plan(deep(), slow_network(4), memory=limit, **options)
+    assert tight.memory.peak <= limit
+    assert tight.pipelining.recompute == again
+    taken = min((one for one in tight.alternatives if one.fits), key=lambda one: one.seconds)
+    assert taken.recompute == again
+    assert taken.seconds == pytest.approx(tight.cost.seconds)
+    assert ("recomputed" in str(taken)) == again
+    with pytest.raises(ap.InvalidInput, match="least"):
+        plan(deep(), slow_network(4), memory=limit / 10, **options)
+
+
+def test_a_choice_that_recomputes_is_exact_and_can_be_saved(tmp_path) -> None:
+    limit = {"memory": 1.5e6, "cluster": slow_network(2), "microbatches": 8}
+    chosen = plan(deep(), mesh=ap.Mesh(pp=2), **limit)
+    assert chosen.pipelining.recompute
+    chosen.save(tmp_path / "plan.json")
+    loaded = ap.Plan.load(tmp_path / "plan.json")
+    assert loaded.alternatives == chosen.alternatives
+    assert_parity(deep(), ap.Mesh(pp=2), mode="auto", **limit)
+
+
 def test_more_stages_than_layers_are_refused_before_anything_runs() -> None:
     with pytest.raises(ap.InvalidInput, match="stages"):
         plan(models.gpt(), slow_network(8), mesh=ap.Mesh(pp=8))
