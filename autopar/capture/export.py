@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.alike import number_calls
 from autopar.capture.captured import Captured
+from autopar.capture.counters import changes_seen, warn_of_counters
 from autopar.capture.draft import Draft
 from autopar.capture.failure import check_call, explain
 from autopar.capture.fake import fake_inputs, fake_model, home, new_mode, outside_fake_mode
@@ -52,11 +53,14 @@ def capture(
         device = home(model, leaves)
         copy = fake_model(model, mode, device)
         fakes = fake_inputs(leaves, mode, device)
-        program = _export(copy, *pytree.tree_unflatten(fakes, input_spec))
+        call = pytree.tree_unflatten(fakes, input_spec)
+        with changes_seen() as changes:
+            program = _export(copy, *call)
         held = dict(copy.named_parameters()) | dict(copy.named_buffers())
         draft = flatten(program, mode, _canonical(copy), held, input_spec, fakes)
         normalise(draft)
         captured = _freeze(draft)
+        warn_of_counters(copy, mode, call, changes)
     verify(captured.graph, "captured")
     return captured
 
