@@ -84,8 +84,9 @@ def plan(
     name, a mapping with a name and options, or a schedule, as `ap.pipeline.load("mine.csv")` reads
     one; `recompute`: run each stage's forward again before its backward. Without a mesh, or with a
     pipeline whose schedule is "auto", mode="auto" weighs stages, micro-batches and schedules by
-    simulation. `progress` is told of each phase of a search and its detail; True shows them, False
-    is silent, None shows them on a terminal.
+    simulation, and recomputation where they do not fit into memory. `progress` is told of each
+    phase of a search and its detail; True shows them, False is silent, None shows them on a
+    terminal.
     """
     if mode not in MODES:
         raise InvalidInput(
