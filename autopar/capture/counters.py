@@ -7,7 +7,6 @@ change again is told to the user.
 
 from __future__ import annotations
 
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,8 +17,7 @@ import torch
 from torch import nn
 
 from autopar.capture.fake import FakeTensorMode
-from autopar.capture.source import of_stack
-from autopar.lines import frames_to_caller
+from autopar.lines import caller, frames_to_caller
 
 
 @dataclass
@@ -47,8 +45,7 @@ def changes_seen() -> Iterator[Changes]:
         if isinstance(before, int | float) and isinstance(value, int | float) and before != value:
             key = id(self), name
             if key not in seen:
-                source = of_stack("".join(traceback.format_stack()))
-                seen[key] = Change(self, name, before, value, source)
+                seen[key] = Change(self, name, before, value, caller())
             elif value != seen[key].before:  # export puts back what was there
                 seen[key].after = value
         plain(self, name, value)

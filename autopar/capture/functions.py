@@ -6,7 +6,6 @@ nothing of its backward: a gradient would be that of those operators, another on
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,8 +15,8 @@ from torch.autograd import Function
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
-from autopar.capture.source import of_stack
 from autopar.errors import InvalidInput
+from autopar.lines import caller
 
 _INNER = ("torch.", "autopar.")  # these stand behind operators that the graph keeps
 
@@ -59,5 +58,5 @@ def _refused(cls: type[Function]) -> InvalidInput:
         "operator",
         got=f"{cls.__name__}, a torch.autograd.Function, on values that take a gradient",
         remedy=remedy,
-        source=of_stack("".join(traceback.format_stack())),
+        source=caller(),
     )

@@ -251,25 +251,24 @@ class _Weigher:
             except NothingFits:
                 if not attempt:
                     raise
-                impossible = limit
-            else:
-                if stages == 1:
-                    yield self._straight(captured, found, batches)
-                    return
-                # A pipeline without bubbles gives every stage its part of the work.
-                if found.solution.objective * parts / stages >= self.best:
-                    return
-                taken = float("inf")
-                for way in self._pipelined(captured, found, batches, stages, parts):
-                    yield way
-                    taken = min(taken, way.alternative.memory)
-                if taken <= self.memory:
-                    return
-                # Stages are uneven, and keep several micro-batches: leaner layouts may leave room.
-                inner = [found.decisions.mesh]
-                leanest = min(limit, found.solution.memory + found.built.fixed_bytes)
-                limit = LEANER * leanest * self.memory / taken
-            limit = max(limit, (impossible + leanest) / 2)
+                impossible, limit = limit, (limit + leanest) / 2
+                continue
+            if stages == 1:
+                yield self._straight(captured, found, batches)
+                return
+            # A pipeline without bubbles gives every stage its part of the work.
+            if found.solution.objective * parts / stages >= self.best:
+                return
+            taken = float("inf")
+            for way in self._pipelined(captured, found, batches, stages, parts):
+                yield way
+                taken = min(taken, way.alternative.memory)
+            if taken <= self.memory:
+                return
+            # Stages are uneven, and keep several micro-batches: leaner layouts may leave room.
+            inner = [found.decisions.mesh]
+            leanest = min(limit, found.solution.memory + found.built.fixed_bytes)
+            limit = max(LEANER * leanest * self.memory / taken, (impossible + leanest) / 2)
 
     def _batches(self, parts: int) -> Microbatches:
         if parts not in self._cut:

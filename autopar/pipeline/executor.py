@@ -31,22 +31,23 @@ class Key:
 
 def received_by(schedule: Schedule, action: Action) -> list[tuple[Key, int]]:
     """The messages that an action waits for, and the rank that sends each."""
-    forward = action.kind == "F"
-    other = action.stage + (-1 if forward else 1)
-    if action.kind == "W" or not 0 <= other < schedule.stages:
-        return []
-    sender = schedule.rank_of(action.pipe, other)
-    return [(Key(forward, action.pipe, action.stage, one), sender) for one in action.microbatches]
+    return _crossing(schedule, action, arrives=True)
 
 
 def sent_by(schedule: Schedule, action: Action) -> list[tuple[Key, int]]:
     """The messages that an action sends, and the rank that receives each."""
-    forward = action.kind == "F"
-    other = action.stage + (1 if forward else -1)
+    return _crossing(schedule, action, arrives=False)
+
+
+def _crossing(schedule: Schedule, action: Action, arrives: bool) -> list[tuple[Key, int]]:
+    """The messages between an action and its stage's neighbour, with that one's rank."""
+    forward, pipe = action.kind == "F", action.pipe
+    other = action.stage + (1 if forward != arrives else -1)
     if action.kind == "W" or not 0 <= other < schedule.stages:
         return []
-    receiver = schedule.rank_of(action.pipe, other)
-    return [(Key(forward, action.pipe, other, one), receiver) for one in action.microbatches]
+    neighbour = schedule.rank_of(pipe, other)
+    stage = action.stage if arrives else other
+    return [(Key(forward, pipe, stage, one), neighbour) for one in action.microbatches]
 
 
 class Post(Protocol):

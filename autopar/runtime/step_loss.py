@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.pipeline.schedule import Action
-from autopar.pipeline.worker import Worker
+from autopar.pipeline.worker import Worker, sum_by_slice
 
 
 class StepLoss:
@@ -39,7 +39,4 @@ class StepLoss:
         """The sum of all shares in the order of the micro-batches, the same on every rank."""
         if self._work is not None:
             self._work.wait()
-        total = self._shares[0]
-        for share in self._shares[1:]:
-            total = total + share
-        return total.clone()
+        return sum_by_slice(dict(enumerate(self._shares))).clone()

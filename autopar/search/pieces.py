@@ -43,9 +43,9 @@ class Pieces:
             rows.append(row & (end == fixed.get(stage + 1, end)))
         return rows
 
-    def bytes(self, whole: float, received: float) -> NDArray:
+    def bytes(self, whole: float, received: float, states: float = 1) -> NDArray:
         """With its states, all activations of some slices, and what it received of some."""
-        return self.states + whole * self.kept + received * self.received[:, None]
+        return states * self.states + whole * self.kept + received * self.received[:, None]
 
     def fastest(self, offered: Sequence[Mask]) -> list[int] | None:
         """The cut with fewest empty stages; of these with the fastest slowest; that sends least.

@@ -97,15 +97,15 @@ def _narrowed(
 
     Weights move to the moments that are worst in the cut whose mean is least.
     """
-    keeps = np.zeros((len(moments), len(offered), 3))  # of states, whole slices, received slices
+    keeps = np.zeros((len(moments), len(offered), 3))  # of whole slices, received slices, states
     for number, moment in enumerate(moments):
         for stage, counts in moment.items():
-            keeps[number, stage] = 1, *counts
+            keeps[number, stage] = *counts, 1
     weights = np.full(len(moments), 1 / len(moments))
     for _ in range(_ROUNDS):
         costs = [
-            states * pieces.states + whole * pieces.kept + received * pieces.received[:, None]
-            for states, whole, received in np.tensordot(weights, keeps, 1)
+            pieces.bytes(whole, received, states)
+            for whole, received, states in np.tensordot(weights, keeps, 1)
         ]
         means = pieces.through(offered, costs)
         offered = [mean <= memory * (1 + 1e-9) for mean in means]
@@ -113,7 +113,7 @@ def _narrowed(
         if starts is None:
             break
         ends = [*starts[1:], pieces.count - 1]
-        held = [pieces.states[starts, ends], pieces.kept[starts, ends], pieces.received[starts]]
+        held = [pieces.kept[starts, ends], pieces.received[starts], pieces.states[starts, ends]]
         taken = (keeps * np.stack(held, 1)).sum((1, 2))
         weights *= np.exp(_PACE * (taken / taken.max() - 1))
         weights /= weights.sum()

@@ -9,15 +9,16 @@ from __future__ import annotations
 from autopar.strategies.kernels import batch_normalize, batch_sums, running_mean, running_var
 from autopar.strategies.registry import Call, register_rule
 from autopar.strategies.rule import Dim, Rule, Saved
+from autopar.strategies.shapes import names, sizes_of
 
 
 def _over_last_dims(call: Call, stats: int) -> Rule:
     """layer_norm and rms_norm: the normalised dims and the parameters stay whole."""
     shape = call.shapes[0]
     count = len(call["normalized_shape"])
-    dims: list[Dim] = [(f"d{i}",) for i in range(len(shape))]
+    dims = names(len(shape))
     held = dims[len(dims) - count :]
-    sizes = {dim[0]: size for dim, size in zip(dims, shape)}
+    sizes = sizes_of(dims, shape)
     parameters = [held] * (len(call.shapes) - 1)
     extra = tuple(tuple(dims[: len(dims) - count]) for _ in range(stats))
     return call.rule(
@@ -59,9 +60,9 @@ def _group_norm(call: Call) -> Rule:
 
 def _weight_norm(call: Call) -> Rule:
     """A weight scaled to given norms, one for each index of `dim`, or one for all if it is -1."""
-    shape, own = call.shape, call["dim"] % len(call.shape) if call["dim"] != -1 else None
-    dims: list[Dim] = [(f"d{i}",) for i in range(len(shape))]
-    sizes = {factor: size for (factor,), size in zip(dims, shape)}
+    own = call["dim"] % len(call.shape) if call["dim"] != -1 else None
+    dims = names(len(call.shape))
+    sizes = sizes_of(dims, call.shape)
     norms = [factor if i == own else () for i, factor in enumerate(dims)][: len(call.shapes[1])]
     held = [factor for i, (factor,) in enumerate(dims) if i != own]
     extra = tuple(dim for dim in norms if dim)
@@ -72,8 +73,8 @@ def _batch_norm(call: Call) -> Rule | None:
     """Batch norm by running statistics is elementwise; in training capture splits it."""
     if call.get("training") or call.get("use_input_stats"):
         return None
-    dims: list[Dim] = [(f"d{i}",) for i in range(len(call.shape))]
-    sizes = {dim[0]: size for dim, size in zip(dims, call.shape)}
+    dims = names(len(call.shape))
+    sizes = sizes_of(dims, call.shape)
     vectors = [[dims[1]]] * (len(call.shapes) - 1)
     kept = tuple(index for index, slot in enumerate(call.slots) if slot != 2)  # not the bias
     return call.rule([dims, *vectors], dims, sizes, saved=Saved(kept))
@@ -81,8 +82,8 @@ def _batch_norm(call: Call) -> Rule | None:
 
 def _instance_norm(call: Call) -> Rule:
     """Every channel of every sample apart; kept are two statistics, and a copy of the scales."""
-    dims: list[Dim] = [(f"d{i}",) for i in range(len(call.shape))]
-    sizes = {dim[0]: size for dim, size in zip(dims, call.shape)}
+    dims = names(len(call.shape))
+    sizes = sizes_of(dims, call.shape)
     vectors = [[dims[1]]] * (len(call.shapes) - 1)
     kept = (tuple(dims[:2]),) * (3 if 1 in call.slots else 2)
     whole = [dim[0] for dim in dims[2:]]

@@ -7,7 +7,7 @@ import torch
 
 import autopar as ap
 from tests.models import gpt
-from tests.parity import assert_equal, parallel_outcome, single_outcome
+from tests.parity import assert_equal, assert_parity, parallel_outcome, single_outcome
 from tests.pipeline.models import (
     FORMS,
     assert_recorded,
@@ -67,17 +67,7 @@ def test_only_the_last_layers_learn(schedule):
     case = gpt(batch=4, layers=4, tied=False)
     case.model.requires_grad_(False)
     case.model.layers[-1].requires_grad_(True)
-    module = ap.parallelize(
-        case.model,
-        case.args,
-        case.kwargs,
-        mode="propagate",
-        mesh=ap.Mesh(pp=2),
-        backend="virtual",
-        microbatches=2,
-        schedule=schedule,
-    )
-    assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()))
+    assert_parity(case, ap.Mesh(pp=2), microbatches=2, schedule=schedule)
 
 
 def test_gradients_are_clipped_by_the_norm_of_the_model():
