@@ -1,12 +1,13 @@
 """Kernels: operators whose cut needs another local function get it.
 
 Comes after types, before redistribution. A function that depends on where a rank's piece starts has
-`START` among its arguments and the factor that it counts in `meta["start_of"]`; `local_arguments`
-puts the number in. A loss over cut classes becomes three nodes, its small all-gather visible.
+`START` among its arguments and the factor that it counts in `meta["start_of"]`; `local_call` puts
+the number in. A loss over cut classes becomes three nodes, its small all-gather visible.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from autopar.strategies import (
     Expansion,
     Rule,
     Strategy,
-    localize_arguments,
+    piece_call,
     tensor_inputs,
 )
 
@@ -57,20 +58,24 @@ def swap_kernels(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
     return graph
 
 
-def local_arguments(
+def local_call(
     node: fx.Node, mesh: Mesh, rank: int, device: torch.device
-) -> tuple[tuple, dict[str, Any]]:
-    """The arguments of a call on `rank`, which runs on `device`; tensors still the nodes' own."""
-    if "start_of" not in node.meta:
-        args, kwargs = localize_arguments(node, node.meta["type"], mesh, rank)
+) -> tuple[Callable[..., Any], tuple, dict[str, Any]]:
+    """What `rank`, which runs on `device`, calls for `node`; tensors still the nodes' own."""
+    meta = node.meta
+    if "start_of" not in meta:
+        function, args, kwargs = piece_call(
+            node, meta.get("rule"), meta.get("strategy"), meta["type"], mesh, rank
+        )
         if "device" in kwargs:
             kwargs["device"] = device
-        return args, kwargs
-    rule, strategy, factor = node.meta["start_of"]
+        return function, args, kwargs
+    rule, strategy, factor = meta["start_of"]
     start, _ = rule.bounds(factor, strategy, mesh, rank)
     args = tuple(start if argument is START else argument for argument in node.args)
     kwargs = {k: start if argument is START else argument for k, argument in node.kwargs.items()}
-    return args, kwargs
+    assert callable(node.target)
+    return node.target, args, kwargs
 
 
 def _expand(

@@ -13,8 +13,7 @@ from torch import fx
 
 from autopar.collectives import operator_call
 from autopar.mesh import Mesh
-from autopar.passes.kernels import local_arguments
-from autopar.strategies import local_function
+from autopar.passes.kernels import local_call
 
 GroupName = Callable[[tuple[str, ...]], str]
 
@@ -37,8 +36,7 @@ def localize(
             )
             copy.args = (copies[value], *arguments)
         elif node.op == "call_function":
-            copy.target = local_function(node.target)
-            args, kwargs = local_arguments(node, mesh, rank, device)
+            copy.target, args, kwargs = local_call(node, mesh, rank, device)
             copy.args = fx.map_arg(args, lambda n: copies[n])
             copy.kwargs = fx.map_arg(kwargs, lambda n: copies[n])
     local.lint()

@@ -17,10 +17,9 @@ from torch import Tensor, fx, nn
 from autopar.collectives import Movement, from_ranks, move, to_ranks
 from autopar.layout import Layout
 from autopar.mesh import Mesh
-from autopar.passes.kernels import local_arguments
+from autopar.passes.kernels import local_call
 from autopar.runtime.program import Program
 from autopar.runtime.replicas import ReplicaCheck
-from autopar.strategies import local_function
 
 Environment = dict[fx.Node, list[Tensor]]
 
@@ -82,11 +81,7 @@ class VirtualGraph:
             assert isinstance(value, fx.Node)
             return lambda values: move(movement, values[value], self.mesh)
         calls = [
-            _Call(
-                local_function(node.target),
-                *local_arguments(node, self.mesh, rank, self.device),
-            )
-            for rank in range(self.mesh.size)
+            _Call(*local_call(node, self.mesh, rank, self.device)) for rank in range(self.mesh.size)
         ]
         return lambda values: [call(values, rank) for rank, call in enumerate(calls)]
 

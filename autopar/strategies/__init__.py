@@ -25,7 +25,7 @@ from autopar.strategies import (
 )
 from autopar.strategies.kernels import KERNELS, Expansion, Kernel
 from autopar.strategies.language import Pattern, parse
-from autopar.strategies.local import local_call, local_function, localize_arguments
+from autopar.strategies.local import local_call, localize_arguments, piece_call
 from autopar.strategies.registry import (
     Call,
     has_rule,
@@ -63,9 +63,9 @@ __all__ = [
     "Strategy",
     "has_rule",
     "local_call",
-    "local_function",
     "localize_arguments",
     "parse",
+    "piece_call",
     "register_rule",
     "registered",
     "rule_of",

@@ -14,11 +14,12 @@ from torch import fx
 
 from autopar.layout import TensorType
 from autopar.mesh import Mesh
-from autopar.strategies.kernels import KERNELS
+from autopar.strategies.kernels import KERNELS, nothing
 from autopar.strategies.registry import Call
 from autopar.strategies.rule import Rule, Strategy
 
 aten = torch.ops.aten
+LocalCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 # Which argument holds the shape of the output.
 _SHAPE_ARGUMENT = {
     aten.view: "size",
@@ -87,23 +88,38 @@ def localize_arguments(
     return args, kwargs
 
 
-def local_call(
-    node: fx.Node, rule: Rule, strategy: Strategy, mesh: Mesh, rank: int
-) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+def local_call(node: fx.Node, rule: Rule, strategy: Strategy, mesh: Mesh, rank: int) -> LocalCall:
     """Function and arguments on `rank`; not for strategies whose kernel expands."""
     value = node.meta["val"]
     layout = rule.signature(strategy).outputs[0]
     output_type = TensorType(tuple(value.shape), value.dtype, layout)
-    args, kwargs = localize_arguments(node, output_type, mesh, rank)
     needed = rule.kernel(strategy)
     if needed is None:
-        return local_function(node.target), args, kwargs
+        return piece_call(node, rule, strategy, output_type, mesh, rank)
     factor, name = needed
     kernel = KERNELS[name]
     if kernel.expand is not None:
         raise ValueError(f"{name} expands into several nodes; see autopar/strategies/kernels")
+    args, kwargs = localize_arguments(node, output_type, mesh, rank)
     start, _ = rule.bounds(factor, strategy, mesh, rank)
     return kernel.function, args, {**kwargs, "start": start}
+
+
+def piece_call(
+    node: fx.Node,
+    rule: Rule | None,
+    strategy: Strategy | None,
+    output_type: TensorType,
+    mesh: Mesh,
+    rank: int,
+) -> LocalCall:
+    """The same for calls without a kernel of their own; without a rule, whole on every rank."""
+    if rule is not None and strategy is not None and node.all_input_nodes:
+        lengths = [rule.bounds(factor, strategy, mesh, rank)[1] for factor, _ in strategy.cuts]
+        if 0 in lengths:
+            shape = list(output_type.layout.local_shape(output_type.shape, mesh, rank))
+            return nothing, (shape, output_type.dtype, *node.all_input_nodes), {}
+    return local_function(node.target), *localize_arguments(node, output_type, mesh, rank)
 
 
 def _repeated(

@@ -8,7 +8,7 @@ import torch
 from autopar.mesh import Mesh
 from autopar.strategies import rule_of
 from tests.strategies.rule_cases import BUILT_IN, CASES, operator, t, u
-from tests.strategies.rule_law import Case, check_all
+from tests.strategies.rule_law import Case, Reference, check_all
 
 MESHES = (Mesh(a=2), Mesh(a=2, b=2))
 # Without values to compare: what is in fresh memory, and what is drawn.
@@ -29,6 +29,19 @@ UNCOMPARED = {
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_law(case: Case) -> None:
     check_all(case, *MESHES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_law_on_ranks_without_elements(case: Case) -> None:
+    """5 rows on 4 ranks are 2, 2, 1 and none."""
+    reference = Reference(case)
+    for mesh in (Mesh(a=3), Mesh(a=4)):
+        for strategy in reference.rule.strategies(mesh):
+            bounds = (
+                reference.rule.bounds(f, strategy, mesh, mesh.size - 1) for f, _ in strategy.cuts
+            )
+            if any(length == 0 for _, length in bounds):
+                reference.check(strategy, mesh)
 
 
 def test_every_rule_has_a_case() -> None:

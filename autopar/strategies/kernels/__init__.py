@@ -16,7 +16,8 @@ along v, runs another function. There are two kinds:
   `expand.part_call` and `expand.combine_call` give the arguments of the two functions.
 
 Besides, plain functions that capture puts into graphs: `batch_sums`, `batch_normalize`,
-`running_mean`, `running_var`, `cross_entropy`, `count_targets`. All work on empty pieces.
+`running_mean`, `running_var`, `cross_entropy`, `count_targets`. Kernels work on empty pieces; of
+every other operator a rank without elements runs `nothing`.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from autopar.strategies.kernels.losses import (
     cross_entropy_part,
     cross_entropy_part_call,
 )
+from autopar.strategies.kernels.nothing import nothing
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -100,6 +102,7 @@ __all__ = [
     "cross_entropy_part",
     "cut_causal_attention",
     "cut_embedding",
+    "nothing",
     "running_mean",
     "running_var",
 ]

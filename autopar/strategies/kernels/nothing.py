@@ -1,0 +1,29 @@
+"""What a rank without elements adds: nothing, whatever the operator.
+
+An empty piece of a dim that the output has makes the output empty; one of a dim that is summed
+makes it a sum of nothing. So it is zeros of the local shape, and so are the gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def nothing(shape: list[int], dtype: torch.dtype, *inputs: Tensor) -> Tensor:
+    """Zeros that autograd leads to all inputs, as it would from the operator."""
+    return _Nothing.apply(shape, dtype, *inputs)
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shape: list[int], dtype: torch.dtype, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return inputs[0].new_zeros(shape, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needed = zip(ctx.saved_tensors, ctx.needs_input_grad[2:])
+        return None, None, *(torch.zeros_like(t) if needs else None for t, needs in needed)
