@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.annotate import parameter_annotations, stage_pins
@@ -24,7 +25,7 @@ from autopar.errors import InvalidInput
 from autopar.lines import frames_to_caller
 from autopar.mesh import Mesh
 from autopar.passes import rewrite
-from autopar.passes.microbatches import cut_batch
+from autopar.passes.microbatches import batch_statistics, cut_batch
 from autopar.pipeline.choice import choose
 from autopar.pipeline.cut import cut_stages
 from autopar.pipeline.plan import (
@@ -79,14 +80,14 @@ def plan(
     "data" cuts the batch. `memory`: bytes on each device, if less than it has. `algorithm`:
     "exact", or "recursive" or "propagate" for comparison. `strict`: refuse operators without
     rules. `microbatches`: into how many equal parts a step cuts the batch, to run one after
-    another. `pipeline`: the axis of a pipeline ("auto": `pp`, if the mesh has it; without a mesh,
-    what such an axis shall be called), a number of ranks, or None for no pipeline; `schedule`: a
-    name, a mapping with a name and options, or a schedule, as `ap.pipeline.load("mine.csv")` reads
-    one; `recompute`: run each stage's forward again before its backward. Without a mesh, or with a
-    pipeline whose schedule is "auto", mode="auto" weighs stages, micro-batches and schedules by
-    simulation, and recomputation where they do not fit into memory. `progress` is told of each
-    phase of a search and its detail; True shows them, False is silent, None shows them on a
-    terminal.
+    another ("auto" keeps it whole where batch norm would make parts another loss). `pipeline`: the
+    axis of a pipeline ("auto": `pp`, if the mesh has it; without a mesh, what such an axis shall be
+    called), a number of ranks, or None for no pipeline; `schedule`: a name, a mapping with a name
+    and options, or a schedule, as `ap.pipeline.load("mine.csv")` reads one; `recompute`: run each
+    stage's forward again before its backward. Without a mesh, or with a pipeline whose schedule is
+    "auto", mode="auto" weighs stages, micro-batches and schedules by simulation, and recomputation
+    where they do not fit into memory. `progress` is told of each phase of a search and its detail;
+    True shows them, False is silent, None shows them on a terminal.
     """
     if mode not in MODES:
         raise InvalidInput(
@@ -137,8 +138,11 @@ def plan(
         captured = capture(model, args, dict(kwargs or {}))
     if strict:
         _require_rules(captured)
+    if request and microbatches == "auto" and not isinstance(schedule, Schedule):
+        request = _in_one_if_statistics(captured, request, schedule_options, schedule)
     slices = request.schedule.slices if request else 1 if microbatches == "auto" else microbatches
     slices = int(slices)
+    _report_statistics(captured, slices)
     if mesh is not None:
         _refuse_random(captured, mesh, slices, request)
     batches = cut_batch(captured, slices) if request or slices != 1 else None
@@ -254,6 +258,7 @@ def _weighed(
         )
     decisions = chosen.found.decisions
     slices = chosen.batches.count if chosen.batches else 1
+    _report_statistics(captured, slices)
     _refuse_random(chosen.captured, decisions.mesh, slices, chosen.pipelining)
     _report_fallbacks(decisions.fallbacks)
     return Plan(
@@ -268,6 +273,30 @@ def _weighed(
         limit=limit,
         wishes=read_wishes(chosen.captured, decisions.mesh, annotations),
         alternatives=chosen.alternatives,
+    )
+
+
+def _in_one_if_statistics(
+    captured: Captured,
+    request: Request,
+    options: Mapping[str, Any] | None,
+    schedule: ScheduleLike,
+) -> Request:
+    """The request with one micro-batch, where more, which nobody asked for, change the loss."""
+    statistics = batch_statistics(captured)
+    if not statistics:
+        return request
+    name = None if schedule == "auto" else schedule
+    with suppress(InvalidInput):
+        one = read_request(request.mesh, request.axis, name, options, 1, request.recompute)
+        if one is not None and one.schedule.slices == 1:
+            return one
+    raise InvalidInput(
+        "micro-batches that change what a step computes are taken only when asked for",
+        got=f"schedule {request.schedule.name!r}, which needs several, and {_named(statistics)}, "
+        "which would take statistics over each alone",
+        remedy=f"microbatches={request.schedule.microbatches}, or another schedule",
+        source=statistics[0].meta["source"],
     )
 
 
@@ -335,6 +364,24 @@ def _refuse_random(
             "forward and hand the numbers over as an input",
             source=node.meta["source"],
         )
+
+
+def _report_statistics(captured: Captured, slices: int) -> None:
+    """Say what micro-batches change, where a user has asked for them."""
+    statistics = batch_statistics(captured) if slices > 1 else ()
+    if statistics:
+        message = (
+            f"{_named(statistics)} takes its statistics over each of {slices} micro-batches, not "
+            "over the batch: loss, gradients and running statistics are not those of microbatches=1"
+        )
+        warnings.warn(message, stacklevel=frames_to_caller())
+
+
+def _named(statistics: Sequence[fx.Node]) -> str:
+    """Batch norms by their modules."""
+    names = list(dict.fromkeys(node.meta["module"] or "the model" for node in statistics))
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"batch norm ({', '.join(names[:3])}{more})"
 
 
 def _report_fallbacks(fallbacks: tuple[Fallback, ...]) -> None:

@@ -8,11 +8,12 @@
 
 Comes before all decisions: `parts.captured` is what they are made about. That the shares add up is
 shown by the rules, as if the micro-batches were ranks that cut the batch: each value is then the
-same for all, a slice, or a term of a sum. A sum that takes no gradient and comes from the inputs
-alone (the count under a mean) is a *total*, computed before the step from the whole batch. Any
-other place where samples meet before the loss is refused. Batch norm is the exception: each
-micro-batch is normalised by its own statistics. A buffer that changes in the same way in every
-micro-batch (a counter of steps) changes once a step.
+same for all, a slice, or a term of a sum. What is the same for all and is added to such a sum (a
+regulariser, a number) is added by each in part. A sum that takes no gradient and comes from the
+inputs alone (the count under a mean) is a *total*, computed before the step from the whole batch.
+Any other place where samples meet before the loss is refused. Batch norm is the exception: each
+micro-batch is normalised by its own statistics, which is another loss. A buffer that changes in the
+same way in every micro-batch (a counter of steps) changes once a step.
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ aten = torch.ops.aten
 AXIS = "microbatch"
 # Which argument of the steps of batch norm counts the elements of a channel.
 _COUNTS = {batch_normalize: 5, running_mean: 5, running_var: 5}
-_SUMS = (aten.add.Tensor, aten.sub.Tensor)
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,11 @@ def cut_batch(captured: Captured, count: int) -> Microbatches:
     return Microbatches(count, small, cut, cutter.counts(), captured, cutter.once())
 
 
+def batch_statistics(captured: Captured) -> tuple[fx.Node, ...]:
+    """The operators that take means over the batch, in micro-batches each over its own."""
+    return tuple(node for node in captured.graph.nodes if node.target is batch_sums)
+
+
 def loss_of(captured: Captured) -> fx.Node:
     """The first output that is a differentiable number."""
     results = captured.graph.output_node().args[0]
@@ -158,6 +163,7 @@ class _Cutter:
         self.copies: dict[fx.Node, fx.Node] = {}
         self.constants = dict(captured.constants)
         self.summed: dict[fx.Node, fx.Node] = {}  # summed value -> placeholder of its total
+        self.parts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}  # same for all -> its share
         self.read: dict[fx.Node, fx.Node] = {}  # what the operator at hand reads instead
         decisions = propagate(captured, self.mesh) if count > 1 else None
         self.strategies = decisions.strategies if decisions else {}
@@ -180,6 +186,8 @@ class _Cutter:
         if node.target in _COUNTS:
             place = _COUNTS[node.target]
             args = (*args[:place], args[place] // self.count, *args[place + 1 :])
+        if status == SUM:
+            args, kwargs = self._numbers_shared(node, args, kwargs)
         self._copy(node, status, args, kwargs)
 
     def finish(self) -> Captured:
@@ -292,21 +300,49 @@ class _Cutter:
         if any(isinstance(status, int) for status in given):
             _refuse(node, f"{operator_of(node)} needs all samples of the batch together")
         summed = frozenset(index for index, status in enumerate(given) if status == SUM)
-        rule = self.captured.rules[node.name]
-        assert rule is not None
-        if summed not in rule.passes:
+        if self._terms(node, summed) is None:
             for index in summed:
                 if not inputs[index].meta["differentiable"]:
                     self._total(inputs[index])
             summed = frozenset(i for i in summed if inputs[i].meta["differentiable"])
         if not summed:
             return OWN if OWN in given else SAME
-        if summed in rule.passes and OWN not in given:
-            return SUM
-        if node.target in _SUMS and OWN not in given:
-            self._share(node, inputs)
-            return SUM
-        _refuse(node, "a sum over the batch that takes a gradient is not the loss yet")
+        terms = self._terms(node, summed)
+        if terms is None or OWN in given:
+            what = "a sum over the batch that takes a gradient"
+            _refuse(node, f"{operator_of(node)} is not linear in {what}")
+        for index in terms - summed:
+            self._share(node, inputs[index])
+        return SUM
+
+    def _terms(self, node: fx.Node, summed: frozenset[int]) -> frozenset[int] | None:
+        """The inputs, `summed` among them, of whose sums an operator makes the sum; None: of none.
+
+        Those that are the same for all become sums by their shares, as does a number that is added:
+        this takes fractions.
+        """
+        rule = self.captured.rules[node.name]
+        assert rule is not None
+        if not summed or summed in rule.passes:
+            return summed
+        if not node.meta["val"].dtype.is_floating_point:
+            return None
+        every = frozenset(range(len(rule.inputs)))
+        passes = [*rule.passes, every] if rule.adds else rule.passes
+        return next((members for members in passes if summed <= members), None)
+
+    def _numbers_shared(
+        self, node: fx.Node, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
+        """The arguments of a term of the sum, with its part of a number that is added."""
+        rule = self.captured.rules[node.name]
+        if rule is None or not rule.adds:
+            return args, kwargs
+        declared = node.target._schema.arguments  # type: ignore[union-attr]
+        shares = {a.name: self.count if a.name in rule.adds else None for a in declared}
+        parts = [v if n is None else v / n for v, n in zip(args, shares.values())]
+        named = {k: v if shares[k] is None else v / shares[k] for k, v in kwargs.items()}
+        return tuple(parts), named
 
     def _total(self, value: fx.Node) -> None:
         """Let the readers of a summed value have its sum over the whole batch."""
@@ -327,14 +363,20 @@ class _Cutter:
         total.meta = dict(value.meta)
         self.summed[value] = self.read[value] = total
 
-    def _share(self, node: fx.Node, inputs: tuple[fx.Node, ...]) -> None:
+    def _share(self, node: fx.Node, value: fx.Node) -> None:
         """A term that is the same for all micro-batches, as a regulariser: each adds its part."""
-        for value in inputs:
-            if self.status[value.name] == SAME:
-                part = self.graph.call_function(aten.div.Tensor, (self.copies[value], self.count))
-                part.meta = dict(node.meta)
-                part.meta.update(val=value.meta["val"], differentiable=value.meta["differentiable"])
-                self.read[value] = part
+        whole, dtype = self.copies[value], node.meta["val"].dtype
+        if (value, dtype) not in self.parts:
+            if not value.meta["val"].dtype.is_floating_point:
+                whole = self._call(value, value.meta["val"].to(dtype), aten.to.dtype, whole, dtype)
+            divided = aten.div.Tensor, whole, self.count
+            self.parts[value, dtype] = self._call(value, whole.meta["val"], *divided)
+        self.read[value] = self.parts[value, dtype]
+
+    def _call(self, like: fx.Node, value: Tensor, target: Any, *args: Any) -> fx.Node:
+        call = self.graph.call_function(target, args)
+        call.meta = {**like.meta, "val": value}
+        return call
 
     def _copy(self, node: fx.Node, status: Status, args: tuple, kwargs: dict[str, Any]) -> None:
         found = {**self.copies, **self.read}

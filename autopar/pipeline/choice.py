@@ -22,7 +22,7 @@ from autopar.cost.price import ClusterPrice
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes import rewrite
-from autopar.passes.microbatches import Microbatches, cut_batch
+from autopar.passes.microbatches import Microbatches, batch_statistics, cut_batch
 from autopar.pipeline.checker import check
 from autopar.pipeline.cut import cut_stages
 from autopar.pipeline.plan import AXIS, Pipelining
@@ -142,6 +142,8 @@ def choose(
     reasons: dict[str, None] = {}
     too_large: list[Leanest] = []
     interrupted = False  # then the best so far is taken
+    if microbatches is None and batch_statistics(captured):
+        microbatches = 1  # more would be another loss
     for count, parts in _sizes(cluster.devices, stages, microbatches):
         try:
             report("pipeline", f"{count} stages, {parts} micro-batches")

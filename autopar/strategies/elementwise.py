@@ -7,6 +7,7 @@ of a product at a time, through the dividend but not the divisor.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autopar.strategies.language import Passes, parse
 from autopar.strategies.registry import Call, aten, register_rule
@@ -42,8 +43,10 @@ def elementwise(call: Call, passes: Passes = (), saved: str = "", cost: float = 
 
 
 def _sum_of_inputs(call: Call) -> Rule:
-    # With a number as second summand, each rank would add it.
-    return elementwise(call, passes="all" if len(call.shapes) == 2 else "")
+    if len(call.shapes) == 2:
+        return elementwise(call, passes="all")
+    # Each rank would add the number.
+    return replace(elementwise(call), adds=frozenset({"other"}))
 
 
 def _scaled(call: Call) -> Rule:

@@ -103,6 +103,7 @@ class Rule:
     gathered: frozenset[str] = frozenset()  # contracted, but their kernel leaves a whole output
     saved: Saved = Saved()
     random: bool = False  # draws random numbers
+    adds: frozenset[str] = frozenset()  # arguments that are numbers, added to what is else linear
 
     @cached_property
     def factors(self) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,15 +33,15 @@ def test_a_step_is_that_of_the_whole_batch(make):
 
 
 class Head(nn.Module):
-    """A linear layer and any loss of its output."""
+    """Two linear layers and any loss of their output."""
 
     def __init__(self, loss):
         super().__init__()
-        self.layer = nn.Linear(4, 4)
+        self.layer, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
         self.loss = loss
 
     def forward(self, x):
-        return self.loss(self.layer(x), x, self.layer.weight)
+        return self.loss(self.second(self.layer(x)), x, self.layer.weight)
 
 
 def masked(y, x, w):
@@ -66,19 +68,39 @@ LOSSES = {
         (y.view(12, 2) * w[:2, :2].repeat(6, 1)).square().mean()
     ),
     "in fresh memory": in_fresh_memory,
+    "plus a number": lambda y, x, w: y.square().mean() + 1.0,
+    "an affine form": lambda y, x, w: (y.square().mean() * 2 + 1) / 2,
+    "minus a number": lambda y, x, w: y.square().mean() - 3,
+    "a number minus it": lambda y, x, w: 3 - y.square().mean(),
+    "a number many times": lambda y, x, w: torch.add(y.square().mean(), other=2, alpha=3),
+    "a number for each feature": lambda y, x, w: (y.square().mean(0) + 1.0).sum(),
+    "whole numbers": lambda y, x, w: y.square().mean() + torch.tensor(7),
+    "a weighted mean": lambda y, x, w: torch.lerp(y.square().mean(), w.abs().sum(), 0.25),
+    "a mean of terms": lambda y, x, w: torch.stack([y.square().mean(), w.square().sum()]).mean(),
+    "chosen by a flag": lambda y, x, w: torch.where(w.sum() > 1e3, w.sum(), y.square().mean()),
+    "a learned scale": lambda y, x, w: torch.exp(-w[0, 0]) * y.square().mean() + w[0, 0],
+    "targets ignored": lambda y, x, w: (
+        F.cross_entropy(y, torch.where(x[:, 0] > 0, x.argmax(1), -100)) + 0.1 * w.square().sum() + 2
+    ),
     "of each element": lambda y, x, w: (y / x.shape[0]).square().sum(),
 }
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-@pytest.mark.parametrize("count", [2, 6])
-def test_losses_that_add_up(loss, count):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": ap.Mesh(dp=1), "microbatches": 2},
+        {"mesh": ap.Mesh(dp=1), "microbatches": 6},
+        {"mesh": ap.Mesh(pp=2), "microbatches": 3, "schedule": "1f1b"},
+    ],
+    ids=["2", "6", "pipeline"],
+)
+def test_losses_that_add_up(loss, options):
     torch.manual_seed(0)
     model = Head(loss).double()
     x = torch.randn(6, 4, dtype=torch.float64)
-    module = ap.parallelize(
-        model, (x,), mode="propagate", mesh=ap.Mesh(dp=1), backend="virtual", microbatches=count
-    )
+    module = ap.parallelize(model, (x,), mode="propagate", backend="virtual", **options)
     expected = model(x)
     expected.backward()
     assert torch.allclose(module.step(x), expected.detach(), rtol=1e-12)
@@ -89,7 +111,12 @@ def test_losses_that_add_up(loss, count):
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda y, x, w: y.sum().square(), "takes a gradient is not the loss yet"),
+        (lambda y, x, w: y.sum().square(), "square is not linear in a sum .* takes a gradient"),
+        (lambda y, x, w: y.square().mean().sqrt(), "sqrt is not linear"),
+        (lambda y, x, w: y.sum() * y.square().sum(), "mul is not linear"),
+        (lambda y, x, w: y.sum().clamp(min=0.5), "clamp is not linear"),
+        (lambda y, x, w: y.sum() / y.sum().detach(), "depends on p_layer_weight is used again"),
+        (lambda y, x, w: F.pad(y.mean()[None], (1, 1), value=2.0).sum(), "pad is not linear"),
         (lambda y, x, w: (y - y.mean(0)).square().sum(), "takes a gradient"),
         (lambda y, x, w: y.max(), "samples"),
         (lambda y, x, w: (y @ y.t()).sum(), "micro-batches|whole batch|samples"),
@@ -108,6 +135,51 @@ def test_numbers_of_micro_batches(count):
     captured = capture(Head(LOSSES["sum"]).double(), (torch.randn(6, 4, dtype=torch.float64),))
     with pytest.raises(ap.InvalidInput, match="micro-batches"):
         cut_batch(captured, count)
+
+
+def normalised() -> Case:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 1)]
+
+    class Normalised(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x).square().mean()
+
+    return Case("normalised", Normalised(*layers).double(), (torch.randn(8, 4).double(),))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cluster": ap.Cluster.local(2, measure=False)},
+        {"mesh": ap.Mesh(pp=2)},
+        {"mesh": ap.Mesh(pp=2), "schedule": "1f1b"},
+        {"mesh": ap.Mesh(pp=2), "mode": "propagate", "schedule": {"name": "zb-h1"}},
+    ],
+)
+def test_batch_norm_is_not_cut_unasked(options):
+    case = normalised()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module = ap.parallelize(case.model, case.args, backend="virtual", progress=False, **options)
+    assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()))
+
+
+@pytest.mark.parametrize("mesh", [ap.Mesh(pp=2), ap.Mesh(dp=2)])
+def test_batch_norm_in_micro_batches_is_told(mesh):
+    case = normalised()
+    with pytest.warns(UserWarning, match=r"batch norm \(1\) .* each of 4 micro-batches") as told:
+        ap.plan(case.model, case.args, mesh=mesh, microbatches=4, progress=False)
+    assert len(told) == 1
+
+
+def test_a_schedule_that_needs_micro_batches_is_not_given_them_where_they_change_the_loss():
+    case = normalised()
+    options = {"mode": "propagate", "mesh": ap.Mesh(pp=2), "schedule": "chimera"}
+    options["schedule_options"] = {"scale": "halving"}
+    with pytest.raises(ap.InvalidInput, match="batch norm") as error:
+        ap.plan(case.model, case.args, **options)
+    assert "microbatches=4" in str(error.value)
 
 
 class Counting(nn.Module):
