@@ -95,10 +95,7 @@ def _decide(
     """The plan that this process carries out; on several ranks that of rank 0."""
 
     def attach(plan: Plan | SavedPlan) -> Plan:
-        if isinstance(plan, SavedPlan):
-            return plan.attach(model, args, kwargs)
-        _require_same_model(model, plan)
-        return plan
+        return plan.attach(model, args, kwargs)
 
     def make() -> Plan:
         return make_plan(model, args, kwargs, **options) if given is None else attach(given)
@@ -120,22 +117,6 @@ def _backend(name: str, plan: Plan, model: nn.Module, local_inputs: bool, check:
     if plan.pipelining:
         return TorchPipeline(plan.program)
     return TorchBackend(plan.program, local_inputs)
-
-
-def _require_same_model(model: nn.Module, plan: Plan) -> None:
-    """Refuse a plan that was made for another model."""
-    captured = plan.captured
-    values = dict(model.named_parameters()) | dict(model.named_buffers())
-    for node in captured.graph.nodes:
-        name = (captured.parameters | captured.buffers).get(node.name)
-        planned = name and tuple(node.meta["val"].shape)
-        if name and (name not in values or tuple(values[name].shape) != planned):
-            found = tuple(values[name].shape) if name in values else "nothing of this name"
-            raise InvalidInput(
-                "a plan is carried out on the model that it was made for",
-                got=f"{name}: {found}; the plan has {planned}",
-                remedy="hand over that model, or plan for this one",
-            )
 
 
 def _device_of(model: nn.Module) -> torch.device:

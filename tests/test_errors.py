@@ -293,7 +293,7 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "a plan of another model": (
         planned_for_another,
-        ["the model that it was made for", "up.weight", "hand over that model"],
+        ["a plan is for one model", "no parameter up.weight: f32[", "make a plan for this"],
     ),
     "a plan and more": (
         lambda: parallel(Two(), plan=ap.plan(Two(), (ones(),), mesh=D4)),

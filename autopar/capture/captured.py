@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from autopar.capture.randomness import is_random
 from autopar.strategies import Rule, rule_of
+
+
+@dataclass(frozen=True)
+class Example:
+    """The call that was captured, on fake tensors: it can be captured again, in another mode."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    device: torch.device  # where the program runs
+
+    @property
+    def modes(self) -> dict[str, bool]:
+        """Which modules are in training mode, by path."""
+        modules = self.model.named_modules(remove_duplicate=False)
+        return {path: module.training for path, module in modules}
 
 
 @dataclass(frozen=True)
@@ -37,6 +55,7 @@ class Captured:
     output_spec: pytree.TreeSpec
     # Each flat output: a node (the next of the output's tuple, in order) or a constant.
     output_leaves: tuple[object, ...]
+    example: Example
     static_inputs: dict[int, object] = field(default_factory=dict)  # flat arguments not tensors
 
     @cached_property

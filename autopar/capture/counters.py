@@ -70,6 +70,8 @@ def warn_of_counters(
         setattr(change.module, change.name, change.after)
     with changes_seen() as again, mode, torch.no_grad():
         model(*call[0], **call[1])
+    for change in (*again.values(), *seen.values()):
+        setattr(change.module, change.name, change.before)
     paths = {id(module): path for path, module in model.named_modules()}
     for key in seen.keys() & again.keys():
         change = seen[key]

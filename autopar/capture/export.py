@@ -24,7 +24,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from autopar.capture.alike import number_calls
-from autopar.capture.captured import Captured
+from autopar.capture.captured import Captured, Example
 from autopar.capture.counters import changes_seen, warn_of_counters
 from autopar.capture.draft import Draft
 from autopar.capture.failure import check_call, explain
@@ -59,7 +59,7 @@ def capture(
         held = dict(copy.named_parameters()) | dict(copy.named_buffers())
         draft = flatten(program, mode, _canonical(copy), held, input_spec, fakes)
         normalise(draft)
-        captured = _freeze(draft)
+        captured = _freeze(draft, Example(copy, call[0], call[1], device))
         warn_of_counters(copy, mode, call, changes)
     verify(captured.graph, "captured")
     return captured
@@ -83,7 +83,7 @@ def _canonical(model: nn.Module) -> dict[str, str]:
     return names
 
 
-def _freeze(draft: Draft) -> Captured:
+def _freeze(draft: Draft, example: Example) -> Captured:
     """A fresh graph, its nodes named by their operators in order, and all that goes with it."""
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
@@ -118,6 +118,7 @@ def _freeze(draft: Draft) -> Captured:
         input_spec=draft.input_spec,
         output_spec=draft.output_spec,
         output_leaves=tuple(leaves),
+        example=example,
         static_inputs=draft.static_inputs,
     )
 

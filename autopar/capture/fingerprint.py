@@ -3,26 +3,32 @@
     made = fingerprint_of(captured)
     made.differences(Fingerprint.from_json(saved))     # [] or lines that name what differs
 
-Where tensors are (the meta device, a GPU) is no part of it, nor is the data of parameters. Of an
-annotation the wish counts, not the line where it stands.
+Constants are compared by value: they are part of the program. Where tensors are (the meta device, a
+GPU) is no part of it, nor are the values of parameters and buffers. Of an annotation the wish
+counts, not the line where it stands.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from autopar.capture.captured import Captured
+from autopar.capture.fake import FakeTensor
 from autopar.capture.listing import operator_name, type_text
 from autopar.capture.marker import ANNOTATE, Annotation
 
 _SHOWN = 4  # differences of one sort that a message lists
 _PLAIN = (int, float, bool, str, complex, type(None), torch.dtype)
+_UNKNOWN = ", value unknown"  # of a constant on the meta device
 
 
 @dataclass(frozen=True)
@@ -34,14 +40,25 @@ class Fingerprint:
     inputs: Mapping[str, str]  # placeholder -> type
     parameters: Mapping[str, str]  # name in the model -> type
     buffers: Mapping[str, str]
+    tied: Mapping[str, str]  # other name of a parameter -> the name under which it is kept
+    constants: Mapping[str, str]  # placeholder -> type and a hash of the value
     operators: tuple[str, ...]  # `name = operator(arguments): type`
+    returns: str  # the structure of what the model returns, and what of it is no tensor
+    places: tuple[str, ...] = field(default=(), compare=False)  # of operators; not kept in files
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "operators": list(self.operators)}
+        data = asdict(replace(self, places=()))
+        del data["places"]
+        return {**data, "operators": list(self.operators)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Fingerprint:
         return cls(**{**data, "operators": tuple(data["operators"])})
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the value of every constant is known."""
+        return not any(text.endswith(_UNKNOWN) for text in self.constants.values())
 
     def differences(self, other: Fingerprint) -> list[str]:
         """What `self` has and `other` has not, the most telling first; empty if they are equal."""
@@ -50,28 +67,79 @@ class Fingerprint:
             found.append(f"torch {self.torch}, not {other.torch}")
         for what in ("inputs", "parameters", "buffers"):
             found += _named(what.removesuffix("s"), getattr(self, what), getattr(other, what))
+        found += _named("tied parameter", self.tied, other.tied)
         if self.arguments != other.arguments:
             found.append(f"called with {self.arguments}, not {other.arguments}")
+        if not found:
+            found = self._other_operators(other)
+        if not found and self.returns != other.returns:
+            found.append(f"returns {self.returns}, not {other.returns}")
+        return found or self._other_constants(other)
+
+    def _other_operators(self, other: Fingerprint) -> list[str]:
         pairs = itertools.zip_longest(self.operators, other.operators, fillvalue="nothing")
-        lines = [f"{one}\n  not {two}" for one, two in pairs if one != two]
-        if lines and not found:
-            found.append(lines[0])
-            if len(lines) > 1:
-                found.append(f"and {len(lines) - 1} more operators")
-        return found
+        places = itertools.chain(self.places, itertools.repeat(""))
+        lines = [
+            f"{one}{place}\n  not {two}" for (one, two), place in zip(pairs, places) if one != two
+        ]
+        return lines[:1] + ([f"and {len(lines) - 1} more operators"] if len(lines) > 1 else [])
+
+    def _other_constants(self, other: Fingerprint) -> list[str]:
+        """Those whose values differ, as far as both sides know them."""
+        known = {
+            name
+            for name in self.constants.keys() | other.constants.keys()
+            if not (self.constants.get(name, "") + other.constants.get(name, "")).count(_UNKNOWN)
+        }
+        mine, theirs = (
+            {name: text for name, text in side.constants.items() if name in known}
+            for side in (self, other)
+        )
+        readers = {
+            name: line + place
+            for line, place in zip(self.operators, self.places)
+            for name in known
+            if re.search(rf"\b{name}\b", line)
+        }
+        found = _named("constant", mine, theirs)
+        first = next((name for name in mine if mine[name] != theirs.get(name)), None)
+        return found + ([f"read by {readers[first]}"] if first in readers else [])
 
 
 def fingerprint_of(captured: Captured) -> Fingerprint:
     """The fingerprint of a model on this torch."""
     types = {n.name: _type(n) for n in captured.graph.nodes if n.op == "placeholder"}
+    calls = [node for node in captured.graph.nodes if node.op != "placeholder"]
     return Fingerprint(
         torch=".".join(torch.__version__.split(".")[:2]),
         arguments=_arguments(captured),
         inputs={name: types[name] for name in captured.inputs if name is not None},
         parameters=_by_name(captured.parameters, types),
         buffers=_by_name(captured.buffers, types),
-        operators=tuple(_call(n) for n in captured.graph.nodes if n.op != "placeholder"),
+        tied=dict(captured.tied),
+        constants={
+            name: types[name] + _value(tensor) for name, tensor in captured.constants.items()
+        },
+        operators=tuple(map(_call, calls)),
+        returns=_returns(captured),
+        places=tuple(map(_place, calls)),
     )
+
+
+def _value(constant: Tensor) -> str:
+    """A hash of a constant's bytes."""
+    if isinstance(constant, FakeTensor) or constant.device.type == "meta":
+        return _UNKNOWN
+    plain = constant.detach().cpu().contiguous().resolve_conj().resolve_neg().reshape(-1)
+    data = plain.view(torch.uint8).numpy().tobytes()
+    return f", sha256 {hashlib.sha256(data).hexdigest()[:32]}"
+
+
+def _place(node: fx.Node) -> str:
+    """Where an operator stands: its module and the user's line."""
+    module, source = node.meta.get("module"), node.meta.get("source")
+    within = f" in {module}" if module else ""
+    return f"{within} ({source})" if source else within
 
 
 def _by_name(names: Mapping[str, str], types: Mapping[str, str]) -> dict[str, str]:
@@ -99,18 +167,44 @@ def _call(node: fx.Node) -> str:
 def _argument(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_argument, value))}]"
-    return "a device" if isinstance(value, torch.device) else str(value)
+    if isinstance(value, torch.device):
+        return "a device"
+    return repr(value) if isinstance(value, str) else str(value)
 
 
 def _arguments(captured: Captured) -> str:
     positional, keywords = captured.input_spec.children()
     names = ", ".join(map(str, keywords.context or ()))
-    values = [
-        f"{index}: {value if isinstance(value, _PLAIN) else type(value).__name__}"
-        for index, value in captured.static_inputs.items()
-    ]
     text = f"{positional.num_children} positional arguments and keywords ({names})"
+    nested = [*positional.children(), *keywords.children()]
+    if any(not argument.is_leaf() for argument in nested):
+        text += f" as {_structure(captured.input_spec)}"
+    values = [f"{index}: {_plain(value)}" for index, value in captured.static_inputs.items()]
     return f"{text}, of these no tensors {{{', '.join(values)}}}" if values else text
+
+
+def _returns(captured: Captured) -> str:
+    leaves = captured.output_leaves
+    values = [f"{i}: {_plain(v)}" for i, v in enumerate(leaves) if not isinstance(v, fx.Node)]
+    text = _structure(captured.output_spec)
+    text += f", new values of {', '.join(captured.mutations)}" if captured.mutations else ""
+    return f"{text}, of these no tensors {{{', '.join(values)}}}" if values else text
+
+
+def _plain(value: Any) -> str:
+    return repr(value) if isinstance(value, _PLAIN) else type(value).__name__
+
+
+def _structure(spec: pytree.TreeSpec) -> str:
+    """Nested containers with their keys: `dict(loss=*, logits=*)`."""
+    if spec.is_leaf():
+        return "*"
+    context = spec.context
+    keys = context if isinstance(context, list | tuple) else ()
+    is_named = len(keys) == spec.num_children and all(isinstance(key, str) for key in keys)
+    names = [f"{key}=" for key in keys] if is_named else [""] * spec.num_children
+    inside = ", ".join(name + _structure(child) for name, child in zip(names, spec.children()))
+    return f"{getattr(spec.type, '__name__', spec.type)}({inside})"
 
 
 def _named(what: str, mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:

@@ -121,7 +121,9 @@ def _placeholders(
                 )
             node = values[old] = draft.graph.placeholder(old.name)
             node.meta.update(val=fake_like(draft.mode, value), module="", source=None)
-            draft.constants[node.name] = value
+            # The user's own tensor may change later; a constant is what it was.
+            is_held = not isinstance(value, FakeTensor)
+            draft.constants[node.name] = value.detach().clone() if is_held else value
         elif spec.kind is InputKind.USER_INPUT:
             users.append(old)
         else:

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from autopar.capture.listing import Listing
 from autopar.errors import InvalidInput
 from autopar.layout import Layout
+from autopar.runtime.modes import Modes
 from autopar.runtime.program import Program
 
 
@@ -90,6 +91,7 @@ class ParallelModule(nn.Module):
             )
         self._names = tuple(model.state_dict(keep_vars=True))
         self._shapes = program.shapes(backend.input_shapes())
+        self._modes = Modes(self, plan.original)
 
     @property
     def graph(self) -> Listing:
@@ -110,6 +112,7 @@ class ParallelModule(nn.Module):
                 remedy="call step(), or parallelize with pipeline=None",
             )
         with self.backend.guard():
+            self._modes.require_same_program()
             program, backend = self._direct
             inputs = program.bind(args, kwargs, self._shapes)
             return program.structure(self._run(program, backend, inputs))
@@ -127,6 +130,7 @@ class ParallelModule(nn.Module):
         """Forward and backward of one global batch, all micro-batches of it: the batch's loss."""
         index = self.program.loss_index
         with self.backend.guard(), torch.enable_grad():
+            self._modes.require_same_program()
             inputs = self.program.bind(args, kwargs, self._shapes)
             total: Tensor | None = None
             batches = self.program.split(inputs)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from autopar.capture import capture
 from autopar.capture.captured import Captured
 from autopar.capture.fingerprint import Fingerprint, fingerprint_of
 from autopar.capture.listing import Listing
@@ -180,10 +181,15 @@ class Plan:
         """The mesh of all ranks, the axis of a pipeline among its axes."""
         return self.mesh if self.pipelining is None else self.pipelining.mesh
 
+    @property
+    def original(self) -> Captured:
+        """The captured program of a whole batch."""
+        return self.captured if self.batches is None else self.batches.whole
+
     @cached_property
     def fingerprint(self) -> Fingerprint:
         """What the model is, for files and other ranks."""
-        return fingerprint_of(self.captured if self.batches is None else self.batches.whole)
+        return fingerprint_of(self.original)
 
     @cached_property
     def fallbacks(self) -> tuple[FallbackCost, ...]:
@@ -222,10 +228,21 @@ class Plan:
     def attach(
         self, model: nn.Module, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Plan:
-        """The same decisions for another copy of the model; any other model is refused."""
+        """This plan for another copy of the model; any other model is refused.
+
+        Without `args` and `kwargs`, `model` is called as the one that was planned."""
         from autopar.runtime.saved import SavedPlan
 
-        return SavedPlan.of(self).attach(model, args, kwargs)
+        example = self.original.example
+        if not args and not kwargs:
+            args, kwargs = example.args, example.kwargs
+        captured = capture(model, args, kwargs)
+        saved, found = SavedPlan.of(self), fingerprint_of(captured)
+        saved.require_same(found)
+        is_same = found == self.fingerprint and found.is_complete
+        if is_same and captured.example.device == example.device:
+            return self
+        return saved.attach_captured(captured)
 
     def movements(self) -> list[MovementRecord]:
         """Everything that moves in forward or backward, in the order of the program."""

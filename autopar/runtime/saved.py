@@ -43,7 +43,7 @@ from autopar.search.stored import decisions_from_json, decisions_to_json
 from autopar.search.wishes import Wish, Wishes, read_wishes
 from autopar.strategies import rule_of
 
-FORMAT, VERSION = "autopar plan", 1
+FORMAT, VERSION = "autopar plan", 2
 
 
 @dataclass(frozen=True)
@@ -211,13 +211,21 @@ class SavedPlan:
     ) -> Plan:
         """The plan of this very model: another model, shape or torch is refused by name."""
         captured = capture(model, args, dict(kwargs or {}))
-        differences = fingerprint_of(captured).differences(self.fingerprint)
+        self.require_same(fingerprint_of(captured))
+        return self.attach_captured(captured)
+
+    def require_same(self, found: Fingerprint) -> None:
+        """Refuse a model that is not the one that the plan was made for."""
+        differences = found.differences(self.fingerprint)
         if differences:
             raise InvalidInput(
                 "a plan is for one model, with inputs of one shape, on one torch",
                 got="\n".join(differences),
                 remedy="give what the plan was made for, or make a plan for this",
             )
+
+    def attach_captured(self, captured: Captured) -> Plan:
+        """The plan of a model that was captured and is the same."""
         batches = None if self.slices is None else cut_batch(captured, self.slices)
         captured = captured if batches is None else batches.captured
         for node in captured.graph.nodes:

@@ -14,13 +14,14 @@ X = torch.arange(32.0).reshape(4, 8) / 32
 
 
 class Model(nn.Module):
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, shift: float = 0.0) -> None:
         super().__init__()
+        self.shift = torch.full((8,), shift)
         torch.manual_seed(0)
         self.up, self.down = nn.Linear(8, hidden), nn.Linear(hidden, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.up(x))).square().mean()
+        return (self.down(torch.relu(self.up(x))) + self.shift).square().mean()
 
 
 def _error(**options) -> str:
@@ -37,10 +38,13 @@ def _disagree(say):
     loss = float(module.step(X))
     layouts = {name: str(layout) for name, layout in module.plan.layouts.items()}
     other_model = _error(model=Model(16 if rank == 0 else 24), mesh=MESH)
+    constant = _error(model=Model(16, shift=float(rank)), mesh=MESH)
+    given = ap.plan(Model(16, shift=float(rank)), (X,), mesh=MESH, mode="data")
+    constant += _error(model=Model(16, shift=float(rank)), plan=given)
     own = ap.plan(Model(16), (X,), mesh=MESH, mode="data" if rank else "auto")
     other_plan = _error(plan=own)
     no_plan = _error(mesh=MESH, mode="auto", memory=10)
-    return loss, layouts, other_model, other_plan, no_plan
+    return loss, layouts, other_model, constant, other_plan, no_plan
 
 
 def test_ranks_agree_or_say_who_does_not():
@@ -48,7 +52,9 @@ def test_ranks_agree_or_say_who_does_not():
     expected = float(Model(16)(X).detach())
     assert abs(first[0] - expected) < 1e-6
     assert first[:2] == second[:2]
-    for _, _, other_model, other_plan, no_plan in (first, second):
+    for _, _, other_model, constant, other_plan, no_plan in (first, second):
+        assert constant.count("rank 1: ") == 2
+        assert constant.count("constant c_shift: f32[8], sha256") == 2
         assert "rank 1: " in other_model
         assert "parameter up.weight: f32[24, 8]" in other_model
         assert "rank 1: " in other_plan
