@@ -75,7 +75,14 @@ class Draft:
         self, target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         """The fake value of a call."""
-        fake_args, fake_kwargs = fx.map_arg((tuple(args), kwargs), lambda n: n.meta["val"])
+
+        def value(node: fx.Node) -> Any:
+            # t_ and its like change the shape of the tensor that they are given: of an alias.
+            fake = node.meta["val"]
+            return fake.detach() if changes and isinstance(fake, torch.Tensor) else fake
+
+        changes = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+        fake_args, fake_kwargs = fx.map_arg((tuple(args), kwargs), value)
         with self.mode, torch.no_grad():
             return target(*fake_args, **fake_kwargs)
 

@@ -20,6 +20,7 @@ from autopar.capture.normalisations import (
     losses,
     norms,
     shapes,
+    strides,
     tuples,
 )
 from autopar.capture.values import propagate
@@ -31,6 +32,7 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
     cleanup.drop_dropout,  # it would be a view, so it precedes functionalise
     norms.batch_norms,  # makes writes to buffers visible, so it precedes functionalise
     tuples.split_into_slices,  # views as well
+    strides.strides_are_written_out,  # as the model's own strides are, which writes may change
     inplace.functionalise,
     cleanup.drop_dead_code,
     # one tensor a node
@@ -40,6 +42,7 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
     cleanup.canonical_casts,
     cleanup.drop_copies,
     cleanup.creations_read_no_tensor,
+    strides.bits_are_of_pieces,
     shapes.canonical_reshapes,
     shapes.canonical_transposes,
     shapes.canonical_expands,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopar.capture.draft import Draft, argument
+from autopar.capture.draft import Draft, argument, shape_of
 from autopar.capture.normalisations.constants import Evaluator
 
 aten = torch.ops.aten
@@ -17,29 +17,34 @@ _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 def recognise_masks(draft: Draft) -> None:
     """A mask proved to be all true is dropped; one proved to be causal becomes is_causal."""
     evaluator = Evaluator(draft)
-    kinds: dict[fx.Node, str | None] = {}
+    kinds: dict[tuple[fx.Node, int, int], str | None] = {}
     for node in draft.calls(SDPA):
         query, key, value, mask, dropout, causal = (argument(node, name) for name in _NAMES)
         if isinstance(mask, fx.Node) and evaluator.is_constant(mask):
-            if mask not in kinds:
-                kinds[mask] = _kind(evaluator.value(mask))
-            kind = kinds[mask]
+            size = shape_of(query)[-2], shape_of(key)[-2]
+            if (mask, *size) not in kinds:
+                kinds[mask, *size] = _kind(evaluator.value(mask), *size)
+            kind = kinds[mask, *size]
             if kind is not None:
                 mask, causal = None, kind == "causal"
         node.args = (query, key, value, mask, dropout, causal)
         kwargs = {name: argument(node, name) for name in ("scale", "enable_gqa")}
-        node.kwargs = {name: given for name, given in kwargs.items() if given}
+        node.kwargs = {
+            name: given
+            for name, given in kwargs.items()
+            if given is not None and given is not False
+        }
 
 
-def _kind(mask: torch.Tensor | None) -> str | None:
-    """ "full", "causal" or None, from the values of a mask."""
+def _kind(mask: torch.Tensor | None, queries: int, keys: int) -> str | None:
+    """ "full", "causal" or None, from the values of a mask for each query and key."""
     if mask is None or mask.ndim < 2:
         return None
     for dim in range(mask.ndim - 2):
         if mask.stride(dim) != 0 and mask.shape[dim] > 1:
             return None
         mask = mask.narrow(dim, 0, 1)
-    mask = mask.reshape(mask.shape[-2:])
+    mask = mask.reshape(mask.shape[-2:]).expand(queries, keys)
     if mask.dtype != torch.bool:
         seen = mask == 0
         lowest = torch.finfo(mask.dtype).min if mask.dtype.is_floating_point else 0
@@ -48,4 +53,5 @@ def _kind(mask: torch.Tensor | None) -> str | None:
         mask = seen
     if bool(mask.all()):
         return "full"
-    return "causal" if torch.equal(mask, torch.ones_like(mask).tril()) else None
+    causal = queries > 1 and torch.equal(mask, torch.ones_like(mask).tril())
+    return "causal" if causal else None

@@ -7,7 +7,7 @@ are read. A write to a buffer becomes a mutation: an extra output of the program
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from autopar.capture.draft import Draft, argument, shape_of
+from autopar.capture.normalisations.shapes import PERMUTATIONS, as_call, permutation
 from autopar.capture.values import refresh
 from autopar.errors import InvalidInput
 
@@ -24,8 +25,8 @@ aten = torch.ops.aten
 # In-place operators whose functional form has another name, or none.
 _FUNCTIONAL: dict[object, Callable[..., Any]] = {
     aten.zero_.default: aten.zeros_like.default,
+    aten.transpose_.default: aten.transpose.int,
     aten.fill_.Scalar: aten.full_like.default,
-    aten.detach_.default: aten.detach.default,
     aten.normal_.default: aten.normal_functional.default,
 }
 _RESHAPES = (
@@ -42,16 +43,10 @@ _RESHAPES = (
 )
 _REGENERATED = (  # views that can be taken anew from a changed base
     *_RESHAPES,
+    *PERMUTATIONS,
     aten.select.int,
     aten.slice.Tensor,
     aten.narrow.default,
-    aten.transpose.int,
-    aten.swapaxes.default,
-    aten.permute.default,
-    aten.movedim.int,
-    aten.mT.default,
-    aten.numpy_T.default,
-    aten.t.default,
     aten.diagonal.default,
     aten.expand.default,
     aten.expand_as.default,
@@ -59,6 +54,7 @@ _REGENERATED = (  # views that can be taken anew from a changed base
     aten.alias.default,
     aten.detach.default,
     aten.contiguous.default,
+    aten.view.dtype,
     aten.to.dtype,
     aten.to.dtype_layout,
 )
@@ -78,6 +74,7 @@ class _Functionaliser:
     root: dict[fx.Node, fx.Node] = field(default_factory=dict)
     version: dict[fx.Node, int] = field(default_factory=dict)  # of a root: writes so far
     value: dict[fx.Node, tuple[fx.Node, int]] = field(default_factory=dict)  # and its version
+    now: dict[fx.Node, fx.Node] = field(default_factory=dict)  # a tensor -> the view it has become
 
     def run(self) -> None:
         self._find_families()
@@ -85,11 +82,14 @@ class _Functionaliser:
             if node.op == "placeholder":
                 continue
             with self.draft.graph.inserting_before(node):
-                latest = partial(self._latest, reader=node)
+                if node in self.parent:
+                    self.parent[node] = self._tensor(self.parent[node])
+                if node.op == "call_function" and _is_mutable(node):
+                    self._change(node)
+                    continue
+                latest = partial(self._read, reader=node)
                 node.args = fx.map_arg(node.args, latest)
                 node.kwargs = fx.map_arg(node.kwargs, latest)
-                if node.op == "call_function" and _is_mutable(node):
-                    self._write(node)
         for node in reversed(list(self.draft.calls())):
             if _is_mutable(node):
                 self.draft.graph.erase_node(node)
@@ -130,8 +130,6 @@ class _Functionaliser:
         if at == version:
             return current
         parent = self._latest(self.parent[node], reader)
-        if _is_mutable(node):
-            return parent
         if node.target not in _REGENERATED:
             raise InvalidInput(
                 "a view of a tensor that is changed in place can be taken anew",
@@ -144,21 +142,39 @@ class _Functionaliser:
         self.value[node] = (new, version)
         return new
 
-    def _write(self, node: fx.Node) -> None:
-        target = self._original(node, node.kwargs.get("out", node.args[0]))
-        self._check(node, self.root[target])
-        new = self._functional(node)
-        self._store(target, new, node)
-        self.value[node] = (new, self.version[self.root[target]])
-        self.root[node], self.parent[node] = self.root[target], target
+    def _change(self, node: fx.Node) -> None:
+        """`node` writes to its argument, or makes another view of it."""
+        given = node.kwargs.get("out", node.args[0])
+        if not isinstance(given, fx.Node):
+            raise _no_such_form(node)
+        target = became = self._tensor(given)
+        node.args = fx.map_arg(node.args, partial(self._read, reader=node))
+        node.kwargs = fx.map_arg(node.kwargs, partial(self._read, reader=node))
+        if _is_view(_functional_of(node)):
+            became = self._view(node, target)
+        else:
+            self._check(node, self.root[target], self.draft.buffers)
+            self._store(target, self._functional(node), node)
+        for name, tensor in self.now.items():
+            self.now[name] = became if tensor is target else tensor
+        self.now[target] = self.now[node] = became
 
-    def _original(self, node: fx.Node, current: Any) -> fx.Node:
-        """The node of the captured program whose value `current` holds."""
-        if node in self.parent:
-            for candidate, (value, _) in self.value.items():
-                if value is current:
-                    return candidate
-        return current
+    def _view(self, node: fx.Node, target: fx.Node) -> fx.Node:
+        """The view of its argument that an operator such as t_ makes of it, in its place."""
+        detaches = node.target is aten.detach_.default
+        self._check(node, target, self.draft.buffers if detaches else ())
+        new = self.draft.call(node, _functional_of(node), *node.args, **node.kwargs)
+        root = self.root[new] = self.root[target]
+        self.parent[new], self.value[new] = target, (new, self.version.get(root, 0))
+        return new
+
+    def _tensor(self, node: Any) -> Any:
+        """Which view the tensor of `node` has become by now."""
+        return self.now.get(node, node)
+
+    def _read(self, node: fx.Node, reader: fx.Node) -> fx.Node:
+        """The node that holds what a reader of `node` sees now."""
+        return self._latest(self._tensor(node), reader)
 
     def _store(self, target: fx.Node, new: fx.Node, write: fx.Node) -> None:
         """`target` has the value `new` from here on, and so has what it views."""
@@ -168,8 +184,7 @@ class _Functionaliser:
         else:
             parent = self.parent[target]
             base = self._latest(parent, write)
-            whole = new if _is_mutable(target) else self._scatter(target, base, new, write)
-            self._store(parent, whole, write)
+            self._store(parent, self._scatter(target, base, new, write), write)
         self.value[target] = (new, self.version[root])
 
     def _scatter(self, view: fx.Node, base: fx.Node, new: fx.Node, write: fx.Node) -> fx.Node:
@@ -181,13 +196,9 @@ class _Functionaliser:
         if target is aten.slice.Tensor:
             place = tuple(argument(view, name) for name in ("dim", "start", "end", "step"))
             return call(write, aten.slice_scatter.default, base, new, *place)
-        if target in (aten.transpose.int, aten.t.default):
-            first, second = view.args[1:] if target is aten.transpose.int else (0, -1)
-            return call(write, aten.transpose.int, new, first, second)
-        if target is aten.permute.default:
-            dims = [dim % len(shape_of(base)) for dim in argument(view, "dims")]
-            inverse = [dims.index(index) for index in range(len(dims))]
-            return call(write, aten.permute.default, new, inverse)
+        if target in PERMUTATIONS:
+            order = permutation(view)
+            return call(write, *as_call(new, [order.index(dim) for dim in range(len(order))]))
         if target in (aten.alias.default, aten.contiguous.default, aten.to.dtype):
             return new
         if target is aten.detach.default and self.root[view].name in self.draft.buffers:
@@ -213,15 +224,12 @@ class _Functionaliser:
             options = {name: value for name, value in node.kwargs.items() if name != "out"}
             new = call(node, _without_out(node.target), *node.args, **options)
             return self._copy(node, node.kwargs["out"], new)
-        target = _FUNCTIONAL.get(node.target) or _without_underscore(node.target)
+        target = _functional_of(node)
         if target is None:
-            raise InvalidInput(
-                "an operator that changes its argument has a form that does not",
-                got=str(node.target),
-                remedy="use the operator without the trailing underscore",
-                source=node.meta.get("source"),
-            )
+            raise _no_such_form(node)
         new = call(node, target, x, *rest, **node.kwargs)
+        if shape_of(new) != shape_of(x):
+            raise _no_such_form(node)
         # x_ keeps the dtype of x whatever the other operand is.
         return self._copy(node, x, new)
 
@@ -234,10 +242,12 @@ class _Functionaliser:
             value = self.draft.call(node, aten.expand.default, value, list(old.shape))
         return value
 
-    def _check(self, node: fx.Node, root: fx.Node) -> None:
-        """Which tensors may be written to."""
-        if root.op == "placeholder" and root.name not in self.draft.buffers:
+    def _check(self, node: fx.Node, root: fx.Node, allowed: Container[str]) -> None:
+        """Which tensors may be changed: `allowed` ones, and those that forward has made."""
+        if root.op == "placeholder" and root.name not in allowed:
             kind = "a parameter" if root.name in self.draft.parameters else "an input"
+            if root.name in self.draft.buffers:
+                kind = "the shape of a buffer"
             if root.name in self.draft.constants:
                 kind = "a tensor that is a plain attribute"
             raise InvalidInput(
@@ -251,6 +261,26 @@ class _Functionaliser:
 def _is_mutable(node: fx.Node) -> bool:
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def _no_such_form(node: fx.Node) -> InvalidInput:
+    return InvalidInput(
+        "an operator that changes its argument has a form that does not",
+        got=str(node.target),
+        remedy="use the operator without the trailing underscore",
+        source=node.meta.get("source"),
+    )
+
+
+def _functional_of(node: fx.Node) -> Any:
+    """The operator that returns what `node` makes of its argument; None if there is none."""
+    return _FUNCTIONAL.get(node.target) or _without_underscore(node.target)
+
+
+def _is_view(target: Any) -> bool:
+    """Whether an operator returns a view of its argument."""
+    returns = () if target is None else target._schema.returns
+    return any(result.alias_info is not None for result in returns)
 
 
 def _without_out(target: Any) -> Callable[..., Any]:

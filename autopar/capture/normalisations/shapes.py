@@ -21,13 +21,21 @@ _RESHAPES = (
     aten.reshape_as.default,
     aten.ravel.default,
 )
-_TRANSPOSES = (
+_SWAPS = (
     aten.t.default,
     aten.numpy_T.default,
     aten.mT.default,
     aten.swapaxes.default,
+    aten.swapdims.default,
     aten.transpose.int,
 )
+_MOVED = (
+    aten.movedim.int,
+    aten.movedim.intlist,
+    aten.moveaxis.int,
+    aten.moveaxis.intlist,
+)
+PERMUTATIONS = (*_SWAPS, *_MOVED, aten.permute.default)
 
 
 def canonical_reshapes(draft: Draft) -> None:
@@ -39,22 +47,23 @@ def canonical_reshapes(draft: Draft) -> None:
 
 
 def canonical_transposes(draft: Draft) -> None:
-    """t, T, mT, swapaxes and movedim become transpose or permute."""
-    for node in draft.calls(*_TRANSPOSES, aten.movedim.int, aten.movedim.intlist):
-        x = node.args[0]
-        rank = len(shape_of(x))
-        if node.target in (aten.t.default, aten.numpy_T.default) and rank < 2:
-            draft.substitute(node, x)  # type: ignore[arg-type]
-        elif node.target in (aten.t.default, aten.mT.default) or rank == 2:
-            draft.replace(node, aten.transpose.int, x, rank - 2, rank - 1)
-        elif node.target is aten.numpy_T.default:
-            draft.replace(node, aten.permute.default, x, list(reversed(range(rank))))
-        elif node.target in (aten.swapaxes.default, aten.transpose.int):
-            first, second = (dim % max(rank, 1) for dim in node.args[1:])  # type: ignore[operator]
-            if node.args[1:] != (first, second):
-                draft.replace(node, aten.transpose.int, x, first, second)
-        else:
-            draft.replace(node, aten.permute.default, x, _moved(node, rank))
+    """Operators that permute dims become transpose, or permute if it takes more; or nothing."""
+    for node in draft.calls(*_SWAPS, *_MOVED):
+        x, order = node.args[0], permutation(node)
+        assert isinstance(x, fx.Node)
+        target, *arguments = as_call(x, order)
+        if order == sorted(order):
+            draft.substitute(node, x)
+        elif (node.target, node.args) != (target, tuple(arguments)) or node.kwargs:
+            draft.replace(node, target, *arguments)
+
+
+def as_call(x: fx.Node, order: list[int]) -> tuple[Any, ...]:
+    """The one form of an operator that permutes dims, and its arguments."""
+    moved = [dim for dim, source in enumerate(order) if dim != source]
+    if len(moved) == 2:
+        return aten.transpose.int, x, *moved
+    return aten.permute.default, x, order
 
 
 def canonical_expands(draft: Draft) -> None:
@@ -111,22 +120,27 @@ def undo_permutations(draft: Draft) -> None:
 
 
 def permutation(node: fx.Node) -> list[int]:
-    """The dims of the input in the order of the output, for a transpose or a permute."""
-    rank = len(shape_of(node))
+    """The dims of the input in the order of the output, of an operator that permutes dims."""
+    rank, (_, *names) = len(shape_of(node)), node.target._schema.arguments  # type: ignore[union-attr]
+    given = [argument(node, declared.name) for declared in names]
+    places = [[d % max(rank, 1) for d in ([g] if isinstance(g, int) else g)] for g in given]
     if node.target is aten.permute.default:
-        return [dim % rank for dim in argument(node, "dims")]
-    dims = list(range(rank))
-    if rank:
-        first, second = argument(node, "dim0") % rank, argument(node, "dim1") % rank
-        dims[first], dims[second] = dims[second], dims[first]
-    return dims
+        return places[0]
+    if node.target is aten.numpy_T.default:
+        return list(reversed(range(rank)))
+    if node.target in _MOVED:
+        source, destination = places
+        return _moved(source, destination, rank)
+    # Two dims change places: those named, or the last two.
+    order = list(range(rank))
+    first, second = (place for (place,) in places) if places else (rank - 2, rank - 1)
+    if rank > 1:
+        order[first], order[second] = order[second], order[first]
+    return order
 
 
-def _moved(node: fx.Node, rank: int) -> list[int]:
-    """The permutation that a movedim stands for."""
-    source, destination = argument(node, "source"), argument(node, "destination")
-    if isinstance(source, int):
-        source, destination = [source], [destination]
-    to = {d % rank: s % rank for s, d in zip(source, destination)}
-    rest = iter(dim for dim in range(rank) if dim not in to.values())
+def _moved(source: list[int], destination: list[int], rank: int) -> list[int]:
+    """The permutation that puts each of the `source` dims at its `destination`."""
+    to = dict(zip(destination, source))
+    rest = iter(dim for dim in range(rank) if dim not in source)
     return [to[dim] if dim in to else next(rest) for dim in range(rank)]
