@@ -299,18 +299,19 @@ class _Cutter:
         """What an operator makes of values that no longer have the batch as a dim."""
         if any(isinstance(status, int) for status in given):
             _refuse(node, f"{operator_of(node)} needs all samples of the batch together")
+        rule = self.captured.rules[node.name]
+        assert rule is not None
         summed = frozenset(index for index, status in enumerate(given) if status == SUM)
-        if self._terms(node, summed) is None:
+        if summed not in rule.passes:
             for index in summed:
-                if not inputs[index].meta["differentiable"]:
+                if self._of_inputs(inputs[index]):
                     self._total(inputs[index])
-            summed = frozenset(i for i in summed if inputs[i].meta["differentiable"])
+            summed = frozenset(i for i in summed if inputs[i] not in self.read)
         if not summed:
             return OWN if OWN in given else SAME
         terms = self._terms(node, summed)
         if terms is None or OWN in given:
-            what = "a sum over the batch that takes a gradient"
-            _refuse(node, f"{operator_of(node)} is not linear in {what}")
+            _refuse(node, f"{operator_of(node)} is not linear in a sum over the batch")
         for index in terms - summed:
             self._share(node, inputs[index])
         return SUM
@@ -323,7 +324,7 @@ class _Cutter:
         """
         rule = self.captured.rules[node.name]
         assert rule is not None
-        if not summed or summed in rule.passes:
+        if summed in rule.passes:
             return summed
         if not node.meta["val"].dtype.is_floating_point:
             return None
@@ -344,18 +345,22 @@ class _Cutter:
         named = {k: v if shares[k] is None else v / shares[k] for k, v in kwargs.items()}
         return tuple(parts), named
 
+    def _of_inputs(self, value: fx.Node) -> bool:
+        """Whether a value is made of the inputs and of constants, without gradient."""
+        known = {*self.captured.constants, *self.captured.inputs}
+        return not value.meta["differentiable"] and all(
+            node.op != "placeholder" or node.name in known for node in _ancestors([value])
+        )
+
     def _total(self, value: fx.Node) -> None:
         """Let the readers of a summed value have its sum over the whole batch."""
         if value in self.summed:
             self.read[value] = self.summed[value]
             return
-        if value.meta["differentiable"]:
-            _refuse(value, "a sum over the batch that takes a gradient is used by a later operator")
-        allowed = {*self.captured.constants, *(n for n in self.captured.inputs if n is not None)}
-        before = _ancestors([value])
-        for node in self.captured.graph.nodes:
-            if node in before and node.op == "placeholder" and node.name not in allowed:
-                _refuse(value, f"a sum over the batch that depends on {node.name} is used again")
+        if not self._of_inputs(value):
+            _refuse(
+                value, "a sum over the batch that is not made of the inputs alone is used again"
+            )
         first_call = next((n for n in self.graph.nodes if n.op == "call_function"), None)
         assert first_call is not None
         with self.graph.inserting_before(first_call):
@@ -365,7 +370,7 @@ class _Cutter:
 
     def _share(self, node: fx.Node, value: fx.Node) -> None:
         """A term that is the same for all micro-batches, as a regulariser: each adds its part."""
-        whole, dtype = self.copies[value], node.meta["val"].dtype
+        whole, dtype = self.read.get(value, self.copies[value]), node.meta["val"].dtype
         if (value, dtype) not in self.parts:
             if not value.meta["val"].dtype.is_floating_point:
                 whole = self._call(value, value.meta["val"].to(dtype), aten.to.dtype, whole, dtype)
