@@ -27,6 +27,7 @@ from autopar.runtime.virtual_pipeline import VirtualPipeline
 BACKENDS = ("virtual", "torch")
 
 
+@torch.inference_mode(False)  # what is made here learns
 def parallelize(
     model: nn.Module,
     args: tuple = (),

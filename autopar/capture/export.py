@@ -47,7 +47,7 @@ def capture(
     """The normalised program of `model(*args, **kwargs)`, in the mode (train, eval) it is in."""
     kwargs = dict(kwargs or {})
     check_call(model, args, kwargs)
-    with outside_fake_mode(), torch.enable_grad():
+    with outside_fake_mode(), torch.inference_mode(False), torch.enable_grad():
         mode = new_mode()
         leaves, input_spec = pytree.tree_flatten((args, kwargs))
         device = home(model, leaves)

@@ -25,7 +25,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from autopar.capture.draft import Draft, fake_like
+from autopar.capture.draft import Draft, argument, fake_like
 from autopar.capture.failure import VALUES, VALUES_REMEDY
 from autopar.capture.listing import operator_name
 from autopar.capture.source import of_stack
@@ -194,6 +194,7 @@ class _Inliner:
             got = f"{operator_name(node.target)}, whose result depends on values"
             source = new.meta["source"]
             raise InvalidInput(VALUES, got=got, remedy=VALUES_REMEDY, source=source) from error
+        _require_dense(new, value, region)
         new.meta["val"] = value
         return new
 
@@ -256,6 +257,27 @@ class _Inliner:
             return new
 
         return fx.map_arg((args, kwargs), cast)
+
+
+def _require_dense(node: fx.Node, value: Any, region: Region) -> None:
+    """Refuse sparse tensors, and gradients that would be."""
+    what, remedy = None, "compute with dense tensors and masks"
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
+            what = f"a tensor of layout {leaf.layout}"
+    declared = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in declared.arguments] if declared is not None else []
+    if region.gradients and "sparse" in names and argument(node, "sparse"):
+        weight = argument(node, "weight")
+        if weight.op != "placeholder" or weight.meta["val"].requires_grad:
+            what, remedy = "a sparse gradient", "sparse=False"
+    if what is not None:
+        raise InvalidInput(
+            "every tensor of a captured model is dense, and so is every gradient",
+            got=f"{operator_name(node.target)}, which gives {what}",
+            remedy=remedy,
+            source=node.meta["source"],
+        )
 
 
 def _plain_dtype(draft: Draft, node: fx.Node, args: Any, kwargs: Any) -> torch.dtype | None:

@@ -78,7 +78,7 @@ class Pieces:
         """The part of the whole work that the busiest rank has."""
         total = np.ones(self.count)
         for factor, size in self.rule.sizes.items():
-            total = total * (self.lengths[factor] / size)
+            total = total * (self.lengths[factor] / max(size, 1))
         return total
 
 

@@ -21,6 +21,7 @@ def fuse_biases(graph: fx.Graph) -> fx.Graph:
         if (
             isinstance(product, fx.Node)
             and isinstance(bias, fx.Node)
+            and bias is not product
             and product.target is aten.linear.default
             and len(product.args) == 2
             and len(product.users) == 1

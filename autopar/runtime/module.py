@@ -129,7 +129,7 @@ class ParallelModule(nn.Module):
     def step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Forward and backward of one global batch, all micro-batches of it: the batch's loss."""
         index = self.program.loss_index
-        with self.backend.guard(), torch.enable_grad():
+        with self.backend.guard(), torch.inference_mode(False), torch.enable_grad():
             self._modes.require_same_program()
             inputs = self.program.bind(args, kwargs, self._shapes)
             total: Tensor | None = None

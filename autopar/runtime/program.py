@@ -136,12 +136,14 @@ class Program:
                 self._check_static(index, leaf)
             else:
                 self._check_tensor(placeholder, leaf, shapes[placeholder])
-                bound[placeholder] = leaf
+                # Autograd keeps no tensor that was made in inference mode.
+                is_copied = leaf.is_inference() and not torch.is_inference_mode_enabled()
+                bound[placeholder] = leaf.clone() if is_copied else leaf
         return bound
 
     def _check_static(self, index: int, leaf: Any) -> None:
         captured = self.captured.static_inputs[index]
-        if leaf is not captured and leaf != captured:
+        if leaf is not captured and not _is_same(leaf, captured):
             raise InvalidInput(
                 "an argument that is no tensor is part of the captured program",
                 got=f"{_brief(leaf)}; captured was {_brief(captured)}",
@@ -157,12 +159,25 @@ class Program:
                 got=f"{placeholder}: {_brief(leaf)}; captured was {shape} {dtype}",
                 remedy="use batches of one shape, or parallelize again for this one",
             )
+        if leaf.device.type == "meta":
+            raise InvalidInput(
+                "a program that runs needs inputs with data",
+                got=f"{placeholder}: {_brief(leaf)} on the meta device",
+                remedy="hand over tensors of a device; plan() alone needs no data",
+            )
         if leaf.requires_grad and torch.is_grad_enabled() and not node.meta["differentiable"]:
             raise InvalidInput(
                 "an input that needs a gradient must have needed one when it was captured",
                 got=f"{placeholder} requires grad",
                 remedy="parallelize with an example input that requires grad",
             )
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Equal, as values that a program has inside are; NaN is what it is."""
+    if type(one) is not type(other):
+        return False
+    return repr(one) == repr(other) if isinstance(one, float | complex) else bool(one == other)
 
 
 def _brief(leaf: Any) -> str:

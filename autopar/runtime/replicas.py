@@ -52,7 +52,11 @@ class ReplicaCheck:
     def _arrival(
         self, node: fx.Node, rank: int, leader: int, arrived: dict[int, Tensor]
     ) -> Callable[[Tensor], None]:
-        def arrive(grad: Tensor) -> None:
+        shape = self._shapes[node][rank]
+
+        def arrive(grad: Tensor | None) -> None:
+            if grad is None:  # torch says so of zeros
+                grad = torch.zeros(shape, dtype=node.meta["type"].dtype)
             first = arrived.setdefault(leader, grad.detach())
             self._compare(node, "gradient", leader, rank, first, grad)
 

@@ -216,6 +216,6 @@ def storage_states(shape: tuple[int, ...], mesh: Mesh) -> list[State]:
         for axis, where in zip(mesh.names, choice):
             if where is not None:
                 dims[where] += (axis,)
-        if all(mesh.degree(axes) <= size for axes, size in zip(dims, shape)):
+        if all(not axes or mesh.degree(axes) <= size for axes, size in zip(dims, shape)):
             states.append((tuple(dims), (), ()))
     return states

@@ -6,12 +6,15 @@ A tensor that is only asked for its dtype (`new_ones`) stays whole; one that is 
 
 from __future__ import annotations
 
+from functools import partial
+
 from autopar.strategies.registry import Call, aten, register_rule
 from autopar.strategies.rule import Dim, Rule
 from autopar.strategies.shapes import names, sizes_of
 
 
-def _constant(call: Call) -> Rule:
+def _constant(call: Call, *, counted: bool = False, random: bool = False) -> Rule:
+    """What it reads stays whole; so does the result where its numbers are `counted`."""
     out = names(len(call.shape))
     sizes = sizes_of(out, call.shape)
     inputs: list[list[Dim]] = []
@@ -19,23 +22,13 @@ def _constant(call: Call) -> Rule:
         dims = names(len(shape), f"other{number}_")
         sizes |= sizes_of(dims, shape)
         inputs.append(dims)
-    whole = [factor for dims in inputs for (factor,) in dims]
-    return call.rule(inputs, out, sizes, whole=whole, flops=0.0)
-
-
-def _counted(call: Call) -> Rule:
-    out = names(len(call.shape))
-    sizes = sizes_of(out, call.shape)
-    return call.rule([], out, sizes, whole=list(sizes), flops=0.0)
-
-
-def _random(call: Call) -> Rule:
-    out = names(len(call.shape))
-    return call.rule([], out, sizes_of(out, call.shape), random=True)
+    held = inputs + [out] * counted
+    whole = [factor for dims in held for (factor,) in dims]
+    return call.rule(inputs, out, sizes, whole=whole, flops=0.0, random=random)
 
 
 register_rule(aten("zeros ones full empty new_zeros new_ones new_full new_empty"), _constant)
 register_rule(aten("zeros_like ones_like full_like empty_like fill.Scalar"), "... -> ...", cost=0)
 register_rule("aten.fill.Tensor", "..., -> ...", cost=0)
-register_rule(aten("arange linspace eye scalar_tensor"), _counted)
-register_rule(aten("rand randn randint randperm"), _random)
+register_rule(aten("arange linspace eye scalar_tensor"), partial(_constant, counted=True))
+register_rule(aten("rand randn randint randperm"), partial(_constant, random=True))

@@ -13,7 +13,7 @@ NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for the reduction of a loss
 
 
 def _embedding(call: Call) -> Rule:
-    special = call["scale_grad_by_freq"] or call["sparse"]
+    special = call["scale_grad_by_freq"]
     return parse(
         "v! e!, ...! -> ...! e!" if special else "v+ e, ... -> ... e",
         call.shapes,

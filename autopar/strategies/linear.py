@@ -6,6 +6,8 @@ linear in each input, so a partial sum in one of them passes through.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autopar.strategies.language import parse
 from autopar.strategies.registry import Call, aten, register_rule
 from autopar.strategies.rule import Dim, Rule, Saved, product
@@ -66,12 +68,39 @@ def _einsum(call: Call) -> Rule | None:
     if any(len(set(term)) != len(term) for term in (t.replace("...", "") for t in terms)):
         return None  # a diagonal
 
-    def spaced(term: str) -> str:
-        return " ".join(term.replace("...", "\0")).replace("\0", "...")
+    subscripts = _without_broadcast([list(t.replace("...", "\0")) for t in terms], call.shapes)
+    common = set.intersection(*map(set, subscripts))
 
-    line = f"{', '.join(map(spaced, terms))} -> {spaced(right)}"
+    def written(term: Sequence[str]) -> str:
+        # All are linear in each term, so each may be summed in pieces.
+        marked = [name + "+" * (name not in [*common, *right, "\0"]) for name in term]
+        return " ".join(marked).replace("\0", "...")
+
+    line = f"{', '.join(map(written, subscripts))} -> {written(right.replace('...', chr(0)))}"
     kept = " ".join(str(index) for index in range(len(terms)))
     return parse(line, call.shapes, [call.shape], passes="each", saved=kept, source=call.source)
+
+
+def _without_broadcast(
+    terms: list[list[str]], shapes: Sequence[tuple[int, ...]]
+) -> list[list[str]]:
+    """Subscripts of each term; one of size 1, where others are larger, has a name of its own."""
+    sizes: dict[str, int] = {}
+    places: list[tuple[int, int, int]] = []
+    for number, (term, shape) in enumerate(zip(terms, shapes)):
+        at = 0
+        for index, name in enumerate(term):
+            if name == "\0":
+                at += len(shape) - len(term) + 1
+                continue
+            sizes[name] = max(sizes.get(name, shape[at]), shape[at])
+            places += [(number, index, shape[at])]
+            at += 1
+    found = [list(term) for term in terms]
+    for number, index, size in places:
+        if size != sizes[terms[number][index]]:
+            found[number][index] = f"one{number}_{index}"
+    return found
 
 
 register_rule("aten.linear", _linear)

@@ -194,6 +194,13 @@ def rule_of(node: fx.Node) -> Rule | None:
     rule = function(call)
     if rule is None:
         return None
+    if len(rule.inputs) != len(call.inputs):
+        raise InvalidInput(
+            "a rule names every tensor input of its operator",
+            got=f"{rule.text!r} for {len(call.inputs)} inputs of {node.target}",
+            remedy="give the inputs that it leaves out dims of their own, whole",
+            source=call.source,
+        )
     return replace(rule, passes=tuple(_linear_passes(rule, call)))
 
 

@@ -172,8 +172,8 @@ def test_cut_embedding(padding: int) -> None:
     assert isinstance(got, Tensor)
     close(got, wanted)
     close(torch.autograd.grad(got, weight, slope)[0], torch.autograd.grad(wanted, weight, slope)[0])
-    with pytest.raises(ValueError, match="sparse"):
-        cut_embedding(weight, ids, sparse=True, start=0)
+    with pytest.raises(ValueError, match="frequency"):
+        cut_embedding(weight, ids, scale_grad_by_freq=True, start=0)
 
 
 @pytest.mark.parametrize("keys", [7, 4, 9])

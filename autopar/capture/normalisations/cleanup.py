@@ -98,6 +98,19 @@ def creations_read_no_tensor(draft: Draft) -> None:
         draft.replace(node, made, list(value.shape), *fill, **kind)
 
 
+_COUNTS = (aten.linspace, aten.logspace)
+
+
+def ends_take_no_gradient(draft: Draft) -> None:
+    """The ends of a count that are tensors are read as numbers: torch has no gradient of it."""
+    for node in draft.calls():
+        if getattr(node.target, "overloadpacket", None) not in _COUNTS:
+            continue
+        for end in node.all_input_nodes:
+            with draft.graph.inserting_before(node):
+                node.replace_input_with(end, draft.call(node, aten.detach.default, end))
+
+
 def drop_copies(draft: Draft) -> None:
     """Copies and aliases: values of a functional program are never written to."""
     copies = (

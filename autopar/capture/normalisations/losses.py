@@ -33,7 +33,7 @@ def means_are_sums(draft: Draft) -> None:
         wide = torch.float32 if dtype.itemsize < 4 else dtype
         rank = len(shape_of(x))
         given = argument(node, "dim") if node.target is aten.mean.dim else None
-        dims = [dim % rank for dim in given] if given else list(range(rank))
+        dims = [dim % rank for dim in given] if given and rank else list(range(rank))
         count = prod(shape_of(x)[dim] for dim in dims)
         keep = node.target is aten.mean.dim and argument(node, "keepdim")
         kwargs = {} if x.meta["val"].dtype == wide else {"dtype": wide}  # type: ignore[union-attr]

@@ -19,8 +19,8 @@ def cut_embedding(
 
     The sum over ranks is the embedding. The row `padding_idx` of the whole table gets no gradient.
     """
-    if scale_grad_by_freq or sparse:
-        raise ValueError("a cut table has neither sparse gradients nor gradients by frequency")
+    if scale_grad_by_freq:
+        raise ValueError("a cut table has no gradients by frequency")
     rows = weight.shape[0]
     if rows == 0:
         return weight.new_zeros(*indices.shape, weight.shape[1]) + weight.sum()
