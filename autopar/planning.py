@@ -38,17 +38,15 @@ from autopar.pipeline.plan import (
     refuse_without_pipeline,
     with_inner_axes,
 )
-from autopar.pipeline.price import node_cost
+from autopar.pipeline.price import line_of
 from autopar.pipeline.schedule import Schedule
 from autopar.report.progress import reporter
 from autopar.runtime.plan import Plan
 from autopar.search.auto import Progress, search
 from autopar.search.decisions import Decisions, Fallback
-from autopar.search.flow import flow_of
 from autopar.search.footprint import program_memory
 from autopar.search.meshes import meshes
 from autopar.search.propagate import propagate
-from autopar.search.stages import Line
 from autopar.search.wishes import Wishes, read_wishes
 
 MODES = ("auto", "propagate", "data")
@@ -148,7 +146,8 @@ def plan(
     batches = cut_batch(captured, slices) if request or slices != 1 else None
     captured = batches.captured if batches else captured
     if cluster is None:
-        cluster = Cluster.local(mesh.size if mesh is not None else _devices_here(), measure=False)
+        machines = request.mesh if request else mesh
+        cluster = Cluster.local(machines.size if machines else _devices_here(), measure=False)
     offered = [mesh] if mesh is not None else meshes(cluster.devices, MOST_AXES, cluster)
     annotations = parameter_annotations(model)
     account = None
@@ -178,8 +177,7 @@ def plan(
     pipelining = None
     if request is not None:
         graph = rewrite(captured, decisions, price)
-        cost = node_cost(captured, decisions, cluster)
-        line = Line(flow_of(captured, graph), request.inner, cost)
+        line = line_of(captured, graph, request.inner, cluster, request.mesh, request.axis)
         stages = cut_stages(
             line.recomputed() if request.recompute else line,
             request.schedule,

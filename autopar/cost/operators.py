@@ -25,9 +25,9 @@ Array = NDArray[np.float64]
 PRODUCT = 4  # FLOPs per element: with more, an operator is priced by its arithmetic, too
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Facts:
-    """One call of an operator, as far as its cost goes."""
+    """One call of an operator, as far as its cost goes. Calls that are alike share this object."""
 
     rule: Rule
     itemsizes: tuple[int, ...]  # of the tensor inputs

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.cluster import Device
-from autopar.collectives import movement_cost
 from autopar.cost.model import operator_seconds
-from autopar.cost.price import ClusterPrice
-from autopar.mesh import Mesh
 from autopar.search.decisions import Fallback
+from autopar.search.report import NodePrices
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class FallbackCost:
 
 
 def fallback_costs(
-    fallbacks: tuple[Fallback, ...], graph: fx.Graph, mesh: Mesh, price: ClusterPrice
+    fallbacks: tuple[Fallback, ...], graph: fx.Graph, prices: NodePrices
 ) -> tuple[FallbackCost, ...]:
     """The costs of all fallbacks of the rewritten `graph`."""
     nodes = {node.name: node for node in graph.nodes}
@@ -45,23 +43,14 @@ def fallback_costs(
         node = nodes.get(fallback.node)
         if node is None:
             continue
-        whole = _whole_seconds(node, price.cluster.device) * (1 - 1 / mesh.size)
-        moved = sum(_brought(value, mesh, price) for value in node.all_input_nodes)
+        whole = _whole_seconds(node, prices.device) * (1 - 1 / prices.mesh.size)
+        moved = sum(_brought(value, prices) for value in node.all_input_nodes)
         found.append(
             FallbackCost(
                 fallback.node, fallback.operator, fallback.reason, fallback.source, whole, moved
             )
         )
     return tuple(found)
-
-
-def movement_seconds(node: fx.Node, mesh: Mesh, price: ClusterPrice) -> float:
-    """Forward and backward seconds of a movement of a rewritten graph."""
-    before = node.args[0].meta["type"]  # type: ignore[union-attr]
-    differentiable = node.meta["differentiable"]
-    size = before.dtype.itemsize
-    movement = node.meta["movement"]
-    return movement_cost(movement, before.layout, before.shape, size, mesh, price, differentiable)
 
 
 def _whole_seconds(node: fx.Node, device: Device) -> float:
@@ -71,10 +60,10 @@ def _whole_seconds(node: fx.Node, device: Device) -> float:
     return float(once) * (2 if node.meta["differentiable"] else 1)
 
 
-def _brought(value: fx.Node, mesh: Mesh, price: ClusterPrice) -> float:
+def _brought(value: fx.Node, prices: NodePrices) -> float:
     """The movements right before a reader."""
     total = 0.0
     while "movement" in value.meta and len(value.users) == 1:
-        total += movement_seconds(value, mesh, price)
+        total += prices(value).seconds
         value = value.all_input_nodes[0]
     return total

@@ -32,6 +32,7 @@ def fuse_biases(graph: fx.Graph) -> fx.Graph:
             with graph.inserting_before(node):
                 fused = graph.call_function(aten.linear.default, (*product.args, bias))
             fused.meta = dict(node.meta)
+            fused.meta["calls"] = (*product.meta["calls"], *node.meta["calls"])
             fused.meta["saved"] = product.meta.get("saved", ())
             fused.meta["wants"] = (*product.meta["wants"], node.meta["wants"][1])
             node.replace_all_uses_with(fused)

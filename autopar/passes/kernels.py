@@ -116,6 +116,7 @@ def _expand(
         combined = graph.call_function(expansion.combine, args, kwargs)
     combined.meta = {key: value for key, value in node.meta.items() if key != "rule"}
     combined.meta["saved"] = (0, 1)
+    combined.meta["calls"] = ()  # the part has them
     inputs, wants = tensor_inputs(node), node.meta["wants"]
     wanted = {value: (want[0], ()) for value, want in zip(inputs, wants)}
     wanted[gathered] = (gathered.meta["type"].layout, ())

@@ -2,6 +2,8 @@
 
 Sets `meta["type"]` (what the value is), `meta["wants"]` (for each tensor input: the layout, and the
 axes over which its gradient will arrive as a partial sum) and, on placeholders, `meta["origin"]`.
+On operators `meta["calls"]` has what their price follows from: the call and its strategy. Whatever
+a later pass makes of an operator keeps its calls.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ from typing import cast
 from torch import fx
 
 from autopar.capture.captured import Captured
+from autopar.cost.operators import Facts
 from autopar.layout import Layout, TensorType
+from autopar.search.candidates import facts_of
 from autopar.search.decisions import Decisions
 from autopar.search.keeping import kept_inputs
-from autopar.strategies import Rule, tensor_inputs
+from autopar.strategies import Strategy, tensor_inputs
 
 Want = tuple[Layout, tuple[str, ...]]
 
@@ -27,18 +31,22 @@ def assign_types(captured: Captured, decisions: Decisions) -> fx.Graph:
         copies[node] = graph.node_copy(node, lambda n: copies[n])
         copies[node].meta = dict(node.meta)
         copies[node].name = node.name
+    facts: dict[int, Facts] = {}  # of calls that are alike
     for node in graph.nodes:
         if node.op == "placeholder":
             node.meta["origin"] = _origin(captured, node.name)
             _set_type(node, decisions.placeholders[node.name])
         elif node.op == "call_function":
-            _type_operator(node, captured.rules[node.name], decisions)
+            rule, kind = captured.rules[node.name], captured.alike[node.name]
+            if rule is not None and kind not in facts:
+                facts[kind] = facts_of(node, rule, tensor_inputs(node))
+            _type_operator(node, facts.get(kind), decisions)
     _type_output(captured, graph, decisions)
     return graph
 
 
-def _type_operator(node: fx.Node, rule: Rule | None, decisions: Decisions) -> None:
-    inputs = tensor_inputs(node)
+def _type_operator(node: fx.Node, facts: Facts | None, decisions: Decisions) -> None:
+    inputs, rule = tensor_inputs(node), None if facts is None else facts.rule
     strategy = decisions.strategies.get(node.name)
     if node.name in decisions.fixed:
         layout = decisions.fixed[node.name]
@@ -64,6 +72,7 @@ def _type_operator(node: fx.Node, rule: Rule | None, decisions: Decisions) -> No
         for position, (value, want) in enumerate(zip(inputs, node.meta["wants"]))
         if (way := decisions.ways.get((value.name, node.name, position)))
     }
+    node.meta["calls"] = ((facts, strategy or Strategy()),) if facts is not None else ()
     _set_type(node, layout)
 
 

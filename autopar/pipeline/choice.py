@@ -14,8 +14,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torch import fx
-
 from autopar.capture.captured import Captured
 from autopar.cluster import Cluster
 from autopar.cost.price import ClusterPrice
@@ -26,16 +24,15 @@ from autopar.passes.microbatches import Microbatches, batch_statistics, cut_batc
 from autopar.pipeline.checker import check
 from autopar.pipeline.cut import cut_stages
 from autopar.pipeline.plan import AXIS, Pipelining
-from autopar.pipeline.price import node_cost, pipeline_memory, price_step
+from autopar.pipeline.price import line_of, pipeline_memory, price_step
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import schedule as make_schedule
 from autopar.search.auto import Found, Progress, search, too_early, was_interrupted
-from autopar.search.flow import flow_of
 from autopar.search.footprint import Memory, program_memory
 from autopar.search.leanest import Leanest, NothingFits
 from autopar.search.meshes import meshes
 from autopar.search.report import program_cost
-from autopar.search.stages import Line, Pin, StageCost
+from autopar.search.stages import Pin, StageCost
 from autopar.search.wishes import Wishes
 
 MOST_AXES = 3  # of a mesh without a pipeline
@@ -281,7 +278,7 @@ class _Weigher:
         parts = batches.count if batches else 1
         price = ClusterPrice(self.cluster, found.decisions.mesh)
         graph = rewrite(captured, found.decisions, price)
-        cost = program_cost(captured, found.decisions, graph, self.cluster).times(parts)
+        cost = program_cost(graph, found.decisions.mesh, self.cluster).times(parts)
         memory = program_memory(captured, graph, found.decisions.mesh)
         peak = memory.peak
         alternative = Alternative(
@@ -301,15 +298,12 @@ class _Weigher:
         mesh = self.mesh or Mesh(**{self.axis: stages, **dict(zip(inner.names, inner.shape))})
         price = ClusterPrice(self.cluster, inner)
         graph = rewrite(captured, found.decisions, price)
-        flow, link = flow_of(captured, graph), self.cluster.link_between(0, inner.size)
-
-        cost = node_cost(captured, found.decisions, self.cluster)
-        line = Line(flow, inner, cost, link.bandwidth)
+        line = line_of(captured, graph, inner, self.cluster, mesh, self.axis)
         lines = {False: line, True: line.recomputed()}
 
         def priced(made: Schedule, stages: Sequence[StageCost], again: bool) -> _Way:
             pipelining = Pipelining(self.axis, mesh, made, tuple(stages), again)
-            return self._priced(pipelining, graph, captured, found, batches)
+            return self._priced(pipelining, captured, found, batches)
 
         fastest: dict[tuple[int, bool], Sequence[StageCost]] = {}
         for made in schedules(stages, parts):
@@ -338,12 +332,11 @@ class _Weigher:
     def _priced(
         self,
         pipelining: Pipelining,
-        graph: fx.Graph,
         captured: Captured,
         found: Found,
         batches: Microbatches | None,
     ) -> _Way:
-        timeline = price_step(pipelining, graph, found.decisions.mesh, self.cluster)
+        timeline = price_step(pipelining, self.cluster)
         memory, made = pipeline_memory(pipelining), pipelining.schedule
         alternative = Alternative(
             pipelining.mesh,

@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import fx
 
 from autopar.capture.captured import Captured
-from autopar.cluster import Cluster
-from autopar.collectives import movement_cost
-from autopar.cost.price import ClusterPrice
+from autopar.cluster import AxisLink, Cluster
+from autopar.cost.model import COLLECTIVES
 from autopar.mesh import Mesh
 from autopar.pipeline.keeping import course, taken
 from autopar.pipeline.plan import Pipelining
 from autopar.pipeline.simulator import simulate
 from autopar.pipeline.timeline import Timeline
 from autopar.search.build import OPTIMIZER_COPIES
-from autopar.search.candidates import Kinds
-from autopar.search.decisions import Decisions
+from autopar.search.flow import flow_of
 from autopar.search.footprint import Memory
-from autopar.search.report import Cost
+from autopar.search.report import Cost, NodePrices
+from autopar.search.stages import Line
 
 
-def price_step(pipelining: Pipelining, graph: fx.Graph, inner: Mesh, cluster: Cluster) -> Timeline:
+def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
     """The simulated step, latency and sums of gradients included."""
     made, stages = pipelining.schedule, pipelining.stages
-    link = cluster.link_between(0, min(inner.size, cluster.devices - 1))
-    price = ClusterPrice(cluster, inner)
-    summed = [node.meta["sync"] for node in graph.nodes if node.meta.get("sync")]
-    axes = max(summed, key=len, default=())
-    copies, sums = made.replicas, []
-    for stage in stages:
-        seconds = float(price.seconds("all_reduce", axes, stage.parameters)) if axes else 0.0
-        if copies > 1:
-            seconds += 2 * link.alpha
-            seconds += 2 * (copies - 1) / copies * stage.parameters / link.bandwidth
-        sums.append(seconds)
+    link = stage_link(cluster, pipelining.mesh, pipelining.axis)
+    sums = [stage.summed for stage in stages]
+    if made.replicas > 1:
+        between = COLLECTIVES["all_reduce"]
+        for index, stage in enumerate(stages):
+            size, bandwidth = stage.parameters, link.bandwidth
+            sums[index] += float(between(p=made.replicas, V=size, B=bandwidth, a=link.alpha))
     largest = max(stage.receives for stage in stages)
     again = pipelining.recompute  # the forward, in B or I: never in W
     parts = made.parts  # the costs are those of slices, the simulator takes those of micro-batches
@@ -86,30 +79,14 @@ def pipeline_memory(pipelining: Pipelining) -> Memory:
     return most
 
 
-def node_cost(
-    captured: Captured, decisions: Decisions, cluster: Cluster
-) -> Callable[[fx.Node], tuple[float, float]]:
-    """Seconds forward and backward of every node of the rewritten program."""
-    mesh = decisions.mesh
-    price = ClusterPrice(cluster, mesh)
-    kinds = Kinds(captured, mesh, cluster.device, price)
-    originals = {node.name: node for node in captured.graph.nodes}
+def line_of(
+    captured: Captured, graph: fx.Graph, inner: Mesh, cluster: Cluster, mesh: Mesh, axis: str
+) -> Line:
+    """The rewritten program of `captured`, to be cut into stages along `axis` of `mesh`."""
+    link = stage_link(cluster, mesh, axis)
+    return Line(flow_of(captured, graph), inner, NodePrices(cluster, inner), link.bandwidth)
 
-    def cost(node: fx.Node) -> tuple[float, float]:
-        movement = node.meta.get("movement")
-        if movement is not None:
-            before = node.args[0].meta["type"]  # type: ignore[union-attr]
-            size = before.dtype.itemsize
 
-            def seconds(both: bool) -> float:
-                return movement_cost(movement, before.layout, before.shape, size, mesh, price, both)
-
-            forward = seconds(False)
-            whole = seconds(True) if node.meta["differentiable"] else forward
-            return forward, whole - forward
-        original = originals.get(node.name)
-        if original is None or original.op != "call_function":
-            return 0.0, 0.0
-        return kinds.seconds(original, decisions.strategies.get(node.name))
-
-    return cost
+def stage_link(cluster: Cluster, mesh: Mesh, axis: str) -> AxisLink:
+    """What messages from stage to stage take, all ranks of a stage sending at once."""
+    return cluster.group_link(mesh, (axis,))

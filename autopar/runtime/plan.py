@@ -16,11 +16,10 @@ from autopar.capture.fingerprint import Fingerprint, fingerprint_of
 from autopar.capture.listing import Listing
 from autopar.cluster import Cluster
 from autopar.collectives import Price
-from autopar.cost.price import ClusterPrice
 from autopar.inspection.diff import PlanDiff, compare
 from autopar.inspection.explain import explain
 from autopar.inspection.explanation import Explanation
-from autopar.inspection.fallbacks import FallbackCost, fallback_costs, movement_seconds
+from autopar.inspection.fallbacks import FallbackCost, fallback_costs
 from autopar.inspection.text import plan_data, plan_text
 from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
@@ -38,7 +37,7 @@ from autopar.search.decisions import Decisions
 from autopar.search.flow import flow_of
 from autopar.search.footprint import Memory, program_memory
 from autopar.search.propagate import propagate
-from autopar.search.report import Cost, program_cost
+from autopar.search.report import Cost, NodePrices, program_cost
 from autopar.search.wishes import Wish, Wishes, read_wishes
 
 if TYPE_CHECKING:
@@ -125,7 +124,7 @@ class Plan:
     @cached_property
     def cost(self) -> Cost:
         """The predicted seconds of one step, and their parts."""
-        once = program_cost(self.captured, self.decisions, self.program.graph, self.cluster)
+        once = program_cost(self.program.graph, self.mesh, self.cluster)
         if self.pipelining is not None and self.timeline is not None:
             return pipeline_cost(self.pipelining, once, self.timeline)
         return once.times(self.microbatches)
@@ -135,7 +134,7 @@ class Plan:
         """The simulated step of a pipeline."""
         if self.pipelining is None:
             return None
-        return price_step(self.pipelining, self.program.graph, self.mesh, self.cluster)
+        return price_step(self.pipelining, self.cluster)
 
     @cached_property
     def memory(self) -> Memory:
@@ -194,11 +193,11 @@ class Plan:
     @cached_property
     def fallbacks(self) -> tuple[FallbackCost, ...]:
         """Operators that run replicated for want of a rule, and what that costs."""
-        return fallback_costs(self.decisions.fallbacks, self.program.graph, self.mesh, self._prices)
+        return fallback_costs(self.decisions.fallbacks, self.program.graph, self._prices)
 
     @cached_property
-    def _prices(self) -> ClusterPrice:
-        return ClusterPrice(self.cluster, self.mesh)
+    def _prices(self) -> NodePrices:
+        return NodePrices(self.cluster, self.mesh)
 
     def explain(self, name: str) -> Explanation:
         """Why a parameter, a module's operator or a node is laid out as it is."""
@@ -260,7 +259,7 @@ class Plan:
                     bytes=node.meta["bytes"],
                     node=node.name,
                     module=node.meta.get("module") or "",
-                    seconds=movement_seconds(node, self.mesh, self._prices),
+                    seconds=self._prices(node).seconds,
                 )
             )
         return records

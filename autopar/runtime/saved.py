@@ -33,12 +33,11 @@ from autopar.passes import rewrite
 from autopar.passes.microbatches import cut_batch
 from autopar.pipeline.choice import Alternative
 from autopar.pipeline.plan import Pipelining
-from autopar.pipeline.price import node_cost
+from autopar.pipeline.price import line_of
 from autopar.runtime.plan import Plan
 from autopar.search.auto import Search
 from autopar.search.decisions import Decisions
-from autopar.search.flow import flow_of
-from autopar.search.stages import Line, price_stages
+from autopar.search.stages import price_stages
 from autopar.search.stored import decisions_from_json, decisions_to_json
 from autopar.search.wishes import Wish, Wishes, read_wishes
 from autopar.strategies import rule_of
@@ -268,8 +267,8 @@ class SavedPlan:
             return None
         graph = rewrite(captured, self.decisions, ClusterPrice(self.cluster, self.mesh))
         starts = [stage.starts for stage in self.pipelining.stages]
-        cost = node_cost(captured, self.decisions, self.cluster)
-        line = Line(flow_of(captured, graph), self.mesh, cost)
+        whole, axis = self.pipelining.mesh, self.pipelining.axis
+        line = line_of(captured, graph, self.mesh, self.cluster, whole, axis)
         stages = price_stages(line.recomputed() if self.pipelining.recompute else line, starts)
         return replace(self.pipelining, stages=tuple(stages))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from autopar.capture.captured import Captured
+from autopar.capture.marker import ANNOTATE
 from autopar.cluster import Device
 from autopar.collectives import Price
 from autopar.collectives.redistribution import State
@@ -99,27 +101,11 @@ class Kinds:
             self._candidates[kind] = self._make(node, every)
         return self._candidates[kind]
 
-    def seconds(self, node: fx.Node, strategy: Strategy | None) -> tuple[float, float]:
-        """Seconds forward and backward of a call that was given `strategy`."""
-        for offered in (self.candidates(node), self.candidates(node, every=True)):
-            if strategy is None or strategy in offered.strategies:
-                index = 0 if strategy is None else offered.strategies.index(strategy)
-                return float(offered.forward[index]), float(offered.backward[index])
-        raise ValueError(f"{strategy} is no strategy of {node.name}")
-
     def _make(self, node: fx.Node, every: bool) -> Candidates:
         rule, inputs = self.rule(node), tuple(self.inputs(node))
         if rule is None:
             return _replicated(node, inputs)
-        facts = Facts(
-            rule,
-            tuple(i.meta["val"].dtype.itemsize for i in inputs),
-            tuple(i.meta["differentiable"] for i in inputs)
-            if node.meta["differentiable"]
-            else (False,) * len(inputs),
-            node.meta["val"].dtype,
-            is_view(node),
-        )
+        facts = facts_of(node, rule, inputs)
         strategies = rule.strategies(self.mesh, ordered=every)
         if not every:
             strategies = self._sensible(node, rule, strategies)
@@ -169,8 +155,21 @@ class Kinds:
         return total
 
 
+def facts_of(node: fx.Node, rule: Rule, inputs: Sequence[fx.Node]) -> Facts:
+    """What the cost of a call depends on, whichever strategy it gets."""
+    return Facts(
+        rule,
+        tuple(value.meta["val"].dtype.itemsize for value in inputs),
+        tuple(node.meta["differentiable"] and value.meta["differentiable"] for value in inputs),
+        node.meta["val"].dtype,
+        is_view(node),
+    )
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether a call computes nothing: its output shares the memory of its input."""
+    if node.target is ANNOTATE:
+        return True
     packet = getattr(node.target, "overloadpacket", node.target)
     return packet in _VIEWS or (packet is aten.reshape and not _copies(node))
 

@@ -88,6 +88,26 @@ class Flow:
             node for node in self.activations if node in last or node.users.keys() & self.updates
         )
 
+    @cached_property
+    def read_at(self) -> dict[fx.Node, tuple[int, ...]]:
+        """The places of the line at which each value is made that the results need.
+
+        An activation is made at its own; what is made again where it is read, at those that read
+        it; an update at the last of its statistics."""
+        last = dict(self.place)
+        for node in self.updates:
+            last[node] = 0
+        for node in self.graph.nodes:
+            if node in self.updates:
+                last[node] = max((last.get(v, 0) for v in node.all_input_nodes), default=0)
+        found: dict[fx.Node, set[int]] = {}
+        for node in reversed(self.graph.nodes):
+            if node in last:
+                found[node] = {last[node]}
+            elif node.users:
+                found[node] = set().union(*(found.get(user, {0}) for user in node.users))
+        return {node: tuple(sorted(places)) for node, places in found.items()}
+
     def read_by(self, new_value: fx.Node) -> set[fx.Node]:
         """The statistics that the new value of one buffer is made of."""
         found: set[fx.Node] = set()

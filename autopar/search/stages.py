@@ -12,24 +12,25 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import fx
 
-from autopar.cluster import Cluster, Device
-from autopar.cost.model import operator_seconds
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.search.flow import Flow, ancestors
 from autopar.search.pieces import Pieces
+from autopar.search.report import NodeCost
 from autopar.search.shared_memory import cut_together
-from autopar.strategies import rule_of
 
-NodeCost = Callable[[fx.Node], tuple[float, float]]  # seconds forward, seconds backward
+Array = NDArray[np.float64]
+PriceOf = Callable[[fx.Node], NodeCost]  # of any node of a rewritten program
+COLUMNS = ("forward", "backward", "summed", "parameters")  # seconds, and bytes of parameters
 # Of how many slices of the batch a stage keeps all activations, and of how many what it received.
 Keeps = tuple[int, int]
 _STATES = 4  # a parameter, its gradient, and two states of the optimizer
@@ -47,6 +48,7 @@ class StageCost:
     module: str  # where in the model that is
     forward: float  # seconds
     backward: float
+    summed: float  # seconds that summing its gradients over the mesh takes, once a step
     parameters: int  # bytes
     activations: int  # bytes kept from forward to backward
     receives: int  # bytes that come from the stage before
@@ -116,24 +118,6 @@ def price_stages(line: Line, starts: Sequence[str]) -> list[StageCost]:
     return [line.stage(start, end) for start, end in zip(begins, ends)]
 
 
-def roofline(mesh: Mesh, device: Device | None = None) -> NodeCost:
-    """Seconds of an operator by its FLOPs and the bytes that it moves, on `device`."""
-    device = device or Cluster.preset("dgx-h100").device
-
-    def cost(node: fx.Node) -> tuple[float, float]:
-        rule, tensors = rule_of(node), [node, *node.all_input_nodes]
-        moved = sum(_bytes(value, mesh) for value in tensors)
-        # A rank has the share of the work that it has of the tensor that is cut most.
-        whole = [max(value.meta["val"].nbytes, 1) for value in tensors]
-        share = min(_bytes(value, mesh) / of for value, of in zip(tensors, whole))
-        flops = rule.flops * share if rule is not None else 0.0
-        forward = operator_seconds(device, node.meta["val"].dtype, flops=flops, moved=moved)
-        gradients = sum(value.meta["differentiable"] for value in node.all_input_nodes)
-        return forward, forward * min(gradients, 2)
-
-    return cost
-
-
 def imbalance(stages: Sequence[StageCost]) -> float:
     """By how much the slowest stage exceeds the mean: 0 for equal stages."""
     seconds = [stage.seconds for stage in stages]
@@ -142,42 +126,61 @@ def imbalance(stages: Sequence[StageCost]) -> float:
 
 
 class Line:
-    """The line of activations with sums of its costs, so that a stage's cost is a difference."""
+    """The line of activations with sums of its costs, so that a stage's cost is a difference.
 
-    def __init__(
-        self,
-        flow: Flow,
-        mesh: Mesh,
-        cost: NodeCost | None = None,
-        link_bandwidth: float = 25e9,
-    ) -> None:
+    What is no activation costs its part in every stage that makes it, as a parameter is held by
+    every stage that reads it.
+    """
+
+    def __init__(self, flow: Flow, mesh: Mesh, cost: PriceOf, link_bandwidth: float) -> None:
         self.flow, self.mesh, self.bandwidth = flow, mesh, link_bandwidth
-        cost = cost or roofline(mesh)
-        costs = [cost(node) for node in flow.activations]
-        self.forward = [0.0, *itertools.accumulate(forward for forward, _ in costs)]
-        self.backward = [0.0, *itertools.accumulate(backward for _, backward in costs)]
         kept = (_bytes(n, mesh) * n.meta["differentiable"] for n in flow.activations)
         self.kept = [0, *itertools.accumulate(kept)]
-        self.total = self.forward[-1] + self.backward[-1]
         self._parameters = [_parameters(flow, node) for node in flow.activations]
         self._holding = [0, *itertools.accumulate(bool(held) for held in self._parameters)]
         self._crossing: dict[int, int] = {}
         self._pieces: dict[tuple[int, ...], Pieces] = {}  # by places
         self._clean: dict[float, list[int]] = {}  # by reach
-        self._alone, self._shared = self._parameter_bytes()
+        self._alone, self._shared = self._add_up(cost)
 
     def recomputed(self) -> Line:
         """The same line where every backward begins with the forward once more."""
         again = copy.copy(self)
-        again.backward = [b + f for b, f in zip(self.backward, self.forward)]
-        again.total = self.total + self.forward[-1]
+        more = np.eye(len(COLUMNS))
+        more[COLUMNS.index("forward"), COLUMNS.index("backward")] = 1.0
+        again._alone = self._alone @ more
+        again._shared = [(places, row @ more) for places, row in self._shared]
         again._pieces, again._clean = {}, {}
         return again
 
-    def seconds(self, start: int, end: int) -> float:
-        """Forward and backward of the stage, with what it waits for when it receives."""
-        work = self.forward[end] - self.forward[start] + self.backward[end] - self.backward[start]
-        return work + 2 * self.received(start) / self.bandwidth
+    @cached_property
+    def total(self) -> float:
+        """Seconds of all activations, forward and backward."""
+        return self._at(len(self.flow.activations))
+
+    def _add_up(self, cost: PriceOf) -> tuple[Array, list[tuple[Array, Array]]]:
+        """Sums of all that is read at one place; the places, and the sum, of what several read."""
+        alone = np.zeros((len(self.flow.activations) + 1, len(COLUMNS)))
+        shared: dict[tuple[int, ...], Array] = {}
+        for node, places in self.flow.read_at.items():
+            row, price = np.zeros(len(COLUMNS)), cost(node)
+            row[:3] = price.forward, price.backward, price.summed
+            if node.op == "placeholder" and node.meta["origin"][0] == "parameter":
+                row[3] = _bytes(node, self.mesh)
+            if len(places) == 1:
+                alone[places[0] + 1] += row
+            elif row.any():
+                shared[places] = shared.get(places, 0.0) + row
+        return alone.cumsum(axis=0), [(np.array(places), row) for places, row in shared.items()]
+
+    def sums(self, bounds: Sequence[int]) -> Array:
+        """By start, end and column: what is made between two of `bounds`, each thing once."""
+        at = self._alone[list(bounds)]
+        found = at[None, :] - at[:, None]
+        for places, row in self._shared:
+            first = np.append(places, len(self.flow.activations))[np.searchsorted(places, bounds)]
+            found += (first[:, None] < np.array(bounds)[None, :])[..., None] * row
+        return found
 
     def received(self, place: int) -> int:
         """The bytes that cross `place`."""
@@ -186,32 +189,6 @@ class Line:
             self._crossing[place] = sum(_bytes(node, self.mesh) for node in crossing)
         return self._crossing[place]
 
-    def is_empty(self, start: int, end: int) -> bool:
-        """Whether the stage would hold no parameter."""
-        return self._holding[start] == self._holding[end]
-
-    def parameters(self, start: int, end: int) -> int:
-        """Bytes of the parameters of the stage; one that it uses several times counts once."""
-        shared = sum(
-            size for size, places in self._shared if any(start <= place < end for place in places)
-        )
-        return self._alone[end] - self._alone[start] + shared
-
-    def _parameter_bytes(self) -> tuple[list[int], list[tuple[int, list[int]]]]:
-        """Sums over parameters that are used at one place; bytes and places of the others."""
-        places: dict[fx.Node, list[int]] = {}
-        for place, held in enumerate(self._parameters):
-            for node in held:
-                places.setdefault(node, []).append(place)
-        alone, shared = [0] * len(self._parameters), []
-        for node, used in places.items():
-            size = _bytes(node, self.mesh)
-            if len(used) == 1:
-                alone[used[0]] += size
-            else:
-                shared.append((size, used))
-        return [0, *itertools.accumulate(alone)], shared
-
     def pieces(self, places: tuple[int, ...]) -> Pieces:
         """All that could be a stage between two of `places` or the end."""
         if places not in self._pieces:
@@ -219,31 +196,28 @@ class Line:
         return self._pieces[places]
 
     def _tables(self, bounds: Sequence[int]) -> Pieces:
-        pairs = list(itertools.combinations(range(len(bounds)), 2))
-        upper = tuple(np.array(pairs).T)
-
-        def table(values: Iterable[float], kind: type) -> NDArray:
-            found: NDArray = np.zeros((len(bounds), len(bounds)), kind)
-            found[upper] = list(values)
-            return found
-
-        spans = [(bounds[i], bounds[j]) for i, j in pairs]
+        forward, backward, _, parameters = np.moveaxis(self.sums(bounds), -1, 0)
+        received = np.array([*map(self.received, bounds[:-1]), 0])
+        holding, kept = np.array(self._holding)[list(bounds)], np.array(self.kept)[list(bounds)]
+        # A stage also waits for what it receives.
         return Pieces(
-            table((self.seconds(*span) for span in spans), np.float64),
-            table((self.is_empty(*span) for span in spans), np.bool_),
-            np.array([*map(self.received, bounds[:-1]), 0]),
-            table((_STATES * self.parameters(*span) for span in spans), np.int64),
-            table((self.kept[end] - self.kept[start] for start, end in spans), np.int64),
+            forward + backward + 2 * received[:, None] / self.bandwidth,
+            holding[None, :] == holding[:, None],
+            received,
+            _STATES * np.rint(parameters).astype(np.int64),
+            kept[None, :] - kept[:, None],
         )
 
     def stage(self, start: int, end: int) -> StageCost:
         first = self.flow.activations[start]
+        forward, backward, summed, parameters = self.sums([start, end])[0, 1].tolist()
         return StageCost(
             starts=first.name,
             module=first.meta["module"],
-            forward=self.forward[end] - self.forward[start],
-            backward=self.backward[end] - self.backward[start],
-            parameters=self.parameters(start, end),
+            forward=forward,
+            backward=backward,
+            summed=summed,
+            parameters=round(parameters),
             activations=self.kept[end] - self.kept[start],
             receives=self.received(start),
         )
@@ -328,7 +302,7 @@ class Line:
         return place
 
     def _at(self, place: int) -> float:
-        return self.forward[place] + self.backward[place]
+        return float(self._alone[place, :2].sum())
 
 
 def _none_fits(count: int, memory: float | None) -> InvalidInput:

@@ -10,6 +10,7 @@ from torch import nn
 
 import autopar as ap
 from autopar.search.flow import flow_of
+from autopar.search.report import NodeCost, NodePrices
 from autopar.search.stages import Line, choose_stages, imbalance
 from tests.models import gpt, mlp, resnet
 
@@ -24,6 +25,7 @@ def plan():
 
 def cut(plan, count, cost=None, link_bandwidth=25e9, **options):
     flow = flow_of(plan.captured, plan.program.graph)
+    cost = cost or NodePrices(plan.cluster, plan.mesh)
     return choose_stages(Line(flow, plan.mesh, cost, link_bandwidth), count, **options)
 
 
@@ -39,9 +41,9 @@ def test_the_slowest_stage_is_as_fast_as_can_be(plan):
     def cost(node):
         layer = re.match(r"layers\.\d", node.meta["module"])
         if layer is None or layer.group() in seen:
-            return 0.0, 0.0
+            return NodeCost()
         seen.add(layer.group())
-        return weights[layer.group()], 0.0
+        return NodeCost(weights[layer.group()])
 
     stages = cut(plan, 2, cost=cost, link_bandwidth=1e30)
     best = min(
@@ -56,7 +58,7 @@ def test_the_slowest_stage_is_as_fast_as_can_be(plan):
 def test_each_stage_holds_a_parameter_though_others_would_be_faster(count):
     case = mlp(layers=5)
     plan = ap.plan(case.model, case.args, mode="propagate", mesh=ap.Mesh(dp=1))
-    stages = cut(plan, count, cost=lambda node: ("relu" in node.name, 0.0), link_bandwidth=1e30)
+    stages = cut(plan, count, cost=lambda node: NodeCost("relu" in node.name), link_bandwidth=1e30)
     assert all(stage.parameters for stage in stages)
 
 
