@@ -6,7 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 # What an Autograd-key kernel needs to call the kernel below it, and the count of active dispatch
 # modes (tracing, fake tensors).
@@ -22,19 +22,28 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.nn.modules import module as _modules
+from torch.utils.checkpoint import _checkpoint_hook as CheckpointHook
 
 __all__ = [
+    "CheckpointHook",
     "StridedShard",
     "abort_groups",
     "active_modes",
     "all_gather_single",
     "all_reduce_now",
+    "backward_hooks",
     "below_autograd",
     "call_after_backward",
+    "global_backward_hooks",
+    "gradient_hooks",
     "groups_known",
+    "has_hooks",
     "placed_like",
     "process_group",
     "reduce_scatter_single",
+    "state_hooks",
+    "state_names",
     "world_store",
     "world_timeout",
 ]
@@ -82,6 +91,46 @@ def world_timeout() -> timedelta:
     world = dist.group.WORLD
     assert world is not None
     return world._get_backend(world._device_types[0]).options._timeout
+
+
+def backward_hooks(module: nn.Module) -> list[Callable]:
+    """The hooks of a module that run in backward."""
+    return [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
+
+
+def global_backward_hooks() -> list[Callable]:
+    """The hooks of all modules that run in backward."""
+    hooks = (_modules._global_backward_pre_hooks, _modules._global_backward_hooks)
+    return [hook for registered in hooks for hook in registered.values()]
+
+
+def gradient_hooks(tensor: Tensor) -> list[Callable]:
+    """The hooks that run when a leaf gets its gradient."""
+    before = tensor._backward_hooks or {}
+    after = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
+    return [*before.values(), *after.values()]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks that run around its forward or backward."""
+    around = module._forward_pre_hooks or module._forward_hooks
+    return bool(around or module._backward_pre_hooks or module._backward_hooks)
+
+
+def state_hooks(module: nn.Module) -> bool:
+    """Whether a module changes what `state_dict` gives."""
+    return bool(module._state_dict_hooks or module._state_dict_pre_hooks)
+
+
+def state_names(model: nn.Module) -> list[str]:
+    """The names that `state_dict` has where no hook changes it."""
+    return [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for held in (module._parameters, module._buffers)
+        for name, tensor in held.items()
+        if tensor is not None and name not in module._non_persistent_buffers_set
+    ]
 
 
 def placed_like(model: Tensor, local: Tensor) -> DTensor:

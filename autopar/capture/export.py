@@ -31,6 +31,7 @@ from autopar.capture.failure import check_call, explain
 from autopar.capture.fake import fake_inputs, fake_model, home, new_mode, outside_fake_mode
 from autopar.capture.flatten import flatten
 from autopar.capture.functions import own_backwards_refused
+from autopar.capture.hooks import hooks_refused, refuse_hooks, warn_of_memory
 from autopar.capture.listing import operator_name
 from autopar.capture.normalise import normalise
 from autopar.capture.source import whole_stacks
@@ -47,6 +48,7 @@ def capture(
     """The normalised program of `model(*args, **kwargs)`, in the mode (train, eval) it is in."""
     kwargs = dict(kwargs or {})
     check_call(model, args, kwargs)
+    refuse_hooks(model)
     with outside_fake_mode(), torch.inference_mode(False), torch.enable_grad():
         mode = new_mode()
         leaves, input_spec = pytree.tree_flatten((args, kwargs))
@@ -54,13 +56,14 @@ def capture(
         copy = fake_model(model, mode, device)
         fakes = fake_inputs(leaves, mode, device)
         call = pytree.tree_unflatten(fakes, input_spec)
-        with changes_seen() as changes:
+        with changes_seen() as changes, hooks_refused() as lines:
             program = _export(copy, *call)
         held = dict(copy.named_parameters()) | dict(copy.named_buffers())
         draft = flatten(program, mode, _canonical(copy), held, input_spec, fakes)
         normalise(draft)
         captured = _freeze(draft, Example(copy, call[0], call[1], device))
         warn_of_counters(copy, mode, call, changes)
+    warn_of_memory(lines)
     verify(captured.graph, "captured")
     return captured
 

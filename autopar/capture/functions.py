@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.autograd import Function
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import CheckpointFunction
 
+from autopar.capture.hooks import replaced
 from autopar.errors import InvalidInput
 from autopar.lines import caller
 
@@ -30,7 +30,7 @@ def own_backwards_refused() -> Iterator[None]:
     before = Function.__dict__["apply"]
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        is_inner = cls.__module__.startswith(_INNER) and cls is not CheckpointFunction
+        is_inner = cls.__module__.startswith(_INNER)
         is_same = f"{cls.__module__}.{cls.__qualname__}" in _SAME
         leaves = pytree.tree_leaves((args, kwargs))
         learns = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
@@ -38,25 +38,16 @@ def own_backwards_refused() -> Iterator[None]:
             raise _refused(cls)
         return before.__get__(None, cls)(*args, **kwargs)
 
-    Function.apply = classmethod(apply)  # type: ignore[assignment]
-    try:
+    with replaced(Function, "apply", classmethod(apply)):
         yield
-    finally:
-        Function.apply = before  # type: ignore[method-assign]
 
 
 def _refused(cls: type[Function]) -> InvalidInput:
-    if cls is CheckpointFunction:
-        remedy = "checkpoint(..., use_reentrant=False), or recompute=True with a pipeline"
-    else:
-        remedy = (
-            "make it an operator by torch.library.custom_op and register_autograd, with a rule by "
-            "register_rule(); or write its gradient with tensors, as y + (value - y).detach()"
-        )
     return InvalidInput(
         "gradients are those of the operators of forward; one written by hand belongs to an "
         "operator",
         got=f"{cls.__name__}, a torch.autograd.Function, on values that take a gradient",
-        remedy=remedy,
+        remedy="make it an operator by torch.library.custom_op and register_autograd, with a rule "
+        "by register_rule(); or write its gradient with tensors, as y + (value - y).detach()",
         source=caller(),
     )

@@ -12,6 +12,7 @@ from autopar.capture.captured import Captured
 from autopar.capture.fingerprint import fingerprint_of
 from autopar.capture.modes import in_modes
 from autopar.errors import InvalidInput
+from autopar.runtime.part import part_at
 
 
 class Modes:
@@ -22,7 +23,7 @@ class Modes:
         self._captured = captured
         self._modules: dict[str, nn.Module] = {}
         for path, is_training in captured.example.modes.items():
-            module = _module_at(root, path)
+            module = part_at(root, path)
             if module is not None:
                 self._modules[path] = module
                 module.training = is_training
@@ -55,17 +56,3 @@ class Modes:
             remedy="put the modules back into the modes that were planned, or parallelize the "
             "model again in these: load_state_dict(module.full_state_dict()) brings it up to date",
         )
-
-
-def _module_at(root: nn.Module, path: str) -> nn.Module | None:
-    """The submodule, made on the way; None if its name is one that the root has for itself."""
-    module = root
-    for part in path.split(".") if path else ():
-        if part not in module._modules:
-            if hasattr(module, part):
-                return None
-            module.add_module(part, nn.Module())
-        found = module._modules[part]
-        assert found is not None
-        module = found
-    return module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -10,10 +11,13 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, fx, nn
 
+from autopar import _torch
 from autopar.capture.listing import Listing
 from autopar.errors import InvalidInput
 from autopar.layout import Layout
+from autopar.lines import frames_to_caller
 from autopar.runtime.modes import Modes
+from autopar.runtime.part import part_at, refuse_late_hooks
 from autopar.runtime.program import Program
 
 
@@ -79,7 +83,7 @@ class ParallelModule(nn.Module):
             shared = self._kept.get(name)
             if isinstance(shared, nn.Parameter):
                 _owner(self, alias).register_parameter(alias.rpartition(".")[2], shared)
-        persistent = set(model.state_dict(keep_vars=True))
+        persistent = set(_torch.state_names(model))
         for name, buffer in model.named_buffers():
             layout = layouts.get(name, Layout.replicated(buffer.ndim))
             placed = backend.place_buffer(name, buffer, layout)
@@ -89,9 +93,10 @@ class ParallelModule(nn.Module):
             _owner(self, name).register_buffer(
                 name.rpartition(".")[2], placed, persistent=name in persistent
             )
-        self._names = tuple(model.state_dict(keep_vars=True))
+        self._names = tuple(_torch.state_names(model))
         self._shapes = program.shapes(backend.input_shapes())
         self._modes = Modes(self, plan.original)
+        _tell_of_state_hooks(model)
 
     @property
     def graph(self) -> Listing:
@@ -113,6 +118,7 @@ class ParallelModule(nn.Module):
             )
         with self.backend.guard():
             self._modes.require_same_program()
+            refuse_late_hooks(self, step=False)
             program, backend = self._direct
             inputs = program.bind(args, kwargs, self._shapes)
             return program.structure(self._run(program, backend, inputs))
@@ -131,6 +137,7 @@ class ParallelModule(nn.Module):
         index = self.program.loss_index
         with self.backend.guard(), torch.inference_mode(False), torch.enable_grad():
             self._modes.require_same_program()
+            refuse_late_hooks(self, step=True)
             inputs = self.program.bind(args, kwargs, self._shapes)
             total: Tensor | None = None
             batches = self.program.split(inputs)
@@ -234,11 +241,25 @@ class ParallelModule(nn.Module):
 
 def _owner(root: nn.Module, name: str) -> nn.Module:
     """The submodule that holds `name`, made on the way."""
-    for part in name.split(".")[:-1]:
-        if part not in root._modules:
-            root.add_module(part, nn.Module())
-        root = root._modules[part]  # type: ignore[assignment]
-    return root
+    path = name.rpartition(".")[0]
+    part = part_at(root, path)
+    if part is None:
+        raise InvalidInput(
+            "submodules keep their names beside those of the parallel module itself",
+            got=f"{path}, which a ParallelModule has for itself",
+            remedy="give the submodule another name",
+        )
+    return part
+
+
+def _tell_of_state_hooks(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if _torch.state_hooks(module):
+            warnings.warn(
+                f"hooks of {path or 'the model'} on state_dict do not run: full_state_dict() has "
+                "the names of parameters and buffers",
+                stacklevel=frames_to_caller(),
+            )
 
 
 def _refuse_meta(model: nn.Module) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from autopar.capture import capture
 from autopar.errors import InvalidInput
@@ -67,11 +66,6 @@ def own_backward(self: Function, x: Tensor) -> Tensor:
     return Straight.apply(self.linear(x))  # the line
 
 
-def reentrant(self: Function, x: Tensor) -> Tensor:
-    x = self.linear(x)
-    return checkpoint(self.linear, x, use_reentrant=True)  # the line
-
-
 def written_input(self: Function, x: Tensor) -> Tensor:
     x.mul_(2)  # the line
     return self.linear(x)
@@ -108,7 +102,6 @@ RUNS = "forward runs on the example inputs"
         (shapes, RUNS, "RuntimeError in Function: a and b must have same reduction dim"),
         (data, "every tensor comes from an input, a parameter, a buffer or an operator", ".data"),
         (own_backward, GRADIENTS, "Straight, a torch.autograd.Function"),
-        (reentrant, GRADIENTS, "CheckpointFunction, a torch.autograd.Function"),
         (written_input, WRITES, "an input (args_0) is changed in place by aten.mul_"),
         (written_parameter, WRITES, "a parameter (p_linear_weight) is changed in place"),
     ],

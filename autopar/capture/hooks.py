@@ -1,0 +1,153 @@
+"""Hooks: what a model asks of autograd besides its operators, which export would drop.
+
+Hooks on forward are traced like the rest. A hook on a gradient, or on what is kept for backward,
+is a function that no graph has: it is refused. Where it only moves or recomputes what is kept
+(torch.utils.checkpoint, save_on_cpu), results stay the same, and the user is told.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import graph
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
+
+from autopar import _torch
+from autopar.capture.source import is_users
+from autopar.errors import InvalidInput
+from autopar.lines import caller, describe, frames_to_caller
+
+_ON_TENSORS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+_ON_NODES = ("register_hook", "register_prehook")  # of a grad_fn
+_ONLY_MEMORY = (_torch.CheckpointHook, graph.save_on_cpu)
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Refuse hooks on gradients that `model` has before it runs."""
+    found: list[tuple[str, Iterable[Callable[..., Any]]]] = [
+        ("a backward hook of all modules", _torch.global_backward_hooks())
+    ]
+    for path, module in model.named_modules():
+        where = path or type(module).__name__
+        found.append((f"a backward hook of the module {where}", _torch.backward_hooks(module)))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        found.append((f"a hook on the gradient of {name}", _torch.gradient_hooks(tensor)))
+    for what, hooks in found:
+        for hook in hooks:
+            raise _refused(f"{what}: {_name(hook)}", _line_of(hook))
+
+
+@contextmanager
+def hooks_refused() -> Iterator[list[str | None]]:
+    """While forward runs, refuse new hooks. Gives the lines that only ask to keep less memory."""
+    seen: list[str | None] = []
+    entered = graph.saved_tensors_hooks.__enter__
+    node_of: Any = vars(torch.Tensor.__base__)["grad_fn"]
+
+    def enter(self: graph.saved_tensors_hooks) -> None:
+        if not isinstance(self, _ONLY_MEMORY):
+            raise _refused("saved_tensors_hooks around operators of forward", caller())
+        seen.append(caller())
+        entered(self)
+
+    def recompute(cls: type, function: Callable[..., Any], _: bool, *args: Any) -> Any:
+        """What a reentrant checkpoint computes: no gradient if none of its inputs has one."""
+        seen.append(caller())
+        leaves = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+        learns = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
+        with torch.set_grad_enabled(learns):
+            return function(*args)
+
+    def grad_fn(self: Tensor) -> Any:
+        node = node_of.__get__(self)
+        asked = is_users(sys._getframe(1).f_code.co_filename)
+        return _Node(node) if asked and node is not None else node
+
+    with ExitStack() as stack:
+        for name in _ON_TENSORS:
+            stack.enter_context(replaced(Tensor, name, _refuse(name, getattr(Tensor, name))))
+        several = graph.register_multi_grad_hook
+        refuse = _refuse("register_multi_grad_hook", several)
+        stack.enter_context(replaced(graph, "register_multi_grad_hook", refuse))
+        stack.enter_context(replaced(Tensor, "grad_fn", property(grad_fn)))
+        stack.enter_context(replaced(graph.saved_tensors_hooks, "__enter__", enter))
+        stack.enter_context(replaced(CheckpointFunction, "apply", classmethod(recompute)))
+        yield seen
+
+
+def warn_of_memory(lines: Sequence[str | None]) -> None:
+    """Tell that what a model does to keep fewer activations is not done."""
+    if not lines:
+        return
+    others = len(dict.fromkeys(lines)) - 1
+    more = f" and {others} more lines" if others else ""
+    warnings.warn(
+        f"{lines[0]}{more}: torch.utils.checkpoint and save_on_cpu change nothing in a captured "
+        "program; activations are kept from forward to backward",
+        stacklevel=frames_to_caller(),
+    )
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """`owner.name` is `value` for a while."""
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
+class _Node:
+    """A node of autograd that takes no hooks."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _ON_NODES:
+            raise _refused(f"{name} of a grad_fn in forward", caller())
+        return getattr(self._node, name)
+
+
+def _refuse(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`plain`, refused where the user's own code calls it."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_users(sys._getframe(1).f_code.co_filename):
+            raise _refused(f"{name} in forward", caller())
+        return plain(*args, **kwargs)
+
+    return call
+
+
+def _name(hook: Callable[..., Any]) -> str:
+    return getattr(hook, "__qualname__", type(hook).__name__)
+
+
+def _line_of(hook: Callable[..., Any]) -> str | None:
+    code = getattr(inspect.unwrap(hook), "__code__", None)
+    return describe(code.co_filename, code.co_firstlineno) if code else None
+
+
+def _refused(got: str, source: str | None) -> InvalidInput:
+    return InvalidInput(
+        "gradients are those of the operators of forward: a hook on them is in no graph",
+        got=got,
+        remedy="change gradients after step(), from parameter.grad; or inside forward with "
+        "tensors, as y + (value - y).detach(); or by an operator of torch.library.custom_op with "
+        "register_autograd",
+        source=source,
+    )
