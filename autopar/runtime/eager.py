@@ -25,7 +25,9 @@ from autopar.collectives.eager import (
     sum_in_place,
     sum_later,
 )
+from autopar.mesh import Mesh
 from autopar.runtime.rejoin import rejoin
+from autopar.strategies import localize_arguments
 
 aten, own = torch.ops.aten, torch.ops.autopar
 
@@ -46,11 +48,13 @@ def compile_graph(
     late: list[LateSum] | None = None,
     outputs: int = 0,
     whole: fx.Graph | None = None,
+    mesh: Mesh | None = None,
 ) -> Eager:
     """`graph`, the program of one rank, as a function.
 
     Given `late`, numbers among the first `outputs` results are left to be summed: the caller sees
-    to what stands in `late`. Given `whole`, the program of all ranks, the caller has whole inputs.
+    to what stands in `late`. Given `whole`, the program of all ranks of a mesh, the caller has
+    whole inputs.
     """
 
     def sum_for_caller(x: Tensor, group: str, pending: bool) -> Tensor:
@@ -62,7 +66,7 @@ def compile_graph(
     for node in graph.nodes:
         copies[node] = quick.node_copy(node, lambda n: copies[n])
     rejoin(quick)
-    whole_inputs = _settle_early(quick, whole)
+    whole_inputs = _settle_early(quick, whole, mesh)
     for node in quick.nodes:
         if late is not None and _is_returned_sum(node, outputs):
             node.target = sum_for_caller
@@ -124,7 +128,7 @@ def _is_returned_sum(node: fx.Node, outputs: int) -> bool:
 SMALL_SUM, SMALL_INPUT = 2**10, 2**20  # elements
 
 
-def _settle_early(graph: fx.Graph, whole: fx.Graph | None) -> tuple[str, ...]:
+def _settle_early(graph: fx.Graph, whole: fx.Graph | None, mesh: Mesh | None) -> tuple[str, ...]:
     """Small sums that hang on inputs alone: nobody waits for them in the middle of the program.
 
     A rank that has the whole inputs computes the sum itself; else it is started first, and waited
@@ -139,9 +143,10 @@ def _settle_early(graph: fx.Graph, whole: fx.Graph | None) -> tuple[str, ...]:
         before = _ancestors(value)
         if before is None or value.meta["val"].numel() > SMALL_SUM:
             continue
-        if node.meta["type"].layout.is_replicated and _same_on_whole(before, everywhere):
+        if node.meta["type"].layout.is_replicated and _same_on_whole(before, everywhere, mesh):
             with graph.inserting_before(node):
-                total = _on_whole(graph, before, inputs)[value]
+                calls = [everywhere[call.name] for call in before]
+                total = _on_whole(graph, calls, inputs)[everywhere[value.name]]
             node.replace_all_uses_with(total)
             graph.erase_node(node)
             for dead in reversed(before):
@@ -171,18 +176,27 @@ def _ancestors(value: fx.Node) -> list[fx.Node] | None:
     return [node for node in value.graph.nodes if node in found and node.op == "call_function"]
 
 
-def _same_on_whole(calls: list[fx.Node], everywhere: dict[str, fx.Node]) -> bool:
-    """Whether these calls are those of the program of all ranks, and read small inputs only."""
+def _same_on_whole(calls: list[fx.Node], everywhere: dict[str, fx.Node], mesh: Mesh | None) -> bool:
+    """Whether the program of all ranks runs on whole inputs as it is, and these are small.
+
+    Every rank finds the same, whatever its own calls have become: all sum, or none.
+    """
     sources = {node for call in calls for node in call.all_input_nodes} - {*calls}
-    if any(
+    if mesh is None or any(
         node.meta["origin"][0] != "input" or node.meta["val"].numel() > SMALL_INPUT
         for node in sources
     ):
         return False
-    return all(
-        (other := everywhere.get(call.name)) is not None
-        and str((call.args, call.kwargs)) == str((other.args, other.kwargs))
-        for call in calls
+    others = [everywhere.get(call.name) for call in calls]
+    return all(other is not None and _same_on_ranks(other, mesh) for other in others)
+
+
+def _same_on_ranks(call: fx.Node, mesh: Mesh) -> bool:
+    """Whether no argument of a call depends on how it is cut."""
+    whole = str((call.args, call.kwargs))
+    return "start_of" not in call.meta and all(
+        str(localize_arguments(call, call.meta["type"], mesh, rank)) == whole
+        for rank in range(mesh.size)
     )
 
 

@@ -113,7 +113,7 @@ def test_numbers_that_hang_on_inputs_alone_are_not_summed():
     assert len(plan.movements()) == 2  # of the loss and of the count
     local = localize(plan.program.graph, plan.mesh, 0, torch.device("cpu"), lambda axes: "dp")
     late: list = []
-    whole = compile_graph(local, late, outputs=1, whole=plan.program.graph)
+    whole = compile_graph(local, late, outputs=1, whole=plan.program.graph, mesh=plan.mesh)
     assert whole.whole_inputs == ("labels",)
     labels = torch.tensor([1, 2, -100, 3])
     (loss,) = whole(x[:2], labels[:2], labels)  # no group is there: nothing may be summed
