@@ -12,6 +12,7 @@ from torch import Tensor, nn
 # modes (tracing, fake tensors).
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._C import _len_torch_dispatch_stack as active_modes
+from torch._utils import _unflatten_dense_tensors as split_like  # views, like some tensors in turn
 from torch.autograd import Variable
 from torch.distributed import AllreduceOptions, ProcessGroup, Store
 from torch.distributed.distributed_c10d import (
@@ -39,9 +40,12 @@ __all__ = [
     "gradient_hooks",
     "groups_known",
     "has_hooks",
+    "local_of",
+    "memory_of",
     "placed_like",
     "process_group",
     "reduce_scatter_single",
+    "split_like",
     "state_hooks",
     "state_names",
     "world_store",
@@ -139,3 +143,13 @@ def placed_like(model: Tensor, local: Tensor) -> DTensor:
     It takes 1 µs, where the public `DTensor.from_local` takes 60.
     """
     return DTensor.__new__(DTensor, local, model._spec, requires_grad=False)  # type: ignore[attr-defined]
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The piece of a DTensor itself, where `to_local` gives a view of it; of others, themselves."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def memory_of(tensor: Tensor) -> int:
+    """A number that changes when a tensor is given other memory: in 0.3 µs, DTensors too."""
+    return tensor.untyped_storage()._cdata

@@ -134,9 +134,9 @@ class Worker:
         gradients: list[Tensor] = []
         for (result, alone, read), gradient in zip(kept.uses, kept.gradients):
             for rank, (y, seed) in enumerate(zip(result, gradient)):
-                leaves = [value[rank] for value in alone]
-                weights += [value[rank] for value in read]
-                gradients += torch.autograd.grad(y, leaves, seed)
+                learning = [i for i, value in enumerate(alone) if value[rank].requires_grad]
+                weights += [read[i][rank] for i in learning]
+                gradients += torch.autograd.grad(y, [alone[i][rank] for i in learning], seed)
         if weights:
             torch.autograd.backward(weights, gradients)
 
@@ -154,14 +154,11 @@ class Worker:
         kept.roots = [v for v, learns in zip(results[:sent], self.run.learns_sent) if learns]
         if self.run.stage.has_loss:
             kept.roots.append(results[sent])
-        kept.uses = [
-            (
-                results[use.result],
-                [results[i] for i in use.alone],
-                [results[i] for i in use.weights],
-            )
-            for use in self.run.uses
+        uses = [
+            (results[u.result], [results[i] for i in u.alone], [results[i] for i in u.weights])
+            for u in self.run.uses
         ]
+        kept.uses = [use for use in uses if any(leaf.requires_grad for v in use[1] for leaf in v)]
         return results
 
     def _seeds(self, kept: Kept, of_sent: Sequence[Value]) -> list[Value]:

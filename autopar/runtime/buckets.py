@@ -2,8 +2,8 @@
 
 A bucket holds parameters of one dtype and one set of axes, from the last parameter to the first, as
 backward makes their gradients. When it has them all, they are copied to one flat buffer that is
-summed at once, asynchronously, and the gradients are views of it. A gradient that is large enough
-to be worth its own collective is summed where it lies.
+summed at once, asynchronously, and the gradients are views of it: it lives as long as they do. A
+gradient that is large enough to be worth its own collective is summed where it lies.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import placed_like
+from autopar._torch import placed_like, split_like
 from autopar.collectives.eager import LateSum
 from autopar.cost.price import BUCKET_BYTES
 from autopar.runtime.groups import Axes, Groups
+from autopar.runtime.placing import in_own_memory
 
 FIRST_BUCKET_BYTES = 4 * 2**20  # the first gradients wait for no more
 ALONE_BYTES = 2 * 2**20  # from here on, a copy costs more than a collective of its own
@@ -40,10 +41,9 @@ class Bucket:
 
     axes: Axes
     slots: list[Slot] = field(default_factory=list)
-    views: list[Tensor] = field(default_factory=list)  # the gradients, in the buffer
-    placed: list[DTensor] = field(default_factory=list)  # these, as gradients of the parameters
-    buffer: Tensor | None = None  # with one element more, for the rider
+    buffer: Tensor | None = None  # what is summed: all gradients, then the rider
     rider: Tensor | None = None  # a number that is summed along
+    has_gradients: bool = False  # in the buffer
     waiting: int = 0
     work: dist.Work | None = None
 
@@ -56,31 +56,32 @@ class Bucket:
         leaf = self.slots[0].leaf
         return len(self.slots) == 1 and leaf.numel() * leaf.itemsize >= ALONE_BYTES
 
-    def allocate(self) -> None:
-        """New memory for the gradients."""
-        self.buffer = self.slots[0].leaf.detach().new_zeros(self.numel + 1)
-        pieces = self.buffer.split([*(slot.leaf.numel() for slot in self.slots), 1])
-        self._give([piece.view(slot.leaf.shape) for piece, slot in zip(pieces, self.slots)])
-
-    def _give(self, views: list[Tensor]) -> None:
-        self.views = views
-        self.placed = [placed_like(slot.parameter, view) for slot, view in zip(self.slots, views)]
-
     def gather(self) -> Tensor:
         """All gradients in one tensor, ready to be summed; those that nobody made are zero."""
         grads = [slot.leaf.grad for slot in self.slots]
+        for slot in self.slots:
+            slot.leaf.grad = None
+        self.has_gradients = any(grad is not None for grad in grads)
         if self.alone and grads[0] is not None:
-            self._give([grads[0].contiguous()])
-            return self.views[0]
-        assert self.buffer is not None
-        made = [(view, grad) for view, grad in zip(self.views, grads) if grad is not None]
-        if len(made) < len(self.slots):
-            self.buffer.zero_()
-        if made:
-            torch._foreach_copy_([view for view, _ in made], [grad for _, grad in made])
-        if self.rider is not None:
-            self.buffer[-1] = self.rider
+            self.buffer = in_own_memory(grads[0])
+            return self.buffer
+        parts = [
+            (slot.leaf.detach().new_zeros(slot.leaf.shape) if grad is None else grad).reshape(-1)
+            for slot, grad in zip(self.slots, grads)
+        ]
+        self.buffer = torch.cat(parts if self.rider is None else [*parts, self.rider.reshape(1)])
         return self.buffer
+
+    def give(self) -> dict[str, DTensor]:
+        """The gradients after their sum, and the rider its own; nothing is kept."""
+        assert self.buffer is not None
+        if self.rider is not None:
+            self.rider.copy_(self.buffer[-1])
+        pieces = split_like(self.buffer, [slot.leaf for slot in self.slots])
+        grads = {s.name: placed_like(s.parameter, piece) for s, piece in zip(self.slots, pieces)}
+        found = grads if self.has_gradients else {}
+        self.work = self.buffer = self.rider = None
+        return found
 
 
 def make_buckets(slots: Sequence[tuple[Slot, Axes]]) -> list[Bucket]:
@@ -108,40 +109,35 @@ class GradientSync:
         self.buckets, self.groups = list(buckets), groups
         self.active = False  # between start and finish
         # The last bucket is full when backward ends: `finish` sums it, and nobody needs to count.
-        for bucket in self.buckets[:-1]:
-            for slot in bucket.slots:
-                slot.leaf.register_post_accumulate_grad_hook(self._arrival(bucket))
+        self._hooks = [
+            slot.leaf.register_post_accumulate_grad_hook(self._arrival(bucket))
+            for bucket in self.buckets[:-1]
+            for slot in bucket.slots
+        ]
+
+    def close(self) -> None:
+        """Others sum these gradients from now on."""
+        for hook in self._hooks:
+            hook.remove()
 
     def start(self) -> None:
-        """A backward pass begins. Buffers behind gradients still in use are left to their owner."""
+        """A backward pass begins."""
         self.active = True
         for bucket in self.buckets:
-            bucket.waiting, bucket.work = len(bucket.slots), None
-            if not bucket.alone and (
-                bucket.buffer is None
-                or any(slot.parameter.grad is not None for slot in bucket.slots)
-            ):
-                bucket.allocate()
+            bucket.waiting, bucket.work, bucket.buffer = len(bucket.slots), None, None
 
     def finish(self) -> dict[str, DTensor]:
         """Wait for all sums: the gradient of each parameter that got one on some rank."""
         self.active = False
-        grads: dict[str, DTensor] = {}
-        touched = [any(s.leaf.grad is not None for s in bucket.slots) for bucket in self.buckets]
-        for bucket, has_gradients in zip(self.buckets, touched):
-            if bucket.waiting and (has_gradients or bucket.rider is not None):
+        for bucket in self.buckets:
+            made = any(slot.leaf.grad is not None for slot in bucket.slots)
+            if bucket.work is None and (made or bucket.rider is not None):
                 self._sum(bucket)
-        for bucket, has_gradients in zip(self.buckets, touched):
-            if bucket.work is None:
-                continue
-            bucket.work.wait()
-            if bucket.rider is not None and bucket.buffer is not None:
-                bucket.rider.copy_(bucket.buffer[-1])
-                bucket.rider = None
-            if has_gradients:
-                grads |= {slot.name: grad for slot, grad in zip(bucket.slots, bucket.placed)}
-            if bucket.alone:
-                bucket.views, bucket.placed = [], []
+        grads: dict[str, DTensor] = {}
+        for bucket in self.buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+                grads |= bucket.give()
         return grads
 
     def takes_along(self, late: LateSum) -> bool:

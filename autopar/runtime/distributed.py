@@ -7,26 +7,25 @@ says, are given to the parameters as DTensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from functools import cached_property, lru_cache
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import call_after_backward, placed_like
+from autopar._torch import call_after_backward, local_of, placed_like
 from autopar.collectives.eager import LateSum
 from autopar.layout import Layout, TensorType
-from autopar.mesh import Mesh
 from autopar.passes import localize
 from autopar.runtime.buckets import GradientSync, Slot, make_buckets
 from autopar.runtime.eager import compile_graph
 from autopar.runtime.failures import one_fails_all_stop
 from autopar.runtime.groups import Axes, Groups, join_world
+from autopar.runtime.leaves import Leaves
 from autopar.runtime.norm import norm_over_world
+from autopar.runtime.placing import Placing, in_own_memory, wrapper
 from autopar.runtime.program import Program
 
 
@@ -47,14 +46,17 @@ class TorchBackend:
             self._late,
             len(program.outputs),
             whole=None if local_inputs else program.graph,
+            mesh=self.mesh,
         )
+        self.placing = Placing(self.mesh, self.rank, self.device, self.device_mesh)
         self._constants = {
-            name: self._piece(value.to(self.device), program.type_of(name).layout)
+            name: self.placing.piece(value, program.type_of(name).layout)
             for name, value in program.captured.constants.items()
         }
-        self._parameters: dict[str, nn.Parameter] = {}
-        self._leaves: dict[str, Tensor] = {}
+        self._leaves = Leaves()
         self._sync: GradientSync | None = None
+        self._learned: list[Slot] = []
+        self._version = 0  # of the leaves that these two are made for
         self._pending = self._touched = False  # backward is under way; leaves may have gradients
         self._first = self._last = True
         self._wait_in_backward = False
@@ -63,19 +65,17 @@ class TorchBackend:
         """This rank's own program."""
         return self._graph
 
-    def place_parameter(
-        self, name: str, value: Tensor, layout: Layout, learn: bool
-    ) -> nn.Parameter:
-        whole = self._from_first_rank(value)
-        wrap = wrapper(layout, tuple(whole.shape), self.device_mesh)
-        placed = wrap(self._piece(whole, layout).contiguous())
-        self._parameters[name] = nn.Parameter(placed, requires_grad=learn)
-        with torch.no_grad():
-            self._leaves[name] = placed.to_local().detach().requires_grad_(learn)
-        return self._parameters[name]
+    def place_tensor(self, name: str, value: Tensor, layout: Layout) -> Tensor:
+        """This rank's piece of a parameter or buffer of rank 0's model."""
+        return self.placing.place(value, layout)
 
-    def place_buffer(self, name: str, value: Tensor, layout: Layout) -> Tensor:
-        return self._piece(self._from_first_rank(value), layout).contiguous()
+    def cut(self, whole: Tensor, layout: Layout) -> Tensor:
+        """This rank's piece of a tensor that all ranks have."""
+        return self.placing.cut(whole, layout)
+
+    def bind(self, kept: Mapping[str, Tensor]) -> None:
+        """Let leaves follow what the module holds now."""
+        self._leaves.bind(kept)
 
     def collect(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors of this rank's pieces."""
@@ -106,7 +106,7 @@ class TorchBackend:
     def of(self, program: Program) -> TorchBackend:
         """Where another program runs on the same parameters."""
         other = TorchBackend(program, self.local_inputs)
-        other._parameters, other._leaves = self._parameters, self._leaves
+        other._leaves = self._leaves
         return other
 
     def begin(self, first: bool, last: bool) -> None:
@@ -120,8 +120,8 @@ class TorchBackend:
         """One pass forward: this rank's outputs (a cut one as DTensor) and new buffers."""
         captured = self.program.captured
         results = self._function(
-            *self._read,
-            *(kept[name] for name in captured.buffers.values()),
+            *(self._leaves[name] for name in captured.parameters.values()),
+            *(local_of(kept[name]) for name in captured.buffers.values()),
             *self._constants.values(),
             *(self._enter(name, value) for name, value in inputs.items()),
             *(inputs[name].to(self.device) for name in self._function.whole_inputs),
@@ -135,11 +135,6 @@ class TorchBackend:
             for value, node in zip(results[:count], self.program.outputs)
         ]
         return outputs, dict(zip(captured.mutations, results[count:]))
-
-    @cached_property
-    def _read(self) -> list[Tensor]:
-        """What the program reads for its parameters."""
-        return [self._leaves[name] for name in self.program.captured.parameters.values()]
 
     def _start_sums(self) -> None:
         """Sum what the program has left to the caller: now, or in the coming backward pass."""
@@ -163,7 +158,7 @@ class TorchBackend:
             return value
         layout = self.program.type_of(name).layout
         if not value.requires_grad:
-            return self._piece(value, layout)
+            return self.placing.view(value, layout)
         for dim, axes in enumerate(layout.dims):
             for axis in axes:
                 place = (self.groups.name((axis,)), self.mesh[axis])
@@ -176,23 +171,9 @@ class TorchBackend:
             return value
         return wrapper(type_.layout, type_.shape, self.device_mesh)(value)
 
-    def _piece(self, whole: Tensor, layout: Layout) -> Tensor:
-        for dim, (start, length) in enumerate(
-            layout.local_bounds(whole.shape, self.mesh, self.rank)
-        ):
-            if length != whole.shape[dim]:
-                whole = whole.narrow(dim, start, length)
-        return whole
-
-    def _from_first_rank(self, value: Tensor) -> Tensor:
-        whole = value.detach().to(self.device, copy=True).contiguous()
-        dist.broadcast(whole, src=0)
-        return whole
-
     def _watch_backward(self, results: tuple[Tensor, ...]) -> None:
         """Have `_finish` called at the end of any backward pass through this run."""
-        if self._sync is None:
-            self._sync = GradientSync(make_buckets(self._synchronised()), self.groups)
+        self._follow_leaves()
         for slot in self._learned if self._first and self._touched else ():
             slot.leaf.grad = None
         self._touched, self._pending = True, False
@@ -222,21 +203,26 @@ class TorchBackend:
                 if gradient is None:
                     if local is None:
                         continue
-                    gradient = placed_like(slot.parameter, local)
+                    gradient = placed_like(slot.parameter, in_own_memory(local))
                 if slot.parameter.grad is None:
                     slot.parameter.grad = gradient
                 else:
                     slot.parameter.grad += gradient
         self._touched = False
 
-    @cached_property
-    def _learned(self) -> list[Slot]:
-        """The parameters that get gradients, in the order of the program."""
-        return [
-            Slot(name, self._leaves[name], self._parameters[name])
+    def _follow_leaves(self) -> None:
+        """Sum the gradients of those parameters that learn now, in the order of the program."""
+        if self._version == self._leaves.version:
+            return
+        self._learned = [
+            Slot(name, self._leaves[name], self._leaves.parameters[name])
             for name in self.program.captured.parameters.values()
             if self._leaves[name].requires_grad
         ]
+        if self._sync is not None:
+            self._sync.close()
+        self._sync = GradientSync(make_buckets(self._synchronised()), self.groups)
+        self._version = self._leaves.version
 
     def _synchronised(self) -> list[tuple[Slot, Axes]]:
         placeholders = {name: key for key, name in self.program.captured.parameters.items()}
@@ -257,19 +243,3 @@ def axes_used(graph: fx.Graph) -> set[Axes]:
         if node.op == "placeholder":
             used |= {(axis,) for axis in node.meta["type"].layout.axes}
     return used
-
-
-@lru_cache(maxsize=4096)
-def wrapper(
-    layout: Layout, shape: tuple[int, ...], device_mesh: DeviceMesh
-) -> Callable[[Tensor], DTensor]:
-    """What makes a DTensor of a local tensor."""
-    placements = layout.to_placements(Mesh.from_device_mesh(device_mesh))
-    stride = torch.empty(shape, device="meta").stride()
-
-    def wrap(local: Tensor) -> DTensor:
-        return DTensor.from_local(
-            local, device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-        )
-
-    return wrap

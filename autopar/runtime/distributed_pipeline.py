@@ -13,22 +13,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import placed_like
+from autopar._torch import local_of, placed_like
 from autopar.layout import Layout
 from autopar.passes import localize
 from autopar.passes.split_backward import split_backward
 from autopar.passes.stages import Stage
 from autopar.pipeline.executor import Key, RankRunner, Recorded
 from autopar.pipeline.worker import Value, Worker
-from autopar.runtime.distributed import axes_used, wrapper
+from autopar.runtime.distributed import axes_used
 from autopar.runtime.eager import compile_graph
 from autopar.runtime.failures import one_fails_all_stop
 from autopar.runtime.groups import Groups, join_world
+from autopar.runtime.leaves import Leaves
 from autopar.runtime.messages import Messages, Shape
 from autopar.runtime.norm import norm_over_world
+from autopar.runtime.placing import Placing
 from autopar.runtime.program import Program
 from autopar.runtime.stage_sync import Learned, StageSync, holders_of, own_group
 from autopar.runtime.step_loss import StepLoss
@@ -73,8 +75,8 @@ class TorchPipeline:
         self._loss_type: torch.dtype = loss.meta["val"].dtype
         self._replicas = self._replica_groups()
         self.post = Messages(self.schedule, list(zip(*meshes)), self._shapes, self.device)
-        self.leaves: dict[str, Tensor] = {}
-        self._parameters: dict[str, nn.Parameter] = {}
+        self.placing = Placing(self.mesh, self.inner_rank, self.device, self.device_mesh)
+        self.leaves = Leaves()
         self._sync: StageSync | None = None
         self.recorded: dict[int, Recorded] = {}
 
@@ -85,23 +87,18 @@ class TorchPipeline:
         held = self.stages.get(stage)
         return held.graph if held is not None else self.program.stages[stage].graph
 
-    def place_parameter(
-        self, name: str, value: Tensor, layout: Layout, learn: bool
-    ) -> nn.Parameter | None:
-        whole = self._from_first_rank(value)
-        if not self._holds(name):
-            return None
-        wrap = wrapper(layout, tuple(whole.shape), self.device_mesh)
-        parameter = nn.Parameter(wrap(self.piece(whole, layout).contiguous()), requires_grad=learn)
-        self._parameters[name] = parameter
-        with torch.no_grad():
-            local: Tensor = parameter.to_local()  # type: ignore[attr-defined]
-            self.leaves[name] = local.detach().requires_grad_(learn)
-        return parameter
+    def place_tensor(self, name: str, value: Tensor, layout: Layout) -> Tensor | None:
+        """This rank's piece of a parameter or buffer, if a stage of it reads that."""
+        placed = self.placing.place(value, layout)
+        return placed if self._holds(name) else None
 
-    def place_buffer(self, name: str, value: Tensor, layout: Layout) -> Tensor | None:
-        whole = self._from_first_rank(value)
-        return self.piece(whole, layout).contiguous() if self._holds(name) else None
+    def cut(self, whole: Tensor, layout: Layout) -> Tensor:
+        """This rank's piece of a tensor that all ranks have."""
+        return self.placing.cut(whole, layout)
+
+    def bind(self, kept: Mapping[str, Tensor]) -> None:
+        """Let leaves follow what the module holds now."""
+        self.leaves.bind(kept)
 
     def input_shapes(self) -> dict[str, tuple[int, ...]]:
         names = [name for name in self.program.captured.inputs if name is not None]
@@ -170,21 +167,8 @@ class TorchPipeline:
         here = self.mesh.coordinate(self.inner_rank)
         return norm_over_world(self.program, own, norm_type, here, self.device)
 
-    def piece(self, whole: Tensor, layout: Layout) -> Tensor:
-        """This rank's piece of a whole tensor."""
-        bounds = layout.local_bounds(whole.shape, self.mesh, self.inner_rank)
-        for dim, (start, length) in enumerate(bounds):
-            if length != whole.shape[dim]:
-                whole = whole.narrow(dim, start, length)
-        return whole
-
     def _holds(self, name: str) -> bool:
         return self.place in holders_of(self.pipelining, self.users.get(name, [0]))
-
-    def _from_first_rank(self, value: Tensor) -> Tensor:
-        whole = value.detach().to(self.device, copy=True).contiguous()
-        dist.broadcast(whole, src=0)
-        return whole
 
     def _shapes(self, key: Key) -> list[Shape]:
         """What a message to one of this rank's stages holds."""
@@ -206,7 +190,7 @@ class TorchPipeline:
     def _give(self, gradients: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
             for name, local in gradients.items():
-                parameter = self._parameters[name]
+                parameter = self.leaves.parameters[name]
                 gradient = placed_like(parameter, local)
                 if parameter.grad is None:
                     parameter.grad = gradient
@@ -330,14 +314,15 @@ class TorchStage:
         if kind == "parameter":
             return self.pipeline.leaves[name]
         if kind in ("buffer", "before"):
-            return self._kept[name]
+            return local_of(self._kept[name])
+        placing, layout = self.pipeline.placing, node.meta["type"].layout
         if kind == "constant":
             if name not in self._constants:
-                whole = self.pipeline.program.captured.constants[name].to(self.pipeline.device)
-                self._constants[name] = self.pipeline.piece(whole, node.meta["type"].layout)
+                whole = self.pipeline.program.captured.constants[name]
+                self._constants[name] = placing.piece(whole, layout)
             return self._constants[name]
         key = name, slice_
         if key not in self._pieces:
             whole = self._batches[slice_][name].to(self.pipeline.device)
-            self._pieces[key] = self.pipeline.piece(whole, node.meta["type"].layout)
+            self._pieces[key] = placing.view(whole, layout)
         return self._pieces[key]

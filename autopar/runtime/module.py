@@ -10,8 +10,10 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
 
 from autopar import _torch
+from autopar._torch import local_of
 from autopar.capture.listing import Listing
 from autopar.errors import InvalidInput
 from autopar.layout import Layout
@@ -19,15 +21,15 @@ from autopar.lines import frames_to_caller
 from autopar.runtime.modes import Modes
 from autopar.runtime.part import part_at, refuse_late_hooks
 from autopar.runtime.program import Program
+from autopar.runtime.tensors import Tensors
 
 
 class Backend(Protocol):
     """A place where a program runs: the virtual mesh or torch.distributed."""
 
-    def place_parameter(
-        self, name: str, value: Tensor, layout: Layout, learn: bool
-    ) -> nn.Parameter | None: ...
-    def place_buffer(self, name: str, value: Tensor, layout: Layout) -> Tensor | None: ...
+    def place_tensor(self, name: str, value: Tensor, layout: Layout) -> Tensor | None: ...
+    def cut(self, whole: Tensor, layout: Layout) -> Tensor: ...
+    def bind(self, kept: Mapping[str, Tensor]) -> None: ...  # what runs from now on read
     def collect(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]: ...  # copies
     def norm(self, gradients: Mapping[str, Tensor], norm_type: float) -> Tensor: ...
     def input_shapes(self) -> dict[str, tuple[int, ...]]: ...
@@ -71,31 +73,26 @@ class ParallelModule(nn.Module):
             name: program.type_of(placeholder).layout
             for placeholder, name in (captured.parameters | captured.buffers).items()
         }
-        self._kept: dict[str, Tensor] = {}
-        for name, parameter in model.named_parameters():
-            layout = layouts.get(name, Layout.replicated(parameter.ndim))
-            kept = backend.place_parameter(name, parameter, layout, parameter.requires_grad)
-            if kept is None:
-                continue
-            self._kept[name] = kept
-            _owner(self, name).register_parameter(name.rpartition(".")[2], kept)
-        for alias, name in captured.tied.items():
-            shared = self._kept.get(name)
-            if isinstance(shared, nn.Parameter):
-                _owner(self, alias).register_parameter(alias.rpartition(".")[2], shared)
-        persistent = set(_torch.state_names(model))
-        for name, buffer in model.named_buffers():
-            layout = layouts.get(name, Layout.replicated(buffer.ndim))
-            placed = backend.place_buffer(name, buffer, layout)
-            if placed is None:
-                continue
-            self._kept[name] = placed
-            _owner(self, name).register_buffer(
-                name.rpartition(".")[2], placed, persistent=name in persistent
-            )
+        self._layouts = {
+            name: layouts.get(name) or Layout.replicated(value.ndim)
+            for name, value in [*model.named_parameters(), *model.named_buffers()]
+        }
         self._names = tuple(_torch.state_names(model))
-        self._shapes = program.shapes(backend.input_shapes())
+        for name, parameter in model.named_parameters():
+            placed = backend.place_tensor(name, parameter, self._layouts[name])
+            if placed is not None:
+                kept = nn.Parameter(placed, requires_grad=parameter.requires_grad)
+                for own in (name, *(alias for alias, of in captured.tied.items() if of == name)):
+                    _owner(self, own).register_parameter(own.rpartition(".")[2], kept)
+        for name, buffer in model.named_buffers():
+            placed = backend.place_tensor(name, buffer, self._layouts[name])
+            if placed is not None:
+                key, persistent = name.rpartition(".")[2], name in self._names
+                _owner(self, name).register_buffer(key, placed, persistent=persistent)
         self._modes = Modes(self, plan.original)
+        self._tensors = Tensors(self, captured.tied, program.learns)
+        backend.bind(self._tensors.values)
+        self._shapes = program.shapes(backend.input_shapes())
         _tell_of_state_hooks(model)
 
     @property
@@ -120,8 +117,9 @@ class ParallelModule(nn.Module):
             self._modes.require_same_program()
             refuse_late_hooks(self, step=False)
             program, backend = self._direct
+            kept = self._kept()
             inputs = program.bind(args, kwargs, self._shapes)
-            return program.structure(self._run(program, backend, inputs))
+            return program.structure(self._run(program, backend, kept, inputs))
 
     @cached_property
     def _direct(self) -> tuple[Program, WholeBackend]:
@@ -138,19 +136,20 @@ class ParallelModule(nn.Module):
         with self.backend.guard(), torch.inference_mode(False), torch.enable_grad():
             self._modes.require_same_program()
             refuse_late_hooks(self, step=True)
+            kept = self._kept()
             inputs = self.program.bind(args, kwargs, self._shapes)
             total: Tensor | None = None
             batches = self.program.split(inputs)
             if self.program.stages:
                 pipeline = cast(PipelineBackend, self.backend)
-                total, mutated = pipeline.step(self._kept, batches)
+                total, mutated = pipeline.step(kept, batches)
                 self._write(mutated)
                 return total
             for number, batch in enumerate(batches):
                 whole, is_last = cast(WholeBackend, self.backend), number == len(batches) - 1
                 whole.begin(number == 0, is_last)
                 later = frozenset() if is_last else self.program.once
-                loss = self._run(self.program, whole, batch, later)[index]
+                loss = self._run(self.program, whole, kept, batch, later)[index]
                 loss.backward()
                 total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
@@ -199,23 +198,48 @@ class ParallelModule(nn.Module):
         self,
         program: Program,
         backend: WholeBackend,
+        kept: Mapping[str, Tensor],
         inputs: Mapping[str, Tensor],
         later: Set[str] = frozenset(),
     ) -> list[Tensor]:
         """The outputs; buffers change, but for those in `later`."""
         # Backward may still read what a buffer was before its new value is written.
-        before = {name: self._kept[name].clone() for name in program.captured.mutations}
-        outputs, mutated = backend.run(self._kept | before, inputs)
+        before = {name: kept[name].clone() for name in program.captured.mutations}
+        outputs, mutated = backend.run({**kept, **before}, inputs)
         self._write({name: value for name, value in mutated.items() if name not in later})
         return outputs
 
     def _write(self, buffers: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
             for name, value in buffers.items():
-                self._kept[name].copy_(value)
+                local_of(self._tensors.values[name]).copy_(value)
+
+    def _kept(self) -> Mapping[str, Tensor]:
+        """The parameters and buffers by name, as they are in the tree now."""
+        if self._tensors.changed:
+            self._tensors.take()
+            self.backend.bind(self._tensors.values)
+        return self._tensors.values
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load pieces, as `state_dict` gives them, or whole tensors, as `full_state_dict` does.
+
+        On a rank of a pipeline, what belongs to other ranks is left out.
+        """
+        aliases = self.program.captured.tied
+        own, given = self.state_dict(keep_vars=True), dict(state_dict)
+        for name, value in state_dict.items():
+            if name not in own and name in self._names:
+                del given[name]
+            elif _is_whole_of(value, own.get(name)):
+                layout = self._layouts[aliases.get(name, name)]
+                given[name] = self.backend.cut(value.detach(), layout)
+        return super().load_state_dict(given, strict, assign)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModule:
-        for name, kept in self._kept.items():
+        for name, kept in self._tensors.values.items():
             before = torch.empty(0, dtype=kept.dtype, device=kept.device)
             after = fn(before)
             if (after.dtype, after.device) != (before.dtype, before.device):
@@ -260,6 +284,12 @@ def _tell_of_state_hooks(model: nn.Module) -> None:
                 "the names of parameters and buffers",
                 stacklevel=frames_to_caller(),
             )
+
+
+def _is_whole_of(value: Any, own: Any) -> bool:
+    """Whether `value` is a whole tensor of which a rank has `own`."""
+    is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+    return is_plain and isinstance(own, DTensor) and value.shape == own.shape
 
 
 def _refuse_meta(model: nn.Module) -> None:

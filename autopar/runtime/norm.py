@@ -30,14 +30,14 @@ def norm_over_world(
     `coordinate` is this rank's in the program's mesh. Each tensor is given on the ranks of one
     place of a pipeline only.
     """
-    layouts = {
-        name: program.type_of(placeholder).layout
+    axes_of = {
+        name: program.type_of(placeholder).layout.axes
         for placeholder, name in program.captured.parameters.items()
     }
     counted = [
         value.to_local() if isinstance(value, DTensor) else value
         for name, value in tensors.items()
-        if all(at == 0 for axis, at in coordinate.items() if axis not in layouts[name].axes)
+        if all(at == 0 for axis, at in coordinate.items() if axis not in axes_of.get(name, ()))
     ]
     norm = nn.utils.get_total_norm([piece for piece in counted if piece.numel()], norm_type)
     norm = norm.to(device, _dtype(program))

@@ -45,6 +45,14 @@ class Program:
         """The user's outputs, then the new values of mutated buffers."""
         return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
+    @cached_property
+    def learns(self) -> dict[str, bool]:
+        """Of every parameter that the program reads, whether it takes a gradient."""
+        return {
+            name: self.placeholders[placeholder].meta["differentiable"]
+            for placeholder, name in self.captured.parameters.items()
+        }
+
     @property
     def outputs(self) -> tuple[fx.Node, ...]:
         return self.results[: len(self.results) - len(self.captured.mutations)]

@@ -8,16 +8,19 @@ starts and goes on beside the actions that are left.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar._torch import split_like
 from autopar.pipeline.plan import Pipelining
 from autopar.pipeline.synchronization import last_backwards
 from autopar.runtime.groups import Axes, new_group
+from autopar.runtime.leaves import Leaves
+from autopar.runtime.placing import in_own_memory
 
 
 @dataclass
@@ -25,11 +28,11 @@ class Share:
     """Parameters that are complete at once and summed over the same ranks."""
 
     names: list[str]
-    leaves: list[Tensor]
     ready: int  # the action after which they are complete; -1: before the first
     group: dist.ProcessGroup | None  # None: this rank alone
+    leaves: dict[str, Tensor] = field(default_factory=dict)  # those that learn in this step
     buffer: Tensor | None = None
-    work: dist.Work | None = field(default=None)
+    work: dist.Work | None = None
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,10 @@ class StageSync:
     """Sums the gradients of one rank's stages."""
 
     def __init__(
-        self,
-        pipelining: Pipelining,
-        parameters: Sequence[Learned],
-        leaves: Mapping[str, Tensor],
+        self, pipelining: Pipelining, parameters: Sequence[Learned], leaves: Leaves
     ) -> None:
         """`parameters`: all of the model that take a gradient; `leaves`: this rank's pieces."""
+        self._leaves = leaves
         schedule = pipelining.schedule
         place = pipelining.mesh.coordinate(dist.get_rank())[pipelining.axis]
         last, held = last_backwards(schedule)[place], schedule.held_by(place)
@@ -64,26 +65,30 @@ class StageSync:
             group = own_group(pipelining, holders, sync)
             if place in holders:
                 done = [last.get((pipe, stage), -1) for pipe, stage in held if stage in stages]
-                found = [leaves[name] for name in names]
-                self.shares.append(Share(names, found, max(done), group))
+                self.shares.append(Share(names, max(done), group))
 
     def start(self) -> None:
         """Before a step."""
         for share in self.shares:
-            share.work = None
-            for leaf in share.leaves:
+            leaves = {name: self._leaves[name] for name in share.names}
+            share.leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+            share.work = share.buffer = None
+            for leaf in leaves.values():
                 leaf.grad = None
         self.after(-1)
 
     def after(self, position: int) -> None:
         """Start what is complete now that the action at `position` is done."""
         for share in self.shares:
-            if share.ready != position or share.group is None:
+            if share.ready != position or share.group is None or not share.leaves:
                 continue
-            parts = [
-                torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in share.leaves
-            ]
-            share.buffer = torch.cat([part.reshape(-1) for part in parts])
+            parts = [_taken(leaf) for leaf in share.leaves.values()]
+            share.buffer = torch.cat(
+                [
+                    (leaf.detach().new_zeros(leaf.shape) if part is None else part).reshape(-1)
+                    for part, leaf in zip(parts, share.leaves.values())
+                ]
+            )
             share.work = dist.all_reduce(share.buffer, group=share.group, async_op=True)
 
     def finish(self) -> dict[str, Tensor]:
@@ -91,18 +96,21 @@ class StageSync:
         found: dict[str, Tensor] = {}
         for share in self.shares:
             if share.work is None:
-                grads = [leaf.grad for leaf in share.leaves]
-            else:
-                share.work.wait()
-                assert share.buffer is not None
-                sizes = [leaf.numel() for leaf in share.leaves]
-                pieces = share.buffer.split(sizes)
-                grads = [p.view(leaf.shape) for p, leaf in zip(pieces, share.leaves)]
-            for name, leaf, grad in zip(share.names, share.leaves, grads):
-                leaf.grad = None
-                if grad is not None:
-                    found[name] = grad
+                grads = {name: _taken(leaf) for name, leaf in share.leaves.items()}
+                found |= {n: in_own_memory(grad) for n, grad in grads.items() if grad is not None}
+                continue
+            share.work.wait()
+            assert share.buffer is not None
+            pieces = split_like(share.buffer, list(share.leaves.values()))
+            found |= dict(zip(share.leaves, pieces))
+            share.work = share.buffer = None
         return found
+
+
+def _taken(leaf: Tensor) -> Tensor | None:
+    """The gradient of a leaf, which gives it away."""
+    gradient, leaf.grad = leaf.grad, None
+    return gradient
 
 
 def own_group(

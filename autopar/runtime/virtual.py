@@ -100,13 +100,16 @@ class VirtualBackend:
         """The program of every rank."""
         return self.program.graph
 
-    def place_parameter(
-        self, name: str, value: Tensor, layout: Layout, learn: bool
-    ) -> nn.Parameter:
-        return nn.Parameter(value.detach().clone(), requires_grad=learn)
-
-    def place_buffer(self, name: str, value: Tensor, layout: Layout) -> Tensor:
+    def place_tensor(self, name: str, value: Tensor, layout: Layout) -> Tensor:
+        """The whole value: each rank reads its piece of it."""
         return value.detach().clone()
+
+    def cut(self, whole: Tensor, layout: Layout) -> Tensor:
+        """The same: nothing is cut here before it is read."""
+        return whole
+
+    def bind(self, kept: Mapping[str, Tensor]) -> None:
+        """Nothing to do: every run is handed what it reads."""
 
     def collect(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors: they are."""

@@ -1,0 +1,144 @@
+"""Tensors: the parameters and buffers of a parallel module, read from its tree, which owns them.
+
+Every step reads them anew. What a user does to a module between two steps (freeze a parameter, put
+another in its place, load a state with `assign=True`) so has the effect that it has on the model,
+or is refused before the step: the modules, what is tied, what may learn and of which kind each
+tensor is belong to the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autopar._torch import local_of, memory_of
+from autopar.errors import InvalidInput
+
+AGAIN = "change the model, then parallelize it"
+LOAD = "load_state_dict({name: value}, strict=False), which takes whole tensors too"
+HOLDERS = ("_modules", "_parameters", "_buffers")
+Contents = dict[str, "Tensor | nn.Module | None"]
+
+
+class Tensors:
+    """What a module's tree holds by name, as it was last accepted."""
+
+    def __init__(
+        self, root: nn.Module, tied: Mapping[str, str], learns: Mapping[str, bool]
+    ) -> None:
+        """`tied`: other names of a parameter; `learns`: of the parameters that the program reads,
+        whether it makes their gradients."""
+        self._root, self._learns = root, learns
+        self._holders = [vars(module)[kind] for module in root.modules() for kind in HOLDERS]
+        self._planned = self._contents()
+        self._kinds = {name: _kind(value) for name, value in self._planned.items()}
+        self._tied = {alias: name for alias, name in tied.items() if alias in self._planned}
+        self._accept(self._planned)
+
+    @property
+    def changed(self) -> bool:
+        """Whether the tree holds anything else than `values`, or lets other parameters learn."""
+        return self._look() != self._seen
+
+    def take(self) -> None:
+        """Accept what the tree holds now, or refuse it."""
+        found = self._contents()
+        for name in dict.fromkeys([*self._planned, *found]):
+            self._check_kind(name, found.get(name))
+        for name, value in found.items():
+            if isinstance(value, Tensor):
+                self._check_gradient(name, value)
+                self._check_data(name, value)
+        for alias, name in self._tied.items():
+            if found[alias] is not found[name]:
+                raise InvalidInput(
+                    "parameters that are tied in the program stay tied",
+                    got=f"{alias} is another tensor than {name}",
+                    remedy="put one parameter in both places, or untie the model first",
+                )
+        self._accept(found)
+
+    def _accept(self, found: Contents) -> None:
+        tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        self.values = {name: value for name, value in tensors.items() if name not in self._tied}
+        self._memory = {n: (local_of(value), memory_of(value)) for n, value in tensors.items()}
+        self._found, self._seen = found, self._look()
+
+    def _look(self) -> list[object]:
+        """What tells two states of the tree apart, and is quick to find."""
+        return [_mark(value) for holder in self._holders for value in holder.values()]
+
+    def _contents(self) -> Contents:
+        return {
+            f"{path}.{key}" if path else key: value
+            for path, module in self._root.named_modules(remove_duplicate=False)
+            for kind in HOLDERS
+            for key, value in vars(module)[kind].items()
+        }
+
+    def _check_kind(self, name: str, value: Tensor | nn.Module | None) -> None:
+        planned = self._planned.get(name)
+        if isinstance(planned, nn.Module) or isinstance(value, nn.Module):
+            if value is not planned:
+                raise InvalidInput(
+                    "the modules of a parallel module are those of the model",
+                    got=f"{name} is {_change(planned, value)}",
+                    remedy=AGAIN,
+                )
+        elif planned is None or value is None:
+            if value is not planned:
+                raise InvalidInput(
+                    "a parallel module has the parameters and buffers of the model",
+                    got=f"{name} is {_change(planned, value)}",
+                    remedy=AGAIN,
+                )
+        elif _kind(value) != self._kinds[name]:
+            raise InvalidInput(
+                "what takes the place of a tensor is of its kind",
+                got=f"{name}: {_kind(value)}; planned was {self._kinds[name]}",
+                remedy=LOAD,
+            )
+
+    def _check_gradient(self, name: str, value: Tensor) -> None:
+        is_parameter = isinstance(value, nn.Parameter)
+        planned = self._learns.get(name, True) if is_parameter else False
+        if value.requires_grad and not planned:
+            raise InvalidInput(
+                "what takes no gradient when it is planned takes none later: nothing sums it",
+                got=f"{name} requires grad",
+                remedy="unfreeze it in the model, then parallelize that",
+            )
+
+    def _check_data(self, name: str, value: Tensor) -> None:
+        local, memory = self._memory.get(name, (None, 0))
+        same = isinstance(value, DTensor) and self._found.get(name) is value
+        if same and local_of(value) is local and memory_of(value) != memory:
+            raise InvalidInput(
+                "a DTensor keeps its data: torch ignores what `.data` is set to",
+                got=f"{name}.data = ...",
+                remedy=f"copy_() into it under torch.no_grad(); or {LOAD}",
+            )
+
+
+def _mark(value: Tensor | nn.Module | None) -> object:
+    if isinstance(value, Tensor):
+        return id(value), id(local_of(value)), memory_of(value), value.requires_grad
+    return id(value)
+
+
+def _kind(value: Tensor | nn.Module | None) -> str:
+    """What a tensor has in common with those that may take its place."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    what = "a parameter" if isinstance(value, nn.Parameter) else "a tensor"
+    text = f"{what} {tuple(value.shape)} {value.dtype} on {value.device}"
+    if not isinstance(value, DTensor):
+        return text
+    local = tuple(local_of(value).shape)
+    return f"{text}, placed {value.placements} on {value.device_mesh}, {local} here"
+
+
+def _change(planned: object, value: object) -> str:
+    return "gone" if value is None else "new" if planned is None else "another"
