@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from torch import fx
+
 from autopar.lines import caller
 
 
@@ -49,6 +51,22 @@ class InvalidInput(AutoparError, ValueError):
 
 class ExecutionError(AutoparError, RuntimeError):
     """A program that was accepted could not be carried out."""
+
+
+def unforeseen(doing: str, node: fx.Node | None, error: Exception) -> AutoparError:
+    """What an error from the depths becomes: one that names the operator and the user's line.
+
+    This is the last net: what can be foreseen is refused by its own rule.
+    """
+    if isinstance(error, AutoparError):
+        return error
+    return ExecutionError(
+        f"{doing} every operator of a model",
+        got=f"{node.target if node is not None else 'a model'}: {type(error).__name__}: {error}",
+        remedy="write this line otherwise, or make it an operator of its own by "
+        "torch.library.custom_op, with a rule by register_rule()",
+        source=node.meta.get("source") if node is not None else None,
+    )
 
 
 class VerifierError(ExecutionError):

@@ -273,7 +273,7 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "a model that fails": (
         lambda: parallel(Two(), torch.ones(8, 5)),
-        ["forward runs on the example inputs", "in Two", "run on its own first"],
+        ["torch.export can follow forward", "in Two", "runs on its own"],
     ),
     "no model": (
         lambda: parallel(lambda x: x),

@@ -37,6 +37,7 @@ class Draft:
     output_spec: pytree.TreeSpec
     output_constants: dict[int, object]  # position among the flat outputs -> value
     mutated: list[str] = field(default_factory=list)
+    looked_at: fx.Node | None = None  # for errors that nobody foresaw
 
     @property
     def output(self) -> fx.Node:
@@ -46,6 +47,7 @@ class Draft:
         """The calls of any of `targets` (all calls if none are named), first to last."""
         for node in list(self.graph.nodes):
             if node.op == "call_function" and (not targets or node.target in targets):
+                self.looked_at = node
                 yield node
 
     def call(self, like: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:

@@ -29,7 +29,7 @@ from autopar.capture.draft import Draft, argument, fake_like
 from autopar.capture.failure import VALUES, VALUES_REMEDY
 from autopar.capture.listing import operator_name
 from autopar.capture.source import of_stack
-from autopar.errors import InvalidInput
+from autopar.errors import InvalidInput, unforeseen
 
 aten = torch.ops.aten
 
@@ -194,6 +194,8 @@ class _Inliner:
             got = f"{operator_name(node.target)}, whose result depends on values"
             source = new.meta["source"]
             raise InvalidInput(VALUES, got=got, remedy=VALUES_REMEDY, source=source) from error
+        except Exception as error:
+            raise unforeseen("capture follows", new, error) from error
         _require_dense(new, value, region)
         new.meta["val"] = value
         return new

@@ -24,6 +24,7 @@ from autopar.capture.normalisations import (
     tuples,
 )
 from autopar.capture.values import propagate
+from autopar.errors import unforeseen
 
 Normalisation = Callable[[Draft], None]
 
@@ -78,4 +79,7 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
 def normalise(draft: Draft) -> None:
     """Apply every normalisation, in order."""
     for normalisation in NORMALISATIONS:
-        normalisation(draft)
+        try:
+            normalisation(draft)
+        except Exception as error:
+            raise unforeseen("capture gives one form to", draft.looked_at, error) from error

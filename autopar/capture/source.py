@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 import sysconfig
 import traceback
@@ -60,9 +61,22 @@ def of_stack(stack: str | None) -> str | None:
 
 def of_traceback(trace: TracebackType | None) -> str | None:
     """The same for the traceback of an exception."""
-    frames = [frame for frame in traceback.extract_tb(trace) if is_users(frame.filename)]
-    frame = _innermost(frames, lambda frame: frame.filename)
+    frame = _users_frame(trace)
     return frame and describe(frame.filename, frame.lineno or 0, frame.line)
+
+
+def lines_before(trace: TracebackType | None, count: int = 3) -> str:
+    """That line and some before it."""
+    frame = _users_frame(trace)
+    if frame is None or frame.lineno is None:
+        return ""
+    numbers = range(max(frame.lineno - count, 1), frame.lineno + 1)
+    return "".join(linecache.getline(frame.filename, number) for number in numbers)
+
+
+def _users_frame(trace: TracebackType | None) -> Any:
+    frames = [frame for frame in traceback.extract_tb(trace) if is_users(frame.filename)]
+    return _innermost(frames, lambda frame: frame.filename)
 
 
 def passes_through(trace: TracebackType | None, file: str) -> bool:

@@ -18,6 +18,7 @@ from autopar.cluster import Device
 from autopar.collectives import Price
 from autopar.collectives.redistribution import State
 from autopar.cost.operators import Facts, Pieces, Work, kept_extra, seconds, work
+from autopar.errors import unforeseen
 from autopar.mesh import Mesh
 from autopar.search.moves import state_of
 from autopar.strategies import KERNELS, Rule, Strategy, tensor_inputs
@@ -98,7 +99,10 @@ class Kinds:
         """The candidates of a call; `every` strategy, in every order, if asked."""
         kind = (self._alike[node.name], every)
         if kind not in self._candidates:
-            self._candidates[kind] = self._make(node, every)
+            try:
+                self._candidates[kind] = self._make(node, every)
+            except Exception as error:
+                raise unforeseen("the search weighs", node, error) from error
         return self._candidates[kind]
 
     def _make(self, node: fx.Node, every: bool) -> Candidates:

@@ -28,7 +28,9 @@ def _constant(call: Call, *, counted: bool = False, random: bool = False) -> Rul
 
 
 register_rule(aten("zeros ones full empty new_zeros new_ones new_full new_empty"), _constant)
-register_rule(aten("zeros_like ones_like full_like empty_like fill.Scalar"), "... -> ...", cost=0)
+register_rule(
+    aten("zeros_like ones_like full_like empty_like zero fill.Scalar"), "... -> ...", cost=0
+)
 register_rule("aten.fill.Tensor", "..., -> ...", cost=0)
 register_rule(aten("arange linspace eye scalar_tensor"), partial(_constant, counted=True))
 register_rule(aten("rand randn randint randperm"), partial(_constant, random=True))

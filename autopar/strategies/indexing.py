@@ -33,11 +33,12 @@ def _index_select(call: Call) -> Rule:
     out: list[Dim] = [("j",) if i == dim else factor for i, factor in enumerate(dims)]
     index: list[Dim] = [("j",)] * len(call.shapes[1])
     sizes = sizes_of(dims, call.shapes[0]) | {"j": call.shape[dim] if out else 1}
+    held = dims[dim] if dims else ()
     return call.rule(
         [dims, index],
         out,
         sizes,
-        whole=dims[dim],
+        whole=held,
         passes=FIRST,
         flops=0.0,
         saved=Saved((1,)),

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.errors import InvalidInput
+from autopar.errors import InvalidInput, unforeseen
 from autopar.strategies.kernels import KERNELS
 from autopar.strategies.language import Flops, Passes, Pattern, parse
 from autopar.strategies.rule import Dim, Rule, Saved, product, render
@@ -191,7 +191,10 @@ def rule_of(node: fx.Node) -> Rule | None:
     if function is None or not all(isinstance(output, torch.Tensor) for output in outputs):
         return None
     call = Call(node)
-    rule = function(call)
+    try:
+        rule = function(call)
+    except Exception as error:
+        raise unforeseen("a rule is found for", node, error) from error
     if rule is None:
         return None
     if len(rule.inputs) != len(call.inputs):

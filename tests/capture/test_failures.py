@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autopar as ap
 from autopar.capture import capture
-from autopar.errors import InvalidInput
+from autopar.errors import AutoparError, InvalidInput
+from autopar.strategies import register_rule
 from tests.capture.support import Function
 
 
@@ -41,6 +43,14 @@ def selection(self: Function, x: Tensor) -> Tensor:
 
 def nonzero(self: Function, x: Tensor) -> Tensor:
     return self.linear(x) * x.nonzero().shape[0]  # the line
+
+
+def formatted(self: Function, x: Tensor) -> Tensor:
+    return self.linear(x) * len(f"{x.sum():.2f}")  # the line
+
+
+def least_squares(self: Function, x: Tensor) -> Tensor:
+    return torch.linalg.lstsq(self.linear(x), x).solution.sum()  # the line
 
 
 def own_error(self: Function, x: Tensor) -> Tensor:
@@ -86,7 +96,8 @@ WRITES = "forward changes only buffers and its own intermediate values"
 GRADIENTS = (
     "gradients are those of the operators of forward; one written by hand belongs to an operator"
 )
-RUNS = "forward runs on the example inputs"
+RUNS = "torch.export can follow forward on the example inputs"
+SHAPES = "torch can tell the shape of every result without its values"
 
 
 @pytest.mark.parametrize(
@@ -98,6 +109,8 @@ RUNS = "forward runs on the example inputs"
         (numpy, VALUES, "a tensor handed to numpy"),
         (selection, VALUES, "index, whose result depends on values"),
         (nonzero, VALUES, "nonzero, whose result depends on values"),
+        (formatted, VALUES, "an operation that reads the memory of a tensor"),
+        (least_squares, SHAPES, "aten.linalg_lstsq.default"),
         (own_error, RUNS, "KeyError in Function: 'no such layer'"),
         (shapes, RUNS, "RuntimeError in Function: a and b must have same reduction dim"),
         (data, "every tensor comes from an input, a parameter, a buffer or an operator", ".data"),
@@ -154,3 +167,38 @@ def test_what_is_not_a_model_or_arguments() -> None:
         capture(torch.relu, (torch.randn(3),))  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match=r"write \(x,\) for one input"):
         capture(nn.Linear(4, 4), torch.randn(3, 4))  # type: ignore[arg-type]
+
+
+def test_a_dropped_layer_names_its_setting() -> None:
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.encoder_layerdrop = nn.Linear(4, 4), 0.1
+
+        def forward(self, x: Tensor) -> Tensor:
+            drawn = torch.rand([])
+            skipped = drawn < self.encoder_layerdrop
+            return x if skipped else self.linear(x)
+
+    with pytest.raises(InvalidInput) as caught:
+        capture(Dropping(), (torch.randn(3, 4),))
+    assert "set encoder_layerdrop" in str(caught.value.remedy)
+
+
+def test_what_nobody_foresaw_names_the_operator_and_the_line() -> None:
+    @torch.library.custom_op("tests_failures::halve", mutates_args=())
+    def halve(x: Tensor) -> Tensor:
+        return x / 2
+
+    halve.register_fake(torch.empty_like)
+    register_rule(halve, lambda call: call["no such argument"])
+
+    def with_a_wrong_rule(self: Function, x: Tensor) -> Tensor:
+        return halve(self.linear(x)).sum()  # the line
+
+    with pytest.raises(AutoparError, match="a rule is found for") as caught:
+        ap.plan(Function(with_a_wrong_rule), (torch.randn(3, 4),), mesh=ap.Mesh(x=2))
+    assert "halve" in str(caught.value.got)
+    assert "KeyError" in str(caught.value.got)
+    assert (caught.value.source or "").endswith("# the line")
+    assert isinstance(caught.value.__cause__, KeyError)

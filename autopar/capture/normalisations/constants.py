@@ -23,6 +23,8 @@ _OF_SHAPES = {
     aten.ones_like.default,
     aten.zeros_like.default,
     aten.full_like.default,
+    aten.zero.default,
+    aten.fill.Scalar,
     aten.new_ones.default,
     aten.new_zeros.default,
     aten.new_full.default,
@@ -75,7 +77,7 @@ class Evaluator:
         if may_be_random(node) or "empty" in str(target):
             return False
         if target in _OF_SHAPES:
-            return True
+            return not node.meta.get("differentiable", False)  # a gradient of zeros is one
         return all(self.constant[source] for source in node.all_input_nodes)
 
     def know(self, node: fx.Node, value: torch.Tensor) -> None:

@@ -24,9 +24,7 @@ aten = torch.ops.aten
 
 # In-place operators whose functional form has another name, or none.
 _FUNCTIONAL: dict[object, Callable[..., Any]] = {
-    aten.zero_.default: aten.zeros_like.default,
     aten.transpose_.default: aten.transpose.int,
-    aten.fill_.Scalar: aten.full_like.default,
     aten.normal_.default: aten.normal_functional.default,
 }
 _RESHAPES = (
