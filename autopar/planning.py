@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,32 +27,25 @@ from autopar.errors import InvalidInput
 from autopar.lines import frames_to_caller
 from autopar.mesh import Mesh
 from autopar.passes import rewrite
-from autopar.passes.microbatches import batch_statistics, cut_batch
+from autopar.passes.microbatches import batch_statistics
 from autopar.pipeline.choice import choose
-from autopar.pipeline.cut import cut_stages
 from autopar.pipeline.plan import (
-    Pipelining,
     Request,
     ScheduleLike,
-    axis_to_make,
+    open_request,
     pipeline_axis,
     read_request,
-    refuse_without_pipeline,
-    with_inner_axes,
 )
-from autopar.pipeline.price import line_of
 from autopar.pipeline.schedule import Schedule
 from autopar.report.progress import reporter
 from autopar.runtime.plan import Plan
-from autopar.search.auto import Progress, search
+from autopar.search.auto import Found, Progress, search
 from autopar.search.decisions import Decisions, Fallback
 from autopar.search.footprint import program_memory
-from autopar.search.meshes import meshes
 from autopar.search.propagate import propagate
 from autopar.search.wishes import Wishes, read_wishes
 
 MODES = ("auto", "propagate", "data")
-MOST_AXES = 3  # of a mesh that the search chooses
 
 
 def plan(
@@ -103,101 +98,100 @@ def plan(
         raise InvalidInput(
             'microbatches is a number or "auto"', got=repr(microbatches), remedy="microbatches=8"
         )
+    count = None if microbatches == "auto" else int(microbatches)
     if _is_open(mode, mesh, pipeline, schedule, algorithm):
         _require_nothing_about_a_schedule(schedule_options, recompute)
-        with reporter(progress) as report:
-            report("capture", type(model).__name__)
-            captured = capture(model, args, dict(kwargs or {}))
-        return _weighed(
-            model,
-            captured,
-            cluster,
-            mesh,
-            memory=memory,
-            microbatches=microbatches,
-            pipeline=pipeline,
-            strict=strict,
-            progress=progress,
-        )
-    request = None
-    if mesh is None:
-        refuse_without_pipeline("no mesh", pipeline, schedule, schedule_options, recompute)
+        request = open_request(mesh, pipeline, count)
     else:
-        made = None if schedule == "auto" else schedule
-        count = microbatches
-        if count == "auto":
-            axis, whole = pipeline_axis(mesh, pipeline)
-            count = 2 * whole[axis] if axis is not None else 1
-            count = made.microbatches if isinstance(made, Schedule) else count
-        request = read_request(mesh, pipeline, made, schedule_options, int(count), recompute)
-        mesh = request.inner if request else mesh
+        request = read_request(mesh, pipeline, schedule, schedule_options, count, recompute)
     with reporter(progress) as report:
         report("capture", type(model).__name__)
         captured = capture(model, args, dict(kwargs or {}))
-    if strict:
-        _require_rules(captured)
-    if request and microbatches == "auto" and not isinstance(schedule, Schedule):
-        request = _in_one_if_statistics(captured, request, schedule_options, schedule)
-    slices = request.schedule.slices if request else 1 if microbatches == "auto" else microbatches
-    slices = int(slices)
-    _report_statistics(captured, slices)
-    if mesh is not None:
-        _refuse_random(captured, mesh, slices, request)
-    batches = cut_batch(captured, slices) if request or slices != 1 else None
-    captured = batches.captured if batches else captured
-    if cluster is None:
-        machines = request.mesh if request else mesh
-        cluster = Cluster.local(machines.size if machines else _devices_here(), measure=False)
-    offered = [mesh] if mesh is not None else meshes(cluster.devices, MOST_AXES, cluster)
-    annotations = parameter_annotations(model)
-    account = None
-    limit = cluster.device.memory if memory is None else memory
-    if mode == "auto":
-        with reporter(progress) as report:
-            found = search(
-                captured,
-                offered,
-                cluster,
-                lambda mesh: read_wishes(captured, mesh, annotations),
-                limit * (request.schedule.ranks if request else 1),
-                algorithm,
-                report,
-                lambda decisions: _needed(captured, decisions, cluster),
-                slices,
-            )
-        decisions, account = found.decisions, found.search
-        wishes = read_wishes(captured, decisions.mesh, annotations)
-    else:
-        chosen = offered[0]
-        wishes = Wishes() if mode == "data" else read_wishes(captured, chosen, annotations)
-        decisions = propagate(captured, chosen, None if mode == "data" else wishes)
-    _refuse_random(captured, decisions.mesh)
-    _report_fallbacks(decisions.fallbacks)
-    price = ClusterPrice(cluster, decisions.mesh)
-    pipelining = None
-    if request is not None:
-        graph = rewrite(captured, decisions, price)
-        line = line_of(captured, graph, request.inner, cluster, request.mesh, request.axis)
-        stages = cut_stages(
-            line.recomputed() if request.recompute else line,
-            request.schedule,
+        if strict:
+            _require_rules(captured)
+        if request.schedule is not None and count is None and not isinstance(schedule, Schedule):
+            request = _in_one_if_statistics(captured, request, schedule_options, schedule)
+        if request.mesh is not None:
+            turns = request.microbatches or 1
+            _refuse_random(captured, request.mesh, turns, request.recompute)
+        if cluster is None:
+            devices = request.mesh.size if request.mesh else _devices_here()
+            cluster = Cluster.local(devices, measure=False)
+        limit = cluster.device.memory if memory is None else memory
+        layouts = _Layouts(cluster, mode, algorithm, parameter_annotations(model), report)
+        chosen = choose(
+            captured,
+            cluster,
+            layouts,
+            request,
+            memory=math.inf if mode != "auto" and memory is None else limit,
             pins=stage_pins(model),
-            memory=limit if mode == "auto" else memory,
-            recompute=request.recompute,
+            progress=report,
         )
-        pipelining = request.pipelining(stages)
+    decisions, pipelining = chosen.found.decisions, chosen.pipelining
+    slices = chosen.batches.count if chosen.batches else 1
+    whole = pipelining.mesh if pipelining else decisions.mesh
+    _refuse_random(captured, whole, slices, pipelining is not None and pipelining.recompute)
+    _report_statistics(captured, slices)
+    _report_fallbacks(decisions.fallbacks)
     return Plan(
-        captured,
+        chosen.captured,
         decisions,
-        price,
+        ClusterPrice(cluster, decisions.mesh),
         cluster,
-        account,
-        batches,
+        chosen.found.search,
+        chosen.batches,
         pipelining,
         mode=mode,
         limit=limit,
-        wishes=wishes,
+        wishes=layouts.wishes(chosen.captured, decisions.mesh),
+        alternatives=chosen.alternatives,
     )
+
+
+@dataclass(frozen=True)
+class _Layouts:
+    """Where tensors live: by search, or spread from annotations or the batch."""
+
+    cluster: Cluster
+    mode: str
+    algorithm: str
+    annotations: Mapping[str, Any]
+    report: Progress
+
+    def wishes(self, program: Captured, mesh: Mesh) -> Wishes:
+        """What annotations ask for."""
+        return Wishes() if self.mode == "data" else read_wishes(program, mesh, self.annotations)
+
+    def __call__(
+        self,
+        program: Captured,
+        offered: Sequence[Mesh],
+        memory: float,
+        microbatches: int,
+        is_all: bool,
+    ) -> Found:
+        if self.mode != "auto":
+            mesh = offered[0]
+            wishes = None if self.mode == "data" else self.wishes(program, mesh)
+            return Found(propagate(program, mesh, wishes))
+
+        def needed(decisions: Decisions) -> float:
+            price = ClusterPrice(self.cluster, decisions.mesh)
+            graph = rewrite(program, decisions, price)
+            return program_memory(program, graph, decisions.mesh).peak
+
+        return search(
+            program,
+            offered,
+            self.cluster,
+            lambda mesh: self.wishes(program, mesh),
+            memory,
+            self.algorithm,
+            self.report,
+            needed if is_all else None,
+            microbatches,
+        )
 
 
 def _is_open(
@@ -216,64 +210,6 @@ def _is_open(
     return axis is not None and schedule in ("auto", None)
 
 
-def _weighed(
-    model: nn.Module,
-    captured: Captured,
-    cluster: Cluster | None,
-    mesh: Mesh | None,
-    *,
-    memory: float | None,
-    microbatches: int | str,
-    pipeline: str | int | None,
-    strict: bool,
-    progress: Progress | bool | None,
-) -> Plan:
-    """The plan with the fastest of all pipelines, or without one where that is faster."""
-    if strict:
-        _require_rules(captured)
-    if mesh is None:
-        axis, stages = axis_to_make(pipeline)
-    else:
-        named, mesh = pipeline_axis(mesh, pipeline)
-        assert named is not None
-        axis, stages, mesh = named, mesh[named], with_inner_axes(mesh, named)
-    if cluster is None:
-        cluster = Cluster.local(mesh.size if mesh else _devices_here(), measure=False)
-    annotations = parameter_annotations(model)
-    limit = cluster.device.memory if memory is None else memory
-    with reporter(progress) as report:
-        chosen = choose(
-            captured,
-            cluster,
-            lambda program, mesh: read_wishes(program, mesh, annotations),
-            memory=limit,
-            microbatches=None if microbatches == "auto" else int(microbatches),
-            axis=axis,
-            stages=stages,
-            mesh=mesh,
-            pins=stage_pins(model),
-            progress=report,
-        )
-    decisions = chosen.found.decisions
-    slices = chosen.batches.count if chosen.batches else 1
-    _report_statistics(captured, slices)
-    _refuse_random(chosen.captured, decisions.mesh, slices, chosen.pipelining)
-    _report_fallbacks(decisions.fallbacks)
-    return Plan(
-        chosen.captured,
-        decisions,
-        ClusterPrice(cluster, decisions.mesh),
-        cluster,
-        chosen.found.search,
-        chosen.batches,
-        chosen.pipelining,
-        mode="auto",
-        limit=limit,
-        wishes=read_wishes(chosen.captured, decisions.mesh, annotations),
-        alternatives=chosen.alternatives,
-    )
-
-
 def _in_one_if_statistics(
     captured: Captured,
     request: Request,
@@ -287,13 +223,15 @@ def _in_one_if_statistics(
     name = None if schedule == "auto" else schedule
     with suppress(InvalidInput):
         one = read_request(request.mesh, request.axis, name, options, 1, request.recompute)
-        if one is not None and one.schedule.slices == 1:
+        if one.microbatches == 1:
             return one
+    made = request.schedule
+    assert made is not None
     raise InvalidInput(
         "micro-batches that change what a step computes are taken only when asked for",
-        got=f"schedule {request.schedule.name!r}, which needs several, and {_named(statistics)}, "
+        got=f"schedule {made.name!r}, which needs several, and {_named(statistics)}, "
         "which would take statistics over each alone",
-        remedy=f"microbatches={request.schedule.microbatches}, or another schedule",
+        remedy=f"microbatches={made.microbatches}, or another schedule",
         source=statistics[0].meta["source"],
     )
 
@@ -308,12 +246,6 @@ def _require_nothing_about_a_schedule(options: Mapping[str, Any] | None, recompu
             got=", ".join(named),
             remedy='schedule="chimera" or another name, beside them',
         )
-
-
-def _needed(captured: Captured, decisions: Decisions, cluster: Cluster) -> float:
-    """The bytes that the finished program of these decisions needs on each device."""
-    graph = rewrite(captured, decisions, ClusterPrice(cluster, decisions.mesh))
-    return program_memory(captured, graph, decisions.mesh).peak
 
 
 def _devices_here() -> int:
@@ -345,14 +277,11 @@ def _require_rules(captured: Captured) -> None:
         )
 
 
-def _refuse_random(
-    captured: Captured, mesh: Mesh, slices: int = 1, pipelining: Request | Pipelining | None = None
-) -> None:
+def _refuse_random(captured: Captured, mesh: Mesh, slices: int, again: bool) -> None:
     """Refuse random numbers where several ranks, or several runs of a step, would draw them."""
-    ranks = mesh.size * (pipelining.schedule.ranks if pipelining else 1)
-    if ranks == slices == 1 and not (pipelining and pipelining.recompute):
+    if mesh.size == slices == 1 and not again:
         return
-    places = "" if ranks == 1 else f" on {pipelining.mesh if pipelining else mesh}"
+    places = "" if mesh.size == 1 else f" on {mesh}"
     turns = "" if slices == 1 else f" in {slices} micro-batches"
     for node in captured.random:
         raise InvalidInput(

@@ -283,7 +283,9 @@ class _Explainer:
     def _forced(self, variable: int) -> np.ndarray:
         built, limit = self.plan.cost_graph, self.plan.limit
         limit = None if limit is None else limit - built.fixed_bytes
-        return forced(built.graph, variable, self._multiplier, limit) * self.plan.microbatches
+        pipelining = self.plan.pipelining  # its ranks do their parts of the work side by side
+        runs = self.plan.microbatches / (pipelining.schedule.ranks if pipelining else 1)
+        return forced(built.graph, variable, self._multiplier, limit) * runs
 
     def _forced_operator(self, node: fx.Node, offered: Candidates) -> np.ndarray | None:
         """The least seconds of a step for each candidate; None if nothing was searched."""

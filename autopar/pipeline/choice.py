@@ -9,6 +9,7 @@ figures.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -23,18 +24,20 @@ from autopar.passes import rewrite
 from autopar.passes.microbatches import Microbatches, batch_statistics, cut_batch
 from autopar.pipeline.checker import check
 from autopar.pipeline.cut import cut_stages
-from autopar.pipeline.plan import AXIS, Pipelining
+from autopar.pipeline.plan import AXIS, Pipelining, Request
 from autopar.pipeline.price import line_of, pipeline_memory, price_step
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import schedule as make_schedule
-from autopar.search.auto import Found, Progress, search, too_early, was_interrupted
+from autopar.search.auto import Found, Progress, too_early, was_interrupted
 from autopar.search.footprint import Memory, program_memory
 from autopar.search.leanest import Leanest, NothingFits
 from autopar.search.meshes import meshes
 from autopar.search.report import program_cost
 from autopar.search.stages import Pin, StageCost
-from autopar.search.wishes import Wishes
 
+# For a program, on the best of some meshes, within some bytes on each device, of one of so many
+# micro-batches; whether that is all that each device is asked to hold.
+Layouts = Callable[[Captured, Sequence[Mesh], float, int, bool], Found]
 MOST_AXES = 3  # of a mesh without a pipeline
 MOST_INNER_AXES = 2  # of a mesh inside each stage
 MOST_STAGES = 16  # that are tried unasked
@@ -118,46 +121,47 @@ class _Way:
 def choose(
     captured: Captured,
     cluster: Cluster,
-    wishes: Callable[[Captured, Mesh], Wishes],
+    layouts: Layouts,
+    request: Request,
     *,
-    memory: float,
-    microbatches: int | None = None,
-    axis: str = AXIS,
-    stages: int | None = None,
-    mesh: Mesh | None = None,
+    memory: float = math.inf,
     pins: Sequence[Pin] = (),
     progress: Progress | None = None,
 ) -> Chosen:
-    """The fastest way to run a step of `captured` on all of `cluster`.
+    """The fastest way to run a step of `captured` on `cluster`, of those that `request` allows.
 
-    `microbatches`, `stages` and the `mesh` of all ranks fix these; all sensible ones are tried if
-    not given. `axis` is the pipeline's.
+    What is asked for by name is a choice of one.
     """
     report = progress or (lambda phase, detail: None)
-    weigher = _Weigher(captured, cluster, wishes, memory, axis, mesh, pins, report)
+    weigher = _Weigher(captured, cluster, layouts, request, memory, pins, report)
     ways: list[_Way] = []
-    reasons: dict[str, None] = {}
+    reasons: dict[str, InvalidInput] = {}
     too_large: list[Leanest] = []
-    interrupted = False  # then the best so far is taken
+    interrupted = left = False  # then the best so far is taken, though something is left
+    microbatches = request.microbatches
     if microbatches is None and batch_statistics(captured):
         microbatches = 1  # more would be another loss
-    for count, parts in _sizes(cluster.devices, stages, microbatches):
+    sizes = list(_sizes(cluster.devices, request.stages, microbatches))
+    for count, parts in sizes:
         try:
             report("pipeline", f"{count} stages, {parts} micro-batches")
             for way in weigher.ways(count, parts):
                 ways.append(way)
                 if way.alternative.fits:
                     weigher.best = min(weigher.best, way.alternative.seconds)
-                interrupted = interrupted or way.found.search.interrupted
+                interrupted = interrupted or way.found.interrupted
         except (KeyboardInterrupt, ExecutionError) as error:
             if not was_interrupted(error):
                 raise
-            interrupted = True
+            interrupted = left = True
         except NothingFits as error:
             too_large.append(_share(error.leanest, count))
         except InvalidInput as error:
-            reasons[f"{count} stages, {parts} micro-batches: {error.rule}: {error.got}"] = None
+            if len(sizes) == 1:
+                raise
+            reasons[f"{count} stages, {parts} micro-batches: {error.rule}: {error.got}"] = error
         if interrupted:
+            left = left or (count, parts) != sizes[-1]
             break
     fitting = [way for way in ways if way.alternative.fits]
     if interrupted and not fitting:
@@ -172,7 +176,12 @@ def choose(
             remedy="fix fewer of mesh, pipeline, microbatches and memory",
         )
     best = min(fitting, key=lambda way: way.alternative.seconds)
-    found = replace(best.found, search=best.found.search.cut_short()) if interrupted else best.found
+    found, account = best.found, best.found.search
+    if account is not None:
+        account = account.cut_short() if left else account
+        pipelining = best.pipelining
+        ranks = pipelining.schedule.ranks if pipelining is not None else 1
+        found = replace(found, search=account.shared(ranks))
     alternatives = sorted((way.alternative for way in ways), key=lambda a: (not a.fits, a.seconds))
     return Chosen(best.captured, found, best.batches, best.pipelining, tuple(alternatives))
 
@@ -210,27 +219,28 @@ class _Weigher:
         self,
         captured: Captured,
         cluster: Cluster,
-        wishes: Callable[[Captured, Mesh], Wishes],
+        layouts: Layouts,
+        request: Request,
         memory: float,
-        axis: str,
-        mesh: Mesh | None,
         pins: Sequence[Pin],
         report: Progress,
     ) -> None:
-        self.whole, self.cluster, self.wishes = captured, cluster, wishes
+        self.whole, self.cluster, self.layouts = captured, cluster, layouts
         self.memory, self.pins, self.report = memory, pins, report
-        self.axis, self.mesh = axis, mesh
+        self.request = request
         self._cut: dict[int, Microbatches] = {}
         self.best = float("inf")  # seconds of the fastest way that fits
 
     def ways(self, stages: int, parts: int) -> Iterator[_Way]:
         """Every way with this many stages and micro-batches."""
-        batches = self._batches(parts) if stages > 1 or parts > 1 else None
+        asked = self.request
+        straight = stages == 1 and asked.schedule is None
+        batches = None if straight and parts == 1 else self._batches(parts)
         captured = batches.captured if batches else self.whole
         axes = MOST_AXES if stages == 1 else MOST_INNER_AXES
         inner = (
-            [self.mesh.without(self.axis)]
-            if self.mesh
+            [asked.inner]
+            if asked.inner is not None
             else meshes(self.cluster.devices // stages, axes, self.cluster)
         )
         # Each stage has a share of the states, and at least the activations of one micro-batch.
@@ -238,35 +248,27 @@ class _Weigher:
         impossible = 0.0  # bytes that no layouts fit in
         for attempt in range(ATTEMPTS):
             try:
-                found = search(
-                    captured,
-                    inner,
-                    self.cluster,
-                    lambda mesh: self.wishes(captured, mesh),
-                    limit,
-                    progress=self.report,
-                    microbatches=parts,
-                )
+                found = self.layouts(captured, inner, limit, parts, straight)
             except NothingFits:
                 if not attempt:
                     raise
                 impossible, limit = limit, (limit + leanest) / 2
                 continue
-            if stages == 1:
+            if straight:
                 yield self._straight(captured, found, batches)
                 return
             # A pipeline without bubbles gives every stage its part of the work.
-            if found.solution.objective * parts / stages >= self.best:
+            if found.search is not None and found.search.objective / stages >= self.best:
                 return
             taken = float("inf")
             for way in self._pipelined(captured, found, batches, stages, parts):
                 yield way
                 taken = min(taken, way.alternative.memory)
-            if taken <= self.memory:
+            if taken <= self.memory or found.search is None:
                 return
             # Stages are uneven, and keep several micro-batches: leaner layouts may leave room.
             inner = [found.decisions.mesh]
-            leanest = min(limit, found.solution.memory + found.built.fixed_bytes)
+            leanest = min(limit, found.memory)
             limit = max(LEANER * leanest * self.memory / taken, (impossible + leanest) / 2)
 
     def _batches(self, parts: int) -> Microbatches:
@@ -295,26 +297,28 @@ class _Weigher:
         parts: int,
     ) -> Iterator[_Way]:
         inner = found.decisions.mesh
-        mesh = self.mesh or Mesh(**{self.axis: stages, **dict(zip(inner.names, inner.shape))})
+        asked, axis = self.request, self.request.axis or AXIS
+        mesh = asked.mesh or Mesh(**{axis: stages, **dict(zip(inner.names, inner.shape))})
         price = ClusterPrice(self.cluster, inner)
         graph = rewrite(captured, found.decisions, price)
-        line = line_of(captured, graph, inner, self.cluster, mesh, self.axis)
+        line = line_of(captured, graph, inner, self.cluster, mesh, axis)
         lines = {False: line, True: line.recomputed()}
 
         def priced(made: Schedule, stages: Sequence[StageCost], again: bool) -> _Way:
-            pipelining = Pipelining(self.axis, mesh, made, tuple(stages), again)
+            pipelining = Pipelining(axis, mesh, made, tuple(stages), again)
             return self._priced(pipelining, captured, found, batches)
 
         fastest: dict[tuple[int, bool], Sequence[StageCost]] = {}
-        for made in schedules(stages, parts):
-            for again in (False, True):
+        offered = schedules(stages, parts) if asked.schedule is None else iter([asked.schedule])
+        for made in offered:
+            for again in (False, True) if asked.schedule is None else (asked.recompute,):
                 key = made.stages, again
                 try:
                     if key not in fastest:
                         fastest[key] = cut_stages(lines[again], made, pins=self.pins)
                 except InvalidInput:
                     # Schedules with several chunks want more stages than others: only they fail.
-                    if made.stages == stages:
+                    if made.stages == stages or made is asked.schedule:
                         raise
                     break
                 way = priced(made, fastest[key], again)

@@ -7,7 +7,7 @@ request.pipelining(stages)           # with the stages that the model was cut in
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -83,39 +83,60 @@ class Pipelining:
 
 @dataclass(frozen=True)
 class Request:
-    """A pipeline that the user asked for, before the model is cut."""
+    """What is asked for by name of how a step runs. None: it is to be chosen."""
 
-    axis: str
-    mesh: Mesh
-    inner: Mesh
-    schedule: Schedule
-    recompute: bool
+    axis: str | None = None  # of the pipeline; without an axis there is no pipeline
+    mesh: Mesh | None = None  # of all ranks
+    stages: int | None = None  # ranks along the axis
+    microbatches: int | None = None
+    schedule: Schedule | None = None
+    recompute: bool = False  # with that schedule
 
-    def pipelining(self, stages: Sequence[StageCost]) -> Pipelining:
-        """The decisions, now that the model is cut."""
-        return Pipelining(self.axis, self.mesh, self.schedule, tuple(stages), self.recompute)
+    @property
+    def inner(self) -> Mesh | None:
+        """The mesh inside each stage."""
+        if self.mesh is None or self.axis is None:
+            return self.mesh
+        return self.mesh.without(self.axis)
+
+
+def open_request(
+    mesh: Mesh | None, pipeline: str | int | None, microbatches: int | None
+) -> Request:
+    """A pipeline, or none, is to be chosen: with these words, as far as they are given."""
+    if mesh is None:
+        axis, stages = axis_to_make(pipeline)
+        return Request(axis, None, stages, microbatches)
+    named, mesh = pipeline_axis(mesh, pipeline)
+    assert named is not None
+    return Request(named, with_inner_axes(mesh, named), mesh[named], microbatches)
 
 
 def read_request(
-    mesh: Mesh,
+    mesh: Mesh | None,
     pipeline: str | int | None,
     schedule: ScheduleLike,
     options: Mapping[str, Any] | None,
-    microbatches: int,
+    microbatches: int | None,
     recompute: bool = False,
-) -> Request | None:
-    """What `plan`'s arguments say about a pipeline; None if there is none.
+) -> Request:
+    """What `plan`'s arguments say where they name a pipeline with its schedule, or none.
 
     `pipeline` names the axis ("auto": `pp`, if the mesh has it), or is a number of ranks that are
-    put before the mesh's axes, or None.
+    put before the mesh's axes, or None. Twice as many micro-batches as ranks are taken if no number
+    of them is given.
     """
-    axis, mesh = pipeline_axis(mesh, pipeline)
-    if axis is None:
-        refuse_without_pipeline(str(mesh), None, schedule, options, recompute)
-        return None
-    made = _schedule(schedule, dict(options or {}), mesh[axis], microbatches)
-    mesh = with_inner_axes(mesh, axis)
-    return Request(axis, mesh, mesh.without(axis), made, recompute)
+    axis, whole = (None, None) if mesh is None else pipeline_axis(mesh, pipeline)
+    if axis is None or whole is None:
+        where, pipeline = ("no mesh", pipeline) if mesh is None else (str(mesh), None)
+        refuse_without_pipeline(where, pipeline, schedule, options, recompute)
+        return Request(None, mesh, 1, 1 if microbatches is None else microbatches)
+    named = None if schedule == "auto" else schedule
+    if microbatches is None:
+        microbatches = named.microbatches if isinstance(named, Schedule) else 2 * whole[axis]
+    made = _schedule(named, dict(options or {}), whole[axis], microbatches)
+    whole = with_inner_axes(whole, axis)
+    return Request(axis, whole, whole[axis], made.slices, made, recompute)
 
 
 def refuse_without_pipeline(

@@ -72,6 +72,15 @@ class Search:
         """The same, with something left that was not weighed: it might take no time at all."""
         return replace(self, interrupted=True, bound=0.0, gap=relative_gap(self.objective, 0.0))
 
+    def shared(self, ranks: int) -> Search:
+        """The same of a pipeline, on whose `ranks` the work of all stages is done side by side."""
+        considered = tuple(
+            replace(one, seconds=None if one.seconds is None else one.seconds / ranks)
+            for one in self.considered
+        )
+        objective, bound = self.objective / ranks, self.bound / ranks
+        return replace(self, objective=objective, bound=bound, considered=considered)
+
     def to_json(self) -> dict[str, object]:
         return {
             "seconds": self.seconds,
@@ -96,12 +105,15 @@ class Search:
 
 @dataclass(frozen=True)
 class Found:
-    """What the search found, and the cost graph in which it did."""
+    """Layouts for a program; with the account of the search, where they were searched for."""
 
     decisions: Decisions
-    search: Search
-    built: Built
-    solution: Solution
+    search: Search | None = None
+    memory: float = 0.0  # bytes on each device, as the search adds them up
+
+    @property
+    def interrupted(self) -> bool:
+        return self.search is not None and self.search.interrupted
 
 
 @dataclass
@@ -182,7 +194,7 @@ def search(
         multiplier=solution.multiplier,
     )
     account = account.cut_short() if interrupted and left else account
-    return Found(decisions, account, best.built, solution)
+    return Found(decisions, account, solution.memory + best.built.fixed_bytes)
 
 
 def was_interrupted(error: BaseException) -> bool:

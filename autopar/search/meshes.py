@@ -5,7 +5,7 @@
 
 The last axis joins nearest neighbours, so the order of the sizes is also their placement on the
 levels of links: of the orders whose axes all stay on a level, every one is kept; an axis that
-would straddle a node's border unevenly is left out.
+would straddle a node's border unevenly is left out, where another arrangement has none.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ def meshes(devices: int, most_axes: int, cluster: Cluster | None = None) -> list
     """All meshes of `devices` ranks with at most `most_axes` axes, fewest axes first."""
     if devices == 1:
         return [Mesh(x=1)]
-    found = []
-    for sizes in _factorisations(devices):
-        if len(sizes) <= most_axes and (cluster is None or _respects_nodes(sizes, cluster)):
-            found.append(Mesh(**dict(zip(AXIS_NAMES, sizes))))
+    every = [sizes for sizes in _factorisations(devices) if len(sizes) <= most_axes]
+    even = [sizes for sizes in every if cluster is None or _respects_nodes(sizes, cluster)]
+    found = [Mesh(**dict(zip(AXIS_NAMES, sizes))) for sizes in even or every]
     return sorted(found, key=lambda mesh: len(mesh.names))
 
 

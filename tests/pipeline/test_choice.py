@@ -93,6 +93,25 @@ def test_memory_that_nothing_meets_is_answered_with_the_least() -> None:
         plan(models.gpt(), slow_network(2), memory=1e4)
 
 
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [
+        ((6, 6), {"pipeline": 3, "microbatches": 3}),
+        ((3, 3), {}),
+        ((4, 8), {"pipeline": 2, "microbatches": 2}),
+        ((5, 3), {"pipeline": None}),
+    ],
+)
+def test_nodes_that_no_mesh_respects_are_planned_all_the_same(devices, options) -> None:
+    """Then an axis straddles the border of a node, and pays for it."""
+    toy = slow_network(1).nodes[0]
+    nodes = tuple(Node(toy.device, count, toy.link) for count in devices)
+    cluster = ap.Cluster(nodes, Link(1e-5, 1e7), "toy")
+    chosen = plan(models.mlp(batch=2 * sum(devices)), cluster, **options)
+    assert chosen.whole_mesh.size == sum(devices)
+    assert chosen.search.bound <= chosen.cost.seconds * (1 + 1e-9)
+
+
 @cache
 def deep() -> models.Case:
     return models.gpt(layers=4, batch=16, sequence=16)
