@@ -11,6 +11,7 @@ from autopar.planning import plan
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.plan import Plan
 from autopar.strategies import register_rule
+from autopar.verifying import verify
 
 __version__ = "0.1.0"
 
@@ -29,4 +30,5 @@ __all__ = [
     "plan",
     "register_rule",
     "shard",
+    "verify",
 ]

@@ -15,6 +15,7 @@ from torch import nn
 from autopar.errors import InvalidInput
 from autopar.planning import plan as make_plan
 from autopar.runtime.agreement import agree, require_equal
+from autopar.runtime.checks import Checks
 from autopar.runtime.distributed import TorchBackend
 from autopar.runtime.distributed_pipeline import TorchPipeline
 from autopar.runtime.groups import enter_world
@@ -45,7 +46,8 @@ def parallelize(
     this process) or "torch" (this process is one rank; the default under torchrun). `plan` is one
     that `plan()` made, or one from a file; on several ranks that of rank 0 holds. Everything
     else is as in `plan`. `local_inputs`: each rank will bring its own slice of the inputs.
-    `check`: on the virtual mesh, see at every value that ranks which should agree do.
+    `check`: the first step compares the captured program with the plain model; every step, on the
+    virtual mesh, at every value the ranks that should agree, and on processes their batches.
     """
     if backend not in (None, *BACKENDS):
         raise InvalidInput(
@@ -67,11 +69,11 @@ def parallelize(
             got='local_inputs=True with backend="virtual"',
             remedy="hand the global batch to the virtual mesh",
         )
-    if backend == "torch" and check:
+    if local_inputs and check:
         raise InvalidInput(
-            "all ranks can be compared where one process holds them",
-            got='check=True with backend="torch"',
-            remedy='backend="virtual", which runs the same program',
+            "what is checked is the global batch, which every rank is given",
+            got="local_inputs=True with check=True",
+            remedy="one of them",
         )
     decided = _decide(model, args, kwargs, plan, options, backend)
     if local_inputs and decided.batches is not None:
@@ -80,8 +82,13 @@ def parallelize(
             got=f"local_inputs=True with {decided.microbatches} micro-batches",
             remedy="hand every rank the global batch, or microbatches=1",
         )
+    whole = decided.batches.whole if decided.batches else decided.captured
     return ParallelModule(
-        model, decided.program, decided, _backend(backend, decided, model, local_inputs, check)
+        model,
+        decided.program,
+        decided,
+        _backend(backend, decided, model, local_inputs, check),
+        Checks(model, whole, backend == "torch") if check else None,
     )
 
 

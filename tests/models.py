@@ -38,7 +38,9 @@ class Case:
 
     def loss(self, outputs: Any) -> Tensor:
         """The scalar to differentiate, from what the model returned."""
-        return outputs if isinstance(outputs, Tensor) else outputs[0]
+        if isinstance(outputs, Tensor):
+            return outputs
+        return outputs["loss"] if isinstance(outputs, dict) else outputs[0]
 
     def fresh(self) -> Case:
         """The same case with its own copy of the model and no gradients."""

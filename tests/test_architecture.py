@@ -21,7 +21,7 @@ FLOORS = (
     {"search", "passes"},
     {"inspection", "runtime", "pipeline"},
     {"report"},
-    {"annotate", "region", "planning", "api", "commands", "cli", "__init__"},
+    {"annotate", "region", "planning", "api", "verifying", "commands", "cli", "__init__"},
 )
 # Named constructors of a word may lead upwards, where they are called.
 CONSTRUCTORS = {("autopar.cluster", "cost")}

@@ -289,7 +289,11 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "parameters without data": (
         lambda: parallel(on_meta()),
-        ["needs parameters with data", "up.weight is on the meta device", "plan() alone"],
+        [
+            "needs parameters and inputs with data",
+            "up.weight is on the meta device",
+            "plan() alone",
+        ],
     ),
     "a plan of another model": (
         planned_for_another,
@@ -316,9 +320,9 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: parallel(Two(), backend="virtual", local_inputs=True),
         ["one process of several", "local_inputs=True", "global batch"],
     ),
-    "a check across processes": (
-        lambda: parallel(Two(), backend="torch", check=True),
-        ["one process holds them", "check=True", "virtual"],
+    "a check of local inputs": (
+        lambda: parallel(Two(), backend="torch", local_inputs=True, check=True),
+        ["what is checked is the global batch", "local_inputs=True with check=True", "one of them"],
     ),
     "no strategy for a tensor": (
         lambda: shard(ones()),

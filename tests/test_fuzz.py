@@ -1,4 +1,4 @@
-"""Parity under annotations that nobody would write: random cuts of random tensors are exact too.
+"""Parity of what nobody would write: random cuts of random tensors, random programs as a whole.
 
 Any layout of any parameter, input or result of a module is legal as long as the annotations do not
 contradict each other, and these cannot: each tensor gets one.
@@ -18,6 +18,7 @@ from tests import models
 from tests.annotations import outputs
 from tests.models import Case
 from tests.parity import Outcome, assert_equal, parallel_outcome, single_outcome
+from tests.random_runs import run
 
 Dims = tuple[tuple[str, ...], ...]
 
@@ -83,3 +84,11 @@ def _dims(data: st.DataObject, shape: Sequence[int], mesh: ap.Mesh) -> Dims:
         if dim >= 0 and shape[dim] >= mesh.degree([*dims[dim], axis]):
             dims[dim] += (axis,)
     return tuple(dims)
+
+
+def test_random_programs_are_exact_or_refused():
+    """At length: `python benchmarks/fuzz.py`."""
+    results = {(seed, n): run(seed, n) for seed in range(40) for n in range(2)}
+    bad = {key: r for key, r in results.items() if r.verdict not in ("compared", "refused")}
+    assert not bad, "\n".join(f"run{key}: {r.verdict} {r.reason}" for key, r in bad.items())
+    assert sum(r.verdict == "compared" for r in results.values()) > len(results) / 2

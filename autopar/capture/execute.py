@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, fx
@@ -21,37 +21,40 @@ def run(
     buffers: Mapping[str, Tensor],
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
+    watch: Callable[[fx.Node, Any], None] | None = None,
 ) -> tuple[Any, dict[str, Tensor]]:
-    """The model's outputs, in the user's structure, and the new values of mutated buffers."""
+    """The model's outputs, in the user's structure, and the new values of mutated buffers.
+
+    `watch` is shown every value as it is made.
+    """
     flat = pytree.tree_leaves((args, dict(kwargs or {})))
     given = {name: value for name, value in zip(captured.inputs, flat) if name is not None}
+    given |= {key: parameters[name] for key, name in captured.parameters.items()}
+    given |= {key: buffers[name] for key, name in captured.buffers.items()}
+    return _outputs(captured, evaluate(captured, given, watch))
+
+
+def evaluate(
+    captured: Captured,
+    given: Mapping[str, Tensor],
+    watch: Callable[[fx.Node, Any], None] | None = None,
+) -> list[Tensor]:
+    """All results from tensors by placeholder."""
+    given = {**captured.constants, **given}
     values: dict[fx.Node, Any] = {}
     for node in captured.graph.nodes:
         if node.op == "placeholder":
-            values[node] = _placeholder(captured, node.name, parameters, buffers, given)
+            values[node] = given[node.name]
         elif node.op == "output":
-            results = fx.map_arg(node.args[0], values.__getitem__)
-            return _outputs(captured, list(results))
+            return list(fx.map_arg(node.args[0], values.__getitem__))
         elif node.target is ANNOTATE:
             values[node] = values[node.args[0]]
         else:
-            call_args, call_kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = node.target(*call_args, **call_kwargs)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.target(*args, **kwargs)
+        if watch is not None:
+            watch(node, values[node])
     raise AssertionError("a graph ends with its output")
-
-
-def _placeholder(
-    captured: Captured,
-    name: str,
-    parameters: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    given: Mapping[str, Tensor],
-) -> Tensor:
-    if name in captured.parameters:
-        return parameters[captured.parameters[name]]
-    if name in captured.buffers:
-        return buffers[captured.buffers[name]]
-    return captured.constants[name] if name in captured.constants else given[name]
 
 
 def _outputs(captured: Captured, results: list[Tensor]) -> tuple[Any, dict[str, Tensor]]:

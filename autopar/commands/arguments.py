@@ -24,6 +24,7 @@ from torch import nn
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, InvalidInput
 from autopar.mesh import Mesh
+from autopar.planning import MODES
 from autopar.runtime.plan import Plan
 from autopar.runtime.saved import SavedPlan
 
@@ -48,6 +49,28 @@ def add_model(parser: argparse.ArgumentParser, required: bool = True) -> None:
         required=required,
         help=f"{SPEC}, which returns (model, args, kwargs)",
     )
+
+
+def add_decisions(parser: argparse.ArgumentParser, no_mesh: str) -> None:
+    """What `plan` decides unless it is given; `no_mesh`: what happens without a mesh."""
+    add = parser.add_argument
+    add("--mesh", help=f"dp=2,tp=4 (default: {no_mesh})")
+    add("--mode", choices=MODES, default="auto", help="default: auto")
+    add("--microbatches", default="auto", help="of a step (default: auto)")
+    add("--pipeline", default="auto", help="stages, an axis, or none (auto)")
+    add("--schedule", default="auto", help="of a pipeline (default: auto)")
+
+
+def read_decisions(arguments: argparse.Namespace) -> dict[str, Any]:
+    """These as options of `plan`; what was not given is left out."""
+    given = {
+        "mesh": read_mesh(arguments.mesh),
+        "mode": arguments.mode,
+        "microbatches": _number(arguments.microbatches),
+        "pipeline": None if arguments.pipeline == "none" else _number(arguments.pipeline),
+        "schedule": arguments.schedule,
+    }
+    return {name: v for name, v in given.items() if v is not None or name == "pipeline"}
 
 
 def load_call(spec: str) -> Call:
@@ -132,6 +155,10 @@ def read_bytes(text: str | None) -> float | None:
             remedy="40GB, 512MiB, or a number of bytes",
         )
     return float(match[1]) * _UNITS[match[2].upper()]
+
+
+def _number(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
 
 
 def _import(place: str) -> ModuleType:

@@ -8,11 +8,17 @@ from __future__ import annotations
 import argparse
 import json
 import warnings
-from typing import Any
 
-from autopar.commands.arguments import SPEC, load_call, read_bytes, read_cluster, read_mesh
+from autopar.commands.arguments import (
+    SPEC,
+    add_decisions,
+    load_call,
+    read_bytes,
+    read_cluster,
+    read_decisions,
+)
 from autopar.errors import InvalidInput
-from autopar.planning import MODES, plan
+from autopar.planning import plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,12 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cluster", default="dgx-h100", help="a preset or a TOML file (default: dgx-h100)"
     )
     parser.add_argument("--nodes", type=int, help="nodes of a preset (default: 1)")
-    parser.add_argument("--mesh", help="dp=2,tp=4 (default: all meshes are tried)")
-    parser.add_argument("--mode", choices=MODES, default="auto", help="default: auto")
+    add_decisions(parser, "all meshes are tried")
     parser.add_argument("--memory", help="40GB of each device (default: what it has)")
-    parser.add_argument("--microbatches", default="auto", help="of a step (default: auto)")
-    parser.add_argument("--pipeline", default="auto", help="stages, an axis, or none (auto)")
-    parser.add_argument("--schedule", default="auto", help="of a pipeline (default: auto)")
     parser.add_argument("--out", metavar="FILE", help="save the plan as JSON")
     parser.add_argument("--json", action="store_true", help="print the plan's figures as JSON")
 
@@ -35,14 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plan, print, save."""
     cluster = read_cluster(arguments.cluster, arguments.nodes)
-    options: dict[str, Any] = {
+    options = {
+        **read_decisions(arguments),
         "cluster": cluster,
-        "mesh": read_mesh(arguments.mesh),
-        "mode": arguments.mode,
         "memory": read_bytes(arguments.memory),
-        "microbatches": _number(arguments.microbatches),
-        "pipeline": None if arguments.pipeline == "none" else _number(arguments.pipeline),
-        "schedule": arguments.schedule,
     }
     model, args, kwargs = load_call(arguments.model)
     with warnings.catch_warnings():
@@ -64,7 +62,3 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.out is not None:
             print(f"saved to {arguments.out}")
     return 0
-
-
-def _number(text: str) -> int | str:
-    return int(text) if text.isdigit() else text

@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from autopar import _torch
 from autopar._torch import local_of
@@ -64,11 +65,19 @@ class ParallelModule(nn.Module):
     Parameters and buffers stand under their original names, tied ones under all their names.
     """
 
-    def __init__(self, model: nn.Module, program: Program, plan: Any, backend: Backend) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        program: Program,
+        plan: Any,
+        backend: Backend,
+        check: Callable[[tuple, Mapping[str, Any]], None] | None = None,
+    ) -> None:
+        """`check` is called with the arguments of every step, before it runs."""
         super().__init__()
-        self.program, self.plan, self.backend = program, plan, backend
+        self.program, self.plan, self.backend, self._check = program, plan, backend, check
         captured = program.captured
-        _refuse_meta(model)
+        refuse_meta(model)
         layouts = {
             name: program.type_of(placeholder).layout
             for placeholder, name in (captured.parameters | captured.buffers).items()
@@ -119,6 +128,8 @@ class ParallelModule(nn.Module):
             program, backend = self._direct
             kept = self._kept()
             inputs = program.bind(args, kwargs, self._shapes)
+            if self._check is not None:
+                self._check(args, kwargs)
             return program.structure(self._run(program, backend, kept, inputs))
 
     @cached_property
@@ -138,6 +149,8 @@ class ParallelModule(nn.Module):
             refuse_late_hooks(self, step=True)
             kept = self._kept()
             inputs = self.program.bind(args, kwargs, self._shapes)
+            if self._check is not None:
+                self._check(args, kwargs)
             total: Tensor | None = None
             batches = self.program.split(inputs)
             if self.program.stages:
@@ -292,11 +305,13 @@ def _is_whole_of(value: Any, own: Any) -> bool:
     return is_plain and isinstance(own, DTensor) and value.shape == own.shape
 
 
-def _refuse_meta(model: nn.Module) -> None:
-    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+def refuse_meta(model: nn.Module, inputs: Any = ()) -> None:
+    given = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    named = [*model.named_parameters(), *model.named_buffers()]
+    for name, value in [*named, *(("an input", leaf) for leaf in given)]:
         if value.device.type == "meta":
             raise InvalidInput(
-                "a program that runs needs parameters with data",
+                "a program that runs needs parameters and inputs with data",
                 got=f"{name} is on the meta device",
                 remedy="materialise the model first (model.to_empty, then initialise); "
                 "plan() alone needs no data",

@@ -61,10 +61,15 @@ class Program:
         return self.placeholders[placeholder].meta["type"]
 
     @cached_property
+    def has_loss(self) -> bool:
+        """Whether an output can be differentiated as it is."""
+        return any(map(_is_loss, self.outputs))
+
+    @cached_property
     def loss_index(self) -> int:
         """Which output is the loss: the first differentiable number."""
         for index, node in enumerate(self.outputs):
-            if node.meta["val"].ndim == 0 and node.meta["differentiable"]:
+            if _is_loss(node):
                 return index
         raise InvalidInput(
             "step() needs a model that returns its loss: a differentiable tensor without dims",
@@ -80,6 +85,12 @@ class Program:
     def split(self, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """The inputs of every micro-batch of a step, in order."""
         return [dict(inputs)] if self.batches is None else self.batches.split(inputs)
+
+    @property
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the program's inputs on all ranks together."""
+        names = [name for name in self.captured.inputs if name is not None]
+        return {name: self.type_of(name).shape for name in names}
 
     def shapes(self, of_backend: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """The shapes that a caller's inputs have: those of the backend, or of a whole batch."""
@@ -186,6 +197,10 @@ def _is_same(one: object, other: object) -> bool:
     if type(one) is not type(other):
         return False
     return repr(one) == repr(other) if isinstance(one, float | complex) else bool(one == other)
+
+
+def _is_loss(node: fx.Node) -> bool:
+    return node.meta["val"].ndim == 0 and node.meta["differentiable"]
 
 
 def _brief(leaf: Any) -> str:

@@ -22,6 +22,7 @@ from autopar.runtime.program import Program
 from autopar.runtime.replicas import ReplicaCheck
 
 Environment = dict[fx.Node, list[Tensor]]
+Watch = Callable[[fx.Node, list[Tensor]], None]
 
 
 class VirtualGraph:
@@ -33,11 +34,10 @@ class VirtualGraph:
         mesh: Mesh,
         device: torch.device,
         constants: Mapping[str, Tensor],
-        check: bool = False,
+        watch: Watch | None = None,
     ) -> None:
-        """`check`: see on every run that replicas are equal (replicas.py)."""
-        self.mesh, self.device = mesh, device
-        self._check = ReplicaCheck(graph, mesh) if check else None
+        """`watch` is shown every value on every run, as it is made."""
+        self.mesh, self.device, self._watch = mesh, device, watch
         self._constants = {
             node.name: to_ranks(constants[node.name].to(device), node.meta["type"].layout, mesh)
             for node in graph.nodes
@@ -61,8 +61,8 @@ class VirtualGraph:
                 values[node] = pieces.get(node.name) or self._enter(node, whole[node.name])
             elif call is not None:
                 values[node] = call(values)
-            if self._check is not None and node in values:
-                self._check(node, values[node])
+            if self._watch is not None and node in values:
+                self._watch(node, values[node])
             for finished in self._finished.get(node, ()) if node.op != "output" else ():
                 del values[finished]
         return [values[node] for node in self._results]  # type: ignore[union-attr,index]
@@ -93,7 +93,11 @@ class VirtualBackend:
         """`check`: see on every run that replicas are equal (replicas.py)."""
         self.program, self.mesh, self.device, self.check = program, program.mesh, device, check
         self._run = VirtualGraph(
-            program.graph, self.mesh, device, program.captured.constants, check
+            program.graph,
+            self.mesh,
+            device,
+            program.captured.constants,
+            ReplicaCheck(program.graph, self.mesh) if check else None,
         )
 
     def graph(self, stage: int | None = None) -> fx.Graph:
@@ -121,8 +125,7 @@ class VirtualBackend:
 
     def input_shapes(self) -> dict[str, tuple[int, ...]]:
         """What a caller hands in: whole tensors."""
-        names = [name for name in self.program.captured.inputs if name is not None]
-        return {name: self.program.type_of(name).shape for name in names}
+        return self.program.whole_shapes
 
     def guard(self) -> AbstractContextManager[None]:
         """Nobody waits for anybody in one process."""

@@ -17,6 +17,7 @@ from autopar.passes.stages import Stage
 from autopar.pipeline.executor import RankRunner, Recorded, Shelf, run_together
 from autopar.pipeline.worker import Value, Worker, sum_by_slice
 from autopar.runtime.program import Program
+from autopar.runtime.replicas import ReplicaCheck
 from autopar.runtime.virtual import VirtualBackend, VirtualGraph
 
 Batch = Mapping[str, Tensor]
@@ -86,7 +87,8 @@ class VirtualStage:
         self.program, self.stage = program, stage
         constants = program.captured.constants
         graph, self.uses = split_backward(stage.graph) if split else (stage.graph, [])
-        self._run = VirtualGraph(graph, program.mesh, device, constants, check and not split)
+        watch = ReplicaCheck(graph, program.mesh) if check and not split else None
+        self._run = VirtualGraph(graph, program.mesh, device, constants, watch)
         self._update = None
         if stage.update is not None:
             self._update = VirtualGraph(stage.update, program.mesh, device, constants)

@@ -63,6 +63,17 @@ def trains_like_virtual_ranks() -> None:
         }
 
 
+def compares_batches_when_asked() -> None:
+    case = models.mlp()
+    for options in ({"mesh": Mesh(dp=4)}, {"mesh": Mesh(pp=2, dp=2), "microbatches": 2}):
+        module = ap.parallelize(case.model, case.args, mode="propagate", check=True, **options)
+        module.step(*case.args)
+        other = (case.args[0] + (dist.get_rank() == 2), case.args[1])
+        with pytest.raises(ap.InvalidInput, match="same global batch") as error:
+            module._check(other, {})  # in a step, all ranks would leave their world
+        assert "on rank 2" in str(error.value)
+
+
 def clips_and_accumulates() -> None:
     case = megatron(models.gpt(layers=1))
     norms: list[Any] = []
@@ -247,6 +258,7 @@ def takes_a_device_mesh() -> None:
 
 CHECKS = [
     trains_like_virtual_ranks,
+    compares_batches_when_asked,
     clips_and_accumulates,
     gives_tensors_that_stay,
     is_called_and_differentiated,

@@ -1,0 +1,41 @@
+"""The command `autopar verify`: train a model plain, captured and in parallel, and compare.
+
+autopar verify examples/models.py:gpt --mesh dp=2,tp=2
+autopar verify train.py:model --mesh pp=2,dp=2 --schedule 1f1b --microbatches 4
+
+All ranks run in this process. Exit code 1 if the programs differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+
+from autopar.commands.arguments import (
+    SPEC,
+    add_decisions,
+    load_call,
+    read_decisions,
+)
+from autopar.verifying import RANKS, verify
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `autopar verify` takes."""
+    parser.add_argument("model", metavar="SPEC", help=f"{SPEC}, returns (model, args, kwargs)")
+    add_decisions(parser, f"a mesh for {RANKS} ranks is chosen")
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps (default: 3)")
+    parser.add_argument("--json", action="store_true", help="print every comparison as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train three times, print, say by the exit code."""
+    options = read_decisions(arguments)
+    model, args, kwargs = load_call(arguments.model)
+    with warnings.catch_warnings():
+        if arguments.json:
+            warnings.simplefilter("ignore")
+        found = verify(model, args, kwargs, steps=arguments.steps, **options)
+    print(json.dumps(found.to_json()) if arguments.json else found)
+    return 0 if found.ok else 1

@@ -1,0 +1,370 @@
+"""References: a plain model and its captured program on one device, run and trained alike.
+
+What a model leaves behind after a few optimizer steps is a `Trained`; `compare` puts two of them
+side by side, and `first_module` finds where a captured program leaves the plain model's road.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from autopar.capture.captured import Captured
+from autopar.capture.execute import run
+
+_SHOWN = 3  # elements of a tensor that differs
+Tensors = Mapping[str, Tensor]
+
+
+class CapturedModule(nn.Module):
+    """A captured program on one device, with the parameters and buffers of `model`."""
+
+    def __init__(self, model: nn.Module, captured: Captured) -> None:
+        super().__init__()
+        self.model, self.captured = model, captured
+        self.watch: Callable[[fx.Node, Any], None] | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        parameters, buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
+        # Backward may still read what a buffer was before its new value is written.
+        read = buffers | {name: buffers[name].clone() for name in self.captured.mutations}
+        outputs, mutated = run(self.captured, parameters, read, args, kwargs, self.watch)
+        with torch.no_grad():
+            for name, value in mutated.items():
+                buffers[name].copy_(value)
+        return outputs
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What rounding may change."""
+
+    relative: float  # to the largest element of a tensor
+    floor: float  # a tensor counts as this large, a gradient as this share of the largest one
+
+    @classmethod
+    def of(cls, captured: Captured) -> Tolerance:
+        """1e-9 in float64; 2e-5 and 6e-2 where the coarsest numbers are float32 and bfloat16.
+
+        Some gradients are zero but for the rounding of larger ones (the bias of keys: softmax does
+        not see it), a few units in the last place of the largest.
+        """
+        values = (n.meta["val"] for n in captured.graph.nodes if n.op == "call_function")
+        kinds = {v.dtype for value in values for v in pytree.tree_leaves(value) if _is_real(v)}
+        coarsest = max((torch.finfo(kind).eps for kind in kinds), default=0.0)
+        relative = max(coarsest**0.5 / 16, 8 * coarsest, 1e-9)
+        return cls(relative, max(8 * coarsest / relative, 1e-4))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a few steps of training leave behind."""
+
+    losses: Sequence[Tensor]
+    outputs: Tensors  # of the first step; empty where a step hands out its loss only
+    gradients: Tensors  # of the first step: of the parameters that got one
+    first_buffers: Tensors  # after the first step
+    state: Tensors  # parameters and buffers at the end
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One tensor of two programs."""
+
+    kind: str  # "loss", "output", "gradient", "buffer" or "state at the end"
+    name: str
+    expected: float | None  # a number, or a tensor's norm; None where there is none
+    found: float | None
+    error: float  # relative to the largest element; inf for another shape or dtype, or on one side
+    ok: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "error": self.error if math.isfinite(self.error) else None}
+
+    def __str__(self) -> str:
+        sides = zip(("", "plain "), (self.found, self.expected))
+        numbers = ", ".join(f"{side}{'none' if n is None else f'{n:.9g}'}" for side, n in sides)
+        error = "" if math.isinf(self.error) else f"; relative error {self.error:.1e}"
+        return f"{self.kind} {self.name}: {numbers}{error}"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first value in which two programs differ."""
+
+    between: str  # "plain and captured", "captured and parallel"
+    where: str  # a module, or a node of the graph
+    values: tuple[str, str]
+    source: str | None  # the user's line
+
+    def __str__(self) -> str:
+        one, other = self.between.split(" and ")
+        at = f"\n  at {self.source}" if self.source else ""
+        pairs = zip((one, other), self.values)
+        shown = "".join(f"\n  {name + ':':<10} {value}" for name, value in pairs)
+        return f"first value that differs between {self.between}: {self.where}{shown}{at}"
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """The first differentiable number among the outputs, or else a weighted sum of all of them."""
+    learned = [
+        leaf
+        for leaf in pytree.tree_leaves(outputs)
+        if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
+    number = next((leaf for leaf in learned if leaf.ndim == 0), None)
+    return sum_of(learned) if number is None else number
+
+
+def sum_of(values: Iterable[Tensor]) -> Tensor:
+    """A number to differentiate where a model has no loss: no two elements weigh the same."""
+    terms = [torch.zeros((), dtype=torch.float64)]
+    for value in values:
+        weights = torch.linspace(0.5, 1.5, max(value.numel(), 1), dtype=torch.float64)
+        weights = weights[: value.numel()].to(value.device, value.real.dtype)
+        terms.append((value.flatten() * weights).sum().real.to("cpu", torch.float64))
+    return torch.stack(terms).sum()
+
+
+def train(
+    step: Callable[[], tuple[Tensor, Mapping[str, Tensor]]],
+    parameters: Iterable[nn.Parameter],
+    gradients: Callable[[], Tensors],
+    buffers: Callable[[], Tensors],
+    state: Callable[[], Tensors],
+    steps: int,
+    rate: float | None,
+) -> tuple[Trained, float]:
+    """Some steps of plain descent with momentum and decay; and the rate that was taken.
+
+    `step` runs forward and backward: the loss, and the outputs. The rate is such that a step
+    changes the parameters by about a hundredth, unless given.
+    """
+    held = list(parameters)
+    losses: list[Tensor] = []
+    outputs, first, first_buffers = {}, {}, {}
+    optimizer: torch.optim.Optimizer | None = None
+    for number in range(steps):
+        with same_numbers(number):
+            loss, given = step()
+        losses.append(loss.detach().clone())
+        if number == 0:
+            outputs, first, first_buffers = dict(given), dict(gradients()), dict(buffers())
+            rate = rate or _rate(held, first.values())
+            if any(parameter.requires_grad for parameter in held):
+                optimizer = torch.optim.SGD(held, rate, momentum=0.9, weight_decay=1e-2)
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+    return Trained(losses, outputs, first, first_buffers, dict(state())), rate or 0.0
+
+
+def train_module(
+    module: nn.Module,
+    model: nn.Module,
+    call: tuple[tuple, Mapping[str, Any]],
+    steps: int,
+    rate: float | None = None,
+) -> tuple[Trained, float]:
+    """Train a module on one device; `model` is the one that holds its parameters and buffers."""
+
+    def step() -> tuple[Tensor, Tensors]:
+        outputs = module(*call[0], **call[1])
+        loss = loss_of(outputs)
+        if loss.requires_grad:
+            loss.backward()
+        leaves = enumerate(pytree.tree_leaves(outputs))
+        return loss, {f"{i}": v.detach() for i, v in leaves if isinstance(v, Tensor)}
+
+    def gradients() -> Tensors:
+        named = model.named_parameters()
+        return {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
+
+    def copies(values: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: value.detach().clone() for name, value in values}
+
+    def buffers() -> Tensors:
+        return copies(model.named_buffers())
+
+    def state() -> Tensors:
+        return copies(model.named_parameters()) | copies(model.named_buffers())
+
+    return train(step, model.parameters(), gradients, buffers, state, steps, rate)
+
+
+def compare(found: Trained, expected: Trained, tolerance: Tolerance) -> list[Comparison]:
+    """Everything that two trainings left behind, side by side."""
+
+    def pairs(kind: str, ours: Tensors, theirs: Tensors, floor: float) -> Iterator[Comparison]:
+        for name in dict.fromkeys([*theirs, *ours]):
+            yield _comparison(kind, name, ours.get(name), theirs.get(name), floor, tolerance)
+
+    largest = max((_largest(grad) for grad in expected.gradients.values()), default=1.0)
+    ours, theirs = (
+        {str(i + 1): one for i, one in enumerate(trained.losses)} for trained in (found, expected)
+    )
+    return [
+        *pairs("loss", ours, theirs, 0.0),
+        *(
+            pairs("output", found.outputs, expected.outputs, tolerance.floor)
+            if found.outputs
+            else ()
+        ),
+        *pairs("gradient", found.gradients, expected.gradients, tolerance.floor * largest),
+        *pairs("buffer", found.first_buffers, expected.first_buffers, tolerance.floor),
+        *pairs("state at the end", found.state, expected.state, tolerance.floor),
+    ]
+
+
+def first_module(
+    model: nn.Module,
+    captured: Captured,
+    call: tuple[tuple, Mapping[str, Any]],
+    tolerance: Tolerance,
+) -> Difference | None:
+    """The first module whose result no value of the captured program is equal to.
+
+    One that lies in a module whose own result is there is not to blame: normalisation may have
+    left out what it gives.
+    """
+    made: list[tuple[str, Tensor]] = []
+    with same_numbers(0), _results_of(model, made):
+        model(*call[0], **call[1])
+    known: dict[torch.Size, list[tuple[fx.Node, Tensor]]] = {}
+
+    def watch(node: fx.Node, value: Any) -> None:
+        if isinstance(value, Tensor):
+            known.setdefault(value.shape, []).append((node, value.detach()))
+
+    program = CapturedModule(model, captured)
+    program.watch = watch
+    with same_numbers(0):
+        program(*call[0], **call[1])
+    nodes = {id(node): node for pairs in known.values() for node, _ in pairs}.values()
+    right: set[str] = set()
+    wrong: list[tuple[str, Tensor]] = []
+    for path, value in made:
+        near = (other for _, other in known.get(value.shape, ()))
+        if any(_relative(other, value, tolerance.floor) <= tolerance.relative for other in near):
+            right.add(path)
+        else:
+            wrong.append((path, value))
+    for path, value in wrong:
+        parts = path.split(".") if path else []
+        outer = {".".join(parts[:length]) for length in range(len(parts))}
+        if outer & right:
+            continue
+        inside = [n for n in nodes if f"{n.meta.get('module') or ''}.".startswith(f"{path}.")]
+        close = [(n, v) for n, v in known.get(value.shape, ()) if n in inside]
+        shown = _shown(close[-1][1]) if close else "nothing of this shape"
+        sources = (n.meta.get("source") for n in inside if n.op == "call_function")
+        source = next((line for line in sources if line), None)
+        where = f"result of {path or 'the model'}"
+        return Difference("plain and captured", where, (_shown(value), shown), source)
+    return None
+
+
+def difference_of(node: fx.Node, expected: Tensor, found: Tensor, tolerance: Tolerance) -> Any:
+    """A `Difference` if a node's value in a parallel program is another than in the captured."""
+    if _relative(found, expected, tolerance.floor) <= tolerance.relative:
+        return None
+    module = node.meta.get("module")
+    where = f"{node.name}, {node.meta['type']}" + (f", in {module}" if module else "")
+    shown = _shown(expected), _shown(found)
+    return Difference("captured and parallel", where, shown, node.meta.get("source"))
+
+
+@contextmanager
+def same_numbers(seed: int) -> Iterator[None]:
+    """Random operators draw the same numbers in every program; the caller's stay his."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def _results_of(model: nn.Module, made: list[tuple[str, Tensor]]) -> Iterator[None]:
+    """Gather the tensors that modules give, in the order in which they are done."""
+
+    def note(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            for leaf in pytree.tree_leaves(output):
+                if isinstance(leaf, Tensor):
+                    made.append((path, leaf.detach().clone()))
+
+        return hook
+
+    handles = [m.register_forward_hook(note(path)) for path, m in model.named_modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _comparison(
+    kind: str,
+    name: str,
+    found: Tensor | None,
+    expected: Tensor | None,
+    floor: float,
+    tolerance: Tolerance,
+) -> Comparison:
+    error = math.inf
+    if found is not None and expected is not None:
+        error = _relative(found, expected, floor)
+    return Comparison(kind, name, _norm(expected), _norm(found), error, error <= tolerance.relative)
+
+
+def _relative(found: Tensor, expected: Tensor, floor: float) -> float:
+    """The largest difference, relative to the largest element; NaN and inf are equal to theirs."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return math.inf
+    if expected.numel() == 0 or torch.equal(found, expected):
+        return 0.0
+    kind = torch.complex128 if expected.is_complex() else torch.float64
+    one, other = found.detach().to(kind), expected.detach().to(kind)
+    off = (one - other).abs()
+    off = off.where((one != other) & ~(one.isnan() & other.isnan()), 0.0)
+    error = float(off.max()) / max(_largest(expected), floor, torch.finfo(torch.float64).tiny)
+    return math.inf if math.isnan(error) else error
+
+
+def _largest(value: Tensor) -> float:
+    finite = value.detach()[value.isfinite()].abs()
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def _norm(value: Tensor | None) -> float | None:
+    if value is None:
+        return None
+    kind = torch.complex128 if value.is_complex() else torch.float64
+    return float(value.detach().to(kind).norm()) if value.ndim else float(value.detach().real)
+
+
+def _rate(parameters: Iterable[Tensor], gradients: Iterable[Tensor]) -> float:
+    """A step changes the parameters by about a hundredth."""
+    size, slope = (_total(values) for values in (parameters, gradients))
+    return 1e-2 * (size or 1.0) / slope if slope and math.isfinite(slope) else 1e-2
+
+
+def _total(values: Iterable[Tensor]) -> float:
+    return math.hypot(*(_norm(value.flatten()) or 0.0 for value in values))
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype.is_floating_point
+
+
+def _shown(value: Tensor) -> str:
+    first = ", ".join(f"{x:.6g}" for x in value.detach().flatten()[:_SHOWN].tolist())
+    more = ", ..." if value.numel() > _SHOWN else ""
+    shape = "×".join(map(str, value.shape)) or "a number"
+    return f"[{first}{more}] ({shape})"

@@ -1,0 +1,91 @@
+"""Checks: what `check=True` compares as a program runs, beside the replicas of the virtual mesh.
+
+    parallelize(model, inputs, check=True)
+
+The first step compares the captured program with the plain model; every step, on several
+processes, the batches of all ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autopar.capture.captured import Captured
+from autopar.errors import ExecutionError, InvalidInput
+from autopar.inspection.references import (
+    CapturedModule,
+    Tolerance,
+    compare,
+    first_module,
+    train_module,
+)
+
+
+class Checks:
+    """Called with the arguments of every step, before it runs."""
+
+    def __init__(self, model: nn.Module, captured: Captured, on_processes: bool) -> None:
+        self._captured, self._on_processes = captured, on_processes
+        self._model: nn.Module | None = copy.deepcopy(model)  # until the first step
+
+    def __call__(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        if self._on_processes:
+            _require_same_batch((args, dict(kwargs)))
+        if self._model is not None:
+            _require_plain(self._model, self._captured, (args, kwargs))
+            self._model = None
+
+
+def _require_plain(
+    model: nn.Module, captured: Captured, call: tuple[tuple, Mapping[str, Any]]
+) -> None:
+    """Refuse to train a program that export has made another than the model's."""
+    plain, other = copy.deepcopy(model), copy.deepcopy(model)
+    with torch.enable_grad():
+        expected, rate = train_module(plain, plain, call, steps=1)
+        found, _ = train_module(CapturedModule(other, captured), other, call, 1, rate)
+    tolerance = Tolerance.of(captured)
+    wrong = [row for row in compare(found, expected, tolerance) if not row.ok]
+    if wrong:
+        difference = first_module(model, captured, call, tolerance)
+        raise ExecutionError(
+            "the captured program computes what the plain model does",
+            got="\n".join([*map(str, wrong[:3]), *([str(difference)] if difference else [])]),
+            remedy="mend what the model does otherwise while it is exported; "
+            "ap.verify() shows all that differs",
+            source=difference.source if difference else None,
+        )
+
+
+def _require_same_batch(inputs: Any) -> None:
+    """Refuse a step for which ranks were given different global batches."""
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, _digest(inputs))
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise InvalidInput(
+            "every rank is given the same global batch",
+            got=f"another batch than rank 0 has on rank {', '.join(map(str, others))}",
+            remedy="load the same batch on every rank, or parallelize with local_inputs=True, "
+            "where each brings its own slice",
+        )
+
+
+def _digest(inputs: Any) -> str:
+    found = hashlib.sha256()
+    for leaf in pytree.tree_leaves(inputs):
+        if isinstance(leaf, Tensor):
+            found.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
+            data = leaf.detach().cpu().contiguous().reshape(-1)
+            found.update(data.view(torch.uint8).numpy().tobytes() if data.numel() else b"")
+        else:
+            found.update(repr(leaf).encode())
+    return found.hexdigest()

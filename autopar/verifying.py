@@ -1,0 +1,184 @@
+"""verify(): is the parallel program the model's own? The plain model, the captured program and the
+parallel program on the virtual mesh, trained side by side on copies."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from autopar.api import parallelize
+from autopar.capture import capture
+from autopar.capture.execute import evaluate
+from autopar.capture.source import of_traceback
+from autopar.cluster import Cluster
+from autopar.collectives import from_ranks
+from autopar.errors import InvalidInput
+from autopar.inspection.references import (
+    CapturedModule,
+    Difference,
+    Tensors,
+    Tolerance,
+    Trained,
+    compare,
+    difference_of,
+    first_module,
+    loss_of,
+    same_numbers,
+    train,
+    train_module,
+)
+from autopar.inspection.verification import Verification
+from autopar.runtime.module import ParallelModule, refuse_meta
+from autopar.runtime.plan import Plan
+from autopar.runtime.virtual import VirtualGraph
+
+RANKS = 4  # where neither mesh nor machines are given
+Call = tuple[tuple, Mapping[str, Any]]
+
+
+def verify(
+    model: nn.Module,
+    args: tuple = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    steps: int = 3,
+    **options: Any,
+) -> Verification:
+    """Train the plain model, its captured program and the parallel program for a few `steps`.
+
+    All start from `model`'s values, in float64 where the model can, and see the same batch; the
+    model itself is not touched. `options` are those of `parallelize`; without mesh, cluster or plan
+    four local ranks are planned for. The answer tells loss, gradients, buffers and parameters side
+    by side, and for what differs the first value that does, with its source line.
+    """
+    if not isinstance(steps, int) or steps < 1:
+        raise InvalidInput("verify takes at least one step", got=f"steps={steps!r}")
+    if options.get("backend", "virtual") != "virtual" or options.get("local_inputs"):
+        raise InvalidInput(
+            "verify runs all ranks in this process, on the virtual mesh",
+            got=", ".join(f"{name}={options[name]!r}" for name in ("backend", "local_inputs")
+                          if name in options),
+            remedy="leave it out: a plan gives the same numbers on every backend",
+        )  # fmt: skip
+    if not options.keys() & {"mesh", "cluster", "plan"}:
+        options["cluster"] = Cluster.local(RANKS, measure=False)
+    refuse_meta(model, (args, kwargs or {}))
+    original, call, dtype = _in_double(model, (args, kwargs or {}), "plan" in options)
+    captured = capture(original, *call)
+    tolerance = Tolerance.of(captured)
+    plain, rate = _train_plain(copy.deepcopy(original), call, steps)
+    second = copy.deepcopy(original)
+    exported, _ = train_module(CapturedModule(second, captured), second, call, steps, rate)
+    from_captured = compare(exported, plain, tolerance)
+    differences: list[Difference | None] = []
+    if not all(row.ok for row in from_captured):
+        differences.append(first_module(copy.deepcopy(original), captured, call, tolerance))
+    module = parallelize(copy.deepcopy(original), *call, **{**options, "backend": "virtual"})
+    trained = _train_parallel(module, call, steps, rate)
+    if not all(row.ok for row in compare(trained, exported, tolerance)):
+        differences.append(_first_value(module.plan, original, call, tolerance))
+    return Verification(
+        module.plan.whole_mesh,
+        _how(module.plan),
+        dtype,
+        tolerance.relative,
+        steps,
+        tuple(from_captured),
+        tuple(compare(trained, plain, tolerance)),
+        tuple(found for found in differences if found is not None),
+    )
+
+
+def _in_double(model: nn.Module, call: Call, as_it_is: bool) -> tuple[nn.Module, Call, torch.dtype]:
+    """Copies of the model and its inputs in float64, if it runs so, or else as they are."""
+
+    def double(leaf: Any) -> Any:
+        is_real = isinstance(leaf, Tensor) and leaf.dtype.is_floating_point
+        return leaf.detach().double().requires_grad_(leaf.requires_grad) if is_real else leaf
+
+    own = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
+    if not as_it_is and own is not torch.float64:
+        precise, inputs = copy.deepcopy(model).double(), pytree.tree_map(double, call)
+        with suppress(RuntimeError, TypeError, ValueError), same_numbers(0):
+            trial = copy.deepcopy(precise)
+            loss_of(trial(*inputs[0], **inputs[1])).backward()
+            return precise, inputs, torch.float64
+    return copy.deepcopy(model), call, own
+
+
+def _train_plain(model: nn.Module, call: Call, steps: int) -> tuple[Trained, float]:
+    try:
+        return train_module(model, model, call, steps)
+    except Exception as error:
+        raise InvalidInput(
+            "the plain model runs forward and backward, which the others are compared with",
+            got=f"{type(error).__name__}: {error}",
+            remedy="mend the model, or its inputs",
+            source=of_traceback(error.__traceback__),
+        ) from error
+
+
+def _train_parallel(module: ParallelModule, call: Call, steps: int, rate: float) -> Trained:
+    has_loss = module.program.has_loss
+
+    def step() -> tuple[Tensor, Tensors]:
+        if has_loss:
+            return module.step(*call[0], **call[1]), {}
+        outputs = module(*call[0], **call[1])
+        loss = loss_of(outputs)
+        if loss.requires_grad:
+            loss.backward()
+        return loss, {}
+
+    def buffers() -> dict[str, Tensor]:
+        return module.backend.collect(dict(module.named_buffers()))
+
+    def state() -> Tensors:
+        return module.backend.collect(dict(module.named_parameters())) | buffers()
+
+    parameters, gradients = module.parameters(), module.full_grads
+    return train(step, parameters, gradients, buffers, state, steps, rate)[0]
+
+
+def _first_value(plan: Plan, model: nn.Module, call: Call, tolerance: Tolerance) -> Difference:
+    """The first value of the parallel program that is not that of the captured one."""
+    program, captured = plan.program, plan.captured
+    shapes = program.shapes(program.whole_shapes)
+    given = dict(program.split(program.bind(*call, shapes))[0])  # one micro-batch shows it
+    named = dict(model.named_parameters()) | dict(model.named_buffers())
+    given |= {key: named[n] for key, n in (captured.parameters | captured.buffers).items()}
+    expected: dict[str, Tensor] = {}
+    found: list[Difference] = []
+
+    def note(node: fx.Node, value: Any) -> None:
+        if isinstance(value, Tensor):
+            expected[node.name] = value.detach()
+
+    def look(node: fx.Node, values: list[Tensor]) -> None:
+        if not found and node.name in expected:
+            type_ = node.meta["type"]
+            whole = from_ranks(values, type_.layout, plan.mesh, type_.shape)
+            difference = difference_of(node, expected[node.name], whole.detach(), tolerance)
+            found.extend([difference] if difference else [])
+
+    device = next(iter(named.values())).device if named else torch.device("cpu")
+    with same_numbers(0):
+        evaluate(captured, given, note)
+    with same_numbers(0):
+        VirtualGraph(program.graph, plan.mesh, device, captured.constants, look)(given)
+    if found:
+        return found[0]
+    where = "no value of forward; so backward, or the schedule"
+    return Difference("captured and parallel", where, ("as captured", "as captured"), None)
+
+
+def _how(plan: Plan) -> str:
+    """The schedule and the micro-batches, to stand behind the mesh."""
+    schedule = f", {plan.pipelining.schedule.name}" if plan.pipelining else ""
+    return schedule + (f", {plan.microbatches} micro-batches" if plan.microbatches > 1 else "")

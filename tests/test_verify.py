@@ -1,0 +1,187 @@
+"""verify: three programs side by side, and the first value in which they part."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar as ap
+from autopar.cli import main
+from autopar.inspection.references import loss_of
+from tests import models
+
+
+class Exported(nn.Module):
+    """Export gives it another program: the scores of the second layer are not masked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        x = self.second(x if torch.compiler.is_exporting() else x.tril())
+        return x.square().mean()
+
+
+class Mixed(nn.Module):
+    """Rows are mixed by an operator whose rule denies it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return mix(torch.tanh(self.up(x))).square().mean()
+
+
+@torch.library.custom_op("verifytest::mix", mutates_args=())
+def mix(x: Tensor) -> Tensor:
+    return x.flip(0) * x
+
+
+@mix.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _keep(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+mix.register_autograd(
+    lambda ctx, grad: grad * ctx.saved_tensors[0].flip(0) + (grad * ctx.saved_tensors[0]).flip(0),
+    setup_context=_keep,
+)
+ap.register_rule("verifytest.mix", "b h -> b h")
+
+
+def batch(rows: int = 8) -> tuple[Tensor]:
+    return (torch.randn(rows, 6, generator=torch.Generator().manual_seed(0)),)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (models.gpt, {"mesh": ap.Mesh(dp=2, tp=2)}),
+        (models.resnet, {"mesh": ap.Mesh(dp=2), "mode": "propagate"}),
+        (models.gpt, {"mesh": ap.Mesh(pp=2, dp=2), "schedule": "zb-h1", "microbatches": 4}),
+    ],
+)
+def test_models_of_the_tests_are_the_same_three_times(make, options):
+    case = make()
+    found = ap.verify(case.model, case.args, case.kwargs, **options)
+    assert found.ok, found
+    assert found.dtype == torch.float64
+    assert {"loss", "gradient", "state at the end"} <= {row.kind for row in found.parallel}
+    assert json.loads(json.dumps(found.to_json()))["ok"]
+    assert "are the same program" in str(found)
+
+
+def test_the_model_is_not_touched_and_float32_becomes_double():
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = ap.verify(model, batch(), mesh=ap.Mesh(dp=2), mode="propagate")
+    assert found.ok, found
+    assert found.dtype == torch.float64
+    assert [row.name for row in found.parallel if row.kind == "buffer"] == [
+        "1.running_mean",
+        "1.running_var",
+        "1.num_batches_tracked",
+    ]
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_without_a_word_about_machines_four_ranks_are_planned_for():
+    found = ap.verify(nn.Linear(6, 6), batch())
+    assert found.ok
+    assert found.mesh.size == 4
+
+
+def test_a_model_that_export_changes_is_found_with_its_line():
+    found = ap.verify(Exported(), batch(), mesh=ap.Mesh(dp=2))
+    assert not found.ok
+    (difference,) = found.differences  # the parallel program is the captured one
+    assert difference.between == "plain and captured"
+    assert difference.where == "result of second"
+    assert "self.second(x if" in (difference.source or "")
+    assert "NOT the same program" in str(found)
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"pipeline": 2, "microbatches": 2}])
+def test_a_checked_first_step_refuses_what_export_changed(options):
+    module = ap.parallelize(
+        Exported().double(), (batch()[0].double(),), mesh=ap.Mesh(dp=2), check=True, **options
+    )
+    with pytest.raises(ap.ExecutionError, match="what the plain model does") as error:
+        module.step(batch()[0].double())
+    assert "result of second" in str(error.value)
+    assert "ap.verify()" in str(error.value)
+
+
+def test_a_wrong_rule_is_found_with_its_node():
+    ap.shard(model := Mixed(), (("dp", None),))
+    found = ap.verify(model, batch(), mesh=ap.Mesh(dp=2), mode="propagate")
+    assert all(row.ok for row in found.captured)
+    (difference,) = found.differences
+    assert difference.between == "captured and parallel"
+    assert difference.where.startswith("verifytest_mix, f64[8@dp, 6]")
+    assert "return mix(" in (difference.source or "")
+
+
+def test_a_gradient_on_one_side_only_is_a_difference():
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)
+            return (y + 0 * self.b(x) if torch.compiler.is_exporting() else y).sum()
+
+    found = ap.verify(Once(), batch(), mesh=ap.Mesh(dp=2))
+    wrong = {(row.kind, row.name, row.expected) for row in found.captured if not row.ok}
+    assert ("gradient", "b.weight", None) in wrong
+
+
+@pytest.mark.parametrize(
+    ("call", "rule"),
+    [
+        (lambda: ap.verify(nn.Linear(6, 6), batch(), steps=0), "at least one step"),
+        (lambda: ap.verify(nn.Linear(6, 6), batch(), backend="torch"), "virtual mesh"),
+        (lambda: ap.verify(nn.Linear(6, 6, device="meta"), batch()), "with data"),
+        (lambda: ap.verify(nn.Linear(6, 6), (batch()[0].to("meta"),)), "with data"),
+        (lambda: ap.verify(nn.Linear(5, 6), batch()), "plain model runs"),
+    ],
+)
+def test_wrong_input_is_refused(call, rule):
+    with pytest.raises(ap.InvalidInput, match=rule):
+        call()
+
+
+def test_a_model_without_a_loss_is_differentiated_as_a_whole():
+    values = [torch.ones(2, 3, requires_grad=True), torch.ones((), dtype=torch.long)]
+    assert loss_of(values).shape == ()
+    assert loss_of([torch.ones(2)]).requires_grad is False
+
+
+@pytest.mark.parametrize(("name", "code"), [("right", 0), ("wrong", 1)])
+def test_the_command_says_by_its_exit_code(name, code, tmp_path, capsys):
+    path = tmp_path / f"{name}_model.py"
+    path.write_text(
+        "import torch\nfrom tests.test_verify import Exported, batch\n"
+        "right = lambda: (torch.nn.Linear(6, 6), batch())\n"
+        "wrong = lambda: (Exported(), batch())\n"
+    )
+    words = ["verify", f"{path}:{name}", "--mesh", "dp=2", "--steps", "1"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert main([*words, "--json"]) == code
+        assert json.loads(capsys.readouterr().out)["ok"] is (code == 0)
+        assert main(words) == code
+    assert ("NOT the same" in capsys.readouterr().out) is (code == 1)
