@@ -13,6 +13,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autopar.capture.draft import Draft
+from autopar.capture.gradients import passed_over
 from autopar.capture.marker import ANNOTATE
 
 
@@ -24,8 +25,12 @@ def refresh(draft: Draft) -> None:
 
 
 def propagate(draft: Draft) -> None:
-    """Renew `val` and set `differentiable` on all nodes."""
+    """Renew `val` and set `differentiable` on all nodes.
+
+    An input that autograd passes over, as a weight of classes, is detached: else a gradient flows.
+    """
     live: dict[fx.Node, Any] = {}
+    silent: list[tuple[fx.Node, fx.Node]] = []  # operators and such inputs
     with draft.mode, torch.enable_grad():
         for node in draft.graph.nodes:
             if node.op == "placeholder":
@@ -42,6 +47,15 @@ def propagate(draft: Draft) -> None:
                 for leaf in pytree.tree_leaves(live[node])
                 if isinstance(leaf, torch.Tensor)
             )
+            if node.meta["differentiable"]:
+                inputs = {id(live[value]): value for value in node.all_input_nodes}
+                over = passed_over(live[node], [live[v] for v in inputs.values()])
+                silent += [(node, inputs[id(tensor)]) for tensor in over]
     for node, value in live.items():
         if node.op == "call_function":
             node.meta["val"] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
+    for node, value in silent:
+        with draft.graph.inserting_before(node):
+            detached = draft.call(node, torch.ops.aten.detach.default, value)
+        detached.meta["differentiable"] = False
+        node.replace_input_with(value, detached)

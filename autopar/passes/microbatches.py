@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.alike import number_calls
 from autopar.capture.captured import Captured
+from autopar.capture.gradients import reached
 from autopar.capture.listing import operator_of
 from autopar.capture.marker import ANNOTATE
 from autopar.capture.verifier import verify
@@ -210,6 +211,9 @@ class _Cutter:
         for node in reversed(list(self.graph.nodes)):  # the terms of totals have no reader left
             if node.op == "call_function" and not node.users:
                 self.graph.erase_node(node)
+        learned = reached([self.copies[self.loss]])  # nothing else is differentiated
+        for node in self.graph.nodes:
+            node.meta["differentiable"] = node.op == "output" or node in learned
         mutations = {
             buffer: self.copies[node].name for buffer, node in zip(self.captured.mutations, mutated)
         }

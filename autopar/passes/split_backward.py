@@ -47,7 +47,7 @@ def split_backward(graph: fx.Graph) -> tuple[fx.Graph, list[WeightUse]]:
     weights = _made_of_weights(split)
     for node in list(split.nodes):
         read = [value for value in node.all_input_nodes if value in weights]
-        if node.op != "call_function" or node in weights or not read:
+        if not read or node.op == "output" or node in weights or not node.meta["differentiable"]:
             continue
         alone = []
         for weight in read:

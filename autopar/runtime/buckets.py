@@ -8,7 +8,7 @@ gradient that is large enough to be worth its own collective is summed where it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -43,7 +43,6 @@ class Bucket:
     slots: list[Slot] = field(default_factory=list)
     buffer: Tensor | None = None  # what is summed: all gradients, then the rider
     rider: Tensor | None = None  # a number that is summed along
-    has_gradients: bool = False  # in the buffer
     waiting: int = 0
     work: dist.Work | None = None
 
@@ -58,17 +57,11 @@ class Bucket:
 
     def gather(self) -> Tensor:
         """All gradients in one tensor, ready to be summed; those that nobody made are zero."""
-        grads = [slot.leaf.grad for slot in self.slots]
-        for slot in self.slots:
-            slot.leaf.grad = None
-        self.has_gradients = any(grad is not None for grad in grads)
-        if self.alone and grads[0] is not None:
+        grads = [taken(slot.leaf) for slot in self.slots]
+        if self.alone:
             self.buffer = in_own_memory(grads[0])
             return self.buffer
-        parts = [
-            (slot.leaf.detach().new_zeros(slot.leaf.shape) if grad is None else grad).reshape(-1)
-            for slot, grad in zip(self.slots, grads)
-        ]
+        parts = [grad.reshape(-1) for grad in grads]
         self.buffer = torch.cat(parts if self.rider is None else [*parts, self.rider.reshape(1)])
         return self.buffer
 
@@ -78,10 +71,8 @@ class Bucket:
         if self.rider is not None:
             self.rider.copy_(self.buffer[-1])
         pieces = split_like(self.buffer, [slot.leaf for slot in self.slots])
-        grads = {s.name: placed_like(s.parameter, piece) for s, piece in zip(self.slots, pieces)}
-        found = grads if self.has_gradients else {}
         self.work = self.buffer = self.rider = None
-        return found
+        return {s.name: placed_like(s.parameter, piece) for s, piece in zip(self.slots, pieces)}
 
 
 def make_buckets(slots: Sequence[tuple[Slot, Axes]]) -> list[Bucket]:
@@ -100,6 +91,12 @@ def make_buckets(slots: Sequence[tuple[Slot, Axes]]) -> list[Bucket]:
                 filling[key] = bucket
         bucket.slots.append(slot)
     return buckets
+
+
+def taken(leaf: Tensor) -> Tensor:
+    """The gradient of a parameter that gets one, off its leaf; zero where this rank made none."""
+    gradient, leaf.grad = leaf.grad, None
+    return leaf.detach().new_zeros(leaf.shape) if gradient is None else gradient
 
 
 class GradientSync:
@@ -126,19 +123,19 @@ class GradientSync:
         for bucket in self.buckets:
             bucket.waiting, bucket.work, bucket.buffer = len(bucket.slots), None, None
 
-    def finish(self) -> dict[str, DTensor]:
-        """Wait for all sums: the gradient of each parameter that got one on some rank."""
+    def finish(self, reached: Set[str]) -> dict[str, DTensor]:
+        """Wait for all sums: the gradients of `reached`, the same parameters on every rank."""
         self.active = False
         for bucket in self.buckets:
-            made = any(slot.leaf.grad is not None for slot in bucket.slots)
-            if bucket.work is None and (made or bucket.rider is not None):
+            is_needed = any(slot.name in reached for slot in bucket.slots)
+            if bucket.work is None and (is_needed or bucket.rider is not None):
                 self._sum(bucket)
         grads: dict[str, DTensor] = {}
         for bucket in self.buckets:
             if bucket.work is not None:
                 bucket.work.wait()
                 grads |= bucket.give()
-        return grads
+        return {name: grad for name, grad in grads.items() if name in reached}
 
     def takes_along(self, late: LateSum) -> bool:
         """Whether a bucket of the coming pass sums a number of the program as well."""

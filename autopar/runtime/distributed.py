@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from autopar._torch import call_after_backward, local_of, placed_like
 from autopar.collectives.eager import LateSum
 from autopar.layout import Layout, TensorType
 from autopar.passes import localize
-from autopar.runtime.buckets import GradientSync, Slot, make_buckets
+from autopar.runtime.buckets import GradientSync, Slot, make_buckets, taken
 from autopar.runtime.eager import compile_graph
 from autopar.runtime.failures import one_fails_all_stop
 from autopar.runtime.groups import Axes, Groups, join_world
@@ -58,6 +59,7 @@ class TorchBackend:
         self._learned: list[Slot] = []
         self._version = 0  # of the leaves that these two are made for
         self._pending = self._touched = False  # backward is under way; leaves may have gradients
+        self._reached: frozenset[str] = frozenset()  # parameters that this backward leads to
         self._first = self._last = True
         self._wait_in_backward = False
 
@@ -179,11 +181,13 @@ class TorchBackend:
         self._touched, self._pending = True, False
         if not self._last:
             return
-        for result in results:
+        for result, names in zip(results, self.program.learned):
             if result.requires_grad:
-                result.register_hook(self._backward_begins)
+                result.register_hook(partial(self._backward_comes, names))
 
-    def _backward_begins(self, grad: Tensor) -> None:
+    def _backward_comes(self, names: frozenset[str], grad: Tensor) -> None:
+        """A backward pass goes through an output, and so to the parameters `names`."""
+        self._reached |= names
         if not self._pending:
             assert self._sync is not None
             self._pending = True
@@ -196,28 +200,29 @@ class TorchBackend:
         self._pending = False
         with torch.no_grad(), one_fails_all_stop(self.rank):
             self._wait_for_sums()
-            summed = self._sync.finish()
+            summed = self._sync.finish(self._reached)
             for slot in self._learned:
-                local, slot.leaf.grad = slot.leaf.grad, None
+                if slot.name not in self._reached:
+                    slot.leaf.grad = None
+                    continue
                 gradient = summed.get(slot.name)
                 if gradient is None:
-                    if local is None:
-                        continue
-                    gradient = placed_like(slot.parameter, in_own_memory(local))
+                    gradient = placed_like(slot.parameter, in_own_memory(taken(slot.leaf)))
                 if slot.parameter.grad is None:
                     slot.parameter.grad = gradient
                 else:
                     slot.parameter.grad += gradient
-        self._touched = False
+        self._touched, self._reached = False, frozenset()
 
     def _follow_leaves(self) -> None:
         """Sum the gradients of those parameters that learn now, in the order of the program."""
         if self._version == self._leaves.version:
             return
+        learned = frozenset().union(*self.program.learned)
         self._learned = [
             Slot(name, self._leaves[name], self._leaves.parameters[name])
             for name in self.program.captured.parameters.values()
-            if self._leaves[name].requires_grad
+            if name in learned and self._leaves[name].requires_grad
         ]
         if self._sync is not None:
             self._sync.close()

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autopar.capture.captured import Captured
+from autopar.capture.gradients import reached
 from autopar.errors import InvalidInput
 from autopar.layout import TensorType
 from autopar.mesh import Mesh
@@ -75,6 +76,16 @@ class Program:
             "step() needs a model that returns its loss: a differentiable tensor without dims",
             got="outputs " + ", ".join(str(node.meta["type"]) for node in self.outputs),
             remedy="return the loss from forward, or call the parallel module and differentiate",
+        )
+
+    @cached_property
+    def learned(self) -> tuple[frozenset[str], ...]:
+        """For each output, the parameters (names in the model) that its backward reaches."""
+        parameters, graph = self.captured.parameters, self.captured.graph
+        outputs: Any = graph.output_node().args[0]
+        return tuple(
+            frozenset(parameters[n.name] for n in reached([output]) if n.name in parameters)
+            for output in outputs[: len(self.outputs)]
         )
 
     @property

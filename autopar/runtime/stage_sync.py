@@ -18,6 +18,7 @@ from torch import Tensor
 from autopar._torch import split_like
 from autopar.pipeline.plan import Pipelining
 from autopar.pipeline.synchronization import last_backwards
+from autopar.runtime.buckets import taken
 from autopar.runtime.groups import Axes, new_group
 from autopar.runtime.leaves import Leaves
 from autopar.runtime.placing import in_own_memory
@@ -37,7 +38,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Learned:
-    """A parameter that takes a gradient."""
+    """A parameter that the loss gives a gradient."""
 
     name: str
     dtype: torch.dtype
@@ -51,7 +52,7 @@ class StageSync:
     def __init__(
         self, pipelining: Pipelining, parameters: Sequence[Learned], leaves: Leaves
     ) -> None:
-        """`parameters`: all of the model that take a gradient; `leaves`: this rank's pieces."""
+        """`parameters`: all that the loss gives a gradient; `leaves`: this rank's pieces."""
         self._leaves = leaves
         schedule = pipelining.schedule
         place = pipelining.mesh.coordinate(dist.get_rank())[pipelining.axis]
@@ -82,13 +83,8 @@ class StageSync:
         for share in self.shares:
             if share.ready != position or share.group is None or not share.leaves:
                 continue
-            parts = [_taken(leaf) for leaf in share.leaves.values()]
-            share.buffer = torch.cat(
-                [
-                    (leaf.detach().new_zeros(leaf.shape) if part is None else part).reshape(-1)
-                    for part, leaf in zip(parts, share.leaves.values())
-                ]
-            )
+            parts = [taken(leaf).reshape(-1) for leaf in share.leaves.values()]
+            share.buffer = torch.cat(parts)
             share.work = dist.all_reduce(share.buffer, group=share.group, async_op=True)
 
     def finish(self) -> dict[str, Tensor]:
@@ -96,8 +92,7 @@ class StageSync:
         found: dict[str, Tensor] = {}
         for share in self.shares:
             if share.work is None:
-                grads = {name: _taken(leaf) for name, leaf in share.leaves.items()}
-                found |= {n: in_own_memory(grad) for n, grad in grads.items() if grad is not None}
+                found |= {n: in_own_memory(taken(leaf)) for n, leaf in share.leaves.items()}
                 continue
             share.work.wait()
             assert share.buffer is not None
@@ -105,12 +100,6 @@ class StageSync:
             found |= dict(zip(share.leaves, pieces))
             share.work = share.buffer = None
         return found
-
-
-def _taken(leaf: Tensor) -> Tensor | None:
-    """The gradient of a leaf, which gives it away."""
-    gradient, leaf.grad = leaf.grad, None
-    return gradient
 
 
 def own_group(

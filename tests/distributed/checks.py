@@ -21,7 +21,8 @@ from tests import models
 from tests.annotations import megatron, sequence, stored, vocabulary
 from tests.held import kept_for_backward, local_bytes
 from tests.models import Case
-from tests.parity import assert_equal, parallel_outcome
+from tests.parity import assert_equal, parallel_outcome, single_outcome
+from tests.partly_learned import partly_learned, without_gradient
 from tests.toy import EVEN, machines
 
 DP2_TP2 = Mesh(dp=2, tp=2)
@@ -139,6 +140,27 @@ def differentiates_in_any_order() -> None:
         (module(*case.args) + module(*case.args)).backward()
         grads.append(module.full_grads())
     assert_close(*grads)
+
+
+def gives_no_gradient_where_one_device_gives_none() -> None:
+    case = partly_learned(layers=2)
+    every = {name for name, _ in case.model.named_parameters()}
+    mesh, expected = Mesh(pp=2, dp=2), single_outcome(case.fresh())
+    for options in (
+        {"mesh": mesh, "schedule": "zb-h1"},
+        {"mesh": mesh, "schedule": "chimera"},
+        {"mesh": DP2_TP2},
+    ):
+        module = ap.parallelize(case.model, case.args, mode="propagate", microbatches=2, **options)
+        assert_equal(parallel_outcome(module, case), expected)
+    for output in (0, 1, 0):
+        module.zero_grad()
+        whole(module(*case.args)[output]).sum().backward()
+        assert module.full_grads().keys() == every - without_gradient(case, output)
+
+
+def whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def takes_local_inputs() -> None:
@@ -264,6 +286,7 @@ CHECKS = [
     is_called_and_differentiated,
     is_called_with_the_batch_of_several_microbatches,
     differentiates_in_any_order,
+    gives_no_gradient_where_one_device_gives_none,
     takes_local_inputs,
     saves_and_loads_checkpoints,
     holds_what_was_predicted,
