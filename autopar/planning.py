@@ -82,22 +82,7 @@ def plan(
     where they do not fit into memory. `progress` is told of each phase of a search and its detail;
     True shows them, False is silent, None shows them on a terminal.
     """
-    if mode not in MODES:
-        raise InvalidInput(
-            "mode is one of " + ", ".join(map(repr, MODES)), got=repr(mode), remedy=repr(MODES[0])
-        )
-    if isinstance(mesh, DeviceMesh):
-        mesh = Mesh.from_device_mesh(mesh)
-    if not isinstance(mesh, Mesh | None):
-        raise InvalidInput(
-            "mesh is a Mesh or a torch DeviceMesh",
-            got=f"{type(mesh).__name__}: {mesh!r}",
-            remedy="mesh=ap.Mesh(dp=2, tp=4)",
-        )
-    if not (microbatches == "auto" or isinstance(microbatches, int)):
-        raise InvalidInput(
-            'microbatches is a number or "auto"', got=repr(microbatches), remedy="microbatches=8"
-        )
+    mesh = _checked(mode, mesh, microbatches)
     count = None if microbatches == "auto" else int(microbatches)
     if _is_open(mode, mesh, pipeline, schedule, algorithm):
         _require_nothing_about_a_schedule(schedule_options, recompute)
@@ -192,6 +177,27 @@ class _Layouts:
             needed if is_all else None,
             microbatches,
         )
+
+
+def _checked(mode: str, mesh: Mesh | DeviceMesh | None, microbatches: int | str) -> Mesh | None:
+    """The mesh, when these are what they have to be."""
+    if mode not in MODES:
+        raise InvalidInput(
+            "mode is one of " + ", ".join(map(repr, MODES)), got=repr(mode), remedy=repr(MODES[0])
+        )
+    if isinstance(mesh, DeviceMesh):
+        mesh = Mesh.from_device_mesh(mesh)
+    if not isinstance(mesh, Mesh | None):
+        raise InvalidInput(
+            "mesh is a Mesh or a torch DeviceMesh",
+            got=f"{type(mesh).__name__}: {mesh!r}",
+            remedy="mesh=ap.Mesh(dp=2, tp=4)",
+        )
+    if not (microbatches == "auto" or isinstance(microbatches, int)):
+        raise InvalidInput(
+            'microbatches is a number or "auto"', got=repr(microbatches), remedy="microbatches=8"
+        )
+    return mesh
 
 
 def _is_open(

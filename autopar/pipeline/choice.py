@@ -176,14 +176,19 @@ def choose(
             remedy="fix fewer of mesh, pipeline, microbatches and memory",
         )
     best = min(fitting, key=lambda way: way.alternative.seconds)
-    found, account = best.found, best.found.search
-    if account is not None:
-        account = account.cut_short() if left else account
-        pipelining = best.pipelining
-        ranks = pipelining.schedule.ranks if pipelining is not None else 1
-        found = replace(found, search=account.shared(ranks))
+    found = _accounted(best, left)
     alternatives = sorted((way.alternative for way in ways), key=lambda a: (not a.fits, a.seconds))
     return Chosen(best.captured, found, best.batches, best.pipelining, tuple(alternatives))
+
+
+def _accounted(way: _Way, left: bool) -> Found:
+    """What was found for a way, told of a step; `left`: something was not weighed."""
+    account, pipelining = way.found.search, way.pipelining
+    if account is None:
+        return way.found
+    account = account.cut_short() if left else account
+    ranks = pipelining.schedule.ranks if pipelining is not None else 1
+    return replace(way.found, search=account.shared(ranks))
 
 
 def _sizes(devices: int, stages: int | None, microbatches: int | None) -> Iterator[tuple[int, int]]:
