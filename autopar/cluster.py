@@ -28,6 +28,7 @@ import torch
 
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
+from autopar.schema import MOST, Count, NotNegative, Part, Positive, read
 
 _DTYPE_NAMES = {
     torch.float64: "f64",
@@ -42,14 +43,22 @@ class Device:
     """One accelerator. Small work runs slower: work W takes as long as W + half at full speed."""
 
     name: str
-    flops: Mapping[str, float] = field(hash=False)  # FLOP/s by dtype: {"f32": 67e12, ...}
-    memory: float  # bytes
-    bandwidth: float  # bytes/s of its memory
-    overhead: float = 5e-6  # seconds to start an operator
-    efficiency: float = 0.7  # the part of `flops` that large matrix products reach
-    half_flops: float = 0.0  # FLOPs of a product, in the fastest dtype, that reaches half of that
-    half_bytes: float = 0.0  # bytes of an operator that reaches half of `bandwidth`
-    overlap: float = 0.7  # the part of gradient synchronisation that backward hides
+    flops: Mapping[str, Positive] = field(hash=False)  # FLOP/s by dtype: {"f32": 67e12, ...}
+    memory: Positive  # bytes
+    bandwidth: Positive  # bytes/s of its memory
+    overhead: NotNegative = 5e-6  # seconds to start an operator
+    efficiency: Positive = 0.7  # the part of `flops` that large matrix products reach
+    half_flops: NotNegative = 0.0  # FLOPs of a product in the fastest dtype that reaches half
+    half_bytes: NotNegative = 0.0  # bytes of an operator that reaches half of `bandwidth`
+    overlap: Part = 0.7  # the part of gradient synchronisation that backward hides
+
+    def __post_init__(self) -> None:
+        if "f32" not in self.flops:
+            raise InvalidInput(
+                "a device has a rate for f32, which stands for all that have none",
+                got=f"{self.name} with {', '.join(self.flops) or 'none'}",
+                remedy="add f32 = ...",
+            )
 
     def peak(self, dtype: torch.dtype | str) -> float:
         """FLOP/s that large work of `dtype` reaches; a dtype without an entry runs as f32."""
@@ -134,6 +143,12 @@ class Cluster:
                 "a cluster has at least one node, and each node at least one device",
                 got=f"nodes with {[node.devices for node in self.nodes]} devices",
                 remedy='Cluster.preset("dgx-h100", nodes=2)',
+            )
+        if self.devices > MOST:
+            raise InvalidInput(
+                f"a cluster has at most {MOST} devices",
+                got=f"{self.devices} devices in {len(self.nodes)} nodes",
+                remedy="plan for a part of it",
             )
 
     @classmethod
@@ -262,13 +277,18 @@ class Cluster:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Cluster:
-        nodes = [
-            Node(Device(**entry["device"]), entry["devices"], _link_from_json(entry["link"]))
-            for entry in data["nodes"]
-            for _ in range(entry["count"])
+    def from_stored(cls, stored: StoredCluster) -> Cluster:
+        """The inverse of `to_json`, as the schema reads it."""
+        runs = [
+            (Node(entry.device, entry.devices, entry.link.read()),) * entry.count
+            for entry in stored.nodes
         ]
-        return cls(tuple(nodes), _link_from_json(data["network"]), data["name"])
+        return cls(tuple(itertools.chain(*runs)), stored.network.read(), stored.name)
+
+    @classmethod
+    def from_json(cls, data: Any) -> Cluster:
+        """The inverse of `to_json`."""
+        return cls.from_stored(read(StoredCluster, data))
 
     def _runs(self) -> list[tuple[Node, int]]:
         return [(node, len(list(run))) for node, run in itertools.groupby(self.nodes)]
@@ -305,6 +325,32 @@ def _link_to_json(link: Link) -> dict[str, Any]:
     return {"alpha": link.alpha, "bandwidth": link.bandwidth, "measured": measured}
 
 
-def _link_from_json(data: Mapping[str, Any]) -> Link:
-    measured = {(kind, n): (alpha, beta) for kind, n, alpha, beta in data.get("measured", ())}
-    return Link(data["alpha"], data["bandwidth"], measured)
+@dataclass(frozen=True)
+class StoredLink:
+    """A link in a plan's file."""
+
+    alpha: NotNegative
+    bandwidth: Positive
+    measured: tuple[tuple[str, Count, NotNegative, Positive], ...] = ()
+
+    def read(self) -> Link:
+        return Link(self.alpha, self.bandwidth, {(k, n): (a, b) for k, n, a, b in self.measured})
+
+
+@dataclass(frozen=True)
+class StoredNodes:
+    """Equal nodes in a plan's file."""
+
+    device: Device
+    devices: Count
+    link: StoredLink
+    count: Count
+
+
+@dataclass(frozen=True)
+class StoredCluster:
+    """The machines in a plan's file."""
+
+    name: str
+    network: StoredLink
+    nodes: tuple[StoredNodes, ...]

@@ -14,7 +14,7 @@ LONGEST = 450  # lines
 
 # A room imports from its own floor and from those below.
 FLOORS = (
-    {"_torch", "cluster", "mesh", "layout", "lines", "garbage", "errors"},
+    {"_torch", "cluster", "mesh", "layout", "lines", "garbage", "errors", "schema"},
     {"strategies", "collectives"},
     {"capture"},
     {"cost"},

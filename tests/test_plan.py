@@ -253,7 +253,7 @@ def test_another_torch_is_refused_by_name(made):
     [
         (lambda data: data.update(format="recipe"), "holds something else"),
         (lambda data: data.update(version=99), "of version 99"),
-        (lambda data: data.pop("cluster"), "no 'cluster'"),
+        (lambda data: data.pop("cluster"), "needs the key 'cluster'"),
         (lambda data: data["types"].update({"0.weight": "f64[8192@zz, 256]"}), "'zz'"),
         (lambda data: data["types"].update({"0.weight": "f64[8192@]"}), "size@axis|zz|axis"),
         (lambda data: data["decisions"].update(strategies=3), "plan.json"),

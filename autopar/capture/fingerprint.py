@@ -1,7 +1,7 @@
 """Fingerprint: what a captured model is to a plan, as plain text that two sides can compare.
 
     made = fingerprint_of(captured)
-    made.differences(Fingerprint.from_json(saved))     # [] or lines that name what differs
+    made.differences(schema.read(Fingerprint, saved))     # [] or lines that name what differs
 
 Constants are compared by value: they are part of the program. Where tensors are (the meta device, a
 GPU) is no part of it, nor are the values of parameters and buffers. Of an annotation the wish
@@ -44,16 +44,14 @@ class Fingerprint:
     constants: Mapping[str, str]  # placeholder -> type and a hash of the value
     operators: tuple[str, ...]  # `name = operator(arguments): type`
     returns: str  # the structure of what the model returns, and what of it is no tensor
-    places: tuple[str, ...] = field(default=(), compare=False)  # of operators; not kept in files
+    places: tuple[str, ...] = field(  # of operators
+        default=(), compare=False, metadata={"stored": False}
+    )
 
     def to_json(self) -> dict[str, Any]:
         data = asdict(replace(self, places=()))
         del data["places"]
         return {**data, "operators": list(self.operators)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Fingerprint:
-        return cls(**{**data, "operators": tuple(data["operators"])})
 
     @property
     def is_complete(self) -> bool:

@@ -59,6 +59,7 @@ _PRESETS = {
     "h200": (Node(H200, 8, Link(3e-6, 450e9)), Link(6e-6, 400e9)),
     "piz-daint": (Node(P100, 1, Link(2e-6, 10e9)), Link(2e-6, 10e9)),
 }
+NAMES = tuple(sorted(_PRESETS))
 
 
 def preset(name: str) -> tuple[Node, Link]:

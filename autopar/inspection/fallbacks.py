@@ -23,7 +23,7 @@ class FallbackCost:
     node: str
     operator: str
     reason: str
-    source: str
+    source: str | None
     seconds: float  # of the operator, forward and backward
     moved: float  # seconds of the movements that bring its inputs whole
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 from autopar.errors import InvalidInput
 from autopar.pipeline.execution import inputs, run
-from autopar.pipeline.schedule import KINDS, Action, Kind, Schedule
+from autopar.pipeline.schedule import KINDS, MOST_UNLISTED, Action, Kind, Schedule
 
 SHOWN = 6
 
@@ -29,6 +29,8 @@ def check(schedule: Schedule, source: str | None = None) -> None:
     """Raise `InvalidInput` with the offending actions unless `schedule` is sound."""
     for rule, remedy, offences in (
         ("every stage of every pipe is on one rank", "correct the placement", _placement),
+        ("a schedule lists an F for each micro-batch on each stage",
+         "add what is missing, or correct the numbers", _listed),
         ("an action names a stage of its rank and micro-batches of the step",
          "move the action to the rank that holds its stage, or correct its numbers", _named),
         ("a micro-batch goes through one pipe", "keep all its actions in one pipe", _one_pipe),
@@ -70,6 +72,14 @@ def _placement(schedule: Schedule) -> Iterator[str]:
             other = held.setdefault((rank, stage), pipe)
             if other != pipe:
                 yield f"rank {rank} holds stage {stage} twice, of pipes {other} and {pipe}"
+
+
+def _listed(schedule: Schedule) -> Iterator[str]:
+    """So that nothing below counts to a number that only stands in a header."""
+    listed = sum(len(action.microbatches) for order in schedule.orders for action in order)
+    wanted = schedule.slices * schedule.stages
+    if wanted > max(MOST_UNLISTED, listed):
+        yield (f"{listed} actions for {schedule.slices} micro-batches on {schedule.stages} stages")
 
 
 def _named(schedule: Schedule) -> Iterator[str]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -27,9 +28,10 @@ from pathlib import Path
 from typing import cast
 
 from autopar.errors import InvalidInput
-from autopar.pipeline.schedule import Action, Kind, Option, Schedule, make
+from autopar.pipeline.schedule import MOST_UNLISTED, Action, Kind, Option, Schedule, make
 
-ACTION = re.compile(r"(\d+)([FBIW])(\d+(?:\+\d+)*)(?:@(\d+))?")
+_NUMBER = r"[0-9]{1,6}"  # what a schedule counts is read up to here
+ACTION = re.compile(rf"({_NUMBER})([FBIW])({_NUMBER}(?:\+{_NUMBER})*)(?:@({_NUMBER}))?")
 OVERLAP = re.compile(r"\(([^;]+);([^;]+)\)OVERLAP_F_B")
 REMEDY = "write stage, kind and micro-batch as in 1F2, with +3 for more and @1 for pipe 1"
 
@@ -40,7 +42,7 @@ def parse_action(text: str, source: str | None = None) -> Action:
     if match is None:
         raise InvalidInput(
             "an action is written as stage, kind (F, B, I or W) and micro-batches",
-            got=repr(text),
+            got=repr(text[:80]),
             remedy=REMEDY,
             source=source,
         )
@@ -77,17 +79,33 @@ def _write_option(value: Option) -> str:
     return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _read_option(text: str) -> Option:
+def _read_option(text: str, source: str | None) -> Option:
     if text in ("None", "True", "False"):
         return {"None": None, "True": True, "False": False}[text]
-    if re.fullmatch(r"-?\d+", text):
+    if re.fullmatch(r"-?[0-9]{1,18}", text):
         return int(text)
+    if re.fullmatch(r"[0-9.e-]+(\+[0-9.e-]+)+", text) and not _is_number(text):
+        return tuple(float(_finite(part, source)) for part in text.split("+"))
+    return float(_finite(text, source)) if _is_number(text) else text
+
+
+def _is_number(text: str) -> bool:
     try:
-        return float(text)
+        float(text)
     except ValueError:
-        pass
-    if re.fullmatch(r"[\d.e-]+(\+[\d.e-]+)+", text):
-        return tuple(float(part) for part in text.split("+"))
+        return False
+    return True
+
+
+def _finite(text: str, source: str | None) -> str:
+    """Text of a finite number."""
+    if not _is_number(text) or not math.isfinite(float(text)):
+        raise InvalidInput(
+            "the numbers of a schedule's options are finite",
+            got=repr(text[:80]),
+            remedy="write options: backward=2.0 or the like",
+            source=source,
+        )
     return text
 
 
@@ -117,7 +135,7 @@ def from_text(text: str, source: str | None = None) -> Schedule:
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        key, colon, value = line.partition(":")
+        key, colon, value = map(str.strip, line.partition(":"))
         if not colon or key in fields:
             raise InvalidInput(
                 "a schedule's text has one line `key: value` for each key",
@@ -125,7 +143,7 @@ def from_text(text: str, source: str | None = None) -> Schedule:
                 remedy="keys are name, microbatches, parts, options, pipe 0, ..., rank 0, ...",
                 source=f"{source or 'text'}:{number}",
             )
-        fields[key.strip()] = value.strip()
+        fields[key] = value
     orders = _numbered(fields, "rank", source)
     return _assemble(fields, [_order(row.split(), source) for row in orders], source)
 
@@ -146,12 +164,27 @@ def to_csv(schedule: Schedule, header: bool = True) -> str:
 
 def from_csv(text: str, source: str | None = None, name: str = "csv") -> Schedule:
     """The schedule in `text`, checked. Without a header, placement comes from the actions."""
-    rows = list(csv.reader(io.StringIO(text)))
+    try:
+        rows = list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:
+        raise InvalidInput(
+            "a schedule is CSV with one row for each rank",
+            got=str(error),
+            remedy="write one action in a cell",
+            source=source,
+        ) from None
     fields = {"name": name}
     if rows and rows[0] and rows[0][0].startswith("#"):
         for field in rows.pop(0)[0].lstrip("# ").split(";"):
-            key, _, value = field.partition(":")
-            fields[key.strip()] = value.strip()
+            key, _, value = map(str.strip, field.partition(":"))
+            if key in fields and key != "name":
+                raise InvalidInput(
+                    "the first row of a schedule has each key once",
+                    got=key[:80],
+                    remedy="keep one of them",
+                    source=source,
+                )
+            fields[key] = value
     orders = [_order(row, source) for row in rows]
     if "microbatches" not in fields:
         fields |= _derive(orders, source)
@@ -195,6 +228,13 @@ def _derive(orders: list[list[Action]], source: str | None) -> dict[str, str]:
             last = max(last, *action.microbatches)
     pipes = 1 + max((pipe for pipe, _ in holders), default=-1)
     stages = 1 + max((stage for _, stage in holders), default=-1)
+    if pipes * stages > max(MOST_UNLISTED, len(holders)):
+        raise InvalidInput(
+            "every stage of every pipe has actions on some rank",
+            got=f"{stages} stages of {pipes} pipes, of which {len(holders)} have actions",
+            remedy="correct the numbers of the actions",
+            source=source,
+        )
     missing = [
         f"stage {stage} of pipe {pipe}"
         for pipe in range(pipes)
@@ -230,14 +270,21 @@ def _numbered(fields: dict[str, str], word: str, source: str | None) -> list[str
 
 def _integers(text: str, key: str, source: str | None) -> tuple[int, ...]:
     words = text.split()
-    if not words or not all(word.isdecimal() for word in words):
+    if not words or not all(re.fullmatch(_NUMBER, word) for word in words):
         raise InvalidInput(
             f"`{key}` is given in whole numbers",
-            got=repr(text),
+            got=repr(text[:80]),
             remedy=f"write `{key}: 4` or the like",
             source=source,
         )
     return tuple(map(int, words))
+
+
+def _integer(text: str, key: str, source: str | None) -> int:
+    numbers = _integers(text, key, source)
+    if len(numbers) > 1:
+        _integers("", key, source)
+    return numbers[0]
 
 
 def _assemble(
@@ -250,16 +297,23 @@ def _assemble(
     if unknown or "microbatches" not in fields:
         raise InvalidInput(
             "a schedule says its microbatches, and only keys that are known",
-            got=", ".join(unknown) or "no microbatches",
+            got=", ".join(unknown)[:80] or "no microbatches",
             remedy="keys are name, microbatches, parts, options, pipe 0, ..., rank 0, ...",
             source=source,
         )
     options: dict[str, Option] = {}
     for word in fields.get("options", "").split():
         key, _, value = word.partition("=")
-        options[key] = _read_option(value)
-    (microbatches,) = _integers(fields["microbatches"], "microbatches", source)[:1]
-    (parts,) = _integers(fields.get("parts", "1"), "parts", source)[:1]
+        if not key.isidentifier() or key in options:
+            raise InvalidInput(
+                "the options of a schedule are name=value, each name once",
+                got=word[:80],
+                remedy="write options: pipes=2 or the like",
+                source=source,
+            )
+        options[key] = _read_option(value, source)
+    microbatches = _integer(fields["microbatches"], "microbatches", source)
+    parts = _integer(fields.get("parts", "1"), "parts", source)
     schedule = make(
         fields.get("name", "text"),
         microbatches,

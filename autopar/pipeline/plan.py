@@ -14,11 +14,12 @@ from typing import Any
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.pipeline.checker import check
-from autopar.pipeline.notation import from_text, to_text
+from autopar.pipeline.notation import to_text
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import schedule as make_schedule
 from autopar.search.meshes import AXIS_NAMES
 from autopar.search.stages import StageCost, imbalance
+from autopar.search.stored import Axes
 
 AXIS = "pp"
 DEFAULT = "1f1b"
@@ -45,17 +46,6 @@ class Pipelining:
             "recompute": self.recompute,
         }
 
-    @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> Pipelining:
-        """The inverse of `data`."""
-        return cls(
-            data["axis"],
-            Mesh(**data["mesh"]),
-            from_text(data["schedule"]),
-            tuple(StageCost(**stage) for stage in data["stages"]),
-            data["recompute"],
-        )
-
     def ranks_at(self, coordinate: int) -> list[int]:
         """The ranks that stand at one place of the pipeline, in the order of the inner mesh."""
         return [
@@ -79,6 +69,20 @@ class Pipelining:
                 f"{stage.parameters} bytes of parameters"
             )
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class StoredPipelining:
+    """What `Pipelining.data` gives."""
+
+    axis: str
+    mesh: Axes
+    schedule: Schedule
+    stages: tuple[StageCost, ...]
+    recompute: bool
+
+    def read(self) -> Pipelining:
+        return Pipelining(self.axis, Mesh(**self.mesh), self.schedule, self.stages, self.recompute)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from typing import Literal
 
 Kind = Literal["F", "B", "I", "W"]
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
+MOST_UNLISTED = 1 << 12  # things of a schedule that its numbers may speak of without listing them
 Option = int | float | str | tuple[float, ...] | None
 
 
@@ -63,6 +64,13 @@ class Schedule:
     parts: int = 1
     # The options that it was made with, by name, sorted.
     options: tuple[tuple[str, Option], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """The inverse of `str`, checked."""
+        from autopar.pipeline.notation import from_text
+
+        return from_text(text)
 
     @property
     def ranks(self) -> int:

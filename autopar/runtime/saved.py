@@ -6,23 +6,24 @@
     pm = parallelize(model, args, kwargs, plan=saved)
 
 Times and bytes are not saved: they are computed anew for the model that the plan is attached to.
-What a plan comes to hold besides gets a field here, and its lines in `of`, `to_json`, `from_json`.
+What a plan comes to hold besides gets a field here and in `StoredPlan`, and its lines in `of`,
+`to_json` and `read`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from torch import nn
 
 from autopar.capture import capture
 from autopar.capture.captured import Captured
 from autopar.capture.fingerprint import Fingerprint, fingerprint_of
-from autopar.cluster import Cluster
+from autopar.cluster import Cluster, StoredCluster
 from autopar.cost.price import ClusterPrice
 from autopar.errors import AutoparError, InvalidInput
 from autopar.inspection.diff import PlanDiff, compare
@@ -32,15 +33,16 @@ from autopar.mesh import Mesh
 from autopar.passes import rewrite
 from autopar.passes.microbatches import cut_batch
 from autopar.pipeline.choice import Alternative
-from autopar.pipeline.plan import Pipelining
+from autopar.pipeline.plan import Pipelining, StoredPipelining
 from autopar.pipeline.price import line_of
 from autopar.runtime.plan import Plan
-from autopar.search.auto import Search
+from autopar.runtime.sound import require_fitting, require_sound, require_types
+from autopar.schema import Count, Mismatch, Positive, read
+from autopar.search.auto import Search, StoredSearch
 from autopar.search.decisions import Decisions
 from autopar.search.stages import price_stages
-from autopar.search.stored import decisions_from_json, decisions_to_json
+from autopar.search.stored import Axes, StoredDecisions, decisions_to_json
 from autopar.search.wishes import Wish, Wishes, read_wishes
-from autopar.strategies import rule_of
 
 FORMAT, VERSION = "autopar plan", 2
 
@@ -147,44 +149,17 @@ class SavedPlan:
         if data.get("version") != VERSION:
             raise InvalidInput(
                 f"this autopar reads plans of version {VERSION}",
-                got=f"{source} of version {data.get('version')!r}",
+                got=f"{source} of version {str(data.get('version'))[:20]}",
                 remedy="make the plan again with this version",
             )
         try:
-            saved = cls._read(data)
-            saved._validate()
+            saved = read(StoredPlan, data).read()
+            require_sound(saved)
+        except Mismatch as error:
+            raise _malformed(source, str(error)) from None
         except AutoparError as error:
-            raise _malformed(source, f"{error.rule}: {error.got}") from error
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            missing = f"no {error}" if isinstance(error, KeyError) else str(error)
-            raise _malformed(source, missing) from error
+            raise _malformed(source, f"{error.rule}: {error.got}") from None
         return saved
-
-    @classmethod
-    def _read(cls, data: Mapping[str, Any]) -> SavedPlan:
-        stored = data["decisions"]
-        types = {**stored["placeholders"], **data["types"]}
-        pipeline, search = data["pipeline"], data["search"]
-        return cls(
-            decisions=decisions_from_json(stored),
-            cluster=Cluster.from_json(data["cluster"]),
-            fingerprint=Fingerprint.from_json(data["model"]),
-            types={name: TensorType.parse(text) for name, text in types.items()},
-            mode=data["mode"],
-            limit=data["memory_limit"],
-            slices=data["microbatches"],
-            annotated=data["annotated"],
-            search=None if search is None else Search.from_json(search),
-            pipelining=None if pipeline is None else Pipelining.from_data(pipeline),
-            alternatives=tuple(_alternative(entry) for entry in data["alternatives"]),
-        )
-
-    def _validate(self) -> None:
-        """Refuse layouts that do not fit their tensors or the mesh."""
-        for type_ in self.types.values():
-            type_.layout.validate(type_.shape, self.mesh)
-        for layout in self.decisions.placeholders.values():
-            layout.validate((0,) * layout.ndim, self.mesh)
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file; equal plans give equal files."""
@@ -194,14 +169,15 @@ class SavedPlan:
     def load(cls, path: str | Path) -> SavedPlan:
         """Read what `save` wrote."""
         try:
-            data = json.loads(Path(path).read_text())
+            text = Path(path).read_bytes().decode("utf-8")
+            data = json.loads(text, object_pairs_hook=_once)
         except OSError as error:
             raise InvalidInput(
                 "a plan file can be read",
                 got=f"{path}: {error.strerror}",
                 remedy="give the path of a file that plan.save() wrote",
             ) from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _malformed(str(path), f"no JSON: {error}") from None
         return cls.from_json(data, str(path))
 
@@ -227,27 +203,14 @@ class SavedPlan:
         """The plan of a model that was captured and is the same."""
         batches = None if self.slices is None else cut_batch(captured, self.slices)
         captured = captured if batches is None else batches.captured
-        for node in captured.graph.nodes:
-            strategy = self.decisions.strategies.get(node.name)
-            if strategy is None:
-                continue
-            rule = rule_of(node)
-            unknown = {f for f, _ in strategy.cuts} - set(rule.factors if rule else ())
-            if rule is None or unknown:
-                raise InvalidInput(
-                    "the strategies of a plan are such as the rules of its operators allow",
-                    got=f"{strategy} for {node.name}, whose rule is {rule and rule.text!r}",
-                    remedy="register the rules that the plan was made with, or make it again",
-                    source=node.meta["source"],
-                )
-            rule.validate(strategy, self.mesh, node.meta["source"])
+        require_fitting(self, captured)
         marked = read_wishes(captured, self.mesh, {})
         names = {name: placeholder for placeholder, name in captured.parameters.items()}
         parameters = {
             name: Wish(self.decisions.placeholders[names[name]], source)
             for name, source in self.annotated.items()
         }
-        return Plan(
+        plan = Plan(
             captured,
             self.decisions,
             ClusterPrice(self.cluster, self.mesh),
@@ -260,6 +223,8 @@ class SavedPlan:
             wishes=Wishes(marked.values, parameters, marked.inputs, marked.bound),
             alternatives=self.alternatives,
         )
+        require_types(self, plan.types)
+        return plan
 
     def _priced(self, captured: Captured) -> Pipelining | None:
         """The pipeline with what its stages take now."""
@@ -283,12 +248,65 @@ class SavedPlan:
         return saved_text(self)
 
 
-def _alternative(entry: Mapping[str, Any]) -> Alternative:
-    options = tuple(
-        (name, tuple(value) if isinstance(value, list) else value)
-        for name, value in entry["options"].items()
-    )
-    return Alternative(**{**entry, "mesh": Mesh(**entry["mesh"]), "options": options})
+@dataclass(frozen=True)
+class StoredAlternative:
+    mesh: Axes
+    microbatches: Count
+    schedule: str
+    options: Mapping[str, bool | int | float | str | tuple[float, ...] | None]
+    seconds: float
+    memory: float
+    fits: bool
+    recompute: bool = False
+
+    def read(self) -> Alternative:
+        known = {field.name: getattr(self, field.name) for field in fields(self)}
+        options = tuple(self.options.items())
+        return Alternative(**{**known, "mesh": Mesh(**self.mesh), "options": options})
+
+
+@dataclass(frozen=True)
+class StoredPlan:
+    """All that a plan's file holds."""
+
+    format: str
+    version: int
+    mode: Literal["auto", "propagate", "data"]
+    memory_limit: Positive | None
+    microbatches: Count | None
+    decisions: StoredDecisions
+    cluster: StoredCluster
+    pipeline: StoredPipelining | None
+    search: StoredSearch | None
+    alternatives: tuple[StoredAlternative, ...]
+    annotated: Mapping[str, str]
+    types: Mapping[str, TensorType]
+    model: Fingerprint
+
+    def read(self) -> SavedPlan:
+        return SavedPlan(
+            decisions=self.decisions.read(),
+            cluster=Cluster.from_stored(self.cluster),
+            fingerprint=self.model,
+            types={**self.decisions.placeholders, **self.decisions.fixed, **self.types},
+            mode=self.mode,
+            limit=self.memory_limit,
+            slices=self.microbatches,
+            annotated=self.annotated,
+            search=None if self.search is None else self.search.read(),
+            pipelining=None if self.pipeline is None else self.pipeline.read(),
+            alternatives=tuple(entry.read() for entry in self.alternatives),
+        )
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, with each key once."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} twice")
+    return found
 
 
 def _malformed(source: str, what: str) -> InvalidInput:

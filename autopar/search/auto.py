@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 from autopar.capture.captured import Captured
 from autopar.cluster import Cluster
@@ -24,6 +23,7 @@ from autopar.search.leanest import Leanest, NothingFits, bytes_text
 from autopar.search.memory import NoRoom
 from autopar.search.residual import relative_gap
 from autopar.search.solve import Sizes, Solution, least_memory, solve
+from autopar.search.stored import Axes
 from autopar.search.wishes import Wishes
 
 MOST_OF_A_KIND = 8  # meshes with the same number of axes that are all tried
@@ -59,15 +59,6 @@ class Search:
     interrupted: bool = False  # the best so far; what was not weighed may be better
     multiplier: float = 0.0  # under a memory limit: seconds that one more byte would save
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Search:
-        sizes = Sizes(**data["sizes"])
-        sizes.runs = [(int(count), int(period)) for count, period in sizes.runs]
-        considered = tuple(
-            Considered(**{**entry, "mesh": Mesh(**entry["mesh"])}) for entry in data["considered"]
-        )
-        return cls(**{**data, "sizes": sizes, "considered": considered})
-
     def cut_short(self) -> Search:
         """The same, with something left that was not weighed: it might take no time at all."""
         return replace(self, interrupted=True, bound=0.0, gap=relative_gap(self.objective, 0.0))
@@ -101,6 +92,37 @@ class Search:
             "interrupted": self.interrupted,
             "multiplier": self.multiplier,
         }
+
+
+@dataclass(frozen=True)
+class StoredConsidered:
+    mesh: Axes
+    seconds: float | None
+    memory: float | None
+    why: str = ""
+
+    def read(self) -> Considered:
+        return Considered(Mesh(**self.mesh), self.seconds, self.memory, self.why)
+
+
+@dataclass(frozen=True)
+class StoredSearch:
+    """What `Search.to_json` writes."""
+
+    seconds: float
+    objective: float
+    bound: float
+    gap: float
+    algorithm: str
+    sizes: Sizes
+    considered: tuple[StoredConsidered, ...] = ()
+    interrupted: bool = False
+    multiplier: float = 0.0
+
+    def read(self) -> Search:
+        considered = tuple(entry.read() for entry in self.considered)
+        known = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Search(**{**known, "considered": considered})
 
 
 @dataclass(frozen=True)

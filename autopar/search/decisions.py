@@ -18,7 +18,7 @@ class Fallback:
     node: str
     operator: str
     reason: str
-    source: str
+    source: str | None
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,17 @@ Tensors stand as their types, `f32[8@dp, 128]`, so that a person can read the fi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from autopar.collectives.redistribution import State
 from autopar.layout import TensorType
 from autopar.mesh import Mesh
+from autopar.schema import Count, Index
 from autopar.search.decisions import Decisions, Fallback
 from autopar.strategies import Strategy
+
+Axes = Mapping[str, Count]  # a mesh
 
 
 def decisions_to_json(decisions: Decisions, types: Mapping[str, TensorType]) -> dict[str, Any]:
@@ -34,19 +37,35 @@ def decisions_to_json(decisions: Decisions, types: Mapping[str, TensorType]) -> 
     }
 
 
-def decisions_from_json(data: Mapping[str, Any]) -> Decisions:
-    """The inverse of `decisions_to_json`."""
-    return Decisions(
-        mesh=Mesh(**data["mesh"]),
-        placeholders=_layouts(data["placeholders"]),
-        strategies={name: _strategy(entry) for name, entry in data["strategies"].items()},
-        fixed=_layouts(data["fixed"]),
-        fallbacks=tuple(Fallback(**entry) for entry in data["fallbacks"]),
-        ways={
-            (value, reader, int(position)): tuple(_state(state) for state in way)
-            for value, reader, position, way in data["ways"]
-        },
-    )
+@dataclass(frozen=True)
+class StoredStrategy:
+    cuts: Mapping[str, tuple[str, ...]]
+    passes: Mapping[str, Index]
+
+    def read(self) -> Strategy:
+        return Strategy(tuple(self.cuts.items()), tuple(self.passes.items()))
+
+
+@dataclass(frozen=True)
+class StoredDecisions:
+    """What `decisions_to_json` writes."""
+
+    mesh: Axes
+    placeholders: Mapping[str, TensorType]
+    strategies: Mapping[str, StoredStrategy]
+    fixed: Mapping[str, TensorType]
+    fallbacks: tuple[Fallback, ...]
+    ways: tuple[tuple[str, str, Index, tuple[State, ...]], ...]
+
+    def read(self) -> Decisions:
+        return Decisions(
+            mesh=Mesh(**self.mesh),
+            placeholders={name: type_.layout for name, type_ in self.placeholders.items()},
+            strategies={name: entry.read() for name, entry in self.strategies.items()},
+            fixed={name: type_.layout for name, type_ in self.fixed.items()},
+            fallbacks=self.fallbacks,
+            ways={(value, reader, at): way for value, reader, at, way in self.ways},
+        )
 
 
 def mesh_to_json(mesh: Mesh) -> dict[str, int]:
@@ -54,26 +73,10 @@ def mesh_to_json(mesh: Mesh) -> dict[str, int]:
     return dict(zip(mesh.names, mesh.shape))
 
 
-def _layouts(types: Mapping[str, str]) -> dict[str, Any]:
-    return {name: TensorType.parse(text).layout for name, text in types.items()}
-
-
 def _lists(cuts: tuple[tuple[str, tuple[str, ...]], ...]) -> dict[str, list[str]]:
     return {factor: list(axes) for factor, axes in cuts}
-
-
-def _strategy(entry: Mapping[str, Any]) -> Strategy:
-    return Strategy(
-        tuple((factor, tuple(axes)) for factor, axes in entry["cuts"].items()),
-        tuple((axis, int(index)) for axis, index in entry["passes"].items()),
-    )
 
 
 def _plain(state: State) -> list[Any]:
     dims, partial, pending = state
     return [[list(axes) for axes in dims], list(partial), list(pending)]
-
-
-def _state(data: Any) -> State:
-    dims, partial, pending = data
-    return tuple(tuple(axes) for axes in dims), tuple(partial), tuple(pending)

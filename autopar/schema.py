@@ -1,0 +1,194 @@
+"""Schema: data from a file becomes values of declared types, or a message that names the key.
+
+    @dataclass(frozen=True)
+    class Nodes:
+        devices: Count
+        link: Link
+        names: tuple[str, ...] = ()
+
+    read(Nodes, {"devices": 0, "link": {}})      # Mismatch: devices is a whole number from 1 ...
+
+What is declared is all that is accepted: each key once, no other key, no number in place of
+another kind, no size beyond what the type allows. Reading builds values and runs nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from autopar.errors import AutoparError
+
+At = tuple[str | int, ...]  # the keys that lead to a value
+LARGEST = 1 << 62  # whole numbers, in either direction
+MOST = 1 << 17  # of what is counted: devices, axes' ranks, micro-batches
+
+
+class Mismatch(Exception):
+    """What stands at `at` is not what was declared."""
+
+    def __init__(self, at: At, rule: str, got: object, remedy: str) -> None:
+        super().__init__(rule)
+        self.at, self.rule, self.got, self.remedy = at, rule, got, remedy
+
+    @property
+    def key(self) -> str:
+        return ".".join(map(str, self.at)) or "the file"
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.rule}: {_short(self.got)}"
+
+
+@dataclass(frozen=True)
+class Above:
+    """A number of more than `least`, or at least that."""
+
+    least: float
+    included: bool = True
+    most: float = math.inf
+
+    def holds(self, value: float) -> bool:
+        return (value >= self.least if self.included else value > self.least) and value <= self.most
+
+    def __str__(self) -> str:
+        least = f"{'at least' if self.included else 'more than'} {self.least:g}"
+        return least if math.isinf(self.most) else f"{least}, at most {self.most:g}"
+
+
+Positive = Annotated[float, Above(0, included=False)]
+NotNegative = Annotated[float, Above(0)]
+Part = Annotated[float, Above(0, most=1)]
+Count = Annotated[int, Above(1, most=MOST)]
+Index = Annotated[int, Above(0)]
+
+
+def read(kind: Any, data: Any, at: At = ()) -> Any:
+    """`data` as a value of `kind`."""
+    origin, args = get_origin(kind), get_args(kind)
+    if kind is Any:  # read further by the caller
+        return data
+    if origin is Annotated:
+        value = read(args[0], data, at)
+        if not args[1].holds(value):
+            raise Mismatch(at, f"{_NUMBERS[args[0]]}, {args[1]}", data, "give such a number")
+        return value
+    if origin in (Union, types.UnionType):
+        return _one_of(args, data, at)
+    if origin is Literal:
+        if not any(type(data) is type(value) and data == value for value in args):
+            remedy = f"one of {', '.join(map(repr, args))}"
+            raise Mismatch(at, "is one of the values that are known", data, remedy)
+        return data
+    if origin is tuple or origin is list:
+        return _sequence(kind, data, at)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return {
+            read(args[0], key, (*at, key)): read(args[1], value, (*at, key))
+            for key, value in _table(data, at).items()
+        }
+    if kind in _PLAIN:
+        return _PLAIN[kind](data, at)
+    if is_dataclass(kind) and not hasattr(kind, "parse"):
+        return _fields(kind, data, at)
+    try:
+        return kind.parse(_text(data, at))
+    except AutoparError as error:
+        raise Mismatch(at, f"is text of its kind ({error.rule})", data, str(error.remedy)) from None
+
+
+def _one_of(kinds: tuple[Any, ...], data: Any, at: At) -> Any:
+    """The first of `kinds` that fits; the error is that of the last."""
+    if data is None and type(None) in kinds:
+        return None
+    kinds = tuple(kind for kind in kinds if kind is not type(None))
+    for kind in kinds[:-1]:
+        try:
+            return read(kind, data, at)
+        except Mismatch:
+            continue
+    return read(kinds[-1], data, at)
+
+
+def _sequence(kind: Any, data: Any, at: At) -> Any:
+    origin, args = get_origin(kind), get_args(kind)
+    if not isinstance(data, list | tuple):
+        raise Mismatch(at, "is a list", data, "write [ ... ]")
+    if origin is list or args[1:] == (Ellipsis,):
+        return origin(read(args[0], value, (*at, i)) for i, value in enumerate(data))
+    if len(data) != len(args):
+        raise Mismatch(at, f"is a list of {len(args)}", data, "write all of them, and no more")
+    return tuple(read(inner, value, (*at, i)) for i, (inner, value) in enumerate(zip(args, data)))
+
+
+def _fields(kind: Any, data: Any, at: At) -> Any:
+    known, needed = _declared(kind)
+    for key in _table(data, at):
+        if key not in known:
+            close = difflib.get_close_matches(key, known, 1)
+            remedy = f"did you mean {close[0]!r}?" if close else f"use {sorted(known)}"
+            raise Mismatch((*at, key), "is not a key here", data[key], remedy)
+    for key in needed:
+        if key not in data:
+            raise Mismatch(at, f"needs the key {key!r}", sorted(data), f"add {key} = ...")
+    values = {key: read(known[key], value, (*at, key)) for key, value in data.items()}
+    try:
+        return kind(**values)
+    except AutoparError as error:
+        raise Mismatch(at, f"is sound ({error.rule})", error.got, str(error.remedy)) from None
+
+
+@cache
+def _declared(kind: Any) -> tuple[dict[str, Any], list[str]]:
+    """The types of the keys of a dataclass, and the keys that must be there."""
+    hints = get_type_hints(kind, include_extras=True)
+    own = [field for field in fields(kind) if field.init and field.metadata.get("stored", True)]
+    needed = [f.name for f in own if f.default is MISSING and f.default_factory is MISSING]
+    return {field.name: hints[field.name] for field in own}, needed
+
+
+def _table(data: Any, at: At) -> Mapping[str, Any]:
+    if not isinstance(data, Mapping):
+        raise Mismatch(at, "is a table", data, "write { key = value, ... }")
+    return data
+
+
+def _text(data: Any, at: At) -> str:
+    if not isinstance(data, str):
+        raise Mismatch(at, "is text", data, "put it in quotes")
+    return data
+
+
+def _whole(data: Any, at: At) -> int:
+    if isinstance(data, bool) or not isinstance(data, int) or abs(data) > LARGEST:
+        raise Mismatch(at, "is a whole number", data, "give a count")
+    return data
+
+
+def _number(data: Any, at: At) -> float:
+    is_number = isinstance(data, int | float) and not isinstance(data, bool)
+    if not (is_number and abs(data) <= 1e300):  # NaN is not
+        raise Mismatch(at, "is a number", data, "give it in seconds, bytes or FLOP/s")
+    return float(data)
+
+
+def _truth(data: Any, at: At) -> bool:
+    if not isinstance(data, bool):
+        raise Mismatch(at, "is true or false", data, "write true or false")
+    return data
+
+
+_PLAIN = {str: _text, int: _whole, float: _number, bool: _truth}
+_NUMBERS = {int: "is a whole number", float: "is a number"}
+
+
+def _short(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number of more digits than Python writes
+        text = "a number of thousands of digits"
+    return text if len(text) <= 120 else f"{text[:100]} ..."
