@@ -60,6 +60,11 @@ PROGRAMS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ...
     "a product twice in a sum": (twice, (3, 4), (6, 4)),
     "the mean of a number": (lambda h, w: (h * w).sum().mean(0) + h.sum().mean(-1), (4,), (6, 4)),
     "a parameter without elements": (lambda h, w: h.square().sum() + (h @ w).sum(), (4, 0), (6, 4)),
+    "a norm of order zero alone": (
+        lambda h, w: h.sum() + (h.detach() * w).norm(0),
+        (4,),
+        (6, 4),
+    ),
     "a norm of order zero": (norm_of_order_zero, (4,), (6, 4)),
     "a value written over": (
         lambda h, w: (h + w).zero_().sum() + h.square().sum() + h.clone().fill_(2.0).sum(),

@@ -118,7 +118,8 @@ def piece_call(
         lengths = [rule.bounds(factor, strategy, mesh, rank)[1] for factor, _ in strategy.cuts]
         if 0 in lengths:
             shape = list(output_type.layout.local_shape(output_type.shape, mesh, rank))
-            return nothing, (shape, output_type.dtype, *node.all_input_nodes), {}
+            learns = node.meta.get("differentiable", True)
+            return nothing, (shape, output_type.dtype, learns, *node.all_input_nodes), {}
     return local_function(node.target), *localize_arguments(node, output_type, mesh, rank)
 
 

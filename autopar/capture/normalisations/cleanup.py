@@ -99,16 +99,18 @@ def creations_read_no_tensor(draft: Draft) -> None:
 
 
 _COUNTS = (aten.linspace, aten.logspace)
+_NORMS = {aten.linalg_vector_norm: "ord", aten.norm: "p", aten.dist: "p"}
 
 
-def ends_take_no_gradient(draft: Draft) -> None:
-    """The ends of a count that are tensors are read as numbers: torch has no gradient of it."""
+def values_alone_are_read(draft: Draft) -> None:
+    """Of ends of a count that are tensors, and of norms of order 0, torch has no gradient."""
     for node in draft.calls():
-        if getattr(node.target, "overloadpacket", None) not in _COUNTS:
-            continue
-        for end in node.all_input_nodes:
-            with draft.graph.inserting_before(node):
-                node.replace_input_with(end, draft.call(node, aten.detach.default, end))
+        packet = getattr(node.target, "overloadpacket", None)
+        if packet in _COUNTS or (packet in _NORMS and argument(node, _NORMS[packet]) == 0):
+            for value in node.all_input_nodes:
+                with draft.graph.inserting_before(node):
+                    alone = draft.call(node, aten.detach.default, value)
+                node.replace_input_with(value, alone)
 
 
 def drop_copies(draft: Draft) -> None:

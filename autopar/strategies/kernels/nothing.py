@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 
-def nothing(shape: list[int], dtype: torch.dtype, *inputs: Tensor) -> Tensor:
-    """Zeros that autograd leads to all inputs, as it would from the operator."""
+def nothing(shape: list[int], dtype: torch.dtype, learns: bool, *inputs: Tensor) -> Tensor:
+    """Zeros that autograd leads to all inputs, where it would from the operator."""
+    if not learns:
+        return inputs[0].new_zeros(shape, dtype=dtype)
     return _Nothing.apply(shape, dtype, *inputs)
 
 
