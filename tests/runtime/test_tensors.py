@@ -1,0 +1,52 @@
+"""The tree of a parallel module owns its tensors: acts on them have their effect, or are refused.
+
+What is the same on processes is checked in tests/distributed/checks.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import autopar as ap
+from autopar import Mesh
+from tests.runtime.acts import DONE, REFUSED, assert_done, assert_refused, tree
+
+PLAN = {"mesh": Mesh(d=2)}
+WAYS: dict[str, dict[str, Any]] = {
+    "whole": PLAN,
+    "micro-batches": {**PLAN, "microbatches": 2},
+    "1f1b": {"mesh": Mesh(pp=2, d=2), "microbatches": 2, "schedule": "1f1b"},
+    "zb-h1": {"mesh": Mesh(pp=2, d=2), "microbatches": 2, "schedule": "zb-h1"},
+}
+
+
+def parallel(way: str) -> ap.ParallelModule:
+    case = tree()
+    options = {"mode": "propagate", "backend": "virtual", **WAYS[way]}
+    return ap.parallelize(case.model, case.args, **options)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_acts_have_the_effect_that_they_have_on_the_model(way: str) -> None:
+    case = tree()
+    plan = ap.plan(case.model, case.args, mode="propagate", **WAYS[way])
+    for act in DONE:
+        module = ap.parallelize(case.model, case.args, plan=plan, backend="virtual")
+        assert_done(module, act)
+
+
+@pytest.mark.parametrize(("act", "rule"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
+def test_acts_that_make_another_program_are_refused(act: Any, rule: str) -> None:
+    assert_refused(parallel("whole"), act, rule)
+
+
+def test_a_refused_act_can_be_undone() -> None:
+    module, case = parallel("whole"), tree()
+    loss = module.step(*case.args)
+    module.get_parameter("frozen.weight").requires_grad_(True)
+    with pytest.raises(ap.InvalidInput, match="takes no gradient"):
+        module(*case.args)
+    module.get_parameter("frozen.weight").requires_grad_(False)
+    assert module.step(*case.args) == loss
