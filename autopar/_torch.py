@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -14,7 +15,7 @@ from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._C import _len_torch_dispatch_stack as active_modes
 from torch._utils import _unflatten_dense_tensors as split_like  # views, like some tensors in turn
 from torch.autograd import Variable
-from torch.distributed import AllreduceOptions, ProcessGroup, Store
+from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroup, Store, TCPStore
 from torch.distributed.distributed_c10d import (
     _abort_process_group,
     _get_default_store,
@@ -33,6 +34,7 @@ __all__ = [
     "active_modes",
     "all_gather_single",
     "all_reduce_now",
+    "another_connection",
     "backward_hooks",
     "below_autograd",
     "call_after_backward",
@@ -40,8 +42,10 @@ __all__ = [
     "gradient_hooks",
     "groups_known",
     "has_hooks",
+    "holds_store",
     "local_of",
     "memory_of",
+    "moves_on_host",
     "placed_like",
     "process_group",
     "reduce_scatter_single",
@@ -135,6 +139,25 @@ def state_names(model: nn.Module) -> list[str]:
         for name, tensor in held.items()
         if tensor is not None and name not in module._non_persistent_buffers_set
     ]
+
+
+def another_connection(store: Store) -> Store:
+    """The same store, for another thread: one that waits blocks all others of its connection."""
+    return store.clone()  # type: ignore[attr-defined]
+
+
+def holds_store(store: Store) -> bool:
+    """Whether this process serves the store of the world: when it ends, nobody can read it."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, TCPStore) and "server=TCPServer" in repr(store)
+
+
+def moves_on_host(group: ProcessGroup) -> bool:
+    """Whether a group moves what lies on a GPU through the memory of the host, as gloo does."""
+    if torch.device("cuda") not in group._device_types:
+        return True
+    return group._get_backend(torch.device("cuda")).name() == "gloo"
 
 
 def placed_like(model: Tensor, local: Tensor) -> DTensor:

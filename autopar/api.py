@@ -18,8 +18,9 @@ from autopar.runtime.agreement import agree, require_equal
 from autopar.runtime.checks import Checks
 from autopar.runtime.distributed import TorchBackend
 from autopar.runtime.distributed_pipeline import TorchPipeline
-from autopar.runtime.groups import enter_world
-from autopar.runtime.module import Backend, ParallelModule
+from autopar.runtime.failures import one_fails_all_stop
+from autopar.runtime.groups import enter_world, require_world_of
+from autopar.runtime.module import Backend, ParallelModule, refuse_meta
 from autopar.runtime.plan import Plan
 from autopar.runtime.saved import SavedPlan
 from autopar.runtime.virtual import VirtualBackend
@@ -75,21 +76,33 @@ def parallelize(
             got="local_inputs=True with check=True",
             remedy="one of them",
         )
-    decided = _decide(model, args, kwargs, plan, options, backend)
-    if local_inputs and decided.batches is not None:
-        raise InvalidInput(
-            "a step in micro-batches cuts the global batch, which every rank is given",
-            got=f"local_inputs=True with {decided.microbatches} micro-batches",
-            remedy="hand every rank the global batch, or microbatches=1",
+    device = _device_of(model)
+    if backend == "virtual":
+        decided = _decide(model, args, kwargs, plan, options)
+        virtual = VirtualPipeline if decided.pipelining else VirtualBackend
+        here: Backend = virtual(decided.program, device, check)
+        return ParallelModule(
+            model, decided.program, decided, here, _checks(model, decided, False) if check else None
         )
-    whole = decided.batches.whole if decided.batches else decided.captured
-    return ParallelModule(
-        model,
-        decided.program,
-        decided,
-        _backend(backend, decided, model, local_inputs, check),
-        Checks(model, whole, backend == "torch") if check else None,
-    )
+    device = enter_world(device)
+    with one_fails_all_stop(agreed=True):
+        decided = _decide_together(model, args, kwargs, plan, options)
+        require_world_of(decided.program.whole_mesh)
+        if local_inputs and decided.batches is not None:
+            raise InvalidInput(
+                "a step in micro-batches cuts the global batch, which every rank is given",
+                got=f"local_inputs=True with {decided.microbatches} micro-batches",
+                remedy="hand every rank the global batch, or microbatches=1",
+            )
+    with one_fails_all_stop():
+        here = (
+            TorchPipeline(decided.program, device)
+            if decided.pipelining
+            else TorchBackend(decided.program, local_inputs, device)
+        )
+        return ParallelModule(
+            model, decided.program, decided, here, _checks(model, decided, True) if check else None
+        )
 
 
 def _decide(
@@ -98,33 +111,36 @@ def _decide(
     kwargs: Mapping[str, Any] | None,
     given: Plan | SavedPlan | None,
     options: Mapping[str, Any],
-    backend: str,
 ) -> Plan:
-    """The plan that this process carries out; on several ranks that of rank 0."""
+    """The plan that this process carries out, by itself."""
+    refuse_meta(model)
+    if given is None:
+        return make_plan(model, args, kwargs, **options)
+    return given.attach(model, args, kwargs)
 
-    def attach(plan: Plan | SavedPlan) -> Plan:
-        return plan.attach(model, args, kwargs)
 
-    def make() -> Plan:
-        return make_plan(model, args, kwargs, **options) if given is None else attach(given)
+def _decide_together(
+    model: nn.Module,
+    args: tuple,
+    kwargs: Mapping[str, Any] | None,
+    given: Plan | SavedPlan | None,
+    options: Mapping[str, Any],
+) -> Plan:
+    """The plan of rank 0, on all ranks."""
 
     def follow(first: SavedPlan) -> Plan:
-        return attach(first) if given is None else require_equal(attach(given), first)
+        if given is None:
+            return _decide(model, args, kwargs, first, {})
+        return require_equal(_decide(model, args, kwargs, given, {}), first)
 
-    if backend == "torch":
-        enter_world()
-        if dist.get_world_size() > 1:
-            return agree(make, follow)
-    return make()
+    if dist.get_world_size() == 1:
+        return _decide(model, args, kwargs, given, options)
+    return agree(lambda: _decide(model, args, kwargs, given, options), follow)
 
 
-def _backend(name: str, plan: Plan, model: nn.Module, local_inputs: bool, check: bool) -> Backend:
-    if name == "virtual":
-        virtual = VirtualPipeline if plan.pipelining else VirtualBackend
-        return virtual(plan.program, _device_of(model), check)
-    if plan.pipelining:
-        return TorchPipeline(plan.program)
-    return TorchBackend(plan.program, local_inputs)
+def _checks(model: nn.Module, decided: Plan, of_ranks: bool) -> Checks:
+    whole = decided.batches.whole if decided.batches else decided.captured
+    return Checks(model, whole, of_ranks)
 
 
 def _device_of(model: nn.Module) -> torch.device:

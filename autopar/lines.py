@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import traceback
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -18,9 +19,12 @@ _STANDARD = sysconfig.get_paths()["stdlib"] + "/"
 _LIBRARIES = tuple(f"{Path(file).parent}/" for file in (torch.__file__, __file__))
 
 
-def caller() -> str | None:
-    """The line that led here: the innermost one outside autopar, torch and Python itself."""
-    for frame, _ in traceback.walk_stack(sys._getframe(1)):
+def caller(inner: FrameType | None = None) -> str | None:
+    """The line that led here: the innermost one outside autopar, torch and Python itself.
+
+    Or that led to `inner`, a frame of another thread.
+    """
+    for frame, _ in traceback.walk_stack(inner or sys._getframe(1)):
         if _is_users(frame.f_code.co_filename):
             return describe(frame.f_code.co_filename, frame.f_lineno)
     return None

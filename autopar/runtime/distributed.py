@@ -23,21 +23,22 @@ from autopar.passes import localize
 from autopar.runtime.buckets import GradientSync, Slot, make_buckets, taken
 from autopar.runtime.eager import compile_graph
 from autopar.runtime.failures import one_fails_all_stop
-from autopar.runtime.groups import Axes, Groups, join_world
+from autopar.runtime.groups import Axes, Groups
 from autopar.runtime.leaves import Leaves
 from autopar.runtime.norm import norm_over_world
 from autopar.runtime.placing import Placing, in_own_memory, wrapper
 from autopar.runtime.program import Program
+from autopar.runtime.world import world
 
 
 class TorchBackend:
     """Runs this rank's part of a program. One of the two places where a program runs."""
 
-    def __init__(self, program: Program, local_inputs: bool) -> None:
+    def __init__(self, program: Program, local_inputs: bool, device: torch.device) -> None:
         self.program, self.mesh, self.local_inputs = program, program.mesh, local_inputs
-        self.device = join_world(self.mesh)
+        self.device = device
         self.rank = dist.get_rank()
-        self.device_mesh = self.mesh.to_device_mesh(self.device.type)
+        self.device_mesh = world().mesh_of(self.mesh, device.type)
         self.groups = Groups(self.mesh, axes_used(program.graph), [range(self.mesh.size)])
         self._graph = localize(program.graph, self.mesh, self.rank, self.device, self.groups.name)
         self._late: list[LateSum] = []
@@ -103,11 +104,11 @@ class TorchBackend:
 
     def guard(self) -> AbstractContextManager[None]:
         """Around everything in which ranks wait for one another."""
-        return one_fails_all_stop(self.rank)
+        return one_fails_all_stop()
 
     def of(self, program: Program) -> TorchBackend:
         """Where another program runs on the same parameters."""
-        other = TorchBackend(program, self.local_inputs)
+        other = TorchBackend(program, self.local_inputs, self.device)
         other._leaves = self._leaves
         return other
 
@@ -198,7 +199,7 @@ class TorchBackend:
         """Give every parameter its gradient of this backward pass."""
         assert self._sync is not None
         self._pending = False
-        with torch.no_grad(), one_fails_all_stop(self.rank):
+        with torch.no_grad(), one_fails_all_stop():
             self._wait_for_sums()
             summed = self._sync.finish(self._reached)
             for slot in self._learned:

@@ -26,14 +26,15 @@ from autopar.pipeline.worker import Value, Worker
 from autopar.runtime.distributed import axes_used
 from autopar.runtime.eager import compile_graph
 from autopar.runtime.failures import one_fails_all_stop
-from autopar.runtime.groups import Groups, join_world
+from autopar.runtime.groups import Groups
 from autopar.runtime.leaves import Leaves
 from autopar.runtime.messages import Messages, Shape
 from autopar.runtime.norm import norm_over_world
 from autopar.runtime.placing import Placing
 from autopar.runtime.program import Program
-from autopar.runtime.stage_sync import Learned, StageSync, holders_of, own_group
+from autopar.runtime.stage_sync import Learned, StageSync, gradient_groups, holders_of, own_group
 from autopar.runtime.step_loss import StepLoss
+from autopar.runtime.world import world
 
 Batch = Mapping[str, Tensor]
 
@@ -41,22 +42,22 @@ Batch = Mapping[str, Tensor]
 class TorchPipeline:
     """Runs this rank's stages."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, device: torch.device) -> None:
         assert program.pipelining is not None
         self.program, self.pipelining, self.mesh = program, program.pipelining, program.mesh
         self.schedule, mesh = program.pipelining.schedule, program.pipelining.mesh
-        self.device = join_world(mesh)
+        self.device = device
         self.rank = dist.get_rank()
         self.place = mesh.coordinate(self.rank)[self.pipelining.axis]
         inside = self.pipelining.ranks_at(self.place)
         self.inner_rank = inside.index(self.rank)
-        self.device_mesh = mesh.to_device_mesh(self.device.type)[self.mesh.names]
+        self.device_mesh = world().mesh_of(mesh, device.type)[self.mesh.names]
         places = range(self.schedule.ranks)
         meshes = [self.pipelining.ranks_at(place) for place in places]
         groups = Groups(self.mesh, axes_used(program.graph), meshes)
         # The ranks that stand where this one stands, in every place of the pipeline.
         self.line = [ranks[self.inner_rank] for ranks in meshes]
-        self._line_group = own_group(self.pipelining, places)
+        self._line_group = own_group(self.pipelining, places, purpose="line")
         self.held = self.schedule.held_by(self.place)
         split = {a.stage for order in self.schedule.orders for a in order if a.kind == "I"}
         self.stages = {
@@ -74,6 +75,7 @@ class TorchPipeline:
         loss = program.stages[-1].graph.output_node().all_input_nodes[0]
         self._loss_type: torch.dtype = loss.meta["val"].dtype
         self._replicas = self._replica_groups()
+        gradient_groups(self.pipelining, self._learned())  # none is made in the middle of a step
         self.post = Messages(self.schedule, list(zip(*meshes)), self._shapes, self.device)
         self.placing = Placing(self.mesh, self.inner_rank, self.device, self.device_mesh)
         self.leaves = Leaves()
@@ -106,7 +108,7 @@ class TorchPipeline:
 
     def guard(self) -> AbstractContextManager[None]:
         """Around everything in which ranks wait for one another."""
-        return one_fails_all_stop(self.rank)
+        return one_fails_all_stop()
 
     def step(
         self, kept: Mapping[str, Tensor], batches: Sequence[Batch]
@@ -215,7 +217,9 @@ class TorchPipeline:
         groups = {}
         for index, stage in enumerate(self.program.stages):
             if stage.statistics and self.schedule.pipes > 1:
-                group = own_group(self.pipelining, self.schedule.replicas_of(index))
+                group = own_group(
+                    self.pipelining, self.schedule.replicas_of(index), purpose="statistics"
+                )
                 if group is not None:
                     groups[index] = group
         return groups

@@ -1,44 +1,78 @@
 """When one rank fails, all stop, soon, and say which failed first.
 
-A rank that fails by itself writes its name and its error to the store of the world; one whose
-collective broke writes only that it stopped. Both leave their process groups, which ends the
-collectives that others wait in (over gloo, when the process ends). A rank that stopped reads who
-was first. If nobody says so, a rank was lost without a word: one of those that have not even
-stopped.
+A rank that fails by itself writes its name and its error to the store of the world, where an error
+of the user's own loop is written too before it ends the process; then it leaves its process groups,
+which ends the collectives that others wait in (over gloo, when the process ends). A rank whose
+collective broke leaves too, and reads who was first. If nobody says so, a rank was lost without a
+word: one that gives no answer to a roll call.
 """
 
 from __future__ import annotations
 
-import time
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import TracebackType
 
 import torch.distributed as dist
 
-from autopar._torch import abort_groups, world_store
+from autopar._torch import abort_groups
 from autopar.errors import ExecutionError
+from autopar.runtime.roll_call import WAITS
+from autopar.runtime.world import World, joined
 
-_FIRST = "autopar/first_failure"
-_STOPPED = "autopar/stopped"
-_PATIENCE = 5.0  # seconds to wait for the first rank's word once a collective has broken
+_PATIENCE = 5.0  # seconds to wait for the others' word once a collective has broken
 
 
 @contextmanager
-def one_fails_all_stop(rank: int) -> Iterator[None]:
-    """Around everything in which ranks wait for one another."""
+def one_fails_all_stop(agreed: bool = False) -> Iterator[None]:
+    """Around everything in which ranks wait for one another.
+
+    `agreed`: what is no broken collective is raised on all ranks alike, and the world goes on.
+    """
+    here = joined()
+    if here is None:
+        yield
+        return
+    here.roll.waits += 1
     try:
         yield
     except Exception as error:
-        if not dist.is_initialized() or isinstance(error, _Stopped):
+        if joined() is not here or isinstance(error, _Stopped):
             raise
-        if not _is_collective(error):
-            mine = f"rank {rank}: {type(error).__name__}: {error}"
-            first = _report(mine)
-            _close_groups()
-            if _what(first) == _what(mine):
-                raise
-            raise _stopped_by(first) from error
-        raise _after_collective(rank, error) from error
+        if _is_collective(error):
+            raise _after_collective(here, error) from error
+        if agreed:
+            raise
+        mine = _text(here, error)
+        first = here.roll.report(mine, _PATIENCE)
+        _close_groups()
+        if first == mine:
+            raise
+        raise _stopped_by(first) from error
+    finally:
+        here.roll.waits -= 1
+
+
+def tell_uncaught_errors() -> None:
+    """From now on, an error that ends this process is told to the other ranks first."""
+    previous = sys.excepthook
+    if getattr(previous, "tells_other_ranks", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        tell(error)
+        previous(kind, error, trace)
+
+    hook.tells_other_ranks = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+
+
+def tell(error: BaseException) -> None:
+    """Tell the other ranks of the error by which this one ends."""
+    here = joined()
+    if here is not None:
+        here.roll.report(_text(here, error), _PATIENCE)
 
 
 class _Stopped(ExecutionError):
@@ -53,30 +87,33 @@ def _stopped_by(first: str) -> _Stopped:
     )
 
 
-def _after_collective(rank: int, error: Exception) -> _Stopped:
+def _after_collective(here: World, error: Exception) -> _Stopped:
     """Leave, and find out why the others left."""
-    size, store, silent = dist.get_world_size(), world_store(), "unknown"
-    with suppress(Exception):
-        store.set(f"{_STOPPED}/{rank}", "")
     _close_groups()
-    with suppress(Exception):  # the store may have gone with the rank that held it
-        deadline = time.monotonic() + _PATIENCE
-        while time.monotonic() < deadline:
-            if store.check([_FIRST]):
-                return _stopped_by(store.get(_FIRST).decode())
-            time.sleep(0.05)
-        lost = [other for other in range(size) if not store.check([f"{_STOPPED}/{other}"])]
-        silent = ", ".join(map(str, lost))
-    return _Stopped(
+    answers = here.roll.ask(_PATIENCE)
+    if here.roll.first is not None:
+        return _stopped_by(here.roll.first)
+    rule, remedy = (
         "a rank was lost in the middle of a step",
-        got=f"no word from rank {silent}; on rank {rank}: {error}",
-        remedy="look at the output of these: one was killed, or ended early",
+        "look at the output of these: one was killed or stopped, ended early, or came too late",
     )
+    if answers is None:
+        holder = here.store_holder
+        lost = "the process that started the ranks" if holder is None else f"rank {holder}"
+        lost = f"no word from {lost}, which holds the store of the world"
+    elif silent := [r for r in range(here.size) if r != here.rank and r not in answers]:
+        lost = f"no word from rank {', '.join(map(str, silent))}"
+    else:
+        busy = [f"rank {r} {where}" for r, where in sorted(answers.items()) if where != WAITS]
+        lost = "; ".join(busy) or "all ranks live, and all wait for others"
+        rule = "ranks wait for one another no longer than the timeout of the world"
+        remedy = "have all ranks make the same calls, or give init_process_group a longer timeout"
+    return _Stopped(rule, got=f"{lost}; on rank {here.rank}: {error}", remedy=remedy)
 
 
 def _is_collective(error: Exception) -> bool:
     """Whether the error came out of a collective, whose cause may lie on another rank."""
-    if isinstance(error, dist.DistBackendError | dist.DistNetworkError):
+    if isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(
@@ -84,15 +121,8 @@ def _is_collective(error: Exception) -> bool:
     )
 
 
-def _report(mine: str) -> str:
-    """Write this rank's failure to the store, unless another was first; the first one."""
-    with suppress(Exception):
-        return world_store().compare_set(_FIRST, "", mine).decode()
-    return mine
-
-
-def _what(report: str) -> str:
-    return report.partition(": ")[2]
+def _text(here: World, error: BaseException) -> str:
+    return f"rank {here.rank}: {type(error).__name__}: {error}"
 
 
 def _close_groups() -> None:

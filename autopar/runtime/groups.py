@@ -1,18 +1,22 @@
-"""Process groups: one for each set of axes that a program moves data over."""
+"""Process groups: one for each set of axes that a program moves data over; which GPU is whose."""
 
 from __future__ import annotations
 
 import itertools
+import os
+import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar._torch import groups_known, world_timeout
+from autopar._torch import groups_known, moves_on_host
 from autopar.errors import InvalidInput
+from autopar.lines import frames_to_caller
 from autopar.mesh import Mesh
+from autopar.runtime.failures import one_fails_all_stop, tell_uncaught_errors
+from autopar.runtime.world import new_group, world
 
 Axes = tuple[str, ...]
 
@@ -28,14 +32,14 @@ class Groups:
         `see_alike`.
         """
         self._groups: dict[Axes, dist.ProcessGroup] = {}
-        together = sum(map(len, copies)) == dist.get_world_size()
+        here = world()
+        together = sum(map(len, copies)) == here.size
         for axes in sorted(set(wanted)):
             for ranks, places in itertools.product(copies, mesh.groups(axes)):
                 members = [ranks[place] for place in places]
-                is_member = dist.get_rank() in members
-                if is_member or together:
-                    group = new_group(members, use_local_synchronization=not together)
-                    if is_member:
+                if together or here.rank in members:
+                    group = here.group_of(members, together)
+                    if group is not None:
                         self._groups[axes] = group
 
     def name(self, axes: Axes) -> str:
@@ -44,11 +48,6 @@ class Groups:
 
     def __getitem__(self, axes: Axes) -> dist.ProcessGroup:
         return self._groups[axes]
-
-
-def new_group(ranks: Sequence[int] | None = None, **how: Any) -> Any:
-    """A group that waits as long as the world does: torch would give it half an hour."""
-    return dist.new_group(ranks, timeout=world_timeout(), **how)
 
 
 def see_alike(device_mesh: DeviceMesh) -> None:
@@ -60,35 +59,68 @@ def see_alike(device_mesh: DeviceMesh) -> None:
         new_group([dist.get_rank()], use_local_synchronization=True)
 
 
-def enter_world() -> torch.device:
-    """Make sure that this process is a rank of a world; its device."""
+def enter_world(model_device: torch.device) -> torch.device:
+    """Make sure that this process is a rank of a world; the device that it computes on."""
     if not dist.is_available() or not (dist.is_initialized() or dist.is_torchelastic_launched()):
         raise InvalidInput(
             'backend="torch" runs under torch.distributed',
             got="a single process without a process group",
             remedy='start it with torchrun, or use backend="virtual"',
         )
-    device = _own_device()
+    device = _own_device(model_device)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    here = world()
+    tell_uncaught_errors()
+    with one_fails_all_stop(agreed=True):
+        here.meet()
     return device
 
 
-def join_world(mesh: Mesh) -> torch.device:
-    """Make sure that this process is a rank of a world as large as `mesh`; its device."""
-    device = enter_world()
+def require_world_of(mesh: Mesh) -> None:
+    """Refuse a mesh that is not as large as the world."""
     if dist.get_world_size() != mesh.size:
         raise InvalidInput(
             "a mesh has as many ranks as the world",
             got=f"{mesh} with {mesh.size} ranks in a world of {dist.get_world_size()}",
             remedy=f"torchrun --nproc-per-node {mesh.size} on one machine, or another mesh",
         )
-    return device
 
 
-def _own_device() -> torch.device:
-    if not torch.cuda.is_available():
+def _own_device(model_device: torch.device) -> torch.device:
+    """This rank's GPU, or the CPU.
+
+    A GPU that was chosen by `torch.cuda.set_device` is kept. In a world over gloo a rank computes
+    where its model is: so several ranks may share a GPU.
+    """
+    by_host = dist.group.WORLD is not None and moves_on_host(dist.group.WORLD)
+    if not torch.cuda.is_available() or (by_host and model_device.type == "cpu"):
         return torch.device("cpu")
-    local_rank = torch.device("cuda", dist.get_node_local_rank(fallback_rank=0))
-    torch.cuda.set_device(local_rank)
-    return local_rank
+    index = model_device.index if by_host else None
+    if index is None:
+        index = torch.cuda.current_device() or _gpu_by_rank(torch.cuda.device_count())
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _gpu_by_rank(count: int) -> int:
+    """The GPU of this rank on its machine, when nobody has chosen one."""
+    local, ranks_here = os.environ.get("LOCAL_RANK"), os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if count == 1:  # the only one, or the only one that this rank was shown
+        return 0
+    if int(ranks_here) > count:
+        raise InvalidInput(
+            "each rank has a GPU of its own",
+            got=f"{ranks_here} ranks on a machine with {count} GPUs",
+            remedy=f"torchrun --nproc-per-node {count}; or, for ranks that share GPUs, "
+            'init_process_group("gloo") and a model on its GPU before parallelize()',
+        )
+    if local is not None:
+        return int(local) % count
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    warnings.warn(
+        f"LOCAL_RANK is not set: rank {rank} takes GPU {rank % count} of {count}; "
+        "torch.cuda.set_device() before parallelize() chooses another",
+        stacklevel=frames_to_caller(),
+    )
+    return rank % count

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import ExecutionError
+from autopar.runtime.failures import tell
 
 Say = Callable[[Any], None]
 _HOST = "127.0.0.1"
@@ -35,24 +36,28 @@ def launch(
     *arguments: Any,
     heard: Callable[[int, Any], None] | None = None,
     timeout: float = 120.0,
+    gpus: bool = False,
 ) -> list[Any]:
     """Run `function(say, *arguments)` on `ranks` processes that form a world; their results.
 
     What a rank hands to `say` comes here as `heard(rank, value)`. Ranks run on the CPU with one
-    thread, over gloo. The first rank to fail ends all others, and its error is raised here.
-    `timeout`: seconds that a rank waits for another.
+    thread, over gloo; `gpus`: they see this machine's GPUs, and share them. The first rank to fail
+    ends all others, and its error is raised here. `timeout`: seconds that a rank waits for another.
     """
     store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     context = _context()
     processes: list[Any] = []
     readers: dict[Connection, int] = {}
     try:
-        with _environment(_rank_environment()):
+        environment = _rank_environment(gpus)
+        with _environment(environment):
             for rank in range(ranks):
                 reader, writer = context.Pipe(duplex=False)
                 place = (rank, ranks, store.port, timeout)
                 process = context.Process(
-                    target=_rank_main, args=(writer, place, function, arguments), daemon=True
+                    target=_rank_main,
+                    args=(writer, place, environment, function, arguments),
+                    daemon=True,
                 )
                 process.start()
                 writer.close()
@@ -107,11 +112,16 @@ def _failure(rank: int, text: str) -> ExecutionError:
 
 
 def _rank_main(
-    writer: Connection, place: tuple[int, int, int, float], function: Callable, arguments: tuple
+    writer: Connection,
+    place: tuple[int, int, int, float],
+    environment: dict[str, str],
+    function: Callable,
+    arguments: tuple,
 ) -> None:
     """The life of one rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launching process's business
     rank, ranks, port, timeout = place
+    os.environ.update(environment)  # the process that it was forked from may have had another
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
@@ -124,7 +134,8 @@ def _rank_main(
         result = function(lambda value: writer.send(("said", value)), *arguments)
         writer.send(("done", result))
         dist.barrier()  # nobody leaves while another still needs it
-    except BaseException:
+    except BaseException as error:
+        tell(error)
         with suppress(OSError):
             writer.send(("failed", traceback.format_exc(limit=-3)))
     finally:
@@ -143,11 +154,13 @@ def _context() -> Any:
     return context
 
 
-def _rank_environment() -> dict[str, str]:
-    """One thread, no GPUs, and gloo on the loopback device: host names need not resolve."""
+def _rank_environment(gpus: bool) -> dict[str, str]:
+    """One thread, which GPUs, and gloo on the loopback device: host names need not resolve."""
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     interface = {"GLOO_SOCKET_IFNAME": loopback[0]} if loopback else {}
-    return {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **interface}
+    every = ",".join(map(str, range(torch.cuda.device_count())))
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", every) if gpus else ""
+    return {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": seen, **interface}
 
 
 @contextmanager

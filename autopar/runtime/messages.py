@@ -22,7 +22,7 @@ from torch import Tensor
 from autopar.pipeline.executor import Key, sent_by
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.worker import Value
-from autopar.runtime.groups import new_group
+from autopar.runtime.world import world
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 
@@ -44,12 +44,12 @@ class Messages:
         self.schedule, self.shapes, self.device = schedule, shapes, device
         orders = sends(schedule)
         self._groups: dict[tuple[int, int], Any] = {}  # by sender and receiver
+        self._carrier = world().carrier
         for line in lines:
-            for places in orders:
-                ranks = [line[place] for place in places]
-                group = new_group(ranks, backend="nccl" if device.type == "cuda" else "gloo")
-                if dist.get_rank() in ranks:
-                    self._groups[places] = group
+            for sender, receiver in orders:
+                group = world().channel(line[sender], line[receiver])
+                if group is not None:
+                    self._groups[sender, receiver] = group
         self.line = next(line for line in lines if dist.get_rank() in line)
         self.place = self.line.index(dist.get_rank())
         self._orders = {sender: keys for (sender, to), keys in orders.items() if to == self.place}
@@ -79,7 +79,7 @@ class Messages:
         for value, work in self._expected.pop(key):
             if work is not None:
                 work.wait()
-            values.append([value])
+            values.append([value.to(self.device)])
         return values
 
     def send(self, key: Key, receiver: int, values: list[Value]) -> None:
@@ -88,7 +88,7 @@ class Messages:
             return
         for number, (value,) in enumerate(values):
             if value.numel():
-                value = value.contiguous()
+                value = value.contiguous().to(self._carrier)
                 group = self._groups[self.place, receiver]
                 work = dist.isend(value, self.line[receiver], group, self._tag(key, number))
                 assert work is not None
@@ -108,7 +108,7 @@ class Messages:
     def _begin_receive(
         self, key: Key, sender: int, number: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[Tensor, dist.Work | None]:
-        value = torch.empty(shape, dtype=dtype, device=self.device)
+        value = torch.empty(shape, dtype=dtype, device=self._carrier)
         if not value.numel():
             return value, None
         group = self._groups[sender, self.place]

@@ -77,7 +77,6 @@ class ParallelModule(nn.Module):
         super().__init__()
         self.program, self.plan, self.backend, self._check = program, plan, backend, check
         captured = program.captured
-        refuse_meta(model)
         layouts = {
             name: program.type_of(placeholder).layout
             for placeholder, name in (captured.parameters | captured.buffers).items()
@@ -103,6 +102,24 @@ class ParallelModule(nn.Module):
         backend.bind(self._tensors.values)
         self._shapes = program.shapes(backend.input_shapes())
         _tell_of_state_hooks(model)
+
+    def close(self) -> None:
+        """Let go of what only this module holds: parameters, buffers, programs, gradients.
+
+        Process groups stay with the world, for the next module on the same ranks.
+        """
+        for module in self.modules():
+            module._parameters.clear()
+            module._buffers.clear()
+        for name in ("_tensors", "_direct"):
+            self.__dict__.pop(name, None)
+        self.backend = cast(Backend, _Closed())
+
+    def __enter__(self) -> ParallelModule:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def graph(self) -> Listing:
@@ -274,6 +291,17 @@ class ParallelModule(nn.Module):
 
     def extra_repr(self) -> str:
         return f"mesh={self.program.mesh}"
+
+
+class _Closed:
+    """Where a closed module runs: nowhere."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise InvalidInput(
+            "a closed module has let go of its parameters and programs",
+            got="a use of a ParallelModule after close()",
+            remedy="parallelize the model again with plan=module.plan",
+        )
 
 
 def _owner(root: nn.Module, name: str) -> nn.Module:

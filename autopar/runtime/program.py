@@ -37,6 +37,11 @@ class Program:
     def mesh(self) -> Mesh:
         return self.decisions.mesh
 
+    @property
+    def whole_mesh(self) -> Mesh:
+        """That of the world: with the axis of the pipeline, if there is one."""
+        return self.pipelining.mesh if self.pipelining else self.mesh
+
     @cached_property
     def placeholders(self) -> dict[str, fx.Node]:
         return {node.name: node for node in self.graph.nodes if node.op == "placeholder"}

@@ -19,9 +19,12 @@ from autopar._torch import split_like
 from autopar.pipeline.plan import Pipelining
 from autopar.pipeline.synchronization import last_backwards
 from autopar.runtime.buckets import taken
-from autopar.runtime.groups import Axes, new_group
+from autopar.runtime.groups import Axes
 from autopar.runtime.leaves import Leaves
 from autopar.runtime.placing import in_own_memory
+from autopar.runtime.world import world
+
+Alike = tuple[tuple[int, ...], Axes, torch.dtype]
 
 
 @dataclass
@@ -45,6 +48,11 @@ class Learned:
     stages: tuple[int, ...]  # that read it
     sync: Axes  # inside a stage, over which its gradient is still to be summed
 
+    @property
+    def alike(self) -> Alike:
+        """What parameters have in common that are summed at once."""
+        return self.stages, self.sync, self.dtype
+
 
 class StageSync:
     """Sums the gradients of one rank's stages."""
@@ -57,13 +65,11 @@ class StageSync:
         schedule = pipelining.schedule
         place = pipelining.mesh.coordinate(dist.get_rank())[pipelining.axis]
         last, held = last_backwards(schedule)[place], schedule.held_by(place)
-        alike: dict[tuple, list[str]] = {}
-        for one in parameters:
-            alike.setdefault((one.stages, one.sync, str(one.dtype)), []).append(one.name)
+        groups = gradient_groups(pipelining, parameters)
         self.shares = []
-        for (stages, sync, _), names in alike.items():
+        for (stages, sync, dtype), group in groups.items():
             holders = holders_of(pipelining, stages)
-            group = own_group(pipelining, holders, sync)
+            names = [one.name for one in parameters if one.alike == (stages, sync, dtype)]
             if place in holders:
                 done = [last.get((pipe, stage), -1) for pipe, stage in held if stage in stages]
                 self.shares.append(Share(names, max(done), group))
@@ -102,8 +108,20 @@ class StageSync:
         return found
 
 
+def gradient_groups(
+    pipelining: Pipelining, parameters: Sequence[Learned]
+) -> dict[Alike, dist.ProcessGroup | None]:
+    """The group of each sum. Ranks may complete theirs in different orders: none shares a group."""
+    return {
+        alike: own_group(
+            pipelining, holders_of(pipelining, alike[0]), alike[1], f"gradients {number}"
+        )
+        for number, alike in enumerate(dict.fromkeys(one.alike for one in parameters))
+    }
+
+
 def own_group(
-    pipelining: Pipelining, places: Sequence[int], axes: Axes = ()
+    pipelining: Pipelining, places: Sequence[int], axes: Axes = (), purpose: str = ""
 ) -> dist.ProcessGroup | None:
     """The group of this rank over some places of the pipeline and over axes inside a stage.
 
@@ -120,8 +138,7 @@ def own_group(
     own = None
     for ranks in members.values():
         if len(ranks) > 1:
-            group = new_group(ranks)
-            own = group if dist.get_rank() in ranks else own
+            own = world().group_of(ranks, purpose=purpose) or own
     return own
 
 

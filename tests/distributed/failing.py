@@ -1,9 +1,15 @@
-"""Worlds in which one rank fails, and what the others say before they end."""
+"""Worlds in which one rank fails, and what the others say before they end.
+
+`way`: "input" and "backward" raise in a step, "loop" between two; "kill" and "stop" lose the rank
+in its backward, "early" before it has a module.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
+import sys
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
@@ -18,29 +24,33 @@ from tests import models
 from tests.annotations import megatron
 
 RANKS = 4
-FAILING = 3  # shares no group with rank 0
+LAST = 3  # shares no group with rank 0
 TIMEOUT = 20.0  # seconds that a rank waits for another
 OPERATORS = {"mesh": ap.Mesh(dp=2, tp=2)}
 PIPELINE = {"mesh": ap.Mesh(pp=4), "schedule": "1f1b", "microbatches": 8}
 
 
-def reports(way: str, folder: Path, options: dict[str, Any] = OPERATORS) -> list[str | None]:
-    """What each rank of a world said, if it could, when rank 3 failed in this `way`.
+def reports(
+    way: str, folder: Path, options: dict[str, Any] = OPERATORS, failing: int = LAST
+) -> list[str | None]:
+    """What each rank of a world said, if it could, when one failed in this `way`.
 
-    `options` say how the model is made parallel.
+    `options` say how the model is made parallel. The world meets in a file, or where rank 0 fails
+    at rank 0.
     """
+    port = _free_port() if failing == 0 else None
     context = get_context("forkserver")
     context.set_forkserver_preload(["autopar"])
     ranks: list[Any] = [
-        context.Process(target=_live, args=(rank, way, folder, options), daemon=True)
+        context.Process(target=_live, args=(rank, way, folder, options, failing, port), daemon=True)
         for rank in range(RANKS)
     ]
     for process in ranks:
         process.start()
     if way == "stop":
-        for process in ranks[:FAILING]:
-            process.join(100)
-        ranks[FAILING].kill()
+        for rank in set(range(RANKS)) - {failing}:
+            ranks[rank].join(100)
+        ranks[failing].kill()
     for process in ranks:
         process.join(100)
     assert not any(process.is_alive() for process in ranks), "ranks hang"
@@ -48,24 +58,41 @@ def reports(way: str, folder: Path, options: dict[str, Any] = OPERATORS) -> list
     return [file.read_text() if file.exists() else None for file in files]
 
 
-def _live(rank: int, way: str, folder: Path, options: dict[str, Any]) -> None:
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _live(
+    rank: int, way: str, folder: Path, options: dict[str, Any], failing: int, port: int | None
+) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), RANKS)
+    store: dist.Store = (
+        dist.FileStore(str(folder / "store"), RANKS)
+        if port is None
+        else dist.TCPStore("127.0.0.1", port, RANKS, rank == 0)
+    )
     wait = timedelta(seconds=TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=wait)
     try:
-        _train(rank, way, options)
+        _train(rank == failing, way, options)
     except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)  # as at the end of a program
         (folder / f"report {rank}").write_text(f"{type(error).__name__}: {error}")
     os._exit(0)
 
 
-def _train(rank: int, way: str, options: dict[str, Any]) -> None:
+def _train(fails: bool, way: str, options: dict[str, Any]) -> None:
     case = models.gpt(layers=4) if "schedule" in options else megatron(models.gpt(layers=1))
     model, args = Fails(case.model), case.args
+    if fails and way == "early":
+        os.kill(os.getpid(), signal.SIGKILL)
     module = ap.parallelize(model, args, mode="propagate", **options)
     module.step(*args)
-    if rank == FAILING:
+    if fails and way == "loop":
+        raise EOFError("no batch is left")
+    if fails:
         if way == "input":
             args = tuple(value[:3] for value in args)
         global _way

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autopar.runtime.launch import launch
-from tests.distributed import checks, failing
+from tests.distributed import checks, failing, groups
 
 
 def test_processes_do_what_virtual_ranks_do() -> None:
@@ -22,28 +22,45 @@ def test_processes_do_what_virtual_ranks_do() -> None:
     [
         ("input", "InvalidInput: an input has the shape", "rank 3: InvalidInput: an input has"),
         ("backward", "ZeroDivisionError: deliberate", "rank 3: ZeroDivisionError: deliberate"),
-        ("kill", None, "3; on rank"),
+        ("loop", "EOFError: no batch is left", "rank 3: EOFError: no batch is left"),
+        ("kill", None, "no word from rank 3; on rank"),
+        ("early", None, "no word from rank 3; on rank"),
     ],
 )
 def test_one_rank_fails_and_all_stop(
     way: str, own: str | None, others: str, tmp_path: Path
 ) -> None:
-    """Rank 0 stands farthest from rank 3; the others may not have heard from it when they stop."""
+    """Rank 0 stands farthest from rank 3, and is no more lost than the others that wait."""
     *survivors, failed = failing.reports(way, tmp_path)
     assert (failed or "").startswith(own or "")
     assert (failed is None) == (own is None)
     for report in survivors:
         assert others in (report or "nothing")
-    if way == "kill":
-        assert "no word from rank 3; on rank 0" in (survivors[0] or "nothing")
 
 
-@pytest.mark.parametrize(("way", "schedule"), [("kill", "1f1b"), ("stop", "chimera")])
-def test_a_rank_lost_in_a_pipeline_ends_all_others(way: str, schedule: str, tmp_path: Path) -> None:
-    """In its backward it is killed, or hangs until the others have waited their time for it."""
-    *survivors, failed = failing.reports(way, tmp_path, failing.PIPELINE | {"schedule": schedule})
-    assert failed is None
-    for rank, report in enumerate(survivors):
+@pytest.mark.parametrize(("way", "schedule", "lost"), [("kill", "1f1b", 3), ("stop", "chimera", 0)])
+def test_a_rank_lost_in_a_pipeline_ends_all_others(
+    way: str, schedule: str, lost: int, tmp_path: Path
+) -> None:
+    """It is killed, or stopped with the store that it holds, which then answers nobody."""
+    options = failing.PIPELINE | {"schedule": schedule}
+    for rank, report in enumerate(failing.reports(way, tmp_path, options, lost)):
+        if rank == lost:
+            assert report is None
+            continue
         assert report, f"rank {rank} said nothing"
         assert report.startswith("_Stopped: a rank was lost in the middle of a step")
-        assert f"3; on rank {rank}" in report
+        assert f"no word from rank {lost}{', which holds' if lost == 0 else ';'}" in report
+        assert f"; on rank {rank}" in report
+
+
+def test_no_group_connects_in_the_middle_of_a_step() -> None:
+    heard: list[str] = []
+    launch(groups.runs_with_lazy_communicators, 4, heard=lambda rank, name: heard.append(name))
+    assert len(heard) == 4 * len(groups.FORMS)
+
+
+def test_modules_on_the_same_ranks_share_their_groups() -> None:
+    heard: list[str] = []
+    launch(groups.many_modules_share_groups, 2, heard=lambda rank, word: heard.append(word))
+    assert heard == ["shared"] * 2
