@@ -1,4 +1,4 @@
-.PHONY: demo test lint types setup clean
+.PHONY: demo test gpu lint types setup clean
 PYTHON ?= python3
 RUN := .venv/bin/python
 
@@ -7,6 +7,13 @@ demo: .venv/ready
 
 test: .venv/ready lint types
 	$(RUN) -m pytest --numprocesses 2 --dist loadfile
+
+# In any environment with torch and the packages of pyproject.toml: nothing is installed.
+GPU_PYTHON := $(if $(filter command,$(firstword $(origin PYTHON))),$(PYTHON),$(or $(wildcard .venv/bin/python),$(PYTHON)))
+
+gpu:
+	PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu tests/test_gpu.py
+	PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.gpu
 
 lint: .venv/ready
 	.venv/bin/ruff format --check .

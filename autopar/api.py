@@ -138,9 +138,9 @@ def _decide_together(
     return agree(lambda: _decide(model, args, kwargs, given, options), follow)
 
 
-def _checks(model: nn.Module, decided: Plan, of_ranks: bool) -> Checks:
+def _checks(model: nn.Module, decided: Plan, on_processes: bool) -> Checks:
     whole = decided.batches.whole if decided.batches else decided.captured
-    return Checks(model, whole, of_ranks)
+    return Checks(model, whole, on_processes)
 
 
 def _device_of(model: nn.Module) -> torch.device:

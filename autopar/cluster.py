@@ -161,9 +161,18 @@ class Cluster:
 
     @classmethod
     def local(cls, devices: int, measure: bool = True) -> Cluster:
-        """This machine, its processes as devices. Measured once (seconds), then kept in a file."""
-        from autopar.cost.calibration import local_node
+        """This machine. Its GPUs, if it has some: of a kind known by name, or measured.
 
+        Else processes as devices, measured once (seconds), then kept in a file. More devices than
+        the machine has GPUs are those of several such machines; under torchrun, it knows how many
+        ranks of a machine share them.
+        """
+        from autopar.cost.calibration import local_node
+        from autopar.cost.gpus import local_gpus
+
+        _require_count(devices)
+        if torch.cuda.is_available():
+            return cls(*local_gpus(devices), "local")
         node = local_node(devices, measure)
         return cls((node,), node.link, "local")
 
@@ -307,6 +316,15 @@ class Cluster:
         if len(self.nodes) > 1:
             lines.append(f"  between: {_link_text(self.network)} for each node")
         return "\n".join(lines)
+
+
+def _require_count(devices: int) -> None:
+    if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
+        raise InvalidInput(
+            "a cluster has a whole number of devices, at least 1",
+            got=f"Cluster.local({devices!r})",
+            remedy="Cluster.local(8)",
+        )
 
 
 def _link_text(link: Link) -> str:

@@ -30,6 +30,7 @@ from autopar._torch import (
     active_modes,
     all_gather_single,
     below_autograd,
+    moves_on_host,
     process_group,
     reduce_scatter_single,
 )
@@ -97,9 +98,11 @@ def _all_gather(
     x: Tensor, dim: int, size: int, group: str, parts: int, index: int, pending: bool
 ) -> Tensor:
     full = -(-size // parts)
-    piece = _padded(x, dim, full)
+    members = process_group(group)
+    piece = _carried(_padded(x, dim, full), members)
     gathered = piece.new_empty((parts * piece.shape[0], *piece.shape[1:]))
-    all_gather_single(_movable(gathered), _movable(piece), group=process_group(group))
+    all_gather_single(_movable(gathered), _movable(piece), group=members)
+    gathered = gathered.to(x.device)
     if _leads(piece.shape, dim):
         joined = gathered if dim == 0 else gathered.view(_resized(x, dim, parts * full))
         return joined if size == parts * full else joined.narrow(dim, 0, size)
@@ -112,9 +115,11 @@ def _all_gather(
 def _reduce_scatter(x: Tensor, dim: int, group: str, parts: int, index: int) -> Tensor:
     size = x.shape[dim]
     full = -(-size // parts)
-    stacked = _stacked(_padded(_summable(x), dim, parts * full), dim, parts)
+    members = process_group(group)
+    stacked = _carried(_stacked(_padded(_summable(x), dim, parts * full), dim, parts), members)
     piece = stacked.new_empty(_resized(x, dim, full))
-    reduce_scatter_single(piece, stacked, group=process_group(group))
+    reduce_scatter_single(piece, stacked, group=members)
+    piece = piece.to(x.device)
     if size != parts * full:
         piece = piece.narrow(dim, 0, chunk(size, parts, index)[1]).contiguous()
     return piece if piece.dtype == x.dtype else piece.to(x.dtype)
@@ -131,9 +136,12 @@ def _all_to_all(
 ) -> Tensor:
     cut = x.shape[to_dim]
     full, to_full = -(-size // parts), -(-cut // parts)
+    members = process_group(group)
     sent = _stacked(_padded(_padded(x, dim, full), to_dim, parts * to_full), to_dim, parts)
+    sent = _carried(sent, members)
     received = torch.empty_like(sent)
-    dist.all_to_all_single(_movable(received), _movable(sent), group=process_group(group))
+    dist.all_to_all_single(_movable(received), _movable(sent), group=members)
+    received = received.to(x.device)
     piece = _resized(x, to_dim, to_full)
     piece[dim] = full
     if _leads(piece, dim):
@@ -186,6 +194,11 @@ _MOVED_AS = {
     )
 }
 _SUMMED_AS = {torch.bool: torch.int32, torch.int16: torch.int32}
+
+
+def _carried(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The same values where the group can move them: gloo sums on a GPU, and moves little else."""
+    return x.cpu() if x.is_cuda and moves_on_host(group) else x
 
 
 def _movable(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from autopar.cluster import Device, Link, Node
-from autopar.errors import ExecutionError, InvalidInput
+from autopar.errors import ExecutionError
 
 VERSION = 1
 MOST_PROCESSES = 8  # more are not started to measure; what they share is shared further
@@ -39,12 +39,6 @@ _VOLUMES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to
 
 def local_node(devices: int, measure: bool = True) -> Node:
     """This machine as a node of `devices` processes that share it."""
-    if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
-        raise InvalidInput(
-            "a cluster has a whole number of devices, at least 1",
-            got=f"Cluster.local({devices!r})",
-            remedy="Cluster.local(8)",
-        )
     if not measure:
         return default_node(devices)
     processes = min(devices, MOST_PROCESSES)
