@@ -271,8 +271,8 @@ def price_of(mesh: Mesh) -> Price:
 def _require_rules(captured: Captured) -> None:
     missing = [
         f"{operator_of(node)} at {node.meta['source']}"
-        for node in captured.graph.nodes
-        if node.op == "call_function" and captured.rules[node.name] is None
+        for node in captured.operators
+        if captured.rules[node.name] is None
     ]
     if missing:
         raise InvalidInput(

@@ -4,6 +4,8 @@
 
 `scaled_add` reads two tensors and a scale for each channel. The rule names what the dims share:
 rows (`...`) and channels (`c`) can be cut anywhere, and autopar moves nothing between the ranks.
+`with_power` has two results, and so its rule has two outputs: what lacks a factor that is cut is a
+partial sum, so the second, which has no channels, asks for them whole (`!`).
 """
 
 import torch
@@ -35,6 +37,29 @@ scaled_add.register_autograd(gradients, setup_context=keep_inputs)
 ap.register_rule("example::scaled_add", "... c, ... c, c -> ... c")
 
 
+@torch.library.custom_op("example::with_power", mutates_args=())
+def with_power(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x * 2, x.square().sum(-1)
+
+
+@with_power.register_fake
+def _(x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(x.shape[:-1])
+
+
+def keep(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def gradient(ctx, double: Tensor, power: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors
+    return double * 2 + 2 * x * power[..., None]
+
+
+with_power.register_autograd(gradient, setup_context=keep)
+ap.register_rule("example::with_power", "... c! -> ... c!, ...", saved="0")
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +69,8 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.up(x)
-        return self.down(scaled_add(hidden, hidden.relu(), self.scale)).square().mean()
+        double, power = with_power(self.down(scaled_add(hidden, hidden.relu(), self.scale)))
+        return double.square().mean() + power.mean()
 
 
 torch.manual_seed(0)

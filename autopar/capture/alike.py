@@ -6,9 +6,11 @@ from typing import Any
 
 from torch import fx
 
+from autopar.strategies.results import is_result, tensors_of
+
 
 def number_calls(graph: fx.Graph) -> dict[str, int]:
-    """A number for each call by its name; calls with the same number are alike.
+    """A number for each call of an operator by its name; calls with the same number are alike.
 
     They have the same operator and constants, the same shapes and dtypes of tensors, and the
     same of their inputs are one tensor."""
@@ -16,7 +18,7 @@ def number_calls(graph: fx.Graph) -> dict[str, int]:
     return {
         node.name: numbers.setdefault(_described(node), len(numbers))
         for node in graph.nodes
-        if node.op == "call_function"
+        if node.op == "call_function" and not is_result(node)
     }
 
 
@@ -29,8 +31,7 @@ def _described(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _form(value: fx.Node) -> tuple[Any, ...]:
-    tensor = value.meta["val"]
-    return tuple(tensor.shape), tensor.dtype, tensor.is_contiguous()
+    return tuple((tuple(t.shape), t.dtype, t.is_contiguous()) for t in tensors_of(value))
 
 
 class _Slot:

@@ -39,8 +39,9 @@ class Captured:
     one flat tuple: the user's outputs (tensors only), then the new values of mutated buffers.
     Every node has in `meta`: `val` (a fake tensor of the global shape), `source` (the user's line,
     "file:line: text", or None), `module` (dotted path of the module that ran it),
-    `differentiable` (whether a gradient flows through it). A call is of a functional operator with
-    one result, or of one of autopar's kernels.
+    `differentiable` (whether a gradient flows through it). A call is of a functional operator, or
+    of one of autopar's kernels; if it has several results, each is a node of its own that reads it
+    (`strategies/results.py`).
     """
 
     graph: fx.Graph
@@ -59,11 +60,16 @@ class Captured:
     static_inputs: dict[int, object] = field(default_factory=dict)  # flat arguments not tensors
 
     @cached_property
+    def operators(self) -> tuple[fx.Node, ...]:
+        """The calls of operators, in order: what takes one of several results is none."""
+        return tuple(node for node in self.graph.nodes if node.name in self.alike)
+
+    @cached_property
     def rules(self) -> dict[str, Rule | None]:
         """The rule of each call, found once for all that are alike; None: it runs replicated."""
         found: dict[int, Rule | None] = {}
         for node in self.graph.nodes:
-            if node.op == "call_function" and self.alike[node.name] not in found:
+            if node.name in self.alike and self.alike[node.name] not in found:
                 found[self.alike[node.name]] = rule_of(node)
         return {name: found[number] for name, number in self.alike.items()}
 
@@ -75,4 +81,4 @@ class Captured:
             rule = self.rules[call.name]
             return is_random(call) if rule is None else rule.random
 
-        return tuple(node for node in self.graph.nodes if node.name in self.alike and draws(node))
+        return tuple(node for node in self.operators if draws(node))

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.results import pick
 from autopar.layout import Layout, TensorType
+from autopar.strategies.results import flat, maker
 
 
 def listing(graph: fx.Graph, origins: bool = True) -> str:
@@ -34,12 +34,15 @@ def listing(graph: fx.Graph, origins: bool = True) -> str:
 def type_text(node: fx.Node) -> str:
     """The type of a node's value: with its layout where one is assigned."""
     if "type" in node.meta:
-        return str(node.meta["type"])
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
+        found = flat(node.meta["type"])
+    elif node.op == "output":
         return ""
-    shape = tuple(value.shape)
-    return str(TensorType(shape, value.dtype, Layout.replicated(len(shape))))
+    else:
+        values = [v for v in flat(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+        found = tuple(
+            TensorType(tuple(v.shape), v.dtype, Layout.replicated(v.ndim)) for v in values
+        )
+    return ", ".join(map(str, found))
 
 
 def operator_name(target: Callable[..., Any] | str) -> str:
@@ -51,8 +54,8 @@ def operator_name(target: Callable[..., Any] | str) -> str:
 
 
 def operator_of(node: fx.Node) -> str:
-    """The name of the operator that a call is of; that of a result, if it has several."""
-    return operator_name(node.args[0] if node.target is pick else node.target)  # type: ignore[arg-type]
+    """The name of the operator that a call is of; of that which gives it, of a result."""
+    return operator_name(maker(node).target)
 
 
 def _call(node: fx.Node) -> str:

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.draft import Draft
 from autopar.capture.gradients import passed_over
 from autopar.capture.marker import ANNOTATE
+from autopar.strategies.results import flat, is_result
 
 
 def refresh(draft: Draft) -> None:
@@ -47,13 +48,14 @@ def propagate(draft: Draft) -> None:
                 for leaf in pytree.tree_leaves(live[node])
                 if isinstance(leaf, torch.Tensor)
             )
-            if node.meta["differentiable"]:
+            if node.meta["differentiable"] and not is_result(node):
                 inputs = {id(live[value]): value for value in node.all_input_nodes}
-                over = passed_over(live[node], [live[v] for v in inputs.values()])
+                over = passed_over(flat(live[node]), [live[v] for v in inputs.values()])
                 silent += [(node, inputs[id(tensor)]) for tensor in over]
     for node, value in live.items():
         if node.op == "call_function":
-            node.meta["val"] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
+            value = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
+            node.meta["val"] = flat(value) if isinstance(value, list | tuple) else value
     for node, value in silent:
         with draft.graph.inserting_before(node):
             detached = draft.call(node, torch.ops.aten.detach.default, value)

@@ -9,6 +9,7 @@ values), "typed" (layouts are assigned), "moved" (every consumer gets the layout
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx
@@ -16,6 +17,7 @@ from torch import fx
 from autopar.errors import InvalidInput, VerifierError
 from autopar.layout import TensorType
 from autopar.mesh import Mesh
+from autopar.strategies.results import flat, has_results, is_result
 
 Invariant = Callable[[fx.Graph, Mesh | None], None]
 
@@ -84,10 +86,16 @@ def has_annotations(graph: fx.Graph, mesh: Mesh | None) -> None:
 
 
 def has_single_tensors(graph: fx.Graph, mesh: Mesh | None) -> None:
-    """The value of a node is one tensor."""
+    """The value of a node is one tensor, or a tuple that only its results read."""
     for node in graph.nodes:
-        if node.op != "output" and not isinstance(node.meta["val"], torch.Tensor):
-            _fail("the value of a node is one tensor", node, type(node.meta["val"]).__name__)
+        value = node.meta["val"]
+        if node.op == "output" or isinstance(value, torch.Tensor):
+            continue
+        if not has_results(node) or value != flat(value):
+            _fail("the value of a node is one tensor, or a flat tuple", node, type(value).__name__)
+        for user in node.users:
+            if not is_result(user):
+                _fail("several results are read one by one", user, f"all of {node.name}")
 
 
 def has_flat_output(graph: fx.Graph, mesh: Mesh | None) -> None:
@@ -103,10 +111,17 @@ def has_types(graph: fx.Graph, mesh: Mesh | None) -> None:
     for node in graph.nodes:
         if node.op == "output":
             continue
-        type_ = node.meta.get("type")
+        types, values = flat(node.meta.get("type")), flat(node.meta["val"])
+        if len(types) != len(values):
+            _fail("every result has a type", node, f"{len(types)} for {len(values)}")
+        for type_, value in zip(types, values):
+            _check_type(node, type_, value)
+
+
+def _check_type(node: fx.Node, type_: Any, value: object) -> None:
+    if isinstance(value, torch.Tensor):
         if not isinstance(type_, TensorType):
             _fail("every value has a TensorType", node, repr(type_))
-        value = node.meta["val"]
         if (type_.shape, type_.dtype) != (tuple(value.shape), value.dtype):
             got = f"{type_}, the value has {value.dtype} {tuple(value.shape)}"
             _fail("a type has the shape and dtype of its value", node, got)
@@ -117,12 +132,12 @@ def has_fitting_layouts(graph: fx.Graph, mesh: Mesh | None) -> None:
     for node in graph.nodes:
         if node.op == "output":
             continue
-        type_ = node.meta["type"]
-        if type_.layout.ndim != len(type_.shape):
-            _fail("a layout names every dim of its tensor", node, str(type_.layout))
-        for axis in type_.layout.axes:
-            if mesh is not None and axis not in mesh:
-                _fail("a layout uses axes of the mesh", node, f"{type_} on {mesh}")
+        for type_ in (t for t in flat(node.meta["type"]) if t is not None):
+            if type_.layout.ndim != len(type_.shape):
+                _fail("a layout names every dim of its tensor", node, str(type_.layout))
+            for axis in type_.layout.axes:
+                if mesh is not None and axis not in mesh:
+                    _fail("a layout uses axes of the mesh", node, f"{type_} on {mesh}")
 
 
 def has_wants(graph: fx.Graph, mesh: Mesh | None) -> None:
@@ -158,7 +173,8 @@ def _calls(graph: fx.Graph) -> list[fx.Node]:
 def _inputs(node: fx.Node) -> list[fx.Node]:
     """The tensor inputs of a node in the order of its arguments, repetitions kept."""
     found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), found.append)
+    if not is_result(node):
+        fx.map_arg((node.args, node.kwargs), found.append)
     return found
 
 

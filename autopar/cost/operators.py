@@ -32,8 +32,13 @@ class Facts:
     rule: Rule
     itemsizes: tuple[int, ...]  # of the tensor inputs
     differentiable: tuple[bool, ...]  # which inputs get a gradient
-    dtype: torch.dtype  # of the output
+    dtypes: tuple[torch.dtype, ...]  # of the outputs
     is_view: bool  # gives a view of its input: nothing is computed
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the first output, in which the operator computes."""
+        return self.dtypes[0]
 
 
 @dataclass(frozen=True)
@@ -91,9 +96,12 @@ def work(facts: Facts, pieces: Pieces) -> Work:
     inputs = [
         pieces.elements(dims) * itemsize for dims, itemsize in zip(rule.inputs, facts.itemsizes)
     ]
-    output = pieces.elements(rule.outputs[0]) * facts.dtype.itemsize
+    outputs = [
+        pieces.elements(dims) * dtype.itemsize for dims, dtype in zip(rule.outputs, facts.dtypes)
+    ]
+    output = sum(outputs, nothing)
     # What has few FLOPs for the elements that it reads is limited by memory alone.
-    elements = sum(_elements(rule, dims) for dims in (*rule.inputs, rule.outputs[0]))
+    elements = sum(_elements(rule, dims) for dims in (*rule.inputs, *rule.outputs))
     is_product = rule.flops > PRODUCT * elements
     flops = rule.flops * pieces.share() if is_product else nothing
     moved = sum(inputs, output)
@@ -101,7 +109,10 @@ def work(facts: Facts, pieces: Pieces) -> Work:
     if not learning:
         return Work(flops, moved, nothing, nothing)
     contracted = (
-        any(not any(factor in dim for dim in rule.outputs[0]) for factor in rule.factors)
+        any(
+            not any(factor in dim for dims in rule.outputs for dim in dims)
+            for factor in rule.factors
+        )
         and len(rule.inputs) > 1
     )
     passes = len(learning) if contracted else 1

@@ -32,6 +32,7 @@ from autopar.search.moves import state_of
 from autopar.search.origins import is_of_parameters
 from autopar.search.wishes import Wish, Wishes
 from autopar.strategies import rule_of
+from autopar.strategies.results import maker, place_of, tensors_of, values_of
 
 if TYPE_CHECKING:
     from autopar.runtime.plan import Plan
@@ -63,13 +64,11 @@ class _Explainer:
         if name in self.captured.parameters:
             return self._parameter(self.nodes[name])
         if node is not None and node.op == "call_function" and node.target is not ANNOTATE:
-            return self._operator(node, [])
+            return self._operator(maker(node), [])
         inside = [
             n
-            for n in self.captured.graph.nodes
-            if n.op == "call_function"
-            and n.target is not ANNOTATE
-            and f"{n.meta['module']}.".startswith(f"{name}.")
+            for n in self.captured.operators
+            if n.target is not ANNOTATE and f"{n.meta['module']}.".startswith(f"{name}.")
         ]
         if not inside:
             raise self._unknown(name, [*placeholders])
@@ -109,7 +108,10 @@ class _Explainer:
                         _type(value, states[index])
                         for value, states in zip(self.kinds.inputs(node), offered.inputs)
                     ),
-                    output=_type(node, offered.outputs[index]),
+                    output=", ".join(
+                        str(TensorType(tuple(tensor.shape), tensor.dtype, layout_of(states[index])))
+                        for tensor, states in zip(tensors_of(node), offered.results)
+                    ),
                     forward=float(offered.forward[index]),
                     backward=float(offered.backward[index]),
                     inside=float(offered.inside[index]),
@@ -145,7 +147,7 @@ class _Explainer:
         strategy = self.decisions.strategies.get(node.name)
         offered = self.kinds.candidates(node)
         if strategy is None:
-            whole = state_of_whole(node.meta["val"].ndim)
+            whole = state_of_whole(tensors_of(node)[0].ndim)
             chosen = offered.outputs.index(whole) if whole in offered.outputs else 0
             return offered, chosen
         if strategy not in offered.strategies:
@@ -169,10 +171,11 @@ class _Explainer:
             second = offered.inputs[position][index]
             overlap = self._overlap if is_of_parameters(value, self.captured) else None
             yield edge(value, value.name, first, second, self.mesh, self.price, overlap)
-        gives = offered.outputs[index]
-        late = self._overlap if is_of_parameters(node, self.captured) else None
-        for reader, wants in self._wanted(node):
-            yield edge(node, reader, gives, wants, self.mesh, self.price, late)
+        for value in values_of(node):
+            gives = offered.results[place_of(value)][index]
+            late = self._overlap if is_of_parameters(value, self.captured) else None
+            for reader, wants in self._wanted(value):
+                yield edge(value, reader, gives, wants, self.mesh, self.price, late)
 
     def _state_before(self, value: fx.Node, reader: str, position: int) -> State:
         """The state from which a reader brings an input to what it wants."""
@@ -186,10 +189,11 @@ class _Explainer:
     def _gives(self, node: fx.Node) -> State:
         if node.name in self.decisions.fixed:
             return state_of(self.decisions.fixed[node.name])
-        strategy, rule = self.decisions.strategies.get(node.name), rule_of(node)
+        operator = maker(node)
+        strategy, rule = self.decisions.strategies.get(operator.name), rule_of(operator)
         if strategy is None or rule is None:
             return state_of_whole(node.meta["val"].ndim)
-        return state_of(rule.signature(strategy).outputs[0])
+        return state_of(rule.signature(strategy).outputs[place_of(node)])
 
     def _wanted(self, node: fx.Node) -> list[tuple[str, State]]:
         """Who reads a value, and in which state; readers that share one count once."""

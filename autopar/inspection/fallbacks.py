@@ -14,6 +14,7 @@ from autopar.cluster import Device
 from autopar.cost.model import operator_seconds
 from autopar.search.decisions import Fallback
 from autopar.search.report import NodePrices
+from autopar.strategies.results import flat, tensors_of
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,9 @@ def fallback_costs(
 
 def _whole_seconds(node: fx.Node, device: Device) -> float:
     values = [*node.all_input_nodes, node]
-    moved = sum(float(value.meta["type"].bytes) for value in values)
-    once = operator_seconds(device, node.meta["val"].dtype, flops=0.0, moved=moved)
+    types = [type_ for value in values for type_ in flat(value.meta["type"]) if type_ is not None]
+    moved = sum(float(type_.bytes) for type_ in types)
+    once = operator_seconds(device, tensors_of(node)[0].dtype, flops=0.0, moved=moved)
     return float(once) * (2 if node.meta["differentiable"] else 1)
 
 

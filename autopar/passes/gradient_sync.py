@@ -16,6 +16,7 @@ from torch import fx
 
 from autopar.passes.redistribution import insert_movement
 from autopar.strategies import tensor_inputs
+from autopar.strategies.results import is_result
 
 
 def hoist_gradient_sync(graph: fx.Graph) -> fx.Graph:
@@ -46,7 +47,8 @@ def hoist_gradient_sync(graph: fx.Graph) -> fx.Graph:
 def _lift(graph: fx.Graph, identity: fx.Node) -> None:
     """Move an `identity` from behind an operator to the parameters that this reads."""
     (value,), movement = identity.all_input_nodes, identity.meta["movement"]
-    if value.op != "call_function" or "movement" in value.meta or len(value.users) > 1:
+    is_operator = value.op == "call_function" and not is_result(value)
+    if not is_operator or "movement" in value.meta or len(value.users) > 1:
         return
     inputs = tensor_inputs(value)
     learned = {node for node in inputs if node.meta["differentiable"]}

@@ -38,6 +38,7 @@ from autopar.mesh import Mesh
 from autopar.search.propagate import propagate
 from autopar.strategies import localize_arguments, tensor_inputs
 from autopar.strategies.kernels import batch_normalize, batch_sums, running_mean, running_var
+from autopar.strategies.results import flat, has_results, is_result, maker, place_of
 
 aten = torch.ops.aten
 AXIS = "microbatch"
@@ -160,6 +161,7 @@ class _Cutter:
         self.loss = loss_of(captured)
         self.live = _ancestors([self.loss, *_mutated(captured)])
         self.status: dict[str, Status] = {}
+        self.given: dict[fx.Node, tuple[Status, ...]] = {}  # of each result of an operator
         self.graph = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
         self.constants = dict(captured.constants)
@@ -176,20 +178,29 @@ class _Cutter:
 
     def visit(self, node: fx.Node) -> None:
         """Find the status of one live operator, and copy it."""
+        if is_result(node):
+            status = self.status[node.name] = self.given[maker(node)][place_of(node)]
+            self._copy(node, (status,), node.args, {})
+            return
         inputs = tensor_inputs(node)
         self.read.clear()
-        status = self._status(node, inputs) if self.count > 1 else SAME
-        self.status[node.name] = status
-        shape, layout = tuple(node.meta["val"].shape), _layout(node, status)
-        args, kwargs = localize_arguments(
-            node, TensorType(shape, node.meta["val"].dtype, layout), self.mesh, 0
+        values = flat(node.meta["val"])
+        given = self._given(node, inputs) if self.count > 1 else (SAME,) * len(values)
+        self.given[node] = given
+        if not has_results(node):
+            self.status[node.name] = given[0]
+        types = tuple(
+            TensorType(tuple(value.shape), value.dtype, _layout(value, status))
+            for value, status in zip(values, given)
+            if isinstance(value, Tensor)
         )
+        args, kwargs = localize_arguments(node, types, self.mesh, 0)
         if node.target in _COUNTS:
             place = _COUNTS[node.target]
             args = (*args[:place], args[place] // self.count, *args[place + 1 :])
-        if status == SUM:
+        if given == (SUM,):
             args, kwargs = self._numbers_shared(node, args, kwargs)
-        self._copy(node, status, args, kwargs)
+        self._copy(node, given, args, kwargs)
 
     def finish(self) -> Captured:
         """The program of one micro-batch."""
@@ -265,25 +276,22 @@ class _Cutter:
                 _refuse(node, "a constant of the program differs from sample to sample")
             self.constants[name] = pieces[0].clone()
         self.status[name] = status
-        shape = list(value.shape)
-        if isinstance(status, int):
-            shape[status] //= self.count
         copy = self.graph.node_copy(node)
-        copy.name, copy.meta = name, dict(node.meta)
-        if isinstance(status, int):
-            copy.meta["val"] = value.new_empty(shape)
+        copy.name, copy.meta = name, {**node.meta, "val": self._part(value, status)}
         self.copies[node] = copy
 
-    def _status(self, node: fx.Node, inputs: tuple[fx.Node, ...]) -> Status:
+    def _given(self, node: fx.Node, inputs: tuple[fx.Node, ...]) -> tuple[Status, ...]:
+        """What each result of an operator is."""
+        count = len(flat(node.meta["val"]))
         given = [self.status[value.name] for value in inputs]
         strategy, rule = self.strategies.get(node.name), self.captured.rules[node.name]
         if rule is None or strategy is None:
             if all(status in (SAME, OWN) for status in given):
-                return OWN if OWN in given else SAME
+                return (OWN if OWN in given else SAME,) * count
             _refuse(node, f"{operator_of(node)} has no rule that says how it treats the batch")
         factor = next((factor for factor, axes in strategy.cuts if AXIS in axes), None)
         if factor is None:
-            return self._uncut(node, inputs, given)
+            return (self._uncut(node, inputs, given),) * count
         if rule.kernel(strategy) is not None:
             _refuse(node, f"{operator_of(node)} looks at the place of a sample in the batch")
         for value, dims, status in zip(inputs, rule.inputs, given):
@@ -294,10 +302,11 @@ class _Cutter:
                 _refuse(node, f"{operator_of(node)} lets samples of different micro-batches meet")
             elif wanted is not None and status != wanted:
                 _refuse(node, f"{value.name} holds the whole batch where a slice is needed")
-        places = [d for d, dim in enumerate(rule.outputs[0]) if factor in dim]
-        if places:
-            return places[0]
-        return OWN if node.target is batch_sums else SUM
+        lacking = OWN if node.target is batch_sums else SUM
+        return tuple(
+            next((d for d, dim in enumerate(dims) if factor in dim), lacking)
+            for dims in rule.outputs
+        )
 
     def _uncut(self, node: fx.Node, inputs: tuple[fx.Node, ...], given: list[Status]) -> Status:
         """What an operator makes of values that no longer have the batch as a dim."""
@@ -387,21 +396,28 @@ class _Cutter:
         call.meta = {**like.meta, "val": value}
         return call
 
-    def _copy(self, node: fx.Node, status: Status, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _copy(
+        self, node: fx.Node, given: tuple[Status, ...], args: tuple, kwargs: dict[str, Any]
+    ) -> None:
         found = {**self.copies, **self.read}
         new_args, new_kwargs = fx.map_arg((args, kwargs), found.__getitem__)
         copy = self.graph.create_node("call_function", node.target, new_args, new_kwargs, node.name)
         copy.meta = dict(node.meta)
-        if isinstance(status, int):
-            value = node.meta["val"]
-            shape = list(value.shape)
-            shape[status] //= self.count
-            copy.meta["val"] = value.new_empty(shape)
+        parts = tuple(map(self._part, flat(node.meta["val"]), given))
+        copy.meta["val"] = parts if has_results(node) else parts[0]
         self.copies[node] = copy
 
+    def _part(self, value: Any, status: Status) -> Any:
+        """The value of one micro-batch."""
+        if not isinstance(status, int):
+            return value
+        shape = list(value.shape)
+        shape[status] //= self.count
+        return value.new_empty(shape)
 
-def _layout(node: fx.Node, status: Status) -> Layout:
-    ndim = node.meta["val"].ndim
+
+def _layout(value: Tensor, status: Status) -> Layout:
+    ndim = value.ndim
     if not isinstance(status, int):
         return Layout.replicated(ndim)
     return Layout(*((AXIS,) if dim == status else () for dim in range(ndim)))

@@ -15,6 +15,7 @@ from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
 from autopar.search.origins import is_made_of_parameters
 from autopar.strategies import tensor_inputs
+from autopar.strategies.results import is_result
 
 State = tuple[Layout, tuple[str, ...]]  # a layout, and the axes on which it is pending
 
@@ -23,7 +24,7 @@ def insert_movements(graph: fx.Graph, mesh: Mesh, price: Price) -> fx.Graph:
     """Insert the shortest movements before every reader; drop the markers."""
     insertion = _Insertion(graph, mesh, price)
     for node in list(graph.nodes):
-        if node.op not in ("call_function", "output") or node.target is ANNOTATE:
+        if not _reads_tensors(node):
             continue
         inputs, moved = _inputs(node), {}
         for value, want in zip(inputs, node.meta["wants"]):
@@ -53,7 +54,7 @@ class _Insertion:
         self.versions: dict[fx.Node, dict[State, fx.Node]] = {}
         self.wanted: dict[fx.Node, set[State]] = {}
         for node in graph.nodes:
-            if node.op in ("call_function", "output") and node.target is not ANNOTATE:
+            if _reads_tensors(node):
                 for value, want in zip(_inputs(node), node.meta["wants"]):
                     self._expect(value, want)
 
@@ -139,6 +140,12 @@ def measure_movements(graph: fx.Graph, mesh: Mesh) -> None:
         if "movement" in node.meta:
             types = (node.args[0].meta["type"], node.meta["type"])
             node.meta["bytes"] = max(type_.local_bytes(mesh) for type_ in types)
+
+
+def _reads_tensors(node: fx.Node) -> bool:
+    """Whether a node wants its inputs in certain layouts."""
+    is_reader = node.op in ("call_function", "output")
+    return is_reader and node.target is not ANNOTATE and not is_result(node)
 
 
 def _inputs(node: fx.Node) -> tuple[fx.Node, ...]:

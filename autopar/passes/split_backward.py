@@ -14,12 +14,14 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
+from autopar.strategies.results import values_of
+
 
 @dataclass(frozen=True)
 class WeightUse:
     """One operator that reads weights, by positions among the results of the new program."""
 
-    result: int
+    gives: tuple[int, ...]
     alone: tuple[int, ...]
     weights: tuple[int, ...]
 
@@ -58,8 +60,13 @@ def split_backward(graph: fx.Graph) -> tuple[fx.Graph, list[WeightUse]]:
             leaf.meta.pop("sync", None)
             node.replace_input_with(weight, leaf)
             alone.append(leaf)
+        learned = [value for value in values_of(node) if value.meta["differentiable"]]
         uses.append(
-            WeightUse(returned(node), tuple(map(returned, alone)), tuple(map(returned, read)))
+            WeightUse(
+                tuple(map(returned, learned)),
+                tuple(map(returned, alone)),
+                tuple(map(returned, read)),
+            )
         )
     output.args = (tuple(results),)
     split.lint()

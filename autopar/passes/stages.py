@@ -61,7 +61,7 @@ def split_stages(flow: Flow, starts: Sequence[str], mesh: Mesh) -> tuple[Stage, 
 
 
 def _cut(flow: Flow, index: int, start: int, end: int) -> Stage:
-    own = flow.activations[start:end]
+    own = [node for node, place in flow.place.items() if start <= place < end]
     received, sent = flow.crossing(start), flow.crossing(end)
     statistics = [node for node in own if node in flow.statistics]
     has_loss = end == len(flow.activations)

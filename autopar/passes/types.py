@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import cast
 
+import torch
 from torch import fx
 
 from autopar.capture.captured import Captured
@@ -19,6 +20,7 @@ from autopar.search.candidates import facts_of
 from autopar.search.decisions import Decisions
 from autopar.search.keeping import kept_inputs
 from autopar.strategies import Strategy, tensor_inputs
+from autopar.strategies.results import flat, has_results, is_result, maker, place_of
 
 Want = tuple[Layout, tuple[str, ...]]
 
@@ -36,6 +38,9 @@ def assign_types(captured: Captured, decisions: Decisions) -> fx.Graph:
         if node.op == "placeholder":
             node.meta["origin"] = _origin(captured, node.name)
             _set_type(node, decisions.placeholders[node.name])
+        elif is_result(node):
+            call, place = maker(node), place_of(node)
+            node.meta |= {"type": call.meta["type"][place], "wants": (), "ways": {}}
         elif node.op == "call_function":
             rule, kind = captured.rules[node.name], captured.alike[node.name]
             if rule is not None and kind not in facts:
@@ -49,14 +54,15 @@ def _type_operator(node: fx.Node, facts: Facts | None, decisions: Decisions) -> 
     inputs, rule = tensor_inputs(node), None if facts is None else facts.rule
     strategy = decisions.strategies.get(node.name)
     if node.name in decisions.fixed:
-        layout = decisions.fixed[node.name]
-        node.meta["wants"] = ((layout, ()),)
+        layouts: tuple[Layout, ...] = (decisions.fixed[node.name],)
+        node.meta["wants"] = ((layouts[0], ()),)
     elif rule is None or strategy is None:
-        layout = Layout.replicated(node.meta["val"].ndim)
+        values = flat(node.meta["val"])
+        layouts = tuple(Layout.replicated(getattr(value, "ndim", 0)) for value in values)
         node.meta["wants"] = tuple((Layout.replicated(i.meta["val"].ndim), ()) for i in inputs)
     else:
         signature = rule.signature(strategy)
-        (layout,) = signature.outputs
+        layouts = signature.outputs
         node.meta["wants"] = tuple(
             (wanted, gradient.partial if argument.meta["differentiable"] else ())
             for argument, wanted, gradient in zip(inputs, signature.inputs, signature.gradients)
@@ -73,7 +79,7 @@ def _type_operator(node: fx.Node, facts: Facts | None, decisions: Decisions) -> 
         if (way := decisions.ways.get((value.name, node.name, position)))
     }
     node.meta["calls"] = ((facts, strategy or Strategy()),) if facts is not None else ()
-    _set_type(node, layout)
+    _set_type(node, *layouts)
 
 
 def _type_output(captured: Captured, graph: fx.Graph, decisions: Decisions) -> None:
@@ -93,9 +99,14 @@ def _type_output(captured: Captured, graph: fx.Graph, decisions: Decisions) -> N
     output.meta.setdefault("module", "")
 
 
-def _set_type(node: fx.Node, layout: Layout) -> None:
-    value = node.meta["val"]
-    node.meta["type"] = TensorType(tuple(value.shape), value.dtype, layout)
+def _set_type(node: fx.Node, *layouts: Layout) -> None:
+    types = tuple(
+        TensorType(tuple(value.shape), value.dtype, layout)
+        if isinstance(value, torch.Tensor)
+        else None
+        for value, layout in zip(flat(node.meta["val"]), layouts)
+    )
+    node.meta["type"] = types if has_results(node) else types[0]
 
 
 def _origin(captured: Captured, placeholder: str) -> tuple[str, str]:

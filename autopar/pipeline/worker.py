@@ -53,7 +53,7 @@ class Kept:
 
     received: list[Value]
     roots: list[Value] = field(default_factory=list)  # sent values with gradient, then the loss
-    uses: list[tuple[Value, list[Value], list[Value]]] = field(default_factory=list)
+    uses: list[tuple[list[Value], list[Value], list[Value]]] = field(default_factory=list)
     gradients: list[Value] = field(default_factory=list)  # of the results of `uses`
 
 
@@ -116,7 +116,7 @@ class Worker:
         kept = self._ready(slice_)
         roots, seeds = _paired(kept.roots, self._seeds(kept, of_sent))
         learning = [v for v, learns in zip(kept.received, self.run.learns_received) if learns]
-        targets = [*learning, *(result for result, _, _ in kept.uses)]
+        targets = [*learning, *(value for given, _, _ in kept.uses for value in given)]
         flat = [tensor for value in targets for tensor in value]
         if not flat:  # neither this stage nor one before it learns
             kept.roots = []
@@ -132,8 +132,10 @@ class Worker:
         kept = self.kept.pop(slice_)
         weights: list[Tensor] = []
         gradients: list[Tensor] = []
-        for (result, alone, read), gradient in zip(kept.uses, kept.gradients):
-            for rank, (y, seed) in enumerate(zip(result, gradient)):
+        arrived = iter(kept.gradients)
+        for given, alone, read in kept.uses:
+            seeds = [next(arrived) for _ in given]
+            for rank, (y, seed) in enumerate(zip(zip(*given), zip(*seeds))):
                 learning = [i for i, value in enumerate(alone) if value[rank].requires_grad]
                 weights += [read[i][rank] for i in learning]
                 gradients += torch.autograd.grad(y, [alone[i][rank] for i in learning], seed)
@@ -154,10 +156,11 @@ class Worker:
         kept.roots = [v for v, learns in zip(results[:sent], self.run.learns_sent) if learns]
         if self.run.stage.has_loss:
             kept.roots.append(results[sent])
-        uses = [
-            (results[u.result], [results[i] for i in u.alone], [results[i] for i in u.weights])
-            for u in self.run.uses
-        ]
+        uses = []
+        for use in self.run.uses:
+            places = (use.gives, use.alone, use.weights)
+            given, alone, read = ([results[i] for i in found] for found in places)
+            uses.append((given, alone, read))
         kept.uses = [use for use in uses if any(leaf.requires_grad for v in use[1] for leaf in v)]
         return results
 

@@ -146,7 +146,11 @@ class Plan:
     @cached_property
     def types(self) -> dict[str, TensorType]:
         """The type of every parameter and buffer by its name, of every value by its node's."""
-        found = {n.name: n.meta["type"] for n in self.program.graph.nodes if "type" in n.meta}
+        found = {
+            node.name: node.meta["type"]
+            for node in self.program.graph.nodes
+            if isinstance(node.meta.get("type"), TensorType)
+        }
         named = self.captured.parameters | self.captured.buffers
         marked = {
             node.name: TensorType(

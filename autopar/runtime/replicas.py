@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from autopar.errors import ExecutionError
 from autopar.mesh import Mesh
+from autopar.strategies.results import has_results
 
 
 class ReplicaCheck:
@@ -23,7 +24,7 @@ class ReplicaCheck:
 
     def __init__(self, graph: fx.Graph, mesh: Mesh) -> None:
         self.mesh = mesh
-        self._shapes = {node: _shapes(node, mesh) for node in graph.nodes if "type" in node.meta}
+        self._shapes = {node: _shapes(node, mesh) for node in graph.nodes if _is_checked(node)}
         pending = pending_axes(graph)
         self._forward = {n: _leaders(mesh, n.meta["type"].layout.axes) for n in self._shapes}
         self._backward = {
@@ -33,6 +34,8 @@ class ReplicaCheck:
 
     def __call__(self, node: fx.Node, values: Sequence[Tensor]) -> None:
         """Check the values of all ranks now, and their gradients when backward brings them."""
+        if node not in self._shapes:
+            return
         for rank, (value, shape) in enumerate(zip(values, self._shapes[node])):
             if tuple(value.shape) != shape:
                 raise ExecutionError(
@@ -51,7 +54,7 @@ class ReplicaCheck:
 
     def _arrival(
         self, node: fx.Node, rank: int, leader: int, arrived: dict[int, Tensor]
-    ) -> Callable[[Tensor], None]:
+    ) -> Callable[[Tensor | None], None]:
         shape = self._shapes[node][rank]
 
         def arrive(grad: Tensor | None) -> None:
@@ -74,6 +77,11 @@ class ReplicaCheck:
             remedy="correct the rule or the kernel of this operator or of those that read it",
             source=node.meta["source"],
         )
+
+
+def _is_checked(node: fx.Node) -> bool:
+    """Tensors are: of several results, each by itself."""
+    return "type" in node.meta and not has_results(node)
 
 
 def pending_axes(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:

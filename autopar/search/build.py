@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ from autopar.search.keeping import Keeping
 from autopar.search.moves import moves, state_of
 from autopar.search.origins import Prologue, find_prologue, is_of_parameters, is_whole
 from autopar.search.wishes import Wishes
+from autopar.strategies.results import is_result, maker, place_of, values_of
 
 Array = NDArray[np.float64]
 
@@ -105,7 +106,7 @@ class _Builder:
         self.prologue = Prologue()
 
     def run(self) -> Built:
-        calls = [node for node in self.captured.graph.nodes if node.op == "call_function"]
+        calls = self.captured.operators
         asked = {*self.wishes.values, *self.wishes.bound}
         self.prologue = find_prologue(self.captured, calls, self.kinds, asked)
         self.built.prologue, self.built.slack = self.prologue.names, self.prologue.slack
@@ -121,7 +122,7 @@ class _Builder:
                 self.built.fixed_bytes += node.meta["val"].numel() * node.meta["val"].itemsize
                 if node.name in self.readings:
                     self._add_input(node)
-            elif node.op == "call_function":
+            elif node.name in self.captured.alike:
                 self._add_operator(node)
             if len(self.readings.get(node.name, ())) > 1:
                 self._add_shares(node)
@@ -173,7 +174,9 @@ class _Builder:
         candidates, cost = self._offers[node.name]
         memory = candidates.extra
         if self.keeping.keeps_output(node.name):
-            memory = memory + self.edges.bytes(node, candidates.outputs)
+            for value in values_of(node):
+                states = candidates.results[place_of(value)]
+                memory = memory + self.edges.bytes(value, states)
         number = self.built.graph.add_node(
             self.edges.same(cost, "cost"), self.edges.same(memory, "memory"), name=node.name
         )
@@ -218,7 +221,12 @@ class _Builder:
         return self._shared[key]
 
     def _producer(self, value: fx.Node) -> Variable:
+        """What decides the layout of a value; of a result, the call with that result's states."""
         built = self.built
+        if is_result(value):
+            operator = built.operators[maker(value).name]
+            assert operator.candidates is not None
+            return replace(operator, states=operator.candidates.results[place_of(value)])
         for variables in (built.parameters, built.operators, self.inputs):
             if value.name in variables:
                 return variables[value.name]
@@ -230,10 +238,10 @@ class _Builder:
         results = output.args[0]
         first_mutation = len(results) - len(self.captured.mutations)  # type: ignore[arg-type]
         for index, value in enumerate(results):  # type: ignore[arg-type]
-            variable = self.built.operators.get(value.name)
-            if variable is None:
+            if value.op != "call_function":
                 continue
-            table, seconds = self.edges.seconds(self.nodes[variable.name])
+            variable = self._producer(value)
+            table, seconds = self.edges.seconds(value)
             costs = np.zeros(len(variable.states))
             for number, state in enumerate(variable.states):
                 target: State = (state[0], (), ())
@@ -241,7 +249,7 @@ class _Builder:
                     target = state_of_whole(table.ndim)
                 costs[number] = seconds[table.index[state], table.index[target]]
             if costs.any():
-                sink = self.built.graph.add_node(self.edges.zeros(1), name=f"{variable.name} out")
+                sink = self.built.graph.add_node(self.edges.zeros(1), name=f"{value.name} out")
                 self._register(Variable(sink, "result", variable.name, (state_of_whole(0),)))
                 self.built.graph.add_edge(
                     variable.number, sink, self.edges.same(costs[:, None], "out")
@@ -346,7 +354,7 @@ class _Builder:
 
     def _makes(self, value: fx.Node) -> bool:
         """Whether a value has memory that nothing else has counted yet."""
-        if value.op == "placeholder" or self.keeping.keeps_output(value.name):
+        if value.op == "placeholder" or self.keeping.keeps_output(maker(value).name):
             return False
-        facts = self._offers[value.name][0].facts
+        facts = self._offers[maker(value).name][0].facts
         return facts is None or not facts.is_view

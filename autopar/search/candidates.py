@@ -22,6 +22,7 @@ from autopar.errors import unforeseen
 from autopar.mesh import Mesh
 from autopar.search.moves import state_of
 from autopar.strategies import KERNELS, Rule, Strategy, tensor_inputs
+from autopar.strategies.results import flat, tensors_of
 
 Array = NDArray[np.float64]
 aten = torch.ops.aten
@@ -39,12 +40,17 @@ class Candidates:
     facts: Facts | None  # None: no rule, it runs replicated
     strategies: tuple[Strategy, ...]
     inputs: tuple[tuple[State, ...], ...]  # for each input, what each strategy wants
-    outputs: tuple[State, ...]  # what each strategy gives
+    results: tuple[tuple[State, ...], ...]  # for each output, what each strategy gives
     forward: Array
     backward: Array
     inside: Array  # seconds of movements that a kernel brings along
     extra: Array  # bytes kept for backward besides inputs and output
     work: Work | None
+
+    @property
+    def outputs(self) -> tuple[State, ...]:
+        """What each strategy gives, of the first output."""
+        return self.results[0]
 
     @cached_property
     def cost(self) -> Array:
@@ -60,7 +66,7 @@ class Candidates:
             self.facts,
             tuple(self.strategies[i] for i in kept),
             tuple(tuple(states[i] for i in kept) for states in self.inputs),
-            tuple(self.outputs[i] for i in kept),
+            tuple(tuple(states[i] for i in kept) for states in self.results),
             self.forward[kept],
             self.backward[kept],
             self.inside[kept],
@@ -117,18 +123,19 @@ class Kinds:
         done = work(facts, pieces)
         forward, backward = seconds(facts, done, self.device)
         wants: list[list[State]] = [[] for _ in inputs]
-        gives = []
+        gives: list[list[State]] = [[] for _ in rule.outputs]
         for strategy in strategies:
             signature = rule.signature(strategy)
             for index, (layout, gradient) in enumerate(zip(signature.inputs, signature.gradients)):
                 pending = gradient.partial if inputs[index].meta["differentiable"] else ()
                 wants[index].append(state_of(layout, pending))
-            gives.append(state_of(signature.outputs[0]))
+            for states, layout in zip(gives, signature.outputs):
+                states.append(state_of(layout))
         return Candidates(
             facts,
             tuple(strategies),
             tuple(map(tuple, wants)),
-            tuple(gives),
+            tuple(map(tuple, gives)),
             forward,
             backward,
             np.array([self._inside(node, rule, s, pieces, i) for i, s in enumerate(strategies)]),
@@ -165,7 +172,7 @@ def facts_of(node: fx.Node, rule: Rule, inputs: Sequence[fx.Node]) -> Facts:
         rule,
         tuple(value.meta["val"].dtype.itemsize for value in inputs),
         tuple(node.meta["differentiable"] and value.meta["differentiable"] for value in inputs),
-        node.meta["val"].dtype,
+        tuple(tensor.dtype for tensor in tensors_of(node)),
         is_view(node),
     )
 
@@ -192,7 +199,7 @@ def _replicated(node: fx.Node, inputs: tuple[fx.Node, ...]) -> Candidates:
         None,
         (Strategy(),),
         whole,
-        (state_of_whole(node.meta["val"].ndim),),
+        tuple((state_of_whole(getattr(value, "ndim", 0)),) for value in flat(node.meta["val"])),
         nothing,
         nothing,
         nothing,

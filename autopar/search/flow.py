@@ -20,6 +20,7 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.errors import InvalidInput
 from autopar.strategies.kernels import batch_normalize, batch_sums, running_mean, running_var
+from autopar.strategies.results import is_result, values_of
 
 # Batch norm reads a running mean to keep digits, not to use its value: a value of any age will do.
 SHIFTS = {batch_sums: 1, batch_normalize: 2, running_mean: 2, running_var: 2}
@@ -66,26 +67,33 @@ class Flow:
 
     @cached_property
     def activations(self) -> tuple[fx.Node, ...]:
-        """The line."""
+        """The line: operators, each with all the values that it gives."""
         wanted = [self.loss, *(v for node in self.updates for v in node.all_input_nodes)]
         live = ancestors([*wanted, *self.new_values.values()]) - self.updates
         return tuple(
             node
             for node in self.graph.nodes
-            if node in live and node.op == "call_function" and self._is_activation(node)
+            if node in live
+            and node.op == "call_function"
+            and not is_result(node)
+            and self._is_activation(node)
         )
 
     @cached_property
     def place(self) -> dict[fx.Node, int]:
-        """Where each activation stands on the line."""
-        return {node: index for index, node in enumerate(self.activations)}
+        """Where the operator of each activation stands on the line."""
+        return {
+            value: index
+            for index, node in enumerate(self.activations)
+            for value in dict.fromkeys([node, *values_of(node)])
+        }
 
     @cached_property
     def statistics(self) -> tuple[fx.Node, ...]:
         """The activations that updates read."""
         last = set(self.new_values.values())
         return tuple(
-            node for node in self.activations if node in last or node.users.keys() & self.updates
+            node for node in self.place if node in last or node.users.keys() & self.updates
         )
 
     @cached_property
@@ -124,7 +132,7 @@ class Flow:
         """The activations before `place` that are read after it, in their order."""
         if place >= len(self.activations):
             return []
-        return [n for n in self.activations[:place] if self._last_reader[n] >= place]
+        return [n for n, at in self.place.items() if at < place <= self._last_reader[n]]
 
     @cached_property
     def crossings(self) -> list[int]:

@@ -15,6 +15,7 @@ from autopar.cost.operators import Pieces
 from autopar.mesh import Mesh
 from autopar.search.build import OPTIMIZER_COPIES
 from autopar.search.keeping import storage
+from autopar.strategies.results import flat, maker, place_of, tensors_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Memory:
 def program_memory(captured: Captured, graph: fx.Graph, mesh: Mesh) -> Memory:
     """The bytes that one rank of the rewritten `graph` holds."""
     parameters = learning = buffers = inputs = extra = 0.0
-    kept: dict[fx.Node, float] = {}
+    kept: dict[tuple[fx.Node, int], float] = {}  # of each result of an operator
     for node in graph.nodes:
         if node.op == "placeholder":
             size = float(node.meta["type"].local_bytes(mesh))
@@ -58,7 +59,8 @@ def program_memory(captured: Captured, graph: fx.Graph, mesh: Mesh) -> Memory:
                 saved.append(storage(node))
             for value in saved:
                 if value.op != "placeholder":
-                    kept[value] = float(value.meta["type"].local_bytes(mesh))
+                    for place, type_ in enumerate(flat(value.meta["type"]), place_of(value)):
+                        kept[maker(value), place] = float(type_.local_bytes(mesh))
             extra += _extra(node, mesh)
     return Memory(
         parameters=parameters,
@@ -76,5 +78,5 @@ def _extra(node: fx.Node, mesh: Mesh) -> float:
     if rule is None or strategy is None or "start_of" in node.meta:  # a part keeps its inputs
         return 0.0
     pieces = Pieces(rule, [strategy], mesh)
-    itemsize = node.meta["val"].dtype.itemsize
+    itemsize = tensors_of(node)[0].dtype.itemsize
     return sum(float(pieces.elements(dims)[0]) * itemsize for dims in rule.saved.extra)

@@ -14,6 +14,7 @@ from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.search.candidates import Kinds, uncut
+from autopar.strategies.results import is_result, maker
 
 # The part of all computation that running the prologue whole on every rank may add.
 MOST_SLACK = 2e-3
@@ -51,7 +52,7 @@ def is_whole(value: fx.Node, captured: Captured, prologue: Prologue) -> bool:
     """Whether every rank has all of a value anyway."""
     if value.op == "placeholder":
         return value.name not in captured.parameters and not value.meta["differentiable"]
-    return value.name in prologue.names
+    return maker(value).name in prologue.names
 
 
 def is_of_parameters(value: fx.Node, captured: Captured) -> bool:
@@ -71,7 +72,7 @@ def _comes_from(
 ) -> bool:
     if value.op == "placeholder":
         return is_parameter(value)
-    if value.op != "call_function" or not steps:
+    if value.op != "call_function" or is_result(value) or not steps:
         return False
     learned = [argument for argument in value.all_input_nodes if argument.meta["differentiable"]]
     size = value.meta["val"].numel()

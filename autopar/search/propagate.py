@@ -22,6 +22,7 @@ from autopar.mesh import Mesh
 from autopar.search.decisions import Decisions, Fallback
 from autopar.search.wishes import Wishes
 from autopar.strategies import Rule, Strategy, tensor_inputs
+from autopar.strategies.results import has_results, maker, place_of, values_of
 
 
 def propagate(
@@ -57,9 +58,7 @@ class _Propagation:
         self.rules: dict[fx.Node, Rule] = {}
         self.arguments: dict[fx.Node, tuple[fx.Node, ...]] = {}
         self.fallbacks: list[Fallback] = []
-        for node in captured.graph.nodes:
-            if node.op != "call_function":
-                continue
+        for node in captured.operators:
             rule = captured.rules[node.name]
             if rule is None:
                 self.fallbacks.append(
@@ -145,7 +144,7 @@ class _Propagation:
     def carry_partial_sums(self) -> None:
         """Let a partial sum run on through linear operators, where it does not grow."""
         for node, rule in self.rules.items():
-            if node in self.fixed or node.name in self.wishes.bound:
+            if node in self.fixed or node.name in self.wishes.bound or has_results(node):
                 continue
             for axis in self.mesh.names:
                 if axis in self.cuts[node]:
@@ -184,9 +183,8 @@ class _Propagation:
         while self.events:
             value, axis, dim = self.events.popleft()
             self._offer(value, axis, dim)
-            if value in self.rules:
-                rule = self.rules[value]
-                self._try(value, axis, _outer_factor(rule, rule.outputs[0][dim]))
+            if maker(value) in self.rules:
+                self._try(maker(value), axis, self._factor(value, dim))
 
     def _offer(self, value: fx.Node, axis: str, dim: int) -> None:
         """Offer a cut of `value` to its readers."""
@@ -213,9 +211,10 @@ class _Propagation:
     def _cut(self, node: fx.Node, axis: str, factor: str) -> None:
         rule = self.rules[node]
         self.cuts[node][axis] = factor
-        for dim, factors in enumerate(rule.outputs[0]):
-            if factor in factors and node not in self.fixed:
-                self.events.append((node, axis, dim))
+        for value in values_of(node) if node not in self.fixed else ():
+            for dim, factors in enumerate(rule.outputs[place_of(value)]):
+                if factor in factors:
+                    self.events.append((value, axis, dim))
         self.wanted += reversed(
             [
                 (argument, axis, dim)
@@ -231,9 +230,13 @@ class _Propagation:
             return
         if value.op == "placeholder":
             self._place(value, axis, dim)
-        elif value in self.rules:
-            rule = self.rules[value]
-            self._take(value, axis, _outer_factor(rule, rule.outputs[0][dim]))
+        elif maker(value) in self.rules:
+            self._take(maker(value), axis, self._factor(value, dim))
+
+    def _factor(self, value: fx.Node, dim: int) -> str | None:
+        """The factor that cuts a dim of what an operator gives."""
+        rule = self.rules[maker(value)]
+        return _outer_factor(rule, rule.outputs[place_of(value)][dim])
 
     def _place(self, node: fx.Node, axis: str, dim: int) -> None:
         placed = self.placed.setdefault(node, {})
@@ -262,14 +265,15 @@ class _Propagation:
     def _is_partial(self, value: fx.Node, axis: str) -> bool:
         if value in self.fixed:
             return axis in self.fixed[value].partial
-        if value not in self.rules:
+        operator = maker(value)
+        if operator not in self.rules:
             return False
-        if axis in self.passes[value]:
+        if axis in self.passes[operator]:
             return True
-        factor, rule = self.cuts[value].get(axis), self.rules[value]
+        factor, rule = self.cuts[operator].get(axis), self.rules[operator]
         if factor is None or factor in rule.gathered:
             return False
-        return not any(factor in dim for dim in rule.outputs[0])
+        return not any(factor in dim for dim in rule.outputs[place_of(value)])
 
     def _strategy(self, node: fx.Node) -> Strategy:
         if node in self.fixed:

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import fx
 
@@ -27,6 +26,7 @@ from autopar.search.flow import Flow, ancestors
 from autopar.search.pieces import Pieces
 from autopar.search.report import NodeCost
 from autopar.search.shared_memory import cut_together
+from autopar.strategies.results import flat
 
 Array = NDArray[np.float64]
 PriceOf = Callable[[fx.Node], NodeCost]  # of any node of a rewritten program
@@ -330,7 +330,8 @@ def _layer(module: str) -> str:
 
 
 def _bytes(node: fx.Node, mesh: Mesh) -> int:
-    return node.meta["type"].local_bytes(mesh) if isinstance(node.meta["val"], torch.Tensor) else 0
+    types = [type_ for type_ in flat(node.meta["type"]) if type_ is not None]
+    return sum(type_.local_bytes(mesh) for type_ in types)
 
 
 def _refuse(pin: Pin, reason: str, remedy: str) -> None:

@@ -4,6 +4,7 @@
     "b h q d!, b h k! d!, b h k! d! -> b h q d!"   attention: d and k stay whole
     "n (h d) -> n h d"                    a reshape: the outer part of a group can be cut
     "n+ c ...+, c -> two c"               n and ... are summed although the shift lacks them
+    "... h! -> ... h!, ..."               two results: the rows, and a number for each
 
 Tensors are parted by commas, dims by blanks. `!` marks a factor (or a group, or `...`) that stays
 whole. `+` marks one that is summed out although some input lacks it: the caller asserts that the

@@ -14,11 +14,13 @@ from torch import fx
 
 from autopar.layout import TensorType
 from autopar.mesh import Mesh
-from autopar.strategies.kernels import KERNELS, nothing
+from autopar.strategies.kernels import KERNELS, no_results, nothing
 from autopar.strategies.registry import Call
+from autopar.strategies.results import flat, has_results, is_result
 from autopar.strategies.rule import Rule, Strategy
 
 aten = torch.ops.aten
+Types = TensorType | tuple[TensorType, ...]
 LocalCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 # Which argument holds the shape of the output.
 _SHAPE_ARGUMENT = {
@@ -56,13 +58,16 @@ def local_function(target: Any) -> Any:
 
 
 def localize_arguments(
-    node: fx.Node, output_type: TensorType, mesh: Mesh, rank: int
+    node: fx.Node, types: Types, mesh: Mesh, rank: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of `local_function(node.target)` on `rank`, tensors still the nodes' own.
 
-    `output_type` is the global shape of the output and its layout.
+    `types` are the global shapes of the outputs and their layouts.
     """
+    output_type = flat(types)[0]
     args, kwargs = tuple(node.args), dict(node.kwargs)
+    if is_result(node):
+        return args, kwargs
     packet = _packet(node.target)
     shape = list(output_type.layout.local_shape(output_type.shape, mesh, rank))
     if packet in _AS_RESHAPE:
@@ -90,17 +95,19 @@ def localize_arguments(
 
 def local_call(node: fx.Node, rule: Rule, strategy: Strategy, mesh: Mesh, rank: int) -> LocalCall:
     """Function and arguments on `rank`; not for strategies whose kernel expands."""
-    value = node.meta["val"]
-    layout = rule.signature(strategy).outputs[0]
-    output_type = TensorType(tuple(value.shape), value.dtype, layout)
+    types = tuple(
+        TensorType(tuple(value.shape), value.dtype, layout)
+        for value, layout in zip(Call(node).outputs, rule.signature(strategy).outputs)
+    )
+    output_types = types if has_results(node) else types[0]
     needed = rule.kernel(strategy)
     if needed is None:
-        return piece_call(node, rule, strategy, output_type, mesh, rank)
+        return piece_call(node, rule, strategy, output_types, mesh, rank)
     factor, name = needed
     kernel = KERNELS[name]
     if kernel.expand is not None:
         raise ValueError(f"{name} expands into several nodes; see autopar/strategies/kernels")
-    args, kwargs = localize_arguments(node, output_type, mesh, rank)
+    args, kwargs = localize_arguments(node, output_types, mesh, rank)
     start, _ = rule.bounds(factor, strategy, mesh, rank)
     return kernel.function, args, {**kwargs, "start": start}
 
@@ -109,7 +116,7 @@ def piece_call(
     node: fx.Node,
     rule: Rule | None,
     strategy: Strategy | None,
-    output_type: TensorType,
+    types: Types,
     mesh: Mesh,
     rank: int,
 ) -> LocalCall:
@@ -117,10 +124,13 @@ def piece_call(
     if rule is not None and strategy is not None and node.all_input_nodes:
         lengths = [rule.bounds(factor, strategy, mesh, rank)[1] for factor, _ in strategy.cuts]
         if 0 in lengths:
-            shape = list(output_type.layout.local_shape(output_type.shape, mesh, rank))
+            shapes = [list(t.layout.local_shape(t.shape, mesh, rank)) for t in flat(types)]
+            dtypes = [type_.dtype for type_ in flat(types)]
             learns = node.meta.get("differentiable", True)
-            return nothing, (shape, output_type.dtype, learns, *node.all_input_nodes), {}
-    return local_function(node.target), *localize_arguments(node, output_type, mesh, rank)
+            if has_results(node):
+                return no_results, (shapes, dtypes, learns, *node.all_input_nodes), {}
+            return nothing, (shapes[0], dtypes[0], learns, *node.all_input_nodes), {}
+    return local_function(node.target), *localize_arguments(node, types, mesh, rank)
 
 
 def _repeated(

@@ -6,9 +6,11 @@ over batch and space are a partial sum when these are cut, and everything else i
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autopar.strategies.kernels import batch_normalize, batch_sums, running_mean, running_var
 from autopar.strategies.registry import Call, register_rule
-from autopar.strategies.rule import Dim, Rule, Saved
+from autopar.strategies.rule import Dim, Rule, Saved, render
 from autopar.strategies.shapes import names, sizes_of
 
 
@@ -33,6 +35,16 @@ def _over_last_dims(call: Call, stats: int) -> Rule:
 
 def _layer_norm(call: Call) -> Rule:
     return _over_last_dims(call, stats=2)
+
+
+def _layer_norm_with_statistics(call: Call) -> Rule:
+    """The mean and the inverse deviation of each row are results, too."""
+    rule = _layer_norm(call)
+    rows = len(call.shape) - len(call["normalized_shape"])
+    (out,) = rule.outputs
+    statistic = tuple(dim if index < rows else () for index, dim in enumerate(out))
+    outputs = (out, statistic, statistic)
+    return replace(rule, outputs=outputs, text=render(rule.inputs, outputs, rule.whole))
 
 
 def _rms_norm(call: Call) -> Rule:
@@ -92,6 +104,7 @@ def _instance_norm(call: Call) -> Rule:
 
 
 register_rule("aten.layer_norm", _layer_norm)
+register_rule("aten.native_layer_norm", _layer_norm_with_statistics)
 register_rule("aten.rms_norm", _rms_norm)
 register_rule("aten.group_norm", _group_norm)
 register_rule("aten.batch_norm", _batch_norm)

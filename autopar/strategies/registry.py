@@ -23,6 +23,7 @@ from torch import fx
 from autopar.errors import InvalidInput, unforeseen
 from autopar.strategies.kernels import KERNELS
 from autopar.strategies.language import Flops, Passes, Pattern, parse
+from autopar.strategies.results import flat, is_result
 from autopar.strategies.rule import Dim, Rule, Saved, product, render
 
 Operator = Any  # OpOverload, OpOverloadPacket, operator of torch.library.custom_op, or function
@@ -71,8 +72,7 @@ class Call:
 
     @cached_property
     def outputs(self) -> tuple[torch.Tensor, ...]:
-        value = self.node.meta["val"]
-        return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+        return flat(self.node.meta["val"])
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -186,8 +186,7 @@ def rule_of(node: fx.Node) -> Rule | None:
     if node.op != "call_function":
         return None
     function = _find(node.target)
-    value = node.meta.get("val")
-    outputs = value if isinstance(value, (list, tuple)) else (value,)
+    outputs = flat(node.meta.get("val"))
     if function is None or not all(isinstance(output, torch.Tensor) for output in outputs):
         return None
     call = Call(node)
@@ -209,7 +208,7 @@ def rule_of(node: fx.Node) -> Rule | None:
 
 def tensor_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     """The tensor inputs of a node in the order of its rule's inputs."""
-    if node.op != "call_function":
+    if node.op != "call_function" or is_result(node):
         return ()
     return Call(node).inputs
 

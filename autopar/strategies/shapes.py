@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from autopar.strategies.registry import Call, aten, register_rule
-from autopar.strategies.rule import Dim, Rule, Saved
+from autopar.strategies.rule import Dim, Rule, Saved, render
 
 FIRST = ((0,),)  # the first input may be a partial sum
 
@@ -237,6 +237,15 @@ def _along(call: Call) -> Rule:
     return same_dims(call, [call.dim(call["dim"])], (), Saved((0,), output=True))
 
 
+def _values_and_places(call: Call) -> Rule:
+    """Values along one dim and where they stand: two results; the places are kept for backward."""
+    rule = same_dims(call, [call.dim(call["dim"])], ())
+    (out,) = rule.outputs
+    saved = Saved(extra=(out,))
+    text = render(rule.inputs, (out, out), rule.whole)
+    return replace(rule, outputs=(out, out), text=text, saved=saved)
+
+
 def _whole_dims(call: Call) -> Rule:
     dims = call["dims"] or range(len(call.shape))
     return same_dims(call, [call.dim(dim) for dim in dims])
@@ -290,6 +299,7 @@ register_rule("aten.stack", _stack)
 register_rule(aten("pad constant_pad_nd"), _pad)
 register_rule("aten.cumsum", _whole_dim)
 register_rule(aten("argsort cumprod logcumsumexp"), _along)
+register_rule(aten("topk sort cummax cummin"), _values_and_places)
 register_rule(aten("flip roll"), _whole_dims)
 register_rule(
     aten("fft_irfft fft_fft2 fft_ifft2 fft_irfft2 fft_fftn fft_ifftn fft_irfftn"), _transform

@@ -235,14 +235,15 @@ def test_max_is_argmax_and_gather() -> None:
     )
 
 
-def test_results_without_an_operator_of_their_own_are_picked() -> None:
+def test_several_results_are_one_call() -> None:
     golden(
         """
         linear = linear(args_0, p_linear_weight) : f64[3, 4]
         add = add(linear, p_linear_bias) : f64[3, 4]
-        pick = pick(aten.topk.default, 0, add, 2) : f64[3, 2]
-        pick_1 = pick(aten.topk.default, 1, add, 2) : i64[3, 2]
-        return (pick, pick_1)
+        topk = topk(add, 2) : f64[3, 2], i64[3, 2]
+        result = result(topk, 0) : f64[3, 2]
+        result_1 = result(topk, 1) : i64[3, 2]
+        return (result, result_1)
         """,
         lambda self, x: tuple(self.linear(x).topk(2)),
         random(3, 4),

@@ -95,7 +95,7 @@ PAIR, LINE = Layout(None, None), Layout(None)
         ("captured", user_function, "a call is of a torch operator or a kernel of autopar"),
         ("captured", in_place, "no operator changes its arguments"),
         ("captured", no_source, r"every node has meta\['source'\]"),
-        ("captured", several, "the value of a node is one tensor"),
+        ("captured", several, "several results are read one by one"),
         ("captured", nested_output, "the output is one flat tuple of nodes"),
         ("typed", set_type("add", None), "every value has a TensorType"),
         ("typed", set_type("add", "f32[2, 5]"), "a type has the shape and dtype of its value"),

@@ -24,6 +24,9 @@ from autopar.strategies import (
     rule_of,
     tensor_inputs,
 )
+from autopar.strategies.results import flat
+
+Slopes = list[dict[int, Tensor]]  # of each rank: gradients of its results, by their places
 
 
 @dataclass
@@ -36,6 +39,7 @@ class Case:
     kwargs: dict[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-9
     constants: tuple[int, ...] = ()  # inputs without a gradient
+    used: tuple[int, ...] | None = None  # the results that get a gradient; None: all
 
     def node(self) -> fx.Node:
         """The call as a node of a graph, with tensors as placeholders that know their values."""
@@ -54,11 +58,14 @@ class Case:
         return node
 
 
-def run_call(function: Any, args: Any, kwargs: Any, values: dict[fx.Node, Tensor]) -> Tensor:
+def run_call(
+    function: Any, args: Any, kwargs: Any, values: dict[fx.Node, Tensor]
+) -> tuple[Tensor, ...]:
+    """All results of a call."""
     args, kwargs = fx.map_arg((args, kwargs), lambda node: values[node])
     # Through lists, since fx keeps its own immutable ones.
     args, kwargs = pytree.tree_map(lambda x: x, (list(args), dict(kwargs)))
-    return function(*args, **kwargs)
+    return flat(function(*args, **kwargs))
 
 
 def cut(value: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
@@ -104,7 +111,7 @@ def assert_same(got: Tensor, wanted: Tensor, tolerance: float) -> None:
 
 
 class Reference:
-    """The uncut operator: its output, a gradient for it, and the gradients of its inputs."""
+    """The uncut operator: its results, gradients for them, and the gradients of its inputs."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.node = case, case.node()
@@ -115,34 +122,39 @@ class Reference:
         self.values = [node.meta["val"] for node in self.nodes]
         leaves = [leaf(value, index, case) for index, value in enumerate(self.values)]
         # By position, so that one tensor given twice is two inputs.
-        self.output = run_call(
+        self.outputs = run_call(
             case.target, self.node.args, self.node.kwargs, dict(zip(self.nodes, leaves))
         )
         self.gradients: list[Tensor | None] = [None] * len(leaves)
-        self.slope = torch.zeros(())
-        if self.output.requires_grad:
-            self.slope = torch.randn_like(self.output)
-            self.gradients = gradients(self.output, leaves, self.slope)
+        self.slopes = {
+            place: torch.randn_like(output)
+            for place, output in enumerate(self.outputs)
+            if output.requires_grad and (case.used is None or place in case.used)
+        }
+        if self.slopes:
+            self.gradients = gradients(self.outputs, leaves, self.slopes)
 
     def check(self, strategy: Strategy, mesh: Mesh) -> None:
         case, signature = self.case, self.rule.signature(strategy)
         self.rule.validate(strategy, mesh)
         pieces = [cut(v, lay, mesh) for v, lay in zip(self.values, signature.inputs)]
-        layout, shape = signature.outputs[0], self.output.shape
         local = [
             [leaf(piece[rank], index, case) for index, piece in enumerate(pieces)]
             for rank in range(mesh.size)
         ]
-        slopes = None
-        if self.output.requires_grad:
-            slopes = cut(self.slope, layout.gradient, mesh)
+        slopes: list[dict[int, Tensor]] = [{} for _ in range(mesh.size)]
+        for place, slope in self.slopes.items():
+            for rank, part in enumerate(cut(slope, signature.outputs[place].gradient, mesh)):
+                slopes[rank][place] = part
         needed = self.rule.kernel(strategy)
         if needed is not None and KERNELS[needed[1]].expand is not None:
             outputs, local_gradients = self.expanded(strategy, mesh, local, slopes)
         else:
             outputs, local_gradients = self.direct(strategy, mesh, local, slopes)
-        whole = assemble([output.detach() for output in outputs], layout, shape, mesh)
-        assert_same(whole, self.output.detach(), case.tolerance)
+        for place, wanted in enumerate(self.outputs):
+            given = [found[place].detach() for found in outputs]
+            whole = assemble(given, signature.outputs[place], wanted.shape, mesh)
+            assert_same(whole, wanted.detach(), case.tolerance)
         for index, wanted in enumerate(self.gradients):
             if wanted is not None:
                 parts = [found[index] for found in local_gradients]
@@ -150,26 +162,27 @@ class Reference:
                 assert_same(got, wanted, case.tolerance)
 
     def direct(
-        self, strategy: Strategy, mesh: Mesh, local: list[list[Tensor]], slopes: Any
-    ) -> tuple[list[Tensor], list[list[Tensor]]]:
+        self, strategy: Strategy, mesh: Mesh, local: list[list[Tensor]], slopes: Slopes
+    ) -> tuple[list[tuple[Tensor, ...]], list[list[Tensor]]]:
         outputs, found = [], []
         for rank, leaves in enumerate(local):
             call = local_call(self.node, self.rule, strategy, mesh, rank)
             outputs.append(run_call(*call, dict(zip(self.nodes, leaves))))
-            if slopes is not None:
+            if slopes[rank]:
                 found.append(gradients(outputs[-1], leaves, slopes[rank]))
         return outputs, found
 
     def expanded(
-        self, strategy: Strategy, mesh: Mesh, local: list[list[Tensor]], slopes: Any
-    ) -> tuple[list[Tensor], list[list[Tensor]]]:
+        self, strategy: Strategy, mesh: Mesh, local: list[list[Tensor]], slopes: Slopes
+    ) -> tuple[list[tuple[Tensor, ...]], list[list[Tensor]]]:
         """Part, all-gather (backward: slice), combine."""
         factor, name = self.rule.kernel(strategy)  # type: ignore[misc]
         expand = KERNELS[name].expand
         assert expand is not None
         axes = strategy.by_factor[factor]
         layout = self.rule.signature(strategy).outputs[0]
-        output_type = TensorType(tuple(self.output.shape), self.output.dtype, layout)
+        (whole,) = self.outputs
+        output_type = TensorType(tuple(whole.shape), whole.dtype, layout)
         parts, outputs, found = [], [], []
         calls = [
             localize_arguments(self.node, output_type, mesh, rank) for rank in range(mesh.size)
@@ -177,22 +190,22 @@ class Reference:
         for rank, leaves in enumerate(local):
             start, _ = self.rule.bounds(factor, strategy, mesh, rank)
             call = expand.part_call(*calls[rank], start, self.rule.sizes[factor])
-            parts.append(run_call(expand.part, *call, dict(zip(self.nodes, leaves))))
+            parts += run_call(expand.part, *call, dict(zip(self.nodes, leaves)))
             assert parts[-1].shape[-1] == expand.columns
         for group in mesh.groups(axes):
             gathered = torch.cat([parts[rank].detach() for rank in group], -1)
             for rank in group:
-                leaves, mine = local[rank], gathered.clone().requires_grad_(slopes is not None)
+                leaves, mine = local[rank], gathered.clone().requires_grad_(bool(slopes[rank]))
                 graph_node = fx.Graph().placeholder("gathered")
-                call = expand.combine_call(graph_node, *calls[rank], len(group), self.output.dtype)
+                call = expand.combine_call(graph_node, *calls[rank], len(group), whole.dtype)
                 values = dict(zip(self.nodes, leaves)) | {graph_node: mine}
                 output = run_call(expand.combine, *call, values)
                 outputs.append((rank, output))
-                if slopes is not None:
+                if slopes[rank]:
                     slope = gradients(output, [mine], slopes[rank])[0]
                     at = mesh.position(rank, axes) * expand.columns
                     slope = slope.narrow(-1, at, expand.columns)
-                    found.append((rank, gradients(parts[rank], leaves, slope)))
+                    found.append((rank, gradients((parts[rank],), leaves, {0: slope})))
         return in_order(outputs), in_order(found)
 
 
@@ -223,12 +236,16 @@ def leaf(value: Tensor, index: int, case: Case) -> Tensor:
     return value.detach().clone().requires_grad_(differentiable)
 
 
-def gradients(output: Tensor, leaves: list[Tensor], slope: Tensor) -> list[Tensor]:
-    """Gradients of all leaves, zeros for those that the output does not depend on."""
+def gradients(
+    outputs: tuple[Tensor, ...], leaves: list[Tensor], slopes: dict[int, Tensor]
+) -> list[Tensor]:
+    """Gradients of all leaves, zeros for those that the outputs do not depend on."""
     wanted = [value for value in leaves if value.requires_grad]
-    if not output.requires_grad:
+    roots = {place: outputs[place] for place in slopes if outputs[place].requires_grad}
+    if not roots:
         return [torch.zeros_like(value) for value in leaves]
-    found = iter(torch.autograd.grad(output, wanted, slope, allow_unused=True))
+    seeds = [slopes[place] for place in roots]
+    found = iter(torch.autograd.grad([*roots.values()], wanted, seeds, allow_unused=True))
     result = []
     for value in leaves:
         slope_of = next(found) if value.requires_grad else None

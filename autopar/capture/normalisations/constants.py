@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.draft import Draft
 from autopar.capture.listing import operator_name
 from autopar.capture.randomness import may_be_random
-from autopar.capture.results import pick
+from autopar.strategies.results import has_results, maker, tensors_of
 
 aten = torch.ops.aten
 
@@ -71,7 +71,7 @@ class Evaluator:
         if node.op == "placeholder":
             value = self.draft.constants.get(node.name)
             return value is not None and value.device.type == "cpu" and type(value) is torch.Tensor
-        target = node.args[0] if node.target is pick else node.target
+        target = maker(node).target
         if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
             return False
         if may_be_random(node) or "empty" in str(target):
@@ -109,11 +109,12 @@ class Evaluator:
         args, kwargs = fx.map_arg((args, kwargs), lambda source: inputs[source])
         return self._compute(node, args, kwargs)
 
-    def _compute(self, node: fx.Node, args: Any, kwargs: Any) -> torch.Tensor | None:
-        result = node.meta["val"]
-        if not isinstance(result, torch.Tensor):
-            return None
-        shape = result.shape
+    def _compute(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        if has_results(node):
+            total = sum(tensor.nbytes for tensor in tensors_of(node))
+            return node.target(*args, **kwargs) if total <= LARGEST_EVALUATED else None  # type: ignore[operator]
+        value = node.meta["val"]
+        shape = value.shape
         if torch.Tag.pointwise in getattr(node.target, "tags", ()):
             tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
             same = [
@@ -122,13 +123,13 @@ class Evaluator:
                 if all(_is_constant_along(t, dim) for t in tensors)
             ]
             args = pytree.tree_map_only(torch.Tensor, lambda t: _narrowed(t, same), args)
-            size = result.dtype.itemsize
+            size = value.dtype.itemsize
             for dim in range(-len(shape), 0):
                 size *= 1 if dim in same else shape[dim]
             if size > LARGEST_EVALUATED:
                 return None
             return node.target(*args, **kwargs).expand(shape)  # type: ignore[operator]
-        if result.nbytes > LARGEST_EVALUATED and node.target is not aten.expand.default:
+        if value.nbytes > LARGEST_EVALUATED and node.target is not aten.expand.default:
             return None
         return _compressed(node.target(*args, **kwargs))  # type: ignore[operator]
 

@@ -1,8 +1,9 @@
-"""Operators with several results: every node of the captured program has one tensor."""
+"""Operators with several results: pieces of a tensor, and one call whose results are nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import fx
 
 from autopar.capture.draft import Draft, argument, shape_of
-from autopar.capture.results import pick
+from autopar.errors import InvalidInput
+from autopar.strategies.results import flat, result
 
 aten = torch.ops.aten
 
@@ -30,8 +32,15 @@ def split_into_slices(draft: Draft) -> None:
 
 
 def _pieces_of_split(node: fx.Node) -> list[tuple[Any, ...]]:
+    return _pieces_along(node, argument(node, "dim") % len(shape_of(node.args[0])))
+
+
+def _pieces_of_columns(node: fx.Node) -> list[tuple[Any, ...]]:
+    return _pieces_along(node, min(len(shape_of(node.args[0])) - 1, 1))
+
+
+def _pieces_along(node: fx.Node, dim: int) -> list[tuple[Any, ...]]:
     x = node.args[0]
-    dim = argument(node, "dim") % len(shape_of(x))
     ends = list(accumulate(value.shape[dim] for value in node.meta["val"]))
     return [(aten.slice.Tensor, x, dim, start, end) for start, end in zip([0, *ends], ends)]
 
@@ -56,6 +65,12 @@ _PIECES: dict[object, Callable[[fx.Node], list[tuple[Any, ...]]]] = {
     aten.chunk.default: _pieces_of_split,
     aten.tensor_split.sections: _pieces_of_split,
     aten.tensor_split.indices: _pieces_of_split,
+    aten.hsplit.int: _pieces_of_columns,
+    aten.hsplit.array: _pieces_of_columns,
+    aten.vsplit.int: lambda node: _pieces_along(node, 0),
+    aten.vsplit.array: lambda node: _pieces_along(node, 0),
+    aten.dsplit.int: lambda node: _pieces_along(node, 2),
+    aten.dsplit.array: lambda node: _pieces_along(node, 2),
     aten.unsafe_split.Tensor: _pieces_of_split,
     aten.unsafe_chunk.default: _pieces_of_split,
     aten.unbind.int: _pieces_of_unbind,
@@ -63,18 +78,49 @@ _PIECES: dict[object, Callable[[fx.Node], list[tuple[Any, ...]]]] = {
 
 
 def single_results(draft: Draft) -> None:
-    """Operators that still give a tuple are written with operators that give one tensor."""
+    """A node for each result that is used; some operators have others that give it alone."""
     for node in draft.calls():
-        if not isinstance(node.meta["val"], list | tuple):
-            continue
-        single = _SINGLE.get(node.target, _picked)
-        for user in list(node.users):
-            index = user.args[1]
-            assert isinstance(index, int)
-            with draft.graph.inserting_before(user):
-                new = single(draft, node, index)
-            draft.substitute(user, new)
-        draft.graph.erase_node(node)
+        if isinstance(node.meta["val"], list | tuple) and node.target is not operator.getitem:
+            node.meta["val"] = flat(values := node.meta["val"])
+            _give_results(draft, node, dict(_used(node, values)))
+            if not node.users:
+                draft.graph.erase_node(node)
+
+
+def _give_results(draft: Draft, node: fx.Node, used: dict[fx.Node, int]) -> None:
+    single = _SINGLE.get(node.target)
+    if node.target is aten.native_layer_norm.default and any(used.values()):
+        single = None  # its statistics come from the same call
+    after = node.next
+    for user, place in used.items():
+        if not isinstance(user.meta["val"], torch.Tensor):
+            raise InvalidInput(
+                "what is used of an operator's results are tensors",
+                got=f"{type(user.meta['val']).__name__}, result {place} of {node.target}",
+                remedy="use the results that are tensors",
+                source=node.meta.get("source"),
+            )
+        with draft.graph.inserting_before(after):
+            if single is None:
+                new = draft.call(node, result, node, place)
+            else:
+                new = single(draft, node, place)
+        user.replace_all_uses_with(new)
+    for taken in reversed(list(draft.calls(operator.getitem))):
+        if not taken.users:
+            draft.graph.erase_node(taken)
+
+
+def _used(node: fx.Node, values: Any, first: int = 0) -> Iterator[tuple[fx.Node, int]]:
+    """What takes one tensor of `values`, which `node` gives, and its place among all results."""
+    for user in node.users:
+        index = user.args[1]
+        assert isinstance(index, int)
+        place = first + len(flat(values[:index]))
+        if isinstance(values[index], list | tuple):
+            yield from _used(user, values[index], place)
+        else:
+            yield user, place
 
 
 def _extreme(draft: Draft, node: fx.Node, index: int) -> fx.Node:
@@ -88,11 +134,6 @@ def _extreme(draft: Draft, node: fx.Node, index: int) -> fx.Node:
     at = draft.call(node, place, x, dim, True)
     value = draft.call(node, aten.gather.default, x, dim, at)
     return value if keep else draft.call(node, aten.squeeze.dim, value, dim)
-
-
-def _picked(draft: Draft, node: fx.Node, index: int) -> fx.Node:
-    """The operator itself, once for each result that is used."""
-    return draft.call(node, pick, node.target, index, *node.args, **node.kwargs)
 
 
 def _variance_mean(draft: Draft, node: fx.Node, index: int) -> fx.Node:
@@ -110,10 +151,7 @@ def _variance_mean(draft: Draft, node: fx.Node, index: int) -> fx.Node:
 
 
 def _layer_norm(draft: Draft, node: fx.Node, index: int) -> fx.Node:
-    x, shape, weight, bias, epsilon = node.args
-    if index == 0:
-        return draft.call(node, aten.layer_norm.default, x, shape, weight, bias, epsilon)
-    return _picked(draft, node, index)
+    return draft.call(node, aten.layer_norm.default, *node.args)
 
 
 _SINGLE: dict[object, Callable[[Draft, fx.Node, int], fx.Node]] = {

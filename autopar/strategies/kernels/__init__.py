@@ -45,7 +45,7 @@ from autopar.strategies.kernels.losses import (
     cross_entropy_part,
     cross_entropy_part_call,
 )
-from autopar.strategies.kernels.nothing import nothing
+from autopar.strategies.kernels.nothing import no_results, nothing
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -102,6 +102,7 @@ __all__ = [
     "cross_entropy_part",
     "cut_causal_attention",
     "cut_embedding",
+    "no_results",
     "nothing",
     "running_mean",
     "running_var",

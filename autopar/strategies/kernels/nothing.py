@@ -19,6 +19,13 @@ def nothing(shape: list[int], dtype: torch.dtype, learns: bool, *inputs: Tensor)
     return _Nothing.apply(shape, dtype, *inputs)
 
 
+def no_results(
+    shapes: list[list[int]], dtypes: list[torch.dtype], learns: bool, *inputs: Tensor
+) -> tuple[Tensor, ...]:
+    """The same for each result of an operator that has several."""
+    return tuple(nothing(shape, dtype, learns, *inputs) for shape, dtype in zip(shapes, dtypes))
+
+
 class _Nothing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shape: list[int], dtype: torch.dtype, *inputs: Tensor) -> Tensor:

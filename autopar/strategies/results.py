@@ -1,0 +1,56 @@
+"""Results: an operator that gives several tensors is one call, and a node for each that is used.
+
+    topk = topk(x, 2)            : (f32[8, 2], i64[8, 2])
+    result = result(topk, 0)     : f32[8, 2]
+
+The call's value, and type, is a tuple, lists in it flattened. Only its results read it: they are
+the values that move between ranks, in the layouts that the call's strategy gives them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def result(values: Any, place: int) -> torch.Tensor:
+    """One tensor of what an operator with several results gives."""
+    return flat(values)[place]
+
+
+def flat(values: Any) -> tuple[Any, ...]:
+    """What an operator gives, one after another."""
+    if not isinstance(values, list | tuple):
+        return (values,)
+    return tuple(leaf for value in values for leaf in flat(value))
+
+
+def is_result(node: object) -> bool:
+    return isinstance(node, fx.Node) and node.target is result
+
+
+def has_results(node: fx.Node) -> bool:
+    """Whether a call gives several tensors, or a list of them."""
+    return node.op == "call_function" and isinstance(node.meta["val"], list | tuple)
+
+
+def maker(value: fx.Node) -> fx.Node:
+    """The call that gives `value`: itself, or that of which it is one result."""
+    return value.args[0] if is_result(value) else value  # type: ignore[return-value]
+
+
+def place_of(value: fx.Node) -> int:
+    """Which of its maker's results a value is."""
+    return value.args[1] if is_result(value) else 0  # type: ignore[return-value]
+
+
+def values_of(node: fx.Node) -> list[fx.Node]:
+    """The values that a call gives: itself, or each result that is used."""
+    return list(node.users) if has_results(node) else [node]
+
+
+def tensors_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
+    """The (fake) tensors of a node's value."""
+    return tuple(leaf for leaf in flat(node.meta["val"]) if isinstance(leaf, torch.Tensor))
