@@ -287,3 +287,25 @@ def test_gradients_that_are_not_summed_are_caught_where_they_are() -> None:
     module = ap.parallelize(case.model, case.args, plan=plan, check=True)
     with pytest.raises(ap.AutoparError, match="differ in the gradient of all_gather"):
         module.step(*case.args)
+
+
+def test_a_module_that_runs_twice_keeps_all_names_of_its_buffers():
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.register_buffer("mean", torch.ones(4))
+            self.register_buffer("shift", torch.ones(4), persistent=False)
+
+        def forward(self, x):
+            return self.inner(x) * self.mean + self.shift
+
+    block = Counted().double()
+    model, x = nn.Sequential(block, nn.Tanh(), block), torch.randn(4, 4, dtype=torch.float64)
+    module = ap.parallelize(model, (x,), mesh=ap.Mesh(dp=2), mode="propagate", backend="virtual")
+    assert set(module.full_state_dict()) == set(model.state_dict())
+    module.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        model.get_buffer("2.mean").mul_(2)
+        module.get_buffer("2.mean").mul_(2)
+    torch.testing.assert_close(module(x), model(x), rtol=1e-12, atol=1e-12)

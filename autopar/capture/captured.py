@@ -49,7 +49,7 @@ class Captured:
     buffers: dict[str, str]  # placeholder -> name in the model
     constants: dict[str, torch.Tensor]  # placeholder -> value
     inputs: tuple[str | None, ...]  # placeholder of each flat user argument; None if not a tensor
-    tied: dict[str, str]  # alias -> the name under which the parameter is kept
+    tied: dict[str, str]  # alias -> the name under which the parameter or buffer is kept
     alike: dict[str, int]  # a number for each call; equal for those that cost the same anywhere
     mutations: dict[str, str]  # name of buffer -> name of the node with its new value
     input_spec: pytree.TreeSpec  # of (args, kwargs)

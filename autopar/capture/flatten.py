@@ -64,11 +64,7 @@ def flatten(
         constants={},
         inputs=(),
         static_inputs={},
-        tied={
-            alias: name
-            for alias, name in names.items()
-            if alias != name and isinstance(fakes[name], nn.Parameter)
-        },
+        tied={alias: name for alias, name in names.items() if alias != name},
         input_spec=input_spec,
         output_spec=program.call_spec.out_spec,
         output_constants={},

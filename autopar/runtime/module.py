@@ -86,17 +86,21 @@ class ParallelModule(nn.Module):
             for name, value in [*model.named_parameters(), *model.named_buffers()]
         }
         self._names = tuple(_torch.state_names(model))
+        names = {name: [name] for name in self._layouts}
+        for alias, name in captured.tied.items():
+            names[name].append(alias)
         for name, parameter in model.named_parameters():
             placed = backend.place_tensor(name, parameter, self._layouts[name])
             if placed is not None:
                 kept = nn.Parameter(placed, requires_grad=parameter.requires_grad)
-                for own in (name, *(alias for alias, of in captured.tied.items() if of == name)):
+                for own in names[name]:
                     _owner(self, own).register_parameter(own.rpartition(".")[2], kept)
         for name, buffer in model.named_buffers():
             placed = backend.place_tensor(name, buffer, self._layouts[name])
             if placed is not None:
-                key, persistent = name.rpartition(".")[2], name in self._names
-                _owner(self, name).register_buffer(key, placed, persistent=persistent)
+                for own in names[name]:
+                    key, persistent = own.rpartition(".")[2], own in self._names
+                    _owner(self, own).register_buffer(key, placed, persistent=persistent)
         self._modes = Modes(self, plan.original)
         self._tensors = Tensors(self, captured.tied, program.learns)
         backend.bind(self._tensors.values)

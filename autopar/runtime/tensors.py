@@ -28,8 +28,8 @@ class Tensors:
     def __init__(
         self, root: nn.Module, tied: Mapping[str, str], learns: Mapping[str, bool]
     ) -> None:
-        """`tied`: other names of a parameter; `learns`: of the parameters that the program reads,
-        whether it makes their gradients."""
+        """`tied`: other names of a parameter or buffer; `learns`: of the parameters that the
+        program reads, whether it makes their gradients."""
         self._root, self._learns = root, learns
         self._holders = [vars(module)[kind] for module in root.modules() for kind in HOLDERS]
         self._planned = self._contents()
@@ -54,9 +54,9 @@ class Tensors:
         for alias, name in self._tied.items():
             if found[alias] is not found[name]:
                 raise InvalidInput(
-                    "parameters that are tied in the program stay tied",
+                    "tensors that are tied in the program stay tied",
                     got=f"{alias} is another tensor than {name}",
-                    remedy="put one parameter in both places, or untie the model first",
+                    remedy="put one tensor in both places, or untie the model first",
                 )
         self._accept(found)
 
