@@ -25,7 +25,9 @@ from tests.annotations import megatron
 
 RANKS = 4
 LAST = 3  # shares no group with rank 0
-TIMEOUT = 20.0  # seconds that a rank waits for another
+# Seconds that a rank waits for another: only who is stopped is waited for so long.
+TIMEOUT = {"stop": 30.0}
+LONG = 120.0
 OPERATORS = {"mesh": ap.Mesh(dp=2, tp=2)}
 PIPELINE = {"mesh": ap.Mesh(pp=4), "schedule": "1f1b", "microbatches": 8}
 
@@ -73,7 +75,7 @@ def _live(
         if port is None
         else dist.TCPStore("127.0.0.1", port, RANKS, rank == 0)
     )
-    wait = timedelta(seconds=TIMEOUT)
+    wait = timedelta(seconds=TIMEOUT.get(way, LONG))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=wait)
     try:
         _train(rank == failing, way, options)
