@@ -99,7 +99,7 @@ def creations_read_no_tensor(draft: Draft) -> None:
 
 
 _COUNTS = (aten.linspace, aten.logspace)
-_NORMS = {aten.linalg_vector_norm: "ord", aten.norm: "p", aten.dist: "p"}
+_NORMS = {aten.linalg_vector_norm: "ord", aten.linalg_norm: "ord", aten.norm: "p", aten.dist: "p"}
 
 
 def values_alone_are_read(draft: Draft) -> None:
