@@ -61,7 +61,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ...
     "the mean of a number": (lambda h, w: (h * w).sum().mean(0) + h.sum().mean(-1), (4,), (6, 4)),
     "a parameter without elements": (lambda h, w: h.square().sum() + (h @ w).sum(), (4, 0), (6, 4)),
     "a norm of order zero alone": (
-        lambda h, w: h.sum() + (h.detach() * w).norm(0) + torch.linalg.norm(w[0] * 2, 0),
+        lambda h, w: h.sum() + (h.detach() * w).norm(0) + torch.linalg.norm(w * 2, 0),
         (4,),
         (6, 4),
     ),
