@@ -44,6 +44,7 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
     cleanup.drop_copies,
     cleanup.creations_read_no_tensor,
     strides.bits_are_of_pieces,
+    cleanup.norms_of_vectors,
     cleanup.values_alone_are_read,
     shapes.canonical_reshapes,
     shapes.canonical_transposes,

@@ -99,7 +99,18 @@ def creations_read_no_tensor(draft: Draft) -> None:
 
 
 _COUNTS = (aten.linspace, aten.logspace)
-_NORMS = {aten.linalg_vector_norm: "ord", aten.linalg_norm: "ord", aten.norm: "p", aten.dist: "p"}
+_NORMS = {aten.linalg_vector_norm: "ord", aten.norm: "p", aten.dist: "p"}
+
+
+def norms_of_vectors(draft: Draft) -> None:
+    """A norm that torch takes of vectors says so; those of matrices stay."""
+    for node in draft.calls(aten.linalg_norm.default):
+        value, order, dim = (argument(node, name) for name in ("self", "ord", "dim"))
+        whole = order is None and dim is None
+        if whole or len(value.meta["val"].shape if dim is None else dim) == 1:
+            keep, dtype = argument(node, "keepdim"), argument(node, "dtype")
+            call = (value, 2 if order is None else order, dim, keep)
+            draft.replace(node, aten.linalg_vector_norm.default, *call, dtype=dtype)
 
 
 def values_alone_are_read(draft: Draft) -> None:
