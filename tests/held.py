@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import autopar as ap
+from autopar.pipeline.worker import Worker
 from tests.models import Case
 
 
@@ -39,3 +44,53 @@ def local_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Bytes of this rank's pieces."""
     pieces = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if t is not None]
     return sum(piece.numel() * piece.itemsize for piece in pieces)
+
+
+class _Box:
+    """Holds one tensor for autograd, and is gone when autograd lets go."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class HeldByWorkers:
+    """What the workers of a pipeline hold of each micro-batch.
+
+    Counts what autograd has not let go of, what was received, and the gradients that wait for
+    those of weights. What `outside` gives, asked when a step has begun, does not count.
+    """
+
+    def __init__(self, outside: Callable[[], Iterable[Tensor]]) -> None:
+        self._find_outside = outside
+        self._boxes: defaultdict[Hashable, weakref.WeakSet[_Box]] = defaultdict(weakref.WeakSet)
+
+    @cached_property
+    def _outside(self) -> set[int]:
+        return {tensor.untyped_storage().data_ptr() for tensor in self._find_outside()}
+
+    def packing(self, worker: Worker, slice_: int) -> AbstractContextManager[None]:
+        """Around a forward."""
+
+        def pack(tensor: Tensor) -> _Box:
+            box = _Box(tensor)
+            self._boxes[worker, slice_].add(box)
+            return box
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor)
+
+    def of(self, worker: Worker, slice_: int) -> tuple[int, int]:
+        """Bytes: every storage once; and with each gradient by itself, that may share another's."""
+        tensors = [box.tensor for box in self._boxes[worker, slice_]]
+        gradients: list[Tensor] = []
+        kept = worker.kept.get(slice_)
+        if kept is not None:
+            tensors += [tensor for value in kept.received for tensor in value]
+            gradients += [g for half in kept.halves for g in half.gradients if g is not None]
+
+        def storages(tensors: Iterable[Tensor]) -> int:
+            found = [tensor.untyped_storage() for tensor in tensors]
+            sizes = {storage.data_ptr(): storage.nbytes() for storage in found}
+            return sum(size for pointer, size in sizes.items() if pointer not in self._outside)
+
+        by_itself = sum(gradient.numel() * gradient.itemsize for gradient in gradients)
+        return storages([*tensors, *gradients]), storages(tensors) + by_itself

@@ -108,17 +108,10 @@ def work(facts: Facts, pieces: Pieces) -> Work:
     learning = [index for index, learns in enumerate(facts.differentiable) if learns]
     if not learning:
         return Work(flops, moved, nothing, nothing)
-    contracted = (
-        any(
-            not any(factor in dim for dims in rule.outputs for dim in dims)
-            for factor in rule.factors
-        )
-        and len(rule.inputs) > 1
-    )
-    passes = len(learning) if contracted else 1
+    passes = len(learning) if rule.is_contraction else 1
     kept = sum((inputs[index] for index in rule.saved.inputs if index < len(inputs)), nothing)
     written = sum((inputs[index] for index in learning), nothing)
-    backward_flops = flops * (passes if contracted else 2)
+    backward_flops = flops * (passes if rule.is_contraction else 2)
     return Work(flops, moved, backward_flops, passes * output + kept + written)
 
 

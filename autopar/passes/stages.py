@@ -70,6 +70,9 @@ def _cut(flow: Flow, index: int, start: int, end: int) -> Stage:
     copies = {node.name: node for node in graph.nodes}
     for node in received:
         copies[node.name].meta["origin"] = ("received", node.name)
+    for node in own:
+        if node in flow.weight_inputs:
+            copies[node.name].meta["weight_inputs"] = flow.weight_inputs[node]
     _end(graph, [copies[node.name] for node in results])
     return Stage(
         index,

@@ -1,8 +1,8 @@
 """Keeping: of how many slices of the batch a schedule has its ranks keep something, and when.
 
-plain            F keeps all activations, until B or W
-recomputation    F keeps what was received, until B or W; B and I make the activations again,
-                 I keeps them until W
+plain            F keeps what was received and all activations, until B or I
+recomputation    F keeps what was received, until B or I, which make the activations again
+split backward   I keeps what the gradients of weights are made of, until W
 """
 
 from __future__ import annotations
@@ -17,21 +17,30 @@ Moment = Mapping[int, Keeps]  # what one rank keeps at one time, by stage
 
 def course(schedule: Schedule, rank: int, recompute: bool) -> Iterator[Moment]:
     """What a rank keeps, each time that it has become more."""
-    whole = dict.fromkeys((stage for _, stage in schedule.held_by(rank)), 0)
-    received = dict(whole)
+    kept = {stage: [0, 0, 0] for _, stage in schedule.held_by(rank)}
     makes = "BI" if recompute else "F"
+
+    def moment() -> Moment:
+        return {stage: (whole, received, later) for stage, (whole, received, later) in kept.items()}
+
     for action in schedule.orders[rank]:
-        stage = action.stage
+        here = kept[action.stage]
         for _ in action.microbatches:
+            if action.kind == "W":
+                here[2] -= 1
+                continue
+            if action.kind == "F":
+                here[1] += 1
             if action.kind in makes:
-                whole[stage] += 1
-            if action.kind == "F" and recompute:
-                received[stage] += 1
+                here[0] += 1
             if action.kind in makes + "F":
-                yield {stage: (whole[stage], received[stage]) for stage in whole}
-            if action.kind in "BW":
-                whole[stage] -= 1
-                received[stage] -= recompute
+                yield moment()
+            if action.kind in "BI":
+                here[0] -= 1
+                here[1] -= 1
+            if action.kind == "I":
+                here[2] += 1
+                yield moment()
 
 
 def moments(schedule: Schedule, recompute: bool) -> list[Moment]:

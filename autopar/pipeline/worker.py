@@ -1,9 +1,9 @@
 """Worker: one stage of one pipe on one rank, and what its micro-batches keep until their backward.
 
-    F   sent = worker.forward(slice, received)             keeps the graph of autograd
-    B   gradients = worker.backward(slice, of_sent)        lets it go
-    I   gradients = worker.backward_inputs(slice, of_sent)
-    W   worker.backward_weights(slice)                     lets it go
+    F   sent = worker.forward(slice, received)              keeps the graph of autograd
+    B   gradients = worker.backward(slice, of_sent)         lets it go
+    I   gradients = worker.backward_inputs(slice, of_sent)  keeps the weight halves alone
+    W   worker.backward_weights(slice)                      lets them go
 
 A value is a list with a tensor for each rank of the stage's mesh that this process runs: all of
 them on the virtual mesh, one under torch.distributed. With recomputation, forward keeps only what
@@ -18,9 +18,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from autopar.passes.split_backward import WeightUse
 from autopar.passes.stages import Stage
+from autopar.pipeline.weight_halves import WeightHalf, finish
 
 Value = list[Tensor]
 
@@ -39,9 +40,8 @@ class StageFunction(Protocol):
     def learns_sent(self) -> Sequence[bool]:
         """Which of the sent values take a gradient."""
 
-    @property
-    def uses(self) -> Sequence[WeightUse]:
-        """The operators that read weights; empty if backward is not split."""
+    def weight_halves(self) -> list[WeightHalf]:
+        """What the last run has put off; empty if backward is not split."""
 
     def __call__(self, slice_: int, received: Sequence[Value]) -> list[Value]:
         """All results of the program for one micro-batch."""
@@ -52,9 +52,10 @@ class Kept:
     """What one micro-batch keeps from its forward on."""
 
     received: list[Value]
-    roots: list[Value] = field(default_factory=list)  # sent values with gradient, then the loss
-    uses: list[tuple[list[Value], list[Value], list[Value]]] = field(default_factory=list)
-    gradients: list[Value] = field(default_factory=list)  # of the results of `uses`
+    # Of sent values with gradient, then of the loss: not the values, which nobody reads here.
+    roots: list[list[GradientEdge | None]] = field(default_factory=list)
+    seed: Value | None = None  # the gradient of the loss
+    halves: list[WeightHalf] = field(default_factory=list)
 
 
 class Worker:
@@ -96,51 +97,27 @@ class Worker:
 
     def backward(self, slice_: int, of_sent: Sequence[Value]) -> list[Value]:
         """The whole backward of one micro-batch; the gradients of what it received."""
-        if self.run.uses:
-            gradients = self.backward_inputs(slice_, of_sent)
-            self.backward_weights(slice_)
-            return gradients
+        gradients = self.backward_inputs(slice_, of_sent)
+        self.backward_weights(slice_)
+        return gradients
+
+    def backward_inputs(self, slice_: int, of_sent: Sequence[Value]) -> list[Value]:
+        """The gradients of what was received; those of weights that wait stay for later."""
         kept = self._ready(slice_)
-        roots, seeds = _paired(kept.roots, self._seeds(kept, of_sent))
+        roots, seeds = _paired(kept.roots, [*of_sent, *([kept.seed] if kept.seed else [])])
         if roots:
             torch.autograd.backward(roots, seeds)
-        del self.kept[slice_]
-        return [
+        gradients = [
             [_or_zeros(tensor.grad, tensor) for tensor in value]
             for value, learns in zip(kept.received, self.run.learns_received)
             if learns
         ]
-
-    def backward_inputs(self, slice_: int, of_sent: Sequence[Value]) -> list[Value]:
-        """The gradients of what was received; those of weights are left for later."""
-        kept = self._ready(slice_)
-        roots, seeds = _paired(kept.roots, self._seeds(kept, of_sent))
-        learning = [v for v, learns in zip(kept.received, self.run.learns_received) if learns]
-        targets = [*learning, *(value for given, _, _ in kept.uses for value in given)]
-        flat = [tensor for value in targets for tensor in value]
-        if not flat:  # neither this stage nor one before it learns
-            kept.roots = []
-            return []
-        found = iter(torch.autograd.grad(roots, flat, seeds, retain_graph=True, allow_unused=True))
-        gradients = [[_or_zeros(next(found), tensor) for tensor in v] for v in targets]
-        kept.gradients = gradients[len(learning) :]
-        kept.roots = []
-        return gradients[: len(learning)]
+        self.kept[slice_] = Kept([], halves=kept.halves)
+        return gradients
 
     def backward_weights(self, slice_: int) -> None:
         """The gradients of weights, after those of inputs."""
-        kept = self.kept.pop(slice_)
-        weights: list[Tensor] = []
-        gradients: list[Tensor] = []
-        arrived = iter(kept.gradients)
-        for given, alone, read in kept.uses:
-            seeds = [next(arrived) for _ in given]
-            for rank, (y, seed) in enumerate(zip(zip(*given), zip(*seeds))):
-                learning = [i for i, value in enumerate(alone) if value[rank].requires_grad]
-                weights += [read[i][rank] for i in learning]
-                gradients += torch.autograd.grad(y, [alone[i][rank] for i in learning], seed)
-        if weights:
-            torch.autograd.backward(weights, gradients)
+        finish(self.kept.pop(slice_).halves)
 
     def _ready(self, slice_: int) -> Kept:
         """What a micro-batch kept, with its graph: made now under recomputation."""
@@ -152,23 +129,14 @@ class Worker:
     def _run(self, slice_: int, kept: Kept) -> list[Value]:
         with torch.enable_grad():
             results = self.run(slice_, kept.received)
+        kept.halves = self.run.weight_halves()
         sent = len(self.run.stage.sends)
-        kept.roots = [v for v, learns in zip(results[:sent], self.run.learns_sent) if learns]
+        roots = [v for v, learns in zip(results[:sent], self.run.learns_sent) if learns]
         if self.run.stage.has_loss:
-            kept.roots.append(results[sent])
-        uses = []
-        for use in self.run.uses:
-            places = (use.gives, use.alone, use.weights)
-            given, alone, read = ([results[i] for i in found] for found in places)
-            uses.append((given, alone, read))
-        kept.uses = [use for use in uses if any(leaf.requires_grad for v in use[1] for leaf in v)]
+            roots.append(results[sent])
+            kept.seed = [torch.ones_like(tensor) for tensor in results[sent]]
+        kept.roots = [list(map(_edge, value)) for value in roots]
         return results
-
-    def _seeds(self, kept: Kept, of_sent: Sequence[Value]) -> list[Value]:
-        seeds = list(of_sent)
-        if self.run.stage.has_loss:
-            seeds.append([torch.ones_like(tensor) for tensor in kept.roots[-1]])
-        return seeds
 
 
 def detached(value: Value) -> Value:
@@ -184,12 +152,18 @@ def sum_by_slice(values: Mapping[int, Tensor]) -> Tensor:
     return first
 
 
-def _paired(roots: list[Value], seeds: list[Value]) -> tuple[list[Tensor], list[Tensor]]:
-    pairs: Iterator[tuple[Tensor, Tensor]] = (
+def _edge(tensor: Tensor) -> GradientEdge | None:
+    return get_gradient_edge(tensor) if tensor.requires_grad else None
+
+
+def _paired(
+    roots: Sequence[list[GradientEdge | None]], seeds: Sequence[Value]
+) -> tuple[list[GradientEdge], list[Tensor]]:
+    pairs: Iterator[tuple[GradientEdge, Tensor]] = (
         (root, seed)
         for value, gradient in zip(roots, seeds)
         for root, seed in zip(value, gradient)
-        if root.requires_grad
+        if root is not None
     )
     flat = list(pairs)
     return [root for root, _ in flat], [seed for _, seed in flat]

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from autopar._torch import local_of, placed_like
 from autopar.layout import Layout
 from autopar.passes import localize
-from autopar.passes.split_backward import split_backward
 from autopar.passes.stages import Stage
 from autopar.pipeline.executor import Key, RankRunner, Recorded
+from autopar.pipeline.weight_halves import WeightHalf, WeightHalves
 from autopar.pipeline.worker import Value, Worker
 from autopar.runtime.distributed import axes_used
 from autopar.runtime.eager import compile_graph
@@ -266,9 +266,9 @@ class TorchStage:
     def __init__(self, pipeline: TorchPipeline, stage: Stage, groups: Groups, split: bool) -> None:
         self.pipeline, self.stage = pipeline, stage
         mesh, rank = pipeline.mesh, pipeline.inner_rank
-        graph, self.uses = split_backward(stage.graph) if split else (stage.graph, [])
-        self.graph = localize(graph, mesh, rank, pipeline.device, groups.name)
-        self._run = compile_graph(self.graph)
+        self._halves = WeightHalves() if split else None
+        self.graph = localize(stage.graph, mesh, rank, pipeline.device, groups.name)
+        self._run = compile_graph(self.graph, halves=self._halves)
         self._placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         self._update: Any = None
         if stage.update is not None:
@@ -292,6 +292,9 @@ class TorchStage:
         given = {name: value[0] for name, value in zip(self.stage.receives, received)}
         arguments = [self._argument(node, slice_, given) for node in self._placeholders]
         return [[result] for result in self._run(*arguments)]
+
+    def weight_halves(self) -> list[WeightHalf]:
+        return self._halves.take() if self._halves is not None else []
 
     def new_buffers(self, statistics: Mapping[int, list[Value]]) -> dict[str, Tensor]:
         """The buffers of this stage, changed by all micro-batches in their order."""

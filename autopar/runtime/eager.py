@@ -26,6 +26,7 @@ from autopar.collectives.eager import (
     sum_later,
 )
 from autopar.mesh import Mesh
+from autopar.pipeline.weight_halves import WeightHalves
 from autopar.runtime.rejoin import rejoin
 from autopar.strategies import localize_arguments
 
@@ -49,12 +50,14 @@ def compile_graph(
     outputs: int = 0,
     whole: fx.Graph | None = None,
     mesh: Mesh | None = None,
+    halves: WeightHalves | None = None,
 ) -> Eager:
     """`graph`, the program of one rank, as a function.
 
     Given `late`, numbers among the first `outputs` results are left to be summed: the caller sees
     to what stands in `late`. Given `whole`, the program of all ranks of a mesh, the caller has
     whole inputs.
+    Given `halves`, backward is split, and they record what is put off.
     """
 
     def sum_for_caller(x: Tensor, group: str, pending: bool) -> Tensor:
@@ -72,6 +75,8 @@ def compile_graph(
             node.target = sum_for_caller
         else:
             node.target = _direct(node)
+        if halves is not None and "weight_inputs" in node.meta:
+            node.target = halves.apart(node.target, node.meta["weight_inputs"])
     quick.lint()
     return Eager(fx.GraphModule({}, quick).forward, whole_inputs)
 

@@ -65,7 +65,9 @@ def reduced_cross_entropy(
 def _follows(node: fx.Node, target: Any) -> bool:
     """Whether the first input is a call of `target` that nothing else reads."""
     value = node.args[0]
-    return isinstance(value, fx.Node) and value.target is target and len(value.users) == 1
+    if not isinstance(value, fx.Node) or "weight_inputs" in value.meta:
+        return False
+    return value.target is target and len(value.users) == 1
 
 
 def _plain(node: fx.Node) -> bool:

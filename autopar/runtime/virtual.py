@@ -18,6 +18,7 @@ from autopar.collectives import Movement, from_ranks, move, to_ranks
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes.kernels import local_call
+from autopar.pipeline.weight_halves import WeightHalves
 from autopar.runtime.program import Program
 from autopar.runtime.replicas import ReplicaCheck
 
@@ -35,9 +36,13 @@ class VirtualGraph:
         device: torch.device,
         constants: Mapping[str, Tensor],
         watch: Watch | None = None,
+        halves: WeightHalves | None = None,
     ) -> None:
-        """`watch` is shown every value on every run, as it is made."""
-        self.mesh, self.device, self._watch = mesh, device, watch
+        """`watch` is shown every value on every run, as it is made.
+
+        Given `halves`, backward is split, and they record what is put off.
+        """
+        self.mesh, self.device, self._watch, self._halves = mesh, device, watch, halves
         self._constants = {
             node.name: to_ranks(constants[node.name].to(device), node.meta["type"].layout, mesh)
             for node in graph.nodes
@@ -80,9 +85,12 @@ class VirtualGraph:
             movement, value = node.meta["movement"], node.args[0]
             assert isinstance(value, fx.Node)
             return lambda values: move(movement, values[value], self.mesh)
-        calls = [
-            _Call(*local_call(node, self.mesh, rank, self.device)) for rank in range(self.mesh.size)
-        ]
+        calls = []
+        for rank in range(self.mesh.size):
+            function, args, kwargs = local_call(node, self.mesh, rank, self.device)
+            if self._halves is not None and "weight_inputs" in node.meta:
+                function = self._halves.apart(function, node.meta["weight_inputs"])
+            calls.append(_Call(function, args, kwargs))
         return lambda values: [call(values, rank) for rank, call in enumerate(calls)]
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx
 
 from autopar.collectives import from_ranks
-from autopar.passes.split_backward import split_backward
 from autopar.passes.stages import Stage
 from autopar.pipeline.executor import RankRunner, Recorded, Shelf, run_together
+from autopar.pipeline.weight_halves import WeightHalf, WeightHalves
 from autopar.pipeline.worker import Value, Worker, sum_by_slice
 from autopar.runtime.program import Program
 from autopar.runtime.replicas import ReplicaCheck
@@ -86,9 +86,9 @@ class VirtualStage:
     ) -> None:
         self.program, self.stage = program, stage
         constants = program.captured.constants
-        graph, self.uses = split_backward(stage.graph) if split else (stage.graph, [])
-        watch = ReplicaCheck(graph, program.mesh) if check and not split else None
-        self._run = VirtualGraph(graph, program.mesh, device, constants, watch)
+        self._halves = WeightHalves() if split else None
+        watch = ReplicaCheck(stage.graph, program.mesh) if check else None
+        self._run = VirtualGraph(stage.graph, program.mesh, device, constants, watch, self._halves)
         self._update = None
         if stage.update is not None:
             self._update = VirtualGraph(stage.update, program.mesh, device, constants)
@@ -107,6 +107,9 @@ class VirtualStage:
     def __call__(self, slice_: int, received: Sequence[Value]) -> list[Value]:
         pieces = dict(zip(self.stage.receives, received))
         return self._run({**self._kept, **self._batches[slice_]}, pieces)
+
+    def weight_halves(self) -> list[WeightHalf]:
+        return self._halves.take() if self._halves is not None else []
 
     def new_buffers(self, statistics: Mapping[int, list[Value]]) -> dict[str, Tensor]:
         """The buffers of this stage, changed by all micro-batches in their order."""

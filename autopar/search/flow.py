@@ -27,6 +27,14 @@ SHIFTS = {batch_sums: 1, batch_normalize: 2, running_mean: 2, running_var: 2}
 
 
 @dataclass(frozen=True)
+class WeightInputs:
+    """The inputs of an activation whose gradients a split backward takes later."""
+
+    positions: tuple[int, ...]  # among its tensor inputs, in the order of its arguments
+    product: bool  # each gradient is a product of its own, and is all put off
+
+
+@dataclass(frozen=True)
 class Flow:
     """The parts of one program whose first result is the loss and whose others are new buffers."""
 
@@ -170,6 +178,34 @@ class Flow:
                 found[node] = frozenset().union(*(found[v] for v in node.all_input_nodes))
         return found
 
+    def is_weight(self, node: fx.Node) -> bool:
+        """Whether a value takes a gradient and is made of parameters alone."""
+        return self.sources[node] == {"parameter"} and node.meta["differentiable"]
+
+    @cached_property
+    def weight_inputs(self) -> dict[fx.Node, WeightInputs]:
+        """What a split backward puts off.
+
+        These are products. Of norms, biases and tables it is what is itself made of parameters.
+        """
+        found = {}
+        for node in self.activations:
+            rules = [facts.rule for facts, _ in node.meta.get("calls", ())]
+            product = any(rule.flops > 0 and rule.is_contraction for rule in rules)
+            positions = tuple(
+                position
+                for position, value in enumerate(tensor_arguments(node))
+                if self.is_weight(value) and (product or value.op == "call_function")
+            )
+            if positions and node.meta["differentiable"]:
+                found[node] = WeightInputs(positions, product)
+        return found
+
+    def weights_of(self, node: fx.Node) -> list[fx.Node]:
+        """The inputs of an activation whose gradients a split backward takes later."""
+        read = tensor_arguments(node)
+        return [read[position] for position in self.weight_inputs[node].positions]
+
     def _is_activation(self, node: fx.Node) -> bool:
         sources = self.sources[node]
         return "input" in sources and ("parameter" in sources or node.meta["differentiable"])
@@ -187,6 +223,13 @@ def flow_of(captured: Captured, graph: fx.Graph) -> Flow:
     """The flow of the rewritten program of `captured`."""
     placeholders = {name: placeholder for placeholder, name in captured.buffers.items()}
     return Flow(graph, tuple(placeholders[name] for name in captured.mutations))
+
+
+def tensor_arguments(node: fx.Node) -> list[fx.Node]:
+    """The tensor arguments of a call in their order, each as often as it is given."""
+    read: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), read.append)
+    return read
 
 
 def ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:

@@ -24,7 +24,8 @@ class Pieces:
     empty: Mask  # holds no parameter
     received: NDArray[np.int64]  # bytes, by start alone
     states: NDArray[np.int64]  # bytes
-    kept: NDArray[np.int64]  # bytes for one slice of the batch
+    kept: NDArray[np.int64]  # bytes for one slice of the batch, until backward
+    weight_halves: NDArray[np.int64]  # until the gradients of weights
 
     @property
     def count(self) -> int:
@@ -43,9 +44,12 @@ class Pieces:
             rows.append(row & (end == fixed.get(stage + 1, end)))
         return rows
 
-    def bytes(self, whole: float, received: float, states: float = 1) -> NDArray:
-        """With its states, all activations of some slices, and what it received of some."""
-        return states * self.states + whole * self.kept + received * self.received[:, None]
+    def bytes(
+        self, whole: float, received: float, weight_halves: float, states: float = 1
+    ) -> NDArray:
+        """With its states, what a stage keeps of so many slices (see stages.Keeps)."""
+        kept = whole * self.kept + received * self.received[:, None]
+        return states * self.states + kept + weight_halves * self.weight_halves
 
     def fastest(self, offered: Sequence[Mask]) -> list[int] | None:
         """The cut with fewest empty stages; of these with the fastest slowest; that sends least.

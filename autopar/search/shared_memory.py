@@ -17,7 +17,7 @@ from ortools.sat.python import cp_model
 
 from autopar.search.pieces import Mask, Pieces
 
-Moments = Sequence[Mapping[int, tuple[int, int]]]
+Moments = Sequence[Mapping[int, tuple[int, int, int]]]
 
 _RANGE = 1 << 24  # of the seconds of a stage in whole numbers
 _TIES = 1 << 14  # of all that is sent, which decides between equals
@@ -31,8 +31,7 @@ def cut_together(
 ) -> list[int] | None:
     """Where the stages start, with the slowest as fast as can be; None: none fit.
 
-    A moment says by stage of how many slices a rank keeps all activations, and of how many what it
-    received.
+    A moment says by stage of how many slices a rank keeps what (see stages.Keeps).
     """
     offered = _narrowed(pieces, _possible(pieces, offered, memory, moments), memory, moments)
     if not all(map(np.any, offered)):
@@ -97,23 +96,25 @@ def _narrowed(
 
     Weights move to the moments that are worst in the cut whose mean is least.
     """
-    keeps = np.zeros((len(moments), len(offered), 3))  # of whole slices, received slices, states
+    keeps = np.zeros((len(moments), len(offered), 4))  # of slices as in stages.Keeps, of states
     for number, moment in enumerate(moments):
         for stage, counts in moment.items():
             keeps[number, stage] = *counts, 1
     weights = np.full(len(moments), 1 / len(moments))
     for _ in range(_ROUNDS):
-        costs = [
-            pieces.bytes(whole, received, states)
-            for whole, received, states in np.tensordot(weights, keeps, 1)
-        ]
+        costs = [pieces.bytes(*counts) for counts in np.tensordot(weights, keeps, 1)]
         means = pieces.through(offered, costs)
         offered = [mean <= memory * (1 + 1e-9) for mean in means]
         starts = pieces.least(offered, costs)
         if starts is None:
             break
         ends = [*starts[1:], pieces.count - 1]
-        held = [pieces.kept[starts, ends], pieces.received[starts], pieces.states[starts, ends]]
+        held = [
+            pieces.kept[starts, ends],
+            pieces.received[starts],
+            pieces.weight_halves[starts, ends],
+            pieces.states[starts, ends],
+        ]
         taken = (keeps * np.stack(held, 1)).sum((1, 2))
         weights *= np.exp(_PACE * (taken / taken.max() - 1))
         weights /= weights.sum()

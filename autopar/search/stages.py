@@ -23,6 +23,7 @@ from torch import fx
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.search.flow import Flow, ancestors
+from autopar.search.keeping import kept_by_stages
 from autopar.search.pieces import Pieces
 from autopar.search.report import NodeCost
 from autopar.search.shared_memory import cut_together
@@ -31,8 +32,9 @@ from autopar.strategies.results import flat
 Array = NDArray[np.float64]
 PriceOf = Callable[[fx.Node], NodeCost]  # of any node of a rewritten program
 COLUMNS = ("forward", "backward", "summed", "parameters")  # seconds, and bytes of parameters
-# Of how many slices of the batch a stage keeps all activations, and of how many what it received.
-Keeps = tuple[int, int]
+# Of how many slices of the batch a stage keeps all that its forward keeps, of how many what it
+# received, and of how many what the gradients of its weights are made of.
+Keeps = tuple[int, int, int]
 _STATES = 4  # a parameter, its gradient, and two states of the optimizer
 _NUMBERED = re.compile(r"(.*\.)?\d+(?=\.|$)")
 
@@ -50,17 +52,18 @@ class StageCost:
     backward: float
     summed: float  # seconds that summing its gradients over the mesh takes, once a step
     parameters: int  # bytes
-    activations: int  # bytes kept from forward to backward
+    activations: int  # bytes kept from forward to backward, besides what comes from before
     receives: int  # bytes that come from the stage before
+    weight_halves: int  # bytes kept from the gradients of inputs to those of weights
 
     @property
     def seconds(self) -> float:
         return self.forward + self.backward
 
-    def bytes(self, whole: int, received: int) -> int:
-        """With its states, all activations of some slices, and what it received of some."""
+    def bytes(self, whole: int, received: int, weight_halves: int) -> int:
+        """With its states, what it keeps of so many slices (see Keeps)."""
         kept = whole * self.activations + received * self.receives
-        return _STATES * self.parameters + kept
+        return _STATES * self.parameters + kept + weight_halves * self.weight_halves
 
 
 @dataclass(frozen=True)
@@ -134,8 +137,7 @@ class Line:
 
     def __init__(self, flow: Flow, mesh: Mesh, cost: PriceOf, link_bandwidth: float) -> None:
         self.flow, self.mesh, self.bandwidth = flow, mesh, link_bandwidth
-        kept = (_bytes(n, mesh) * n.meta["differentiable"] for n in flow.activations)
-        self.kept = [0, *itertools.accumulate(kept)]
+        self.kept, self.weight_halves = kept_by_stages(flow, mesh)
         self._parameters = [_parameters(flow, node) for node in flow.activations]
         self._holding = [0, *itertools.accumulate(bool(held) for held in self._parameters)]
         self._crossing: dict[int, int] = {}
@@ -198,14 +200,15 @@ class Line:
     def _tables(self, bounds: Sequence[int]) -> Pieces:
         forward, backward, _, parameters = np.moveaxis(self.sums(bounds), -1, 0)
         received = np.array([*map(self.received, bounds[:-1]), 0])
-        holding, kept = np.array(self._holding)[list(bounds)], np.array(self.kept)[list(bounds)]
+        holding = np.array(self._holding)[list(bounds)]
         # A stage also waits for what it receives.
         return Pieces(
             forward + backward + 2 * received[:, None] / self.bandwidth,
             holding[None, :] == holding[:, None],
             received,
             _STATES * np.rint(parameters).astype(np.int64),
-            kept[None, :] - kept[:, None],
+            self.kept.table(bounds),
+            self.weight_halves.table(bounds),
         )
 
     def stage(self, start: int, end: int) -> StageCost:
@@ -218,8 +221,9 @@ class Line:
             backward=backward,
             summed=summed,
             parameters=round(parameters),
-            activations=self.kept[end] - self.kept[start],
+            activations=self.kept.bytes(start, end),
             receives=self.received(start),
+            weight_halves=self.weight_halves.bytes(start, end),
         )
 
     def is_clean(self, place: int, reach: float) -> bool:

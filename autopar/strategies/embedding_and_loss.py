@@ -73,7 +73,7 @@ def _class_loss(call: Call) -> Rule:
     whole = list(sizes) if reduction == MEAN else [f"d{classes}"]
     saved = Saved((*range(len(inputs)),))
     if "label_smoothing" in call.arguments:  # takes logits, and keeps their log-softmax
-        saved = Saved(saved.inputs[1:], extra=(tuple(dims),))
+        saved = Saved(saved.inputs[1:], extra=(tuple(dims), ()))
     return call.rule(
         inputs,
         rest if reduction == NONE else [],
@@ -92,7 +92,7 @@ register_rule(
     kernels={"v": "cross_entropy"},
     cost=5,
     saved="1 2",
-    extra="... v",
+    extra="... v, ",  # and one number
 )
 register_rule(count_targets, "...+, v! -> ")
 register_rule(aten("mse_loss huber_loss smooth_l1_loss"), _pointwise_loss)

@@ -116,6 +116,13 @@ class Rule:
         """The factors that an axis may cut."""
         return tuple(factor for factor in self.factors if self.why_whole(factor) is None)
 
+    @cached_property
+    def is_contraction(self) -> bool:
+        """Whether each gradient is a product of its own, as that of a linear operator."""
+        given = [dim for dims in self.outputs for dim in dims]
+        lost = any(not any(factor in dim for dim in given) for factor in self.factors)
+        return lost and len(self.inputs) > 1
+
     def why_whole(self, factor: str) -> str | None:
         """Why no axis may cut `factor`; None if one may."""
         if factor not in self.factors:

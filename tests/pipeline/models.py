@@ -55,6 +55,40 @@ def residuals(batch: int = BATCH, layers: int = 8) -> Case:
     return Case("residuals", model, (images, target))
 
 
+class MadeOfWeights(nn.Module):
+    """Blocks whose parameters pass through operators of their own before activations meet them."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(MadeOfWeightsBlock(width) for _ in range(layers)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x).square().mean()
+
+
+class MadeOfWeightsBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width)
+        self.scale = nn.Parameter(torch.ones(width))
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.where(self.weight > 0, self.weight, 0.1 * self.weight)
+        h = self.norm(x) * self.scale.exp()
+        mixed = torch.einsum("bi,ij->bj", h, weight) + self.linear(torch.tanh(h @ weight))
+        return x + mixed + weight.sum(0) * self.scale.tanh()
+
+
+def made_of_weights(batch: int = 32, layers: int = 8) -> Case:
+    random = torch.Generator().manual_seed(1)
+    x = torch.randn(batch, 8, generator=random, dtype=torch.float64)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Case("made_of_weights", MadeOfWeights(8, layers).double(), (x,))
+
+
 def gpt2(batch: int = BATCH, layers: int = 8) -> Case:
     return models.gpt2(batch=batch, layers=layers, hidden=16, heads=2, sequence=6, vocabulary=29)
 

@@ -11,6 +11,7 @@ from tests.parity import assert_equal, assert_parity, parallel_outcome, single_o
 from tests.pipeline.models import (
     FORMS,
     assert_recorded,
+    made_of_weights,
     reference,
     share_captures,  # noqa: F401
     shared,
@@ -60,6 +61,18 @@ def test_other_sizes(name, ranks, microbatches, schedule, options):
 def test_recomputation_runs_forward_again(schedule, options):
     module = run("gpt2", 4, 4, schedule, options, recompute=True)
     assert all(not worker.kept for worker in module.backend.workers.values())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "dualpipe", "dualpipe-v", "chimera-zb"])
+def test_parameters_pass_through_operators_of_their_own(schedule, recompute):
+    case = made_of_weights()
+    options = {"schedule": schedule, "microbatches": 8, "recompute": recompute}
+    assert_parity(case, ap.Mesh(pp=4), **options)
+
+
+def test_weights_made_of_parameters_that_are_cut():
+    assert_parity(made_of_weights(), ap.Mesh(pp=2, tp=2), schedule="zb-h1", microbatches=4)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])

@@ -12,8 +12,12 @@ from autopar.search.pieces import Pieces
 from autopar.search.shared_memory import cut_together
 
 PLACES, STAGES = 9, 4
-# Moments on two ranks: all activations of some slices, what was received of others.
-CHIMERA = [{0: (2, 0), 3: (1, 1)}, {0: (1, 0), 3: (2, 1)}, {1: (3, 2), 2: (1, 0)}]
+# Moments on two ranks: all activations of some slices, what was received or waits of others.
+CHIMERA = [
+    {0: (2, 0, 0), 3: (1, 1, 1)},
+    {0: (1, 0, 2), 3: (2, 1, 0)},
+    {1: (3, 2, 0), 2: (1, 0, 1)},
+]
 
 
 Cut = tuple[int, ...]  # the places where stages start, and the end
@@ -22,17 +26,16 @@ Cut = tuple[int, ...]  # the places where stages start, and the end
 def random_pieces(seed: int) -> Pieces:
     generator = random.Random(seed)
     layers = [
-        (generator.random(), generator.choice([0, 0, 3, 9]), generator.randrange(5))
+        (generator.random(), generator.choice([0, 0, 3, 9]), *generator.choices(range(5), k=2))
         for _ in range(PLACES)
     ]
     received = [generator.randrange(4) for _ in range(PLACES)] + [0]
-    tables = np.zeros((3, PLACES + 1, PLACES + 1))
+    tables = np.zeros((4, PLACES + 1, PLACES + 1))
     for i, j in itertools.combinations(range(PLACES + 1), 2):
         tables[:, i, j] = np.sum(layers[i:j], axis=0)
-    seconds, states, kept = tables
-    return Pieces(
-        seconds, states == 0, np.array(received), states.astype(np.int64), kept.astype(np.int64)
-    )
+    seconds = tables[0]
+    states, kept, later = tables[1:].astype(np.int64)
+    return Pieces(seconds, states == 0, np.array(received), states, kept, later)
 
 
 def cuts() -> list[Cut]:
@@ -40,12 +43,13 @@ def cuts() -> list[Cut]:
     return [(0, *ends, PLACES) for ends in inner]
 
 
-def taken(pieces: Pieces, cut: Cut, moment: dict[int, tuple[int, int]]) -> int:
+def taken(pieces: Pieces, cut: Cut, moment: dict[int, tuple[int, int, int]]) -> int:
     return sum(
         pieces.states[cut[s], cut[s + 1]]
         + whole * pieces.kept[cut[s], cut[s + 1]]
         + received * pieces.received[cut[s]]
-        for s, (whole, received) in moment.items()
+        + later * pieces.weight_halves[cut[s], cut[s + 1]]
+        for s, (whole, received, later) in moment.items()
     )
 
 
@@ -90,7 +94,7 @@ def test_without_shared_memory_the_cut_is_the_best(seed: int) -> None:
 def test_the_least_sum_of_all_cuts_and_of_those_with_a_piece(seed: int) -> None:
     pieces = random_pieces(seed)
     weights = random.Random(seed).choices(range(4), k=STAGES)
-    costs = [pieces.bytes(weight, 1) for weight in weights]
+    costs = [pieces.bytes(weight, 1, 1) for weight in weights]
     offered = pieces.offered(STAGES, {})
     offered[2][:, 7] = False
 

@@ -1,0 +1,53 @@
+"""Spans: bytes of things that a stage holds if certain places of the line are its own.
+
+>>> spans = Spans()
+>>> spans.all_of((2, 5), 10.0)     # made at 2, kept from 5 on
+>>> spans.any_of((1, 4, 7), 3.0)   # a parameter that is read three times, held once
+>>> spans.bytes(0, 5), spans.bytes(2, 6)
+(3, 13)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import combinations, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Spans:
+    """Things with their places; filled first, then asked."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, int, float]] = []  # first place, last place, bytes
+
+    def all_of(self, places: Iterable[int], size: float) -> None:
+        """Held by a stage that all of `places` belong to."""
+        ordered = sorted(places)
+        self._rows.append((ordered[0], ordered[-1], size))
+
+    def any_of(self, places: Iterable[int], size: float) -> None:
+        """Held, once, by every stage that some of `places` belong to."""
+        ordered = sorted(set(places))
+        self._rows += [(place, place, size) for place in ordered]
+        # A stage with k of them has k - 1 pairs of neighbours.
+        self._rows += [(place, after, -size) for place, after in pairwise(ordered)]
+
+    def bytes(self, start: int, end: int) -> int:
+        """What a stage holds from place `start` to before `end`."""
+        first, last, sizes = self._columns
+        return round(float(sizes[(first >= start) & (last < end)].sum()))
+
+    def table(self, bounds: Sequence[int]) -> NDArray[np.int64]:
+        """By start and end among `bounds`."""
+        found = np.zeros((len(bounds), len(bounds)), np.int64)
+        for i, j in combinations(range(len(bounds)), 2):
+            found[i, j] = self.bytes(bounds[i], bounds[j])
+        return found
+
+    @cached_property
+    def _columns(self) -> tuple[NDArray, NDArray, NDArray]:
+        first, last, sizes = zip(*self._rows) if self._rows else ((), (), ())
+        return np.array(first, np.int64), np.array(last, np.int64), np.array(sizes, np.float64)
