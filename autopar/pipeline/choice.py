@@ -168,7 +168,7 @@ def choose(
         raise too_early()
     too_large += [way.leanest for way in ways if not way.alternative.fits]
     if not fitting and too_large:
-        raise NothingFits.of(memory, min(too_large, key=lambda leanest: leanest.memory))
+        raise NothingFits.of(memory, _least(too_large, request))
     if not fitting:
         raise InvalidInput(
             "a model can be run in some number of stages and micro-batches",
@@ -179,6 +179,12 @@ def choose(
     found = _accounted(best, left)
     alternatives = sorted((way.alternative for way in ways), key=lambda a: (not a.fits, a.seconds))
     return Chosen(best.captured, found, best.batches, best.pipelining, tuple(alternatives))
+
+
+def _least(too_large: list[Leanest], request: Request) -> Leanest:
+    """What needs the least, and whether the caller has something left to ask for."""
+    least = min(too_large, key=lambda leanest: leanest.memory)
+    return replace(least, may_recompute=request.schedule is not None and not request.recompute)
 
 
 def _accounted(way: _Way, left: bool) -> Found:

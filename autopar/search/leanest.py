@@ -17,6 +17,7 @@ class Leanest:
     memory: float  # bytes on each device
     states: float  # the part of it that parameters, gradients and optimizer take
     microbatches: int = 1
+    may_recompute: bool = False  # the caller could ask for it, and has not
 
     def remedy(self, limit: float) -> str:
         """What would help, by what takes most."""
@@ -29,9 +30,10 @@ class Leanest:
                 "or devices with more memory"
             )
         count = math.ceil(self.microbatches * activations / (limit - self.states))
+        recompute = "recompute=True may make room; " if self.may_recompute else ""
         return (
-            f"{bytes_text(activations)} of it are activations: microbatches={count} (or a smaller "
-            "batch) would make room; else more devices, or devices with more memory"
+            f"{bytes_text(activations)} of it are activations: {recompute}microbatches={count} "
+            "(or a smaller batch) would make room; else more devices, or devices with more memory"
         )
 
 

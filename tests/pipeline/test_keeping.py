@@ -168,5 +168,6 @@ def test_recomputation_takes_its_forward_and_spares_its_memory(tmp_path, schedul
 def test_a_limit_that_only_recomputation_meets() -> None:
     limit = planned(schedule="gpipe", recompute=True).memory.peak
     assert planned(schedule="gpipe", recompute=True, memory=limit).memory.peak <= limit
-    with pytest.raises(ap.InvalidInput, match="cut so that the stages fit"):
+    with pytest.raises(ap.InvalidInput, match="fits into the memory") as error:
         planned(schedule="gpipe", memory=limit)
+    assert "recompute=True" in error.value.remedy
