@@ -161,11 +161,11 @@ def _changed(seed: int, number: int, model: nn.Module) -> tuple[str, Tensor]:
 def _expected(case: Case, parts: int) -> Outcome:
     steps = 1 if has(case.model, Coarse) else STEPS
     if parts > 1 and has(case.model, BatchStatistics):
-        return single_outcome(_InTurns(case, parts), steps)
+        return single_outcome(InTurns(case, parts), steps)
     return single_outcome(case, steps)
 
 
-class _InTurns(Case):
+class InTurns(Case):
     """A case whose batch norm sees one micro-batch after another, for losses that are means."""
 
     def __init__(self, case: Case, parts: int) -> None:

@@ -20,7 +20,7 @@ from torch import fx
 from autopar.capture.verifier import verify
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
-from autopar.search.flow import SHIFTS, Flow
+from autopar.search.flow import SHIFTS, Flow, ancestors
 
 
 @dataclass(frozen=True)
@@ -105,20 +105,35 @@ def _update(flow: Flow, statistics: set[fx.Node], is_first: bool) -> fx.Graph | 
 
 
 def _read_shifts_as_they_were(graph: fx.Graph) -> None:
-    """Sums of batch norm go with the running mean that the step began with."""
-    first_call = next((node for node in graph.nodes if node.op == "call_function"), None)
+    """Sums of batch norm go with the running mean that the step began with.
+
+    What a shift is made of (a movement of the running mean) is made again from that."""
+    nodes = list(graph.nodes)
+    shifts = [node.args[SHIFTS[node.target]] for node in nodes if node.target in SHIFTS]
+    made = ancestors([shift for shift in shifts if isinstance(shift, fx.Node)])
+    first_call = next((node for node in nodes if node.op == "call_function"), None)
     before: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        shift = node.args[SHIFTS[node.target]] if node.target in SHIFTS else None
-        if not isinstance(shift, fx.Node):
+    for node in nodes:
+        if node.target in SHIFTS:
+            place = SHIFTS[node.target]
+            shift = fx.map_arg(node.args[place], before.__getitem__)
+            node.args = (*node.args[:place], shift, *node.args[place + 1 :])
+        if node not in made:
             continue
-        if shift not in before:
+        if node.op == "placeholder" and node.meta["origin"][0] == "buffer":
             assert first_call is not None
             with graph.inserting_before(first_call):
-                before[shift] = graph.placeholder(f"{shift.name}_before")
-            before[shift].meta = {**shift.meta, "origin": ("before", shift.meta["origin"][1])}
-        place = SHIFTS[node.target]
-        node.args = (*node.args[:place], before[shift], *node.args[place + 1 :])
+                before[node] = graph.placeholder(f"{node.name}_before")
+            before[node].meta = {**node.meta, "origin": ("before", node.meta["origin"][1])}
+        elif node.op == "placeholder":
+            before[node] = node
+        else:
+            with graph.inserting_after(node):
+                before[node] = graph.node_copy(node, before.__getitem__)
+            before[node].meta = dict(node.meta)
+    for node in reversed(nodes):
+        if node in made and node.op == "call_function" and not node.users:
+            graph.erase_node(node)
 
 
 def _all_updated(flow: Flow, stages: Iterable[Stage]) -> None:

@@ -11,7 +11,7 @@ graph. A place is a number i: between activation i - 1 and activation i.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -52,18 +52,19 @@ class Flow:
 
     @cached_property
     def updates(self) -> frozenset[fx.Node]:
-        """The operators that only serve to change buffers, and read what they change."""
-        needed = ancestors([self.loss])
+        """The operators that read what a step changes, as more than a shift, to change buffers.
+
+        What is made of a buffer alone (a movement) may be the shift of an activation besides."""
+        needed, made = ancestors([self.loss], _evolving), ancestors([self.loss])
         changing = set(self.mutations)
         found: set[fx.Node] = set()
         for node in self.graph.nodes:
             if node.op != "call_function":
                 continue
-            reads = [value for value in node.all_input_nodes if value in found]
-            reads += [value for value in self._evolving(node) if value.name in changing]
+            reads = [v for v in _evolving(node) if v in found or v.name in changing]
             if not reads:
                 continue
-            if node in needed:
+            if node in needed or (node in made and "input" in self.sources[node]):
                 raise InvalidInput(
                     "a buffer that a step changes is not read by the same step in a pipeline",
                     got=f"{reads[0].name} is read by {node.name}",
@@ -118,10 +119,13 @@ class Flow:
                 last[node] = max((last.get(v, 0) for v in node.all_input_nodes), default=0)
         found: dict[fx.Node, set[int]] = {}
         for node in reversed(self.graph.nodes):
-            if node in last:
+            if node in self.place:
                 found[node] = {last[node]}
-            elif node.users:
-                found[node] = set().union(*(found.get(user, {0}) for user in node.users))
+                continue
+            readers = [user for user in node.users if node not in last or user in self.place]
+            places = [{last[node]}] if node in last else []
+            if places or readers:
+                found[node] = set().union(*places, *(found.get(user, {0}) for user in readers))
         return {node: tuple(sorted(places)) for node, places in found.items()}
 
     def read_by(self, new_value: fx.Node) -> set[fx.Node]:
@@ -210,14 +214,6 @@ class Flow:
         sources = self.sources[node]
         return "input" in sources and ("parameter" in sources or node.meta["differentiable"])
 
-    def _evolving(self, node: fx.Node) -> list[fx.Node]:
-        """The inputs of an operator without the one whose age does not matter."""
-        shift = SHIFTS.get(node.target)  # type: ignore[arg-type]
-        values: list[fx.Node] = []
-        args = [argument for index, argument in enumerate(node.args) if index != shift]
-        fx.map_arg((args, node.kwargs), values.append)
-        return values
-
 
 def flow_of(captured: Captured, graph: fx.Graph) -> Flow:
     """The flow of the rewritten program of `captured`."""
@@ -232,13 +228,28 @@ def tensor_arguments(node: fx.Node) -> list[fx.Node]:
     return read
 
 
-def ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes and all that they are made of."""
+def _all_inputs(node: fx.Node) -> list[fx.Node]:
+    return node.all_input_nodes
+
+
+def _evolving(node: fx.Node) -> list[fx.Node]:
+    """The inputs of an operator without the one whose age does not matter."""
+    shift = SHIFTS.get(node.target)  # type: ignore[arg-type]
+    values: list[fx.Node] = []
+    args = [argument for index, argument in enumerate(node.args) if index != shift]
+    fx.map_arg((args, node.kwargs), values.append)
+    return values
+
+
+def ancestors(
+    nodes: Sequence[fx.Node], reads: Callable[[fx.Node], list[fx.Node]] = _all_inputs
+) -> set[fx.Node]:
+    """The nodes and all that they are made of, as `reads` says of each."""
     found: set[fx.Node] = set()
     waiting = list(nodes)
     while waiting:
         node = waiting.pop()
         if node not in found:
             found.add(node)
-            waiting.extend(node.all_input_nodes)
+            waiting.extend(reads(node))
     return found
