@@ -73,6 +73,14 @@ class Read(nn.Module):
         return self.read(self.layer(x), x, self.p, self.q).square().sum()
 
 
+def wholly(value, new, view=lambda z: z[:], reads_it=False):
+    """A copy of `value` with `new` written over it, or over a view of it, which is then read."""
+    copy = value.clone()
+    part = view(copy)
+    part[...] = new.view_as(part) if part.numel() == new.numel() else new[0]
+    return part if reads_it else copy
+
+
 READS = {
     "type as": lambda y, x, p, q: y.type_as(p) + x.float().type_as(q),
     "expand as": lambda y, x, p, q: y + x[0, 0].expand_as(p),
@@ -90,6 +98,13 @@ READS = {
     "straight through": lambda y, x, p, q: y * (p + (p.round() - p).detach()) + q.detach(),
     "targets": lambda y, x, p, q: F.mse_loss(y, p.expand(8, 4)) + F.l1_loss(x, q.detach() + x),
     "statistics": lambda y, x, p, q: F.batch_norm(y, None, None, p, q, training=True),
+    "overwritten": lambda y, x, p, q: y + p.clone().copy_(q) + q.clone().fill_(2.0).zero_(),
+    "overwritten with a number": lambda y, x, p, q: y + p.clone().copy_(x[0]) + q * 1,
+    "overwritten by parts": lambda y, x, p, q: y + wholly(p, q) + wholly(q, x[0], lambda z: z[0]),
+    "overwritten through views": lambda y, x, p, q: (
+        y + wholly(p, q, lambda z: z.view(2, 2).t(), reads_it=True).sum()
+    ),
+    "overwritten while read": lambda y, x, p, q: y + p.clone().copy_(p * 2) + wholly(q, p),
     "overwritten in part": lambda y, x, p, q: y + p.index_copy(0, torch.arange(4), q),
 }
 

@@ -217,7 +217,11 @@ class _Functionaliser:
         """The operator of `node` without the write."""
         call, (x, *rest) = self.draft.call, node.args
         if node.target is aten.copy_.default:
-            return self._copy(node, x, rest[0])
+            new = self._copy(node, x, rest[0])
+            if not (isinstance(x, fx.Node) and _may_learn(x)):
+                return new
+            # What is overwritten has a gradient of zeros, not none.
+            return call(node, aten.sub.Tensor, new, call(node, aten.zero.default, x))
         if "out" in node.kwargs:
             options = {name: value for name, value in node.kwargs.items() if name != "out"}
             new = call(node, _without_out(node.target), *node.args, **options)
@@ -259,6 +263,23 @@ class _Functionaliser:
 def _is_mutable(node: fx.Node) -> bool:
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def _may_learn(value: fx.Node) -> bool:
+    """Whether a value is made of something that takes a gradient."""
+    met: set[fx.Node] = set()
+    waiting = [value]
+    while waiting:
+        node = waiting.pop()
+        fake = node.meta["val"]
+        numbers = not isinstance(fake, torch.Tensor) or fake.is_floating_point()
+        if node in met or node.target is aten.detach.default or not (numbers or fake.is_complex()):
+            continue
+        if node.op == "placeholder" and fake.requires_grad:
+            return True
+        met.add(node)
+        waiting.extend(node.all_input_nodes)
+    return False
 
 
 def _no_such_form(node: fx.Node) -> InvalidInput:
