@@ -110,7 +110,9 @@ class Several(nn.Module):
             variance, mean = torch.var_mean(y, -1, keepdim=True)
             return x + (y - mean) * (variance + 1e-3).rsqrt() * self.scale
         if self.way == 3:
-            largest, at = y.max(dim=1, keepdim=True)
+            # Equal tokens would share the largest value, and rounding choose its place.
+            ramp = 1e-3 * torch.arange(SEQUENCE, dtype=y.dtype)[:, None]
+            largest, at = (y + ramp).max(dim=1, keepdim=True)
             return x + largest + at * 1e-2
         if self.way == 4:
             low, high = torch.aminmax(y, dim=-1, keepdim=True)
