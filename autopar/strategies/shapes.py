@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from autopar.strategies.registry import Call, aten, register_rule
 from autopar.strategies.rule import Dim, Rule, Saved, render
@@ -237,11 +238,16 @@ def _along(call: Call) -> Rule:
     return same_dims(call, [call.dim(call["dim"])], (), Saved((0,), output=True))
 
 
-def _values_and_places(call: Call) -> Rule:
+def _gated(call: Call) -> Rule:
+    """One half of a dim by the other."""
+    return same_dims(call, [call.dim(call["dim"])], (), Saved((0,)))
+
+
+def _values_and_places(call: Call, inputs: tuple[int, ...] = ()) -> Rule:
     """Values along one dim and where they stand: two results; the places are kept for backward."""
     rule = same_dims(call, [call.dim(call["dim"])], ())
     (out,) = rule.outputs
-    saved = Saved(extra=(out,))
+    saved = Saved(inputs, extra=(out,))
     text = render(rule.inputs, (out, out), rule.whole)
     return replace(rule, outputs=(out, out), text=text, saved=saved)
 
@@ -299,7 +305,9 @@ register_rule("aten.stack", _stack)
 register_rule(aten("pad constant_pad_nd"), _pad)
 register_rule("aten.cumsum", _whole_dim)
 register_rule(aten("argsort cumprod logcumsumexp"), _along)
-register_rule(aten("topk sort cummax cummin"), _values_and_places)
+register_rule("aten.glu", _gated)
+register_rule(aten("topk sort"), _values_and_places)
+register_rule(aten("cummax cummin"), partial(_values_and_places, inputs=(0,)))
 register_rule(aten("flip roll"), _whole_dims)
 register_rule(
     aten("fft_irfft fft_fft2 fft_ifft2 fft_irfft2 fft_fftn fft_ifftn fft_irfftn"), _transform
@@ -307,5 +315,8 @@ register_rule(
 register_rule(aten("fft_fft fft_ifft fft_rfft fft_rfft2 fft_rfftn"), _transform_of_real)
 register_rule("aten.view_as_real", "... -> ... two!", passes="all", cost=0)
 register_rule("aten.view_as_complex", "... two! -> ...", passes="all", cost=0)
+register_rule("aten.channel_shuffle", "... c! h! w! -> ... c! h! w!", passes="all", cost=0)
+register_rule("aten.pixel_shuffle", "... c! h! w! -> ... p! y! x!", passes="all", cost=0)
+register_rule("aten.pixel_unshuffle", "... c! h! w! -> ... p! y! x!", passes="all", cost=0)
 register_rule(aten("tril triu"), _triangle)
 register_rule("aten.diff", _diff)
