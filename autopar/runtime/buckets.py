@@ -33,6 +33,7 @@ class Slot:
     name: str
     leaf: Tensor
     parameter: Tensor  # the DTensor that it is a piece of
+    size: int  # bytes of the largest piece: all ranks form the same buckets, whatever is theirs
 
 
 @dataclass
@@ -47,13 +48,12 @@ class Bucket:
     work: dist.Work | None = None
 
     @property
-    def numel(self) -> int:
-        return sum(slot.leaf.numel() for slot in self.slots)
+    def size(self) -> int:
+        return sum(slot.size for slot in self.slots)
 
     @property
     def alone(self) -> bool:
-        leaf = self.slots[0].leaf
-        return len(self.slots) == 1 and leaf.numel() * leaf.itemsize >= ALONE_BYTES
+        return len(self.slots) == 1 and self.size >= ALONE_BYTES
 
     def gather(self) -> Tensor:
         """All gradients in one tensor, ready to be summed; those that nobody made are zero."""
@@ -80,11 +80,10 @@ def make_buckets(slots: Sequence[tuple[Slot, Axes]]) -> list[Bucket]:
     filling: dict[tuple[Axes, torch.dtype], Bucket] = {}
     buckets: list[Bucket] = []
     for slot, axes in reversed(slots):
-        leaf = slot.leaf
-        key, alone = (axes, leaf.dtype), leaf.numel() * leaf.itemsize >= ALONE_BYTES
+        key, alone = (axes, slot.leaf.dtype), slot.size >= ALONE_BYTES
         bucket = None if alone else filling.get(key)
         limit = FIRST_BUCKET_BYTES if not buckets or buckets == [bucket] else BUCKET_BYTES
-        if bucket is None or (bucket.numel + leaf.numel()) * leaf.itemsize > limit:
+        if bucket is None or bucket.size + slot.size > limit:
             bucket = Bucket(axes)
             buckets.append(bucket)
             if not alone:

@@ -3,14 +3,14 @@
     parallelize(model, inputs, check=True)
 
 The first step compares the captured program with the plain model; every step, on several
-processes, the batches of all ranks.
+processes, the batches of all ranks and which parameters are frozen there.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,9 +36,15 @@ class Checks:
         self._captured, self._on_processes = captured, on_processes
         self._model: nn.Module | None = copy.deepcopy(model)  # until the first step
 
-    def __call__(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    def __call__(
+        self, args: tuple, kwargs: Mapping[str, Any], parameters: Mapping[str, Tensor]
+    ) -> None:
         if self._on_processes:
-            _require_same_batch((args, dict(kwargs)))
+            learns = {name: value.requires_grad for name, value in parameters.items()}
+            everyones: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyones, (_digest((args, dict(kwargs))), learns))
+            _require_same_batch([digest for digest, _ in everyones])
+            _require_same_frozen([learns for _, learns in everyones])
         if self._model is not None:
             _require_plain(self._model, self._captured, (args, kwargs))
             self._model = None
@@ -65,10 +71,8 @@ def _require_plain(
         )
 
 
-def _require_same_batch(inputs: Any) -> None:
+def _require_same_batch(digests: Sequence[str]) -> None:
     """Refuse a step for which ranks were given different global batches."""
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, _digest(inputs))
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         raise InvalidInput(
@@ -77,6 +81,21 @@ def _require_same_batch(inputs: Any) -> None:
             remedy="load the same batch on every rank, or parallelize with local_inputs=True, "
             "where each brings its own slice",
         )
+
+
+def _require_same_frozen(everyones: Sequence[Mapping[str, bool]]) -> None:
+    """Refuse a step in which some ranks wait for gradients that others do not make."""
+    first: dict[str, tuple[int, bool]] = {}
+    for rank, learns in enumerate(everyones):
+        for name, one in learns.items():
+            other, expected = first.setdefault(name, (rank, one))
+            if one != expected:
+                frozen, learning = (other, rank) if one else (rank, other)
+                raise InvalidInput(
+                    "a parameter is frozen on every rank that holds it, or on none",
+                    got=f"{name} is frozen on rank {frozen} and learns on rank {learning}",
+                    remedy="call requires_grad_() on every rank alike",
+                )
 
 
 def _digest(inputs: Any) -> str:

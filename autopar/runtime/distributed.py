@@ -221,8 +221,13 @@ class TorchBackend:
             return
         learned = frozenset().union(*self.program.learned)
         self._learned = [
-            Slot(name, self._leaves[name], self._leaves.parameters[name])
-            for name in self.program.captured.parameters.values()
+            Slot(
+                name,
+                self._leaves[name],
+                self._leaves.parameters[name],
+                self.program.type_of(placeholder).local_bytes(self.mesh),
+            )
+            for placeholder, name in self.program.captured.parameters.items()
             if name in learned and self._leaves[name].requires_grad
         ]
         if self._sync is not None:

@@ -117,10 +117,7 @@ class TorchPipeline:
         if self._sync is None:
             self._sync = StageSync(self.pipelining, self._learned(), self.leaves)
         sync = self._sync
-        for stage in self.stages.values():
-            stage.begin(kept, batches)
-        for worker in self.workers.values():
-            worker.clear()
+        self._begin(kept, batches)
         sync.start()
         self.post.start()
         shares = torch.zeros(len(batches), dtype=self._loss_type, device=self.device)
@@ -137,7 +134,14 @@ class TorchPipeline:
         new_buffers = self._new_buffers()
         self._give(sync.finish())
         self.post.finish()
+        self._begin({}, ())  # nothing of a step stays
         return loss.total(), new_buffers
+
+    def _begin(self, kept: Mapping[str, Tensor], batches: Sequence[Batch]) -> None:
+        for stage in self.stages.values():
+            stage.begin(kept, batches)
+        for worker in self.workers.values():
+            worker.clear()
 
     def collect(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors, from the ranks that hold them to all."""

@@ -62,7 +62,10 @@ class ParallelModule(nn.Module):
     A call runs the batch in one go, a step in the micro-batches of the plan: what the plan says of
     memory is for steps. A pipeline runs steps only.
 
-    Parameters and buffers stand under their original names, tied ones under all their names.
+    Parameters and buffers stand under their original names, tied ones under all their names. Freeze
+    and replace them on all ranks alike: `check=True` compares what is frozen. On processes, where
+    they are DTensors, torch ignores what `.data` is set to: `copy_()` under `torch.no_grad()` does
+    what it was meant to.
     """
 
     def __init__(
@@ -71,9 +74,9 @@ class ParallelModule(nn.Module):
         program: Program,
         plan: Any,
         backend: Backend,
-        check: Callable[[tuple, Mapping[str, Any]], None] | None = None,
+        check: Callable[[tuple, Mapping[str, Any], Mapping[str, Tensor]], None] | None = None,
     ) -> None:
-        """`check` is called with the arguments of every step, before it runs."""
+        """`check` is called with the arguments of every step and the parameters, before it runs."""
         super().__init__()
         self.program, self.plan, self.backend, self._check = program, plan, backend, check
         captured = program.captured
@@ -150,7 +153,7 @@ class ParallelModule(nn.Module):
             kept = self._kept()
             inputs = program.bind(args, kwargs, self._shapes)
             if self._check is not None:
-                self._check(args, kwargs)
+                self._check(args, kwargs, dict(self.named_parameters()))
             return program.structure(self._run(program, backend, kept, inputs))
 
     @cached_property
@@ -171,7 +174,7 @@ class ParallelModule(nn.Module):
             kept = self._kept()
             inputs = self.program.bind(args, kwargs, self._shapes)
             if self._check is not None:
-                self._check(args, kwargs)
+                self._check(args, kwargs, dict(self.named_parameters()))
             total: Tensor | None = None
             batches = self.program.split(inputs)
             if self.program.stages:

@@ -63,7 +63,9 @@ class Tensors:
     def _accept(self, found: Contents) -> None:
         tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
         self.values = {name: value for name, value in tensors.items() if name not in self._tied}
-        self._memory = {n: (local_of(value), memory_of(value)) for n, value in tensors.items()}
+        self._data = {name: (local_of(value), _data(value)) for name, value in tensors.items()}
+        # As long as these live, other memory has other addresses.
+        self._memory = [value.untyped_storage() for value in tensors.values()]
         self._found, self._seen = found, self._look()
 
     def _look(self) -> list[object]:
@@ -112,9 +114,10 @@ class Tensors:
             )
 
     def _check_data(self, name: str, value: Tensor) -> None:
-        local, memory = self._memory.get(name, (None, 0))
-        same = isinstance(value, DTensor) and self._found.get(name) is value
-        if same and local_of(value) is local and memory_of(value) != memory:
+        if not isinstance(value, DTensor) or self._found.get(name) is not value:
+            return
+        local, data = self._data[name]
+        if local_of(value) is local and _data(value) != data:
             raise InvalidInput(
                 "a DTensor keeps its data: torch ignores what `.data` is set to",
                 got=f"{name}.data = ...",
@@ -124,8 +127,13 @@ class Tensors:
 
 def _mark(value: Tensor | nn.Module | None) -> object:
     if isinstance(value, Tensor):
-        return id(value), id(local_of(value)), memory_of(value), value.requires_grad
+        return id(value), id(local_of(value)), _data(value), value.requires_grad
     return id(value)
+
+
+def _data(value: Tensor) -> object:
+    """What tells that a tensor's `.data` was set, to a view of what it was too."""
+    return memory_of(value), value.shape, value.stride()
 
 
 def _kind(value: Tensor | nn.Module | None) -> str:

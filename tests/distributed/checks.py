@@ -71,8 +71,13 @@ def compares_batches_when_asked() -> None:
         module.step(*case.args)
         other = (case.args[0] + (dist.get_rank() == 2), case.args[1])
         with pytest.raises(ap.InvalidInput, match="same global batch") as error:
-            module._check(other, {})  # in a step, all ranks would leave their world
+            module._check(other, {}, {})  # in a step, all ranks would leave their world
         assert "on rank 2" in str(error.value)
+        parameters = dict(module.named_parameters())
+        next(iter(parameters.values())).requires_grad_(dist.get_rank() != 1)
+        with pytest.raises(ap.InvalidInput, match="frozen on every rank") as error:
+            module._check(case.args, {}, parameters)
+        assert "is frozen on rank 1 and learns on rank 0" in str(error.value)
 
 
 def clips_and_accumulates() -> None:

@@ -140,3 +140,13 @@ def test_programs_of_stages():
         assert shared == {"tokens.weight"}
     # Labels are shifted where they are read, and not sent.
     assert "labels" in {node.name for node in last.graph.nodes}
+
+
+def test_what_a_stage_is_given_moves_no_more():
+    case = resnet()
+    options = {"mode": "propagate", "mesh": ap.Mesh(pp=2, dp=2), "microbatches": 2}
+    stages = ap.plan(case.model, case.args, case.kwargs, **options).program.stages
+    graphs = [graph for stage in stages for graph in (stage.graph, stage.update)]
+    given = [node for graph in graphs for node in graph.nodes if node.op == "placeholder"]
+    assert {name for stage in stages for name in stage.statistics}
+    assert not [node for node in given if "movement" in node.meta]

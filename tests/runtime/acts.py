@@ -220,19 +220,30 @@ def assign_tied(m: Any) -> None:
     m.load_state_dict(m.full_state_dict(), assign=True)
 
 
-def put_whole(m: Any) -> None:
-    """A plain tensor where DTensors are."""
-    m.a.weight = nn.Parameter(m.full_state_dict()["a.weight"])
-
-
 def set_data(m: Any) -> None:
-    m.a.weight.data = 2 * m.a.weight.detach()
+    if at(m, "a.weight") is not None:
+        m.a.weight.data = 2 * m.a.weight.detach()
+
+
+def set_data_often(m: Any) -> None:
+    """Memory that was let go may come again."""
+    for _ in range(8):
+        set_data(m)
+
+
+def set_data_to_a_view(m: Any) -> None:
+    m.b.weight.data = m.b.weight.detach().t()
+
+
+def set_data_of_another_shape(m: Any) -> None:
+    m.a.weight.data = m.a.weight.detach()[:3]
 
 
 REFUSED = [
     (unfreeze, "takes no gradient when it is planned"),
     (put_another_shape, "is of its kind"),
     (put_another_dtype, "is of its kind"),
+    (set_data_of_another_shape, "is of its kind"),
     (untie, "stay tied"),
     (parametrize, "has the parameters and buffers of the model|are those of the model"),
     (weight_norm, "what modules do is part of the program"),
@@ -243,7 +254,7 @@ REFUSED = [
     (buffer_that_learns, "takes no gradient when it is planned"),
     (assign_tied, "stay tied"),
 ]
-REFUSED_OF_PIECES = [(put_whole, "is of its kind"), (set_data, "a DTensor keeps its data")]
+DONE_TO_WHOLE = [set_data, set_data_often, set_data_to_a_view]  # torch ignores it on DTensors
 
 
 def assert_refused(module: ap.ParallelModule, act: Callable[[Any], None], rule: str) -> None:

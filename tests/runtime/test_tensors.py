@@ -11,7 +11,7 @@ import pytest
 
 import autopar as ap
 from autopar import Mesh
-from tests.runtime.acts import DONE, REFUSED, assert_done, assert_refused, tree
+from tests.runtime.acts import DONE, DONE_TO_WHOLE, REFUSED, assert_done, assert_refused, tree
 
 PLAN = {"mesh": Mesh(d=2)}
 WAYS: dict[str, dict[str, Any]] = {
@@ -32,7 +32,7 @@ def parallel(way: str) -> ap.ParallelModule:
 def test_acts_have_the_effect_that_they_have_on_the_model(way: str) -> None:
     case = tree()
     plan = ap.plan(case.model, case.args, mode="propagate", **WAYS[way])
-    for act in DONE:
+    for act in DONE + DONE_TO_WHOLE:
         module = ap.parallelize(case.model, case.args, plan=plan, backend="virtual")
         assert_done(module, act)
 

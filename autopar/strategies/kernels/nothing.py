@@ -29,10 +29,14 @@ def no_results(
 class _Nothing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shape: list[int], dtype: torch.dtype, *inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(*inputs)
+        # What the gradients are like; the inputs themselves may go.
+        ctx.alike = [(t.shape, t.dtype, t.device) for t in inputs]
         return inputs[0].new_zeros(shape, dtype=dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needed = zip(ctx.saved_tensors, ctx.needs_input_grad[2:])
-        return None, None, *(torch.zeros_like(t) if needs else None for t, needs in needed)
+        zeros = (
+            torch.zeros(shape, dtype=dtype, device=device) if needs else None
+            for (shape, dtype, device), needs in zip(ctx.alike, ctx.needs_input_grad[2:])
+        )
+        return None, None, *zeros

@@ -1,0 +1,38 @@
+"""Buckets: every rank forms the same ones, whatever its own pieces are."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from autopar import Mesh
+from autopar.layout import Layout, TensorType
+from autopar.runtime.buckets import Slot, make_buckets
+
+MESH = Mesh(a=2, b=2)
+# Rows of 1 MB: three of them are cut in two and one, and two are a gradient of its own.
+PARAMETERS = [
+    *((f"rows{i}", (3, 2**18), (("b",), ()), ("a",)) for i in range(3)),
+    *((f"columns{i}", (5, 2**17), (("a",), ()), ("b",)) for i in range(8)),
+    *((f"whole{i}", (3, 2**17), ((), ()), ("a", "b")) for i in range(8)),
+    *((f"thin{i}", (1, 2**18), (("b",), ()), ("a",)) for i in range(8)),
+]
+
+
+def slots_of(rank: int) -> list[tuple[Slot, tuple[str, ...]]]:
+    slots = []
+    for name, shape, dims, axes in PARAMETERS:
+        type_ = TensorType(shape, torch.float32, Layout(*dims))
+        local: Tensor = torch.empty(type_.layout.local_shape(shape, MESH, rank), device="meta")
+        slots.append((Slot(name, local, local, type_.local_bytes(MESH)), axes))
+    return slots
+
+
+def test_all_ranks_form_the_same_buckets() -> None:
+    formed = [
+        [(bucket.axes, bucket.alone, [slot.name for slot in bucket.slots]) for bucket in buckets]
+        for buckets in (make_buckets(slots_of(rank)) for rank in range(MESH.size))
+    ]
+    assert formed == [formed[0]] * MESH.size
+    assert len(formed[0]) > 4
+    assert {alone for _, alone, _ in formed[0]} == {True, False}
