@@ -50,59 +50,37 @@ def parallelize(
     `check`: the first step compares the captured program with the plain model; every step, on the
     virtual mesh, at every value the ranks that should agree, and on processes their batches.
     """
-    if backend not in (None, *BACKENDS):
-        raise InvalidInput(
-            "backend is one of " + ", ".join(map(repr, BACKENDS)),
-            got=repr(backend),
-            remedy='backend="virtual"',
-        )
-    if plan is not None and options:
-        raise InvalidInput(
-            "a finished plan leaves nothing to decide",
-            got=f"plan= together with {', '.join(options)}",
-            remedy="give these to plan() instead",
-        )
-    if backend is None:
-        backend = "torch" if dist.is_initialized() or dist.is_torchelastic_launched() else "virtual"
-    if backend == "virtual" and local_inputs:
-        raise InvalidInput(
-            "local inputs are those of one process of several",
-            got='local_inputs=True with backend="virtual"',
-            remedy="hand the global batch to the virtual mesh",
-        )
-    if local_inputs and check:
-        raise InvalidInput(
-            "what is checked is the global batch, which every rank is given",
-            got="local_inputs=True with check=True",
-            remedy="one of them",
-        )
+    backend = _validate(backend, plan, options, local_inputs, check)
     device = _device_of(model)
     if backend == "virtual":
         decided = _decide(model, args, kwargs, plan, options)
-        virtual = VirtualPipeline if decided.pipelining else VirtualBackend
-        here: Backend = virtual(decided.program, device, check)
-        return ParallelModule(
-            model, decided.program, decided, here, _checks(model, decided, False) if check else None
-        )
+        return _module(model, decided, virtual_backend(decided, device, check), check)
     device = enter_world(device)
     with one_fails_all_stop(agreed=True):
         decided = _decide_together(model, args, kwargs, plan, options)
         require_world_of(decided.program.whole_mesh)
-        if local_inputs and decided.batches is not None:
-            raise InvalidInput(
-                "a step in micro-batches cuts the global batch, which every rank is given",
-                got=f"local_inputs=True with {decided.microbatches} micro-batches",
-                remedy="hand every rank the global batch, or microbatches=1",
-            )
+        _validate_slices(decided, local_inputs)
     with one_fails_all_stop():
-        here = (
-            TorchPipeline(decided.program, device)
-            if decided.pipelining
-            else TorchBackend(decided.program, local_inputs, device)
-        )
-        return ParallelModule(
-            model, decided.program, decided, here, _checks(model, decided, True) if check else None
-        )
+        return _module(model, decided, _torch_backend(decided, local_inputs, device), check)
+
+
+def virtual_backend(decided: Plan, device: torch.device, check: bool = False) -> Backend:
+    """All ranks of a plan in this process."""
+    virtual = VirtualPipeline if decided.pipelining else VirtualBackend
+    return virtual(decided.program, device, check)
+
+
+def _torch_backend(decided: Plan, local_inputs: bool, device: torch.device) -> Backend:
+    """This process's rank of a plan."""
+    if decided.pipelining:
+        return TorchPipeline(decided.program, device)
+    return TorchBackend(decided.program, local_inputs, device)
+
+
+def _module(model: nn.Module, decided: Plan, backend: Backend, check: bool) -> ParallelModule:
+    on_processes = not isinstance(backend, VirtualBackend)
+    checks = Checks(model, decided.original, on_processes) if check else None
+    return ParallelModule(model, decided.program, decided, backend, checks)
 
 
 def _decide(
@@ -138,9 +116,50 @@ def _decide_together(
     return agree(lambda: _decide(model, args, kwargs, given, options), follow)
 
 
-def _checks(model: nn.Module, decided: Plan, on_processes: bool) -> Checks:
-    whole = decided.batches.whole if decided.batches else decided.captured
-    return Checks(model, whole, on_processes)
+def _validate(
+    backend: str | None,
+    plan: Plan | SavedPlan | None,
+    options: Mapping[str, Any],
+    local_inputs: bool,
+    check: bool,
+) -> str:
+    """The backend, once what was given does not contradict itself."""
+    if backend not in (None, *BACKENDS):
+        raise InvalidInput(
+            "backend is one of " + ", ".join(map(repr, BACKENDS)),
+            got=repr(backend),
+            remedy='backend="virtual"',
+        )
+    if plan is not None and options:
+        raise InvalidInput(
+            "a finished plan leaves nothing to decide",
+            got=f"plan= together with {', '.join(options)}",
+            remedy="give these to plan() instead",
+        )
+    if backend is None:
+        backend = "torch" if dist.is_initialized() or dist.is_torchelastic_launched() else "virtual"
+    if backend == "virtual" and local_inputs:
+        raise InvalidInput(
+            "local inputs are those of one process of several",
+            got='local_inputs=True with backend="virtual"',
+            remedy="hand the global batch to the virtual mesh",
+        )
+    if local_inputs and check:
+        raise InvalidInput(
+            "what is checked is the global batch, which every rank is given",
+            got="local_inputs=True with check=True",
+            remedy="one of them",
+        )
+    return backend
+
+
+def _validate_slices(decided: Plan, local_inputs: bool) -> None:
+    if local_inputs and decided.batches is not None:
+        raise InvalidInput(
+            "a step in micro-batches cuts the global batch, which every rank is given",
+            got=f"local_inputs=True with {decided.microbatches} micro-batches",
+            remedy="hand every rank the global batch, or microbatches=1",
+        )
 
 
 def _device_of(model: nn.Module) -> torch.device:

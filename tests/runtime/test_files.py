@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar as ap
-from autopar.api import _backend
+from autopar.api import virtual_backend
 from autopar.capture.fingerprint import fingerprint_of
 from autopar.pipeline import load, schedule, simulate, to_csv, to_text
 from autopar.runtime.module import ParallelModule
@@ -85,9 +85,8 @@ class Plans:
         saved.require_same(self.fingerprint)
         plan = saved.attach_captured(self.captured)
         model = Model()
-        module = ParallelModule(
-            model, plan.program, plan, _backend("virtual", plan, model, False, False)
-        )
+        backend = virtual_backend(plan, torch.device("cpu"))
+        module = ParallelModule(model, plan.program, plan, backend)
         str(plan)
         loss = module.step(X)
         grads = module.full_grads()
