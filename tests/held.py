@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import autopar as ap
+from autopar.pipeline.executor import RankRunner
+from autopar.pipeline.keeping import course
 from autopar.pipeline.worker import Worker
 from tests.models import Case
 
@@ -68,6 +71,36 @@ class HeldByWorkers:
     def _outside(self) -> set[int]:
         return {tensor.untyped_storage().data_ptr() for tensor in self._find_outside()}
 
+    @contextmanager
+    def watching(self, look: Callable[[Worker], None]) -> Iterator[None]:
+        """Steps in here `look` at a worker each time that it holds more."""
+        forward, run, do = Worker.forward, Worker._run, RankRunner._do
+
+        def watched_forward(worker: Worker, *args: object) -> object:
+            sent = forward(worker, *args)
+            look(worker)
+            return sent
+
+        def watched_run(worker: Worker, slice_: int, kept: object) -> object:
+            with self.packing(worker, slice_):
+                results = run(worker, slice_, kept)
+            if worker.recompute:
+                look(worker)
+            return results
+
+        def watched_do(runner: RankRunner, action: object, *args: object) -> object:
+            sent = do(runner, action, *args)
+            if action.kind == "I":
+                look(runner.workers[action.pipe, action.stage])
+            return sent
+
+        with (
+            patch.object(Worker, "forward", watched_forward),
+            patch.object(Worker, "_run", watched_run),
+            patch.object(RankRunner, "_do", watched_do),
+        ):
+            yield
+
     def packing(self, worker: Worker, slice_: int) -> AbstractContextManager[None]:
         """Around a forward."""
 
@@ -94,3 +127,40 @@ class HeldByWorkers:
 
         by_itself = sum(gradient.numel() * gradient.itemsize for gradient in gradients)
         return storages([*tensors, *gradients]), storages(tensors) + by_itself
+
+
+def predicted_course(module: ap.ParallelModule, rank: int) -> list[dict[int, int]]:
+    """Bytes that the plan says a rank of the pipeline keeps by stage, each time they are more."""
+    pipelining = module.plan.pipelining
+    return [
+        {
+            stage: whole * cost.activations + received * cost.receives + later * cost.weight_halves
+            for stage, (whole, received, later) in moment.items()
+            for cost in [pipelining.stages[stage]]
+        }
+        for moment in course(pipelining.schedule, rank, pipelining.recompute)
+    ]
+
+
+def held_in_a_step(module: ap.ParallelModule, case: Case) -> list[int]:
+    """Bytes of storage that this process's stages keep in a step, each time they are more."""
+    backend = module.backend
+
+    def outside() -> Iterator[Tensor]:
+        for tensor in (*module.parameters(), *module.buffers()):
+            yield tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        for stage in backend.stages.values():
+            yield from (*stage._constants.values(), *stage._pieces.values())
+            for batch in stage._batches:
+                yield from batch.values()
+
+    held, seen = HeldByWorkers(outside), []
+
+    def look(_: Worker) -> None:
+        slices = range(backend.schedule.slices)
+        both = [held.of(w, number) for w in backend.workers.values() for number in slices]
+        seen.append(sum(really for really, _ in both))
+
+    with held.watching(look):
+        module.step(*case.args, **case.kwargs)
+    return seen

@@ -1,4 +1,4 @@
-"""What only processes can show: messages between ranks, replicas that stay equal, a lost rank."""
+"""What only processes can show: messages, replicas that stay equal, what ranks hold, a lost one."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from autopar.pipeline import simulate
 from autopar.runtime.launch import launch
 from autopar.runtime.messages import Messages
 from tests.annotations import megatron
+from tests.held import held_in_a_step, predicted_course
 from tests.models import gpt, mlp
 from tests.parity import Outcome, assert_equal, parallel_outcome, single_outcome
 from tests.pipeline.models import residuals
@@ -30,7 +31,7 @@ CHIMERAS = [
     ("chimera", 4, {"scale": "halving"}),
     ("chimera", 8, {"scale": "list"}),
 ]
-OTHERS = [("1f1b", 8, {}), ("interleaved", 8, {}), ("zb-v", 8, {})]
+OTHERS = [("1f1b", 8, {}), ("interleaved", 8, {}), ("zb-h1", 8, {}), ("zb-v", 8, {})]
 
 
 def small(layers: int):
@@ -76,6 +77,9 @@ def train(say, layers, forms, reference: bytes, tags: bool):
         recorded = module.backend.recorded[rank]
         assert tuple(recorded.order) == made.orders[rank]
         assert recorded.peak_activations == simulate(made).peak_activations[rank]
+        if layers <= 8 and schedule in ("1f1b", "zb-h1"):
+            predicted = predicted_course(module, rank)
+            assert held_in_a_step(module, case) == [sum(moment.values()) for moment in predicted]
         held = {name: value.to_local().clone() for name, value in module.named_parameters()}
         everyones = [None] * ranks
         dist.all_gather_object(everyones, held)

@@ -9,11 +9,10 @@ import pytest
 from torch import Tensor
 
 import autopar as ap
-from autopar.pipeline.executor import RankRunner
-from autopar.pipeline.keeping import course, moments
+from autopar.pipeline.keeping import moments
 from autopar.pipeline.worker import Worker
 from tests import models
-from tests.held import HeldByWorkers
+from tests.held import HeldByWorkers, predicted_course
 from tests.pipeline.models import made_of_weights, share_captures, shared  # noqa: F401
 
 RANKS = 4
@@ -46,7 +45,7 @@ SAMPLED = [
 
 @pytest.mark.filterwarnings("ignore:batch norm")
 @pytest.mark.parametrize(("name", "schedule", "options", "recompute"), SAMPLED)
-def test_ranks_hold_what_is_predicted(monkeypatch, name, schedule, options, recompute) -> None:
+def test_ranks_hold_what_is_predicted(name, schedule, options, recompute) -> None:
     case = made_once(name)
     module = ap.parallelize(
         case.model,
@@ -84,42 +83,10 @@ def test_ranks_hold_what_is_predicted(monkeypatch, name, schedule, options, reco
                 found[stage] = found.get(stage, 0) + counted
         seen[rank].append(found)
 
-    forward, run, do = Worker.forward, Worker._run, RankRunner._do
-
-    def watched_forward(worker: Worker, *args: object) -> object:
-        sent = forward(worker, *args)
-        look(worker)
-        return sent
-
-    def watched_run(worker: Worker, slice_: int, kept: object) -> object:
-        with held.packing(worker, slice_):
-            results = run(worker, slice_, kept)
-        if recompute:
-            look(worker)
-        return results
-
-    def watched_do(runner: RankRunner, action: object, *args: object) -> object:
-        sent = do(runner, action, *args)
-        if action.kind == "I":
-            look(runner.workers[action.pipe, action.stage])
-        return sent
-
-    monkeypatch.setattr(Worker, "forward", watched_forward)
-    monkeypatch.setattr(Worker, "_run", watched_run)
-    monkeypatch.setattr(RankRunner, "_do", watched_do)
-    module.step(*case.args, **case.kwargs)
+    with held.watching(look):
+        module.step(*case.args, **case.kwargs)
     for rank in range(RANKS):
-        expected = [
-            {
-                stage: whole * cost.activations
-                + received * cost.receives
-                + later * cost.weight_halves
-                for stage, (whole, received, later) in moment.items()
-                for cost in [pipelining.stages[stage]]
-            }
-            for moment in course(made, rank, recompute)
-        ]
-        assert seen[rank] == expected
+        assert seen[rank] == predicted_course(module, rank)
     assert not any(held.of(worker, slice_)[0] for worker in workers.values() for slice_ in range(8))
     each = sum(stage.seconds for stage in pipelining.stages)
     assert sum(module.plan.timeline.busy) == pytest.approx(made.slices * each)

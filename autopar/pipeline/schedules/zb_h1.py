@@ -1,7 +1,8 @@
-"""ZB-H1 (Qi et al. 2024): 1F1B with split backward, as much memory on each rank as on the first.
+"""ZB-H1 (Qi et al. 2024): 1F1B with split backward, each rank keeps p micro-batches.
 
 Stage s puts its W off by s micro-batches, so that the last stages fill with W what 1F1B leaves
-idle. With F = I = W the makespan exceeds m(F + B) by p - 1 for m >= p; every rank keeps p.
+idle. With F = I = W the makespan exceeds m(F + B) by p - 1 for m >= p; every rank keeps p, of which
+s wait for W alone: more bytes than 1F1B where products' inputs and gradients outweigh activations.
 """
 
 from __future__ import annotations
