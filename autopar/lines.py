@@ -17,6 +17,7 @@ import torch
 
 _STANDARD = sysconfig.get_paths()["stdlib"] + "/"
 _LIBRARIES = tuple(f"{Path(file).parent}/" for file in (torch.__file__, __file__))
+LONGEST = 100  # characters of a line that are shown
 
 
 def caller(inner: FrameType | None = None) -> str | None:
@@ -44,8 +45,13 @@ def _is_users(file: str) -> bool:
 
 def describe(file: str, line: int, text: str | None = None) -> str:
     """One line for people: the path as short as it stays clear, the line and its text."""
-    text = (text or linecache.getline(file, line)).strip()
+    text = shorten((text or linecache.getline(file, line)).strip())
     return f"{_short(file)}:{line}" + (f": {text}" if text else "")
+
+
+def shorten(text: str) -> str:
+    """As much of a text as a message shows."""
+    return text if len(text) <= LONGEST else text[: LONGEST - 1].rstrip() + "…"
 
 
 def _short(file: str) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import autopar as ap
 from autopar import Mesh, shard
+from autopar.lines import LONGEST, describe
 
 D4 = Mesh(d=4)
 
@@ -273,7 +274,7 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "a model that fails": (
         lambda: parallel(Two(), torch.ones(8, 5)),
-        ["torch.export can follow forward", "in Two", "runs on its own"],
+        ["the model runs on the example inputs", "in up, a Linear: a and b must", "mend the"],
     ),
     "no model": (
         lambda: parallel(lambda x: x),
@@ -390,6 +391,13 @@ def test_impossible_annotations_are_explained_by_a_search_too(
 ) -> None:
     monkeypatch.setitem(DEFAULTS, "mode", "auto")
     test_bad_input_is_explained(name)
+
+
+def test_a_long_line_is_cut() -> None:
+    shown = describe("/elsewhere/train.py", 12, "x = " + "f(x) + " * 50)
+    assert shown.startswith("/elsewhere/train.py:12: x = f(x) + f(x)")
+    assert shown.endswith("…")
+    assert len(shown) <= LONGEST + len("/elsewhere/train.py:12: ")
 
 
 def test_operators_without_rules_are_said_once_and_run_replicated() -> None:

@@ -28,7 +28,14 @@ from autopar.capture.captured import Captured, Example
 from autopar.capture.counters import changes_seen, warn_of_counters
 from autopar.capture.draft import Draft
 from autopar.capture.failure import check_call, explain
-from autopar.capture.fake import fake_inputs, fake_model, home, new_mode, outside_fake_mode
+from autopar.capture.fake import (
+    FakeTensorMode,
+    fake_inputs,
+    fake_model,
+    home,
+    new_mode,
+    outside_fake_mode,
+)
 from autopar.capture.flatten import flatten
 from autopar.capture.functions import own_backwards_refused
 from autopar.capture.hooks import hooks_refused, refuse_hooks, warn_of_memory
@@ -57,7 +64,7 @@ def capture(
         fakes = fake_inputs(leaves, mode, device)
         call = pytree.tree_unflatten(fakes, input_spec)
         with changes_seen() as changes, hooks_refused() as lines:
-            program = _export(copy, *call)
+            program = _export(copy, mode, *call)
         held = dict(copy.named_parameters()) | dict(copy.named_buffers())
         draft = flatten(program, mode, _canonical(copy), held, input_spec, fakes)
         normalise(draft)
@@ -68,12 +75,16 @@ def capture(
     return captured
 
 
-def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+def _export(
+    model: nn.Module, mode: FakeTensorMode, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ExportedProgram:
     try:
         with _quiet(), whole_stacks(), own_backwards_refused():
             return torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:
-        raise explain(error, model) from error
+        with _quiet():
+            explained = explain(error, model, mode, args, kwargs)
+        raise explained from error
 
 
 def _canonical(model: nn.Module) -> dict[str, str]:

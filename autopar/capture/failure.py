@@ -6,16 +6,21 @@ stops it. The error names the user's line and what to write instead.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import linecache
 import re
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from autopar.capture.source import describe, lines_before, of_traceback, passes_through
+from autopar.capture.fake import FakeTensorMode
+from autopar.capture.source import is_users, lines_before, of_traceback, passes_through
 from autopar.errors import AutoparError, InvalidInput
+from autopar.lines import describe
 
 VALUES = "forward must not depend on the values of tensors, only on their shapes"
 # torch's own text names unknowns that mean nothing to users.
@@ -44,66 +49,129 @@ def check_call(model: object, args: object, kwargs: Mapping[str, Any]) -> None:
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
-        code = getattr(inspect.unwrap(model.forward), "__code__", None)
         raise InvalidInput(
             "the example inputs fit the signature of forward",
             got=f"{error}; forward{inspect.signature(model.forward)}",
             remedy="pass example inputs for every argument without a default",
-            source=code and describe(code.co_filename, code.co_firstlineno, None),
+            source=_of_forward(model),
         ) from error
 
 
-def explain(error: Exception, model: nn.Module) -> AutoparError:
-    """The error for the user, from what export ran into."""
+def explain(
+    error: Exception,
+    model: nn.Module,
+    mode: FakeTensorMode,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> AutoparError:
+    """The error for the user, from what export ran into with a `model` and inputs of `mode`."""
     if isinstance(error, AutoparError):
         return error
-    source = of_traceback(error.__traceback__)
-    text = str(error)
-    kind = type(error).__name__
-    if "DataDependent" in kind or "data-dependent" in text:
-        remedy = _of_layer_drop(error.__traceback__) or VALUES_REMEDY
-        if passes_through(error.__traceback__, "torch/nn/modules/batchnorm.py"):
-            remedy = "give batch norm a momentum: without one it divides by a count it keeps"
-        return InvalidInput(VALUES, got=DECISION, remedy=remedy, source=source)
-    if kind in _UNKNOWN_RESULTS:
+    found = _of_values(error)
+    if found is not None:
+        return found
+    if "not a known type" in str(error):
+        result, _ = _called(model, mode, args, kwargs)
+        return _of_types(error, model, "returns", result)
+    if "Unsupported input type" in str(error):
+        return _of_types(error, model, "takes", (args, kwargs))
+    _, own = _called(model, mode, args, kwargs)
+    if type(own) is type(error) and not isinstance(error, NotImplementedError):
         return InvalidInput(
-            "torch can tell the shape of every result without its values",
-            got=f"{text.strip().splitlines()[0]}, of which it cannot",
-            remedy="compute it outside forward, or make it an operator by "
-            "torch.library.custom_op with register_fake, and a rule by register_rule()",
-            source=source,
-        )
-    if any(word in text for word in _WITHOUT_VALUES):
-        return InvalidInput(
-            VALUES,
-            got="an operation that reads the memory of a tensor, which has none while forward "
-            f"is followed ({kind}: {_first_lines(text, 1).partition('. If')[0]})",
-            remedy=VALUES_REMEDY,
-            source=source,
-        )
-    if ".numpy()" in text or (
-        "numpy" in text.lower() and isinstance(error, RuntimeError | TypeError)
-    ):
-        return InvalidInput(
-            VALUES,
-            got="a tensor handed to numpy",
-            remedy="write the computation with torch",
-            source=source,
-        )
-    if "not a known type" in text:
-        return InvalidInput(
-            "forward returns tensors in tuples, lists, dicts, or dataclasses that torch knows",
-            got=_first_lines(text).partition(" in output")[0].removeprefix("Found "),
-            remedy="call torch.export.register_dataclass(its class), or return a tuple or a dict",
-            source=source,
+            "the model runs on the example inputs",
+            got=_said(own, model),
+            remedy="mend the inputs or the model: without torch.export, too, model(*args, "
+            "**kwargs) fails on their shapes and dtypes",
+            source=of_traceback(own.__traceback__),
         )
     return InvalidInput(
         "torch.export can follow forward on the example inputs",
-        got=f"{kind} in {type(model).__name__}: {_first_lines(text)}",
+        got=_said(error, model),
         remedy="see whether model(*args, **kwargs) runs on its own; if it does, it goes another "
         "way while it is followed: write this line without asking for that",
-        source=source,
+        source=of_traceback(error.__traceback__),
     )
+
+
+def _of_values(error: Exception) -> InvalidInput | None:
+    """Where forward asks for what its tensors hold, or for a shape that depends on it."""
+    trace, text, kind = error.__traceback__, str(error), type(error).__name__
+    rule, remedy = VALUES, VALUES_REMEDY
+    if "DataDependent" in kind or "data-dependent" in text:
+        got, remedy = DECISION, _of_layer_drop(trace) or VALUES_REMEDY
+        if passes_through(trace, "torch/nn/modules/batchnorm.py"):
+            remedy = "give batch norm a momentum: without one it divides by a count it keeps"
+    elif kind in _UNKNOWN_RESULTS:
+        rule = "torch can tell the shape of every result without its values"
+        got = f"{text.strip().splitlines()[0]}, of which it cannot"
+        remedy = (
+            "compute it outside forward, or make it an operator by "
+            "torch.library.custom_op with register_fake, and a rule by register_rule()"
+        )
+    elif any(word in text for word in _WITHOUT_VALUES) and not isinstance(error, AttributeError):
+        got = (
+            "an operation that reads the memory of a tensor, which has none while forward "
+            f"is followed ({kind}: {_first_lines(text, 1).partition('. If')[0]})"
+        )
+    elif ".numpy()" in text or (
+        "numpy" in text.lower() and isinstance(error, RuntimeError | TypeError)
+    ):
+        got, remedy = "a tensor handed to numpy", "write the computation with torch"
+    else:
+        return None
+    return InvalidInput(rule, got=got, remedy=remedy, source=of_traceback(trace))
+
+
+def _of_types(error: Exception, model: nn.Module, verb: str, values: object) -> InvalidInput:
+    """What forward takes or returns, among `values`, is of a type that torch does not look into."""
+    leaves, named = pytree.tree_leaves(values), re.search(r"<class '([^']*)'>", str(error))
+    name = named[1] if named else ""
+    found = next((type(leaf) for leaf in leaves if str(type(leaf)) == f"<class '{name}'>"), None)
+    remedy = "use a tuple or a dict"
+    if name.startswith("transformers.") or name.endswith("Cache"):
+        remedy = "set model.config.use_cache = False, or pass use_cache=False: training needs none"
+    elif found is None or dataclasses.is_dataclass(found):
+        kind = found.__name__ if found else "of a dataclass"
+        remedy = f"call torch.export.register_dataclass({kind}), or {remedy}"
+    return InvalidInput(
+        f"forward {verb} tensors in tuples, lists, dicts, or dataclasses that torch knows",
+        got=named[0] if named else _first_lines(str(error)),
+        remedy=remedy,
+        source=_of_forward(model),
+    )
+
+
+def _called(
+    model: nn.Module, mode: FakeTensorMode, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[object, Exception | None]:
+    """What the model itself gives on these fakes, outside of export; or its error."""
+    try:
+        with mode:
+            return model(*args, **kwargs), None
+    except Exception as error:
+        return None, error
+
+
+def _said(error: Exception, model: nn.Module) -> str:
+    """An error in the words of its user, with the innermost module that met it."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    where, trace = "", error.__traceback__
+    while trace is not None:
+        where = paths.get(id(trace.tb_frame.f_locals.get("self")), where)
+        trace = trace.tb_next
+    kind = type(model.get_submodule(where)).__name__
+    text = _first_lines(str(error)).replace("FakeTensor", "Tensor")
+    return f"{type(error).__name__} in {f'{where}, a {kind}' if where else kind}: {text}"
+
+
+def _of_forward(model: nn.Module) -> str | None:
+    """The line where a forward of the user's begins, after its decorators."""
+    code = getattr(inspect.unwrap(model.forward), "__code__", None)
+    if code is None or not is_users(code.co_filename):
+        return None
+    lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
+    ahead = (number for number, line in enumerate(lines) if line.lstrip().startswith("def "))
+    return describe(code.co_filename, code.co_firstlineno + next(ahead, 0))
 
 
 def _of_layer_drop(trace: TracebackType | None) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -61,6 +62,20 @@ def shapes(self: Function, x: Tensor) -> Tensor:
     return self.linear(x) @ x  # the line
 
 
+def attribute(self: Function, x: Tensor) -> Tensor:
+    return self.linear(x).nope  # the line
+
+
+def layer(self: Function, x: Tensor) -> Tensor:
+    return self.linear(x[:, 1:])  # the line
+
+
+def followed(self: Function, x: Tensor) -> Tensor:
+    if torch.compiler.is_exporting():
+        raise ValueError("not while this is followed")  # the line
+    return self.linear(x)
+
+
 class Straight(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -96,7 +111,8 @@ WRITES = "forward changes only buffers and its own intermediate values"
 GRADIENTS = (
     "gradients are those of the operators of forward; one written by hand belongs to an operator"
 )
-RUNS = "torch.export can follow forward on the example inputs"
+RUNS = "the model runs on the example inputs"
+FOLLOWS = "torch.export can follow forward on the example inputs"
 SHAPES = "torch can tell the shape of every result without its values"
 
 
@@ -113,6 +129,9 @@ SHAPES = "torch can tell the shape of every result without its values"
         (least_squares, SHAPES, "aten.linalg_lstsq.default"),
         (own_error, RUNS, "KeyError in Function: 'no such layer'"),
         (shapes, RUNS, "RuntimeError in Function: a and b must have same reduction dim"),
+        (attribute, RUNS, "AttributeError in Function: 'Tensor' object has no attribute 'nope'"),
+        (layer, RUNS, "RuntimeError in linear, a Linear: a and b must have same reduction dim"),
+        (followed, FOLLOWS, "ValueError in Function: not while this is followed"),
         (data, "every tensor comes from an input, a parameter, a buffer or an operator", ".data"),
         (own_backward, GRADIENTS, "Straight, a torch.autograd.Function"),
         (written_input, WRITES, "an input (args_0) is changed in place by aten.mul_"),
@@ -131,6 +150,54 @@ def test_errors_of_forward(
     assert "test_failures.py:" in (error.source or "")
     assert "# the line" in (error.source or "")
     assert capfd.readouterr() == ("", "")
+
+
+class Own:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class DynamicCache(Own):
+    """As the models of transformers return beside their loss."""
+
+
+@dataclass
+class Result:
+    x: Tensor
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [
+        (Own, "use a tuple or a dict"),
+        (Result, "call torch.export.register_dataclass(Result), or use a tuple or a dict"),
+        (DynamicCache, "set model.config.use_cache = False, or pass use_cache=False"),
+    ],
+)
+def test_types_that_torch_does_not_look_into(kind: Callable[..., Any], remedy: str) -> None:
+    class Made(nn.Module):
+        @torch.no_grad()
+        def forward(self, x: Tensor) -> Any:  # the line
+            return kind(x)
+
+    class Taken(nn.Module):
+        def forward(self, x: Any) -> Tensor:  # the line
+            return x.x
+
+    x = torch.randn(3, 4)
+    for model, given, verb in ((Made(), x, "returns"), (Taken(), kind(x), "takes")):
+        with pytest.raises(InvalidInput, match=f"forward {verb} tensors in tuples") as caught:
+            capture(model, (given,))
+        assert kind.__name__ in str(caught.value.got)  # type: ignore[attr-defined]
+        assert str(caught.value.remedy).startswith(remedy)
+        assert (caught.value.source or "").endswith("# the line")
+
+
+def test_a_mistake_in_the_inputs_is_not_blamed_on_export() -> None:
+    with pytest.raises(InvalidInput, match=RUNS) as caught:
+        capture(nn.Sequential(nn.ReLU(), nn.Linear(4, 4)), (torch.randn(8, 5),))
+    assert "RuntimeError in 1, a Linear" in str(caught.value.got)
+    assert "test_failures.py:" in (caught.value.source or "")
 
 
 def test_missing_argument() -> None:
