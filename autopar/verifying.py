@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from autopar.api import parallelize
 from autopar.capture import capture
@@ -20,6 +19,7 @@ from autopar.cluster import Cluster
 from autopar.collectives import from_ranks
 from autopar.errors import InvalidInput
 from autopar.inspection.references import (
+    Call,
     CapturedModule,
     Difference,
     Tensors,
@@ -28,6 +28,7 @@ from autopar.inspection.references import (
     compare,
     difference_of,
     first_module,
+    in_double,
     loss_of,
     same_numbers,
     train,
@@ -39,7 +40,12 @@ from autopar.runtime.plan import Plan
 from autopar.runtime.virtual import VirtualGraph
 
 RANKS = 4  # where neither mesh nor machines are given
-Call = tuple[tuple, Mapping[str, Any]]
+_AFTER_FORWARD = Difference(
+    "captured and parallel",
+    "no value of forward; so backward, or the schedule",
+    ("as captured", "as captured"),
+    None,
+)
 
 
 def verify(
@@ -69,10 +75,10 @@ def verify(
     if not options.keys() & {"mesh", "cluster", "plan"}:
         options["cluster"] = Cluster.local(RANKS, measure=False)
     refuse_meta(model, (args, kwargs or {}))
-    original, call, dtype = _in_double(model, (args, kwargs or {}), "plan" in options)
+    original, call, dtype = in_double(model, (args, kwargs or {}), "plan" in options)
+    plain, rate = _train_plain(copy.deepcopy(original), call, steps)
     captured = capture(original, *call)
     tolerance = Tolerance.of(captured)
-    plain, rate = _train_plain(copy.deepcopy(original), call, steps)
     second = copy.deepcopy(original)
     exported, _ = train_module(CapturedModule(second, captured), second, call, steps, rate)
     from_captured = compare(exported, plain, tolerance)
@@ -80,9 +86,10 @@ def verify(
     if not all(row.ok for row in from_captured):
         differences.append(first_module(copy.deepcopy(original), captured, call, tolerance))
     module = parallelize(copy.deepcopy(original), *call, **{**options, "backend": "virtual"})
-    trained = _train_parallel(module, call, steps, rate)
+    outputs, difference = _forward(module.plan, original, call, tolerance)
+    trained = replace(_train_parallel(module, call, steps, rate), outputs=outputs)
     if not all(row.ok for row in compare(trained, exported, tolerance)):
-        differences.append(_first_value(module.plan, original, call, tolerance))
+        differences.append(difference or _AFTER_FORWARD)
     return Verification(
         module.plan.whole_mesh,
         _how(module.plan),
@@ -95,26 +102,9 @@ def verify(
     )
 
 
-def _in_double(model: nn.Module, call: Call, as_it_is: bool) -> tuple[nn.Module, Call, torch.dtype]:
-    """Copies of the model and its inputs in float64, if it runs so, or else as they are."""
-
-    def double(leaf: Any) -> Any:
-        is_real = isinstance(leaf, Tensor) and leaf.dtype.is_floating_point
-        return leaf.detach().double().requires_grad_(leaf.requires_grad) if is_real else leaf
-
-    own = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
-    if not as_it_is and own is not torch.float64:
-        precise, inputs = copy.deepcopy(model).double(), pytree.tree_map(double, call)
-        with suppress(Exception), same_numbers(0):  # if it fails as it is too, that is told
-            trial = copy.deepcopy(precise)
-            loss_of(trial(*inputs[0], **inputs[1])).backward()
-            return precise, inputs, torch.float64
-    return copy.deepcopy(model), call, own
-
-
 def _train_plain(model: nn.Module, call: Call, steps: int) -> tuple[Trained, float]:
     try:
-        return train_module(model, model, call, steps)
+        trained, rate = train_module(model, model, call, steps)
     except Exception as error:
         raise InvalidInput(
             "the plain model runs forward and backward, which the others are compared with",
@@ -122,6 +112,13 @@ def _train_plain(model: nn.Module, call: Call, steps: int) -> tuple[Trained, flo
             remedy="mend the model, or its inputs",
             source=of_traceback(error.__traceback__),
         ) from error
+    if not all(loss.isfinite() for loss in trained.losses):
+        raise InvalidInput(
+            "the plain model's loss is a number, which the others are compared with",
+            got=", ".join(f"{float(loss.real):.6g}" for loss in trained.losses) + ", step by step",
+            remedy="mend the model, its initial values or its inputs",
+        )
+    return trained, rate
 
 
 def _train_parallel(module: ParallelModule, call: Call, steps: int, rate: float) -> Trained:
@@ -146,14 +143,20 @@ def _train_parallel(module: ParallelModule, call: Call, steps: int, rate: float)
     return train(step, parameters, gradients, buffers, state, steps, rate)[0]
 
 
-def _first_value(plan: Plan, model: nn.Module, call: Call, tolerance: Tolerance) -> Difference:
-    """The first value of the parallel program that is not that of the captured one."""
+def _forward(
+    plan: Plan, model: nn.Module, call: Call, tolerance: Tolerance
+) -> tuple[Tensors, Difference | None]:
+    """The outputs of the whole program, and its first value that is not the captured one's.
+
+    In micro-batches the first one is run, which has no output but its share of the loss.
+    """
     program, captured = plan.program, plan.captured
-    shapes = program.shapes(program.whole_shapes)
-    given = dict(program.split(program.bind(*call, shapes))[0])  # one micro-batch shows it
+    given = dict(program.split(program.bind(*call, program.shapes(program.whole_shapes)))[0])
     named = dict(model.named_parameters()) | dict(model.named_buffers())
     given |= {key: named[n] for key, n in (captured.parameters | captured.buffers).items()}
     expected: dict[str, Tensor] = {}
+    outputs = {node.name: None for node in program.outputs}
+    made: dict[str, Tensor] = {}
     found: list[Difference] = []
 
     def note(node: fx.Node, value: Any) -> None:
@@ -161,24 +164,30 @@ def _first_value(plan: Plan, model: nn.Module, call: Call, tolerance: Tolerance)
             expected[node.name] = value.detach()
 
     def look(node: fx.Node, values: list[Tensor]) -> None:
-        if not found and node.name in expected:
+        compares = not found and node.name in expected
+        if compares or node.name in outputs:
             type_ = node.meta["type"]
-            whole = from_ranks(values, type_.layout, plan.mesh, type_.shape)
-            difference = difference_of(node, expected[node.name], whole.detach(), tolerance)
-            found.extend([difference] if difference else [])
+            whole = from_ranks(values, type_.layout, plan.mesh, type_.shape).detach()
+            made[node.name] = whole
+            if compares:
+                difference = difference_of(node, expected[node.name], whole, tolerance)
+                found.extend([difference] if difference else [])
 
     device = next(iter(named.values())).device if named else torch.device("cpu")
     with same_numbers(0):
         evaluate(captured, given, note)
     with same_numbers(0):
         VirtualGraph(program.graph, plan.mesh, device, captured.constants, look)(given)
-    if found:
-        return found[0]
-    where = "no value of forward; so backward, or the schedule"
-    return Difference("captured and parallel", where, ("as captured", "as captured"), None)
+    leaves = enumerate(captured.output_leaves)
+    places = [str(index) for index, leaf in leaves if isinstance(leaf, fx.Node)]
+    shown = {} if plan.batches else {p: made[n] for p, n in zip(places, outputs)}
+    return shown, (found[0] if found else None)
 
 
 def _how(plan: Plan) -> str:
-    """The schedule and the micro-batches, to stand behind the mesh."""
+    """The schedule, the micro-batches and how much is cut, to stand behind the mesh."""
     schedule = f", {plan.pipelining.schedule.name}" if plan.pipelining else ""
-    return schedule + (f", {plan.microbatches} micro-batches" if plan.microbatches > 1 else "")
+    slices = f", {plan.microbatches} micro-batches" if plan.microbatches > 1 else ""
+    cut = sum(not layout.is_replicated for layout in plan.layouts.values())
+    share = f"{cut} of {len(plan.layouts)} values cut" if cut else "every rank runs all of it"
+    return f"{schedule}{slices}; {share}"

@@ -134,6 +134,53 @@ def test_a_wrong_rule_is_found_with_its_node():
     assert "return mix(" in (difference.source or "")
 
 
+@pytest.mark.parametrize("learns", [True, False])
+def test_an_output_beside_the_loss_is_compared(learns):
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            hidden = self.up(x)
+            return {"loss": hidden.square().mean(), "mixed": mix(hidden)}
+
+    model = Beside().requires_grad_(learns)
+    found = ap.verify(model, batch(), mesh=ap.Mesh(dp=2), mode="data")
+    assert all(row.ok for row in found.captured)
+    assert [(row.kind, row.name) for row in found.parallel if not row.ok] == [("output", "1")]
+    assert found.differences[0].where.startswith("verifytest_mix")
+
+
+def test_coarse_numbers_are_compared_in_double_as_well():
+    class Negated(nn.Module):
+        """Export negates the gradient of a shift."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift, self.up = nn.Parameter(torch.zeros(6)), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            shift = self.shift
+            if torch.compiler.is_exporting():
+                shift = shift.detach() * 2 - shift
+            hidden = self.up(x)
+            return (hidden * 10).square().mean() + 0.1 * (hidden + shift).square().mean()
+
+    model, (x,) = Negated().bfloat16(), batch()
+    module = ap.parallelize(model, (x.bfloat16(),), mesh=ap.Mesh(dp=2), check=True)
+    with pytest.raises(ap.ExecutionError, match="what the plain model does"):
+        module.step(x.bfloat16())
+
+
+def test_the_verdict_says_how_much_is_cut():
+    model = nn.Linear(6, 6)
+    cut = str(ap.verify(model, batch(), mesh=ap.Mesh(dp=2), mode="data"))
+    assert "values cut" in cut
+    whole = ap.verify(model, batch(), mesh=ap.Mesh(one=1))
+    assert "every rank runs all of it" in str(whole)
+
+
 def test_a_gradient_on_one_side_only_is_a_difference():
     class Once(nn.Module):
         def __init__(self) -> None:
@@ -157,6 +204,7 @@ def test_a_gradient_on_one_side_only_is_a_difference():
         (lambda: ap.verify(nn.Linear(6, 6, device="meta"), batch()), "with data"),
         (lambda: ap.verify(nn.Linear(6, 6), (batch()[0].to("meta"),)), "with data"),
         (lambda: ap.verify(nn.Linear(5, 6), batch()), "plain model runs"),
+        (lambda: ap.verify(nn.Linear(6, 6), (batch()[0] / 0,)), "loss is a number"),
     ],
 )
 def test_wrong_input_is_refused(call, rule):

@@ -6,9 +6,10 @@ side by side, and `first_module` finds where a captured program leaves the plain
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from autopar.capture.execute import run
 
 _SHOWN = 3  # elements of a tensor that differs
 Tensors = Mapping[str, Tensor]
+Call = tuple[tuple, Mapping[str, Any]]  # arguments, and those with names
 
 
 class CapturedModule(nn.Module):
@@ -112,6 +114,25 @@ class Difference:
         return f"first value that differs between {self.between}: {self.where}{shown}{at}"
 
 
+def in_double(
+    model: nn.Module, call: Call, as_it_is: bool = False
+) -> tuple[nn.Module, Call, torch.dtype]:
+    """Copies of the model and its inputs in float64, if it runs so, or else as they are."""
+
+    def double(leaf: Any) -> Any:
+        is_real = isinstance(leaf, Tensor) and leaf.dtype.is_floating_point
+        return leaf.detach().double().requires_grad_(leaf.requires_grad) if is_real else leaf
+
+    own = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
+    if not as_it_is and own is not torch.float64:
+        precise, inputs = copy.deepcopy(model).double(), pytree.tree_map(double, call)
+        with suppress(Exception), same_numbers(0):  # if it fails as it is too, that is told
+            trial = copy.deepcopy(precise)
+            loss_of(trial(*inputs[0], **inputs[1])).backward()
+            return precise, inputs, torch.float64
+    return copy.deepcopy(model), call, own
+
+
 def loss_of(outputs: Any) -> Tensor:
     """The first differentiable number among the outputs, or else a weighted sum of all of them."""
     learned = [
@@ -169,7 +190,7 @@ def train(
 def train_module(
     module: nn.Module,
     model: nn.Module,
-    call: tuple[tuple, Mapping[str, Any]],
+    call: Call,
     steps: int,
     rate: float | None = None,
 ) -> tuple[Trained, float]:
@@ -207,16 +228,13 @@ def compare(found: Trained, expected: Trained, tolerance: Tolerance) -> list[Com
             yield _comparison(kind, name, ours.get(name), theirs.get(name), floor, tolerance)
 
     largest = max((_largest(grad) for grad in expected.gradients.values()), default=1.0)
+    outputs = {name: value for name, value in expected.outputs.items() if name in found.outputs}
     ours, theirs = (
         {str(i + 1): one for i, one in enumerate(trained.losses)} for trained in (found, expected)
     )
     return [
         *pairs("loss", ours, theirs, 0.0),
-        *(
-            pairs("output", found.outputs, expected.outputs, tolerance.floor)
-            if found.outputs
-            else ()
-        ),
+        *pairs("output", found.outputs, outputs, tolerance.floor),
         *pairs("gradient", found.gradients, expected.gradients, tolerance.floor * largest),
         *pairs("buffer", found.first_buffers, expected.first_buffers, tolerance.floor),
         *pairs("state at the end", found.state, expected.state, tolerance.floor),
@@ -226,7 +244,7 @@ def compare(found: Trained, expected: Trained, tolerance: Tolerance) -> list[Com
 def first_module(
     model: nn.Module,
     captured: Captured,
-    call: tuple[tuple, Mapping[str, Any]],
+    call: Call,
     tolerance: Tolerance,
 ) -> Difference | None:
     """The first module whose result no value of the captured program is equal to.
@@ -235,6 +253,7 @@ def first_module(
     left out what it gives.
     """
     made: list[tuple[str, Tensor]] = []
+    program = CapturedModule(copy.deepcopy(model), captured)  # from the same buffers
     with same_numbers(0), _results_of(model, made):
         model(*call[0], **call[1])
     known: dict[torch.Size, list[tuple[fx.Node, Tensor]]] = {}
@@ -243,7 +262,6 @@ def first_module(
         if isinstance(value, Tensor):
             known.setdefault(value.shape, []).append((node, value.detach()))
 
-    program = CapturedModule(model, captured)
     program.watch = watch
     with same_numbers(0):
         program(*call[0], **call[1])

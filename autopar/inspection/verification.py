@@ -83,7 +83,7 @@ class Verification:
 
     def _kinds(self) -> Iterator[str]:
         """The largest error of each kind of tensor."""
-        for kind in ("gradient", "buffer", "state at the end"):
+        for kind in ("output", "gradient", "buffer", "state at the end"):
             columns = [[row for row in rows if row.kind == kind] for rows in self._both]
             if columns[0]:
                 count = f"{len(columns[0])} tensors"

@@ -18,13 +18,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from autopar.capture import capture
 from autopar.capture.captured import Captured
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.inspection.references import (
+    Call,
     CapturedModule,
     Tolerance,
     compare,
     first_module,
+    in_double,
     train_module,
 )
 
@@ -50,10 +53,18 @@ class Checks:
             self._model = None
 
 
-def _require_plain(
-    model: nn.Module, captured: Captured, call: tuple[tuple, Mapping[str, Any]]
-) -> None:
-    """Refuse to train a program that export has made another than the model's."""
+def _require_plain(model: nn.Module, captured: Captured, call: Call) -> None:
+    """Refuse to train a program that export has made another than the model's.
+
+    In coarse numbers little is seen, so the model is captured and compared in float64 as well.
+    """
+    _compare(model, captured, call)
+    precise, inputs, dtype = in_double(model, call)
+    if dtype not in {parameter.dtype for parameter in model.parameters()}:
+        _compare(precise, capture(precise, *inputs), inputs)
+
+
+def _compare(model: nn.Module, captured: Captured, call: Call) -> None:
     plain, other = copy.deepcopy(model), copy.deepcopy(model)
     with torch.enable_grad():
         expected, rate = train_module(plain, plain, call, steps=1)
