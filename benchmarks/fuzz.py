@@ -4,7 +4,7 @@
 
 Prints a line of JSON for everything that is wrong or fails with a raw error, with the numbers that
 make it again (`tests.random_runs.run(program, configuration)`), and at the end the figures:
-compared, refused by rule, wrong, raw.
+compared (coarse: those with a part in bfloat16), refused by rule, wrong, raw.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> int:
                     json.dumps({**told, "of": result.configuration, "why": result.reason[:600]}),
                     flush=True,
                 )
-    figures = {name: verdicts[name] for name in ("compared", "refused", "wrong", "raw")}
+    figures = {name: verdicts[name] for name in ("compared", "coarse", "refused", "wrong", "raw")}
     seconds = round(time.perf_counter() - start)
     print(json.dumps({**figures, "by_rule": dict(refused.most_common()), "seconds": seconds}))
     return 1 if verdicts["wrong"] or verdicts["raw"] else 0
