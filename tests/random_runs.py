@@ -195,12 +195,12 @@ def _cut(
 @contextmanager
 def _deadline() -> Iterator[None]:
     def late(*_: object) -> None:
-        raise TimeoutError(f"not done after {SECONDS} s")
+        raise TimeoutError(f"not done after {SECONDS} s of this process's time")
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(SECONDS)
+    before = signal.signal(signal.SIGPROF, late)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
