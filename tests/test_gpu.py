@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -26,10 +28,23 @@ def test_the_peak_of_memory_is_the_plans() -> None:
 
 
 def test_the_kind_of_gpu_is_known_or_measured() -> None:
-    for figures in gpu.calibration(CUDA, 1):
-        assert 0 < figures.get("ratio", 1.0) < 2, figures
+    *rates, links = gpu.calibration(CUDA, 1)
+    assert {"f32", "f64"} <= {figures["dtype"] for figures in rates}
+    for figures in rates:
+        assert_positive(figures, "measured_tflops", "taken_tflops", "ratio")
+    what = ("gb_per_s", "overhead_us")
+    assert_positive(links, *(f"{whose}_{name}" for whose in ("measured", "taken") for name in what))
 
 
 def test_a_step_is_timed() -> None:
-    for figures in gpu.speed(CUDA, 3):
-        assert figures["autopar_ms"] > 0, figures
+    (figures,) = gpu.speed(CUDA, 3)
+    steps = ("autopar_ms", "eager_ms", "compiled_ms", "predicted_ms")
+    assert_positive(figures, *steps, "over_eager", "over_compiled")
+    assert figures["over_eager"] == pytest.approx(figures["autopar_ms"] / figures["eager_ms"])
+
+
+def assert_positive(figures: gpu.Figures, *names: str) -> None:
+    """A benchmark printed a number for each of these."""
+    for name in names:
+        assert math.isfinite(figures[name]), figures
+        assert figures[name] > 0, figures

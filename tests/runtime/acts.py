@@ -162,14 +162,19 @@ def assert_done(module: ap.ParallelModule, act: Callable[[nn.Module], None]) -> 
     for one in (module, single.model):
         one.zero_grad(set_to_none=False)
         act(one)
-    module_grads, grads = module.full_grads(), dict(single.model.named_parameters())
-    for name, value in module_grads.items():
-        torch.testing.assert_close(value, grads[name].grad)
+    _assert_same_gradients(module, single.model)
     module.step(*case.args)  # adds to what is there
     single.run().backward()
-    for name, value in module.full_grads().items():
-        torch.testing.assert_close(value, grads[name].grad, rtol=1e-10, atol=1e-12)
+    _assert_same_gradients(module, single.model)
     assert_equal(parallel_outcome(module, case, 2), single_outcome(single, 2))
+
+
+def _assert_same_gradients(module: ap.ParallelModule, model: nn.Module) -> None:
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    found = module.full_grads()
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)
 
 
 def unfreeze(m: Any) -> None:
