@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from typing import Any
 
 from autopar.errors import InvalidInput
@@ -20,6 +21,7 @@ from autopar.pipeline.timeline import Timeline
 
 # Options of schedules that are also costs of the simulation: a plan is made for the same times.
 COSTS = ("forward", "backward", "backward_weight", "latency")
+NARROWEST = 60
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--latency", type=float, default=0.0, help="time of a message between two ranks")
     add("--sync", choices=MODES, help="when the replicas of a stage all-reduce its gradient")
     add("--sync-cost", type=_cost, default=0.0, help="time of a stage's all-reduce")
-    add("--width", type=int, default=160, help="columns of the drawing")
+    add("--width", type=int, help=f"columns of the drawing (the terminal's, at least {NARROWEST})")
     add("--json", action="store_true", help="print the figures as JSON")
 
 
@@ -64,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         from autopar.pipeline.drawing import draw
 
-        print(draw(timeline, args.width))
+        columns = max(shutil.get_terminal_size().columns, NARROWEST)
+        print(draw(timeline, args.width or columns))
         print(_summary(timeline))
     return 0
 

@@ -11,7 +11,7 @@ WIDTH = 160
 
 
 def draw(timeline: Timeline, width: int = WIDTH) -> str:
-    """Each action as kind and micro-batch where that fits `width` characters, else as its kind.
+    """Each action as kind and micro-batch where that fits `width` columns, else as its kind.
 
     Pipes other than 0 are in small letters. Dots are idle time.
     """
@@ -21,9 +21,8 @@ def draw(timeline: Timeline, width: int = WIDTH) -> str:
         f"makespan {timeline.makespan:g}, bubble {timeline.bubble_ratio:.1%}"
     )
     margin = len(f"rank {schedule.ranks - 1}")
-    rows = [
-        f"{f'rank {rank}':<{margin}} |{row}|" for rank, row in enumerate(_rows(timeline, width))
-    ]
+    room = max(width - margin - len(" ||"), 1)
+    rows = [f"{f'rank {rank}':<{margin}} |{row}|" for rank, row in enumerate(_rows(timeline, room))]
     return "\n".join([title, *rows])
 
 
@@ -48,7 +47,7 @@ def _rows(timeline: Timeline, width: int) -> list[str]:
     scale = (label + 2) / shortest
     labelled = round(scale * span) <= width
     if not labelled:
-        scale = min(width, max(width, 1)) / span
+        scale = width / span
     rows = []
     for order, starts, ends in zip(schedule.orders, timeline.starts, timeline.ends):
         row = ["."] * round(scale * span)

@@ -58,6 +58,18 @@ def test_drawing(capsys):
     assert "1 uncovered, step time 17" in out
 
 
+@pytest.mark.parametrize(("columns", "options", "width"), [("80", "", 80), ("20", "", 60),
+                                                           ("80", "--width 120", 120)])  # fmt: skip
+def test_a_drawing_keeps_to_its_width(columns, options, width, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    for line in ("chimera --stages 8 --microbatches 8", "zb-h1 --stages 4 --microbatches 4"):
+        assert simulated(*line.split(), *options.split()) == 0
+        rows = [row for row in capsys.readouterr().out.splitlines() if row.startswith("rank ")]
+        assert len({len(row) for row in rows}) == 1
+        assert len(rows[0]) <= width
+        assert all("F" in row for row in rows)
+
+
 def test_file(tmp_path, capsys):
     path = tmp_path / "mine.csv"
     pipeline.save(pipeline.schedule("gems", stages=4, microbatches=4), path)

@@ -165,5 +165,5 @@ def test_drawing():
             "rank 1 |...F0 B0    F1 B1    ......|",
         ]
     )
-    narrow = draw(timeline, width=9).splitlines()
+    narrow = draw(timeline, width=9 + len("rank 0 ||")).splitlines()
     assert narrow[1:] == ["rank 0 |FF..BB.BB|", "rank 1 |.FBBFBB..|"]
