@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autopar.capture.failure import check_call
 from autopar.errors import InvalidInput
 from autopar.planning import plan as make_plan
 from autopar.runtime.agreement import agree, require_equal
@@ -50,6 +51,7 @@ def parallelize(
     `check`: the first step compares the captured program with the plain model; every step, on the
     virtual mesh, at every value the ranks that should agree, and on processes their batches.
     """
+    check_call(model, args, kwargs or {})
     backend = _validate(backend, plan, options, local_inputs, check)
     device = _device_of(model)
     if backend == "virtual":
