@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import autopar
 from autopar.commands import COMMANDS, command, summary
+from autopar.commands.arguments import CommandParser
 from autopar.errors import AutoparError
 
 
@@ -30,7 +31,9 @@ def main(words: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="autopar", description=autopar.__doc__)
     parser.add_argument("--version", action="version", version=f"autopar {autopar.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, parser_class=CommandParser
+    )
     for name in COMMANDS:
         text = summary(name).replace("%", "%%")
         command(name).add_arguments(commands.add_parser(name, help=text, description=text))

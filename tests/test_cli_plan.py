@@ -9,6 +9,7 @@ import pytest
 from autopar.cli import main
 
 BUILDERS = """
+import sys
 import torch
 from torch import nn
 
@@ -29,6 +30,10 @@ def broken():
 
 def nothing():
     return 3
+
+def leaves():
+    print("about to leave")
+    sys.exit(3)
 """
 
 
@@ -83,6 +88,49 @@ def test_plan_prints_json(folder, capsys):
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        "plan SPEC --mesh dp=2 --json",
+        "plan --model SPEC --mesh dp=2 --json",
+        "plan --mesh dp=2 SPEC --json",
+        "plan --mesh dp=2 --json --model=SPEC",
+        "explain plan.json 0 SPEC --json",
+        "explain plan.json 0 --json SPEC",
+        "explain --model SPEC plan.json 0 --json",
+        "diff plan.json plan.json SPEC --json",
+        "diff plan.json plan.json --json --model SPEC",
+    ],
+)
+def test_a_model_is_given_by_its_place_or_by_name(folder, capsys, words):
+    run("plan builders.py:small --mesh dp=2 --out plan.json", capsys)
+    code, text, _ = run(words.replace("SPEC", "builders.py:small"), capsys)
+    assert code == 0
+    assert json.loads(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("plan", "a model is needed: SPEC, or --model SPEC"),
+        ("explain plan.json 0", "a model is needed: SPEC, or --model SPEC"),
+        ("plan a.py:a --model a.py:a", "--model: not allowed with argument"),
+        ("plan a.py:a b.py:b", "unrecognized arguments: b.py:b"),
+        ("verify a.py:a --masch dp=2", "unrecognized arguments: --masch dp=2"),
+        ("simulate 1f1b --modell x", "unrecognized arguments: --modell x"),
+        ("demo SPEC", "unrecognized arguments: SPEC"),
+    ],
+)
+def test_usage_errors_show_the_usage_of_their_command(words, named, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(words.split())
+    assert end.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"usage: autopar {words.split()[0]} ")
+    assert named in said.err
+
+
+@pytest.mark.parametrize(
     ("words", "named"),
     [
         ("plan builders.py", "file.py:function"),
@@ -91,6 +139,11 @@ def test_plan_prints_json(folder, capsys):
         ("plan builders.py:smal", "small"),
         ("plan builders.py:broken", "no such checkpoint"),
         ("plan builders.py:nothing", "int from builders.py:nothing"),
+        ("plan builders.py:leaves", "raised sys.exit(3)"),
+        ("plan mistyped.py:small", "at:     mistyped.py:2: def small(:"),
+        ("plan lacking.py:small", "at:     lacking.py:3: import no_such_package"),
+        ("plan lacking:small", "at:     lacking.py:3: import no_such_package"),
+        ("plan missing.module:small", "at:     missing.module"),
         ("plan builders.py:small --mesh 4x2", "--mesh dp=2,tp=4"),
         ("plan builders.py:small --mesh dp=64", "64 ranks on 8 devices"),
         ("plan builders.py:small --memory lots", "40GB"),
@@ -111,9 +164,12 @@ def test_errors_are_clean_and_exit_with_two(folder, capsys, words, named):
         "[device.a]\nflops = { f32 = 1e12 }\nmemory = 16e9\nbandwidth = 1e12\nflopz = 3\n"
         '[[nodes]]\ndevice = "a"\ndevices = 4\nlink = { alpha = 1e-6, bandwidth = 1e10 }\n'
     )
+    (folder / "mistyped.py").write_text("import torch\ndef small(:\n    pass\n")
+    (folder / "lacking.py").write_text("print('loading')\n\nimport no_such_package\n")
     if "plan.json" in words:
         run("plan builders.py:small --mesh dp=8 --out plan.json", capsys)
-    code, _, errors = run(words, capsys)
+    code, text, errors = run(words, capsys)
+    assert text == ""  # what the user's code prints is no result
     errors = errors[errors.index(f"autopar {words.split()[0]}: ") :]
     assert code == 2
     assert named in errors

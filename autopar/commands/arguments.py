@@ -13,16 +13,18 @@ import importlib.util
 import inspect
 import re
 import sys
-import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from autopar.capture.source import of_traceback
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, InvalidInput
+from autopar.lines import describe
 from autopar.mesh import Mesh
 from autopar.planning import MODES
 from autopar.runtime.plan import Plan
@@ -41,14 +43,29 @@ class Call(NamedTuple):
     kwargs: Mapping[str, Any]
 
 
+class CommandParser(argparse.ArgumentParser):
+    """Of one command: what is wrong with its arguments is said with its own usage."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """All are known here, or refused."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest and getattr(found, "model", "") is None and not rest[0].startswith("-"):
+            # Seen in Python 3.11: an optional positional is left over where an option stands first.
+            found.model = rest.pop(0)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        if getattr(found, "needs_model", False) and found.model is None:
+            self.error("a model is needed: SPEC, or --model SPEC")
+        return found, rest
+
+
 def add_model(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    """`--model`, for commands that may do without."""
-    parser.add_argument(
-        "--model",
-        metavar="SPEC",
-        required=required,
-        help=f"{SPEC}, which returns (model, args, kwargs)",
-    )
+    """SPEC, the last of the positionals, or `--model SPEC`."""
+    group = parser.add_mutually_exclusive_group()
+    text = f"{SPEC}, which returns (model, args, kwargs)"
+    group.add_argument("model", metavar="SPEC", nargs="?", default=argparse.SUPPRESS, help=text)
+    group.add_argument("--model", metavar="SPEC", help="the same")
+    parser.set_defaults(needs_model=required)
 
 
 def add_decisions(parser: argparse.ArgumentParser, no_mesh: str) -> None:
@@ -90,12 +107,8 @@ def load_call(spec: str) -> Call:
             got=f"{name!r}, which {place} has not",
             remedy=f"it has {', '.join(close) or 'none'}",
         )
-    try:
+    with _of_user(f"{place}:{name}()", place):
         made = function()
-    except AutoparError:
-        raise
-    except Exception as error:
-        raise _failed(f"{place}:{name}()", error) from error
     if isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
         model, args, kwargs = (*made, {}) if len(made) == 2 else made
         if isinstance(args, tuple | list) and isinstance(kwargs, Mapping):
@@ -162,16 +175,12 @@ def _number(text: str) -> int | str:
 
 
 def _import(place: str) -> ModuleType:
-    try:
+    with _of_user(f"import of {place}", place):
         if place.endswith(".py"):
             return _import_file(Path(place))
         if "" not in sys.path and str(Path.cwd()) not in sys.path:
             sys.path.insert(0, str(Path.cwd()))
         return importlib.import_module(place)
-    except AutoparError:
-        raise
-    except Exception as error:
-        raise _failed(f"import of {place}", error) from error
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -189,11 +198,24 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _failed(what: str, error: Exception) -> InvalidInput:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return InvalidInput(
-        "the user's function builds the model without an error",
-        got=f"{what} raised {type(error).__name__}: {error}",
-        remedy="mend it there",
-        source=f"{last.filename}:{last.lineno}: {last.line}",
-    )
+@contextmanager
+def _of_user(what: str, place: str) -> Iterator[None]:
+    """Code of the user's: what it prints is no result of the command, what it raises is told."""
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    except AutoparError:
+        raise
+    except (Exception, SystemExit) as error:
+        source, said = of_traceback(error.__traceback__), f"{type(error).__name__}: {error}"
+        if isinstance(error, SyntaxError) and error.filename:
+            source = describe(error.filename, error.lineno or 0, error.text)
+            said = f"{type(error).__name__}: {error.msg}"
+        if isinstance(error, SystemExit):
+            said = f"sys.exit({error.code!r})"
+        raise InvalidInput(
+            "the user's function builds the model without an error",
+            got=f"{what} raised {said}",
+            remedy="mend it there",
+            source=source or place,
+        ) from error

@@ -10,8 +10,8 @@ import json
 import warnings
 
 from autopar.commands.arguments import (
-    SPEC,
     add_decisions,
+    add_model,
     load_call,
     read_bytes,
     read_cluster,
@@ -23,7 +23,7 @@ from autopar.planning import plan
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `autopar plan` takes."""
-    parser.add_argument("model", metavar="SPEC", help=f"{SPEC}, returns (model, args, kwargs)")
+    add_model(parser)
     parser.add_argument(
         "--cluster", default="dgx-h100", help="a preset or a TOML file (default: dgx-h100)"
     )

@@ -13,8 +13,8 @@ import json
 import warnings
 
 from autopar.commands.arguments import (
-    SPEC,
     add_decisions,
+    add_model,
     load_call,
     read_decisions,
 )
@@ -23,7 +23,7 @@ from autopar.verifying import RANKS, verify
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `autopar verify` takes."""
-    parser.add_argument("model", metavar="SPEC", help=f"{SPEC}, returns (model, args, kwargs)")
+    add_model(parser)
     add_decisions(parser, f"a mesh for {RANKS} ranks is chosen")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps (default: 3)")
     parser.add_argument("--json", action="store_true", help="print every comparison as JSON")
