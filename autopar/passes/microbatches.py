@@ -42,6 +42,8 @@ from autopar.strategies.results import flat, has_results, is_result, maker, plac
 
 aten = torch.ops.aten
 AXIS = "microbatch"
+REMEDY = "microbatches=1, or a loss that is a sum or mean over samples"
+TABLE = "leave out a padding mask, give the table as an input, or microbatches=1 and pipeline=None"
 # Which argument of the steps of batch norm counts the elements of a channel.
 _COUNTS = {batch_normalize: 5, running_mean: 5, running_var: 5}
 
@@ -273,7 +275,8 @@ class _Cutter:
         if name in self.constants and status != SAME:
             pieces = self.constants[name].chunk(self.count, int(status))
             if not all(torch.equal(pieces[0], piece) for piece in pieces[1:]):
-                _refuse(node, "a constant of the program differs from sample to sample")
+                table = f"a table {tuple(value.shape)} over the {value.shape[int(status)]} samples"
+                _refuse(node, f"{table} is a constant that differs from sample to sample", TABLE)
             self.constants[name] = pieces[0].clone()
         self.status[name] = status
         copy = self.graph.node_copy(node)
@@ -438,10 +441,10 @@ def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _refuse(node: fx.Node, reason: str) -> NoReturn:
+def _refuse(node: fx.Node, reason: str, remedy: str = REMEDY) -> NoReturn:
     raise InvalidInput(
         "the loss of a batch in micro-batches is the sum of their shares",
         got=f"{reason} ({node.name} in {node.meta.get('module') or 'the model'})",
-        remedy="microbatches=1, or a loss that is a sum or mean over samples",
+        remedy=remedy,
         source=node.meta.get("source"),
     )

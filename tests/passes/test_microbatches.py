@@ -131,6 +131,17 @@ def test_losses_that_do_not(loss, message):
         cut_batch(captured, 2)
 
 
+def test_a_table_over_the_samples_is_told_as_one():
+    def loss(y, x, w):
+        return (y * torch.arange(len(x))[:, None]).sum()  # the line
+
+    captured = capture(Head(loss).double(), (torch.randn(6, 4, dtype=torch.float64),))
+    with pytest.raises(ap.InvalidInput, match=r"a table \(6, .*over the 6 samples is a const") as e:
+        cut_batch(captured, 2)
+    assert "leave out a padding mask" in e.value.remedy
+    assert e.value.source.endswith("# the line")
+
+
 @pytest.mark.parametrize("count", [0, -1, 4, 1.5, True])
 def test_numbers_of_micro_batches(count):
     captured = capture(Head(LOSSES["sum"]).double(), (torch.randn(6, 4, dtype=torch.float64),))
