@@ -51,7 +51,8 @@ def parallelize(
     `check`: the first step compares the captured program with the plain model; every step, on the
     virtual mesh, at every value the ranks that should agree, and on processes their batches.
     """
-    check_call(model, args, kwargs or {})
+    if plan is None or args or kwargs:  # a plan knows the inputs that it was made with
+        check_call(model, args, kwargs or {})
     backend = _validate(backend, plan, options, local_inputs, check)
     device = _device_of(model)
     if backend == "virtual":
