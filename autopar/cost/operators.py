@@ -22,7 +22,7 @@ from autopar.strategies.rule import Dim
 
 Array = NDArray[np.float64]
 
-PRODUCT = 4  # FLOPs per element: with more, an operator is priced by its arithmetic, too
+HEAVY = 4  # FLOPs per element: with more, what is no product is priced by its arithmetic, too
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,10 +100,10 @@ def work(facts: Facts, pieces: Pieces) -> Work:
         pieces.elements(dims) * dtype.itemsize for dims, dtype in zip(rule.outputs, facts.dtypes)
     ]
     output = sum(outputs, nothing)
-    # What has few FLOPs for the elements that it reads is limited by memory alone.
+    # What multiplies nothing and has few FLOPs for its elements is limited by memory alone.
     elements = sum(_elements(rule, dims) for dims in (*rule.inputs, *rule.outputs))
-    is_product = rule.flops > PRODUCT * elements
-    flops = rule.flops * pieces.share() if is_product else nothing
+    counts = rule.product or rule.flops > HEAVY * elements
+    flops = rule.flops * pieces.share() if counts else nothing
     moved = sum(inputs, output)
     learning = [index for index, learns in enumerate(facts.differentiable) if learns]
     if not learning:

@@ -38,6 +38,7 @@ def _attention(call: Call) -> Rule:
         whole=("k", "d", "e"),
         kernels={"q": "cut_causal_attention"} if call["is_causal"] else {},
         flops=2.0 * points * (query[-1] + value[-1]),
+        product=True,
         saved=Saved((*range(len(inputs)),), output=True, extra=((*heads, ("q",)),)),
         random=call["dropout_p"] > 0,
     )

@@ -49,6 +49,7 @@ def _convolution(call: Call) -> Rule | None:
         even=frozenset(("g", "i", "o")),
         passes=passes,
         flops=2.0 * math.prod(call.shapes[0] if transposed else call.shape) * math.prod(weight[1:]),
+        product=True,
         saved=Saved((0, 1)),
     )
 

@@ -74,7 +74,7 @@ def parse(
     gathered: Iterable[str] = (),
     even: Iterable[str] = (),
     flops: Flops | None = None,
-    cost: float = 1.0,
+    cost: float | None = None,
     saved: str = "",
     extra: str = "",
     random: bool = False,
@@ -85,9 +85,10 @@ def parse(
     `slots` says which of the line's inputs are present (the first ones if not given); `sizes`
     gives factors that shapes do not determine. `passes` is "all" (the inputs may be partial sums
     together), "each" (one at a time) or sets of inputs. `flops` is a number or a function of the
-    sizes; if absent, `cost` for each point of all factors, twice if inputs are multiplied and
-    summed. `saved` lists what autograd keeps, as in "0 2 output"; `extra`, as tensors of factors,
-    what it keeps besides.
+    sizes; if absent, `cost` for each point of all factors, twice if any is contracted. An operator
+    is a product if its FLOPs are given, or if it has no `cost` and sums over a factor that two
+    inputs share, as `i` above. `saved` lists what autograd keeps, as in "0 2 output"; `extra`, as
+    tensors of factors, what it keeps besides.
     """
     pattern = Pattern.read(text) if isinstance(text, str) else text
     present = range(len(input_shapes)) if slots is None else slots
@@ -104,8 +105,14 @@ def parse(
     named = {factor for tensor in inputs + outputs for dim in tensor for factor in dim}
     kept = {name: size for name, size in binding.sizes.items() if size > 1 or name in named}
     contracted = named - {factor for tensor in outputs for dim in tensor for factor in dim}
+    multiplies = cost is None and _is_product(used, pattern.outputs)  # a factor of size 1, too
     if flops is None:
-        flops = cost * product(kept) * (2 if contracted and len(inputs) > 1 else 1)
+        twice = multiplies or (contracted and len(inputs) > 1)
+        flops = (1.0 if cost is None else cost) * product(kept) * (2 if twice else 1)
+        is_product = multiplies
+    else:
+        flops = flops(kept) if callable(flops) else float(flops)
+        is_product = flops > 0
     kept_inputs, kept_output = _read_saved(saved, present)
     extra_dims = [_read_tensor(part, extra, set(), set()) for part in extra.split(",")]
     return Rule(
@@ -116,7 +123,8 @@ def parse(
         even=frozenset(even),
         passes=_read_passes(passes, len(inputs), present),
         kernels={f: name for f, name in (kernels or {}).items() if kept.get(f, 1) > 1},
-        flops=flops(kept) if callable(flops) else float(flops),
+        flops=flops,
+        product=is_product,
         text=pattern.text,
         sums=binding.names(pattern.sums),
         gathered=frozenset(gathered),
@@ -286,6 +294,13 @@ def _read_tensor(part: str, text: str, whole: set[str], sums: set[str]) -> tuple
     if twice:
         raise _malformed(text, f"a tensor has each factor once, not {twice[0]!r} twice")
     return tuple(dims)
+
+
+def _is_product(inputs: Sequence[Sequence[Dim]], outputs: Sequence[Sequence[Dim]]) -> bool:
+    """Whether two inputs share a factor that no output has."""
+    kept = {factor for dims in outputs for dim in dims for factor in dim}
+    lost = [factor for dims in inputs for dim in dims for factor in dim if factor not in kept]
+    return len(lost) > len(set(lost))
 
 
 def _read_passes(passes: Passes, count: int, present: Sequence[int]) -> tuple[frozenset[int], ...]:

@@ -53,6 +53,7 @@ def _product_and_sum(call: Call) -> Rule:
         sizes,
         whole=["k"],
         flops=2.0 * product(sizes),
+        product=True,
         saved=Saved((1, 2)),
     )
 

@@ -133,7 +133,7 @@ def register_rule(
     kernels: Mapping[str, str] | None = None,
     even: Iterable[str] = (),
     flops: Flops | None = None,
-    cost: float = 1.0,
+    cost: float | None = None,
     saved: str = "",
     extra: str = "",
     random: bool = False,

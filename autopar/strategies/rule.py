@@ -98,6 +98,7 @@ class Rule:
     passes: tuple[frozenset[int], ...] = ()  # inputs that may be partial sums together
     kernels: Mapping[str, str] = field(default_factory=dict)  # factor -> kernel needed to cut it
     flops: float = 0.0  # of the uncut forward
+    product: bool = False  # inputs are multiplied and summed: its FLOPs count, whatever the sizes
     text: str = ""
     sums: frozenset[str] = frozenset()  # contracted although some input lacks them
     gathered: frozenset[str] = frozenset()  # contracted, but their kernel leaves a whole output

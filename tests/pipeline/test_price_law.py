@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from functools import cache
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import autopar as ap
 from autopar.search.flow import flow_of
@@ -47,3 +51,67 @@ def test_the_nodes_of_a_line_cost_what_the_program_costs(name, mode, mesh, links
     assert found["forward"] + found["backward"] == pytest.approx(once / 2)
     assert found["summed"] == pytest.approx(cost.gradient_sync)
     assert found["parameters"] == plan.memory.parameters
+
+
+class Linears(nn.Module):
+    """Layers of several widths, one of them read twice, and a loss."""
+
+    def __init__(self, widths: list[int], bias: bool) -> None:
+        super().__init__()
+        pairs = itertools.pairwise(widths)
+        self.layers = nn.Sequential(*[nn.Linear(m, n, bias=bias) for m, n in pairs])
+        self.twice = nn.Linear(widths[-1], widths[-1], bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x)
+        return self.twice(self.twice(x).relu()).square().mean()
+
+
+def flops_of(model: nn.Module, x: Tensor) -> int:
+    """Of the linears of a step: the product, and one for each gradient."""
+    total = 0
+
+    def count(linear: nn.Linear, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        nonlocal total
+        passes = 3 if inputs[0].requires_grad else 2
+        total += passes * 2 * output.numel() * linear.in_features
+
+    hooks = [m.register_forward_hook(count) for m in model.modules() if isinstance(m, nn.Linear)]
+    model(x)
+    for hook in hooks:
+        hook.remove()
+    return total
+
+
+PIPELINES = ("gpipe", "1f1b", "zb-h1", "interleaved", "chimera")
+
+
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_nothing_is_predicted_faster_than_its_flops(seed: int) -> None:
+    """Of random sizes and ways, micro-batches of one and two rows among them."""
+    draw = random.Random(seed)
+    microbatches = draw.choice([1, 2, 4])
+    rows = draw.choice([1, 2, 3]) * microbatches
+    widths = [draw.choice([1, 7, 96, 160]) for _ in range(draw.randint(3, 5))]
+    model, x = Linears(widths, draw.random() < 0.5), torch.randn(rows, widths[0])
+    flops, cluster = flops_of(model, x), machines(2, *draw.choice([FAST, EVEN, SLOW]))
+    many = {"microbatches": microbatches}
+    ways: list[dict] = [
+        {},
+        {"mode": "auto", "mesh": ap.Mesh(a=2), **many},
+        {"mode": "propagate", "mesh": ap.Mesh(dp=1), **many},
+        {"mode": "data", "mesh": ap.Mesh(dp=2)},
+        {"mode": "propagate", "mesh": ap.Mesh(pp=2), "schedule": draw.choice(PIPELINES)}
+        | {"microbatches": max(2, microbatches)},
+    ]
+    told = 0
+    for way in ways:
+        try:
+            plan = ap.plan(model, (x,), cluster=cluster, progress=False, **way)
+        except ap.AutoparError:  # a pipeline wants layers, and rows for its micro-batches
+            continue
+        told += 1
+        devices = way["mesh"].size if "mesh" in way else 2
+        seconds = [plan.cost.seconds, *(one.seconds for one in plan.alternatives)]
+        assert min(seconds) >= flops / (1e9 * devices) * (1 - 1e-9), way
+    assert told >= 2
