@@ -175,7 +175,7 @@ def _forward(
 
     device = next(iter(named.values())).device if named else torch.device("cpu")
     with same_numbers(0):
-        evaluate(captured, given, note)
+        evaluate(captured.graph, {**captured.constants, **given}, note)
     with same_numbers(0):
         VirtualGraph(program.graph, plan.mesh, device, captured.constants, look)(given)
     leaves = enumerate(captured.output_leaves)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, fx
@@ -31,22 +31,21 @@ def run(
     given = {name: value for name, value in zip(captured.inputs, flat) if name is not None}
     given |= {key: parameters[name] for key, name in captured.parameters.items()}
     given |= {key: buffers[name] for key, name in captured.buffers.items()}
-    return _outputs(captured, evaluate(captured, given, watch))
+    return _outputs(captured, evaluate(captured.graph, {**captured.constants, **given}, watch))
 
 
 def evaluate(
-    captured: Captured,
+    graph: fx.Graph,
     given: Mapping[str, Tensor],
     watch: Callable[[fx.Node, Any], None] | None = None,
-) -> list[Tensor]:
-    """All results from tensors by placeholder."""
-    given = {**captured.constants, **given}
+) -> Any:
+    """All results, as the output of a graph holds them, from tensors by placeholder."""
     values: dict[fx.Node, Any] = {}
-    for node in captured.graph.nodes:
+    for node in graph.nodes:
         if node.op == "placeholder":
             values[node] = given[node.name]
         elif node.op == "output":
-            return list(fx.map_arg(node.args[0], values.__getitem__))
+            return fx.map_arg(node.args[0], values.__getitem__)
         elif node.target is ANNOTATE:
             values[node] = values[node.args[0]]
         else:
@@ -57,7 +56,7 @@ def evaluate(
     raise AssertionError("a graph ends with its output")
 
 
-def _outputs(captured: Captured, results: list[Tensor]) -> tuple[Any, dict[str, Tensor]]:
+def _outputs(captured: Captured, results: Sequence[Tensor]) -> tuple[Any, dict[str, Tensor]]:
     count = len(results) - len(captured.mutations)
     tensors = iter(results[:count])
     leaves = [

@@ -74,6 +74,12 @@ LOSSES = {
     "a number minus it": lambda y, x, w: 3 - y.square().mean(),
     "a number many times": lambda y, x, w: torch.add(y.square().mean(), other=2, alpha=3),
     "a number for each feature": lambda y, x, w: (y.square().mean(0) + 1.0).sum(),
+    "a coarse number": lambda y, x, w: y.square().mean() + torch.tensor(1.7, dtype=torch.bfloat16),
+    "a number of singles": lambda y, x, w: y.square().mean() - torch.tensor(1.7),
+    "a coarse regulariser": lambda y, x, w: y.square().mean() + w.detach().bfloat16().sum(),
+    "terms of three precisions": lambda y, x, w: torch.stack(
+        [y.square().mean(), w.detach().bfloat16().sum(), w.detach().float().sum()]
+    ).sum(),
     "whole numbers": lambda y, x, w: y.square().mean() + torch.tensor(7),
     "a weighted mean": lambda y, x, w: torch.lerp(y.square().mean(), w.abs().sum(), 0.25),
     "a mean of terms": lambda y, x, w: torch.stack([y.square().mean(), w.square().sum()]).mean(),
@@ -107,6 +113,33 @@ def test_losses_that_add_up(loss, options):
     assert torch.allclose(module.step(x), expected.detach(), rtol=1e-12)
     for name, parameter in model.named_parameters():
         assert torch.allclose(module.full_grads()[name], parameter.grad, rtol=1e-9, atol=1e-15)
+
+
+class CoarseScale(nn.Module):
+    """A regulariser of a parameter in a coarser type than the loss has."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+        self.scale = nn.Parameter(torch.tensor([1.7, 0.3], dtype=torch.bfloat16))
+
+    def forward(self, x):
+        return self.layers(x).square().mean() + self.scale.square().sum()
+
+
+@pytest.mark.parametrize("mesh", [ap.Mesh(dp=1), ap.Mesh(dp=2), ap.Mesh(pp=2)], ids=str)
+def test_a_coarse_term_is_promoted_before_it_is_shared(mesh):
+    torch.manual_seed(0)
+    model, x = CoarseScale(), torch.randn(6, 4, dtype=torch.float64)
+    module = ap.parallelize(
+        model, (x,), mode="propagate", backend="virtual", mesh=mesh, microbatches=3
+    )
+    expected = model(x)
+    expected.backward()
+    assert torch.allclose(module.step(x), expected.detach(), rtol=1e-12)
+    for name, parameter in model.named_parameters():
+        found = module.full_grads()[name]
+        torch.testing.assert_close(found, parameter.grad)  # to the digits of its type
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,338 @@
+"""The cut of a program into micro-batches: what each value is to them, and the program of one.
+
+The work of `microbatches.cut_batch`, one live operator after the other, by their rules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from autopar.capture.alike import number_calls
+from autopar.capture.captured import Captured
+from autopar.capture.gradients import reached
+from autopar.capture.listing import operator_of
+from autopar.errors import InvalidInput
+from autopar.layout import Layout, TensorType
+from autopar.mesh import Mesh
+from autopar.search.flow import ancestors
+from autopar.search.propagate import propagate
+from autopar.strategies import localize_arguments, tensor_inputs
+from autopar.strategies.kernels import batch_normalize, batch_sums, running_mean, running_var
+from autopar.strategies.results import flat, has_results, is_result, maker, place_of
+
+aten = torch.ops.aten
+AXIS = "microbatch"
+REMEDY = "microbatches=1, or a loss that is a sum or mean over samples"
+TABLE = "leave out a padding mask, give the table as an input, or microbatches=1 and pipeline=None"
+# Which argument of the steps of batch norm counts the elements of a channel.
+_COUNTS = {batch_normalize: 5, running_mean: 5, running_var: 5}
+SAME, OWN, SUM = "the same for all", "a micro-batch's own", "a sum"
+Status = int | str  # SAME, OWN (statistics), SUM, or the dim that is cut
+
+
+class Cutter:
+    """The working state: what each value is across micro-batches, and the new graph."""
+
+    def __init__(self, captured: Captured, count: int) -> None:
+        self.captured, self.count = captured, count
+        self.mesh = Mesh(**{AXIS: count})
+        self.loss = _loss_of(captured)
+        self.live = ancestors([self.loss, *_mutated(captured)])
+        self.status: dict[str, Status] = {}
+        self.given: dict[fx.Node, tuple[Status, ...]] = {}  # of each result of an operator
+        self.graph = fx.Graph()
+        self.copies: dict[fx.Node, fx.Node] = {}
+        self.constants = dict(captured.constants)
+        self.summed: dict[fx.Node, fx.Node] = {}  # summed value -> placeholder of its total
+        self.parts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}  # same for all -> its share
+        self.read: dict[fx.Node, fx.Node] = {}  # what the operator at hand reads instead
+        decisions = propagate(captured, self.mesh) if count > 1 else None
+        self.strategies = decisions.strategies if decisions else {}
+        for node in captured.graph.nodes:
+            if node.op == "placeholder":
+                layout = decisions.placeholders[node.name] if decisions else Layout()
+                self._enter(node, layout.dim_of(AXIS))
+        self.live -= set(self.copies)
+
+    def visit(self, node: fx.Node) -> None:
+        """Find the status of one live operator, and copy it."""
+        if is_result(node):
+            status = self.status[node.name] = self.given[maker(node)][place_of(node)]
+            self._copy(node, (status,), node.args, {})
+            return
+        inputs = tensor_inputs(node)
+        self.read.clear()
+        values = flat(node.meta["val"])
+        given = self._given(node, inputs) if self.count > 1 else (SAME,) * len(values)
+        self.given[node] = given
+        if not has_results(node):
+            self.status[node.name] = given[0]
+        types = tuple(
+            TensorType(tuple(value.shape), value.dtype, _layout(value, status))
+            for value, status in zip(values, given)
+            if isinstance(value, Tensor)
+        )
+        args, kwargs = localize_arguments(node, types, self.mesh, 0)
+        if node.target in _COUNTS:
+            place = _COUNTS[node.target]
+            args = (*args[:place], args[place] // self.count, *args[place + 1 :])
+        if given == (SUM,):
+            args, kwargs = self._numbers_shared(node, args, kwargs)
+        self._copy(node, given, args, kwargs)
+
+    def finish(self) -> Captured:
+        """The program of one micro-batch."""
+        status = self.status[self.loss.name]
+        if self.count > 1 and status != SUM:
+            _refuse(self.loss, "the loss is not a sum over the samples of the batch")
+        mutated = _mutated(self.captured)
+        for node in mutated if self.count > 1 else ():
+            if self.status[node.name] not in (SAME, OWN):
+                _refuse(node, "a buffer is changed by more than one micro-batch's own statistics")
+        results = tuple(self.copies[node] for node in (self.loss, *mutated))
+        output = self.graph.output(results)
+        output.meta.update(
+            val=tuple(node.meta["val"] for node in results),
+            source=None,
+            module="",
+            differentiable=True,
+        )
+        for node in reversed(list(self.graph.nodes)):  # the terms of totals have no reader left
+            if node.op == "call_function" and not node.users:
+                self.graph.erase_node(node)
+        learned = reached([self.copies[self.loss]])  # nothing else is differentiated
+        for node in self.graph.nodes:
+            node.meta["differentiable"] = node.op == "output" or node in learned
+        mutations = {
+            buffer: self.copies[node].name for buffer, node in zip(self.captured.mutations, mutated)
+        }
+        return replace(
+            self.captured,
+            graph=self.graph,
+            constants=self.constants,
+            alike=number_calls(self.graph),
+            mutations=mutations,
+            output_spec=pytree.tree_structure(0),
+            output_leaves=(self.copies[self.loss],),
+        )
+
+    def once(self) -> frozenset[str]:
+        """The buffers whose new value is the same for all micro-batches.
+
+        Those beside a batch norm's own statistics count how often these have changed: not they.
+        """
+        new = {
+            buffer: self.status[node.name]
+            for buffer, node in zip(self.captured.mutations, _mutated(self.captured))
+        }
+        norms = {buffer.rpartition(".")[0] for buffer, status in new.items() if status == OWN}
+        return frozenset(buffer for buffer in new if buffer.rpartition(".")[0] not in norms)
+
+    def counts(self) -> fx.Graph | None:
+        """From the inputs of a whole batch to the totals, as a graph of its own."""
+        if not self.summed:
+            return None
+        graph = fx.Graph()
+        needed = ancestors(list(self.summed))
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in self.captured.graph.nodes:
+            if node in needed:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+                copies[node].name = node.name
+        graph.output({total.name: copies[node] for node, total in self.summed.items()})
+        return graph
+
+    def _enter(self, node: fx.Node, dim: int | None) -> None:
+        name, value = node.name, node.meta["val"]
+        is_kept = name in self.captured.parameters or name in self.captured.buffers
+        if dim is not None and is_kept and node in self.live:
+            _refuse(node, "a parameter or buffer would be cut along the batch")
+        status: Status = SAME if dim is None or is_kept else dim
+        if name in self.constants and status != SAME:
+            pieces = self.constants[name].chunk(self.count, int(status))
+            if not all(torch.equal(pieces[0], piece) for piece in pieces[1:]):
+                table = f"a table {tuple(value.shape)} over the {value.shape[int(status)]} samples"
+                _refuse(node, f"{table} is a constant that differs from sample to sample", TABLE)
+            self.constants[name] = pieces[0].clone()
+        self.status[name] = status
+        copy = self.graph.node_copy(node)
+        copy.name, copy.meta = name, {**node.meta, "val": self._part(value, status)}
+        self.copies[node] = copy
+
+    def _given(self, node: fx.Node, inputs: tuple[fx.Node, ...]) -> tuple[Status, ...]:
+        """What each result of an operator is."""
+        count = len(flat(node.meta["val"]))
+        given = [self.status[value.name] for value in inputs]
+        strategy, rule = self.strategies.get(node.name), self.captured.rules[node.name]
+        if rule is None or strategy is None:
+            if all(status in (SAME, OWN) for status in given):
+                return (OWN if OWN in given else SAME,) * count
+            _refuse(node, f"{operator_of(node)} has no rule that says how it treats the batch")
+        factor = next((factor for factor, axes in strategy.cuts if AXIS in axes), None)
+        if factor is None:
+            return (self._uncut(node, inputs, given),) * count
+        if rule.kernel(strategy) is not None:
+            _refuse(node, f"{operator_of(node)} looks at the place of a sample in the batch")
+        for value, dims, status in zip(inputs, rule.inputs, given):
+            wanted = next((d for d, dim in enumerate(dims) if factor in dim), None)
+            if status == SUM and wanted is None:
+                self._total(value)
+            elif wanted is None and isinstance(status, int):
+                _refuse(node, f"{operator_of(node)} lets samples of different micro-batches meet")
+            elif wanted is not None and status != wanted:
+                _refuse(node, f"{value.name} holds the whole batch where a slice is needed")
+        lacking = OWN if node.target is batch_sums else SUM
+        return tuple(
+            next((d for d, dim in enumerate(dims) if factor in dim), lacking)
+            for dims in rule.outputs
+        )
+
+    def _uncut(self, node: fx.Node, inputs: tuple[fx.Node, ...], given: list[Status]) -> Status:
+        """What an operator makes of values that no longer have the batch as a dim."""
+        if any(isinstance(status, int) for status in given):
+            _refuse(node, f"{operator_of(node)} needs all samples of the batch together")
+        rule = self.captured.rules[node.name]
+        assert rule is not None
+        summed = frozenset(index for index, status in enumerate(given) if status == SUM)
+        if summed not in rule.passes:
+            for index in summed:
+                if self._of_inputs(inputs[index]):
+                    self._total(inputs[index])
+            summed = frozenset(i for i in summed if inputs[i] not in self.read)
+        if not summed:
+            return OWN if OWN in given else SAME
+        terms = self._terms(node, summed)
+        if terms is None or OWN in given:
+            _refuse(node, f"{operator_of(node)} is not linear in a sum over the batch")
+        for index in terms - summed:
+            self._share(node, inputs[index])
+        return SUM
+
+    def _terms(self, node: fx.Node, summed: frozenset[int]) -> frozenset[int] | None:
+        """The inputs, `summed` among them, of whose sums an operator makes the sum; None: of none.
+
+        Those that are the same for all become sums by their shares, as does a number that is added:
+        this takes fractions.
+        """
+        rule = self.captured.rules[node.name]
+        assert rule is not None
+        if summed in rule.passes:
+            return summed
+        if not node.meta["val"].dtype.is_floating_point:
+            return None
+        every = frozenset(range(len(rule.inputs)))
+        passes = [*rule.passes, every] if rule.adds else rule.passes
+        return next((members for members in passes if summed <= members), None)
+
+    def _numbers_shared(
+        self, node: fx.Node, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
+        """The arguments of a term of the sum, with its part of a number that is added."""
+        rule = self.captured.rules[node.name]
+        if rule is None or not rule.adds:
+            return args, kwargs
+        declared = node.target._schema.arguments  # type: ignore[union-attr]
+        shares = {a.name: self.count if a.name in rule.adds else None for a in declared}
+        parts = [v if n is None else v / n for v, n in zip(args, shares.values())]
+        named = {k: v if shares[k] is None else v / shares[k] for k, v in kwargs.items()}
+        return tuple(parts), named
+
+    def _of_inputs(self, value: fx.Node) -> bool:
+        """Whether a value is made of the inputs and of constants, without gradient."""
+        known = {*self.captured.constants, *self.captured.inputs}
+        return not value.meta["differentiable"] and all(
+            node.op != "placeholder" or node.name in known for node in ancestors([value])
+        )
+
+    def _total(self, value: fx.Node) -> None:
+        """Let the readers of a summed value have its sum over the whole batch."""
+        if value in self.summed:
+            self.read[value] = self.summed[value]
+            return
+        if not self._of_inputs(value):
+            _refuse(
+                value, "a sum over the batch that is not made of the inputs alone is used again"
+            )
+        first_call = next((n for n in self.graph.nodes if n.op == "call_function"), None)
+        assert first_call is not None
+        with self.graph.inserting_before(first_call):
+            total = self.graph.placeholder(f"total_{value.name}")
+        total.meta = dict(value.meta)
+        self.summed[value] = self.read[value] = total
+
+    def _share(self, node: fx.Node, value: fx.Node) -> None:
+        """A term that is the same for all micro-batches, as a regulariser: each adds its part.
+
+        It is divided in the precision of the sum, if that is the finer one."""
+        whole, given = self.read.get(value, self.copies[value]), value.meta["val"]
+        dtype = torch.promote_types(given.dtype, node.meta["val"].dtype)
+        if (value, dtype) not in self.parts:
+            if given.dtype != dtype:
+                whole = self._call(value, given.to(dtype), aten.to.dtype, whole, dtype)
+            divided = aten.div.Tensor, whole, self.count
+            self.parts[value, dtype] = self._call(value, whole.meta["val"], *divided)
+        self.read[value] = self.parts[value, dtype]
+
+    def _call(self, like: fx.Node, value: Tensor, target: Any, *args: Any) -> fx.Node:
+        call = self.graph.call_function(target, args)
+        call.meta = {**like.meta, "val": value}
+        return call
+
+    def _copy(
+        self, node: fx.Node, given: tuple[Status, ...], args: tuple, kwargs: dict[str, Any]
+    ) -> None:
+        found = {**self.copies, **self.read}
+        new_args, new_kwargs = fx.map_arg((args, kwargs), found.__getitem__)
+        copy = self.graph.create_node("call_function", node.target, new_args, new_kwargs, node.name)
+        copy.meta = dict(node.meta)
+        parts = tuple(map(self._part, flat(node.meta["val"]), given))
+        copy.meta["val"] = parts if has_results(node) else parts[0]
+        self.copies[node] = copy
+
+    def _part(self, value: Any, status: Status) -> Any:
+        """The value of one micro-batch."""
+        if not isinstance(status, int):
+            return value
+        shape = list(value.shape)
+        shape[status] //= self.count
+        return value.new_empty(shape)
+
+
+def _layout(value: Tensor, status: Status) -> Layout:
+    ndim = value.ndim
+    if not isinstance(status, int):
+        return Layout.replicated(ndim)
+    return Layout(*((AXIS,) if dim == status else () for dim in range(ndim)))
+
+
+def _mutated(captured: Captured) -> list[fx.Node]:
+    results = captured.graph.output_node().args[0]
+    return list(results[len(results) - len(captured.mutations) :])  # type: ignore[arg-type,index]
+
+
+def _refuse(node: fx.Node, reason: str, remedy: str = REMEDY) -> NoReturn:
+    raise InvalidInput(
+        "the loss of a batch in micro-batches is the sum of their shares",
+        got=f"{reason} ({node.name} in {node.meta.get('module') or 'the model'})",
+        remedy=remedy,
+        source=node.meta.get("source"),
+    )
+
+
+def _loss_of(captured: Captured) -> fx.Node:
+    """The first output that is a differentiable number."""
+    results = captured.graph.output_node().args[0]
+    outputs = results[: len(results) - len(captured.mutations)]  # type: ignore[arg-type,index]
+    for node in outputs:  # type: ignore[union-attr]
+        if node.meta["val"].ndim == 0 and node.meta["differentiable"]:  # type: ignore[union-attr]
+            return node  # type: ignore[return-value]
+    raise InvalidInput(
+        "a step in micro-batches needs a model that returns its loss: a differentiable number",
+        got=f"{len(outputs)} outputs, none of them such",  # type: ignore[arg-type]
+        remedy="return the loss from forward",
+    )
