@@ -15,7 +15,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -127,7 +127,7 @@ def run(seed: int, number: int) -> Result:
             actual = parallel_outcome(module, case, 1 if has(case.model, Coarse) else STEPS)
             change(other.model, chosen.change, *changed)
             expected = _expected(other, chosen.parts)
-            assert_equal(actual, expected, **(COARSE if has(case.model, Coarse) else {}))
+            _compare(actual, expected, has(case.model, Coarse))
     except ap.AutoparError as error:
         return Result("refused", f"{error.rule} | {error.got}", made)
     except AssertionError as error:
@@ -137,6 +137,15 @@ def run(seed: int, number: int) -> Result:
     except Exception as error:
         return Result("raw", f"{type(error).__name__}: {error}", made)
     return Result("coarse" if has(case.model, Coarse) else "compared", "", made)
+
+
+def _compare(actual: Outcome, expected: Outcome, is_coarse: bool) -> None:
+    """Where values are coarse, loss and gradients: AdamW's first step makes any rounding large."""
+    if is_coarse:
+        pair = (replace(one, state={}) for one in (actual, expected))
+        assert_equal(*pair, **COARSE)
+    else:
+        assert_equal(actual, expected)
 
 
 def change(model: nn.Module, what: str, name: str, value: Tensor) -> None:
