@@ -309,3 +309,31 @@ def test_a_module_that_runs_twice_keeps_all_names_of_its_buffers():
         model.get_buffer("2.mean").mul_(2)
         module.get_buffer("2.mean").mul_(2)
     torch.testing.assert_close(module(x), model(x), rtol=1e-12, atol=1e-12)
+
+
+class Containers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.list = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.named = nn.ModuleDict({"b": nn.Linear(4, 4), "a": nn.Linear(4, 4)})
+
+    def forward(self, x):
+        x = self.row(x)
+        for layer in [*self.list, *self.named.values()]:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("options", [{"mesh": ap.Mesh(dp=2)}, {"mesh": ap.Mesh(pp=2)}], ids=str)
+def test_containers_are_indexed_as_in_the_model(options):
+    model, x = Containers(), torch.randn(4, 4)
+    module = ap.parallelize(model, (x,), mode="propagate", backend="virtual", **options)
+    parameters = dict(module.named_parameters())
+    assert module.row[-1].weight is parameters["row.2.weight"]
+    assert [len(part) for part in (module.row, module.list, module.named)] == [3, 2, 2]
+    assert [p.weight is parameters[f"list.{i}.weight"] for i, p in enumerate(module.list)] == [1, 1]
+    assert list(module.named) == ["b", "a"]
+    assert module.named["a"].weight is parameters["named.a.weight"]
+    module.row[0].weight = nn.Parameter(torch.zeros(4, 4))
+    assert module.full_state_dict()["row.0.weight"].count_nonzero() == 0

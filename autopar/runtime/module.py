@@ -20,7 +20,7 @@ from autopar.errors import InvalidInput
 from autopar.layout import Layout
 from autopar.lines import frames_to_caller
 from autopar.runtime.modes import Modes
-from autopar.runtime.part import part_at, refuse_late_hooks
+from autopar.runtime.part import add_parts, part_at, refuse_late_hooks
 from autopar.runtime.program import Program
 from autopar.runtime.tensors import Tensors
 
@@ -92,6 +92,7 @@ class ParallelModule(nn.Module):
         names = {name: [name] for name in self._layouts}
         for alias, name in captured.tied.items():
             names[name].append(alias)
+        add_parts(self, model)
         for name, parameter in model.named_parameters():
             placed = backend.place_tensor(name, parameter, self._layouts[name])
             if placed is not None:

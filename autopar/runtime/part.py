@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from torch import nn
@@ -38,14 +39,48 @@ class Part(nn.Module):
     register_full_backward_pre_hook = _refuse
 
 
-def part_at(root: nn.Module, path: str) -> nn.Module | None:
+class ListPart(Part):
+    """In the place of a Sequential or a ModuleList: its children by place."""
+
+    def __getitem__(self, place: int | slice) -> Any:
+        return list(self._modules.values())[place]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._modules.values())
+
+
+class DictPart(Part):
+    """In the place of a ModuleDict: its children by name."""
+
+    def __getitem__(self, name: str) -> Any:
+        return self._modules[name]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+
+def add_parts(root: nn.Module, model: nn.Module) -> None:
+    """A part for every submodule of a model, in its order; containers are indexed as there."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        is_list = isinstance(module, nn.Sequential | nn.ModuleList)
+        is_dict = isinstance(module, nn.ModuleDict)
+        part_at(root, path, ListPart if is_list else DictPart if is_dict else Part)
+
+
+def part_at(root: nn.Module, path: str, kind: type[Part] = Part) -> nn.Module | None:
     """The submodule at `path`, made on the way; None if `root` has another thing of that name."""
     module = root
     for part in path.split(".") if path else ():
         if part not in module._modules:
             if hasattr(module, part):
                 return None
-            module.add_module(part, Part())
+            module.add_module(part, kind())
         found = module._modules[part]
         assert found is not None
         module = found
