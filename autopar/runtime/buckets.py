@@ -42,7 +42,7 @@ class Bucket:
 
     axes: Axes
     slots: list[Slot] = field(default_factory=list)
-    buffer: Tensor | None = None  # what is summed: all gradients, then the rider
+    buffer: Tensor | None = None  # flat, what is summed: all gradients, then the rider
     rider: Tensor | None = None  # a number that is summed along
     waiting: int = 0
     work: dist.Work | None = None
@@ -59,7 +59,7 @@ class Bucket:
         """All gradients in one tensor, ready to be summed; those that nobody made are zero."""
         grads = [taken(slot.leaf) for slot in self.slots]
         if self.alone:
-            self.buffer = in_own_memory(grads[0])
+            self.buffer = in_own_memory(grads[0]).view(-1)
             return self.buffer
         parts = [grad.reshape(-1) for grad in grads]
         self.buffer = torch.cat(parts if self.rider is None else [*parts, self.rider.reshape(1)])

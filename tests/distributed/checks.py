@@ -54,6 +54,7 @@ def trains_like_virtual_ranks() -> None:
         (vocabulary(sequence(megatron(models.gpt(layers=1)), batch="dp")), DP2_TP2),
         (vocabulary(megatron(models.gpt(layers=1), ("b", "a")), ("b", "a")), Mesh(a=2, b=2)),
         (models.resnet(batch=6), Mesh(dp=4)),
+        (models.mlp(hidden=520, layers=3), Mesh(dp=4)),  # gradients with a sum of their own
         (stored(models.gpt(layers=1, fused=True)), Mesh(dp=4)),
     ):
         real, virtual = pair(case, mesh)
