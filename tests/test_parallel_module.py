@@ -337,3 +337,19 @@ def test_containers_are_indexed_as_in_the_model(options):
     assert module.named["a"].weight is parameters["named.a.weight"]
     module.row[0].weight = nn.Parameter(torch.zeros(4, 4))
     assert module.full_state_dict()["row.0.weight"].count_nonzero() == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mesh": ap.Mesh(dp=2)}, {"mesh": ap.Mesh(dp=1), "microbatches": 2}, {"mesh": ap.Mesh(pp=2)}],
+    ids=str,
+)
+def test_a_step_of_frozen_parameters_alone_is_refused(options):
+    x = torch.randn(4, 4)
+    module = ap.parallelize(Containers(), (x,), mode="propagate", backend="virtual", **options)
+    module.requires_grad_(False)
+    with pytest.raises(ap.InvalidInput, match="parameters are all frozen"):
+        module.step(x)
+    module.row[0].requires_grad_(True)
+    module.step(x)
+    assert set(module.full_grads()) == {"row.0.weight", "row.0.bias"}

@@ -174,6 +174,7 @@ class ParallelModule(nn.Module):
             refuse_late_hooks(self, step=True)
             kept = self._kept()
             inputs = self.program.bind(args, kwargs, self._shapes)
+            self._require_learning(inputs)
             if self._check is not None:
                 self._check(args, kwargs, dict(self.named_parameters()))
             total: Tensor | None = None
@@ -192,6 +193,16 @@ class ParallelModule(nn.Module):
                 total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         return total
+
+    def _require_learning(self, inputs: Mapping[str, Tensor]) -> None:
+        """Before anything runs. A rank that holds some of the stages does not know."""
+        held = [self._tensors.values.get(n) for n in self.program.captured.parameters.values()]
+        if not any(v is None or v.requires_grad for v in [*held, *inputs.values()]):
+            raise InvalidInput(
+                "the loss of a step takes a gradient",
+                got="a model whose parameters are all frozen",
+                remedy="requires_grad_() on those that learn",
+            )
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole tensors under the names of the original model's state dict; the caller's own."""
