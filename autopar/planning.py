@@ -164,7 +164,7 @@ class _Layouts:
         def needed(decisions: Decisions) -> float:
             price = ClusterPrice(self.cluster, decisions.mesh)
             graph = rewrite(program, decisions, price)
-            return program_memory(program, graph, decisions.mesh).peak
+            return program_memory(graph, decisions.mesh).peak
 
         return search(
             program,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -10,7 +12,7 @@ from functools import cached_property
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar as ap
@@ -41,6 +43,36 @@ def kept_for_backward(module: ap.ParallelModule, case: Case) -> int:
         outputs = module(*case.args, **case.kwargs)
         del outputs
     return sum(kept.values())
+
+
+def storages() -> dict[int, int]:
+    """Bytes of all memory that tensors of this process hold, by address."""
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]
+    held = [t.untyped_storage() for t in tensors if t.device.type != "meta"]
+    return {storage.data_ptr(): storage.nbytes() for storage in held if storage.data_ptr()}
+
+
+def held_by(tensors: Iterable[Tensor]) -> int:
+    """Bytes of all memory that these tensors of this rank keep alive."""
+    pieces = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    held = [piece.untyped_storage() for piece in pieces]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
+
+
+def pieces_of(module: ap.ParallelModule, rank: int) -> dict[str, int]:
+    """Bytes of each parameter, buffer and cut constant of a rank, as the layouts say."""
+    program, found = module.program, {}
+    captured = program.captured
+    names = {**captured.parameters, **captured.buffers}
+    cut = {n: n for n in captured.constants if not program.type_of(n).layout.is_replicated}
+    here = {name for name, _ in [*module.named_parameters(), *module.named_buffers()]}
+    for placeholder, name in (names | cut).items():
+        type_ = program.type_of(placeholder)
+        shape = type_.layout.local_shape(type_.shape, program.mesh, rank)
+        if name in here or name in cut:
+            found[name] = math.prod(shape) * type_.dtype.itemsize
+    return found
 
 
 def local_bytes(tensors: Iterable[Tensor | None]) -> int:

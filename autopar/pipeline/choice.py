@@ -29,6 +29,7 @@ from autopar.pipeline.price import line_of, pipeline_memory, price_step
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import schedule as make_schedule
 from autopar.search.auto import Found, Progress, too_early, was_interrupted
+from autopar.search.flow import Flow
 from autopar.search.footprint import Memory, program_memory
 from autopar.search.leanest import Leanest, NothingFits
 from autopar.search.meshes import meshes
@@ -292,7 +293,7 @@ class _Weigher:
         price = ClusterPrice(self.cluster, found.decisions.mesh)
         graph = rewrite(captured, found.decisions, price)
         cost = program_cost(graph, found.decisions.mesh, self.cluster).times(parts)
-        memory = program_memory(captured, graph, found.decisions.mesh)
+        memory = program_memory(graph, found.decisions.mesh)
         peak = memory.peak
         alternative = Alternative(
             found.decisions.mesh, parts, "", (), cost.seconds, peak, peak <= self.memory
@@ -317,7 +318,7 @@ class _Weigher:
 
         def priced(made: Schedule, stages: Sequence[StageCost], again: bool) -> _Way:
             pipelining = Pipelining(axis, mesh, made, tuple(stages), again)
-            return self._priced(pipelining, captured, found, batches)
+            return self._priced(pipelining, line.flow, captured, found, batches)
 
         fastest: dict[tuple[int, bool], Sequence[StageCost]] = {}
         offered = schedules(stages, parts) if asked.schedule is None else iter([asked.schedule])
@@ -347,12 +348,13 @@ class _Weigher:
     def _priced(
         self,
         pipelining: Pipelining,
+        flow: Flow,
         captured: Captured,
         found: Found,
         batches: Microbatches | None,
     ) -> _Way:
         timeline = price_step(pipelining, self.cluster)
-        memory, made = pipeline_memory(pipelining), pipelining.schedule
+        memory, made = pipeline_memory(pipelining, flow), pipelining.schedule
         alternative = Alternative(
             pipelining.mesh,
             made.microbatches,

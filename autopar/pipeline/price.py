@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 from torch import fx
 
 from autopar.capture.captured import Captured
@@ -12,9 +14,8 @@ from autopar.pipeline.keeping import course, taken
 from autopar.pipeline.plan import Pipelining
 from autopar.pipeline.simulator import simulate
 from autopar.pipeline.timeline import Timeline
-from autopar.search.build import OPTIMIZER_COPIES
-from autopar.search.flow import flow_of
-from autopar.search.footprint import Memory
+from autopar.search.flow import Flow, flow_of
+from autopar.search.footprint import Memory, held_bytes, memory_of
 from autopar.search.report import Cost, NodePrices
 from autopar.search.stages import Line
 
@@ -27,7 +28,7 @@ def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
     if made.replicas > 1:
         between = COLLECTIVES["all_reduce"]
         for index, stage in enumerate(stages):
-            size, bandwidth = stage.parameters, link.bandwidth
+            size, bandwidth = stage.gradients, link.bandwidth
             sums[index] += float(between(p=made.replicas, V=size, B=bandwidth, a=link.alpha))
     largest = max(stage.receives for stage in stages)
     again = pipelining.recompute  # the forward, in B or I: never in W
@@ -64,19 +65,31 @@ def pipeline_cost(pipelining: Pipelining, once: Cost, timeline: Timeline) -> Cos
     )
 
 
-def pipeline_memory(pipelining: Pipelining) -> Memory:
-    """The bytes of the fullest rank: the states of all stages it holds, and what is in flight."""
-    most = Memory(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+def pipeline_memory(pipelining: Pipelining, flow: Flow) -> Memory:
+    """The bytes of the fullest rank."""
+    return max(memory_by_place(pipelining, flow), key=lambda memory: memory.peak)
+
+
+def memory_by_place(pipelining: Pipelining, flow: Flow) -> list[Memory]:
+    """The bytes on each rank along the pipeline's axis: each parameter and buffer once that some
+    of its stages read, and what is in flight."""
     made, stages = pipelining.schedule, pipelining.stages
+    mesh = pipelining.mesh.without(pipelining.axis)
+    places = {node.name: place for node, place in flow.place.items()}
+    starts = [0, *(places[stage.starts] for stage in stages[1:])]
+    users = {
+        node: {bisect_right(starts, place) - 1 for place in places}
+        for node, places in flow.held_at.items()
+    }
+    found = []
     for rank in range(made.ranks):
-        held = {stage for _, stage in made.held_by(rank)}
-        parameters = float(sum(stages[stage].parameters for stage in held))
-        states = (2 + OPTIMIZER_COPIES) * parameters
+        own = {stage for _, stage in made.held_by(rank)}
+        held = [held_bytes(node, mesh) for node, read in users.items() if read & own]
+        states = sum(stages[stage].states for stage in own)
         moments = course(made, rank, pipelining.recompute)
         kept = max((taken(stages, moment) for moment in moments), default=states) - states
-        memory = Memory(parameters, parameters, OPTIMIZER_COPIES * parameters, 0.0, kept, 0.0)
-        most = max(most, memory, key=lambda memory: memory.peak)
-    return most
+        found.append(memory_of(held, kept))
+    return found
 
 
 def line_of(

@@ -148,13 +148,8 @@ class ParallelModule(nn.Module):
                 remedy="call step(), or parallelize with pipeline=None",
             )
         with self.backend.guard():
-            self._modes.require_same_program()
-            refuse_late_hooks(self, step=False)
             program, backend = self._direct
-            kept = self._kept()
-            inputs = program.bind(args, kwargs, self._shapes)
-            if self._check is not None:
-                self._check(args, kwargs, dict(self.named_parameters()))
+            kept, inputs = self._open(program, args, kwargs, step=False)
             return program.structure(self._run(program, backend, kept, inputs))
 
     @cached_property
@@ -170,13 +165,8 @@ class ParallelModule(nn.Module):
         """Forward and backward of one global batch, all micro-batches of it: the batch's loss."""
         index = self.program.loss_index
         with self.backend.guard(), torch.inference_mode(False), torch.enable_grad():
-            self._modes.require_same_program()
-            refuse_late_hooks(self, step=True)
-            kept = self._kept()
-            inputs = self.program.bind(args, kwargs, self._shapes)
+            kept, inputs = self._open(self.program, args, kwargs, step=True)
             self._require_learning(inputs)
-            if self._check is not None:
-                self._check(args, kwargs, dict(self.named_parameters()))
             total: Tensor | None = None
             batches = self.program.split(inputs)
             if self.program.stages:
@@ -242,6 +232,18 @@ class ParallelModule(nn.Module):
             total = self.backend.norm(gradients, float(norm_type))
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
         return total
+
+    def _open(
+        self, program: Program, args: tuple, kwargs: Mapping[str, Any], *, step: bool
+    ) -> tuple[Mapping[str, Tensor], dict[str, Tensor]]:
+        """What a call reads, the module's and the caller's; refused here, before anything runs."""
+        self._modes.require_same_program()
+        refuse_late_hooks(self, step=step)
+        kept = self._kept()
+        inputs = program.bind(args, kwargs, self._shapes)
+        if self._check is not None:
+            self._check(args, kwargs, dict(self.named_parameters()))
+        return kept, inputs
 
     def _run(
         self,

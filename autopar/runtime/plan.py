@@ -140,8 +140,9 @@ class Plan:
     def memory(self) -> Memory:
         """The predicted bytes on the fullest device, and their parts."""
         if self.pipelining is not None:
-            return pipeline_memory(self.pipelining)
-        return program_memory(self.captured, self.program.graph, self.mesh)
+            flow = flow_of(self.captured, self.program.graph)
+            return pipeline_memory(self.pipelining, flow)
+        return program_memory(self.program.graph, self.mesh)
 
     @cached_property
     def types(self) -> dict[str, TensorType]:

@@ -44,7 +44,7 @@ from autopar.search.stages import price_stages
 from autopar.search.stored import Axes, StoredDecisions, decisions_to_json
 from autopar.search.wishes import Wish, Wishes, read_wishes
 
-FORMAT, VERSION = "autopar plan", 2
+FORMAT, VERSION = "autopar plan", 3
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,15 @@ class Flow:
                 found[node] = set().union(*places, *(found.get(user, {0}) for user in readers))
         return {node: tuple(sorted(places)) for node, places in found.items()}
 
+    @cached_property
+    def held_at(self) -> dict[fx.Node, tuple[int, ...]]:
+        """The places that need each parameter and buffer; what none needs lies at the first."""
+        return {
+            node: self.read_at.get(node, (0,))
+            for node in self.graph.nodes
+            if node.op == "placeholder" and node.meta["origin"][0] in ("parameter", "buffer")
+        }
+
     def read_by(self, new_value: fx.Node) -> set[fx.Node]:
         """The statistics that the new value of one buffer is made of."""
         found: set[fx.Node] = set()

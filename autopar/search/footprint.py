@@ -6,14 +6,21 @@ keep counts once, and a view is the tensor it looks at.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import fx
 
-from autopar.capture.captured import Captured
 from autopar.mesh import Mesh
 from autopar.search.build import OPTIMIZER_COPIES
 from autopar.search.keeping import Storage, kept_by
+
+HELD = ("parameter", "buffer")
+Held = tuple[int, int, int]  # bytes of parameters, of gradients, of buffers
+Number = TypeVar("Number", int, NDArray)
 
 
 @dataclass(frozen=True)
@@ -35,26 +42,33 @@ class Memory:
         return {"peak": self.peak, **asdict(self)}
 
 
-def program_memory(captured: Captured, graph: fx.Graph, mesh: Mesh) -> Memory:
+def program_memory(graph: fx.Graph, mesh: Mesh) -> Memory:
     """The bytes that one rank of the rewritten `graph` holds."""
-    parameters = learning = buffers = inputs = 0.0
-    kept: dict[Storage, float] = {}
+    inputs, kept = 0.0, dict[Storage, float]()
     for node in graph.nodes:
-        if node.op == "placeholder":
-            size = float(node.meta["type"].local_bytes(mesh))
-            if node.name in captured.parameters:
-                parameters += size
-                learning += size * node.meta["differentiable"]
-            elif node.name in captured.buffers:
-                buffers += size
-            else:
-                inputs += size
         kept |= kept_by(node, mesh)
-    return Memory(
-        parameters=parameters,
-        gradients=learning,
-        optimizer=OPTIMIZER_COPIES * learning,
-        buffers=buffers,
-        activations=sum(kept.values()),
-        inputs=inputs,
-    )
+        if node.op == "placeholder" and node.meta["origin"][0] not in HELD:
+            inputs += node.meta["type"].local_bytes(mesh)
+    held = [held_bytes(node, mesh) for node in graph.nodes]
+    return memory_of(held, sum(kept.values()), inputs)
+
+
+def held_bytes(node: fx.Node, mesh: Mesh) -> Held:
+    """Of a parameter or buffer on one rank; of anything else nothing."""
+    kind = node.meta["origin"][0] if node.op == "placeholder" else None
+    size = node.meta["type"].local_bytes(mesh) if kind in HELD else 0
+    if kind == "buffer":
+        return 0, 0, size
+    return size, size if size and node.meta["differentiable"] else 0, 0
+
+
+def memory_of(held: Iterable[Held], activations: float, inputs: float = 0.0) -> Memory:
+    """With what the optimizer keeps of all that is held."""
+    parameters, gradients, buffers = map(float, np.sum([(0, 0, 0), *held], axis=0))
+    optimizer = OPTIMIZER_COPIES * gradients
+    return Memory(parameters, gradients, optimizer, buffers, activations, inputs)
+
+
+def states(parameters: Number, gradients: Number, buffers: Number) -> Number:
+    """Bytes that stay from step to step: of a stage, or of tables of them."""
+    return parameters + (1 + OPTIMIZER_COPIES) * gradients + buffers

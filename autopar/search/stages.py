@@ -23,6 +23,7 @@ from torch import fx
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.search.flow import Flow, ancestors
+from autopar.search.footprint import held_bytes, states
 from autopar.search.keeping import kept_by_stages
 from autopar.search.pieces import Pieces
 from autopar.search.report import NodeCost
@@ -31,11 +32,11 @@ from autopar.strategies.results import flat
 
 Array = NDArray[np.float64]
 PriceOf = Callable[[fx.Node], NodeCost]  # of any node of a rewritten program
-COLUMNS = ("forward", "backward", "summed", "parameters")  # seconds, and bytes of parameters
+# Seconds; bytes of parameters, of the gradients of those that learn, and of buffers.
+COLUMNS = ("forward", "backward", "summed", "parameters", "gradients", "buffers")
 # Of how many slices of the batch a stage keeps all that its forward keeps, of how many what it
 # received, and of how many what the gradients of its weights are made of.
 Keeps = tuple[int, int, int]
-_STATES = 4  # a parameter, its gradient, and two states of the optimizer
 _NUMBERED = re.compile(r"(.*\.)?\d+(?=\.|$)")
 
 
@@ -52,6 +53,8 @@ class StageCost:
     backward: float
     summed: float  # seconds that summing its gradients over the mesh takes, once a step
     parameters: int  # bytes
+    gradients: int  # bytes of those of parameters that learn
+    buffers: int  # bytes
     activations: int  # bytes kept from forward to backward, besides what comes from before
     receives: int  # bytes that come from the stage before
     weight_halves: int  # bytes kept from the gradients of inputs to those of weights
@@ -60,10 +63,15 @@ class StageCost:
     def seconds(self) -> float:
         return self.forward + self.backward
 
+    @property
+    def states(self) -> int:
+        """Bytes that stay from step to step."""
+        return states(self.parameters, self.gradients, self.buffers)
+
     def bytes(self, whole: int, received: int, weight_halves: int) -> int:
         """With its states, what it keeps of so many slices (see Keeps)."""
         kept = whole * self.activations + received * self.receives
-        return _STATES * self.parameters + kept + weight_halves * self.weight_halves
+        return self.states + kept + weight_halves * self.weight_halves
 
 
 @dataclass(frozen=True)
@@ -164,11 +172,9 @@ class Line:
         """Sums of all that is read at one place; the places, and the sum, of what several read."""
         alone = np.zeros((len(self.flow.activations) + 1, len(COLUMNS)))
         shared: dict[tuple[int, ...], Array] = {}
-        for node, places in self.flow.read_at.items():
-            row, price = np.zeros(len(COLUMNS)), cost(node)
-            row[:3] = price.forward, price.backward, price.summed
-            if node.op == "placeholder" and node.meta["origin"][0] == "parameter":
-                row[3] = _bytes(node, self.mesh)
+        for node, places in (self.flow.read_at | self.flow.held_at).items():
+            price, held = cost(node), held_bytes(node, self.mesh)
+            row = np.array([price.forward, price.backward, price.summed, *held])
             if len(places) == 1:
                 alone[places[0] + 1] += row
             elif row.any():
@@ -198,7 +204,7 @@ class Line:
         return self._pieces[places]
 
     def _tables(self, bounds: Sequence[int]) -> Pieces:
-        forward, backward, _, parameters = np.moveaxis(self.sums(bounds), -1, 0)
+        forward, backward, _, *held = np.moveaxis(self.sums(bounds), -1, 0)
         received = np.array([*map(self.received, bounds[:-1]), 0])
         holding = np.array(self._holding)[list(bounds)]
         # A stage also waits for what it receives.
@@ -206,21 +212,24 @@ class Line:
             forward + backward + 2 * received[:, None] / self.bandwidth,
             holding[None, :] == holding[:, None],
             received,
-            _STATES * np.rint(parameters).astype(np.int64),
+            np.rint(states(*held)).astype(np.int64),
             self.kept.table(bounds),
             self.weight_halves.table(bounds),
         )
 
     def stage(self, start: int, end: int) -> StageCost:
         first = self.flow.activations[start]
-        forward, backward, summed, parameters = self.sums([start, end])[0, 1].tolist()
+        forward, backward, summed, *held = self.sums([start, end])[0, 1].tolist()
+        parameters, gradients, buffers = map(round, held)
         return StageCost(
             starts=first.name,
             module=first.meta["module"],
             forward=forward,
             backward=backward,
             summed=summed,
-            parameters=round(parameters),
+            parameters=parameters,
+            gradients=gradients,
+            buffers=buffers,
             activations=self.kept.bytes(start, end),
             receives=self.received(start),
             weight_halves=self.weight_halves.bytes(start, end),

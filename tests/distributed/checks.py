@@ -17,12 +17,24 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import autopar as ap
 from autopar import Mesh
+from autopar.pipeline.price import memory_by_place
+from autopar.runtime.world import world
+from autopar.search.flow import flow_of
 from tests import models
 from tests.annotations import megatron, sequence, stored, vocabulary
-from tests.held import kept_for_backward, local_bytes
+from tests.held import held_by, kept_for_backward, local_bytes, pieces_of, storages
 from tests.models import Case
 from tests.parity import assert_equal, parallel_outcome, single_outcome
 from tests.partly_learned import partly_learned, without_gradient
+from tests.runtime.acts import (
+    DONE,
+    REFUSED,
+    REFUSED_OF_PIECES,
+    assert_done,
+    assert_refused,
+    tree,
+    weight_norm,
+)
 from tests.toy import EVEN, machines
 
 DP2_TP2 = Mesh(dp=2, tp=2)
@@ -56,13 +68,14 @@ def trains_like_virtual_ranks() -> None:
         (models.resnet(batch=6), Mesh(dp=4)),
         (models.mlp(hidden=520, layers=3), Mesh(dp=4)),  # gradients with a sum of their own
         (stored(models.gpt(layers=1, fused=True)), Mesh(dp=4)),
+        (models.resnet(), Mesh(pp=2, dp=2)),
     ):
-        real, virtual = pair(case, mesh)
+        pipeline = {"microbatches": 2, "schedule": "zb-h1"} if "pp" in mesh else {}
+        real, virtual = pair(case, mesh, **pipeline)
         assert_equal(parallel_outcome(real, case), parallel_outcome(virtual, case), 1e-12, 1e-1)
         assert all(isinstance(parameter, DTensor) for parameter in real.parameters())
-        assert {n for n, _ in real.named_parameters()} == {
-            n for n, _ in case.model.named_parameters()
-        }
+        held = {name for name, _ in real.named_parameters()}
+        assert held == {name for name, _ in case.model.named_parameters()} or pipeline
 
 
 def compares_batches_when_asked() -> None:
@@ -75,7 +88,8 @@ def compares_batches_when_asked() -> None:
             module._check(other, {}, {})  # in a step, all ranks would leave their world
         assert "on rank 2" in str(error.value)
         parameters = dict(module.named_parameters())
-        next(iter(parameters.values())).requires_grad_(dist.get_rank() != 1)
+        name = next(iter(parameters))
+        parameters[name].requires_grad_(dist.get_rank() != 1)
         with pytest.raises(ap.InvalidInput, match="frozen on every rank") as error:
             module._check(case.args, {}, parameters)
         assert "is frozen on rank 1 and learns on rank 0" in str(error.value)
@@ -232,6 +246,91 @@ def holds_what_was_predicted() -> None:
         assert float(most[3]) == pytest.approx(said.activations, rel=0.01)
 
 
+def follows_its_tree() -> None:
+    """Freezing, replaced and loaded tensors, as on the model; where that cannot be, refused.
+
+    Of six rows, a rank of four has none. torch's weight norm ends a process that has none.
+    """
+    case = tree()
+    for options in (
+        {"mesh": Mesh(d=4), "microbatches": 2},
+        {"mesh": Mesh(pp=2, d=2), "microbatches": 2, "schedule": "zb-h1"},
+        {"mesh": Mesh(pp=4, d=1), "microbatches": 4, "schedule": "chimera"},
+    ):
+        plan = ap.plan(case.model, case.args, mode="propagate", **options)
+        module = ap.parallelize(case.model, case.args, plan=plan)
+        for act in DONE:
+            module.requires_grad_(True)
+            for parameter in module.frozen.parameters() if hasattr(module, "frozen") else ():
+                parameter.requires_grad_(False)
+            module.zero_grad()
+            assert_done(module, act)
+    meshes = Mesh(d=4), Mesh(d=2, e=2)
+    plans = [ap.plan(case.model, case.args, mode="propagate", mesh=mesh) for mesh in meshes]
+    for act, rule in (*REFUSED, *REFUSED_OF_PIECES):
+        plan = plans[act is weight_norm]
+        assert_refused(ap.parallelize(case.model, case.args, plan=plan), act, rule)
+
+
+def holds_pieces_alone() -> None:
+    """Memory is that of the pieces: of parameters, buffers and constants always, of gradients as
+    long as they live. One of their buckets may have carried the loss."""
+    for case, mesh, options in (
+        (stored(models.mlp(hidden=10)), Mesh(dp=4), {"microbatches": 2}),  # uneven
+        (buffers_cut(), Mesh(d=4), {}),
+        (stored(models.resnet()), Mesh(pp=2, dp=2), {"microbatches": 2, "schedule": "zb-h1"}),
+        (models.gpt(layers=4), Mesh(pp=4), {"microbatches": 4, "schedule": "chimera"}),  # tied
+    ):
+        plan = ap.plan(case.model, case.args, case.kwargs, mesh=mesh, mode="propagate", **options)
+        plan.program, *(plan.whole_program for _ in options)
+        world().mesh_of(plan.whole_mesh, "cpu")  # has a table of its ranks
+        before = storages()
+        module = ap.parallelize(case.model, case.args, case.kwargs, plan=plan)
+        said = sum(pieces_of(module, dist.get_rank() % plan.mesh.size).values())
+        assert held_since(before) == said, case.name
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(2):
+            module.step(*case.args, **case.kwargs)
+            grads = [p.grad for p in module.parameters() if p.grad is not None]
+            assert held_by(grads) - local_bytes(grads) in (0, 8), case.name
+            parts = held_by(module.parameters()), local_bytes(grads), held_by(module.buffers())
+            del grads
+            optimizer.step()
+            optimizer.zero_grad()
+            assert held_since(before) == said, case.name
+        pipelining, most = plan.pipelining, plan.memory
+        if dist.get_rank() % plan.mesh.size == 0:  # its pieces are the largest
+            if pipelining is not None:
+                place = plan.whole_mesh.coordinate(dist.get_rank())[pipelining.axis]
+                places = memory_by_place(pipelining, flow_of(plan.captured, plan.program.graph))
+                assert most == max(places, key=lambda one: one.peak)
+                most = places[place]
+            assert parts == (most.parameters, most.gradients, most.buffers), case.name
+
+
+def held_since(before: dict[int, int]) -> int:
+    return sum(size for address, size in storages().items() if address not in before)
+
+
+def buffers_cut() -> Case:
+    """A buffer that is changed, one that is not, and a constant, all cut."""
+
+    class Cut(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(6, 10)
+            self.register_buffer("seen", torch.zeros(10))
+            self.register_buffer("gain", torch.linspace(1, 2, 10))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = ap.shard(self.linear(x), (None, "d"))
+            self.seen += ap.shard(y.detach().sum(0), ("d",))
+            gain = ap.shard(self.gain * torch.arange(10.0, dtype=torch.float64), ("d",))
+            return (y * gain + ap.shard(self.seen * 1.0, ("d",))).square().mean()
+
+    return Case("buffers", Cut().double(), (torch.randn(8, 6).double(),))
+
+
 def runs_eager_regions() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     random = torch.Generator().manual_seed(0)
@@ -296,6 +395,8 @@ CHECKS = [
     takes_local_inputs,
     saves_and_loads_checkpoints,
     holds_what_was_predicted,
+    follows_its_tree,
+    holds_pieces_alone,
     runs_eager_regions,
     runs_regions_on_parts_of_the_world,
     refuses_a_mesh_of_another_size,

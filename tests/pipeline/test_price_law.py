@@ -50,7 +50,9 @@ def test_the_nodes_of_a_line_cost_what_the_program_costs(name, mode, mesh, links
     once = cost.compute + cost.communication - cost.gradient_sync
     assert found["forward"] + found["backward"] == pytest.approx(once / 2)
     assert found["summed"] == pytest.approx(cost.gradient_sync)
-    assert found["parameters"] == plan.memory.parameters
+    memory = plan.memory
+    held = found["parameters"], found["gradients"], found["buffers"]
+    assert held == (memory.parameters, memory.gradients, memory.buffers)
 
 
 class Linears(nn.Module):
