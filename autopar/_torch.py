@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._C import _len_torch_dispatch_stack as active_modes
 from torch._utils import _unflatten_dense_tensors as split_like  # views, like some tensors in turn
 from torch.autograd import Variable
-from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroup, Store, TCPStore
+from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroup, Store, TCPStore, Work
 from torch.distributed.distributed_c10d import (
     _abort_process_group,
     _get_default_store,
@@ -48,10 +50,12 @@ __all__ = [
     "moves_on_host",
     "placed_like",
     "process_group",
+    "raised_while_waiting",
     "reduce_scatter_single",
     "split_like",
     "state_hooks",
     "state_names",
+    "wait_for",
     "world_store",
     "world_timeout",
 ]
@@ -72,6 +76,29 @@ def all_reduce_now(x: Tensor, group: str) -> None:
     work = process_group(group).allreduce([x], _SUM)
     if work is not None:
         work.wait()
+
+
+def wait_for(work: Work) -> None:
+    """Wait for other ranks: what breaks here may have its cause on one of them."""
+    work.wait()
+
+
+_WAITS = (all_reduce_now.__code__, wait_for.__code__)
+_TORCH = Path(torch.__file__).parent
+_COLLECTIVES = [
+    _TORCH / "distributed" / f for f in ("distributed_c10d.py", "_functional_collectives.py")
+]
+
+
+def raised_while_waiting(error: Exception) -> bool:
+    """Whether an error was raised by a collective: below it come frames of dispatch at most."""
+    for code in reversed([frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]):
+        path = Path(code.co_filename)
+        if code in _WAITS or path in _COLLECTIVES:
+            return True
+        if _TORCH not in path.parents or _TORCH / "distributed" in path.parents:
+            return False
+    return False
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:

@@ -26,6 +26,7 @@ from autopar.runtime.plan import Plan
 from autopar.runtime.saved import SavedPlan
 from autopar.runtime.virtual import VirtualBackend
 from autopar.runtime.virtual_pipeline import VirtualPipeline
+from autopar.runtime.world import has_failed
 
 BACKENDS = ("virtual", "torch")
 
@@ -140,7 +141,8 @@ def _validate(
             remedy="give these to plan() instead",
         )
     if backend is None:
-        backend = "torch" if dist.is_initialized() or dist.is_torchelastic_launched() else "virtual"
+        is_rank = dist.is_initialized() or dist.is_torchelastic_launched() or has_failed()
+        backend = "torch" if is_rank else "virtual"
     if backend == "virtual" and local_inputs:
         raise InvalidInput(
             "local inputs are those of one process of several",

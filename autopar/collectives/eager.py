@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar._torch import all_reduce_now, process_group
+from autopar._torch import all_reduce_now, process_group, wait_for
 from autopar.collectives.operators import EAGER
 
 __all__ = [
@@ -55,7 +55,7 @@ def start_sum(x: Tensor, group: str, pending: bool) -> Started:
 def finish_sum(started: Started) -> Tensor:
     """What `start_sum` has started."""
     total, work = started
-    work.wait()
+    wait_for(work)
     return total
 
 

@@ -23,10 +23,11 @@ from functools import lru_cache
 import torch
 
 from autopar.cluster import Device, Link, Node
-from autopar.cost.presets import A100, H100, H200, P100, V100
+from autopar.cost.presets import A100, H100, H200, P100, V100, preset
 
-# Links of each device inside its node: NVLink by generation, each direction; or PCI Express.
-NVLINK = {"V100": 150e9, "A100": 300e9, "H100": 450e9, "H200": 450e9, "B200": 900e9}
+# The machines that GPUs of a kind stand in: their links are those of the preset.
+MACHINES = {"V100": "dgx-v100", "A100": "dgx-a100", "H100": "dgx-h100", "H200": "h200"}
+B200_LINK = Link(3e-6, 900e9)  # NVLink of the fifth generation, each direction
 PCIE = Link(8e-6, 20e9)  # what peers reach over 16 lanes of the fourth generation
 NETWORK = Link(6e-6, 25e9)  # one adapter of 200 Gbit/s: a guess, where nothing is known of it
 
@@ -84,7 +85,8 @@ def local_gpus(devices: int) -> tuple[tuple[Node, ...], Link]:
         link = replace(link, bandwidth=link.bandwidth / crowd)
     full, rest = divmod(devices, ranks)
     sizes = [ranks] * full + [rest] * (rest > 0)
-    return tuple(Node(device, size, link) for size in sizes), NETWORK
+    network = links(torch.cuda.get_device_properties(0).name)[1]
+    return tuple(Node(device, size, link) for size in sizes), network
 
 
 def gpu(index: int) -> tuple[Device, Link]:
@@ -92,10 +94,17 @@ def gpu(index: int) -> tuple[Device, Link]:
     properties = torch.cuda.get_device_properties(index)
     name = properties.name
     device = known(name) or measured(torch.device("cuda", index), name)
+    return replace(device, memory=float(properties.total_memory)), links(name)[0]
+
+
+def links(name: str) -> tuple[Link, Link]:
+    """The link of each GPU inside its node, and the network between nodes."""
     over_pcie = "pcie" in name.lower() or "nvl" in name.lower()
-    rate = next((rate for kind, rate in NVLINK.items() if kind in name), None)
-    link = PCIE if over_pcie or rate is None else Link(3e-6, rate)
-    return replace(device, memory=float(properties.total_memory)), link
+    machine = next((machine for kind, machine in MACHINES.items() if kind in name), None)
+    if over_pcie or machine is None:
+        return B200_LINK if "B200" in name and not over_pcie else PCIE, NETWORK
+    node, network = preset(machine)
+    return node.link, network
 
 
 def known(name: str) -> Device | None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import placed_like, split_like
+from autopar._torch import placed_like, split_like, wait_for
 from autopar.collectives.eager import LateSum
 from autopar.cost.price import BUCKET_BYTES
 from autopar.runtime.groups import Axes, Groups
@@ -132,7 +132,7 @@ class GradientSync:
         grads: dict[str, DTensor] = {}
         for bucket in self.buckets:
             if bucket.work is not None:
-                bucket.work.wait()
+                wait_for(bucket.work)
                 grads |= bucket.give()
         return {name: grad for name, grad in grads.items() if name in reached}
 

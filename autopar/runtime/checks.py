@@ -33,24 +33,28 @@ from autopar.inspection.references import (
 
 
 class Checks:
-    """Called with the arguments of every step, before it runs."""
+    """Called with the arguments of every call, before it runs."""
 
     def __init__(self, model: nn.Module, captured: Captured, on_processes: bool) -> None:
         self._captured, self._on_processes = captured, on_processes
         self._model: nn.Module | None = copy.deepcopy(model)  # until the first step
 
-    def __call__(
+    def alone(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        """What this process finds out by itself."""
+        if self._model is not None:
+            _require_plain(self._model, self._captured, (args, kwargs))
+            self._model = None
+
+    def together(
         self, args: tuple, kwargs: Mapping[str, Any], parameters: Mapping[str, Tensor]
     ) -> None:
+        """What all ranks find out, or refuse, together."""
         if self._on_processes:
             learns = {name: value.requires_grad for name, value in parameters.items()}
             everyones: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everyones, (_digest((args, dict(kwargs))), learns))
             _require_same_batch([digest for digest, _ in everyones])
             _require_same_frozen([learns for _, learns in everyones])
-        if self._model is not None:
-            _require_plain(self._model, self._captured, (args, kwargs))
-            self._model = None
 
 
 def _require_plain(model: nn.Module, captured: Captured, call: Call) -> None:

@@ -16,19 +16,19 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import call_after_backward, local_of, placed_like
+from autopar._torch import call_after_backward, local_of, placed_like, wait_for
 from autopar.collectives.eager import LateSum
 from autopar.layout import Layout, TensorType
 from autopar.passes import localize
 from autopar.runtime.buckets import GradientSync, Slot, make_buckets, taken
 from autopar.runtime.eager import compile_graph
-from autopar.runtime.failures import one_fails_all_stop
+from autopar.runtime.failures import local_checks, one_fails_all_stop
 from autopar.runtime.groups import Axes, Groups
 from autopar.runtime.leaves import Leaves
 from autopar.runtime.norm import norm_over_world
 from autopar.runtime.placing import Placing, in_own_memory, wrapper
 from autopar.runtime.program import Program
-from autopar.runtime.world import world
+from autopar.runtime.world import require_living, world
 
 
 class TorchBackend:
@@ -37,8 +37,9 @@ class TorchBackend:
     def __init__(self, program: Program, local_inputs: bool, device: torch.device) -> None:
         self.program, self.mesh, self.local_inputs = program, program.mesh, local_inputs
         self.device = device
-        self.rank = dist.get_rank()
-        self.device_mesh = world().mesh_of(self.mesh, device.type)
+        self.world = world()
+        self.rank = self.world.rank
+        self.device_mesh = self.world.mesh_of(self.mesh, device.type)
         self.groups = Groups(self.mesh, axes_used(program.graph), [range(self.mesh.size)])
         self._graph = localize(program.graph, self.mesh, self.rank, self.device, self.groups.name)
         self._late: list[LateSum] = []
@@ -102,9 +103,13 @@ class TorchBackend:
                 shapes[name] = local if self.local_inputs else type_.shape
         return shapes
 
-    def guard(self) -> AbstractContextManager[None]:
+    def local_checks(self) -> AbstractContextManager[None]:
+        """Around what looks at a call on this rank alone, before it runs."""
+        return local_checks(self.world)
+
+    def guard(self, agreed: bool = False) -> AbstractContextManager[None]:
         """Around everything in which ranks wait for one another."""
-        return one_fails_all_stop()
+        return one_fails_all_stop(self.world, agreed)
 
     def of(self, program: Program) -> TorchBackend:
         """Where another program runs on the same parameters."""
@@ -152,7 +157,7 @@ class TorchBackend:
 
     def _wait_for_sums(self) -> None:
         for work in self._works:
-            work.wait()
+            wait_for(work)
         self._works.clear()
 
     def _enter(self, name: str, value: Tensor) -> Tensor:
@@ -190,6 +195,7 @@ class TorchBackend:
         """A backward pass goes through an output, and so to the parameters `names`."""
         self._reached |= names
         if not self._pending:
+            require_living(self.world)
             assert self._sync is not None
             self._pending = True
             self._sync.start()
@@ -199,7 +205,7 @@ class TorchBackend:
         """Give every parameter its gradient of this backward pass."""
         assert self._sync is not None
         self._pending = False
-        with torch.no_grad(), one_fails_all_stop():
+        with torch.no_grad(), self.guard():
             self._wait_for_sums()
             summed = self._sync.finish(self._reached)
             for slot in self._learned:

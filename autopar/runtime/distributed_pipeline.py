@@ -25,14 +25,14 @@ from autopar.pipeline.weight_halves import WeightHalf, WeightHalves
 from autopar.pipeline.worker import Value, Worker
 from autopar.runtime.distributed import axes_used
 from autopar.runtime.eager import compile_graph
-from autopar.runtime.failures import one_fails_all_stop
+from autopar.runtime.failures import local_checks, one_fails_all_stop
 from autopar.runtime.groups import Groups
 from autopar.runtime.leaves import Leaves
 from autopar.runtime.messages import Messages, Shape
 from autopar.runtime.norm import norm_over_world
 from autopar.runtime.placing import Placing
 from autopar.runtime.program import Program
-from autopar.runtime.stage_sync import Learned, StageSync, gradient_groups, holders_of, own_group
+from autopar.runtime.stage_sync import Learned, StageSync, holders_of, own_group
 from autopar.runtime.step_loss import StepLoss
 from autopar.runtime.world import world
 
@@ -47,11 +47,12 @@ class TorchPipeline:
         self.program, self.pipelining, self.mesh = program, program.pipelining, program.mesh
         self.schedule, mesh = program.pipelining.schedule, program.pipelining.mesh
         self.device = device
-        self.rank = dist.get_rank()
+        self.world = world()
+        self.rank = self.world.rank
         self.place = mesh.coordinate(self.rank)[self.pipelining.axis]
         inside = self.pipelining.ranks_at(self.place)
         self.inner_rank = inside.index(self.rank)
-        self.device_mesh = world().mesh_of(mesh, device.type)[self.mesh.names]
+        self.device_mesh = self.world.mesh_of(mesh, device.type)[self.mesh.names]
         places = range(self.schedule.ranks)
         meshes = [self.pipelining.ranks_at(place) for place in places]
         groups = Groups(self.mesh, axes_used(program.graph), meshes)
@@ -75,11 +76,11 @@ class TorchPipeline:
         loss = program.stages[-1].graph.output_node().all_input_nodes[0]
         self._loss_type: torch.dtype = loss.meta["val"].dtype
         self._replicas = self._replica_groups()
-        gradient_groups(self.pipelining, self._learned())  # none is made in the middle of a step
+        # Groups are made here: none in the middle of a step.
+        self.leaves = Leaves()
+        self._sync = StageSync(self.pipelining, self._learned(), self.leaves)
         self.post = Messages(self.schedule, list(zip(*meshes)), self._shapes, self.device)
         self.placing = Placing(self.mesh, self.inner_rank, self.device, self.device_mesh)
-        self.leaves = Leaves()
-        self._sync: StageSync | None = None
         self.recorded: dict[int, Recorded] = {}
 
     def graph(self, stage: int | None = None) -> fx.Graph:
@@ -106,16 +107,18 @@ class TorchPipeline:
         names = [name for name in self.program.captured.inputs if name is not None]
         return {name: self.program.type_of(name).shape for name in names}
 
-    def guard(self) -> AbstractContextManager[None]:
+    def local_checks(self) -> AbstractContextManager[None]:
+        """Around what looks at a call on this rank alone, before it runs."""
+        return local_checks(self.world)
+
+    def guard(self, agreed: bool = False) -> AbstractContextManager[None]:
         """Around everything in which ranks wait for one another."""
-        return one_fails_all_stop()
+        return one_fails_all_stop(self.world, agreed)
 
     def step(
         self, kept: Mapping[str, Tensor], batches: Sequence[Batch]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """This rank's actions: the loss of the batch, and the new values of its buffers."""
-        if self._sync is None:
-            self._sync = StageSync(self.pipelining, self._learned(), self.leaves)
         sync = self._sync
         self._begin(kept, batches)
         sync.start()

@@ -5,6 +5,9 @@ of the user's own loop is written too before it ends the process; then it leaves
 which ends the collectives that others wait in (over gloo, when the process ends). A rank whose
 collective broke leaves too, and reads who was first. If nobody says so, a rank was lost without a
 word: one that gives no answer to a roll call.
+
+What a rank refuses by itself, before it waits for others, ends nothing if all ranks refuse it. If
+others went on with that call, the world is apart: the rank leaves when it comes to its next call.
 """
 
 from __future__ import annotations
@@ -16,37 +19,51 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from autopar._torch import abort_groups
-from autopar.errors import ExecutionError
+from autopar._torch import abort_groups, raised_while_waiting, world_timeout
+from autopar.errors import AutoparError, ExecutionError
 from autopar.runtime.roll_call import WAITS
-from autopar.runtime.world import World, joined
+from autopar.runtime.world import World, joined, require_living
 
 _PATIENCE = 5.0  # seconds to wait for the others' word once a collective has broken
 
 
 @contextmanager
-def one_fails_all_stop(agreed: bool = False) -> Iterator[None]:
-    """Around everything in which ranks wait for one another.
+def local_checks(here: World) -> Iterator[None]:
+    """Around what looks at a call on this rank alone, before ranks wait for one another."""
+    _settle(here)
+    try:
+        yield
+    except Exception as error:
+        here.roll.refuse(_text(here, error), _PATIENCE)
+        raise
+    here.roll.calls += 1
+
+
+@contextmanager
+def one_fails_all_stop(here: World | None = None, agreed: bool = False) -> Iterator[None]:
+    """Around everything in which ranks wait for one another, in the world `here` or that of now.
 
     `agreed`: what is no broken collective is raised on all ranks alike, and the world goes on.
     """
-    here = joined()
+    here = here or joined()
     if here is None:
+        require_living()
         yield
         return
+    _settle(here)
     here.roll.waits += 1
     try:
         yield
     except Exception as error:
         if joined() is not here or isinstance(error, _Stopped):
             raise
-        if _is_collective(error):
+        if is_collective(error):
             raise _after_collective(here, error) from error
         if agreed:
             raise
         mine = _text(here, error)
         first = here.roll.report(mine, _PATIENCE)
-        _close_groups()
+        _leave(here, first)
         if first == mine:
             raise
         raise _stopped_by(first) from error
@@ -75,6 +92,16 @@ def tell(error: BaseException) -> None:
         here.roll.report(_text(here, error), _PATIENCE)
 
 
+def _settle(here: World) -> None:
+    """Before ranks wait for one another: have all of them refused what this one refused last?"""
+    require_living(here)
+    mine = here.roll.open
+    if mine is not None and not here.roll.all_refused(world_timeout().total_seconds()):
+        first = here.roll.report(mine, _PATIENCE)
+        _leave(here, first)
+        raise _refused_alone(mine) if first == mine else _stopped_by(first)
+
+
 class _Stopped(ExecutionError):
     """Raised on ranks that stop because another failed."""
 
@@ -87,11 +114,20 @@ def _stopped_by(first: str) -> _Stopped:
     )
 
 
+def _refused_alone(mine: str) -> _Stopped:
+    return _Stopped(
+        "all ranks refuse a call, or none: others went on with one that this rank refused",
+        got=mine,
+        remedy="make the same calls on all ranks, with inputs that all accept or refuse",
+    )
+
+
 def _after_collective(here: World, error: Exception) -> _Stopped:
     """Leave, and find out why the others left."""
-    _close_groups()
+    _leave(here, _text(here, error))
     answers = here.roll.ask(_PATIENCE)
     if here.roll.first is not None:
+        here.ended_by = here.roll.first
         return _stopped_by(here.roll.first)
     rule, remedy = (
         "a rank was lost in the middle of a step",
@@ -108,24 +144,26 @@ def _after_collective(here: World, error: Exception) -> _Stopped:
         lost = "; ".join(busy) or "all ranks live, and all wait for others"
         rule = "ranks wait for one another no longer than the timeout of the world"
         remedy = "have all ranks make the same calls, or give init_process_group a longer timeout"
+    here.ended_by = f"{rule}: {lost}"
     return _Stopped(rule, got=f"{lost}; on rank {here.rank}: {error}", remedy=remedy)
 
 
-def _is_collective(error: Exception) -> bool:
-    """Whether the error came out of a collective, whose cause may lie on another rank."""
-    if isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(
-        sign in text for sign in ("connection", "gloo", "timed out", "nccl")
-    )
+def is_collective(error: Exception) -> bool:
+    """Whether the error came out of a collective, whose cause may lie on another rank.
+
+    Its type says so; or the place that it comes from, since gloo raises plain RuntimeErrors.
+    """
+    if isinstance(error, AutoparError) or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, dist.DistError) or raised_while_waiting(error)
 
 
 def _text(here: World, error: BaseException) -> str:
     return f"rank {here.rank}: {type(error).__name__}: {error}"
 
 
-def _close_groups() -> None:
+def _leave(here: World, first: str) -> None:
     """Leave all process groups, so that nobody waits for this rank any more."""
+    here.ended_by = first
     with suppress(Exception):
         abort_groups()

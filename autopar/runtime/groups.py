@@ -16,7 +16,7 @@ from autopar.errors import InvalidInput
 from autopar.lines import frames_to_caller
 from autopar.mesh import Mesh
 from autopar.runtime.failures import one_fails_all_stop, tell_uncaught_errors
-from autopar.runtime.world import new_group, world
+from autopar.runtime.world import new_group, require_living, world
 
 Axes = tuple[str, ...]
 
@@ -61,6 +61,7 @@ def see_alike(device_mesh: DeviceMesh) -> None:
 
 def enter_world(model_device: torch.device) -> torch.device:
     """Make sure that this process is a rank of a world; the device that it computes on."""
+    require_living()
     if not dist.is_available() or not (dist.is_initialized() or dist.is_torchelastic_launched()):
         raise InvalidInput(
             'backend="torch" runs under torch.distributed',

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar._torch import wait_for
 from autopar.pipeline.executor import Key, sent_by
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.worker import Value
@@ -78,7 +79,7 @@ class Messages:
         values = []
         for value, work in self._expected.pop(key):
             if work is not None:
-                work.wait()
+                wait_for(work)
             values.append([value.to(self.device)])
         return values
 
@@ -102,7 +103,7 @@ class Messages:
     def finish(self) -> None:
         """Wait until everything that was sent has left."""
         for work, _ in self._sent:
-            work.wait()
+            wait_for(work)
         self._sent.clear()
 
     def _begin_receive(

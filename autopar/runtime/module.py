@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
@@ -19,6 +20,7 @@ from autopar.capture.listing import Listing
 from autopar.errors import InvalidInput
 from autopar.layout import Layout
 from autopar.lines import frames_to_caller
+from autopar.runtime.checks import Checks
 from autopar.runtime.modes import Modes
 from autopar.runtime.part import add_parts, part_at, refuse_late_hooks
 from autopar.runtime.program import Program
@@ -35,7 +37,8 @@ class Backend(Protocol):
     def norm(self, gradients: Mapping[str, Tensor], norm_type: float) -> Tensor: ...
     def input_shapes(self) -> dict[str, tuple[int, ...]]: ...
     def graph(self, stage: int | None = None) -> fx.Graph: ...
-    def guard(self) -> AbstractContextManager[None]: ...
+    def local_checks(self) -> AbstractContextManager[None]: ...  # before ranks wait for others
+    def guard(self, agreed: bool = False) -> AbstractContextManager[None]: ...  # while they do
 
 
 class WholeBackend(Backend, Protocol):
@@ -74,9 +77,8 @@ class ParallelModule(nn.Module):
         program: Program,
         plan: Any,
         backend: Backend,
-        check: Callable[[tuple, Mapping[str, Any], Mapping[str, Tensor]], None] | None = None,
+        check: Checks | None = None,
     ) -> None:
-        """`check` is called with the arguments of every step and the parameters, before it runs."""
         super().__init__()
         self.program, self.plan, self.backend, self._check = program, plan, backend, check
         captured = program.captured
@@ -141,48 +143,70 @@ class ParallelModule(nn.Module):
         return [Listing(self.backend.graph(i)) for i in range(count)] or [self.graph]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.program.stages:
-            raise InvalidInput(
-                "a pipeline runs whole steps only: its backward is part of its schedule",
-                got=f"a direct call of a program in {len(self.program.stages)} stages",
-                remedy="call step(), or parallelize with pipeline=None",
-            )
+        with self.backend.local_checks():
+            if self.program.stages:
+                raise InvalidInput(
+                    "a pipeline runs whole steps only: its backward is part of its schedule",
+                    got=f"a direct call of a program in {len(self.program.stages)} stages",
+                    remedy="call step(), or parallelize with pipeline=None",
+                )
+            program = self.program if self.program.batches is None else self.plan.whole_program
+            inputs, kept = self._accept(program, args, kwargs, step=False)
+        self._check_together(args, kwargs)
         with self.backend.guard():
-            program, backend = self._direct
-            kept, inputs = self._open(program, args, kwargs, step=False)
-            return program.structure(self._run(program, backend, kept, inputs))
+            return program.structure(self._run(program, self._direct, kept, inputs))
+
+    def _accept(
+        self, program: Program, args: tuple, kwargs: Mapping[str, Any], step: bool
+    ) -> tuple[dict[str, Tensor], Mapping[str, Tensor]]:
+        """The inputs of a call by placeholder, the parameters and buffers by name; or refuse it."""
+        self._modes.require_same_program()
+        refuse_late_hooks(self, step)
+        kept = self._kept()
+        inputs = program.bind(args, kwargs, self._shapes)
+        if self._check is not None:
+            self._check.alone(args, kwargs)
+        return inputs, kept
+
+    def _check_together(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        if self._check is not None:
+            with self.backend.guard(agreed=True):
+                self._check.together(args, kwargs, dict(self.named_parameters()))
 
     @cached_property
-    def _direct(self) -> tuple[Program, WholeBackend]:
-        """The program of a whole batch in one go, and where it runs."""
+    def _direct(self) -> WholeBackend:
+        """Where the program of a whole batch runs in one go."""
         backend = cast(WholeBackend, self.backend)
-        if self.program.batches is None:
-            return self.program, backend
-        program = self.plan.whole_program
-        return program, backend.of(program)
+        return backend if self.program.batches is None else backend.of(self.plan.whole_program)
 
     def step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Forward and backward of one global batch, all micro-batches of it: the batch's loss."""
-        index = self.program.loss_index
-        with self.backend.guard(), torch.inference_mode(False), torch.enable_grad():
-            kept, inputs = self._open(self.program, args, kwargs, step=True)
-            self._require_learning(inputs)
-            total: Tensor | None = None
-            batches = self.program.split(inputs)
-            if self.program.stages:
-                pipeline = cast(PipelineBackend, self.backend)
-                total, mutated = pipeline.step(kept, batches)
-                self._write(mutated)
-                return total
-            for number, batch in enumerate(batches):
-                whole, is_last = cast(WholeBackend, self.backend), number == len(batches) - 1
-                whole.begin(number == 0, is_last)
-                later = frozenset() if is_last else self.program.once
-                loss = self._run(self.program, whole, kept, batch, later)[index]
-                loss.backward()
-                total = loss.detach() if total is None else total + loss.detach()
-        assert total is not None
-        return total
+        with torch.inference_mode(False), torch.enable_grad():
+            with self.backend.local_checks():
+                index = self.program.loss_index
+                inputs, kept = self._accept(self.program, args, kwargs, step=True)
+                self._require_learning(inputs)
+            self._check_together(args, kwargs)
+            with self.backend.guard():
+                return self._train(index, kept, self.program.split(inputs))
+
+    def _train(
+        self, index: int, kept: Mapping[str, Tensor], batches: Sequence[Mapping[str, Tensor]]
+    ) -> Tensor:
+        """Forward and backward of all micro-batches; `index`: which output is the loss."""
+        if self.program.stages:
+            total, mutated = cast(PipelineBackend, self.backend).step(kept, batches)
+            self._write(mutated)
+            return total
+        losses = []
+        for number, batch in enumerate(batches):
+            whole, is_last = cast(WholeBackend, self.backend), number == len(batches) - 1
+            whole.begin(number == 0, is_last)
+            later = frozenset() if is_last else self.program.once
+            loss = self._run(self.program, whole, kept, batch, later)[index]
+            loss.backward()
+            losses.append(loss.detach())
+        return functools.reduce(torch.add, losses)
 
     def _require_learning(self, inputs: Mapping[str, Tensor]) -> None:
         """Before anything runs. A rank that holds some of the stages does not know."""
@@ -196,7 +220,8 @@ class ParallelModule(nn.Module):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole tensors under the names of the original model's state dict; the caller's own."""
-        found = self.backend.collect(self.state_dict())
+        with self.backend.guard():
+            found = self.backend.collect(self.state_dict())
         return {name: found[name] for name in self._names if name in found}
 
     def full_grads(self) -> dict[str, Tensor]:
@@ -206,7 +231,8 @@ class ParallelModule(nn.Module):
             for name, parameter in self.named_parameters()
             if parameter.grad is not None
         }
-        found = self.backend.collect(held)
+        with self.backend.guard():
+            found = self.backend.collect(held)
         return {name: found[name] for name in self._names if name in found}
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -217,12 +243,13 @@ class ParallelModule(nn.Module):
         On a rank of a pipeline it would see the gradients of this rank's stages alone, and scale
         them by another number than other ranks do: use this method there.
         """
-        if not norm_type > 0:
-            raise InvalidInput(
-                "the norm of gradients is of a positive order, or inf",
-                got=f"norm_type={norm_type!r}",
-                remedy="norm_type=2.0",
-            )
+        with self.backend.local_checks():
+            if not norm_type > 0:
+                raise InvalidInput(
+                    "the norm of gradients is of a positive order, or inf",
+                    got=f"norm_type={norm_type!r}",
+                    remedy="norm_type=2.0",
+                )
         gradients = {
             name: parameter.grad
             for name, parameter in self.named_parameters()
@@ -232,18 +259,6 @@ class ParallelModule(nn.Module):
             total = self.backend.norm(gradients, float(norm_type))
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
         return total
-
-    def _open(
-        self, program: Program, args: tuple, kwargs: Mapping[str, Any], *, step: bool
-    ) -> tuple[Mapping[str, Tensor], dict[str, Tensor]]:
-        """What a call reads, the module's and the caller's; refused here, before anything runs."""
-        self._modes.require_same_program()
-        refuse_late_hooks(self, step=step)
-        kept = self._kept()
-        inputs = program.bind(args, kwargs, self._shapes)
-        if self._check is not None:
-            self._check(args, kwargs, dict(self.named_parameters()))
-        return kept, inputs
 
     def _run(
         self,

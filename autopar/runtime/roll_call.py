@@ -4,6 +4,10 @@ A thread of every rank waits at the store for its bell. A rank that fails, or wh
 broke, rings them all; whoever lives answers, and says where it is. Who gives no answer was killed
 or stopped. Every word with the store has a deadline of its own, kept by a thread that may be left
 behind: the process that holds the store may be the one that was lost.
+
+Ranks count the calls of the program. One that refuses a call writes that down; before its next call
+it asks whether all ranks refused that one, and rings those that have not: who went on with it says
+so. A call that nobody refuses costs no word.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from autopar.lines import caller
 
 WAITS = "waits for others"
 _FIRST = "first_failure"
+_RINGS = "rings"  # or the number of a call that another rank refused
 _ENDLESS = timedelta(days=365)
 _PAUSE = 0.05  # seconds between two looks
 
@@ -39,6 +44,10 @@ class RollCall:
         self.store, self.rank, self.size = store, rank, size
         self.waits = 0  # how many guards the main thread is in
         self.first: str | None = None  # the first failure, once this rank has heard of it
+        self.calls = 0  # how many this rank has gone on with or refused
+        self.refused: set[int] = set()  # the numbers of those that it refused
+        self.open: str | None = None  # why it refused the last one, until it knows of the others
+        self._ends = False
         self._listener = threading.Thread(
             target=self._listen, args=(another_connection(store),), daemon=True
         )
@@ -65,25 +74,58 @@ class RollCall:
         """
         return self._within(2 * patience, lambda store: self._call(store, patience, full=True))
 
+    def refuse(self, mine: str, patience: float) -> None:
+        """Write down that this rank refuses the call that comes now."""
+        number = self.calls + 1
+        self.refused.add(number)
+        self.calls, self.open = number, mine
+
+        def write(store: Store) -> None:
+            store.compare_set(_refusal(number), "", mine)
+            store.add(_refusals(number), 1)
+
+        self._within(patience, write)
+
+    def all_refused(self, patience: float) -> bool:
+        """Whether all ranks refused the last call; False if one went on, or says nothing."""
+        number, self.open = self.calls, None
+
+        def hear(store: Store) -> bool:
+            deadline, pause = time.monotonic() + patience, _PAUSE
+            while time.monotonic() < deadline:
+                if store.add(_refusals(number), 0) == self.size:
+                    return True
+                if store.check([_FIRST]) or store.check([_went_on(number)]):
+                    return False
+                for rank in self._others():
+                    store.compare_set(_bell(rank), "", str(number))  # a roll call goes first
+                time.sleep(pause)
+                pause = min(2 * pause, 1.0)
+            return False
+
+        return bool(self._within(2 * patience, hear))
+
     def leave(self) -> None:
         """Let the listener end: a thread must not come back while the interpreter ends."""
         atexit.unregister(self.leave)
+        self._ends = True
         if not self._listener.is_alive():
             return
-        self._within(1.0, lambda store: store.set(_bell(self.rank), "leaves"))
+        self._within(1.0, lambda store: store.set(_bell(self.rank), _RINGS))
         self._listener.join(1.0)
 
     def _call(self, store: Store, patience: float, full: bool = False) -> dict[int, str]:
         """Ring all bells and collect answers; `full`: wait for a first failure all the time."""
         store.set(_answer(self.rank), WAITS)
-        others = [rank for rank in range(self.size) if rank != self.rank]
+        others = self._others()
         for rank in others:
-            store.set(_bell(rank), "rings")
+            store.set(_bell(rank), _RINGS)
         found: dict[int, str] = {}
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline and (full or len(found) < len(others)):
-            if full and store.check([_FIRST]):
-                self.first = store.get(_FIRST).decode()
+            said = [key for key in (_FIRST, _refusal(self.calls)) if full and store.check([key])]
+            if said:
+                self.first = store.get(said[0]).decode()
                 break
             for rank in others:
                 if rank not in found and store.check([_answer(rank)]):
@@ -93,10 +135,25 @@ class RollCall:
 
     def _listen(self, store: Store) -> None:
         with suppress(Exception):  # the store may go with the process that holds it
-            store.wait([_bell(self.rank)], _ENDLESS)
-            if store.check([_FIRST]):
-                self.first = store.get(_FIRST).decode()
-            store.set(_answer(self.rank), WAITS if self.waits else _main_thread_is_at())
+            while True:
+                store.wait([_bell(self.rank)], _ENDLESS)
+                word = store.get(_bell(self.rank)).decode()
+                store.delete_key(_bell(self.rank))
+                if self._ends:
+                    return
+                if store.check([_FIRST]):
+                    self.first = store.get(_FIRST).decode()
+                if word == _RINGS:
+                    where = WAITS if self.waits else _main_thread_is_at()
+                    store.set(_answer(self.rank), where)
+                elif self._went_on_with(int(word)):
+                    store.set(_went_on(int(word)), str(self.rank))
+
+    def _went_on_with(self, call: int) -> bool:
+        return self.calls >= call and call not in self.refused
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
 
     def _within(self, seconds: float, work: Callable[[Store], T]) -> T | None:
         """What `work` gives; None if the store does not answer by then."""
@@ -125,6 +182,18 @@ def _bell(rank: int) -> str:
 
 def _answer(rank: int) -> str:
     return f"here/{rank}"
+
+
+def _refusal(call: int) -> str:
+    return f"refused/{call}"
+
+
+def _refusals(call: int) -> str:
+    return f"refusals/{call}"
+
+
+def _went_on(call: int) -> str:
+    return f"went_on/{call}"
 
 
 def _main_thread_is_at() -> str:

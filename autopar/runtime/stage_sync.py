@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar._torch import split_like
+from autopar._torch import split_like, wait_for
 from autopar.pipeline.plan import Pipelining
 from autopar.pipeline.synchronization import last_backwards
 from autopar.runtime.buckets import taken
@@ -100,7 +100,7 @@ class StageSync:
             if share.work is None:
                 found |= {n: in_own_memory(taken(leaf)) for n, leaf in share.leaves.items()}
                 continue
-            share.work.wait()
+            wait_for(share.work)
             assert share.buffer is not None
             pieces = split_like(share.buffer, list(share.leaves.values()))
             found |= dict(zip(share.leaves, pieces))

@@ -11,6 +11,7 @@ from collections.abc import Collection
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar._torch import wait_for
 from autopar.pipeline.schedule import Action
 from autopar.pipeline.worker import Worker, sum_by_slice
 
@@ -38,5 +39,5 @@ class StepLoss:
     def total(self) -> Tensor:
         """The sum of all shares in the order of the micro-batches, the same on every rank."""
         if self._work is not None:
-            self._work.wait()
+            wait_for(self._work)
         return sum_by_slice(dict(enumerate(self._shares))).clone()

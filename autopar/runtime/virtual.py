@@ -135,7 +135,11 @@ class VirtualBackend:
         """What a caller hands in: whole tensors."""
         return self.program.whole_shapes
 
-    def guard(self) -> AbstractContextManager[None]:
+    def local_checks(self) -> AbstractContextManager[None]:
+        """Around what looks at a call before it runs."""
+        return nullcontext()
+
+    def guard(self, agreed: bool = False) -> AbstractContextManager[None]:
         """Nobody waits for anybody in one process."""
         return nullcontext()
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._torch import holds_store, moves_on_host, world_store, world_timeout
+from autopar.errors import ExecutionError
 from autopar.mesh import Mesh
 from autopar.runtime.roll_call import RollCall, attempt
 
@@ -36,6 +37,7 @@ class World:
     roll: RollCall
     store_holder: int | None = None  # the rank that ends the store when it ends
     has_met: bool = False
+    ended_by: str | None = None  # the first failure, once this rank has left because of it
     groups: dict[tuple[Any, ...], Group | None] = field(default_factory=dict)
     meshes: dict[tuple[Mesh, str], DeviceMesh] = field(default_factory=dict)
 
@@ -105,6 +107,7 @@ _count = 0  # of the worlds that this process was a rank of
 def world() -> World:
     """The world that this process is a rank of."""
     global _joined, _count
+    require_living()
     group = dist.group.WORLD
     assert group is not None
     if _joined is None or _joined.group is not group:
@@ -123,7 +126,27 @@ def joined() -> World | None:
     """The world of this process, if it has joined one that still lives."""
     if not dist.is_initialized() or _joined is None or _joined.group is not dist.group.WORLD:
         return None
-    return _joined
+    return _joined if _joined.ended_by is None else None
+
+
+def has_failed() -> bool:
+    """Whether the world of this process has ended by a failure, and it joined no other since."""
+    if _joined is None or _joined.ended_by is None:
+        return False
+    return dist.group.WORLD is None or dist.group.WORLD is _joined.group
+
+
+def require_living(here: World | None = None) -> None:
+    """Refuse what needs a world that has ended: `here`, or the one that was joined last."""
+    if has_failed() if here is None else joined() is not here:
+        ended = here or _joined
+        assert ended is not None
+        raise ExecutionError(
+            "parallel modules live as long as the world that they were made in",
+            got=ended.ended_by or "a module whose world was left by destroy_process_group()",
+            remedy="let an error that is not the same on all ranks end the program; start it "
+            "again, or join a new world and parallelize there",
+        )
 
 
 def new_group(ranks: Sequence[int], **how: Any) -> Any:

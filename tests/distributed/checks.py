@@ -85,14 +85,30 @@ def compares_batches_when_asked() -> None:
         module.step(*case.args)
         other = (case.args[0] + (dist.get_rank() == 2), case.args[1])
         with pytest.raises(ap.InvalidInput, match="same global batch") as error:
-            module._check(other, {}, {})  # in a step, all ranks would leave their world
+            module.step(*other)
         assert "on rank 2" in str(error.value)
         parameters = dict(module.named_parameters())
         name = next(iter(parameters))
         parameters[name].requires_grad_(dist.get_rank() != 1)
         with pytest.raises(ap.InvalidInput, match="frozen on every rank") as error:
-            module._check(case.args, {}, parameters)
+            module.step(*case.args)
         assert "is frozen on rank 1 and learns on rank 0" in str(error.value)
+
+
+def goes_on_after_what_all_ranks_refuse() -> None:
+    case = models.resnet(batch=8)
+    module = ap.parallelize(case.model, case.args, mesh=Mesh(dp=4), mode="propagate", check=True)
+    with pytest.raises(ap.InvalidInput, match="of the modes, training or evaluation"):
+        module.eval().step(*case.args)
+    module.train()
+    for refused in range(2):
+        with pytest.raises(ap.InvalidInput, match="the shape and dtype that were captured"):
+            module.step(case.args[0][:, :, refused + 1 :], *case.args[1:])
+    with pytest.raises(ap.InvalidInput, match="a positive order"):
+        module.clip_grad_norm_(1.0, norm_type=-1)
+    losses = [module.step(*case.args)]
+    losses.append(ap.parallelize(case.model, plan=module.plan).step(*case.args))
+    assert_close(*losses)
 
 
 def clips_and_accumulates() -> None:
@@ -386,6 +402,7 @@ def takes_a_device_mesh() -> None:
 CHECKS = [
     trains_like_virtual_ranks,
     compares_batches_when_asked,
+    goes_on_after_what_all_ranks_refuse,
     clips_and_accumulates,
     gives_tensors_that_stay,
     is_called_and_differentiated,

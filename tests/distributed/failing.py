@@ -1,7 +1,8 @@
 """Worlds in which one rank fails, and what the others say before they end.
 
-`way`: "input" and "backward" raise in a step, "loop" between two; "kill" and "stop" lose the rank
-in its backward, "early" before it has a module.
+`way`: "input" and "backward" raise in a step, "loop" between two; "caught" goes on after a step
+that it alone refused; "kill" and "stop" lose the rank in its backward, "early" before it has a
+module.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -80,6 +82,8 @@ def _live(
     try:
         _train(rank == failing, way, options)
     except Exception as error:
+        if way == "caught":
+            _is_refused_ever_after(options)
         sys.excepthook(type(error), error, error.__traceback__)  # as at the end of a program
         (folder / f"report {rank}").write_text(f"{type(error).__name__}: {error}")
     os._exit(0)
@@ -95,11 +99,22 @@ def _train(fails: bool, way: str, options: dict[str, Any]) -> None:
     if fails and way == "loop":
         raise EOFError("no batch is left")
     if fails:
-        if way == "input":
+        if way in ("input", "caught"):
             args = tuple(value[:3] for value in args)
         global _way
         _way = way
-    module.step(*args)
+    try:
+        module.step(*args)
+    except ap.InvalidInput:
+        if way != "caught":
+            raise
+        module.step(*case.args)
+
+
+def _is_refused_ever_after(options: dict[str, Any]) -> None:
+    case = models.mlp()
+    with pytest.raises(ap.ExecutionError, match="rank 3: InvalidInput: an input has"):
+        ap.parallelize(case.model, case.args, mode="propagate", **options)
 
 
 _way = ""

@@ -21,6 +21,7 @@ def test_processes_do_what_virtual_ranks_do() -> None:
     ("way", "own", "others"),
     [
         ("input", "InvalidInput: an input has the shape", "rank 3: InvalidInput: an input has"),
+        ("caught", "_Stopped: all ranks refuse a call, or", "rank 3: InvalidInput: an input has"),
         ("backward", "ZeroDivisionError: deliberate", "rank 3: ZeroDivisionError: deliberate"),
         ("loop", "EOFError: no batch is left", "rank 3: EOFError: no batch is left"),
         ("kill", None, "no word from rank 3; on rank"),

@@ -52,6 +52,20 @@ def test_local_knows_gpus_by_name(machine: Any) -> None:
     assert two.axis_links(ap.Mesh(dp=2, tp=4))["dp"].level == "between"
 
 
+def test_the_links_of_a_kind_are_those_of_its_preset(machine: Any) -> None:
+    for name, known_as in (
+        ("NVIDIA A100-SXM4-80GB", "dgx-a100"),
+        ("NVIDIA H100 80GB HBM3", "dgx-h100"),
+        ("NVIDIA H200", "h200"),
+        ("Tesla V100-SXM2-32GB", "dgx-v100"),
+    ):
+        machine(8, name)
+        found, expected = ap.Cluster.local(16), ap.Cluster.preset(known_as, nodes=2)
+        assert (found.network, found.nodes[0].link) == (expected.network, expected.nodes[0].link)
+    machine(8, "NVIDIA A100 80GB PCIe")
+    assert ap.Cluster.local(16).network == gpus.NETWORK
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
