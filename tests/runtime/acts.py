@@ -278,7 +278,7 @@ def assert_refused(module: ap.ParallelModule, act: Callable[[Any], None], rule: 
 
     def step() -> None:
         if dist.is_initialized():  # where a rank that is refused a step leaves the world
-            module._open(module.program, case.args, {}, step=True)
+            module._accept(module.program, case.args, {}, step=True)
         else:
             module.step(*case.args)
 
