@@ -104,8 +104,8 @@ class TorchPipeline:
         self.leaves.bind(kept)
 
     def input_shapes(self) -> dict[str, tuple[int, ...]]:
-        names = [name for name in self.program.captured.inputs if name is not None]
-        return {name: self.program.type_of(name).shape for name in names}
+        """What a caller hands in: whole tensors."""
+        return self.program.whole_shapes
 
     def local_checks(self) -> AbstractContextManager[None]:
         """Around what looks at a call on this rank alone, before it runs."""
