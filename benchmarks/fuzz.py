@@ -41,6 +41,8 @@ def main() -> int:
     ) as pool:
         for (seed, number), result in zip(jobs, pool.map(_run, jobs, chunksize=4)):
             verdicts[result.verdict] += 1
+            if number == 0 and seed % 100 == 0:
+                print(f"program {seed}: {dict(verdicts)}", file=sys.stderr, flush=True)
             if result.verdict == "refused":
                 refused[result.reason.partition(" | ")[0]] += 1
             elif result.verdict in ("wrong", "raw"):

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from tests.models import IGNORED, Case
 
 HIDDEN, HEADS, SEQUENCE, VOCABULARY = 12, 3, 6, 11
-ACTIVATIONS = (torch.relu, torch.tanh, F.gelu, F.silu, torch.sigmoid, F.softplus, F.elu)
+SMOOTH = (torch.tanh, F.gelu, F.silu, torch.sigmoid, F.softplus, F.elu)
+ACTIVATIONS = (torch.relu, *SMOOTH)
 
 
 class Feed(nn.Module):
@@ -304,7 +305,12 @@ class Net(nn.Module):
         ]
         in_turns = BatchStatistics in kinds  # what a micro-batch gives is then a mean of its own
         kinds = [Feed if in_turns and kind is Buffers else kind for kind in kinds]
+        if Coarse in kinds:  # a kink or an order would make any rounding large
+            kinds = [Gate if kind in (Several, InPlace) else kind for kind in kinds]
         self.blocks = nn.ModuleList(kind(rng) for kind in kinds)
+        for block in self.blocks:
+            if Coarse in kinds and isinstance(block, Feed):
+                block.act = rng.choice(SMOOTH)
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
         if self.by_ids and rng.random() < 0.4:
             self.head.weight = self.stem.weight
