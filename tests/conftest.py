@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 
 torch.set_num_threads(1)  # tiny tensors: threads only cost
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: collections need not look at it again, test by test."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_make_parametrize_id(config, val, argname):
