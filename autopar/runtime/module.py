@@ -161,8 +161,8 @@ class ParallelModule(nn.Module):
     ) -> tuple[dict[str, Tensor], Mapping[str, Tensor]]:
         """The inputs of a call by placeholder, the parameters and buffers by name; or refuse it."""
         self._modes.require_same_program()
-        refuse_late_hooks(self, step)
         kept = self._kept()
+        refuse_late_hooks(self, kept, step)
         inputs = program.bind(args, kwargs, self._shapes)
         if self._check is not None:
             self._check.alone(args, kwargs)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
 
 from autopar import _torch
 from autopar.errors import InvalidInput
@@ -87,10 +87,10 @@ def part_at(root: nn.Module, path: str, kind: type[Part] = Part) -> nn.Module | 
     return module
 
 
-def refuse_late_hooks(root: nn.Module, step: bool) -> None:
-    """Refuse hooks on gradients of a parallel module, and on the module itself in a step."""
-    if any(map(_torch.gradient_hooks, root.parameters())):
-        named = (name for name, p in root.named_parameters() if _torch.gradient_hooks(p))
+def refuse_late_hooks(root: nn.Module, kept: Mapping[str, Tensor], step: bool) -> None:
+    """Refuse hooks on the gradients of what a parallel module has, and on itself in a step."""
+    if _torch.have_gradient_hooks(kept.values()):
+        named = (name for name, value in kept.items() if _torch.gradient_hooks(value))
         raise _late(f"a hook on the gradient of {next(named)}")
     if step and _torch.has_hooks(root):
         raise _late("a hook on the parallel module, in step()")

@@ -9,6 +9,8 @@ tensor is belong to the program.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
+from operator import attrgetter
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -21,6 +23,8 @@ LOAD = "load_state_dict({name: value}, strict=False), which takes whole tensors 
 HOLDERS = ("_modules", "_parameters", "_buffers")
 Contents = dict[str, "Tensor | nn.Module | None"]
 
+_LOCAL, _SHAPE, _LEARNS = map(attrgetter, ("_local_tensor", "shape", "requires_grad"))
+
 
 class Tensors:
     """What a module's tree holds by name, as it was last accepted."""
@@ -31,7 +35,7 @@ class Tensors:
         """`tied`: other names of a parameter or buffer; `learns`: of the parameters that the
         program reads, whether it makes their gradients."""
         self._root, self._learns = root, learns
-        self._holders = [vars(module)[kind] for module in root.modules() for kind in HOLDERS]
+        self._held = [vars(module)[kind].values() for module in root.modules() for kind in HOLDERS]
         self._planned = self._contents()
         self._kinds = {name: _kind(value) for name, value in self._planned.items()}
         self._tied = {alias: name for alias, name in tied.items() if alias in self._planned}
@@ -64,13 +68,24 @@ class Tensors:
         tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
         self.values = {name: value for name, value in tensors.items() if name not in self._tied}
         self._data = {name: (local_of(value), _data(value)) for name, value in tensors.items()}
+        self._placed = [value for value in self.values.values() if isinstance(value, DTensor)]
+        self._plain = [value for value in self.values.values() if not isinstance(value, DTensor)]
         # As long as these live, other memory has other addresses.
         self._memory = [value.untyped_storage() for value in tensors.values()]
         self._found, self._seen = found, self._look()
 
     def _look(self) -> list[object]:
-        """What tells two states of the tree apart, and is quick to find."""
-        return [_mark(value) for holder in self._holders for value in holder.values()]
+        """What tells two states of the tree apart; every step looks, so no line of Python runs for
+        each parameter."""
+        return [
+            *map(id, chain.from_iterable(self._held)),
+            *map(id, map(_LOCAL, self._placed)),
+            *map(id, map(Tensor.untyped_storage, self._placed)),
+            *map(_SHAPE, self._placed),
+            *map(Tensor.stride, self._placed),
+            *map(_data, self._plain),
+            *map(_LEARNS, self.values.values()),
+        ]
 
     def _contents(self) -> Contents:
         return {
@@ -125,15 +140,9 @@ class Tensors:
             )
 
 
-def _mark(value: Tensor | nn.Module | None) -> object:
-    if isinstance(value, Tensor):
-        return id(value), id(local_of(value)), _data(value), value.requires_grad
-    return id(value)
-
-
 def _data(value: Tensor) -> object:
     """What tells that a tensor's `.data` was set, to a view of what it was too."""
-    return memory_of(value), value.shape, value.stride()
+    return memory_of(value), value.storage_offset(), value.shape, value.stride()
 
 
 def _kind(value: Tensor | nn.Module | None) -> str:
