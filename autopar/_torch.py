@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
 from operator import attrgetter
 from pathlib import Path
@@ -14,8 +14,11 @@ from torch import Tensor, nn
 
 # What an Autograd-key kernel needs to call the kernel below it, and the count of active dispatch
 # modes (tracing, fake tensors).
+# A guard under which attributes of DTensors and parameters are read in half the time.
+from torch._C import DisableTorchFunctionSubclass as plain_attributes
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._C import _len_torch_dispatch_stack as active_modes
+from torch._utils import _flatten_dense_tensors as joined_flat  # one tensor of them all
 from torch._utils import _unflatten_dense_tensors as split_like  # views, like some tensors in turn
 from torch.autograd import Variable
 from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroup, Store, TCPStore, Work
@@ -47,10 +50,12 @@ __all__ = [
     "has_hooks",
     "have_gradient_hooks",
     "holds_store",
+    "joined_flat",
     "local_of",
     "memory_of",
     "moves_on_host",
     "placed_like",
+    "plain_attributes",
     "process_group",
     "raised_while_waiting",
     "reduce_scatter_single",
@@ -150,8 +155,9 @@ def gradient_hooks(tensor: Tensor) -> list[Callable]:
 
 
 def have_gradient_hooks(tensors: Collection[Tensor]) -> bool:
-    """Whether one of many leaves has such hooks, in 0.1 µs for each."""
-    return any(map(_BEFORE, tensors)) or any(map(_AFTER, tensors))
+    """Whether one of many leaves has such hooks, in 0.2 µs for each."""
+    with plain_attributes():
+        return any(map(_BEFORE, tensors)) or any(map(_AFTER, tensors))
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -195,12 +201,15 @@ def moves_on_host(group: ProcessGroup) -> bool:
     return group._get_backend(torch.device("cuda")).name() == "gloo"
 
 
-def placed_like(model: Tensor, local: Tensor) -> DTensor:
-    """A DTensor of `local`, placed as the DTensor `model` is, without gradient.
+def placed_like(models: Iterable[Tensor], pieces: Iterable[Tensor]) -> list[DTensor]:
+    """DTensors of local tensors, each placed as a DTensor of `models` is, without gradient.
 
-    It takes 1 µs, where the public `DTensor.from_local` takes 60.
+    One takes 1 µs, where the public `DTensor.from_local` takes 60.
     """
-    return DTensor.__new__(DTensor, local, model._spec, requires_grad=False)  # type: ignore[attr-defined]
+    return [
+        DTensor.__new__(DTensor, piece, model._spec, requires_grad=False)  # type: ignore[attr-defined]
+        for model, piece in zip(models, pieces)
+    ]
 
 
 def local_of(tensor: Tensor) -> Tensor:

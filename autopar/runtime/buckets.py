@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import placed_like, split_like, wait_for
+from autopar._torch import joined_flat, placed_like, split_like, wait_for
 from autopar.collectives.eager import LateSum
 from autopar.cost.price import BUCKET_BYTES
 from autopar.runtime.groups import Axes, Groups
@@ -57,12 +57,11 @@ class Bucket:
 
     def gather(self) -> Tensor:
         """All gradients in one tensor, ready to be summed; those that nobody made are zero."""
-        grads = [taken(slot.leaf) for slot in self.slots]
-        if self.alone:
-            self.buffer = in_own_memory(grads[0]).view(-1)
-            return self.buffer
-        parts = [grad.reshape(-1) for grad in grads]
-        self.buffer = torch.cat(parts if self.rider is None else [*parts, self.rider.reshape(1)])
+        grads = taken([slot.leaf for slot in self.slots])
+        if self.rider is not None:
+            grads.append(self.rider)
+        # What is one tensor is not copied.
+        self.buffer = joined_flat(grads if len(grads) > 1 else in_own_memory(grads))
         return self.buffer
 
     def give(self) -> dict[str, DTensor]:
@@ -72,7 +71,7 @@ class Bucket:
             self.rider.copy_(self.buffer[-1])
         pieces = split_like(self.buffer, [slot.leaf for slot in self.slots])
         self.work = self.buffer = self.rider = None
-        return {s.name: placed_like(s.parameter, piece) for s, piece in zip(self.slots, pieces)}
+        return placed(self.slots, pieces)
 
 
 def make_buckets(slots: Sequence[tuple[Slot, Axes]]) -> list[Bucket]:
@@ -92,10 +91,19 @@ def make_buckets(slots: Sequence[tuple[Slot, Axes]]) -> list[Bucket]:
     return buckets
 
 
-def taken(leaf: Tensor) -> Tensor:
-    """The gradient of a parameter that gets one, off its leaf; zero where this rank made none."""
-    gradient, leaf.grad = leaf.grad, None
-    return leaf.detach().new_zeros(leaf.shape) if gradient is None else gradient
+def taken(leaves: Iterable[Tensor]) -> list[Tensor]:
+    """Gradients off the leaves of parameters that get one; zero where this rank made none."""
+    gradients = []
+    for leaf in leaves:
+        gradient, leaf.grad = leaf.grad, None
+        gradients.append(leaf.detach().new_zeros(leaf.shape) if gradient is None else gradient)
+    return gradients
+
+
+def placed(slots: Sequence[Slot], gradients: Iterable[Tensor]) -> dict[str, DTensor]:
+    """By name, this rank's pieces of gradients as DTensors."""
+    parameters = [slot.parameter for slot in slots]
+    return {s.name: grad for s, grad in zip(slots, placed_like(parameters, gradients))}
 
 
 class GradientSync:

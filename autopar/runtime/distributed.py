@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import call_after_backward, local_of, placed_like, wait_for
+from autopar._torch import call_after_backward, local_of, wait_for
 from autopar.collectives.eager import LateSum
 from autopar.layout import Layout, TensorType
 from autopar.passes import localize
-from autopar.runtime.buckets import GradientSync, Slot, make_buckets, taken
+from autopar.runtime.buckets import GradientSync, Slot, make_buckets, placed, taken
 from autopar.runtime.eager import compile_graph
 from autopar.runtime.failures import local_checks, one_fails_all_stop
 from autopar.runtime.groups import Axes, Groups
@@ -128,7 +128,7 @@ class TorchBackend:
         """One pass forward: this rank's outputs (a cut one as DTensor) and new buffers."""
         captured = self.program.captured
         results = self._function(
-            *(self._leaves[name] for name in captured.parameters.values()),
+            *map(self._leaves.by_name.__getitem__, captured.parameters.values()),
             *(local_of(kept[name]) for name in captured.buffers.values()),
             *self._constants.values(),
             *(self._enter(name, value) for name, value in inputs.items()),
@@ -207,15 +207,14 @@ class TorchBackend:
         self._pending = False
         with torch.no_grad(), self.guard():
             self._wait_for_sums()
-            summed = self._sync.finish(self._reached)
+            given = self._sync.finish(self._reached)
+            alone = [s for s in self._learned if s.name in self._reached and s.name not in given]
+            given |= placed(alone, in_own_memory(taken([slot.leaf for slot in alone])))
             for slot in self._learned:
-                if slot.name not in self._reached:
-                    slot.leaf.grad = None
-                    continue
-                gradient = summed.get(slot.name)
+                gradient = given.get(slot.name)
                 if gradient is None:
-                    gradient = placed_like(slot.parameter, in_own_memory(taken(slot.leaf)))
-                if slot.parameter.grad is None:
+                    slot.leaf.grad = None
+                elif slot.parameter.grad is None:
                     slot.parameter.grad = gradient
                 else:
                     slot.parameter.grad += gradient
@@ -229,12 +228,12 @@ class TorchBackend:
         self._learned = [
             Slot(
                 name,
-                self._leaves[name],
+                self._leaves.by_name[name],
                 self._leaves.parameters[name],
                 self.program.type_of(placeholder).local_bytes(self.mesh),
             )
             for placeholder, name in self.program.captured.parameters.items()
-            if name in learned and self._leaves[name].requires_grad
+            if name in learned and self._leaves.by_name[name].requires_grad
         ]
         if self._sync is not None:
             self._sync.close()

@@ -198,9 +198,8 @@ class TorchPipeline:
 
     def _give(self, gradients: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
-            for name, local in gradients.items():
-                parameter = self.leaves.parameters[name]
-                gradient = placed_like(parameter, local)
+            parameters = [self.leaves.parameters[name] for name in gradients]
+            for parameter, gradient in zip(parameters, placed_like(parameters, gradients.values())):
                 if parameter.grad is None:
                     parameter.grad = gradient
                 else:
@@ -326,7 +325,7 @@ class TorchStage:
         if node.name in given:
             return given[node.name]
         if kind == "parameter":
-            return self.pipeline.leaves[name]
+            return self.pipeline.leaves.by_name[name]
         if kind in ("buffer", "before"):
             return local_of(self._kept[name])
         placing, layout = self.pipeline.placing, node.meta["type"].layout

@@ -19,10 +19,7 @@ class Leaves:
     def __init__(self) -> None:
         self.parameters: dict[str, nn.Parameter] = {}
         self.version = 0  # grows when parameters are replaced, frozen or unfrozen
-        self._leaves: dict[str, Tensor] = {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._leaves[name]
+        self.by_name: dict[str, Tensor] = {}
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
         """Take what the module holds now."""
@@ -33,8 +30,8 @@ class Leaves:
             local = local_of(parameter)
             with torch.no_grad():
                 if self.parameters.get(name) is parameter:
-                    self._leaves[name].data = local
+                    self.by_name[name].data = local
                 else:
-                    self._leaves[name] = local.detach()
-            self._leaves[name].requires_grad_(parameter.requires_grad)
+                    self.by_name[name] = local.detach()
+            self.by_name[name].requires_grad_(parameter.requires_grad)
             self.parameters[name] = parameter

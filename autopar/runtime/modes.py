@@ -6,6 +6,8 @@ of capture. Whether that makes another program, the model's own forward says: it
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from torch import nn
 
 from autopar.capture.captured import Captured
@@ -13,6 +15,8 @@ from autopar.capture.fingerprint import fingerprint_of
 from autopar.capture.modes import in_modes
 from autopar.errors import InvalidInput
 from autopar.runtime.part import part_at
+
+_TRAINING = attrgetter("training")
 
 
 class Modes:
@@ -30,7 +34,7 @@ class Modes:
         self._same = {self._current()}  # modes with this program
 
     def _current(self) -> tuple[bool, ...]:
-        return tuple(module.training for module in self._modules.values())
+        return tuple(map(_TRAINING, self._modules.values()))
 
     def require_same_program(self) -> None:
         """Refuse modes in which the model is another program."""

@@ -210,8 +210,7 @@ class ParallelModule(nn.Module):
 
     def _require_learning(self, inputs: Mapping[str, Tensor]) -> None:
         """Before anything runs. A rank that holds some of the stages does not know."""
-        held = [self._tensors.values.get(n) for n in self.program.captured.parameters.values()]
-        if not any(v is None or v.requires_grad for v in [*held, *inputs.values()]):
+        if self._tensors.are_frozen and not any(v.requires_grad for v in inputs.values()):
             raise InvalidInput(
                 "the loss of a step takes a gradient",
                 got="a model whose parameters are all frozen",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 import torch
@@ -34,7 +34,7 @@ class Placing:
 
     def piece(self, whole: Tensor, layout: Layout) -> Tensor:
         """This rank's piece in memory of its own: the whole may go."""
-        return in_own_memory(self.view(whole, layout).to(self.device))
+        return in_own_memory([self.view(whole, layout).to(self.device)])[0]
 
     def place(self, value: Tensor, layout: Layout) -> Tensor:
         """This rank's piece of rank 0's `value`; all ranks place together.
@@ -59,11 +59,14 @@ class Placing:
         return whole
 
 
-def in_own_memory(tensor: Tensor) -> Tensor:
-    """The same contiguous data, in memory that holds nothing else."""
-    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+def in_own_memory(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The same contiguous data, each in memory that holds nothing else."""
+    return [
+        tensor
+        if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        else tensor.clone(memory_format=torch.contiguous_format)
+        for tensor in tensors
+    ]
 
 
 @lru_cache(maxsize=4096)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar._torch import split_like, wait_for
+from autopar._torch import joined_flat, split_like, wait_for
 from autopar.pipeline.plan import Pipelining
 from autopar.pipeline.synchronization import last_backwards
 from autopar.runtime.buckets import taken
@@ -77,7 +77,7 @@ class StageSync:
     def start(self) -> None:
         """Before a step."""
         for share in self.shares:
-            leaves = {name: self._leaves[name] for name in share.names}
+            leaves = {name: self._leaves.by_name[name] for name in share.names}
             share.leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
             share.work = share.buffer = None
             for leaf in leaves.values():
@@ -89,8 +89,8 @@ class StageSync:
         for share in self.shares:
             if share.ready != position or share.group is None or not share.leaves:
                 continue
-            parts = [taken(leaf).reshape(-1) for leaf in share.leaves.values()]
-            share.buffer = torch.cat(parts)
+            grads = taken(share.leaves.values())
+            share.buffer = joined_flat(grads if len(grads) > 1 else in_own_memory(grads))
             share.work = dist.all_reduce(share.buffer, group=share.group, async_op=True)
 
     def finish(self) -> dict[str, Tensor]:
@@ -98,12 +98,12 @@ class StageSync:
         found: dict[str, Tensor] = {}
         for share in self.shares:
             if share.work is None:
-                found |= {n: in_own_memory(taken(leaf)) for n, leaf in share.leaves.items()}
+                found |= zip(share.leaves, in_own_memory(taken(share.leaves.values())))
                 continue
             wait_for(share.work)
             assert share.buffer is not None
             pieces = split_like(share.buffer, list(share.leaves.values()))
-            found |= dict(zip(share.leaves, pieces))
+            found |= zip(share.leaves, pieces)
             share.work = share.buffer = None
         return found
 

@@ -15,7 +15,7 @@ from operator import attrgetter
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import local_of, memory_of
+from autopar._torch import local_of, memory_of, plain_attributes
 from autopar.errors import InvalidInput
 
 AGAIN = "change the model, then parallelize it"
@@ -69,7 +69,8 @@ class Tensors:
         self.values = {name: value for name, value in tensors.items() if name not in self._tied}
         self._data = {name: (local_of(value), _data(value)) for name, value in tensors.items()}
         self._placed = [value for value in self.values.values() if isinstance(value, DTensor)]
-        self._plain = [value for value in self.values.values() if not isinstance(value, DTensor)]
+        read = [self.values.get(name) for name in self._learns]
+        self.are_frozen = not any(value is None or value.requires_grad for value in read)
         # As long as these live, other memory has other addresses.
         self._memory = [value.untyped_storage() for value in tensors.values()]
         self._found, self._seen = found, self._look()
@@ -77,15 +78,17 @@ class Tensors:
     def _look(self) -> list[object]:
         """What tells two states of the tree apart; every step looks, so no line of Python runs for
         each parameter."""
-        return [
-            *map(id, chain.from_iterable(self._held)),
-            *map(id, map(_LOCAL, self._placed)),
-            *map(id, map(Tensor.untyped_storage, self._placed)),
-            *map(_SHAPE, self._placed),
-            *map(Tensor.stride, self._placed),
-            *map(_data, self._plain),
-            *map(_LEARNS, self.values.values()),
-        ]
+        tensors = self.values.values()
+        with plain_attributes():
+            return [
+                *map(id, chain.from_iterable(self._held)),
+                *map(id, map(_LOCAL, self._placed)),
+                *map(id, map(Tensor.untyped_storage, tensors)),
+                *map(Tensor.storage_offset, tensors),
+                *map(_SHAPE, tensors),
+                *map(Tensor.stride, tensors),
+                *map(_LEARNS, tensors),
+            ]
 
     def _contents(self) -> Contents:
         return {

@@ -124,7 +124,7 @@ def world() -> World:
 
 def joined() -> World | None:
     """The world of this process, if it has joined one that still lives."""
-    if not dist.is_initialized() or _joined is None or _joined.group is not dist.group.WORLD:
+    if _joined is None or _joined.group is not dist.group.WORLD:
         return None
     return _joined if _joined.ended_by is None else None
 
