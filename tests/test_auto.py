@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from autopar.strategies import tensor_inputs
 from tests.annotations import megatron, sequence, stored
 from tests.models import ZOO, Case, mlp
 from tests.parity import assert_parity
+from tests.pipeline.models import share_captures  # noqa: F401
 from tests.toy import EVEN, FAST, SLOW, machines
 
 MESHES = {
@@ -26,6 +28,11 @@ MESHES = {
     "vit": [(Mesh(a=2, b=4), EVEN), (Mesh(a=2), FAST)],
 }
 CASES = [(name, mesh, links) for name, pairs in MESHES.items() for mesh, links in pairs]
+
+
+@cache
+def case_of(name: str) -> Case:
+    return ZOO[name]()
 
 
 def check_agreement(plan: ap.Plan, gap: float = 0.01) -> None:
@@ -54,7 +61,7 @@ def test_automatic_plans_are_exact_and_cost_what_the_search_said(
     name: str, mesh: Mesh, links: tuple[float, float]
 ) -> None:
     options = {"cluster": machines(mesh.size, *links), "mesh": mesh, "mode": "auto"}
-    module = assert_parity(ZOO[name](), mesh, **{k: v for k, v in options.items() if k != "mesh"})
+    module = assert_parity(case_of(name), mesh, **{k: v for k, v in options.items() if k != "mesh"})
     check_agreement(module.plan)
 
 
@@ -80,7 +87,7 @@ def test_plans_around_annotations_cost_what_the_search_said(name: str, way: str)
 def test_plans_under_a_limit_are_exact_and_cost_what_the_search_said(
     name: str, part: float
 ) -> None:
-    case, mesh = ZOO[name](), Mesh(a=2, b=2)
+    case, mesh = case_of(name), Mesh(a=2, b=2)
     options = {"mode": "auto", "cluster": machines(4, *EVEN)}
     free = ap.plan(case.model, case.args, case.kwargs, mesh=mesh, **options)
     limit = free.memory.peak * part

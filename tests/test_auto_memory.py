@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 import autopar as ap
@@ -9,9 +11,15 @@ from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from tests.held import kept_for_backward
 from tests.models import ZOO, Case
+from tests.pipeline.models import share_captures  # noqa: F401
 from tests.toy import EVEN, machines
 
 MESH = Mesh(a=2, b=4)
+
+
+@cache
+def case_of(name: str) -> Case:
+    return ZOO[name]()
 
 
 def held(module: ap.ParallelModule, case: Case) -> float:
@@ -22,7 +30,7 @@ def held(module: ap.ParallelModule, case: Case) -> float:
 @pytest.mark.parametrize("name", list(ZOO))
 @pytest.mark.parametrize("mesh", [Mesh(a=1), Mesh(a=2)], ids=str)
 def test_predicted_activations_are_what_autograd_keeps(name: str, mesh: Mesh) -> None:
-    case = ZOO[name]()
+    case = case_of(name)
     module = ap.parallelize(
         case.model, case.args, case.kwargs, mesh=mesh, mode="data", backend="virtual"
     )
@@ -31,7 +39,7 @@ def test_predicted_activations_are_what_autograd_keeps(name: str, mesh: Mesh) ->
 
 def test_gathered_copies_are_counted_on_every_rank() -> None:
     """The virtual mesh keeps a gathered tensor once for all ranks of a group: it holds less."""
-    case = ZOO["gpt"]()
+    case = case_of("gpt")
     module = ap.parallelize(
         case.model,
         case.args,
@@ -45,7 +53,7 @@ def test_gathered_copies_are_counted_on_every_rank() -> None:
 
 
 def test_parameters_gradients_and_states_are_exact() -> None:
-    case = ZOO["gpt"]()
+    case = case_of("gpt")
     module = ap.parallelize(
         case.model, case.args, case.kwargs, mesh=Mesh(a=2), mode="data", backend="virtual"
     )
@@ -56,7 +64,7 @@ def test_parameters_gradients_and_states_are_exact() -> None:
 
 @pytest.mark.parametrize("name", ["gpt", "resnet"])
 def test_a_plan_under_a_limit_fits_and_costs_no_less(name: str) -> None:
-    case = ZOO[name]()
+    case = case_of(name)
     options = {"mesh": MESH, "cluster": machines(8, *EVEN), "mode": "auto"}
     free = ap.plan(case.model, case.args, case.kwargs, **options)
     before = free.cost.seconds
@@ -72,7 +80,7 @@ def test_a_plan_under_a_limit_fits_and_costs_no_less(name: str) -> None:
 
 
 def test_a_limit_that_nothing_meets_is_answered_with_the_least_memory() -> None:
-    case = ZOO["gpt"]()
+    case = case_of("gpt")
     options = {"mesh": MESH, "cluster": machines(8, *EVEN), "mode": "auto"}
     with pytest.raises(InvalidInput, match="the least that any plan needs is") as error:
         ap.plan(case.model, case.args, case.kwargs, memory=100_000.0, **options)

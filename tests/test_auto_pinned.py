@@ -15,6 +15,7 @@ from autopar.mesh import Mesh
 from autopar.search.auto import Search
 from tests.annotations import megatron, sequence, stored, vocabulary
 from tests.models import ZOO, Case
+from tests.pipeline.models import share_captures  # noqa: F401
 from tests.toy import EVEN, FAST, SLOW, machines
 
 MESH = Mesh(dp=2, tp=2)
@@ -55,8 +56,13 @@ def test_pinned_plans_are_not_predicted_faster(name: str, way: str) -> None:
 
 
 @cache
+def case_of(name: str) -> Case:
+    return MODELS[name]()
+
+
+@cache
 def automatic(name: str, where: str) -> Search:
-    case = MODELS[name]()
+    case = case_of(name)
     options = {"mode": "auto", "mesh": MESH, "cluster": CLUSTERS[where]}
     plan = ap.plan(case.model, case.args, case.kwargs, **options)
     assert plan.search is not None

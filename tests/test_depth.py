@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 import autopar as ap
 from tests.models import Case
 from tests.parity import assert_equal, parallel_outcome, single_outcome
+from tests.pipeline.models import share_captures  # noqa: F401
 
 LAYERS = 300
 
@@ -33,6 +36,11 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
+@cache
+def deep() -> Case:
+    return Case("deep", Deep().double(), (torch.randn(4, 4, dtype=torch.float64),))
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -42,7 +50,6 @@ class Deep(nn.Module):
     ],
 )
 def test_deep_models_are_planned_and_trained(options: dict) -> None:
-    x = torch.randn(4, 4, dtype=torch.float64)
-    case = Case("deep", Deep().double(), (x,))
+    case = deep()
     module = ap.parallelize(case.model, case.args, **options)
-    assert_equal(parallel_outcome(module, case), single_outcome(case))
+    assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import pytest
 
@@ -12,6 +12,7 @@ from tests import models
 from tests.annotations import hidden, megatron, sequence, stored, vocabulary
 from tests.models import Case
 from tests.parity import assert_parity
+from tests.pipeline.models import share_captures  # noqa: F401
 
 Make = Callable[..., Case]
 
@@ -27,10 +28,15 @@ def test_without_annotations_the_batch_is_cut(name: str) -> None:
     assert not [r for r in module.plan.movements() if r.forward in ("all_gather", "all_to_all")]
 
 
+@cache
+def cut(name: str) -> Case:
+    return vocabulary(megatron(ZOO[name]()))
+
+
 @pytest.mark.parametrize("mesh", [TP4, DP2_TP2], ids=str)
 @pytest.mark.parametrize("name", ZOO)
 def test_layers_cut_by_columns_and_rows_and_the_vocabulary_cut(name: str, mesh: Mesh) -> None:
-    assert_parity(vocabulary(megatron(ZOO[name]())), mesh)
+    assert_parity(cut(name), mesh)
 
 
 @pytest.mark.parametrize("mesh", [TP4, THREE_AXES], ids=str)

@@ -1,9 +1,6 @@
 """The operators between processes: equal to the virtual ranks, forward and backward."""
 
 import doctest
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,27 +11,16 @@ from autopar.collectives import Movement, operator_call, operators
 from autopar.errors import VerifierError
 from autopar.layout import Layout
 from autopar.mesh import Mesh
+from autopar.runtime.launch import launch
+from tests.collectives import processes
 
 
-def test_four_processes_do_as_four_virtual_ranks(tmp_path: Path) -> None:
+def test_four_processes_do_as_four_virtual_ranks() -> None:
     """One launch for everything that only processes can show; see `processes`."""
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.collectives.processes", str(rank), str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=Path(__file__).parents[2],
-        )
-        for rank in range(4)
-    ]
-    try:
-        outputs = [process.communicate(timeout=300)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert [process.returncode for process in running] == [0] * 4, "\n".join(outputs)
-    assert "checked" in outputs[0]
+    counts: list[int] = []
+    launch(processes.check_all, 4, heard=lambda rank, count: counts.append(count))
+    assert len(counts) == 4
+    assert min(counts) > 0
 
 
 @pytest.fixture(scope="module")

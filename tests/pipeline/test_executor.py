@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
 import autopar as ap
-from tests.models import gpt
+from tests.models import Case, gpt
 from tests.parity import assert_equal, assert_parity, parallel_outcome, single_outcome
 from tests.pipeline.models import (
     FORMS,
@@ -39,6 +41,19 @@ def run(name, ranks, microbatches, schedule, options, **more):
     return module
 
 
+@cache
+def weights() -> Case:
+    return made_of_weights()
+
+
+@cache
+def frozen_but_the_last() -> Case:
+    case = gpt(batch=4, layers=4, tied=False)
+    case.model.requires_grad_(False)
+    case.model.layers[-1].requires_grad_(True)
+    return case
+
+
 @pytest.mark.parametrize(("schedule", "options"), FORMS)
 def test_gpt2_with_a_tied_embedding_under_every_schedule(schedule, options):
     run("gpt2", 4, 4, schedule, options)
@@ -66,21 +81,17 @@ def test_recomputation_runs_forward_again(schedule, options):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "dualpipe", "dualpipe-v", "chimera-zb"])
 def test_parameters_pass_through_operators_of_their_own(schedule, recompute):
-    case = made_of_weights()
     options = {"schedule": schedule, "microbatches": 8, "recompute": recompute}
-    assert_parity(case, ap.Mesh(pp=4), **options)
+    assert_parity(weights(), ap.Mesh(pp=4), **options)
 
 
 def test_weights_made_of_parameters_that_are_cut():
-    assert_parity(made_of_weights(), ap.Mesh(pp=2, tp=2), schedule="zb-h1", microbatches=4)
+    assert_parity(weights(), ap.Mesh(pp=2, tp=2), schedule="zb-h1", microbatches=4)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
 def test_only_the_last_layers_learn(schedule):
-    case = gpt(batch=4, layers=4, tied=False)
-    case.model.requires_grad_(False)
-    case.model.layers[-1].requires_grad_(True)
-    assert_parity(case, ap.Mesh(pp=2), microbatches=2, schedule=schedule)
+    assert_parity(frozen_but_the_last(), ap.Mesh(pp=2), microbatches=2, schedule=schedule)
 
 
 def test_gradients_are_clipped_by_the_norm_of_the_model():

@@ -1,4 +1,7 @@
-"""Closed forms of makespan and peak activations, for all even p <= 16, m <= 4p and every k."""
+"""Closed forms of makespan and peak activations, for all even p <= 16, m <= 4p and every k.
+
+Beyond p = 8, every third m stands for all.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +35,14 @@ def ks(p: int) -> list[int]:
     return [k for k in range(1, p // 2 + 1) if p // 2 % k == 0]
 
 
+def some(p: int, numbers: range) -> range:
+    return numbers if p <= 8 else numbers[::3]
+
+
 @every_p
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_gpipe_and_1f1b(name, p):
-    for m in range(1, 4 * p + 1):
+    for m in some(p, range(1, 4 * p + 1)):
         made = made_for(name, p, m)
         peaks = [m if name == "gpipe" else min(p - s, m) for s in range(p)]
         assert list(simulate(made).peak_activations) == peaks
@@ -56,7 +63,7 @@ def test_interleaved(v, p):
 
 @every_p
 def test_gems(p):
-    for m in range(1, 4 * p + 1):
+    for m in some(p, range(1, 4 * p + 1)):
         timeline = priced("gems", p, m)
         assert timeline.makespan == p + m * p * 2 + (m - 1)
         assert set(timeline.peak_activations) == {1}
@@ -64,11 +71,11 @@ def test_gems(p):
 
 @every_p
 def test_zero_bubble(p):
-    for m in range(p, 4 * p + 1):
+    for m in some(p, range(p, 4 * p + 1)):
         timeline = priced("zb-h1", p, m)
         assert timeline.makespan == 3 * m + p - 1
         assert set(timeline.peak_activations) == {p}
-    for m in range(2 * p, 4 * p + 1):
+    for m in some(p, range(2 * p, 4 * p + 1)):
         timeline = priced("zb-v", p, m)
         assert timeline.makespan == 3 * m + (p - 1) / 2
         assert set(timeline.peak_activations) == {p}
@@ -76,12 +83,12 @@ def test_zero_bubble(p):
 
 @every_p
 def test_dualpipe(p):
-    for m in range(2 * p, 4 * p + 1, 2):
+    for m in some(p, range(2 * p, 4 * p + 1, 2)):
         timeline = priced("dualpipe", p, m)
         assert timeline.makespan == 3 * m + p - 2
         assert max(timeline.peak_activations) == p + 1
         assert priced("dualpipe", p, m, overlap=False).makespan == 3 * m + p / 2 - 1
-    for m in range(2 * p, 4 * p + 1):
+    for m in some(p, range(2 * p, 4 * p + 1)):
         timeline = priced("dualpipe-v", p, m)
         assert timeline.makespan == 3 * m + p - 1
         assert max(timeline.peak_activations) == p + 0.5
@@ -160,7 +167,7 @@ def test_backward_halving(p):
 
 @every_p
 def test_list_scheduling(p):
-    for m in range(p, 4 * p + 1, 2):
+    for m in some(p, range(p, 4 * p + 1, 2)):
         made = made_for("chimera", p, m, scale="list")
         assert max(simulate(made).peak_activations) == p
         assert excess(made) == (p - 2) * 2

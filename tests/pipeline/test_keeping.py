@@ -105,8 +105,13 @@ def test_moments_that_another_contains_are_left_out() -> None:
     assert {0: (1, 2, 0)} in found
 
 
+@cache
+def four_layers() -> models.Case:
+    return models.gpt(layers=4)
+
+
 def planned(**options: object) -> ap.Plan:
-    case = models.gpt(layers=4)
+    case = four_layers()
     options = {"mesh": ap.Mesh(pp=2), "mode": "propagate", "microbatches": 8, **options}
     return ap.plan(case.model, case.args, case.kwargs, **options)
 
@@ -126,7 +131,7 @@ def test_recomputation_takes_its_forward_and_spares_its_memory(tmp_path, schedul
     # From I to W, all that was made again is kept.
     assert (again.memory.activations < plain.memory.activations) == spares
     again.save(tmp_path / "plan.json")
-    case = models.gpt(layers=4)
+    case = four_layers()
     loaded = ap.Plan.load(tmp_path / "plan.json").attach(case.model, case.args, case.kwargs)
     assert loaded.cost == again.cost
     assert loaded.memory == again.memory

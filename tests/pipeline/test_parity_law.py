@@ -1,11 +1,12 @@
 """The parity law: every model under every schedule, at 2, 4 and 8 ranks.
 
-Every form runs with every model and number of ranks, with three micro-batches, which is odd, and
-less than the ranks where these are 4 or 8. So that this takes a minute, the forms with two chunks
-on each of 8 ranks, which need 16 layers, run with GPT-2 alone. More micro-batches: every form with
-GPT-2, 4 on 4 ranks (through `parallelize`, in test_executor.py) and 12 on 8 ranks. With data and
-tensor parallelism inside: every form with a GPT, some with the others. Four pipes on two ranks do
-not exist.
+Every form runs with every model and with every number of ranks, and every model with every number
+of ranks, with three micro-batches, which is odd, and less than the ranks where these are 4 or 8:
+with each number of ranks the models take turns over the forms, and begin with another. Forms that
+do not take part in all turns run with all models on 4 ranks: two chunks on each of 8 ranks need 16
+layers, and run with GPT-2 alone. More micro-batches: every form with GPT-2, 4 on 4 ranks (through
+`parallelize`, in test_executor.py) and 12 on 8 ranks. With data and tensor parallelism inside:
+every form with a GPT, some with the others. Four pipes on two ranks do not exist.
 
 A model is planned once for so many stages and slices, and all schedules that want these share it.
 """
@@ -40,6 +41,7 @@ MODELS = ["gpt2", "llama", "residuals"]
 TWO_CHUNKS = [form for form in FORMS if form[0] in ("interleaved", "zb-v", "dualpipe-v")]
 ONE_CHUNK = [form for form in FORMS if form not in TWO_CHUNKS]
 TWO_PIPES = [form for form in FORMS if form[1].get("pipes") != 4]
+ALWAYS = [form for form in ONE_CHUNK if form in TWO_PIPES]
 INSIDE = [("chimera", {"scale": "halving"}), ("zb-v", {})]
 MAKERS["gpt"] = lambda batch, layers: gpt(
     batch=batch, layers=layers, hidden=16, heads=2, sequence=6, vocabulary=29
@@ -81,20 +83,26 @@ def named(form: object) -> str | None:
     return "-".join([form[0], *(f"{name}={value}" for name, value in form[1].items())])
 
 
-@pytest.mark.parametrize("form", TWO_PIPES, ids=named)
-@pytest.mark.parametrize("name", MODELS)
+def turns(first: int, forms: list) -> list:
+    """Each form with one model."""
+    return [(MODELS[(FORMS.index(form) + first) % len(MODELS)], form) for form in forms]
+
+
+@pytest.mark.parametrize(("name", "form"), turns(0, TWO_PIPES), ids=named)
 def test_two_ranks(name, form):
     law(name, 2, 3, form)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=named)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [*turns(1, ALWAYS), *((name, form) for name in MODELS for form in FORMS if form not in ALWAYS)],
+    ids=named,
+)
 def test_four_ranks(name, form):
     law(name, 4, 3, form)
 
 
-@pytest.mark.parametrize("form", ONE_CHUNK, ids=named)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "form"), turns(2, ONE_CHUNK), ids=named)
 def test_eight_ranks(name, form):
     law(name, 8, 3, form)
 
