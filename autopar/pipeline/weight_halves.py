@@ -27,7 +27,7 @@ from autopar.search.flow import WeightInputs
 class WeightHalf:
     """What is left to do of the backward of one operator."""
 
-    weights: list[GradientEdge]
+    weights: list[Tensor | GradientEdge]
     # The operator's own graph: its results, and what stands for its weights. None: they are done.
     product: tuple[list[GradientEdge | None], list[GradientEdge]] | None = None
     gradients: list[Tensor | None] = field(default_factory=list)  # of results, or of the weights
@@ -59,6 +59,8 @@ class WeightHalves:
 
     def __init__(self) -> None:
         self._recorded: list[WeightHalf] = []
+        # Nothing, that takes a gradient: what is made with it does too.
+        self._anchor = torch.empty(0, requires_grad=True)
 
     def take(self) -> list[WeightHalf]:
         """Those recorded since the last time, in the order of forward."""
@@ -73,29 +75,33 @@ class WeightHalves:
         def run(*args: Any, **kwargs: Any) -> Tensor:
             if not torch.is_grad_enabled():
                 return function(*args, **kwargs)
-            leaves, spec = pytree.tree_flatten((args, kwargs))
+            leaves, spec = _flattened(args, kwargs)
             places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
             # A parameter may be frozen since.
             learning = [at for at in weights.positions if leaves[places[at]].requires_grad]
             if not learning:
                 return function(*args, **kwargs)
             chosen = [places[position] for position in learning]
-            half = WeightHalf([get_gradient_edge(leaves[place]) for place in chosen])
+            half = WeightHalf([_end(leaves[place]) for place in chosen])
             self._recorded.append(half)
 
             def call(tensors: Sequence[Tensor]) -> Tensor:
-                given = dict(zip(places, tensors))
-                merged = [given.get(i, leaf) for i, leaf in enumerate(leaves)]
-                inner, keywords = pytree.tree_unflatten(merged, spec)
+                given = leaves.copy()
+                for place, tensor in zip(places, tensors):
+                    given[place] = tensor
+                if spec is None:
+                    return function(*given)
+                inner, keywords = pytree.tree_unflatten(given, spec)
                 return function(*inner, **keywords)
 
             for place in chosen:
                 leaves[place] = leaves[place].detach()
             if weights.product:
                 tensors = [leaves[place] for place in places]
-                return _Product.apply(call, half, tuple(learning), _anchor(), *tensors)
-            gated = _Gate.apply(half, _anchor(), *(leaves[place] for place in chosen))
-            leaves = [dict(zip(chosen, gated)).get(i, leaf) for i, leaf in enumerate(leaves)]
+                return _Product.apply(call, half, learning, self._anchor, *tensors)
+            gated = _Gate.apply(half, self._anchor, *(leaves[place] for place in chosen))
+            for place, tensor in zip(chosen, gated):
+                leaves[place] = tensor
             return call([leaves[place] for place in places])
 
         return run
@@ -109,13 +115,15 @@ class _Product(torch.autograd.Function):
         ctx: Any,
         call: Callable[[Sequence[Tensor]], Tensor],
         half: WeightHalf,
-        weights: tuple[int, ...],
+        weights: list[int],
         anchor: Tensor,
         *tensors: Tensor,
     ) -> Tensor | tuple[Tensor, ...]:
         with torch.enable_grad():
             given = [
-                _entry(tensor) if place in weights or tensor.requires_grad else tensor
+                _Entry.apply(anchor, tensor.detach())
+                if place in weights or tensor.requires_grad
+                else tensor
                 for place, tensor in enumerate(tensors)
             ]
             result = call(given)
@@ -189,14 +197,16 @@ class _Entry(torch.autograd.Function):
         return None, None
 
 
-def _entry(value: Tensor) -> Tensor:
-    entry: Tensor = _Entry.apply(_anchor(), value.detach())
-    return entry
+def _end(weight: Tensor) -> Tensor | GradientEdge:
+    """Where the gradient of a weight goes: a parameter lives anyway, all else is let go."""
+    return weight if weight.is_leaf else get_gradient_edge(weight)
 
 
-def _anchor() -> Tensor:
-    """Nothing, that takes a gradient: what is made with it does too."""
-    return torch.empty(0, requires_grad=True)
+def _flattened(args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec | None]:
+    """The leaves of a call; no structure if they are its arguments one by one."""
+    if not kwargs and not any(isinstance(argument, list | tuple | dict) for argument in args):
+        return list(args), None
+    return pytree.tree_flatten((args, kwargs))
 
 
 def _own(gradient: Tensor) -> Tensor:
