@@ -19,7 +19,7 @@ from tests import programs
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
 OPTIONS = {"python": 0, "torchrun": 2}  # words between a program and what it runs
-BY_TORCHRUN = "region"
+BY_TORCHRUN = "gpt"
 
 
 def commands(path: Path) -> list[tuple[int, list[str]]]:
