@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from autopar.capture.loss import index_of_loss
 from autopar.capture.randomness import is_random
 from autopar.strategies import Rule, rule_of
 
@@ -58,6 +59,16 @@ class Captured:
     output_leaves: tuple[object, ...]
     example: Example
     static_inputs: dict[int, object] = field(default_factory=dict)  # flat arguments not tensors
+
+    @cached_property
+    def loss_index(self) -> int:
+        """Which of the user's outputs, among the tensors, a step differentiates; or refuse it."""
+        leaves = self.output_leaves
+        nodes = [leaf if isinstance(leaf, fx.Node) else None for leaf in leaves]
+        values = [leaf if node is None else node.meta["val"] for leaf, node in zip(leaves, nodes)]
+        learned = [node is not None and node.meta["differentiable"] for node in nodes]
+        place = index_of_loss(pytree.tree_unflatten(values, self.output_spec), learned)
+        return sum(node is not None for node in nodes[:place])
 
     @cached_property
     def operators(self) -> tuple[fx.Node, ...]:

@@ -19,6 +19,8 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.captured import Captured
 from autopar.capture.execute import run
+from autopar.capture.loss import index_of_loss
+from autopar.errors import InvalidInput
 
 _SHOWN = 3  # elements of a tensor that differs
 Tensors = Mapping[str, Tensor]
@@ -134,14 +136,12 @@ def in_double(
 
 
 def loss_of(outputs: Any) -> Tensor:
-    """The first differentiable number among the outputs, or else a weighted sum of all of them."""
-    learned = [
-        leaf
-        for leaf in pytree.tree_leaves(outputs)
-        if isinstance(leaf, Tensor) and leaf.requires_grad
-    ]
-    number = next((leaf for leaf in learned if leaf.ndim == 0), None)
-    return sum_of(learned) if number is None else number
+    """What a step differentiates, or else a weighted sum of all that can be."""
+    leaves = pytree.tree_leaves(outputs)
+    learned = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+    with suppress(InvalidInput):
+        return leaves[index_of_loss(outputs, learned)]
+    return sum_of(leaf for leaf, learns in zip(leaves, learned) if learns)
 
 
 def sum_of(values: Iterable[Tensor]) -> Tensor:

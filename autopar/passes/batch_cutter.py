@@ -41,7 +41,8 @@ class Cutter:
     def __init__(self, captured: Captured, count: int) -> None:
         self.captured, self.count = captured, count
         self.mesh = Mesh(**{AXIS: count})
-        self.loss = _loss_of(captured)
+        results: Any = captured.graph.output_node().args[0]
+        self.loss: fx.Node = results[captured.loss_index]
         self.live = ancestors([self.loss, *_mutated(captured)])
         self.status: dict[str, Status] = {}
         self.given: dict[fx.Node, tuple[Status, ...]] = {}  # of each result of an operator
@@ -321,18 +322,4 @@ def _refuse(node: fx.Node, reason: str, remedy: str = REMEDY) -> NoReturn:
         got=f"{reason} ({node.name} in {node.meta.get('module') or 'the model'})",
         remedy=remedy,
         source=node.meta.get("source"),
-    )
-
-
-def _loss_of(captured: Captured) -> fx.Node:
-    """The first output that is a differentiable number."""
-    results = captured.graph.output_node().args[0]
-    outputs = results[: len(results) - len(captured.mutations)]  # type: ignore[arg-type,index]
-    for node in outputs:  # type: ignore[union-attr]
-        if node.meta["val"].ndim == 0 and node.meta["differentiable"]:  # type: ignore[union-attr]
-            return node  # type: ignore[return-value]
-    raise InvalidInput(
-        "a step in micro-batches needs a model that returns its loss: a differentiable number",
-        got=f"{len(outputs)} outputs, none of them such",  # type: ignore[arg-type]
-        remedy="return the loss from forward",
     )

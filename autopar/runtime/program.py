@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -68,20 +69,15 @@ class Program:
 
     @cached_property
     def has_loss(self) -> bool:
-        """Whether an output can be differentiated as it is."""
-        return any(map(_is_loss, self.outputs))
+        """Whether a step knows what to differentiate."""
+        with suppress(InvalidInput):
+            return self.loss_index >= 0
+        return False
 
-    @cached_property
+    @property
     def loss_index(self) -> int:
-        """Which output is the loss: the first differentiable number."""
-        for index, node in enumerate(self.outputs):
-            if _is_loss(node):
-                return index
-        raise InvalidInput(
-            "step() needs a model that returns its loss: a differentiable tensor without dims",
-            got="outputs " + ", ".join(str(node.meta["type"]) for node in self.outputs),
-            remedy="return the loss from forward, or call the parallel module and differentiate",
-        )
+        """Which output is the loss."""
+        return self.captured.loss_index
 
     @cached_property
     def learned(self) -> tuple[frozenset[str], ...]:
@@ -213,10 +209,6 @@ def _is_same(one: object, other: object) -> bool:
     if type(one) is not type(other):
         return False
     return repr(one) == repr(other) if isinstance(one, float | complex) else bool(one == other)
-
-
-def _is_loss(node: fx.Node) -> bool:
-    return node.meta["val"].ndim == 0 and node.meta["differentiable"]
 
 
 def _brief(leaf: Any) -> str:
