@@ -7,9 +7,9 @@ from autopar.cluster import Cluster
 from autopar.errors import AutoparError, ExecutionError, InvalidInput
 from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
+from autopar.plan.plan import Plan
 from autopar.planning import plan
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.plan import Plan
 from autopar.strategies import register_rule
 from autopar.verifying import verify
 

@@ -22,15 +22,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autopar.capture.annotations import PARAMETERS, STAGE
 from autopar.capture.marker import Annotation, Entry, annotate
 from autopar.errors import InvalidInput
 from autopar.lines import caller
-from autopar.search.stages import Pin
 
 Dims = Sequence[Entry]
 _calls = itertools.count()
-_PARAMETERS = "_autopar_parameters"
-_STAGE = "_autopar_stage"
 
 
 def shard(
@@ -81,24 +79,6 @@ def shard(
     )
 
 
-def parameter_annotations(model: nn.Module) -> dict[str, list[Annotation]]:
-    """Every wish about a parameter, under its name in `model`."""
-    found: dict[str, list[Annotation]] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, annotation in module.__dict__.get(_PARAMETERS, ()):
-            found.setdefault(f"{prefix}.{name}" if prefix else name, []).append(annotation)
-    return found
-
-
-def stage_pins(model: nn.Module) -> list[Pin]:
-    """The modules that start a stage, by their paths in `model`."""
-    return [
-        Pin(module.__dict__[_STAGE][0], path, module.__dict__[_STAGE][1])
-        for path, module in model.named_modules(remove_duplicate=False)
-        if _STAGE in module.__dict__
-    ]
-
-
 def _pin(target: Any, stage: int, source: str) -> None:
     if not isinstance(target, nn.Module) or not isinstance(stage, int) or stage < 0:
         raise InvalidInput(
@@ -107,7 +87,7 @@ def _pin(target: Any, stage: int, source: str) -> None:
             remedy="shard(model.layers[2], stage=1)",
             source=source,
         )
-    earlier = target.__dict__.setdefault(_STAGE, (stage, source))
+    earlier = target.__dict__.setdefault(STAGE, (stage, source))
     if earlier[0] != stage:
         raise InvalidInput(
             "a module starts one stage",
@@ -150,7 +130,7 @@ def _shard_module(
                 source=source,
             )
         annotation = Annotation(dims, "value", next(_calls), 0, f"{what}.{name}", source)
-        module.__dict__.setdefault(_PARAMETERS, []).append((name, annotation))
+        module.__dict__.setdefault(PARAMETERS, []).append((name, annotation))
     # The inputs of a leaf bind the operators that read them. Those of a composite are values.
     role = "value" if any(module.children()) else "leaf"
     inputs = _strategies(in_strategy, "in_strategy", what, source)

@@ -14,16 +14,16 @@ from torch import nn
 
 from autopar.capture.failure import check_call
 from autopar.errors import InvalidInput
+from autopar.plan.file import SavedPlan
+from autopar.plan.plan import Plan
 from autopar.planning import plan as make_plan
-from autopar.runtime.agreement import agree, require_equal
 from autopar.runtime.checks import Checks
 from autopar.runtime.distributed import TorchBackend
 from autopar.runtime.distributed_pipeline import TorchPipeline
 from autopar.runtime.failures import one_fails_all_stop
 from autopar.runtime.groups import enter_world, require_world_of
 from autopar.runtime.module import Backend, ParallelModule, refuse_meta
-from autopar.runtime.plan import Plan
-from autopar.runtime.saved import SavedPlan
+from autopar.runtime.plan_broadcast import agree, require_equal
 from autopar.runtime.virtual import VirtualBackend
 from autopar.runtime.virtual_pipeline import VirtualPipeline
 from autopar.runtime.world import has_failed

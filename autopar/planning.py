@@ -16,34 +16,28 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.annotate import parameter_annotations, stage_pins
 from autopar.capture import capture
+from autopar.capture.annotations import parameter_annotations, stage_pins
 from autopar.capture.captured import Captured
 from autopar.capture.listing import operator_of
 from autopar.cluster import Cluster
 from autopar.collectives import LinkPrice, Price
+from autopar.cost.footprint import program_memory
 from autopar.cost.price import ClusterPrice
 from autopar.errors import InvalidInput
 from autopar.lines import frames_to_caller
 from autopar.mesh import Mesh
 from autopar.passes import rewrite
 from autopar.passes.microbatches import batch_statistics
-from autopar.pipeline.choice import choose
-from autopar.pipeline.plan import (
-    Request,
-    ScheduleLike,
-    open_request,
-    pipeline_axis,
-    read_request,
-)
 from autopar.pipeline.schedule import Schedule
-from autopar.report.progress import reporter
-from autopar.runtime.plan import Plan
+from autopar.plan.plan import Plan
+from autopar.planner.choose import choose
+from autopar.planner.request import Request, ScheduleLike, open_request, pipeline_axis, read_request
+from autopar.progress import reporter
 from autopar.search.auto import Found, Progress, search
+from autopar.search.constraints import Constraints, read_constraints
 from autopar.search.decisions import Decisions, Fallback
-from autopar.search.footprint import program_memory
 from autopar.search.propagate import propagate
-from autopar.search.wishes import Wishes, read_wishes
 
 MODES = ("auto", "propagate", "data")
 
@@ -129,7 +123,7 @@ def plan(
         pipelining,
         mode=mode,
         limit=limit,
-        wishes=layouts.wishes(chosen.captured, decisions.mesh),
+        constraints=layouts.constraints(chosen.captured, decisions.mesh),
         alternatives=chosen.alternatives,
     )
 
@@ -144,9 +138,13 @@ class _Layouts:
     annotations: Mapping[str, Any]
     report: Progress
 
-    def wishes(self, program: Captured, mesh: Mesh) -> Wishes:
+    def constraints(self, program: Captured, mesh: Mesh) -> Constraints:
         """What annotations ask for."""
-        return Wishes() if self.mode == "data" else read_wishes(program, mesh, self.annotations)
+        return (
+            Constraints()
+            if self.mode == "data"
+            else read_constraints(program, mesh, self.annotations)
+        )
 
     def __call__(
         self,
@@ -158,8 +156,8 @@ class _Layouts:
     ) -> Found:
         if self.mode != "auto":
             mesh = offered[0]
-            wishes = None if self.mode == "data" else self.wishes(program, mesh)
-            return Found(propagate(program, mesh, wishes))
+            constraints = None if self.mode == "data" else self.constraints(program, mesh)
+            return Found(propagate(program, mesh, constraints))
 
         def needed(decisions: Decisions) -> float:
             price = ClusterPrice(self.cluster, decisions.mesh)
@@ -170,7 +168,7 @@ class _Layouts:
             program,
             offered,
             self.cluster,
-            lambda mesh: self.wishes(program, mesh),
+            lambda mesh: self.constraints(program, mesh),
             memory,
             self.algorithm,
             self.report,

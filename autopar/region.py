@@ -23,17 +23,17 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar.capture import capture
+from autopar.collectives import LinkPrice
 from autopar.errors import InvalidInput
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes import localize, rewrite
-from autopar.planning import price_of
+from autopar.plan.program import Program
 from autopar.runtime.distributed import axes_used, wrapper
 from autopar.runtime.eager import compile_graph
 from autopar.runtime.groups import Groups, see_alike
-from autopar.runtime.program import Program
+from autopar.search.constraints import Constraints, LayoutConstraint, read_constraints
 from autopar.search.propagate import propagate
-from autopar.search.wishes import Wish, Wishes, read_wishes
 
 _compiled: WeakKeyDictionary[Callable, dict[Any, _Region]] = WeakKeyDictionary()
 
@@ -102,15 +102,15 @@ def _compile(
     mesh = Mesh.from_device_mesh(device_mesh)
     examples = tuple(_example(leaf) for leaf in leaves)
     captured = capture(_Function(function, spec), examples)
-    wishes = read_wishes(captured, mesh, {})
+    constraints = read_constraints(captured, mesh, {})
     inputs = {
-        name: Wish(_layout(leaf, mesh), "the placements of an argument")
+        name: LayoutConstraint(_layout(leaf, mesh), "the placements of an argument")
         for name, leaf in zip(captured.inputs, leaves)
         if name is not None
     }
-    wishes = Wishes(wishes.values, inputs=inputs, bound=wishes.bound)
-    decisions = propagate(captured, mesh, wishes, batch=False)
-    graph = rewrite(captured, decisions, price_of(mesh))
+    constraints = Constraints(constraints.values, inputs=inputs, bound=constraints.bound)
+    decisions = propagate(captured, mesh, constraints, batch=False)
+    graph = rewrite(captured, decisions, LinkPrice.uniform(mesh))
     ranks = device_mesh.mesh.flatten().tolist()
     rank = ranks.index(torch.distributed.get_rank())
     if len(ranks) < torch.distributed.get_world_size():

@@ -18,7 +18,10 @@ from autopar.capture.source import of_traceback
 from autopar.cluster import Cluster
 from autopar.collectives import from_ranks
 from autopar.errors import InvalidInput
-from autopar.inspection.references import (
+from autopar.plan.plan import Plan
+from autopar.runtime.module import ParallelModule, refuse_meta
+from autopar.runtime.virtual import VirtualGraph
+from autopar.verification.references import (
     Call,
     CapturedModule,
     Difference,
@@ -34,10 +37,7 @@ from autopar.inspection.references import (
     train,
     train_module,
 )
-from autopar.inspection.verification import Verification
-from autopar.runtime.module import ParallelModule, refuse_meta
-from autopar.runtime.plan import Plan
-from autopar.runtime.virtual import VirtualGraph
+from autopar.verification.verification import Verification
 
 RANKS = 4  # where neither mesh nor machines are given
 _AFTER_FORWARD = Difference(

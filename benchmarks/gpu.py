@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar as ap
-from autopar.cost.gpus import gpu, measured, timed
+from autopar.cluster.gpus import gpu, measured, timed
 from autopar.runtime.launch import launch
 from benchmarks.gpt import Sizes, batch, gpt
 

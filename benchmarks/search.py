@@ -23,7 +23,7 @@ from autopar import Cluster, Mesh
 from autopar.capture import capture
 from autopar.passes.microbatches import cut_batch
 from autopar.search.auto import search
-from autopar.search.wishes import Wishes
+from autopar.search.constraints import Constraints
 from tests import large_models
 from tests.models import Case
 
@@ -63,7 +63,7 @@ def measure(name: str, problem: Problem, algorithm: str, memory: bool) -> dict[s
     if parts > 1:
         captured = cut_batch(captured, parts).captured
     clock, wall = time.process_time(), time.perf_counter()
-    wishes = Wishes()
+    wishes = Constraints()
     found = search(
         captured,
         [problem.mesh],

@@ -11,8 +11,8 @@ import time
 
 import numpy as np
 
-from autopar.search.graph import CostGraph
-from autopar.search.solve import least_memory, solve
+from autopar.solver.graph import CostGraph
+from autopar.solver.solve import least_memory, solve
 
 # One block: (name, earlier nodes it reads). -1 is what comes in, "mask" is shared by all blocks.
 BLOCK: list[tuple[str, list[int | str]]] = [

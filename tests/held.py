@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar as ap
+from autopar.pipeline.activation_counts import live_microbatches
 from autopar.pipeline.executor import RankRunner
-from autopar.pipeline.keeping import course
 from autopar.pipeline.worker import Worker
 from tests.models import Case
 
@@ -170,7 +170,7 @@ def predicted_course(module: ap.ParallelModule, rank: int) -> list[dict[int, int
             for stage, (whole, received, later) in moment.items()
             for cost in [pipelining.stages[stage]]
         }
-        for moment in course(pipelining.schedule, rank, pipelining.recompute)
+        for moment in live_microbatches(pipelining.schedule, rank, pipelining.recompute)
     ]
 
 

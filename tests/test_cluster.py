@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autopar.cluster import Cluster, Device, Link, Node
-from autopar.cost.presets import preset
+from autopar.cluster.presets import preset
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 
@@ -92,7 +92,7 @@ def test_local_has_plain_constants_without_measuring() -> None:
 
 
 def test_local_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from autopar.cost import calibration
+    from autopar.cluster import calibration
 
     runs: list[int] = []
     timings = [("all_reduce", 2, 1000, 1e-3), ("all_reduce", 2, 1_001_000, 3e-3)]

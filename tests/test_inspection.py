@@ -8,12 +8,12 @@ import io
 
 import pytest
 
-from autopar.inspection.grouping import grouped
-from autopar.report.progress import reporter
+from autopar.plan.grouping import grouped
+from autopar.progress import reporter
 
 
 @pytest.mark.parametrize(
-    "module", ["autopar.inspection.grouping", "autopar.inspection.units", "autopar.search.forced"]
+    "module", ["autopar.plan.grouping", "autopar.plan.units", "autopar.solver.forced"]
 )
 def test_the_tours_in_the_docstrings(module):
     found = doctest.testmod(importlib.import_module(module))
@@ -40,7 +40,7 @@ def test_a_terminal_shows_phases_and_keeps_nothing(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("autopar.report.progress._PATIENCE", -1.0)
+    monkeypatch.setattr("autopar.progress._PATIENCE", -1.0)
     with reporter(None) as report:
         report("mesh", "1 of 3")
     text = terminal.getvalue()

@@ -10,8 +10,8 @@ from torch import nn
 
 import autopar as ap
 from autopar.cluster import Device, Link, Node
-from autopar.runtime.saved import SavedPlan
-from autopar.search.leanest import Leanest
+from autopar.plan.file import SavedPlan
+from autopar.search.smallest_footprint import SmallestFootprint
 from tests.models import gpt, mlp
 from tests.parity import assert_equal, parallel_outcome, single_outcome
 
@@ -331,7 +331,7 @@ def test_a_limit_that_nothing_meets_says_what_would_help():
         ap.plan(case.model, case.args, memory=1000, **options)
     assert "the least that any plan needs is" in str(error.value)
     assert "more devices could hold them" in str(error.value)
-    of_parts = Leanest(str(MESH), MESH.size, memory=100.0, states=40.0, microbatches=2)
+    of_parts = SmallestFootprint(str(MESH), MESH.size, memory=100.0, states=40.0, microbatches=2)
     assert "microbatches=6 " in of_parts.remedy(60.0)
     for pipeline in ("auto", 2):
         with pytest.raises(ap.InvalidInput) as error:

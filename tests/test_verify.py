@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import autopar as ap
 from autopar.cli import main
-from autopar.inspection.references import loss_of
+from autopar.verification.references import loss_of
 from tests import models
 
 

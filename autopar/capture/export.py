@@ -23,10 +23,8 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from autopar.capture.alike import number_calls
 from autopar.capture.captured import Captured, Example
 from autopar.capture.counters import changes_seen, warn_of_counters
-from autopar.capture.draft import Draft
 from autopar.capture.failure import check_call, explain
 from autopar.capture.fake import (
     FakeTensorMode,
@@ -38,8 +36,10 @@ from autopar.capture.fake import (
 )
 from autopar.capture.flatten import flatten
 from autopar.capture.functions import own_backwards_refused
+from autopar.capture.graph_builder import GraphBuilder
 from autopar.capture.hooks import hooks_refused, refuse_hooks, warn_of_memory
 from autopar.capture.listing import operator_name
+from autopar.capture.node_classes import number_calls
 from autopar.capture.normalise import normalise
 from autopar.capture.source import whole_stacks
 from autopar.capture.verifier import verify
@@ -97,7 +97,7 @@ def _canonical(model: nn.Module) -> dict[str, str]:
     return names
 
 
-def _freeze(draft: Draft, example: Example) -> Captured:
+def _freeze(draft: GraphBuilder, example: Example) -> Captured:
     """A fresh graph, its nodes named by their operators in order, and all that goes with it."""
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}

@@ -19,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
-from autopar.capture.draft import fake_like
+from autopar.capture.graph_builder import fake_like
 from autopar.errors import InvalidInput
 
 __all__ = ["FakeTensor", "FakeTensorMode", "fake_inputs", "fake_model", "home", "outside_fake_mode"]

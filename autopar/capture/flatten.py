@@ -1,4 +1,4 @@
-"""Flatten: an exported program becomes one flat graph, a `Draft`.
+"""Flatten: an exported program becomes one flat graph, a `GraphBuilder`.
 
 Regions without gradients and regions of automatic precision, which export keeps as calls of
 sub-graphs, are inlined: what flows into a region without gradients is detached at its border, and
@@ -25,8 +25,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from autopar.capture.draft import Draft, argument, fake_like
 from autopar.capture.failure import VALUES, VALUES_REMEDY
+from autopar.capture.graph_builder import GraphBuilder, argument, fake_like
 from autopar.capture.listing import operator_name
 from autopar.capture.source import of_stack
 from autopar.errors import InvalidInput, unforeseen
@@ -50,13 +50,13 @@ def flatten(
     fakes: dict[str, torch.Tensor],
     input_spec: pytree.TreeSpec,
     flat_inputs: list[Any],
-) -> Draft:
+) -> GraphBuilder:
     """The flat graph of `program`.
 
     `fakes` holds a fake tensor for every parameter and buffer by its name, in the order wanted;
     `names` leads from every name, alias or not, to the name in `fakes`.
     """
-    draft = Draft(
+    draft = GraphBuilder(
         graph=fx.Graph(),
         mode=mode,
         parameters={},
@@ -82,7 +82,7 @@ def flatten(
 
 
 def _placeholders(
-    draft: Draft,
+    draft: GraphBuilder,
     program: ExportedProgram,
     names: dict[str, str],
     fakes: dict[str, torch.Tensor],
@@ -146,7 +146,7 @@ def _placeholders(
 class _Inliner:
     """Copies graphs into the draft's, one into the other."""
 
-    draft: Draft
+    draft: GraphBuilder
 
     def inline(
         self, module: fx.GraphModule, values: dict[fx.Node, Any], region: Region
@@ -278,7 +278,7 @@ def _require_dense(node: fx.Node, value: Any, region: Region) -> None:
         )
 
 
-def _plain_dtype(draft: Draft, node: fx.Node, args: Any, kwargs: Any) -> torch.dtype | None:
+def _plain_dtype(draft: GraphBuilder, node: fx.Node, args: Any, kwargs: Any) -> torch.dtype | None:
     """The dtype that the operator would give without autocast, if it would run at all."""
     try:
         result = draft.evaluate(node.target, args, kwargs)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Normalise: fewer forms, the same program. Each step is a small function of a Draft.
+"""Normalise: fewer forms, the same program. Each step is a small function of a GraphBuilder.
 
 The order matters: first the program becomes functional, then every node becomes one tensor, then
 each operator gets its one form; what nothing uses is dropped at the end.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autopar.capture.draft import Draft
+from autopar.capture.graph_builder import GraphBuilder
 from autopar.capture.normalisations import (
     attention,
     cleanup,
@@ -26,7 +26,7 @@ from autopar.capture.normalisations import (
 from autopar.capture.values import propagate
 from autopar.errors import unforeseen
 
-Normalisation = Callable[[Draft], None]
+Normalisation = Callable[[GraphBuilder], None]
 
 NORMALISATIONS: tuple[Normalisation, ...] = (
     cleanup.drop_assertions,
@@ -77,7 +77,7 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
 )
 
 
-def normalise(draft: Draft) -> None:
+def normalise(draft: GraphBuilder) -> None:
     """Apply every normalisation, in order."""
     for normalisation in NORMALISATIONS:
         try:

@@ -12,20 +12,20 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autopar.capture.draft import Draft
 from autopar.capture.gradients import passed_over
+from autopar.capture.graph_builder import GraphBuilder
 from autopar.capture.marker import ANNOTATE
 from autopar.strategies.results import flat, is_result
 
 
-def refresh(draft: Draft) -> None:
+def refresh(draft: GraphBuilder) -> None:
     """Renew `val` alone, in a program that may still write to its values."""
     for node in draft.calls():
         assert callable(node.target)
         node.meta["val"] = draft.evaluate(node.target, node.args, node.kwargs)
 
 
-def propagate(draft: Draft) -> None:
+def propagate(draft: GraphBuilder) -> None:
     """Renew `val` and set `differentiable` on all nodes.
 
     An input that autograd passes over, as a weight of classes, is detached: else a gradient flows.

@@ -13,16 +13,27 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import fx
 
+from autopar.capture.marker import ANNOTATE
 from autopar.cluster import Device
 from autopar.cost.model import operator_formula, operator_values
 from autopar.mesh import Mesh
 from autopar.strategies import Rule, Strategy
+from autopar.strategies.results import tensors_of
 from autopar.strategies.rule import Dim
 
 Array = NDArray[np.float64]
 
 HEAVY = 4  # FLOPs per element: with more, what is no product is priced by its arithmetic, too
+
+
+aten = torch.ops.aten
+
+_VIEWS = {
+    *(aten.view, aten.transpose, aten.permute, aten.t, aten.expand, aten.unsqueeze, aten.squeeze),
+    *(aten.slice, aten.select, aten.narrow, aten.alias, aten.detach, aten.unflatten),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +62,7 @@ class Work:
     backward_moved: Array
 
 
-class Pieces:
+class ShardSizes:
     """How large the largest piece of each factor is, under each strategy."""
 
     def __init__(self, rule: Rule, strategies: Sequence[Strategy], mesh: Mesh) -> None:
@@ -87,7 +98,7 @@ class Pieces:
         return total
 
 
-def work(facts: Facts, pieces: Pieces) -> Work:
+def work(facts: Facts, pieces: ShardSizes) -> Work:
     """The work of one call under all strategies."""
     rule = facts.rule
     nothing = np.zeros(pieces.count)
@@ -129,7 +140,7 @@ def _elements(rule: Rule, dims: Sequence[Dim]) -> int:
     return math.prod(rule.sizes[factor] for dim in dims for factor in dim)
 
 
-def kept_extra(facts: Facts, pieces: Pieces) -> Array:
+def kept_extra(facts: Facts, pieces: ShardSizes) -> Array:
     """Bytes that backward keeps besides inputs and outputs."""
     total = np.zeros(pieces.count)
     if any(facts.differentiable):
@@ -143,3 +154,29 @@ def _roofline(device: Device, dtype: torch.dtype, flops: Array, moved: Array) ->
     return np.asarray(formula(**operator_values(device, dtype, flops, moved))) + np.zeros_like(
         flops
     )
+
+
+def facts_of(node: fx.Node, rule: Rule, inputs: Sequence[fx.Node]) -> Facts:
+    """What the cost of a call depends on, whichever strategy it gets."""
+    return Facts(
+        rule,
+        tuple(value.meta["val"].dtype.itemsize for value in inputs),
+        tuple(node.meta["differentiable"] and value.meta["differentiable"] for value in inputs),
+        tuple(tensor.dtype for tensor in tensors_of(node)),
+        is_view(node),
+    )
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a call computes nothing: its output shares the memory of its input."""
+    if node.target is ANNOTATE:
+        return True
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return packet in _VIEWS or (packet is aten.reshape and not _copies(node))
+
+
+def _copies(node: fx.Node) -> bool:
+    """Whether a reshape has to copy: its input is not laid out in order."""
+    if getattr(node.target, "overloadpacket", None) is not aten.reshape:
+        return False
+    return not node.args[0].meta["val"].is_contiguous()  # type: ignore[union-attr]

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from autopar.capture.alike import number_calls
 from autopar.capture.captured import Captured
 from autopar.capture.gradients import reached
 from autopar.capture.listing import operator_of
+from autopar.capture.node_classes import number_calls
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
-from autopar.search.flow import ancestors
+from autopar.passes.flow import ancestors
 from autopar.search.propagate import propagate
 from autopar.strategies import localize_arguments, tensor_inputs
 from autopar.strategies.kernels import batch_normalize, batch_sums, running_mean, running_var

@@ -10,10 +10,10 @@ import torch
 from torch import fx
 
 from autopar.capture.marker import ANNOTATE
+from autopar.capture.origins import is_made_of_parameters
 from autopar.collectives import Movement, Price, redistribute, redistribution_cost
 from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
-from autopar.search.origins import is_made_of_parameters
 from autopar.strategies import tensor_inputs
 from autopar.strategies.results import is_result
 

@@ -20,7 +20,7 @@ from torch import fx
 from autopar.capture.verifier import verify
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
-from autopar.search.flow import SHIFTS, Flow, ancestors
+from autopar.passes.flow import SHIFTS, Flow, ancestors
 
 
 @dataclass(frozen=True)

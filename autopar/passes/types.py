@@ -14,11 +14,10 @@ import torch
 from torch import fx
 
 from autopar.capture.captured import Captured
-from autopar.cost.operators import Facts
+from autopar.cost.operators import Facts, facts_of
+from autopar.cost.saved_tensors import kept_inputs
 from autopar.layout import Layout, TensorType
-from autopar.search.candidates import facts_of
 from autopar.search.decisions import Decisions
-from autopar.search.keeping import kept_inputs
 from autopar.strategies import Strategy, tensor_inputs
 from autopar.strategies.results import flat, has_results, is_result, maker, place_of
 

@@ -4,9 +4,9 @@
     while not runner.done:
         runner.advance()          # waits for the input of its next action, does it, sends
 
-What moves between stages goes through a `Post`, each message under its own key: direction, pipe,
-the stage that receives it, and the micro-batch. Sends never block, so whatever order the checker
-accepts comes to its end. `recorded` is what was done, and the most that was kept at a time.
+What moves between stages goes through a `Transport`, each message under its own key: direction,
+pipe, the stage that receives it, and the micro-batch. Sends never block, so whatever order the
+checker accepts comes to its end. `recorded` is what was done, and the most that was kept at a time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _crossing(schedule: Schedule, action: Action, arrives: bool) -> list[tuple[K
     return [(Key(forward, pipe, stage, one), neighbour) for one in action.microbatches]
 
 
-class Post(Protocol):
+class Transport(Protocol):
     """Carries messages between the ranks of a pipeline."""
 
     def expect(self, key: Key, sender: int) -> None:
@@ -85,7 +85,7 @@ class RankRunner:
         schedule: Schedule,
         rank: int,
         workers: Workers,
-        post: Post,
+        post: Transport,
         after: Callable[[int], None] = lambda position: None,
     ) -> None:
         """`workers` by (pipe, stage). `after(i)` is called when action i is done."""
@@ -146,7 +146,7 @@ class RankRunner:
         self.recorded.peak_activations = max(self.recorded.peak_activations, share)
 
 
-class Shelf:
+class InProcessTransport:
     """The post of ranks that live in one process."""
 
     def __init__(self) -> None:

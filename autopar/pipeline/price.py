@@ -8,16 +8,16 @@ from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.cluster import AxisLink, Cluster
+from autopar.cost.footprint import Memory, held_bytes, memory_of
 from autopar.cost.model import COLLECTIVES
+from autopar.cost.program import Cost, NodePrices
 from autopar.mesh import Mesh
-from autopar.pipeline.keeping import course, taken
-from autopar.pipeline.plan import Pipelining
+from autopar.passes.flow import Flow, flow_of
+from autopar.pipeline.activation_counts import bytes_held, live_microbatches
+from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.simulator import simulate
+from autopar.pipeline.stages.costs import StageCosts
 from autopar.pipeline.timeline import Timeline
-from autopar.search.flow import Flow, flow_of
-from autopar.search.footprint import Memory, held_bytes, memory_of
-from autopar.search.report import Cost, NodePrices
-from autopar.search.stages import Line
 
 
 def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
@@ -86,18 +86,18 @@ def memory_by_place(pipelining: Pipelining, flow: Flow) -> list[Memory]:
         own = {stage for _, stage in made.held_by(rank)}
         held = [held_bytes(node, mesh) for node, read in users.items() if read & own]
         states = sum(stages[stage].states for stage in own)
-        moments = course(made, rank, pipelining.recompute)
-        kept = max((taken(stages, moment) for moment in moments), default=states) - states
+        moments = live_microbatches(made, rank, pipelining.recompute)
+        kept = max((bytes_held(stages, moment) for moment in moments), default=states) - states
         found.append(memory_of(held, kept))
     return found
 
 
-def line_of(
+def stage_costs(
     captured: Captured, graph: fx.Graph, inner: Mesh, cluster: Cluster, mesh: Mesh, axis: str
-) -> Line:
+) -> StageCosts:
     """The rewritten program of `captured`, to be cut into stages along `axis` of `mesh`."""
     link = stage_link(cluster, mesh, axis)
-    return Line(flow_of(captured, graph), inner, NodePrices(cluster, inner), link.bandwidth)
+    return StageCosts(flow_of(captured, graph), inner, NodePrices(cluster, inner), link.bandwidth)
 
 
 def stage_link(cluster: Cluster, mesh: Mesh, axis: str) -> AxisLink:

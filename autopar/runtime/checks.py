@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture import capture
 from autopar.capture.captured import Captured
 from autopar.errors import ExecutionError, InvalidInput
-from autopar.inspection.references import (
+from autopar.verification.references import (
     Call,
     CapturedModule,
     Tolerance,

@@ -20,6 +20,7 @@ from autopar._torch import call_after_backward, local_of, wait_for
 from autopar.collectives.eager import LateSum
 from autopar.layout import Layout, TensorType
 from autopar.passes import localize
+from autopar.plan.program import Program
 from autopar.runtime.buckets import GradientSync, Slot, make_buckets, placed, taken
 from autopar.runtime.eager import compile_graph
 from autopar.runtime.failures import local_checks, one_fails_all_stop
@@ -27,7 +28,6 @@ from autopar.runtime.groups import Axes, Groups
 from autopar.runtime.leaves import Leaves
 from autopar.runtime.norm import norm_over_world
 from autopar.runtime.placing import Placing, in_own_memory, wrapper
-from autopar.runtime.program import Program
 from autopar.runtime.world import require_living, world
 
 

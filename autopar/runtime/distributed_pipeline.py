@@ -23,6 +23,7 @@ from autopar.passes.stages import Stage
 from autopar.pipeline.executor import Key, RankRunner, Recorded
 from autopar.pipeline.weight_halves import WeightHalf, WeightHalves
 from autopar.pipeline.worker import Value, Worker
+from autopar.plan.program import Program
 from autopar.runtime.distributed import axes_used
 from autopar.runtime.eager import compile_graph
 from autopar.runtime.failures import local_checks, one_fails_all_stop
@@ -31,7 +32,6 @@ from autopar.runtime.leaves import Leaves
 from autopar.runtime.messages import Messages, Shape
 from autopar.runtime.norm import norm_over_world
 from autopar.runtime.placing import Placing
-from autopar.runtime.program import Program
 from autopar.runtime.stage_sync import Learned, StageSync, holders_of, own_group
 from autopar.runtime.step_loss import StepLoss
 from autopar.runtime.world import world

@@ -26,8 +26,8 @@ from autopar.collectives.eager import (
     sum_later,
 )
 from autopar.mesh import Mesh
+from autopar.passes.recombine import recombine
 from autopar.pipeline.weight_halves import WeightHalves
-from autopar.runtime.rejoin import rejoin
 from autopar.strategies import localize_arguments
 
 aten, own = torch.ops.aten, torch.ops.autopar
@@ -68,7 +68,7 @@ def compile_graph(
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         copies[node] = quick.node_copy(node, lambda n: copies[n])
-    rejoin(quick)
+    recombine(quick)
     whole_inputs = _settle_early(quick, whole, mesh)
     for node in quick.nodes:
         if late is not None and _is_returned_sum(node, outputs):

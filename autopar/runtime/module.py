@@ -20,10 +20,10 @@ from autopar.capture.listing import Listing
 from autopar.errors import InvalidInput
 from autopar.layout import Layout
 from autopar.lines import frames_to_caller
+from autopar.plan.program import Program
 from autopar.runtime.checks import Checks
 from autopar.runtime.modes import Modes
 from autopar.runtime.part import add_parts, part_at, refuse_late_hooks
-from autopar.runtime.program import Program
 from autopar.runtime.tensors import Tensors
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.runtime.program import Program
+from autopar.plan.program import Program
 
 
 def norm_over_world(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar._torch import joined_flat, split_like, wait_for
-from autopar.pipeline.plan import Pipelining
+from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.synchronization import last_backwards
 from autopar.runtime.buckets import taken
 from autopar.runtime.groups import Axes

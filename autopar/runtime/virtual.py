@@ -19,7 +19,7 @@ from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes.kernels import local_call
 from autopar.pipeline.weight_halves import WeightHalves
-from autopar.runtime.program import Program
+from autopar.plan.program import Program
 from autopar.runtime.replicas import ReplicaCheck
 
 Environment = dict[fx.Node, list[Tensor]]

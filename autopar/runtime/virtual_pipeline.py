@@ -13,10 +13,10 @@ from torch import Tensor, fx
 
 from autopar.collectives import from_ranks
 from autopar.passes.stages import Stage
-from autopar.pipeline.executor import RankRunner, Recorded, Shelf, run_together
+from autopar.pipeline.executor import InProcessTransport, RankRunner, Recorded, run_together
 from autopar.pipeline.weight_halves import WeightHalf, WeightHalves
 from autopar.pipeline.worker import Value, Worker, sum_by_slice
-from autopar.runtime.program import Program
+from autopar.plan.program import Program
 from autopar.runtime.replicas import ReplicaCheck
 from autopar.runtime.virtual import VirtualBackend, VirtualGraph
 
@@ -54,7 +54,7 @@ class VirtualPipeline(VirtualBackend):
             stage.begin(kept, batches)
         for worker in self.workers.values():
             worker.clear()
-        post = Shelf()
+        post = InProcessTransport()
         runners = []
         for rank in range(self.schedule.ranks):
             held = {key: self.workers[key] for key in self.schedule.held_by(rank)}

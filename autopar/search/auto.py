@@ -17,14 +17,14 @@ from autopar.cluster import Cluster
 from autopar.errors import ExecutionError
 from autopar.mesh import Mesh
 from autopar.search.build import Built, build
+from autopar.search.constraints import Constraints
 from autopar.search.decide import decide
 from autopar.search.decisions import Decisions
-from autopar.search.leanest import Leanest, NothingFits, bytes_text
-from autopar.search.memory import NoRoom
-from autopar.search.residual import relative_gap
-from autopar.search.solve import Sizes, Solution, least_memory, solve
+from autopar.search.smallest_footprint import NothingFits, SmallestFootprint, bytes_text
 from autopar.search.stored import Axes
-from autopar.search.wishes import Wishes
+from autopar.solver.lagrangian import NoRoom
+from autopar.solver.residual import relative_gap
+from autopar.solver.solve import Sizes, Solution, least_memory, solve
 
 MOST_OF_A_KIND = 8  # meshes with the same number of axes that are all tried
 MOST_REFINED = 2  # meshes whose axes are split, where there are more
@@ -143,10 +143,10 @@ class _Best:
     mesh: Mesh | None = None
     built: Built | None = None
     solution: Solution | None = None
-    wishes: Wishes | None = None
+    constraints: Constraints | None = None
     bound: float = math.inf  # the least of all meshes that were weighed
     considered: list[Considered] = field(default_factory=list)
-    leanest: Leanest | None = None  # when nothing fits
+    leanest: SmallestFootprint | None = None  # when nothing fits
 
     def cannot_beat(self, bound: float, slack: float) -> None:
         """No plan on some mesh is below `bound`, but for what a cut prologue would save."""
@@ -157,7 +157,7 @@ def search(
     captured: Captured,
     meshes: Sequence[Mesh],
     cluster: Cluster,
-    wishes: Callable[[Mesh], Wishes],
+    constraints: Callable[[Mesh], Constraints],
     memory: float | None,
     algorithm: str = "exact",
     progress: Progress | None = None,
@@ -181,9 +181,9 @@ def search(
                 why = "splits no axis of the best meshes with fewer axes"
                 best.considered.append(Considered(mesh, None, None, why))
                 continue
-            wished = wishes(mesh)
+            asked_for = constraints(mesh)
             asked = _Asked(
-                captured, cluster, wished, memory, algorithm, report, finished, microbatches
+                captured, cluster, asked_for, memory, algorithm, report, finished, microbatches
             )
             interrupted, left = _weigh(asked, mesh, best), meshes[number + 1 :]
         except (KeyboardInterrupt, ExecutionError) as error:
@@ -200,10 +200,10 @@ def search(
         assert best.leanest is not None
         assert memory is not None
         raise NothingFits.of(memory, best.leanest)
-    assert best.wishes is not None
+    assert best.constraints is not None
     solution = best.solution
     bound = min(best.bound, solution.objective)
-    decisions = decide(captured, best.mesh, best.built, solution.choice, best.wishes)
+    decisions = decide(captured, best.mesh, best.built, solution.choice, best.constraints)
     account = Search(
         seconds=time.perf_counter() - started,
         objective=solution.objective * microbatches,
@@ -258,7 +258,7 @@ class _Asked:
 
     captured: Captured
     cluster: Cluster
-    wishes: Wishes
+    constraints: Constraints
     memory: float | None
     algorithm: str
     report: Progress
@@ -269,7 +269,7 @@ class _Asked:
 def _weigh(asked: _Asked, mesh: Mesh, best: _Best) -> bool:
     """Solve one mesh, unless it cannot be the best; keep it if it is. Whether Ctrl-C came."""
     asked.report("build", f"the cost graph of {mesh}")
-    built = build(asked.captured, mesh, asked.cluster, asked.wishes, asked.microbatches)
+    built = build(asked.captured, mesh, asked.cluster, asked.constraints, asked.microbatches)
     so_far = best.solution.objective if best.solution is not None else float("inf")
     tables, _, numbers, _ = built.graph.tables()
     fastest = [float(table.cost.min()) for table in tables]
@@ -286,7 +286,9 @@ def _weigh(asked: _Asked, mesh: Mesh, best: _Best) -> bool:
         least += built.fixed_bytes
         if best.leanest is None or least < best.leanest.memory:
             states = _states(built, choice)
-            best.leanest = Leanest(str(mesh), mesh.size, least, states, asked.microbatches)
+            best.leanest = SmallestFootprint(
+                str(mesh), mesh.size, least, states, asked.microbatches
+            )
         why = f"needs at least {bytes_text(least)}"
         best.considered.append(Considered(mesh, None, least, why))
         return False
@@ -297,7 +299,12 @@ def _weigh(asked: _Asked, mesh: Mesh, best: _Best) -> bool:
     needed = solution.memory + built.fixed_bytes
     best.considered.append(Considered(mesh, solution.objective * asked.microbatches, needed))
     if solution.objective < so_far * (1 - _TIE):
-        best.mesh, best.built, best.solution, best.wishes = mesh, built, solution, asked.wishes
+        best.mesh, best.built, best.solution, best.constraints = (
+            mesh,
+            built,
+            solution,
+            asked.constraints,
+        )
     return solution.interrupted
 
 
@@ -320,7 +327,7 @@ def _fitting(asked: _Asked, mesh: Mesh, built: Built, best: _Best) -> Solution:
     for _ in range(_TIGHTENED):
         if solution.memory <= _SURE * limit or solution.objective >= so_far:
             return solution
-        needed = finished(decide(asked.captured, mesh, built, solution.choice, asked.wishes))
+        needed = finished(decide(asked.captured, mesh, built, solution.choice, asked.constraints))
         if needed <= memory:
             return solution
         limit = min(limit, solution.memory) - (needed - memory)

@@ -19,25 +19,24 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.capture.listing import operator_of
 from autopar.capture.marker import ANNOTATE
+from autopar.capture.origins import is_of_parameters
 from autopar.cluster import Cluster
 from autopar.collectives.redistribution import State
+from autopar.cost.footprint import OPTIMIZER_COPIES
 from autopar.cost.price import ClusterPrice
+from autopar.cost.saved_tensors import Keeping
 from autopar.errors import InvalidInput
 from autopar.garbage import collected_later
 from autopar.mesh import Mesh
-from autopar.search.candidates import Candidates, Kinds, state_of_whole, storage_states, uncut
+from autopar.search.candidates import Candidates, NodeClasses, state_of_whole, storage_states, uncut
+from autopar.search.constraints import Constraints
 from autopar.search.edges import Edges
-from autopar.search.graph import CostGraph
-from autopar.search.keeping import Keeping
-from autopar.search.moves import moves, state_of
-from autopar.search.origins import Prologue, find_prologue, is_of_parameters, is_whole
-from autopar.search.wishes import Wishes
+from autopar.search.prologue import Prologue, find_prologue, is_whole
+from autopar.search.reshard import reshard_table, state_of
+from autopar.solver.graph import CostGraph
 from autopar.strategies.results import is_result, maker, place_of, values_of
 
 Array = NDArray[np.float64]
-
-# What an optimizer keeps for each parameter besides it and its gradient: Adam's two moments.
-OPTIMIZER_COPIES = 2
 
 
 @dataclass(frozen=True)
@@ -78,21 +77,30 @@ class Built:
 
 @collected_later()
 def build(
-    captured: Captured, mesh: Mesh, cluster: Cluster, wishes: Wishes, microbatches: int = 1
+    captured: Captured,
+    mesh: Mesh,
+    cluster: Cluster,
+    constraints: Constraints,
+    microbatches: int = 1,
 ) -> Built:
-    """The cost graph of `captured` on `mesh`, with `wishes` kept.
+    """The cost graph of `captured` on `mesh`, with `constraints` kept.
 
     `captured` is the program of one of the step's `microbatches`; the costs are those of one."""
-    return _Builder(captured, mesh, cluster, wishes, microbatches).run()
+    return _Builder(captured, mesh, cluster, constraints, microbatches).run()
 
 
 class _Builder:
     def __init__(
-        self, captured: Captured, mesh: Mesh, cluster: Cluster, wishes: Wishes, microbatches: int
+        self,
+        captured: Captured,
+        mesh: Mesh,
+        cluster: Cluster,
+        constraints: Constraints,
+        microbatches: int,
     ) -> None:
-        self.captured, self.mesh, self.wishes = captured, mesh, wishes
+        self.captured, self.mesh, self.constraints = captured, mesh, constraints
         price = ClusterPrice(cluster, mesh)
-        self.kinds = Kinds(captured, mesh, cluster.device, price)
+        self.kinds = NodeClasses(captured, mesh, cluster.device, price)
         self.edges = Edges(mesh, cluster, price, microbatches)
         self.built = Built(CostGraph())
         self.nodes = {node.name: node for node in captured.graph.nodes}
@@ -107,13 +115,13 @@ class _Builder:
 
     def run(self) -> Built:
         calls = self.captured.operators
-        asked = {*self.wishes.values, *self.wishes.bound}
+        asked = {*self.constraints.values, *self.constraints.bound}
         self.prologue = find_prologue(self.captured, calls, self.kinds, asked)
         self.built.prologue, self.built.slack = self.prologue.names, self.prologue.slack
         for node in calls:
             self._look_at(node)
-        offers = {name: candidates for name, (candidates, _) in self._offers.items()}
-        self.keeping = Keeping(offers, self.readings)
+        facts = {name: candidates.facts for name, (candidates, _) in self._offers.items()}
+        self.keeping = Keeping(facts, self.readings)
         # Nodes stand in the order of the program, so that repeated blocks can be found.
         for node in self.captured.graph.nodes:
             if node.op == "placeholder" and node.name in self.captured.parameters:
@@ -137,13 +145,13 @@ class _Builder:
         name = self.captured.parameters[node.name]
         value = node.meta["val"]
         shape = tuple(value.shape)
-        wish = self.wishes.parameters.get(name)
-        key = (shape, value.dtype, node.meta["differentiable"], wish and wish.layout)
+        constraint = self.constraints.parameters.get(name)
+        key = (shape, value.dtype, node.meta["differentiable"], constraint and constraint.layout)
         if key not in self._stored:
-            table = moves(self.mesh, len(shape))
+            table = reshard_table(self.mesh, len(shape))
             states = (
-                (state_of(wish.layout),)
-                if wish is not None
+                (state_of(constraint.layout),)
+                if constraint is not None
                 else tuple(s for s in storage_states(shape, self.mesh))
             )
             numbers = [table.index[state] for state in states]
@@ -261,15 +269,15 @@ class _Builder:
 
     def _allowed(self, node: fx.Node, candidates: Candidates) -> Candidates:
         """The candidates that keep the annotations."""
-        wish = self.wishes.values.get(node.name) if node.target is ANNOTATE else None
-        bound = self.wishes.bound.get(node.name, {})
-        if wish is None and not bound:
+        constraint = self.constraints.values.get(node.name) if node.target is ANNOTATE else None
+        bound = self.constraints.bound.get(node.name, {})
+        if constraint is None and not bound:
             return candidates
         for offered in (candidates, self.kinds.candidates(node, every=True)):
             kept = [
                 index
                 for index in range(len(offered.strategies))
-                if (wish is None or offered.outputs[index] == state_of(wish.layout))
+                if (constraint is None or offered.outputs[index] == state_of(constraint.layout))
                 and all(
                     offered.inputs[position][index][:2] == state_of(w.layout)[:2]
                     for position, w in bound.items()
@@ -277,7 +285,7 @@ class _Builder:
             ]
             if kept:
                 return offered.taken(kept)
-        asked = wish or next(iter(bound.values()))
+        asked = constraint or next(iter(bound.values()))
         raise InvalidInput(
             "an annotation asks for what no strategy of the operator gives",
             got=f"{asked.layout} for {operator_of(node)} in {node.meta['module'] or 'the model'}",

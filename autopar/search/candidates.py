@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,24 +12,17 @@ from numpy.typing import NDArray
 from torch import fx
 
 from autopar.capture.captured import Captured
-from autopar.capture.marker import ANNOTATE
 from autopar.cluster import Device
 from autopar.collectives import Price
 from autopar.collectives.redistribution import State
-from autopar.cost.operators import Facts, Pieces, Work, kept_extra, seconds, work
+from autopar.cost.operators import Facts, ShardSizes, Work, facts_of, kept_extra, seconds, work
 from autopar.errors import unforeseen
 from autopar.mesh import Mesh
-from autopar.search.moves import state_of
+from autopar.search.reshard import state_of
 from autopar.strategies import KERNELS, Rule, Strategy, tensor_inputs
-from autopar.strategies.results import flat, tensors_of
+from autopar.strategies.results import flat
 
 Array = NDArray[np.float64]
-aten = torch.ops.aten
-
-_VIEWS = {
-    *(aten.view, aten.transpose, aten.permute, aten.t, aten.expand, aten.unsqueeze, aten.squeeze),
-    *(aten.slice, aten.select, aten.narrow, aten.alias, aten.detach, aten.unflatten),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +69,7 @@ class Candidates:
         )
 
 
-class Kinds:
+class NodeClasses:
     """All kinds of calls of one captured graph on one mesh, each looked at once."""
 
     def __init__(self, captured: Captured, mesh: Mesh, device: Device, price: Price) -> None:
@@ -119,7 +111,7 @@ class Kinds:
         strategies = rule.strategies(self.mesh, ordered=every)
         if not every:
             strategies = self._sensible(node, rule, strategies)
-        pieces = Pieces(rule, strategies, self.mesh)
+        pieces = ShardSizes(rule, strategies, self.mesh)
         done = work(facts, pieces)
         forward, backward = seconds(facts, done, self.device)
         wants: list[list[State]] = [[] for _ in inputs]
@@ -150,7 +142,7 @@ class Kinds:
         return strategies
 
     def _inside(
-        self, node: fx.Node, rule: Rule, strategy: Strategy, pieces: Pieces, index: int
+        self, node: fx.Node, rule: Rule, strategy: Strategy, pieces: ShardSizes, index: int
     ) -> float:
         """What the all-gathers of an expanding kernel take."""
         needed = rule.kernel(strategy)
@@ -164,32 +156,6 @@ class Kinds:
             columns *= self.mesh[axis]
             total += self.price.seconds("all_gather", (axis,), rows * columns * itemsize)
         return total
-
-
-def facts_of(node: fx.Node, rule: Rule, inputs: Sequence[fx.Node]) -> Facts:
-    """What the cost of a call depends on, whichever strategy it gets."""
-    return Facts(
-        rule,
-        tuple(value.meta["val"].dtype.itemsize for value in inputs),
-        tuple(node.meta["differentiable"] and value.meta["differentiable"] for value in inputs),
-        tuple(tensor.dtype for tensor in tensors_of(node)),
-        is_view(node),
-    )
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether a call computes nothing: its output shares the memory of its input."""
-    if node.target is ANNOTATE:
-        return True
-    packet = getattr(node.target, "overloadpacket", node.target)
-    return packet in _VIEWS or (packet is aten.reshape and not _copies(node))
-
-
-def _copies(node: fx.Node) -> bool:
-    """Whether a reshape has to copy: its input is not laid out in order."""
-    if getattr(node.target, "overloadpacket", None) is not aten.reshape:
-        return False
-    return not node.args[0].meta["val"].is_contiguous()  # type: ignore[union-attr]
 
 
 def _replicated(node: fx.Node, inputs: tuple[fx.Node, ...]) -> Candidates:

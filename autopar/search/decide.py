@@ -11,13 +11,17 @@ from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.search.build import Built
 from autopar.search.candidates import state_of_whole
+from autopar.search.constraints import Constraints
 from autopar.search.decisions import Decisions, Fallback
-from autopar.search.wishes import Wishes
 from autopar.strategies import tensor_inputs
 
 
 def decide(
-    captured: Captured, mesh: Mesh, built: Built, choice: Sequence[int], wishes: Wishes
+    captured: Captured,
+    mesh: Mesh,
+    built: Built,
+    choice: Sequence[int],
+    constraints: Constraints,
 ) -> Decisions:
     """What `choice`, a strategy for each node of the cost graph, says of each tensor."""
     nodes = {node.name: node for node in captured.graph.nodes}
@@ -54,7 +58,7 @@ def decide(
         mesh=mesh,
         placeholders=placeholders,
         strategies=strategies,
-        fixed={name: wish.layout for name, wish in wishes.values.items()},
+        fixed={name: constraint.layout for name, constraint in constraints.values.items()},
         fallbacks=tuple(
             Fallback(name, operator_of(nodes[name]), "no rule", nodes[name].meta["source"])
             for name, variable in built.operators.items()

@@ -14,7 +14,7 @@ from autopar.collectives.redistribution import State
 from autopar.cost.price import ClusterPrice
 from autopar.mesh import Mesh
 from autopar.search.candidates import Candidates, state_of_whole
-from autopar.search.moves import Moves, moves
+from autopar.search.reshard import ReshardTable, reshard_table
 
 Array = NDArray[np.float64]
 
@@ -71,7 +71,7 @@ class Edges:
     ) -> Array:
         """The same costs where gradients are summed over the axes on which a parameter is stored
         whole when backward has gone past it."""
-        table = moves(self.mesh, value.meta["val"].ndim)
+        table = reshard_table(self.mesh, value.meta["val"].ndim)
         size = self.bytes(value, first)
         rows = np.array([table.index[state] for state in first])
         cost = cost.copy()
@@ -103,7 +103,7 @@ class Edges:
         key = ("bytes", id(states), self._type(value))
         if key not in self._arrays:
             self._alive.append(states)
-            table = moves(self.mesh, value.meta["val"].ndim)
+            table = reshard_table(self.mesh, value.meta["val"].ndim)
             elements = table.elements(tuple(value.meta["val"].shape))
             numbers = [table.index[state] for state in states]
             self._arrays[key] = elements[numbers] * value.meta["val"].dtype.itemsize
@@ -120,10 +120,10 @@ class Edges:
             self._arrays[key] = seconds[start, columns]
         return self._arrays[key]
 
-    def seconds(self, value: fx.Node, frozen: tuple[str, ...] = ()) -> tuple[Moves, Array]:
+    def seconds(self, value: fx.Node, frozen: tuple[str, ...] = ()) -> tuple[ReshardTable, Array]:
         """All layouts of a value, and the seconds between them."""
         val, differentiable = value.meta["val"], value.meta["differentiable"]
-        table = moves(self.mesh, val.ndim)
+        table = reshard_table(self.mesh, val.ndim)
         shape, itemsize = tuple(val.shape), val.dtype.itemsize
         return table, table.seconds(shape, itemsize, self.price, differentiable, frozen)
 

@@ -19,32 +19,34 @@ from autopar.capture.listing import operator_of
 from autopar.errors import InvalidInput
 from autopar.layout import Layout
 from autopar.mesh import Mesh
+from autopar.search.constraints import Constraints
 from autopar.search.decisions import Decisions, Fallback
-from autopar.search.wishes import Wishes
 from autopar.strategies import Rule, Strategy, tensor_inputs
 from autopar.strategies.results import has_results, maker, place_of, values_of
 
 
 def propagate(
-    captured: Captured, mesh: Mesh, wishes: Wishes | None = None, batch: bool = True
+    captured: Captured, mesh: Mesh, constraints: Constraints | None = None, batch: bool = True
 ) -> Decisions:
-    """Decide every layout from `wishes`; without wishes this is plain data parallelism.
+    """Decide every layout from `constraints`; without constraints this is plain data parallelism.
 
-    `batch`: whether the axes that no wish names cut the batch.
+    `batch`: whether the axes that no constraint names cut the batch.
     """
-    wishes = wishes or Wishes()
-    activations = [*wishes.values, *wishes.inputs]
-    parameters = [key for key, name in captured.parameters.items() if name in wishes.parameters]
-    alone = _Propagation(captured, mesh, wishes)
+    constraints = constraints or Constraints()
+    activations = [*constraints.values, *constraints.inputs]
+    parameters = [
+        key for key, name in captured.parameters.items() if name in constraints.parameters
+    ]
+    alone = _Propagation(captured, mesh, constraints)
     alone.bind_operators()
     alone.start(activations)
-    spread = _Propagation(captured, mesh, wishes)
+    spread = _Propagation(captured, mesh, constraints)
     spread.bind_operators()
     spread.bind_readers(parameters, alone.batch_axes())
     spread.start(activations)
     spread.start(parameters)
     if batch:
-        spread.cut_batch([a for a in mesh.names if mesh[a] > 1 and a not in wishes.axes])
+        spread.cut_batch([a for a in mesh.names if mesh[a] > 1 and a not in constraints.axes])
     spread.carry_partial_sums()
     return spread.decisions()
 
@@ -52,8 +54,8 @@ def propagate(
 class _Propagation:
     """The working state: for each operator, which factor each axis cuts."""
 
-    def __init__(self, captured: Captured, mesh: Mesh, wishes: Wishes) -> None:
-        self.captured, self.mesh, self.wishes = captured, mesh, wishes
+    def __init__(self, captured: Captured, mesh: Mesh, constraints: Constraints) -> None:
+        self.captured, self.mesh, self.constraints = captured, mesh, constraints
         self.nodes = {node.name: node for node in captured.graph.nodes}
         self.rules: dict[fx.Node, Rule] = {}
         self.arguments: dict[fx.Node, tuple[fx.Node, ...]] = {}
@@ -71,22 +73,22 @@ class _Propagation:
         self.passes: dict[fx.Node, dict[str, int]] = {node: {} for node in self.rules}
         self.placed: dict[fx.Node, dict[str, int]] = {}  # placeholder -> axis -> dim
         self.fixed: dict[fx.Node, Layout] = {
-            self.nodes[name]: wish.layout
-            for name, wish in [*wishes.values.items(), *wishes.inputs.items()]
+            self.nodes[name]: constraint.layout
+            for name, constraint in [*constraints.values.items(), *constraints.inputs.items()]
         }
         for placeholder, name in captured.parameters.items():
-            if name in self.wishes.parameters:
-                self.fixed[self.nodes[placeholder]] = self.wishes.parameters[name].layout
+            if name in self.constraints.parameters:
+                self.fixed[self.nodes[placeholder]] = self.constraints.parameters[name].layout
         self.events: deque[tuple[fx.Node, str, int]] = deque()
         self.wanted: list[tuple[fx.Node, str, int]] = []  # of readers, the last one first
 
     def bind_operators(self) -> None:
         """Give operators whose inputs were annotated exactly the cuts of those inputs."""
-        for name, wishes in self.wishes.bound.items():
+        for name, constraints in self.constraints.bound.items():
             operator = self.nodes[name]
             rule = self.rules[operator]
-            for position, wish in wishes.items():
-                for dim, axes in zip(rule.inputs[position], wish.layout.dims):
+            for position, constraint in constraints.items():
+                for dim, axes in zip(rule.inputs[position], constraint.layout.dims):
                     for axis in axes:
                         factor = _outer_factor(rule, dim)
                         assert factor is not None
@@ -144,7 +146,7 @@ class _Propagation:
     def carry_partial_sums(self) -> None:
         """Let a partial sum run on through linear operators, where it does not grow."""
         for node, rule in self.rules.items():
-            if node in self.fixed or node.name in self.wishes.bound or has_results(node):
+            if node in self.fixed or node.name in self.constraints.bound or has_results(node):
                 continue
             for axis in self.mesh.names:
                 if axis in self.cuts[node]:
@@ -175,7 +177,7 @@ class _Propagation:
             mesh=self.mesh,
             placeholders=placeholders,
             strategies=strategies,
-            fixed={name: wish.layout for name, wish in self.wishes.values.items()},
+            fixed={name: constraint.layout for name, constraint in self.constraints.values.items()},
             fallbacks=tuple(self.fallbacks),
         )
 
@@ -248,7 +250,7 @@ class _Propagation:
 
     def _may_cut(self, node: fx.Node, axis: str, factor: str) -> bool:
         rule = self.rules[node]
-        for position in self.wishes.bound.get(node.name, ()):
+        for position in self.constraints.bound.get(node.name, ()):
             if any(factor in dim for dim in rule.inputs[position]):
                 return False
         if rule.random or rule.why_whole(factor) is not None:
@@ -284,8 +286,8 @@ class _Propagation:
             if axis in self.cuts[node]:
                 factor = self.cuts[node][axis]
                 by_factor[factor] = (*by_factor.get(factor, ()), axis)
-        for position, wish in self.wishes.bound.get(node.name, {}).items():
-            for dim, axes in zip(self.rules[node].inputs[position], wish.layout.dims):
+        for position, constraint in self.constraints.bound.get(node.name, {}).items():
+            for dim, axes in zip(self.rules[node].inputs[position], constraint.layout.dims):
                 if axes:
                     by_factor[dim[0]] = axes
         return Strategy.of(self.passes[node], **by_factor)
@@ -298,19 +300,22 @@ class _Propagation:
         return Layout(*dims)
 
     def _check_bound(self, strategies: dict[str, Strategy]) -> None:
-        for name, wishes in self.wishes.bound.items():
+        for name, constraints in self.constraints.bound.items():
             rule = self.rules[self.nodes[name]]
             signature = rule.signature(strategies[name])
-            for position, wish in wishes.items():
-                if signature.inputs[position] != wish.layout:
-                    others = [other.source for other in wishes.values() if other is not wish]
+            for position, constraint in constraints.items():
+                if signature.inputs[position] != constraint.layout:
+                    others = [
+                        other.source for other in constraints.values() if other is not constraint
+                    ]
                     raise InvalidInput(
                         "the annotations of one operator contradict each other",
                         got=f"input {position} of {self.nodes[name].target} is asked to be "
-                        f"{wish.layout}\nother inputs at {', '.join(others) or 'the same place'} "
+                        f"{constraint.layout}\nother inputs at "
+                        f"{', '.join(others) or 'the same place'} "
                         f"make it {signature.inputs[position]}; the rule is {rule.text!r}",
                         remedy="cut shared dims the same way, and use each axis once",
-                        source=wish.source,
+                        source=constraint.source,
                     )
 
 

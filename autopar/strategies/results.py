@@ -54,3 +54,10 @@ def values_of(node: fx.Node) -> list[fx.Node]:
 def tensors_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
     """The (fake) tensors of a node's value."""
     return tuple(leaf for leaf in flat(node.meta["val"]) if isinstance(leaf, torch.Tensor))
+
+
+def tensor_arguments(node: fx.Node) -> list[fx.Node]:
+    """The tensor arguments of a call in their order, each as often as it is given."""
+    read: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), read.append)
+    return read

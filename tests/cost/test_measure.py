@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.cost.calibration import _measure, fit, measured_node
+from autopar.cluster.calibration import _measure, fit, measured_node
 
 
 def test_two_processes_measure_themselves() -> None:

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import autopar as ap
 from autopar import Mesh
+from autopar.passes.flow import flow_of
 from autopar.pipeline.price import memory_by_place
 from autopar.runtime.world import world
-from autopar.search.flow import flow_of
 from tests import models
 from tests.annotations import megatron, sequence, stored, vocabulary
 from tests.held import held_by, kept_for_backward, local_bytes, pieces_of, storages

@@ -9,9 +9,9 @@ import pytest
 from torch import nn
 
 import autopar as ap
-from autopar.search.flow import flow_of
-from autopar.search.report import NodeCost, NodePrices
-from autopar.search.stages import Line, choose_stages, imbalance
+from autopar.cost.program import NodeCost, NodePrices
+from autopar.passes.flow import flow_of
+from autopar.pipeline.stages.costs import StageCosts, choose_stages, imbalance
 from tests.models import gpt, mlp, resnet
 
 
@@ -26,7 +26,7 @@ def plan():
 def cut(plan, count, cost=None, link_bandwidth=25e9, **options):
     flow = flow_of(plan.captured, plan.program.graph)
     cost = cost or NodePrices(plan.cluster, plan.mesh)
-    return choose_stages(Line(flow, plan.mesh, cost, link_bandwidth), count, **options)
+    return choose_stages(StageCosts(flow, plan.mesh, cost, link_bandwidth), count, **options)
 
 
 def test_stages_begin_at_layers(plan):

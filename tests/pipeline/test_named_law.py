@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 import autopar as ap
-from autopar.cost.operators import Pieces, work
-from autopar.pipeline.choice import Alternative
-from autopar.search.candidates import facts_of
+from autopar.cost.operators import ShardSizes, facts_of, work
+from autopar.planner.choose import Alternative
 from autopar.strategies import Strategy, tensor_inputs
 from tests.models import Case, gpt, mlp
 from tests.pipeline.models import llama, share_captures  # noqa: F401
@@ -73,7 +72,7 @@ def least_seconds(plan: ap.Plan) -> float:
         rule = plan.captured.rules[node.name] if node.op == "call_function" else None
         if rule is not None:
             facts = facts_of(node, rule, tensor_inputs(node))
-            uncut = work(facts, Pieces(rule, [Strategy()], plan.mesh))
+            uncut = work(facts, ShardSizes(rule, [Strategy()], plan.mesh))
             seconds += float((uncut.flops + uncut.backward_flops)[0]) / device.peak(facts.dtype)
     return seconds * plan.microbatches / plan.cluster.devices
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import autopar as ap
-from autopar.search.flow import flow_of
-from autopar.search.report import NodePrices
-from autopar.search.stages import COLUMNS, Line
+from autopar.cost.program import NodePrices
+from autopar.passes.flow import flow_of
+from autopar.pipeline.stages.costs import COLUMNS, StageCosts
 from tests.models import ZOO, Case
 from tests.pipeline.models import MAKERS, share_captures  # noqa: F401
 from tests.toy import EVEN, FAST, SLOW, machines
@@ -43,7 +43,7 @@ def test_the_nodes_of_a_line_cost_what_the_program_costs(name, mode, mesh, links
     options = {"mode": mode, "mesh": mesh, "cluster": cluster, "microbatches": 2}
     plan = ap.plan(case.model, case.args, case.kwargs, **options)
     prices = NodePrices(cluster, mesh)
-    line = Line(flow_of(plan.captured, plan.program.graph), mesh, prices, 1e9)
+    line = StageCosts(flow_of(plan.captured, plan.program.graph), mesh, prices, 1e9)
     whole = line.sums([0, len(line.flow.activations)])[0, 1]
     found = dict(zip(COLUMNS, whole.tolist()))
     cost = plan.cost

@@ -19,8 +19,8 @@ import autopar as ap
 from autopar.api import virtual_backend
 from autopar.capture.fingerprint import fingerprint_of
 from autopar.pipeline import load, schedule, simulate, to_csv, to_text
+from autopar.plan.file import SavedPlan
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.saved import SavedPlan
 from tests.mutations import bytes_of, file_of
 
 SECONDS = 30  # for one file, before it is called a hang

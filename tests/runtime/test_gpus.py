@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import autopar as ap
-from autopar.cost import gpus
+from autopar.cluster import gpus
 from autopar.runtime import groups
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

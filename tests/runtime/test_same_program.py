@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import autopar as ap
 from autopar.capture import capture
 from autopar.capture.fingerprint import fingerprint_of
-from autopar.runtime.saved import SavedPlan
+from autopar.plan.file import SavedPlan
 from autopar.schema import read
 from tests import models
 from tests.parity import assert_equal, parallel_outcome, single_outcome

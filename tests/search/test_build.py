@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from autopar.capture import capture
 from autopar.mesh import Mesh
 from autopar.search.build import Built, build
-from autopar.search.residual import solve_residual
-from autopar.search.solve import solve
-from autopar.search.wishes import Wishes
+from autopar.search.constraints import Constraints
+from autopar.solver.residual import solve_residual
+from autopar.solver.solve import solve
 from tests.models import ZOO, Case
 from tests.toy import EVEN, FAST, SLOW, machines
 
 
 def built(case: Case, mesh: Mesh, links: tuple[float, float] = EVEN) -> Built:
     captured = capture(case.model, case.args, case.kwargs)
-    return build(captured, mesh, machines(mesh.size, *links), Wishes())
+    return build(captured, mesh, machines(mesh.size, *links), Constraints())
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from autopar.search.fold import find_runs
-from autopar.search.graph import CostGraph
-from autopar.search.optimum import Optimiser
-from autopar.search.solve import solve
+from autopar.solver.fold import find_runs
+from autopar.solver.graph import CostGraph
+from autopar.solver.optimum import Optimiser
+from autopar.solver.solve import solve
 from tests.search.random_graphs import periodic_graph
 
 

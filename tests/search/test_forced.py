@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from autopar.search.forced import CostGraph, forced
+from autopar.solver.forced import CostGraph, forced
 
 
 def random_graph(rng: np.random.Generator) -> CostGraph:

@@ -9,7 +9,7 @@ from autopar.collectives import redistribution_cost
 from autopar.cost.price import ClusterPrice
 from autopar.layout import Layout
 from autopar.mesh import Mesh
-from autopar.search.moves import moves
+from autopar.search.reshard import reshard_table
 from tests.toy import machines
 
 SHAPES = [(8, 16), (8, 9, 10), (1, 8, 3), (3,), (16, 8)]
@@ -24,7 +24,7 @@ def test_every_pair_costs_what_its_shortest_redistribution_costs(
     random = np.random.default_rng(0)
     checked = 0
     for shape in SHAPES:
-        table = moves(mesh, len(shape))
+        table = reshard_table(mesh, len(shape))
         seconds = table.seconds(shape, 4, price, differentiable)
         for _ in range(60):
             i = int(random.choice(np.flatnonzero(~table.pending)))
@@ -49,7 +49,7 @@ def test_every_pair_costs_what_its_shortest_redistribution_costs(
 
 def test_no_movement_goes_over_frozen_axes() -> None:
     mesh = Mesh(a=2, b=2)
-    table = moves(mesh, 1)
+    table = reshard_table(mesh, 1)
     price = ClusterPrice(machines(), mesh)
     seconds = table.seconds((8,), 4, price, frozen=("a",))
     cut = {axis: table.index[((axis,),), (), ()] for axis in "ab"}

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from autopar.errors import InvalidInput
-from autopar.search.graph import CostGraph
-from autopar.search.optimum import Optimiser
-from autopar.search.prune import prune
-from autopar.search.residual import solve_residual
-from autopar.search.solve import least_memory, solve
+from autopar.solver.graph import CostGraph
+from autopar.solver.optimum import Optimiser
+from autopar.solver.prune import prune
+from autopar.solver.residual import solve_residual
+from autopar.solver.solve import least_memory, solve
 from tests.search.random_graphs import SHAPES, brute_force, everything, random_graph
 
 

@@ -8,8 +8,8 @@ import random
 import numpy as np
 import pytest
 
-from autopar.search.pieces import Pieces
-from autopar.search.shared_memory import cut_together
+from autopar.pipeline.stages.shared_memory import cut_together
+from autopar.pipeline.stages.table import StageTable
 
 PLACES, STAGES = 9, 4
 # Moments on two ranks: all activations of some slices, what was received or waits of others.
@@ -23,7 +23,7 @@ CHIMERA = [
 Cut = tuple[int, ...]  # the places where stages start, and the end
 
 
-def random_pieces(seed: int) -> Pieces:
+def random_pieces(seed: int) -> StageTable:
     generator = random.Random(seed)
     layers = [
         (generator.random(), generator.choice([0, 0, 3, 9]), *generator.choices(range(5), k=2))
@@ -35,7 +35,7 @@ def random_pieces(seed: int) -> Pieces:
         tables[:, i, j] = np.sum(layers[i:j], axis=0)
     seconds = tables[0]
     states, kept, later = tables[1:].astype(np.int64)
-    return Pieces(seconds, states == 0, np.array(received), states, kept, later)
+    return StageTable(seconds, states == 0, np.array(received), states, kept, later)
 
 
 def cuts() -> list[Cut]:
@@ -43,7 +43,7 @@ def cuts() -> list[Cut]:
     return [(0, *ends, PLACES) for ends in inner]
 
 
-def taken(pieces: Pieces, cut: Cut, moment: dict[int, tuple[int, int, int]]) -> int:
+def taken(pieces: StageTable, cut: Cut, moment: dict[int, tuple[int, int, int]]) -> int:
     return sum(
         pieces.states[cut[s], cut[s + 1]]
         + whole * pieces.kept[cut[s], cut[s + 1]]
@@ -53,7 +53,7 @@ def taken(pieces: Pieces, cut: Cut, moment: dict[int, tuple[int, int, int]]) -> 
     )
 
 
-def worth(pieces: Pieces, cut: Cut) -> tuple[int, float, int]:
+def worth(pieces: StageTable, cut: Cut) -> tuple[int, float, int]:
     spans = list(itertools.pairwise(cut))
     return (
         sum(pieces.empty[span] for span in spans),

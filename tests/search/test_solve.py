@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from autopar.errors import ExecutionError, InvalidInput
-from autopar.search.graph import CostGraph
-from autopar.search.residual import solve_residual
-from autopar.search.solve import ALGORITHMS, solve
+from autopar.solver.graph import CostGraph
+from autopar.solver.residual import solve_residual
+from autopar.solver.solve import ALGORITHMS, solve
 from tests.search.random_graphs import SHAPES, brute_force, random_graph
 
 

@@ -1,1 +1,1 @@
-"""The normalisations: functions of a Draft, listed in order in `autopar.capture.normalise`."""
+"""The normalisations: functions of a GraphBuilder, in order in `autopar.capture.normalise`."""

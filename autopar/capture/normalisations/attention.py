@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopar.capture.draft import Draft, argument, shape_of
+from autopar.capture.graph_builder import GraphBuilder, argument, shape_of
 from autopar.capture.normalisations.constants import Evaluator
 
 aten = torch.ops.aten
@@ -14,7 +14,7 @@ SDPA = aten.scaled_dot_product_attention.default
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
-def recognise_masks(draft: Draft) -> None:
+def recognise_masks(draft: GraphBuilder) -> None:
     """A mask proved to be all true is dropped; one proved to be causal becomes is_causal."""
     evaluator = Evaluator(draft)
     kinds: dict[tuple[fx.Node, int, int], str | None] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopar.capture.draft import Draft, argument
+from autopar.capture.graph_builder import GraphBuilder, argument
 from autopar.capture.normalisations.shapes import permutation
 from autopar.capture.randomness import may_be_random
 
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 _ASSERTIONS = ("_assert", "sym_constrain", "_functional_assert", "_functional_sym_constrain")
 
 
-def drop_assertions(draft: Draft) -> None:
+def drop_assertions(draft: GraphBuilder) -> None:
     """Assertions hold for the shapes that were captured."""
     for node in reversed(list(draft.calls())):
         name = getattr(node.target, "__name__", str(node.target))
@@ -22,7 +22,7 @@ def drop_assertions(draft: Draft) -> None:
             draft.graph.erase_node(node)
 
 
-def drop_dead_code(draft: Draft) -> None:
+def drop_dead_code(draft: GraphBuilder) -> None:
     """Calls that nothing uses; placeholders of parameters, buffers and inputs stay."""
     for node in reversed(list(draft.calls())):
         if not node.users:
@@ -33,7 +33,7 @@ def drop_dead_code(draft: Draft) -> None:
             del draft.constants[node.name]
 
 
-def drop_dropout(draft: Draft) -> None:
+def drop_dropout(draft: GraphBuilder) -> None:
     """Dropout with probability 0, or in eval mode, does nothing."""
     kinds = (aten.dropout, aten.dropout_, aten.feature_dropout, aten.feature_dropout_)
     for node in draft.calls(*(kind.default for kind in kinds)):
@@ -56,13 +56,13 @@ _NAMES = {
 }
 
 
-def canonical_names(draft: Draft) -> None:
+def canonical_names(draft: GraphBuilder) -> None:
     """Operators with several names have one."""
     for node in draft.calls(*_NAMES):
         node.target = _NAMES[node.target]  # type: ignore[index]
 
 
-def canonical_casts(draft: Draft) -> None:
+def canonical_casts(draft: GraphBuilder) -> None:
     """Every cast is to.dtype; one to the dtype that a tensor has does nothing."""
     for node in draft.calls():
         if not isinstance(node.target, torch._ops.OpOverload):
@@ -88,7 +88,7 @@ _CREATIONS = {
 }
 
 
-def creations_read_no_tensor(draft: Draft) -> None:
+def creations_read_no_tensor(draft: GraphBuilder) -> None:
     """What a tensor lent its dtype is made without it; fresh memory is zero on every rank."""
     for node in draft.calls(*_CREATIONS):
         value = node.meta["val"]
@@ -102,7 +102,7 @@ _COUNTS = (aten.linspace, aten.logspace)
 _NORMS = {aten.linalg_vector_norm: "ord", aten.norm: "p", aten.dist: "p"}
 
 
-def norms_of_vectors(draft: Draft) -> None:
+def norms_of_vectors(draft: GraphBuilder) -> None:
     """A norm that torch takes of vectors says so; those of matrices stay."""
     for node in draft.calls(aten.linalg_norm.default):
         value, order, dim = (argument(node, name) for name in ("self", "ord", "dim"))
@@ -113,7 +113,7 @@ def norms_of_vectors(draft: Draft) -> None:
             draft.replace(node, aten.linalg_vector_norm.default, *call, dtype=dtype)
 
 
-def values_alone_are_read(draft: Draft) -> None:
+def values_alone_are_read(draft: GraphBuilder) -> None:
     """Of ends of a count that are tensors, and of norms of order 0, torch has no gradient."""
     for node in draft.calls():
         packet = getattr(node.target, "overloadpacket", None)
@@ -124,7 +124,7 @@ def values_alone_are_read(draft: Draft) -> None:
                 node.replace_input_with(value, alone)
 
 
-def drop_copies(draft: Draft) -> None:
+def drop_copies(draft: GraphBuilder) -> None:
     """Copies and aliases: values of a functional program are never written to."""
     copies = (
         aten.contiguous.default,
@@ -138,7 +138,7 @@ def drop_copies(draft: Draft) -> None:
         draft.substitute(node, node.args[0])  # type: ignore[arg-type]
 
 
-def drop_identities(draft: Draft) -> None:
+def drop_identities(draft: GraphBuilder) -> None:
     """Operators that give back their first argument: x * 1, x + 0, full slices, same shapes."""
     for node in draft.calls():
         if node.args and isinstance(node.args[0], fx.Node) and _is_identity(node):
@@ -165,7 +165,7 @@ def _is_identity(node: fx.Node) -> bool:
     return False
 
 
-def drop_detaches(draft: Draft) -> None:
+def drop_detaches(draft: GraphBuilder) -> None:
     """A detach of what has no gradient does nothing."""
     for node in draft.calls(aten.detach.default):
         source = node.args[0]
@@ -174,7 +174,7 @@ def drop_detaches(draft: Draft) -> None:
             draft.substitute(node, source)
 
 
-def merge_duplicates(draft: Draft) -> None:
+def merge_duplicates(draft: GraphBuilder) -> None:
     """Equal calls without gradient and without randomness are made once."""
     seen: dict[tuple, fx.Node] = {}
     for node in draft.calls():

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autopar.capture.draft import Draft
+from autopar.capture.graph_builder import GraphBuilder
 from autopar.capture.listing import operator_name
 from autopar.capture.randomness import may_be_random
 from autopar.strategies.results import has_results, maker, tensors_of
@@ -31,7 +31,7 @@ _OF_SHAPES = {
 }
 
 
-def fold_constants(draft: Draft) -> None:
+def fold_constants(draft: GraphBuilder) -> None:
     """Small values that depend on no input become constants."""
     evaluator = Evaluator(draft)
     for node in draft.calls():
@@ -56,7 +56,7 @@ class Evaluator:
     expanded. A causal mask of a large batch is so computed once, not for each sequence.
     """
 
-    def __init__(self, draft: Draft) -> None:
+    def __init__(self, draft: GraphBuilder) -> None:
         self.draft = draft
         self.values: dict[fx.Node, torch.Tensor | None] = {}
         self.constant: dict[fx.Node, bool] = {}

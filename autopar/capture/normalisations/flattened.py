@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.draft import Draft, argument, shape_of
+from autopar.capture.graph_builder import GraphBuilder, argument, shape_of
 
 aten = torch.ops.aten
 
 
-def move_flattening_down(draft: Draft) -> None:
+def move_flattening_down(draft: GraphBuilder) -> None:
     """Operators see the leading dims apart; what they give is flattened after them."""
     for node in draft.calls():
         flat = next(filter(_lead, node.all_input_nodes), None)
@@ -40,7 +40,7 @@ def _lead(node: object) -> tuple[int, ...] | None:
     return before[:count] if count > 1 else None
 
 
-def _apart(draft: Draft, flat: fx.Node) -> fx.Node:
+def _apart(draft: GraphBuilder, flat: fx.Node) -> fx.Node:
     """The value of a flattening reshape with its leading dims apart."""
     lead = _lead(flat)
     assert lead is not None
@@ -51,7 +51,7 @@ def _apart(draft: Draft, flat: fx.Node) -> fx.Node:
     return draft.call(flat, aten.reshape.default, source, shape)
 
 
-def _move(draft: Draft, node: fx.Node, flat: fx.Node) -> None:
+def _move(draft: GraphBuilder, node: fx.Node, flat: fx.Node) -> None:
     lead = _lead(flat)
     assert lead is not None
     if not isinstance(node.meta["val"], torch.Tensor):
@@ -65,7 +65,9 @@ def _move(draft: Draft, node: fx.Node, flat: fx.Node) -> None:
     draft.replace(node, aten.reshape.default, new, list(shape_of(node)))
 
 
-def _unflattened(draft: Draft, node: fx.Node, lead: tuple[int, ...], rank: int) -> list[Any] | None:
+def _unflattened(
+    draft: GraphBuilder, node: fx.Node, lead: tuple[int, ...], rank: int
+) -> list[Any] | None:
     """The arguments of `node` with `lead` in the place of dim 0, or None if it needs dim 0."""
     args: list[Any] = list(node.args)
     if any(isinstance(value, fx.Node) for value in node.kwargs.values()):
@@ -112,7 +114,7 @@ def _is_elementwise(node: fx.Node) -> bool:
     return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
-def _embed(draft: Draft, node: fx.Node) -> None:
+def _embed(draft: GraphBuilder, node: fx.Node) -> None:
     """An embedding of flattened ids is a flattened embedding."""
     weight, ids, *rest = node.args
     if isinstance(ids, fx.Node) and ids.target is aten.reshape.default:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopar.capture.draft import Draft, argument, shape_of
+from autopar.capture.graph_builder import GraphBuilder, argument, shape_of
 from autopar.capture.normalisations.constants import Evaluator
 
 aten = torch.ops.aten
 
 
-def own_elements_are_gathered(draft: Draft) -> None:
+def own_elements_are_gathered(draft: GraphBuilder) -> None:
     """x[arange(rows), places] names all rows by number; a gather leaves them as they lie."""
     calls = [node for node in draft.calls(aten.index.Tensor) if len(argument(node, "indices")) == 2]
     evaluator = Evaluator(draft) if calls else None
@@ -39,7 +39,9 @@ def _is_for_rows(places: fx.Node, rows: int) -> bool:
     return is_number and shape_of(places) in ((), (1,), (rows,))
 
 
-def _gathered(draft: Draft, node: fx.Node, places: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+def _gathered(
+    draft: GraphBuilder, node: fx.Node, places: fx.Node, shape: tuple[int, ...]
+) -> fx.Node:
     rows, size, *rest = shape
     if places.meta["val"].dtype != torch.int64:
         places = draft.call(node, aten.to.dtype, places, torch.int64)

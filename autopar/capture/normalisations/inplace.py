@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.draft import Draft, argument, shape_of
+from autopar.capture.graph_builder import GraphBuilder, argument, shape_of
 from autopar.capture.normalisations.shapes import PERMUTATIONS, as_call, permutation
 from autopar.capture.values import refresh
 from autopar.errors import InvalidInput
@@ -58,7 +58,7 @@ _REGENERATED = (  # views that can be taken anew from a changed base
 )
 
 
-def functionalise(draft: Draft) -> None:
+def functionalise(draft: GraphBuilder) -> None:
     """In-place operators become functional; writes to buffers become mutations."""
     if any(_is_mutable(node) for node in draft.calls()):
         _Functionaliser(draft).run()
@@ -67,7 +67,7 @@ def functionalise(draft: Draft) -> None:
 
 @dataclass
 class _Functionaliser:
-    draft: Draft
+    draft: GraphBuilder
     parent: dict[fx.Node, fx.Node] = field(default_factory=dict)  # a view -> what it views
     root: dict[fx.Node, fx.Node] = field(default_factory=dict)
     version: dict[fx.Node, int] = field(default_factory=dict)  # of a root: writes so far

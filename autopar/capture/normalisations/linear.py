@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.draft import Draft, argument, shape_of
+from autopar.capture.graph_builder import GraphBuilder, argument, shape_of
 
 aten = torch.ops.aten
 
@@ -29,7 +29,7 @@ _PADDED = {
 }
 
 
-def split_sums_of_products(draft: Draft) -> None:
+def split_sums_of_products(draft: GraphBuilder) -> None:
     """addmm and baddbmm are a matmul and an add."""
     for node in draft.calls(aten.addmm.default, aten.baddbmm.default):
         bias, left, right = node.args
@@ -46,13 +46,13 @@ def split_sums_of_products(draft: Draft) -> None:
             draft.replace(node, aten.add.Tensor, product, bias)
 
 
-def products_are_matmul(draft: Draft) -> None:
+def products_are_matmul(draft: GraphBuilder) -> None:
     """mm and bmm are matmul, which takes any number of dims."""
     for node in draft.calls(aten.mm.default, aten.bmm.default):
         draft.replace(node, aten.matmul.default, *node.args)
 
 
-def transposed_products_are_linear(draft: Draft) -> None:
+def transposed_products_are_linear(draft: GraphBuilder) -> None:
     """x @ w.T is linear(x, w); x @ w stays a matmul, so that w is never transposed."""
     for node in draft.calls(aten.matmul.default):
         x, right = node.args
@@ -64,7 +64,7 @@ def transposed_products_are_linear(draft: Draft) -> None:
             draft.replace(node, aten.linear.default, x, right.args[0])
 
 
-def set_biases_apart(draft: Draft) -> None:
+def set_biases_apart(draft: GraphBuilder) -> None:
     """linear and convolutions without bias, then the bias is added."""
     for node in draft.calls(aten.linear.default):
         bias = argument(node, "bias")
@@ -90,7 +90,7 @@ def set_biases_apart(draft: Draft) -> None:
         draft.replace(node, aten.add.Tensor, product, shaped)
 
 
-def pad_by_numbers(draft: Draft) -> None:
+def pad_by_numbers(draft: GraphBuilder) -> None:
     """Convolutions padded by name ("same", "valid") are padded by numbers where these exist."""
     for node in draft.calls(*_PADDED):
         x, weight = node.args[:2]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.draft import Draft, argument, shape_of
+from autopar.capture.graph_builder import GraphBuilder, argument, shape_of
 from autopar.strategies.kernels import count_targets, cross_entropy
 
 aten = torch.ops.aten
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 NONE, MEAN = 0, 1  # how torch numbers its reductions
 
 
-def means_are_sums(draft: Draft) -> None:
+def means_are_sums(draft: GraphBuilder) -> None:
     """mean is sum / count; pooling to one point is a mean."""
     for node in draft.calls(aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default):
         size = argument(node, "output_size")
@@ -48,7 +48,7 @@ def means_are_sums(draft: Draft) -> None:
         draft.substitute(node, mean)
 
 
-def losses_of_elements(draft: Draft) -> None:
+def losses_of_elements(draft: GraphBuilder) -> None:
     """A loss with a reduction is the loss without, then the reduction."""
     for node in draft.calls():
         names = _argument_names(node)
@@ -69,7 +69,7 @@ def losses_of_elements(draft: Draft) -> None:
         draft.replace(node, *_reduced(losses, reduction))
 
 
-def cross_entropies(draft: Draft) -> None:
+def cross_entropies(draft: GraphBuilder) -> None:
     """Cross-entropy on n-d logits with the classes last, whatever form it was called in."""
     for node in draft.calls(aten.cross_entropy_loss.default, aten.nll_loss_nd.default, *_NLL):
         with draft.graph.inserting_before(node):
@@ -81,7 +81,7 @@ _NLL = (aten.nll_loss.default, aten.nll_loss2d.default)
 _CLASS_LOSSES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default, *_NLL)
 
 
-def _class_loss(draft: Draft, node: fx.Node) -> fx.Node:
+def _class_loss(draft: GraphBuilder, node: fx.Node) -> fx.Node:
     def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return draft.call(node, target, *args, **kwargs)
 

@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import fx
 
-from autopar.capture.draft import Draft, argument, shape_of
+from autopar.capture.graph_builder import GraphBuilder, argument, shape_of
 from autopar.capture.values import refresh
 from autopar.errors import InvalidInput
 from autopar.strategies.kernels import batch_normalize, batch_sums, running_mean, running_var
@@ -15,7 +15,7 @@ from autopar.strategies.kernels import batch_normalize, batch_sums, running_mean
 aten = torch.ops.aten
 
 
-def batch_norms(draft: Draft) -> None:
+def batch_norms(draft: GraphBuilder) -> None:
     """Statistics of the batch as sums, then the normalisation; with given statistics, a scale."""
     norms = list(draft.calls(aten.batch_norm.default))
     for node in norms:
@@ -38,7 +38,7 @@ def batch_norms(draft: Draft) -> None:
             )
 
 
-def _with_batch_statistics(draft: Draft, node: fx.Node) -> fx.Node:
+def _with_batch_statistics(draft: GraphBuilder, node: fx.Node) -> fx.Node:
     x = node.args[0]
     names = ("weight", "bias", "running_mean", "running_var", "momentum", "eps")
     weight, bias, mean, var, momentum, epsilon = (argument(node, name) for name in names)
@@ -54,7 +54,7 @@ def _with_batch_statistics(draft: Draft, node: fx.Node) -> fx.Node:
     return result
 
 
-def _with_given_statistics(draft: Draft, node: fx.Node) -> fx.Node:
+def _with_given_statistics(draft: GraphBuilder, node: fx.Node) -> fx.Node:
     """x * scale + offset, both of them vectors of channels."""
     x, names = node.args[0], ("weight", "bias", "running_mean", "running_var", "eps")
     weight, bias, mean, var, epsilon = (argument(node, name) for name in names)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.draft import Draft, argument, shape_of
+from autopar.capture.graph_builder import GraphBuilder, argument, shape_of
 
 aten = torch.ops.aten
 
@@ -38,7 +38,7 @@ _MOVED = (
 PERMUTATIONS = (*_SWAPS, *_MOVED, aten.permute.default)
 
 
-def canonical_reshapes(draft: Draft) -> None:
+def canonical_reshapes(draft: GraphBuilder) -> None:
     """view, flatten, unflatten, ... become reshape: legal whatever the strides of a local value."""
     for node in draft.calls(*_RESHAPES):
         shape = list(shape_of(node))
@@ -46,7 +46,7 @@ def canonical_reshapes(draft: Draft) -> None:
             draft.replace(node, aten.reshape.default, node.args[0], shape)
 
 
-def canonical_transposes(draft: Draft) -> None:
+def canonical_transposes(draft: GraphBuilder) -> None:
     """Operators that permute dims become transpose, or permute if it takes more; or nothing."""
     for node in draft.calls(*_SWAPS, *_MOVED):
         x, order = node.args[0], permutation(node)
@@ -66,7 +66,7 @@ def as_call(x: fx.Node, order: list[int]) -> tuple[Any, ...]:
     return aten.permute.default, x, order
 
 
-def canonical_expands(draft: Draft) -> None:
+def canonical_expands(draft: GraphBuilder) -> None:
     """expand_as and broadcast_to become expand; sizes are written out."""
     for node in draft.calls(aten.expand.default, aten.expand_as.default, aten.broadcast_to.default):
         shape = list(shape_of(node))
@@ -74,7 +74,7 @@ def canonical_expands(draft: Draft) -> None:
             draft.replace(node, aten.expand.default, node.args[0], shape)
 
 
-def canonical_slices(draft: Draft) -> None:
+def canonical_slices(draft: GraphBuilder) -> None:
     """Slices have dim, start and end as plain sizes; narrow is a slice."""
     for node in draft.calls(aten.slice.Tensor, aten.narrow.default):
         x = node.args[0]
@@ -99,7 +99,7 @@ def canonical_slices(draft: Draft) -> None:
             draft.replace(node, aten.select.int, x, dim, index)
 
 
-def merge_reshapes(draft: Draft) -> None:
+def merge_reshapes(draft: GraphBuilder) -> None:
     """A reshape of a reshape is one reshape."""
     for node in draft.calls(aten.reshape.default):
         source = node.args[0]
@@ -108,7 +108,7 @@ def merge_reshapes(draft: Draft) -> None:
             node.args = (source.args[0], node.args[1])
 
 
-def undo_permutations(draft: Draft) -> None:
+def undo_permutations(draft: GraphBuilder) -> None:
     """A permutation of dims and its inverse after it are nothing."""
     for node in draft.calls(aten.transpose.int, aten.permute.default):
         source = node.args[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from autopar.capture.draft import Draft, argument, shape_of
+from autopar.capture.graph_builder import GraphBuilder, argument, shape_of
 from autopar.capture.normalisations.shapes import as_call
 from autopar.errors import InvalidInput
 from autopar.strategies import Call, Rule, register_rule
@@ -14,7 +14,7 @@ from autopar.strategies.shapes import same_dims
 aten = torch.ops.aten
 
 
-def strides_are_written_out(draft: Draft) -> None:
+def strides_are_written_out(draft: GraphBuilder) -> None:
     """as_strided reads the elements in the order in which the model had them in memory."""
     for node in draft.calls(aten.as_strided.default):
         x, size, stride, offset = (
@@ -38,7 +38,7 @@ def strides_are_written_out(draft: Draft) -> None:
         draft.replace(node, strided, x, size, stride, offset)
 
 
-def bits_are_of_pieces(draft: Draft) -> None:
+def bits_are_of_pieces(draft: GraphBuilder) -> None:
     """view(dtype) takes values of any strides."""
     for node in draft.calls(aten.view.dtype):
         draft.replace(node, bits, *node.args, **node.kwargs)

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.draft import Draft, argument, shape_of
+from autopar.capture.graph_builder import GraphBuilder, argument, shape_of
 from autopar.errors import InvalidInput
 from autopar.strategies.results import flat, result
 
 aten = torch.ops.aten
 
 
-def split_into_slices(draft: Draft) -> None:
+def split_into_slices(draft: GraphBuilder) -> None:
     """split, chunk, unbind, broadcast_tensors: a slice, selection or expansion for each result."""
     for node in draft.calls():
         if isinstance(node.meta["val"], list | tuple) and node.target in _PIECES:
@@ -77,7 +77,7 @@ _PIECES: dict[object, Callable[[fx.Node], list[tuple[Any, ...]]]] = {
 }
 
 
-def single_results(draft: Draft) -> None:
+def single_results(draft: GraphBuilder) -> None:
     """A node for each result that is used; some operators have others that give it alone."""
     for node in draft.calls():
         if isinstance(node.meta["val"], list | tuple) and node.target is not operator.getitem:
@@ -87,7 +87,7 @@ def single_results(draft: Draft) -> None:
                 draft.graph.erase_node(node)
 
 
-def _give_results(draft: Draft, node: fx.Node, used: dict[fx.Node, int]) -> None:
+def _give_results(draft: GraphBuilder, node: fx.Node, used: dict[fx.Node, int]) -> None:
     single = _SINGLE.get(node.target)
     if node.target is aten.native_layer_norm.default and any(used.values()):
         single = None  # its statistics come from the same call
@@ -123,7 +123,7 @@ def _used(node: fx.Node, values: Any, first: int = 0) -> Iterator[tuple[fx.Node,
             yield user, place
 
 
-def _extreme(draft: Draft, node: fx.Node, index: int) -> fx.Node:
+def _extreme(draft: GraphBuilder, node: fx.Node, index: int) -> fx.Node:
     """max.dim and min.dim: the index by argmax, the value gathered there."""
     x, dim = node.args[0], argument(node, "dim")
     keep = bool(argument(node, "keepdim"))
@@ -136,7 +136,7 @@ def _extreme(draft: Draft, node: fx.Node, index: int) -> fx.Node:
     return value if keep else draft.call(node, aten.squeeze.dim, value, dim)
 
 
-def _variance_mean(draft: Draft, node: fx.Node, index: int) -> fx.Node:
+def _variance_mean(draft: GraphBuilder, node: fx.Node, index: int) -> fx.Node:
     x, dims, keep = node.args[0], None, False
     if node.target is not aten.var_mean.default:
         dims, keep = argument(node, "dim"), argument(node, "keepdim")
@@ -150,11 +150,11 @@ def _variance_mean(draft: Draft, node: fx.Node, index: int) -> fx.Node:
     return draft.call(node, aten.var.correction, x, dims, correction=correction, keepdim=keep)
 
 
-def _layer_norm(draft: Draft, node: fx.Node, index: int) -> fx.Node:
+def _layer_norm(draft: GraphBuilder, node: fx.Node, index: int) -> fx.Node:
     return draft.call(node, aten.layer_norm.default, *node.args)
 
 
-_SINGLE: dict[object, Callable[[Draft, fx.Node, int], fx.Node]] = {
+_SINGLE: dict[object, Callable[[GraphBuilder, fx.Node, int], fx.Node]] = {
     aten.max.dim: _extreme,
     aten.min.dim: _extreme,
     aten.var_mean.default: _variance_mean,

@@ -1,0 +1,39 @@
+"""Annotations: what shard() wrote on modules, read back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from autopar.capture.marker import Annotation
+
+PARAMETERS = "_autopar_parameters"
+STAGE = "_autopar_stage"
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A module that the user made the start of a stage."""
+
+    stage: int
+    module: str
+    source: str
+
+
+def parameter_annotations(model: nn.Module) -> dict[str, list[Annotation]]:
+    """Every wish about a parameter, under its name in `model`."""
+    found: dict[str, list[Annotation]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, annotation in module.__dict__.get(PARAMETERS, ()):
+            found.setdefault(f"{prefix}.{name}" if prefix else name, []).append(annotation)
+    return found
+
+
+def stage_pins(model: nn.Module) -> list[Pin]:
+    """The modules that start a stage, by their paths in `model`."""
+    return [
+        Pin(module.__dict__[STAGE][0], path, module.__dict__[STAGE][1])
+        for path, module in model.named_modules(remove_duplicate=False)
+        if STAGE in module.__dict__
+    ]

@@ -1,0 +1,150 @@
+"""GraphBuilder: a captured graph while it is still being normalised, and the ways to change it.
+
+Every node that is made here has its fake value at once, and inherits the module and the source
+line of the node it stands for.
+
+>>> draft.replace(node, aten.reshape.default, x, (8, 16))    # its users now use the reshape
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+INHERITED = ("source", "module", "no_grad")
+
+
+@dataclass
+class GraphBuilder:
+    """What `Captured` will freeze. The output node holds one flat tuple of tensors: the user's
+    outputs, then the new values of the buffers named in `mutated`, in that order."""
+
+    graph: fx.Graph
+    mode: FakeTensorMode
+    parameters: dict[str, str]
+    buffers: dict[str, str]
+    constants: dict[str, torch.Tensor]
+    inputs: tuple[str | None, ...]
+    static_inputs: dict[int, object]
+    tied: dict[str, str]
+    input_spec: pytree.TreeSpec
+    output_spec: pytree.TreeSpec
+    output_constants: dict[int, object]  # position among the flat outputs -> value
+    mutated: list[str] = field(default_factory=list)
+    looked_at: fx.Node | None = None  # for errors that nobody foresaw
+
+    @property
+    def output(self) -> fx.Node:
+        return self.graph.output_node()
+
+    def calls(self, *targets: object) -> Iterator[fx.Node]:
+        """The calls of any of `targets` (all calls if none are named), first to last."""
+        for node in list(self.graph.nodes):
+            if node.op == "call_function" and (not targets or node.target in targets):
+                self.looked_at = node
+                yield node
+
+    def call(self, like: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """A new node at the insertion point, with the origin of `like`."""
+        node = self.graph.call_function(target, args, kwargs)
+        for key in INHERITED:
+            if key in like.meta:
+                node.meta[key] = like.meta[key]
+        node.meta["val"] = self.evaluate(target, args, kwargs)
+        return node
+
+    def replace(
+        self, node: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> fx.Node:
+        """Put one call in the place of `node`."""
+        with self.graph.inserting_before(node):
+            new = self.call(node, target, *args, **kwargs)
+        self.substitute(node, new)
+        return new
+
+    def substitute(self, node: fx.Node, new: fx.Node) -> None:
+        """Let the users of `node` use `new`, and drop `node`."""
+        node.replace_all_uses_with(new)
+        self.graph.erase_node(node)
+
+    def evaluate(
+        self, target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """The fake value of a call."""
+
+        def value(node: fx.Node) -> Any:
+            # t_ and its like change the shape of the tensor that they are given: of an alias.
+            fake = node.meta["val"]
+            return fake.detach() if changes and isinstance(fake, torch.Tensor) else fake
+
+        changes = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+        fake_args, fake_kwargs = fx.map_arg((tuple(args), kwargs), value)
+        with self.mode, torch.no_grad():
+            return target(*fake_args, **fake_kwargs)
+
+    def constant(self, name: str, value: torch.Tensor, like: fx.Node) -> fx.Node:
+        """A placeholder for a constant, after those that exist."""
+        names = {node.name for node in self.graph.nodes if node.op == "placeholder"}
+        unique, count = f"c_{name}", 0
+        while unique in names:
+            count += 1
+            unique = f"c_{name}_{count}"
+        first_input = next(
+            node
+            for node in self.graph.nodes
+            if node.op != "placeholder" or node.name in self.inputs
+        )
+        with self.graph.inserting_before(first_input):
+            node = self.graph.placeholder(unique)
+        for key in INHERITED:
+            if key in like.meta:
+                node.meta[key] = like.meta[key]
+        node.meta.update(val=fake_like(self.mode, value), differentiable=False)
+        self.constants[node.name] = value
+        return node
+
+    def set_outputs(self, nodes: Sequence[fx.Node]) -> None:
+        self.output.args = (tuple(nodes),)
+
+    @property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        return tuple(self.output.args[0])  # type: ignore[arg-type]
+
+
+def fake_like(
+    mode: FakeTensorMode, value: torch.Tensor, device: torch.device | None = None
+) -> torch.Tensor:
+    """A fake tensor of the same shape, strides, dtype and need of a gradient."""
+    with mode:
+        return torch.empty_strided(
+            value.shape,
+            value.stride(),
+            dtype=value.dtype,
+            device=device or value.device,
+            requires_grad=value.requires_grad,
+        )
+
+
+def shape_of(node: object) -> tuple[int, ...]:
+    """The global shape of a node's tensor."""
+    assert isinstance(node, fx.Node)
+    return tuple(node.meta["val"].shape)
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """The argument of a call by its name in the schema, or its default there."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    for index, declared in enumerate(schema.arguments):
+        if declared.name == name:
+            if name in node.kwargs:
+                return node.kwargs[name]
+            if index < len(node.args) and not declared.kwarg_only:
+                return node.args[index]
+            return declared.default_value if declared.has_default_value() else None
+    raise KeyError(f"{node.target} has no argument {name!r}")

@@ -1,0 +1,39 @@
+"""Origins: values that are made of parameters alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx
+
+from autopar.capture.captured import Captured
+from autopar.strategies.results import is_result
+
+MOST_STEPS = 3  # from a parameter to a value that is made of it
+
+
+def is_of_parameters(value: fx.Node, captured: Captured) -> bool:
+    """Whether a value is a parameter, or each of its elements comes from parameters alone.
+
+    Its gradient may be summed over ranks when backward has gone past it."""
+    return _comes_from(value, lambda placeholder: placeholder.name in captured.parameters)
+
+
+def is_made_of_parameters(value: fx.Node) -> bool:
+    """The same of a node in a program, whose placeholders know what they are."""
+    return _comes_from(value, lambda placeholder: placeholder.meta["origin"][0] == "parameter")
+
+
+def _comes_from(
+    value: fx.Node, is_parameter: Callable[[fx.Node], bool], steps: int = MOST_STEPS
+) -> bool:
+    if value.op == "placeholder":
+        return is_parameter(value)
+    if value.op != "call_function" or is_result(value) or not steps:
+        return False
+    learned = [argument for argument in value.all_input_nodes if argument.meta["differentiable"]]
+    size = value.meta["val"].numel()
+    return bool(learned) and all(
+        argument.meta["val"].numel() == size and _comes_from(argument, is_parameter, steps - 1)
+        for argument in learned
+    )

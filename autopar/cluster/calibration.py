@@ -1,0 +1,134 @@
+"""The constants of this machine: measured once in a process of its own, then kept in a file.
+
+>>> local_node(4, measure=False).devices
+4
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopar.cluster.machines import Device, Link, Node
+from autopar.errors import ExecutionError
+
+VERSION = 1
+MOST_PROCESSES = 8  # more are not started to measure; what they share is shared further
+
+# How often alpha and V/B count in the formula of each collective over p ranks.
+_ALPHAS = {
+    "all_reduce": lambda p: 2 * (p - 1).bit_length(),
+    "all_gather": lambda p: p - 1,
+    "reduce_scatter": lambda p: p - 1,
+    "all_to_all": lambda p: p - 1,
+}
+_VOLUMES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
+
+
+def local_node(devices: int, measure: bool = True) -> Node:
+    """This machine as a node of `devices` processes that share it."""
+    if not measure:
+        return default_node(devices)
+    processes = min(devices, MOST_PROCESSES)
+    with _kept(f"local-{processes}-{_machine()}.json") as path:
+        if not path.exists():
+            path.write_text(json.dumps(_measure(processes)))
+        figures = json.loads(path.read_text())
+    return measured_node(devices, processes, figures)
+
+
+def default_node(devices: int) -> Node:
+    """A plain guess at such a machine, the same everywhere."""
+    device = Device(
+        "CPU process",
+        {"f64": 20e9, "f32": 40e9, "f16": 40e9, "bf16": 40e9},
+        memory=_memory() / devices,
+        bandwidth=8e9,
+        overhead=5e-6,
+        efficiency=1.0,
+        overlap=0.0,  # messages are carried by the cores that compute
+    )
+    return Node(device, devices, Link(200e-6, 2e9))
+
+
+def measured_node(devices: int, processes: int, figures: dict[str, Any]) -> Node:
+    """Turn the figures that `measure.py` printed into a node."""
+    crowd = devices / processes
+    device = Device(
+        "CPU process",
+        {dtype: rate / crowd for dtype, rate in figures["flops"].items()},
+        memory=_memory() / devices,
+        bandwidth=figures["bandwidth"] / crowd,
+        overhead=figures["overhead"] * crowd,
+        efficiency=1.0,
+        overlap=0.0,  # messages are carried by the cores that compute
+        half_flops=figures["half_flops"],
+    )
+    measured = fit(figures["collectives"])
+    default = default_node(devices).link
+    alpha, bandwidth = measured.get(("all_reduce", 2), (default.alpha, default.bandwidth))
+    return Node(device, devices, Link(alpha, bandwidth / crowd, measured))
+
+
+def fit(timings: list[tuple[str, int, int, float]]) -> dict[tuple[str, int], tuple[float, float]]:
+    """Alpha from the smallest size and bandwidth from the largest, of each collective."""
+    found = {}
+    for kind, ranks in {(kind, ranks): None for kind, ranks, _, _ in timings}:
+        points = sorted((size, t) for k, n, size, t in timings if (k, n) == (kind, ranks))
+        (small, fast), (large, slow) = points[0], points[-1]
+        volume = _VOLUMES[kind] * (ranks - 1) / ranks
+        # Noise can make the large one as fast as the small one; it is never more than 50 times so.
+        bandwidth = volume * (large - small) / max(slow - fast, slow / 50)
+        found[kind, ranks] = (fast / _ALPHAS[kind](ranks), bandwidth)
+    return found
+
+
+def _measure(processes: int) -> dict[str, Any]:
+    script = Path(__file__).with_name("measure.py")
+    command = [sys.executable, "-P", str(script), str(processes)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        raise ExecutionError(
+            "the constants of this machine are measured by a process of its own",
+            got=f"it failed: {done.stderr.strip()[-500:]}",
+            remedy="Cluster.local(n, measure=False) uses default constants",
+        )
+    return json.loads(done.stdout)
+
+
+@contextlib.contextmanager
+def _kept(name: str) -> Iterator[Path]:
+    """The file called `name` in the cache folder, one process at a time (ranks ask together)."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    folder = Path(base) / "autopar"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / f"{name}.lock", "w")  # noqa: SIM115
+    except OSError:
+        folder = Path(tempfile.gettempdir()) / f"autopar-{os.getuid()}"
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / f"{name}.lock", "w")  # noqa: SIM115
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder / name
+
+
+def _machine() -> str:
+    parts = (platform.node(), platform.machine(), os.cpu_count(), torch.__version__, VERSION)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+
+
+def _memory() -> float:
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

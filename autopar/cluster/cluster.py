@@ -1,0 +1,274 @@
+"""Cluster: the machines. Nodes of devices, and the links inside a node and between nodes.
+
+>>> from autopar.mesh import Mesh
+>>> cluster = Cluster.preset("dgx-h100", nodes=2)
+>>> cluster.devices, cluster.device.name
+(16, 'H100 SXM 80 GB')
+>>> links = cluster.axis_links(Mesh(dp=2, tp=8))
+>>> links["tp"].level, links["dp"].level
+('inside', 'between')
+
+The eight `tp` groups of one node share its way out, so that each `dp` group gets an eighth:
+
+>>> links["tp"].bandwidth / 1e9, links["dp"].bandwidth / 1e9
+(450.0, 50.0)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from autopar.cluster.calibration import local_node
+from autopar.cluster.cluster_file import read_cluster
+from autopar.cluster.gpus import local_gpus
+from autopar.cluster.machines import AxisLink, Device, Link, Node
+from autopar.cluster.presets import preset
+from autopar.errors import InvalidInput
+from autopar.mesh import Mesh
+from autopar.schema import MOST, Count, NotNegative, Positive, read
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks are numbered node after node. `network.bandwidth` is of each node, all its ways out."""
+
+    nodes: tuple[Node, ...]
+    network: Link
+    name: str = "cluster"
+
+    def __post_init__(self) -> None:
+        if not self.nodes or min(node.devices for node in self.nodes) < 1:
+            raise InvalidInput(
+                "a cluster has at least one node, and each node at least one device",
+                got=f"nodes with {[node.devices for node in self.nodes]} devices",
+                remedy='Cluster.preset("dgx-h100", nodes=2)',
+            )
+        if self.devices > MOST:
+            raise InvalidInput(
+                f"a cluster has at most {MOST} devices",
+                got=f"{self.devices} devices in {len(self.nodes)} nodes",
+                remedy="plan for a part of it",
+            )
+
+    @classmethod
+    def preset(cls, name: str, nodes: int = 1) -> Cluster:
+        """A known machine by name: dgx-a100, dgx-h100, dgx-v100, h200, piz-daint."""
+        node, network = preset(name)
+        return cls((node,) * nodes, network, name)
+
+    @classmethod
+    def local(cls, devices: int, measure: bool = True) -> Cluster:
+        """This machine. Its GPUs, if it has some: of a kind known by name, or measured.
+
+        Else processes as devices, measured once (seconds), then kept in a file. More devices than
+        the machine has GPUs are those of several such machines; under torchrun, it knows how many
+        ranks of a machine share them.
+        """
+        _require_count(devices)
+        if torch.cuda.is_available():
+            return cls(*local_gpus(devices), "local")
+        node = local_node(devices, measure)
+        return cls((node,), node.link, "local")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Cluster:
+        """Read a TOML file; see `autopar.cluster.cluster_file` for what it may hold."""
+        return read_cluster(Path(path), cls)
+
+    @property
+    def devices(self) -> int:
+        """How many devices there are in all."""
+        return sum(node.devices for node in self.nodes)
+
+    @property
+    def devices_per_node(self) -> int:
+        """Of the smallest node."""
+        return min(node.devices for node in self.nodes)
+
+    @property
+    def device(self) -> Device:
+        """The device all work in lock step waits for: the weakest in each respect."""
+        return self.weakest(range(self.devices))
+
+    def weakest(self, ranks: Iterable[int]) -> Device:
+        """The weakest in each respect of the devices of `ranks`."""
+        node_of = self._node_of()
+        kinds = list(dict.fromkeys(self.nodes[node_of[rank]].device for rank in ranks))
+        if len(kinds) == 1:
+            return kinds[0]
+        dtypes = set().union(*(kind.flops for kind in kinds))
+        efficiency = min(kind.efficiency for kind in kinds)
+        return Device(
+            name=" | ".join(kind.name for kind in kinds),
+            flops={t: min(kind.peak(t) for kind in kinds) / efficiency for t in sorted(dtypes)},
+            memory=min(kind.memory for kind in kinds),
+            bandwidth=min(kind.bandwidth for kind in kinds),
+            overhead=max(kind.overhead for kind in kinds),
+            efficiency=efficiency,
+            half_flops=max(kind.half_flops for kind in kinds),
+            half_bytes=max(kind.half_bytes for kind in kinds),
+            overlap=min(kind.overlap for kind in kinds),
+        )
+
+    def axis_links(self, mesh: Mesh) -> dict[str, AxisLink]:
+        """For each axis of `mesh`, what its groups have between their members."""
+        return {axis: self.group_link(mesh, (axis,)) for axis in mesh}
+
+    def group_link(self, mesh: Mesh, axes: Sequence[str]) -> AxisLink:
+        """What a group over several axes together has between its members."""
+        if mesh.size > self.devices:
+            raise InvalidInput(
+                "a mesh has at most as many ranks as the cluster has devices",
+                got=f"{mesh}: {mesh.size} ranks on {self.devices} devices",
+                remedy="make the mesh smaller or add nodes",
+            )
+        own = [mesh.names.index(axis) for axis in axes]
+        other = [i for i in range(len(mesh.names)) if i not in own]
+        ranks = np.arange(mesh.size).reshape(mesh.shape or (1,))
+        if mesh.names:
+            ranks = ranks.transpose(other + own).reshape(-1, math.prod(mesh.shape[i] for i in own))
+        else:
+            ranks = ranks.reshape(1, 1)
+        return self._link_of_groups("*".join(axes), ranks)
+
+    def link_between(self, first: int, second: int) -> Link:
+        """The link that a message from rank to rank takes."""
+        return self._link_of_groups("", np.array([[first, second]])).link
+
+    def _node_of(self) -> np.ndarray:
+        return np.repeat(np.arange(len(self.nodes)), [node.devices for node in self.nodes])
+
+    def _link_of_groups(self, name: str, groups: np.ndarray) -> AxisLink:
+        nodes = self._node_of()[groups]  # groups x members
+        used = [self.nodes[i].link for i in np.unique(nodes)]
+        slowest = min(used, key=lambda link: link.bandwidth)
+        inside = replace(slowest, alpha=max(link.alpha for link in used))
+        size = groups.shape[1]
+        crossing = nodes[(nodes != nodes[:, :1]).any(axis=1)]
+        if not len(crossing):
+            return AxisLink(name, size, "inside", inside, inside.bandwidth)
+        # A ring leaves each of its nodes once; the rings that leave one node share its way out.
+        rings = np.zeros(len(self.nodes), int)
+        outward = np.zeros(len(self.nodes))  # members x the part of the group that is elsewhere
+        for group in crossing:
+            present, members = np.unique(group, return_counts=True)
+            rings[present] += 1
+            outward[present] += members * (size - members) / size
+        ring = min(inside.bandwidth, self.network.bandwidth / rings.max())
+        exchange = self.network.bandwidth / outward.max() * (size - 1) / size
+        link = replace(
+            self.network, alpha=max(self.network.alpha, inside.alpha), bandwidth=float(ring)
+        )
+        return AxisLink(name, size, "between", link, min(float(exchange), inside.bandwidth))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, for plans on disk."""
+        return {
+            "name": self.name,
+            "network": _link_to_json(self.network),
+            "nodes": [
+                {
+                    "device": {**asdict(node.device), "flops": dict(node.device.flops)},
+                    "devices": node.devices,
+                    "link": _link_to_json(node.link),
+                    "count": count,
+                }
+                for node, count in self._runs()
+            ],
+        }
+
+    @classmethod
+    def from_stored(cls, stored: StoredCluster) -> Cluster:
+        """The inverse of `to_json`, as the schema reads it."""
+        runs = [
+            (Node(entry.device, entry.devices, entry.link.read()),) * entry.count
+            for entry in stored.nodes
+        ]
+        return cls(tuple(itertools.chain(*runs)), stored.network.read(), stored.name)
+
+    @classmethod
+    def from_json(cls, data: Any) -> Cluster:
+        """The inverse of `to_json`."""
+        return cls.from_stored(read(StoredCluster, data))
+
+    def _runs(self) -> list[tuple[Node, int]]:
+        return [(node, len(list(run))) for node, run in itertools.groupby(self.nodes)]
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self.devices} devices in {len(self.nodes)} nodes"]
+        for node, count in self._runs():
+            device = node.device
+            rates = ", ".join(f"{t} {_si(rate, 'FLOP/s')}" for t, rate in device.flops.items())
+            lines += [
+                f"  {count} x {node.devices} {device.name}: {_si(device.memory, 'B')} "
+                f"at {_si(device.bandwidth, 'B/s')}",
+                f"      {rates}; {device.efficiency:.0%} of it reached",
+                f"      inside:  {_link_text(node.link)} for each device",
+            ]
+        if len(self.nodes) > 1:
+            lines.append(f"  between: {_link_text(self.network)} for each node")
+        return "\n".join(lines)
+
+
+def _require_count(devices: int) -> None:
+    if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
+        raise InvalidInput(
+            "a cluster has a whole number of devices, at least 1",
+            got=f"Cluster.local({devices!r})",
+            remedy="Cluster.local(8)",
+        )
+
+
+def _link_text(link: Link) -> str:
+    return f"{_si(link.bandwidth, 'B/s')}, {link.alpha * 1e6:.3g} µs"
+
+
+def _si(value: float, unit: str) -> str:
+    for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if value >= 10**power:
+            return f"{value / 10**power:.4g} {prefix}{unit}"
+    return f"{value:.4g} {unit}"
+
+
+def _link_to_json(link: Link) -> dict[str, Any]:
+    measured = [[kind, size, *values] for (kind, size), values in link.measured.items()]
+    return {"alpha": link.alpha, "bandwidth": link.bandwidth, "measured": measured}
+
+
+@dataclass(frozen=True)
+class StoredLink:
+    """A link in a plan's file."""
+
+    alpha: NotNegative
+    bandwidth: Positive
+    measured: tuple[tuple[str, Count, NotNegative, Positive], ...] = ()
+
+    def read(self) -> Link:
+        return Link(self.alpha, self.bandwidth, {(k, n): (a, b) for k, n, a, b in self.measured})
+
+
+@dataclass(frozen=True)
+class StoredNodes:
+    """Equal nodes in a plan's file."""
+
+    device: Device
+    devices: Count
+    link: StoredLink
+    count: Count
+
+
+@dataclass(frozen=True)
+class StoredCluster:
+    """The machines in a plan's file."""
+
+    name: str
+    network: StoredLink
+    nodes: tuple[StoredNodes, ...]

@@ -1,0 +1,161 @@
+"""The GPUs of this machine: kinds known by name, with the rates that their makers publish.
+
+Dense rates, without sparsity, from the data sheets of NVIDIA: A100 (2021), H100 and H200 (2024),
+B200 (2024), V100 (2020), P100 (2016), L4 and L40S (2023), A10, A30 and T4 (2019 to 2021), and the
+white papers of Ampere and Ada for GeForce and RTX. "f16" and "bf16" are those of tensor cores that
+sum in f32. What no sheet names is measured here.
+
+>>> known("NVIDIA A100-SXM4-40GB").bandwidth
+1555000000000.0
+>>> known("a GPU of tomorrow") is None
+True
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from autopar.cluster.machines import Device, Link, Node
+from autopar.cluster.presets import A100, H100, H200, P100, V100, preset
+
+# The machines that GPUs of a kind stand in: their links are those of the preset.
+MACHINES = {"V100": "dgx-v100", "A100": "dgx-a100", "H100": "dgx-h100", "H200": "h200"}
+B200_LINK = Link(3e-6, 900e9)  # NVLink of the fifth generation, each direction
+PCIE = Link(8e-6, 20e9)  # what peers reach over 16 lanes of the fourth generation
+NETWORK = Link(6e-6, 25e9)  # one adapter of 200 Gbit/s: a guess, where nothing is known of it
+
+
+def _device(name: str, f64: float, f32: float, half: float, memory: float, rate: float) -> Device:
+    flops = {"f64": f64 * 1e12, "f32": f32 * 1e12, "f16": half * 1e12, "bf16": half * 1e12}
+    return Device(name, flops, memory * 1e9, rate * 1e9, half_flops=5e9, half_bytes=4e6)
+
+
+# The first whose words all stand in the name of the device is its kind.
+_KINDS: tuple[tuple[str, Device], ...] = (
+    ("B200", _device("B200 180 GB", 37, 75, 2250, 180, 7700)),
+    ("H200", H200),
+    ("GH200", replace(H100, name="GH200 96 GB", memory=96e9, bandwidth=4.0e12)),
+    ("H100 PCIe", _device("H100 PCIe 80 GB", 51, 51, 756, 80, 2000)),
+    ("H100 NVL", _device("H100 NVL 94 GB", 60, 60, 835, 94, 3900)),
+    ("H100", H100),
+    ("A100 PCIe 40GB", replace(A100, name="A100 PCIe 40 GB", memory=40e9, bandwidth=1.555e12)),
+    ("A100 PCIe", replace(A100, name="A100 PCIe 80 GB", bandwidth=1.935e12)),
+    ("A100 40GB", replace(A100, name="A100 40 GB", memory=40e9, bandwidth=1.555e12)),
+    ("A100", A100),
+    (
+        "V100 PCIe",
+        replace(V100, name="V100 PCIe", flops={"f64": 7e12, "f32": 14e12, "f16": 112e12}),
+    ),
+    ("V100", V100),
+    ("P100", P100),
+    ("A30", _device("A30", 10.3, 10.3, 165, 24, 933)),
+    ("A10G", _device("A10G", 0.49, 31.2, 125, 24, 600)),
+    ("A10", _device("A10", 0.49, 31.2, 125, 24, 600)),
+    ("A6000", _device("RTX A6000", 0.6, 38.7, 155, 48, 768)),
+    ("L40S", _device("L40S", 1.4, 91.6, 362, 48, 864)),
+    ("L4", _device("L4", 0.47, 30.3, 121, 24, 300)),
+    ("T4", Device("T4", {"f64": 0.25e12, "f32": 8.1e12, "f16": 65e12}, 16e9, 320e9)),
+    ("RTX 4090", _device("RTX 4090", 1.3, 82.6, 165, 24, 1008)),
+    ("RTX 3090", _device("RTX 3090", 0.56, 35.6, 71, 24, 936)),
+)
+
+
+def local_gpus(devices: int) -> tuple[tuple[Node, ...], Link]:
+    """`devices` GPUs of machines such as this one, and the network between these."""
+    here = torch.cuda.device_count()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", here))
+    crowd = max(1.0, ranks / here)  # how many ranks share a GPU
+    device, link = min(
+        (gpu(index) for index in range(min(here, devices))), key=lambda found: found[0].peak("f32")
+    )
+    if crowd > 1:
+        device = replace(
+            device,
+            flops={dtype: rate / crowd for dtype, rate in device.flops.items()},
+            memory=device.memory / crowd,
+            bandwidth=device.bandwidth / crowd,
+        )
+        link = replace(link, bandwidth=link.bandwidth / crowd)
+    full, rest = divmod(devices, ranks)
+    sizes = [ranks] * full + [rest] * (rest > 0)
+    network = links(torch.cuda.get_device_properties(0).name)[1]
+    return tuple(Node(device, size, link) for size in sizes), network
+
+
+def gpu(index: int) -> tuple[Device, Link]:
+    """A GPU of this machine and its link to the others; its memory is what it has."""
+    properties = torch.cuda.get_device_properties(index)
+    name = properties.name
+    device = known(name) or measured(torch.device("cuda", index), name)
+    return replace(device, memory=float(properties.total_memory)), links(name)[0]
+
+
+def links(name: str) -> tuple[Link, Link]:
+    """The link of each GPU inside its node, and the network between nodes."""
+    over_pcie = "pcie" in name.lower() or "nvl" in name.lower()
+    machine = next((machine for kind, machine in MACHINES.items() if kind in name), None)
+    if over_pcie or machine is None:
+        return B200_LINK if "B200" in name and not over_pcie else PCIE, NETWORK
+    node, network = preset(machine)
+    return node.link, network
+
+
+def known(name: str) -> Device | None:
+    """The kind that `torch.cuda.get_device_name` calls `name`, if a data sheet names it."""
+    parts = name.lower().replace("-", " ").split()
+    for words, device in _KINDS:
+        if set(words.lower().split()) <= set(parts) and "laptop" not in parts:
+            return device
+    return None
+
+
+@lru_cache
+def measured(device: torch.device, name: str) -> Device:
+    """Rates of large work on a device, and the time to start an operator."""
+    size = 4096 if device.type == "cuda" else 256
+    flops = {}
+    for key, dtype in (
+        ("f64", torch.float64),
+        ("f32", torch.float32),
+        ("f16", torch.float16),
+        ("bf16", torch.bfloat16),
+    ):
+        half = 2 if dtype == torch.float64 else 1
+        matrix = torch.randn(size // half, size // half, device=device).to(dtype)
+        flops[key] = 2 * (size // half) ** 3 / timed(lambda m=matrix: m @ m, device)  # type: ignore[misc]
+    large = torch.randn((1 << 27 if device.type == "cuda" else 1 << 22) // 4, device=device)
+    copy = torch.empty_like(large)
+    bandwidth = 2 * large.nbytes / timed(lambda: copy.copy_(large), device)
+    small = torch.ones(1, device=device)
+    overhead = timed(lambda: [small + small for _ in range(100)], device) / 100
+    memory = (
+        float(torch.cuda.get_device_properties(device).total_memory)
+        if device.type == "cuda"
+        else float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    )
+    return Device(name, flops, memory, bandwidth, overhead=overhead, efficiency=1.0)
+
+
+def timed(work: Callable[[], object], device: torch.device, runs: int = 10, warm: int = 3) -> float:
+    """Median seconds of `work`, until the device has done it; the first ones load and tune."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    seconds = []
+    for run in range(runs + warm):
+        wait()
+        start = time.perf_counter()
+        work()
+        wait()
+        if run >= warm:
+            seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)

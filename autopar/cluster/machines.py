@@ -1,0 +1,110 @@
+"""Machines: a device, a link, a node of devices, and what a group of ranks has between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from autopar.errors import InvalidInput
+from autopar.schema import NotNegative, Part, Positive
+
+_DTYPE_NAMES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator. Small work runs slower: work W takes as long as W + half at full speed."""
+
+    name: str
+    flops: Mapping[str, Positive] = field(hash=False)  # FLOP/s by dtype: {"f32": 67e12, ...}
+    memory: Positive  # bytes
+    bandwidth: Positive  # bytes/s of its memory
+    overhead: NotNegative = 5e-6  # seconds to start an operator
+    efficiency: Positive = 0.7  # the part of `flops` that large matrix products reach
+    half_flops: NotNegative = 0.0  # FLOPs of a product in the fastest dtype that reaches half
+    half_bytes: NotNegative = 0.0  # bytes of an operator that reaches half of `bandwidth`
+    overlap: Part = 0.7  # the part of gradient synchronisation that backward hides
+
+    def __post_init__(self) -> None:
+        if "f32" not in self.flops:
+            raise InvalidInput(
+                "a device has a rate for f32, which stands for all that have none",
+                got=f"{self.name} with {', '.join(self.flops) or 'none'}",
+                remedy="add f32 = ...",
+            )
+
+    def peak(self, dtype: torch.dtype | str) -> float:
+        """FLOP/s that large work of `dtype` reaches; a dtype without an entry runs as f32."""
+        name = dtype if isinstance(dtype, str) else _DTYPE_NAMES.get(dtype, "f32")
+        return self.flops.get(name, self.flops["f32"]) * self.efficiency
+
+    def half(self, dtype: torch.dtype | str) -> float:
+        """FLOPs of a product that reaches half of `peak`: to get going takes the same time in
+        every dtype."""
+        return self.half_flops * self.peak(dtype) / (max(self.flops.values()) * self.efficiency)
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way between devices: `alpha` seconds a message, `bandwidth` bytes/s each direction.
+
+    `measured` holds what single collectives reach: (kind, ranks) -> (alpha, bandwidth)."""
+
+    alpha: float
+    bandwidth: float
+    measured: Mapping[tuple[str, int], tuple[float, float]] = field(
+        default_factory=dict, hash=False
+    )
+
+    def of(self, kind: str, ranks: int) -> tuple[float, float]:
+        """Alpha and bandwidth of collective `kind` over `ranks`: the nearest that was measured."""
+        sizes = sorted((abs(math.log(ranks / n)), n) for k, n in self.measured if k == kind)
+        return self.measured[kind, sizes[0][1]] if sizes else (self.alpha, self.bandwidth)
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine: `devices` equal devices, joined by `link`; `bandwidth` is of each device."""
+
+    device: Device
+    devices: int
+    link: Link
+
+
+@dataclass(frozen=True)
+class AxisLink:
+    """What one group of ranks along an axis has between its members, all groups busy at once."""
+
+    axis: str
+    size: int
+    level: str  # "inside" a node or "between" nodes
+    link: Link
+    exchange_bandwidth: float  # what all-to-all gets, where more data leaves the node
+
+    @property
+    def alpha(self) -> float:
+        return self.link.alpha
+
+    @property
+    def bandwidth(self) -> float:
+        return self.link.bandwidth
+
+    @property
+    def beta(self) -> float:
+        """Seconds per byte."""
+        return 1 / self.link.bandwidth
+
+    def of(self, kind: str) -> tuple[float, float]:
+        """Alpha and bandwidth of one kind of collective over this axis."""
+        alpha, bandwidth = self.link.of(kind, self.size)
+        if kind == "all_to_all" and (kind, self.size) not in self.link.measured:
+            bandwidth = min(bandwidth, self.exchange_bandwidth)
+        return alpha, bandwidth

@@ -1,0 +1,107 @@
+"""Saved tensors: what autograd keeps from forward to backward, and where it is counted.
+
+In a cost graph a kept tensor is counted on one edge: where it is made, or where it is moved to. A
+view keeps the tensor it looks at, so that what its readers keep is kept of its own input.
+
+In a rewritten graph `kept_by` says what one operator keeps. A program, and each stage of one, keeps
+what its operators keep, every storage once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from autopar.cost.operators import Facts, ShardSizes, is_view
+from autopar.mesh import Mesh
+from autopar.strategies import Rule
+from autopar.strategies.results import flat, maker, place_of, tensor_arguments, tensors_of
+
+Storage = tuple[fx.Node, int | str]
+
+
+def kept_inputs(rule: Rule, learns: Sequence[bool]) -> tuple[int, ...]:
+    """Which inputs an operator keeps: a factor of a product only if another factor learns."""
+    factors = {next(iter(inputs)) for inputs in rule.passes if len(inputs) == 1}
+    return tuple(
+        index
+        for index in rule.saved.inputs
+        if index < len(learns)
+        and any(on for other, on in enumerate(learns) if other != index or index not in factors)
+    )
+
+
+class Keeping:
+    """Which reader keeps what, in one captured graph."""
+
+    def __init__(self, facts: Mapping[str, Facts | None], readers: Mapping[str, Sequence]) -> None:
+        self.facts, self.readers = facts, readers
+        self._kept: dict[str, bool] = {}
+        self._inputs: dict[int, tuple[int, ...]] = {}  # by id of facts
+
+    def keeps(self, reader: str, position: int) -> bool:
+        """Whether an operator keeps one of its inputs, itself or through views of it."""
+        facts = self.facts[reader]
+        if facts is None:
+            return False
+        if facts.is_view and position == 0:
+            return self.is_kept(reader)
+        if id(facts) not in self._inputs:
+            self._inputs[id(facts)] = kept_inputs(facts.rule, facts.differentiable)
+        return position in self._inputs[id(facts)]
+
+    def is_kept(self, value: str) -> bool:
+        """Whether some reader keeps a value."""
+        if value not in self._kept:
+            readings = self.readers.get(value, ())
+            self._kept[value] = any(self.keeps(r.reader, r.position) for r in readings)
+        return self._kept[value]
+
+    def keeps_output(self, operator: str) -> bool:
+        """Whether an operator keeps what it gives."""
+        facts = self.facts[operator]
+        return facts is not None and facts.rule.saved.output and any(facts.differentiable)
+
+
+def storage(node: fx.Node) -> fx.Node:
+    """The value whose memory `node` looks at: itself, unless it is a view."""
+    while node.op == "call_function":
+        movement = node.meta.get("movement")
+        if not (is_view(node) or (movement is not None and movement.kind == "identity")):
+            break
+        node = node.all_input_nodes[0]
+    return node
+
+
+def kept_by(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
+    """The bytes that an operator keeps for its backward, by storage.
+
+    A storage is a call and which of its results it is of, or a further tensor of the operator. What
+    comes from outside the program is held anyway.
+    """
+    if node.op != "call_function" or not node.meta["differentiable"]:
+        return {}
+    read = tensor_arguments(node)
+    values = [storage(read[i]) for i in node.meta.get("saved", ()) if i < len(read)]
+    if node.meta.get("saves_output"):
+        values.append(storage(node))
+    kept: dict[Storage, float] = {
+        (maker(value), place): float(type_.local_bytes(mesh))
+        for value in values
+        if value.op != "placeholder"
+        for place, type_ in enumerate(flat(value.meta["type"]), place_of(value))
+    }
+    rule, strategy = node.meta.get("rule"), node.meta.get("strategy")
+    if rule is None or strategy is None or "start_of" in node.meta:  # a part keeps its inputs
+        return kept
+    pieces = ShardSizes(rule, [strategy], mesh)
+    itemsize = tensors_of(node)[0].dtype.itemsize
+    for number, dims in enumerate(rule.saved.extra):
+        kept[node, f"extra {number}"] = float(pieces.elements(dims)[0]) * itemsize
+    return kept
+
+
+def local_bytes(node: fx.Node, mesh: Mesh) -> float:
+    """Of one rank's piece of a value."""
+    return float(node.meta["type"].local_bytes(mesh))

@@ -1,1 +1,0 @@
-"""Inspection: what a person asks of a finished plan: as text, why, what differs."""

@@ -1,0 +1,257 @@
+"""Flow: a rewritten program as one line of activations, and what crosses every place of it.
+
+    inputs, constants ──▶ free        made again in each stage that reads them (masks, positions)
+    parameters        ──▶ weights     made again in each stage that reads them (casts, gathers)
+    both              ──▶ activations in one stage, sent on to the stages that read them
+    changed buffers   ──▶ updates     done once a step, from the statistics of all micro-batches
+
+A value that depends on inputs and on parameters is an activation. The line is the order of the
+graph. A place is a number i: between activation i - 1 and activation i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from autopar.capture.captured import Captured
+from autopar.errors import InvalidInput
+from autopar.strategies.kernels import batch_normalize, batch_sums, running_mean, running_var
+from autopar.strategies.results import is_result, tensor_arguments, values_of
+
+# Batch norm reads a running mean to keep digits, not to use its value: a value of any age will do.
+SHIFTS = {batch_sums: 1, batch_normalize: 2, running_mean: 2, running_var: 2}
+
+
+@dataclass(frozen=True)
+class WeightInputs:
+    """The inputs of an activation whose gradients a split backward takes later."""
+
+    positions: tuple[int, ...]  # among its tensor inputs, in the order of its arguments
+    product: bool  # each gradient is a product of its own, and is all put off
+
+
+@dataclass(frozen=True)
+class Flow:
+    """The parts of one program whose first result is the loss and whose others are new buffers."""
+
+    graph: fx.Graph
+    mutations: tuple[str, ...]  # the buffers' placeholders, in the order of the results
+
+    @cached_property
+    def loss(self) -> fx.Node:
+        return self._results[0]
+
+    @cached_property
+    def new_values(self) -> dict[str, fx.Node]:
+        """The new value of each changed buffer, by its placeholder."""
+        return dict(zip(self.mutations, self._results[1:]))
+
+    @cached_property
+    def updates(self) -> frozenset[fx.Node]:
+        """The operators that read what a step changes, as more than a shift, to change buffers.
+
+        What is made of a buffer alone (a movement) may be the shift of an activation besides."""
+        needed, made = ancestors([self.loss], _evolving), ancestors([self.loss])
+        changing = set(self.mutations)
+        found: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            if node.op != "call_function":
+                continue
+            reads = [v for v in _evolving(node) if v in found or v.name in changing]
+            if not reads:
+                continue
+            if node in needed or (node in made and "input" in self.sources[node]):
+                raise InvalidInput(
+                    "a buffer that a step changes is not read by the same step in a pipeline",
+                    got=f"{reads[0].name} is read by {node.name}",
+                    remedy="no pipeline, or change the buffer outside of forward",
+                    source=node.meta["source"],
+                )
+            found.add(node)
+        return frozenset(found)
+
+    @cached_property
+    def activations(self) -> tuple[fx.Node, ...]:
+        """The line: operators, each with all the values that it gives."""
+        wanted = [self.loss, *(v for node in self.updates for v in node.all_input_nodes)]
+        live = ancestors([*wanted, *self.new_values.values()]) - self.updates
+        return tuple(
+            node
+            for node in self.graph.nodes
+            if node in live
+            and node.op == "call_function"
+            and not is_result(node)
+            and self._is_activation(node)
+        )
+
+    @cached_property
+    def place(self) -> dict[fx.Node, int]:
+        """Where the operator of each activation stands on the line."""
+        return {
+            value: index
+            for index, node in enumerate(self.activations)
+            for value in dict.fromkeys([node, *values_of(node)])
+        }
+
+    @cached_property
+    def statistics(self) -> tuple[fx.Node, ...]:
+        """The activations that updates read."""
+        last = set(self.new_values.values())
+        return tuple(
+            node for node in self.place if node in last or node.users.keys() & self.updates
+        )
+
+    @cached_property
+    def read_at(self) -> dict[fx.Node, tuple[int, ...]]:
+        """The places of the line at which each value is made that the results need.
+
+        An activation is made at its own; what is made again where it is read, at those that read
+        it; an update at the last of its statistics."""
+        last = dict(self.place)
+        for node in self.updates:
+            last[node] = 0
+        for node in self.graph.nodes:
+            if node in self.updates:
+                last[node] = max((last.get(v, 0) for v in node.all_input_nodes), default=0)
+        found: dict[fx.Node, set[int]] = {}
+        for node in reversed(self.graph.nodes):
+            if node in self.place:
+                found[node] = {last[node]}
+                continue
+            readers = [user for user in node.users if node not in last or user in self.place]
+            places = [{last[node]}] if node in last else []
+            if places or readers:
+                found[node] = set().union(*places, *(found.get(user, {0}) for user in readers))
+        return {node: tuple(sorted(places)) for node, places in found.items()}
+
+    @cached_property
+    def held_at(self) -> dict[fx.Node, tuple[int, ...]]:
+        """The places that need each parameter and buffer; what none needs lies at the first."""
+        return {
+            node: self.read_at.get(node, (0,))
+            for node in self.graph.nodes
+            if node.op == "placeholder" and node.meta["origin"][0] in ("parameter", "buffer")
+        }
+
+    def read_by(self, new_value: fx.Node) -> set[fx.Node]:
+        """The statistics that the new value of one buffer is made of."""
+        found: set[fx.Node] = set()
+        waiting = [new_value]
+        while waiting:
+            node = waiting.pop()
+            if node in self.place:
+                found.add(node)
+            elif node in self.updates:
+                waiting.extend(node.all_input_nodes)
+        return found
+
+    def crossing(self, place: int) -> list[fx.Node]:
+        """The activations before `place` that are read after it, in their order."""
+        if place >= len(self.activations):
+            return []
+        return [n for n, at in self.place.items() if at < place <= self._last_reader[n]]
+
+    @cached_property
+    def crossings(self) -> list[int]:
+        """How many values cross each place."""
+        change = [0] * (len(self.activations) + 2)
+        for node, last in self._last_reader.items():
+            change[self.place[node] + 1] += 1
+            change[last + 1] -= 1
+        counts, count = [], 0
+        for step in change[:-1]:
+            count += step
+            counts.append(count)
+        return counts
+
+    @cached_property
+    def _results(self) -> tuple[fx.Node, ...]:
+        return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    @cached_property
+    def _last_reader(self) -> dict[fx.Node, int]:
+        return {
+            node: max((self.place.get(user, index) for user in node.users), default=index)
+            for node, index in self.place.items()
+        }
+
+    @cached_property
+    def sources(self) -> dict[fx.Node, frozenset[str]]:
+        """Of what each value is made: "parameter", "input"."""
+        found: dict[fx.Node, frozenset[str]] = {}
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                kind = node.meta["origin"][0]
+                found[node] = frozenset({kind} & {"parameter", "input"})
+            else:
+                found[node] = frozenset().union(*(found[v] for v in node.all_input_nodes))
+        return found
+
+    def is_weight(self, node: fx.Node) -> bool:
+        """Whether a value takes a gradient and is made of parameters alone."""
+        return self.sources[node] == {"parameter"} and node.meta["differentiable"]
+
+    @cached_property
+    def weight_inputs(self) -> dict[fx.Node, WeightInputs]:
+        """What a split backward puts off.
+
+        These are products. Of norms, biases and tables it is what is itself made of parameters.
+        """
+        found = {}
+        for node in self.activations:
+            rules = [facts.rule for facts, _ in node.meta.get("calls", ())]
+            product = any(rule.flops > 0 and rule.is_contraction for rule in rules)
+            positions = tuple(
+                position
+                for position, value in enumerate(tensor_arguments(node))
+                if self.is_weight(value) and (product or value.op == "call_function")
+            )
+            if positions and node.meta["differentiable"]:
+                found[node] = WeightInputs(positions, product)
+        return found
+
+    def weights_of(self, node: fx.Node) -> list[fx.Node]:
+        """The inputs of an activation whose gradients a split backward takes later."""
+        read = tensor_arguments(node)
+        return [read[position] for position in self.weight_inputs[node].positions]
+
+    def _is_activation(self, node: fx.Node) -> bool:
+        sources = self.sources[node]
+        return "input" in sources and ("parameter" in sources or node.meta["differentiable"])
+
+
+def flow_of(captured: Captured, graph: fx.Graph) -> Flow:
+    """The flow of the rewritten program of `captured`."""
+    placeholders = {name: placeholder for placeholder, name in captured.buffers.items()}
+    return Flow(graph, tuple(placeholders[name] for name in captured.mutations))
+
+
+def _all_inputs(node: fx.Node) -> list[fx.Node]:
+    return node.all_input_nodes
+
+
+def _evolving(node: fx.Node) -> list[fx.Node]:
+    """The inputs of an operator without the one whose age does not matter."""
+    shift = SHIFTS.get(node.target)  # type: ignore[arg-type]
+    values: list[fx.Node] = []
+    args = [argument for index, argument in enumerate(node.args) if index != shift]
+    fx.map_arg((args, node.kwargs), values.append)
+    return values
+
+
+def ancestors(
+    nodes: Sequence[fx.Node], reads: Callable[[fx.Node], list[fx.Node]] = _all_inputs
+) -> set[fx.Node]:
+    """The nodes and all that they are made of, as `reads` says of each."""
+    found: set[fx.Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting.extend(reads(node))
+    return found

@@ -1,0 +1,173 @@
+"""Rejoin: what capture took apart, and no cut needed apart, becomes one operator again.
+
+- selections and slices that together are a whole value: one `unbind` or `split`, whose backward is
+  one copy instead of a sum of padded ones;
+- the sum of a cross-entropy's elements, and its division by their count: a reduction of the loss;
+- a sum divided by the number of its elements: a mean.
+
+For graphs of one rank that run eagerly: an `unbind` has several results.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from autopar.strategies import Call
+from autopar.strategies.kernels import count_targets, cross_entropy
+
+aten = torch.ops.aten
+
+
+def recombine(graph: fx.Graph) -> None:
+    """Rejoin what can be, in place."""
+    _rejoin_pieces(graph, aten.select.int, _unbind)
+    _rejoin_pieces(graph, aten.slice.Tensor, _split)
+    for node in list(graph.nodes):
+        if node.target is aten.sum.default and _follows(node, cross_entropy) and _plain(node):
+            loss = node.all_input_nodes[0]
+            _replace(graph, node, reduced_cross_entropy, ("sum", *loss.args), [loss])
+    for node in list(graph.nodes):
+        if node.target is aten.div.Tensor and _is_mean_loss(node):
+            total, count = node.all_input_nodes
+            _replace(graph, node, reduced_cross_entropy, ("mean", *total.args[1:]), [total, count])
+        elif node.target is aten.div.Tensor and _is_mean(node):
+            total = node.all_input_nodes[0]
+            _replace(graph, node, torch.mean, total.args, [total])
+
+
+def reduced_cross_entropy(
+    reduction: str,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """The cross-entropy of all elements, classes last."""
+    return F.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]),
+        target.reshape(-1),
+        weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+
+
+def _follows(node: fx.Node, target: Any) -> bool:
+    """Whether the first input is a call of `target` that nothing else reads."""
+    value = node.args[0]
+    if not isinstance(value, fx.Node) or "weight_inputs" in value.meta:
+        return False
+    return value.target is target and len(value.users) == 1
+
+
+def _plain(node: fx.Node) -> bool:
+    """Whether neither the node nor its first input has keywords."""
+    return not node.kwargs and not node.args[0].kwargs  # type: ignore[union-attr]
+
+
+def _is_mean_loss(node: fx.Node) -> bool:
+    if not _follows(node, reduced_cross_entropy) or not isinstance(node.args[1], fx.Node):
+        return False
+    total: Any = node.args[0]
+    count: Any = node.args[1]
+    if count.target is not count_targets or count.kwargs or len(count.users) != 1:
+        return False
+    _, _, target, *options = total.args
+    counted: list[Any] = [*count.args, *(None, -100)[len(count.args) - 1 :]]
+    weight, ignored = [*options, *(None, -100)[len(options) :]][:2]
+    return [target, weight, ignored] == counted and total.args[0] == "sum"
+
+
+def _is_mean(node: fx.Node) -> bool:
+    if not (_follows(node, aten.sum.dim_IntList) or _follows(node, aten.sum.default)):
+        return False
+    total: Any = node.args[0]
+    x = total.args[0]
+    if not _plain(node) or "type" not in x.meta or not isinstance(node.args[1], int):
+        return False
+    dims = total.args[1] if len(total.args) > 1 else range(len(x.meta["type"].shape))
+    if not dims or any(x.meta["type"].layout.dims[dim] for dim in dims):
+        return False
+    count = math.prod(x.meta["type"].shape[dim] for dim in dims)
+    return node.args[1] == count and x.meta["type"].dtype == node.meta["type"].dtype
+
+
+def _replace(
+    graph: fx.Graph, node: fx.Node, function: Any, args: tuple, dead: Iterable[fx.Node]
+) -> None:
+    with graph.inserting_before(node):
+        new = graph.call_function(function, args)
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    for value in dead:
+        graph.erase_node(value)
+
+
+Whole = tuple[Callable[..., Any], tuple, list[fx.Node]]  # function, arguments, pieces in order
+
+
+def _rejoin_pieces(
+    graph: fx.Graph, piece: Any, whole: Callable[[fx.Node, int, int, list[fx.Node]], Whole | None]
+) -> None:
+    """Replace calls of `piece` wherever they are all pieces of a value along a dim not cut."""
+    for value in list(graph.nodes):
+        by_dim = defaultdict(list)
+        for reader in value.users:
+            if reader.target is piece and not reader.kwargs and "type" in value.meta:
+                by_dim[Call(reader)["dim"] % value.meta["val"].ndim].append(reader)
+        for dim, pieces in by_dim.items():
+            if value.meta["type"].layout.dims[dim]:
+                continue
+            found = whole(value, dim, value.meta["type"].shape[dim], pieces)
+            if found is not None:
+                _join(graph, pieces, *found)
+
+
+def _join(
+    graph: fx.Graph, pieces: list[fx.Node], function: Any, args: tuple, order: list[fx.Node]
+) -> None:
+    first = next(node for node in graph.nodes if node in pieces)
+    with graph.inserting_before(first):
+        joined = graph.call_function(function, args)
+        joined.meta = {"val": first.meta["val"]}
+        for index, old in enumerate(order):
+            new = graph.call_function(operator.getitem, (joined, index))
+            new.meta = dict(old.meta)
+            old.replace_all_uses_with(new)
+    for old in order:
+        graph.erase_node(old)
+
+
+def _unbind(value: fx.Node, dim: int, size: int, pieces: list[fx.Node]) -> Whole | None:
+    by_index = {Call(piece)["index"] % size: piece for piece in pieces}
+    if len(pieces) != size or len(by_index) != size or size < 2:
+        return None
+    return torch.unbind, (value, dim), [by_index[index] for index in range(size)]
+
+
+def _split(value: fx.Node, dim: int, size: int, pieces: list[fx.Node]) -> Whole | None:
+    by_bounds = {}
+    for piece in pieces:
+        call = Call(piece)
+        if call["step"] != 1:
+            return None
+        by_bounds[slice(call["start"], call["end"]).indices(size)[:2]] = piece
+    bounds = sorted(by_bounds)
+    ends = [end for _, end in bounds]
+    if [start for start, _ in bounds] != [0, *ends[:-1]] or ends[-1] != size:
+        return None
+    if len(pieces) < 2 or len(bounds) != len(pieces):
+        return None
+    sizes = [end - start for start, end in bounds]
+    return torch.split_with_sizes, (value, sizes, dim), [by_bounds[each] for each in bounds]

@@ -1,0 +1,348 @@
+"""Stages: where to cut a program into a pipeline, exactly, by predicted time and memory.
+
+A dynamic programme over the places between layers finds the cut whose slowest stage is fastest;
+of equal ones, the one that sends least. Stages may be uneven: an embedding and a head weigh what
+they weigh. But each holds a parameter where that is possible, since torch's optimizers refuse a
+rank that has none. Stages that share a rank and its memory are left to shared_memory.py.
+`shard(module, stage=k)` fixes places by hand.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import fx
+
+from autopar.capture.annotations import Pin
+from autopar.cost.footprint import held_bytes, states
+from autopar.cost.program import NodeCost
+from autopar.errors import InvalidInput
+from autopar.mesh import Mesh
+from autopar.passes.flow import Flow, ancestors
+from autopar.pipeline.stages.kept import kept_by_stages
+from autopar.pipeline.stages.shared_memory import cut_together
+from autopar.pipeline.stages.table import StageTable
+from autopar.strategies.results import flat
+
+Array = NDArray[np.float64]
+PriceOf = Callable[[fx.Node], NodeCost]  # of any node of a rewritten program
+# Seconds; bytes of parameters, of the gradients of those that learn, and of buffers.
+COLUMNS = ("forward", "backward", "summed", "parameters", "gradients", "buffers")
+# Of how many slices of the batch a stage keeps all that its forward keeps, of how many what it
+# received, and of how many what the gradients of its weights are made of.
+Keeps = tuple[int, int, int]
+_NUMBERED = re.compile(r"(.*\.)?\d+(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """What one stage takes for one slice of the batch, predicted.
+
+    That is a micro-batch, or a part of it where a schedule cuts micro-batches in parts.
+    """
+
+    starts: str  # the first operator
+    module: str  # where in the model that is
+    forward: float  # seconds
+    backward: float
+    summed: float  # seconds that summing its gradients over the mesh takes, once a step
+    parameters: int  # bytes
+    gradients: int  # bytes of those of parameters that learn
+    buffers: int  # bytes
+    activations: int  # bytes kept from forward to backward, besides what comes from before
+    receives: int  # bytes that come from the stage before
+    weight_halves: int  # bytes kept from the gradients of inputs to those of weights
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward
+
+    @property
+    def states(self) -> int:
+        """Bytes that stay from step to step."""
+        return states(self.parameters, self.gradients, self.buffers)
+
+    def bytes(self, whole: int, received: int, weight_halves: int) -> int:
+        """With its states, what it keeps of so many slices (see Keeps)."""
+        kept = whole * self.activations + received * self.receives
+        return self.states + kept + weight_halves * self.weight_halves
+
+
+def choose_stages(
+    line: StageCosts,
+    count: int,
+    *,
+    pins: Sequence[Pin] = (),
+    memory: float | None = None,
+    peaks: Sequence[Mapping[int, Keeps]] = (),
+) -> list[StageCost]:
+    """Cut a line of activations into `count` stages.
+
+    `memory`: bytes that a rank may take. Each of `peaks` says what a rank keeps at one time, for
+    each of its stages.
+    """
+    fixed = line.pinned(pins, count)
+    places = line.places(count, fixed)
+    pieces = line.pieces(tuple(places))
+    offered = pieces.offered(count, {s: places.index(place) for s, place in fixed.items()})
+    if memory is not None and any(len(moment) > 1 for moment in peaks):
+        found = cut_together(pieces, offered, memory, peaks)
+    else:
+        for moment in peaks if memory is not None else ():
+            for stage, keeps in moment.items():
+                offered[stage] &= pieces.bytes(*keeps) <= memory
+        found = pieces.fastest(offered)
+    if found is None:
+        raise _none_fits(count, memory)
+    starts = [places[index] for index in found]
+    ends = [*starts[1:], len(line.flow.activations)]
+    return [line.stage(start, end) for start, end in zip(starts, ends)]
+
+
+def price_stages(line: StageCosts, starts: Sequence[str]) -> list[StageCost]:
+    """What stages take that begin at the operators `starts`, for cuts that were made before."""
+    places = {node.name: place for place, node in enumerate(line.flow.activations)}
+    missing = [name for name in starts if name not in places]
+    if missing:
+        raise InvalidInput(
+            "a stage starts at an operator of the program",
+            got=", ".join(missing),
+            remedy="plan again for this model",
+        )
+    begins = [places[name] for name in starts]
+    ends = [*begins[1:], len(line.flow.activations)]
+    return [line.stage(start, end) for start, end in zip(begins, ends)]
+
+
+def imbalance(stages: Sequence[StageCost]) -> float:
+    """By how much the slowest stage exceeds the mean: 0 for equal stages."""
+    seconds = [stage.seconds for stage in stages]
+    mean = sum(seconds) / len(seconds)
+    return max(seconds) / mean - 1 if mean else 0.0
+
+
+class StageCosts:
+    """The line of activations with sums of its costs, so that a stage's cost is a difference.
+
+    What is no activation costs its part in every stage that makes it, as a parameter is held by
+    every stage that reads it.
+    """
+
+    def __init__(self, flow: Flow, mesh: Mesh, cost: PriceOf, link_bandwidth: float) -> None:
+        self.flow, self.mesh, self.bandwidth = flow, mesh, link_bandwidth
+        self.kept, self.weight_halves = kept_by_stages(flow, mesh)
+        self._parameters = [_parameters(flow, node) for node in flow.activations]
+        self._holding = [0, *itertools.accumulate(bool(held) for held in self._parameters)]
+        self._crossing: dict[int, int] = {}
+        self._pieces: dict[tuple[int, ...], StageTable] = {}  # by places
+        self._clean: dict[float, list[int]] = {}  # by reach
+        self._alone, self._shared = self._add_up(cost)
+
+    def recomputed(self) -> StageCosts:
+        """The same line where every backward begins with the forward once more."""
+        again = copy.copy(self)
+        more = np.eye(len(COLUMNS))
+        more[COLUMNS.index("forward"), COLUMNS.index("backward")] = 1.0
+        again._alone = self._alone @ more
+        again._shared = [(places, row @ more) for places, row in self._shared]
+        again._pieces, again._clean = {}, {}
+        return again
+
+    @cached_property
+    def total(self) -> float:
+        """Seconds of all activations, forward and backward."""
+        return self._at(len(self.flow.activations))
+
+    def _add_up(self, cost: PriceOf) -> tuple[Array, list[tuple[Array, Array]]]:
+        """Sums of all that is read at one place; the places, and the sum, of what several read."""
+        alone = np.zeros((len(self.flow.activations) + 1, len(COLUMNS)))
+        shared: dict[tuple[int, ...], Array] = {}
+        for node, places in (self.flow.read_at | self.flow.held_at).items():
+            price, held = cost(node), held_bytes(node, self.mesh)
+            row = np.array([price.forward, price.backward, price.summed, *held])
+            if len(places) == 1:
+                alone[places[0] + 1] += row
+            elif row.any():
+                shared[places] = shared.get(places, 0.0) + row
+        return alone.cumsum(axis=0), [(np.array(places), row) for places, row in shared.items()]
+
+    def sums(self, bounds: Sequence[int]) -> Array:
+        """By start, end and column: what is made between two of `bounds`, each thing once."""
+        at = self._alone[list(bounds)]
+        found = at[None, :] - at[:, None]
+        for places, row in self._shared:
+            first = np.append(places, len(self.flow.activations))[np.searchsorted(places, bounds)]
+            found += (first[:, None] < np.array(bounds)[None, :])[..., None] * row
+        return found
+
+    def received(self, place: int) -> int:
+        """The bytes that cross `place`."""
+        if place not in self._crossing:
+            crossing = self.flow.crossing(place) if place else []
+            self._crossing[place] = sum(_bytes(node, self.mesh) for node in crossing)
+        return self._crossing[place]
+
+    def pieces(self, places: tuple[int, ...]) -> StageTable:
+        """All that could be a stage between two of `places` or the end."""
+        if places not in self._pieces:
+            self._pieces[places] = self._tables([*places, len(self.flow.activations)])
+        return self._pieces[places]
+
+    def _tables(self, bounds: Sequence[int]) -> StageTable:
+        forward, backward, _, *held = np.moveaxis(self.sums(bounds), -1, 0)
+        received = np.array([*map(self.received, bounds[:-1]), 0])
+        holding = np.array(self._holding)[list(bounds)]
+        # A stage also waits for what it receives.
+        return StageTable(
+            forward + backward + 2 * received[:, None] / self.bandwidth,
+            holding[None, :] == holding[:, None],
+            received,
+            np.rint(states(*held)).astype(np.int64),
+            self.kept.table(bounds),
+            self.weight_halves.table(bounds),
+        )
+
+    def stage(self, start: int, end: int) -> StageCost:
+        first = self.flow.activations[start]
+        forward, backward, summed, *held = self.sums([start, end])[0, 1].tolist()
+        parameters, gradients, buffers = map(round, held)
+        return StageCost(
+            starts=first.name,
+            module=first.meta["module"],
+            forward=forward,
+            backward=backward,
+            summed=summed,
+            parameters=parameters,
+            gradients=gradients,
+            buffers=buffers,
+            activations=self.kept.bytes(start, end),
+            receives=self.received(start),
+            weight_halves=self.weight_halves.bytes(start, end),
+        )
+
+    def is_clean(self, place: int, reach: float) -> bool:
+        """Not inside a residual: not more crosses here than on both sides within `reach`."""
+        count = self.flow.crossings[place]
+        at = self._at(place)
+
+        def fewer(places: range) -> bool:
+            for other in places:
+                if abs(self._at(other) - at) > reach:
+                    return False
+                if self.flow.crossings[other] < count:
+                    return True
+            return False
+
+        before, after = range(place - 1, 0, -1), range(place + 1, len(self.flow.activations))
+        return not (fewer(before) and fewer(after))
+
+    def places(self, count: int, fixed: Mapping[int, int]) -> list[int]:
+        """The places between layers where a stage may start, 0 among them."""
+        nodes = self.flow.activations
+        reach = self.total / max(count, 1)
+        if reach not in self._clean:
+            layers = [_layer(node.meta["module"]) for node in nodes]
+            changes = [i for i in range(1, len(nodes)) if layers[i] != layers[i - 1]]
+            self._clean[reach] = [place for place in changes if self.is_clean(place, reach)]
+        clean = self._clean[reach]
+        pieces = [0, *clean, len(nodes)]
+        blocks = holding = 0
+        for start, end in itertools.pairwise(pieces):
+            held = set().union(*self._parameters[start:end])
+            holding += bool(held)
+            blocks += len(held) > 2 and _NUMBERED.match(nodes[start].meta["module"]) is not None
+        known = blocks if blocks > 1 else holding
+        if count > max(known, 1):
+            raise InvalidInput(
+                "a pipeline has at most as many stages as the model has layers",
+                got=f"{count} stages for {known} layers",
+                remedy="fewer stages (a smaller pipeline axis, fewer chunks), or more layers",
+            )
+        return sorted({0, *clean, *fixed.values()})
+
+    def pinned(self, pins: Sequence[Pin], count: int) -> dict[int, int]:
+        """The place where each pinned stage starts."""
+        fixed: dict[int, int] = {}
+        by_stage: dict[int, Pin] = {}
+        for pin in sorted(pins, key=lambda pin: pin.stage):
+            place = self._start_of(pin)
+            if not 0 <= pin.stage < count:
+                _refuse(pin, f"stage {pin.stage} of {count}", f"a stage from 1 to {count - 1}")
+            if pin.stage == 0 and place > 0:
+                _refuse(pin, "stage 0 begins with the model", "leave it out")
+            other = by_stage.setdefault(pin.stage, pin)
+            if fixed.setdefault(pin.stage, place) != place:
+                _refuse(pin, f"stage {pin.stage} starts at {other.module} too", "keep one of them")
+        for (early, first), (late, second) in itertools.pairwise(fixed.items()):
+            if second - first < late - early:
+                _refuse(
+                    by_stage[late],
+                    f"{by_stage[late].module} for stage {late} does not come after "
+                    f"{by_stage[early].module} for stage {early}",
+                    "number the stages in the order in which the model runs",
+                )
+        return fixed
+
+    def _start_of(self, pin: Pin) -> int:
+        inside = pin.module + "."
+        paths = [node.meta["module"] for node in self.flow.activations]
+        found = [i for i, path in enumerate(paths) if path == pin.module or path.startswith(inside)]
+        if not found:
+            _refuse(pin, f"{pin.module} does nothing on the way to the loss", "pin another module")
+        place = found[0]
+        if place and not self.is_clean(place, self.total):
+            values = ", ".join(node.name for node in self.flow.crossing(place))
+            _refuse(
+                pin,
+                f"{pin.module} lies inside a residual or a branch: {values} would be sent together",
+                "pin the module that contains the whole of it",
+            )
+        return place
+
+    def _at(self, place: int) -> float:
+        return float(self._alone[place, :2].sum())
+
+
+def _none_fits(count: int, memory: float | None) -> InvalidInput:
+    return InvalidInput(
+        "the model can be cut so that the stages fit",
+        got=f"{count} stages" + (f" on ranks of at most {memory:.3g} bytes" if memory else ""),
+        remedy="more memory, more stages, or other pinned modules",
+    )
+
+
+def _parameters(flow: Flow, node: fx.Node) -> set[fx.Node]:
+    """The parameters that an activation is made of, other activations aside."""
+    weights = [v for v in node.all_input_nodes if flow.sources[v] == {"parameter"}]
+    return {
+        n
+        for n in ancestors(weights)
+        if n.op == "placeholder" and n.meta["origin"][0] == "parameter"
+    }
+
+
+def _layer(module: str) -> str:
+    """The innermost numbered module that a path goes through, or the whole path."""
+    numbered = _NUMBERED.match(module)
+    return numbered.group() if numbered else module
+
+
+def _bytes(node: fx.Node, mesh: Mesh) -> int:
+    types = [type_ for type_ in flat(node.meta["type"]) if type_ is not None]
+    return sum(type_.local_bytes(mesh) for type_ in types)
+
+
+def _refuse(pin: Pin, reason: str, remedy: str) -> None:
+    raise InvalidInput(
+        "a pinned module starts a stage, between two layers and in their order",
+        got=reason,
+        remedy=remedy,
+        source=pin.source,
+    )

@@ -1,0 +1,125 @@
+"""Stages that fill the memory of a rank together: their cut by CP-SAT.
+
+Where a rank holds several stages (both directions of Chimera, chunks), how large one may be depends
+on the others. Every stage takes one of the pieces between two places, each where the one before
+ends, and at every moment what a rank keeps of its stages stays below the limit.
+
+Most pieces are ruled out before that: a mean of peaks, weighted in any way, is at most the worst
+of them, and the least mean of all cuts that have a piece is a shortest path through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from ortools.sat.python import cp_model
+
+from autopar.pipeline.stages.table import Mask, StageTable
+
+Moments = Sequence[Mapping[int, tuple[int, int, int]]]
+
+_RANGE = 1 << 24  # of the seconds of a stage in whole numbers
+_TIES = 1 << 14  # of all that is sent, which decides between equals
+_EFFORT = 2.0  # deterministic time, about seconds
+_ROUNDS = 50  # of other weights for the mean of peaks
+_PACE = 4.0  # of the weights
+
+
+def cut_together(
+    pieces: StageTable, offered: Sequence[Mask], memory: float, peaks: Moments
+) -> list[int] | None:
+    """Where the stages start, with the slowest as fast as can be; None: none fit.
+
+    A moment says by stage of how many slices a rank keeps what (see stages.Keeps).
+    """
+    offered = _narrowed(pieces, _possible(pieces, offered, memory, peaks), memory, peaks)
+    if not all(map(np.any, offered)):
+        return None
+    model = cp_model.CpModel()
+    rows = [list(zip(*map(np.ndarray.tolist, np.nonzero(mask)))) for mask in offered]
+    takes = [[model.new_bool_var(f"{s}:{i}-{j}") for i, j in row] for s, row in enumerate(rows)]
+    every = [(pair, take) for row, bits in zip(rows, takes) for pair, take in zip(row, bits)]
+    longest = max(pieces.seconds[pair] for pair, _ in every)
+    seconds = (pieces.seconds * (_RANGE / (longest or 1.0))).astype(np.int64)
+    sent = _TIES / (sum(max(pieces.received[i] for i, _ in row) for row in rows) or 1)
+    slowest = model.new_int_var(0, _RANGE, "slowest")
+    for row, bits in zip(rows, takes):
+        model.add_exactly_one(bits)
+        model.add(slowest >= _sum(bits, [seconds[pair] for pair in row]))
+    for (row, bits), (after, others) in zip(zip(rows, takes), zip(rows[1:], takes[1:])):
+        for place in {j for _, j in row} | {i for i, _ in after}:
+            ending = [bit for (_, j), bit in zip(row, bits) if j == place]
+            starting = [bit for (i, _), bit in zip(after, others) if i == place]
+            model.add(sum(ending) == sum(starting))
+    for moment in peaks:
+        used: list[tuple[cp_model.IntVar, int]] = []
+        for stage, keeps in moment.items():
+            sizes = pieces.bytes(*keeps)
+            used += [(take, sizes[pair]) for pair, take in zip(rows[stage], takes[stage])]
+        model.add(_sum([take for take, _ in used], [size for _, size in used]) <= int(memory))
+    costs = [
+        _RANGE * _TIES * int(pieces.empty[pair]) + int(pieces.received[pair[0]] * sent)
+        for pair, _ in every
+    ]
+    model.minimize(_sum([slowest, *(take for _, take in every)], [_TIES, *costs]))
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1  # deterministic
+    solver.parameters.random_seed = 0
+    solver.parameters.max_deterministic_time = _EFFORT
+    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return None
+    return [
+        next(i for (i, _), take in zip(row, bits) if solver.boolean_value(take))
+        for row, bits in zip(rows, takes)
+    ]
+
+
+def _possible(
+    pieces: StageTable, offered: Sequence[Mask], memory: float, peaks: Moments
+) -> list[Mask]:
+    """The pieces that fit beside the smallest ones of the other stages."""
+    left = [mask.copy() for mask in offered]
+    for moment in peaks:
+        sizes = {stage: pieces.bytes(*keeps) for stage, keeps in moment.items()}
+        least = {s: np.where(offered[s], size, np.inf).min() for s, size in sizes.items()}
+        for stage, size in sizes.items():
+            others = sum(other for s, other in least.items() if s != stage)
+            left[stage] &= size <= memory - others
+    return left
+
+
+def _narrowed(
+    pieces: StageTable, offered: Sequence[Mask], memory: float, peaks: Moments
+) -> Sequence[Mask]:
+    """The pieces of cuts of which no mean of the peaks is known to be above the limit.
+
+    Weights move to the peaks that are worst in the cut whose mean is least.
+    """
+    keeps = np.zeros((len(peaks), len(offered), 4))  # of slices as in stages.Keeps, of states
+    for number, moment in enumerate(peaks):
+        for stage, counts in moment.items():
+            keeps[number, stage] = *counts, 1
+    weights = np.full(len(peaks), 1 / len(peaks))
+    for _ in range(_ROUNDS):
+        costs = [pieces.bytes(*counts) for counts in np.tensordot(weights, keeps, 1)]
+        means = pieces.through(offered, costs)
+        offered = [mean <= memory * (1 + 1e-9) for mean in means]
+        starts = pieces.least(offered, costs)
+        if starts is None:
+            break
+        ends = [*starts[1:], pieces.count - 1]
+        held = [
+            pieces.kept[starts, ends],
+            pieces.received[starts],
+            pieces.weight_halves[starts, ends],
+            pieces.states[starts, ends],
+        ]
+        taken = (keeps * np.stack(held, 1)).sum((1, 2))
+        weights *= np.exp(_PACE * (taken / taken.max() - 1))
+        weights /= weights.sum()
+    return offered
+
+
+def _sum(variables: Sequence[cp_model.IntVar], weights: Sequence[int]) -> cp_model.LinearExprT:
+    return cp_model.LinearExpr.weighted_sum(variables, weights)

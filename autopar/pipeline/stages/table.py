@@ -1,0 +1,100 @@
+"""StageTable: every stage that could be cut out of a line of activations, as tables.
+
+Places are where a stage may start or end; `seconds[i, j]` is of the piece from place i to place j.
+A cut is the places where its stages start, and the end. What the tables say of i >= j is not read:
+`offered` leaves it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Mask = NDArray[np.bool_]  # which pieces a stage may take
+
+
+@dataclass(frozen=True)
+class StageTable:
+    """Tables over start and end."""
+
+    seconds: NDArray[np.float64]
+    empty: Mask  # holds no parameter
+    received: NDArray[np.int64]  # bytes, by start alone
+    states: NDArray[np.int64]  # bytes
+    kept: NDArray[np.int64]  # bytes for one slice of the batch, until backward
+    weight_halves: NDArray[np.int64]  # until the gradients of weights
+
+    @property
+    def count(self) -> int:
+        """Of places, the end among them."""
+        return len(self.received)
+
+    def offered(self, stages: int, fixed: Mapping[int, int]) -> list[Mask]:
+        """What each stage may take; `fixed` says by stage at which place it starts."""
+        start, end = np.indices(self.seconds.shape)
+        fixed = {**fixed, 0: 0, stages: self.count - 1}
+        rows = []
+        for stage in range(stages):
+            row = (start < end) & ((start == 0) == (stage == 0))
+            row &= (end == self.count - 1) == (stage == stages - 1)
+            row &= start == fixed.get(stage, start)
+            rows.append(row & (end == fixed.get(stage + 1, end)))
+        return rows
+
+    def bytes(
+        self, whole: float, received: float, weight_halves: float, states: float = 1
+    ) -> NDArray:
+        """With its states, what a stage keeps of so many slices (see stages.Keeps)."""
+        kept = whole * self.kept + received * self.received[:, None]
+        return states * self.states + kept + weight_halves * self.weight_halves
+
+    def fastest(self, offered: Sequence[Mask]) -> list[int] | None:
+        """The cut with fewest empty stages; of these with the fastest slowest; that sends least.
+
+        None if the stages cannot follow one another.
+        """
+        empty, slowest = np.full(self.count, np.inf), np.full(self.count, np.inf)
+        empty[0], slowest[0] = 0.0, 0.0
+        for mask in offered:
+            empties = np.where(mask, empty[:, None] + self.empty, np.inf)
+            empty = empties.min(axis=0)
+            slow = np.maximum(slowest[:, None], self.seconds)
+            slowest = np.where(empties == empty, slow, np.inf).min(axis=0)
+        quick = [mask & (self.seconds <= slowest[-1]) for mask in offered]
+        costs = self.empty * (self.received.sum() + 1) + self.received[:, None]
+        return self.least(quick, [costs] * len(offered))
+
+    def least(self, offered: Sequence[Mask], costs: Sequence[NDArray]) -> list[int] | None:
+        """The cut with the least sum of its stages' costs, each from its own table."""
+        reached, place = self._sums(offered, costs), self.count - 1
+        if not np.isfinite(reached[-1][place]):
+            return None
+        places: list[int] = []
+        for before, mask, cost in reversed(list(zip(reached, offered, costs))):
+            value = before + np.where(mask[:, place], cost[:, place], np.inf)
+            place = int(value.argmin())
+            places.insert(0, place)
+        return places
+
+    def through(self, offered: Sequence[Mask], costs: Sequence[NDArray]) -> list[NDArray]:
+        """By stage and piece: the least sum of costs of a cut that has it; inf if none has."""
+        before = self._sums(offered, costs)
+        turned = [
+            [table.T[::-1, ::-1] for table in reversed(tables)] for tables in (offered, costs)
+        ]
+        after = [sums[::-1] for sums in reversed(self._sums(*turned))]
+        return [
+            np.where(mask, reached[:, None] + cost + left, np.inf)
+            for reached, mask, cost, left in zip(before, offered, costs, after[1:])
+        ]
+
+    def _sums(self, offered: Sequence[Mask], costs: Sequence[NDArray]) -> list[NDArray]:
+        """The least sum of the first stages' costs by where they end: of none, of one, ..."""
+        sums = [np.full(self.count, np.inf)]
+        sums[0][0] = 0.0
+        for mask, cost in zip(offered, costs):
+            sums.append(np.where(mask, sums[-1][:, None] + cost, np.inf).min(axis=0))
+        return sums

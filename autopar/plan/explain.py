@@ -1,0 +1,317 @@
+"""Explain: why an operator runs, or a parameter is kept, the way it does.
+
+    print(plan.explain("layers.0.mlp.up"))
+
+Every candidate with its own time, that of the movements to its neighbours as they were decided, and
+the time of the whole step if this candidate were forced and everything else chosen anew.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import fx
+
+from autopar.capture.listing import operator_name
+from autopar.capture.marker import ANNOTATE
+from autopar.capture.origins import is_of_parameters
+from autopar.collectives.redistribution import State
+from autopar.cost.footprint import OPTIMIZER_COPIES
+from autopar.cost.price import ClusterPrice
+from autopar.errors import InvalidInput
+from autopar.layout import TensorType
+from autopar.mesh import Mesh
+from autopar.plan.explanation import Candidate, Explanation
+from autopar.plan.formulas import Edge, edge, operator_formulas
+from autopar.search.candidates import Candidates, NodeClasses, state_of_whole
+from autopar.search.constraints import Constraints, LayoutConstraint
+from autopar.search.decide import layout_of
+from autopar.search.reshard import state_of
+from autopar.solver.forced import forced
+from autopar.strategies import rule_of
+from autopar.strategies.results import maker, place_of, tensors_of, values_of
+
+if TYPE_CHECKING:
+    from autopar.plan.plan import Plan
+
+
+def explain(plan: Plan, name: str) -> Explanation:
+    """The explanation of a parameter, a module path or a node of the captured graph."""
+    return _Explainer(plan).explain(name)
+
+
+class _Explainer:
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.captured, self.decisions = plan, plan.captured, plan.decisions
+        self.mesh: Mesh = plan.mesh
+        self.price = ClusterPrice(plan.cluster, self.mesh)
+        self.kinds = NodeClasses(self.captured, self.mesh, plan.cluster.device, self.price)
+        self.nodes = {node.name: node for node in self.captured.graph.nodes}
+        self.constraints = plan.constraints or Constraints()
+
+    def explain(self, name: str) -> Explanation:
+        placeholders = {n: p for p, n in self.captured.parameters.items()}
+        placeholders |= {
+            alias: placeholders[kept]
+            for alias, kept in self.captured.tied.items()
+            if kept in placeholders
+        }
+        name = placeholders.get(name, name)
+        node = self.nodes.get(name)
+        if name in self.captured.parameters:
+            return self._parameter(self.nodes[name])
+        if node is not None and node.op == "call_function" and node.target is not ANNOTATE:
+            return self._operator(maker(node), [])
+        inside = [
+            n
+            for n in self.captured.operators
+            if n.target is not ANNOTATE and f"{n.meta['module']}.".startswith(f"{name}.")
+        ]
+        if not inside:
+            raise self._unknown(name, [*placeholders])
+        heaviest = max(inside, key=self._weight)
+        return self._operator(heaviest, [n.name for n in inside if n is not heaviest])
+
+    def _unknown(self, name: str, parameters: list[str]) -> InvalidInput:
+        nodes = self.captured.graph.nodes
+        calls = [n for n in nodes if n.op == "call_function" and n.target is not ANNOTATE]
+        modules = {n.meta["module"] for n in calls if n.meta["module"]}
+        known = [*parameters, *sorted(modules), *(n.name for n in calls)]
+        close = difflib.get_close_matches(name, known, 4, 0.5) or known[:4]
+        return InvalidInput(
+            "explain() takes the name of a parameter, a module or a node of the graph",
+            got=repr(name),
+            remedy=f"close to it: {', '.join(dict.fromkeys(close))}",
+        )
+
+    def _weight(self, node: fx.Node) -> tuple[float, float]:
+        rule = self.kinds.rule(node)
+        candidates = self.kinds.candidates(node)
+        return (rule.flops if rule else 0.0, float(candidates.cost.max()))
+
+    # Operators
+
+    def _operator(self, node: fx.Node, others: list[str]) -> Explanation:
+        offered, chosen = self._offered(node)
+        allowed = [self._why_not(node, offered, i) for i in range(len(offered.strategies))]
+        seconds = self._forced_operator(node, offered)
+        candidates = []
+        for index, strategy in enumerate(offered.strategies):
+            edges = tuple(self._edges(node, offered, index))
+            candidates.append(
+                Candidate(
+                    strategy=str(strategy) if offered.facts else "replicated: no rule",
+                    inputs=tuple(
+                        _type(value, states[index])
+                        for value, states in zip(self.kinds.inputs(node), offered.inputs)
+                    ),
+                    output=", ".join(
+                        str(TensorType(tuple(tensor.shape), tensor.dtype, layout_of(states[index])))
+                        for tensor, states in zip(tensors_of(node), offered.results)
+                    ),
+                    forward=float(offered.forward[index]),
+                    backward=float(offered.backward[index]),
+                    inside=float(offered.inside[index]),
+                    memory=float(offered.extra[index]),
+                    edges=edges,
+                    step=None if seconds is None else float(seconds[index]),
+                    chosen=index == chosen,
+                    excluded=allowed[index],
+                    formulas=operator_formulas(offered, index, self.plan.cluster.device),
+                )
+            )
+        rule = self.kinds.rule(node)
+        bound = [
+            f"input {position} is {constraint.layout}, annotated at {constraint.source}"
+            for position, constraint in self.constraints.bound.get(node.name, {}).items()
+        ]
+        return Explanation(
+            name=node.name,
+            what=operator_name(node.target),
+            module=node.meta["module"] or "",
+            source=node.meta["source"] or "",
+            rule=rule.text if rule is not None else "",
+            mesh=str(self.mesh),
+            bound=tuple(bound),
+            candidates=tuple(candidates),
+            others=tuple(others),
+            is_bound_only=self._under_limit,
+            searched=seconds is not None,
+        )
+
+    def _offered(self, node: fx.Node) -> tuple[Candidates, int]:
+        """The candidates that the decision was among, and which one it is."""
+        strategy = self.decisions.strategies.get(node.name)
+        offered = self.kinds.candidates(node)
+        if strategy is None:
+            whole = state_of_whole(tensors_of(node)[0].ndim)
+            chosen = offered.outputs.index(whole) if whole in offered.outputs else 0
+            return offered, chosen
+        if strategy not in offered.strategies:
+            offered = self.kinds.candidates(node, every=True)
+        if strategy in offered.strategies:
+            return offered, offered.strategies.index(strategy)
+        return offered, -1
+
+    def _why_not(self, node: fx.Node, offered: Candidates, index: int) -> str:
+        for position, constraint in self.constraints.bound.get(node.name, {}).items():
+            if offered.inputs[position][index][:2] != state_of(constraint.layout)[:2]:
+                return f"annotated otherwise at {constraint.source}"
+        is_asked = self.plan.search is not None and offered.strategies[index].axes
+        if is_asked and node.name in self.plan.cost_graph.prologue:
+            return "not asked: what follows from the inputs alone is whole on every rank"
+        return ""
+
+    def _edges(self, node: fx.Node, offered: Candidates, index: int) -> Iterator[Edge]:
+        for position, value in enumerate(self.kinds.inputs(node)):
+            first = self._state_before(value, node.name, position)
+            second = offered.inputs[position][index]
+            overlap = self._overlap if is_of_parameters(value, self.captured) else None
+            yield edge(value, value.name, first, second, self.mesh, self.price, overlap)
+        for value in values_of(node):
+            gives = offered.results[place_of(value)][index]
+            late = self._overlap if is_of_parameters(value, self.captured) else None
+            for reader, wants in self._wanted(value):
+                yield edge(value, reader, gives, wants, self.mesh, self.price, late)
+
+    def _state_before(self, value: fx.Node, reader: str, position: int) -> State:
+        """The state from which a reader brings an input to what it wants."""
+        way = self.decisions.ways.get((value.name, reader, position))
+        if way:
+            return way[-1]
+        if value.op == "placeholder":
+            return state_of(self.decisions.placeholders[value.name])
+        return self._gives(value)
+
+    def _gives(self, node: fx.Node) -> State:
+        if node.name in self.decisions.fixed:
+            return state_of(self.decisions.fixed[node.name])
+        operator = maker(node)
+        strategy, rule = self.decisions.strategies.get(operator.name), rule_of(operator)
+        if strategy is None or rule is None:
+            return state_of_whole(node.meta["val"].ndim)
+        return state_of(rule.signature(strategy).outputs[place_of(node)])
+
+    def _wanted(self, node: fx.Node) -> list[tuple[str, State]]:
+        """Who reads a value, and in which state; readers that share one count once."""
+        found: dict[tuple[str, State], None] = {}
+        for reader in node.users:
+            if reader.op == "output":
+                state = self._gives(node) if node.op != "placeholder" else None
+                if state is not None and state[1]:
+                    found["the output", (state[0], (), ())] = None
+                continue
+            for position, value in enumerate(self.kinds.inputs(reader)):
+                if value is not node:
+                    continue
+                if way := self.decisions.ways.get((node.name, reader.name, position)):
+                    found["its readers", way[0]] = None
+                else:
+                    found[reader.name, self._wants(reader, position)] = None
+        return list(found)
+
+    def _wants(self, reader: fx.Node, position: int) -> State:
+        if reader.name in self.decisions.fixed:
+            return state_of(self.decisions.fixed[reader.name])
+        offered, chosen = self._offered(reader)
+        return offered.inputs[position][chosen]
+
+    # Parameters
+
+    def _parameter(self, node: fx.Node) -> Explanation:
+        name = self.captured.parameters[node.name]
+        now = state_of(self.decisions.placeholders[node.name])
+        constraint: LayoutConstraint | None = self.constraints.parameters.get(name)
+        states, seconds = self._forced_parameter(node)
+        if now not in states:
+            states = (now, *states)
+            seconds = None
+        wanted = self._wanted(node)
+        copies = 2 + OPTIMIZER_COPIES if node.meta["differentiable"] else 1
+        candidates = []
+        for index, state in enumerate(states):
+            edges = tuple(
+                edge(node, reader, state, wants, self.mesh, self.price, self._overlap)
+                for reader, wants in wanted
+            )
+            val = node.meta["val"]
+            type_ = TensorType(tuple(val.shape), val.dtype, layout_of(state))
+            candidates.append(
+                Candidate(
+                    strategy=f"kept as {type_}",
+                    inputs=(),
+                    output=str(type_),
+                    forward=0.0,
+                    backward=0.0,
+                    inside=0.0,
+                    memory=float(type_.local_bytes(self.mesh)) * copies,
+                    edges=edges,
+                    step=None if seconds is None else float(seconds[index]),
+                    chosen=state == now,
+                    excluded="",
+                    formulas=(),
+                )
+            )
+        bound = (
+            (f"{constraint.layout}, annotated at {constraint.source}",)
+            if constraint is not None
+            else ()
+        )
+        return Explanation(
+            name=name,
+            what="parameter",
+            module="",
+            source=node.meta.get("source") or "",
+            rule="",
+            mesh=str(self.mesh),
+            bound=bound,
+            candidates=tuple(candidates),
+            others=tuple(dict.fromkeys(reader.name for reader in node.users)),
+            is_bound_only=self._under_limit,
+            searched=seconds is not None,
+        )
+
+    # The whole step with one decision forced
+
+    @property
+    def _overlap(self) -> float:
+        return self.plan.cluster.device.overlap
+
+    @property
+    def _multiplier(self) -> float:
+        return self.plan.search.multiplier if self.plan.search is not None else 0.0
+
+    @property
+    def _under_limit(self) -> bool:
+        return self._multiplier > 0
+
+    def _forced(self, variable: int) -> np.ndarray:
+        built, limit = self.plan.cost_graph, self.plan.limit
+        limit = None if limit is None else limit - built.fixed_bytes
+        pipelining = self.plan.pipelining  # its ranks do their parts of the work side by side
+        runs = self.plan.microbatches / (pipelining.schedule.ranks if pipelining else 1)
+        return forced(built.graph, variable, self._multiplier, limit) * runs
+
+    def _forced_operator(self, node: fx.Node, offered: Candidates) -> np.ndarray | None:
+        """The least seconds of a step for each candidate; None if nothing was searched."""
+        if self.plan.search is None:
+            return None
+        variable = self.plan.cost_graph.operators[node.name]
+        least = self._forced(variable.number)
+        assert variable.candidates is not None
+        known = dict(zip(variable.candidates.strategies, least))
+        return np.array([known.get(strategy, np.inf) for strategy in offered.strategies])
+
+    def _forced_parameter(self, node: fx.Node) -> tuple[tuple[State, ...], np.ndarray | None]:
+        variable = self.plan.cost_graph.parameters[node.name]
+        if self.plan.search is None:
+            return variable.states, None
+        return variable.states, self._forced(variable.number)
+
+
+def _type(node: fx.Node, state: State) -> str:
+    val = node.meta["val"]
+    return str(TensorType(tuple(val.shape), val.dtype, layout_of(state)))

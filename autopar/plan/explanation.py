@@ -1,0 +1,209 @@
+"""Explanation: the answer to why, as a value that prints and that becomes JSON."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from autopar.plan.formulas import Edge
+from autopar.plan.units import seconds_text
+
+_IN_DETAIL = 3  # candidates whose formulas a text shows
+_LISTED = 24  # candidates that a text lists
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way in which an operator could run, or a parameter could be kept."""
+
+    strategy: str
+    inputs: tuple[str, ...]  # the types of its inputs
+    output: str
+    forward: float  # seconds of the operator itself
+    backward: float
+    inside: float  # of movements that its kernel brings along
+    memory: float  # bytes that it keeps (a parameter: with gradient and optimizer states)
+    edges: tuple[Edge, ...]  # to the neighbours as they were decided
+    step: float | None  # seconds of the best step with this one forced
+    chosen: bool
+    excluded: str  # why it was not offered; "" if it was
+    formulas: tuple[str, ...]  # of forward and backward
+
+    @property
+    def own(self) -> float:
+        return self.forward + self.backward + self.inside
+
+    @property
+    def moved(self) -> float:
+        return math.fsum(edge.seconds for edge in self.edges)
+
+    @property
+    def total(self) -> float:
+        """Its own seconds, and those of the movements to its neighbours."""
+        return self.own + self.moved
+
+    def to_json(self) -> dict[str, Any]:
+        data = {key: value for key, value in asdict(self).items() if key != "edges"}
+        edges = [{**edge.to_json(), "seconds": _finite(edge.seconds)} for edge in self.edges]
+        step = None if self.step is None else _finite(self.step)
+        sums = {"own": self.own, "moved": _finite(self.moved), "total": _finite(self.total)}
+        return {**data, **sums, "step": step, "edges": edges}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """All candidates of one decision, the chosen one among them."""
+
+    name: str
+    what: str  # the operator, or "parameter"
+    module: str
+    source: str
+    rule: str
+    mesh: str
+    bound: tuple[str, ...]  # what annotations say
+    candidates: tuple[Candidate, ...]
+    others: tuple[str, ...]  # other operators of the module; the readers of a parameter
+    is_bound_only: bool  # under a memory limit: `step` is what no plan that fits can beat
+    searched: bool
+
+    @property
+    def chosen(self) -> Candidate:
+        return next(candidate for candidate in self.candidates if candidate.chosen)
+
+    @property
+    def ranked(self) -> list[Candidate]:
+        """The chosen one, then the others, the cheapest first."""
+
+        def key(candidate: Candidate) -> tuple[bool, bool, float, float]:
+            step = candidate.total if candidate.step is None else candidate.step
+            return (not candidate.chosen, bool(candidate.excluded), step, candidate.total)
+
+        return sorted(self.candidates, key=key)
+
+    def penalty(self, candidate: Candidate) -> float | None:
+        """By how many seconds a step is longer with `candidate` forced."""
+        if candidate.step is None or self.chosen.step is None:
+            return None
+        return candidate.step - self.chosen.step
+
+    @property
+    def why(self) -> str:
+        """Why the chosen one wins, in a sentence."""
+        others = [c for c in self.ranked[1:] if not c.excluded]
+        if self.bound:
+            reason = "an annotation binds it"
+            if not others:
+                return reason
+        elif not others:
+            reasons = dict.fromkeys(candidate.excluded for candidate in self.ranked[1:])
+            return "; ".join(reasons) or "there is no other candidate"
+        if not self.searched:
+            return "spread from the annotations, without a search: times are not compared"
+        second = others[0]
+        penalty = self.penalty(second) or 0.0
+        if penalty == math.inf:
+            return "no other candidate fits its neighbours"
+        least = "at least " if self.is_bound_only else ""
+        if penalty <= 1e-12 * (self.chosen.step or 1.0):
+            return f"it is as good as the next, {second.strategy}"
+        if second.total > self.chosen.total:
+            own, moved = second.own - self.chosen.own, second.moved - self.chosen.moved
+            parts = f"itself {_change(own)}, its movements {_change(moved)}"
+            return (
+                f"the next, {second.strategy}, costs {least}{seconds_text(penalty)} more ({parts})"
+            )
+        return (
+            f"the next, {second.strategy}, costs {least}{seconds_text(penalty)} more in the whole "
+            "step, because its neighbours would have to change"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "what": self.what,
+            "module": self.module,
+            "source": self.source,
+            "rule": self.rule,
+            "mesh": self.mesh,
+            "bound": list(self.bound),
+            "why": self.why,
+            "step_is_lower_bound": self.is_bound_only,
+            "candidates": [
+                {**c.to_json(), "penalty": _finite(self.penalty(c))} for c in self.ranked
+            ],
+            "others": list(self.others),
+        }
+
+    def __str__(self) -> str:
+        at = f" in {self.module}" if self.module else ""
+        lines = [f"{self.name}: {self.what}{at} on {self.mesh}"]
+        lines += [f"  {self.source}"] if self.source else []
+        lines += [f"  rule: {self.rule}"] if self.rule else []
+        lines += [f"  bound: {text}" for text in self.bound]
+        lines += [f"  chosen: {self.chosen.strategy}; {self.why}", ""]
+        lines += self._table()
+        for candidate in self.ranked[:_IN_DETAIL]:
+            lines += ["", *_details(candidate)]
+        if len(self.candidates) > _IN_DETAIL:
+            lines += ["", "  to_json() has the formulas of all candidates"]
+        if self.others:
+            kind = "read by" if self.what == "parameter" else "also there"
+            more = f", and {len(self.others) - 12} more" if len(self.others) > 12 else ""
+            lines += ["", f"  {kind}: {', '.join(self.others[:12])}{more}"]
+        return "\n".join(lines)
+
+    def _table(self) -> list[str]:
+        rows = [("candidate", "output", "itself", "movements", "together", "step if forced")]
+        for candidate in self.ranked[:_LISTED]:
+            penalty = self.penalty(candidate)
+            if candidate.excluded:
+                forced = candidate.excluded
+            elif penalty is None:
+                forced = ""
+            else:
+                forced = "chosen" if candidate.chosen else f"+{seconds_text(penalty)}"
+                forced = "not possible" if math.isinf(penalty) else forced
+            rows.append(
+                (
+                    ("* " if candidate.chosen else "  ") + candidate.strategy,
+                    "" if self.what == "parameter" else candidate.output,
+                    seconds_text(candidate.own),
+                    seconds_text(candidate.moved),
+                    seconds_text(candidate.total),
+                    forced,
+                )
+            )
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+        texts = [
+            "  " + "  ".join([*(c.ljust(w) for c, w in zip(row, widths)), row[-1]]).rstrip()
+            for row in rows
+        ]
+        more = len(self.candidates) - _LISTED
+        return texts + ([f"  and {more} more"] if more > 0 else [])
+
+
+def _details(candidate: Candidate) -> list[str]:
+    """The formulas of one candidate, with its inputs and movements."""
+    lines = [f"  {candidate.strategy}, {seconds_text(candidate.total)}:"]
+    if candidate.inputs:
+        lines.append(f"    ({', '.join(candidate.inputs)}) -> {candidate.output}")
+    lines += [f"    {formula}" for formula in candidate.formulas]
+    for edge in candidate.edges:
+        if edge.seconds and edge.formulas:
+            to = "" if edge.tensor == edge.neighbour else f" to {edge.neighbour}"
+            where = f"{'output' if to else 'input'} {edge.tensor}{to}"
+            lines.append(
+                f"    {where}: {edge.before} -> {edge.after}, {seconds_text(edge.seconds)}"
+            )
+            lines += [f"      {formula}" for formula in edge.formulas]
+    return lines
+
+
+def _change(seconds: float) -> str:
+    return f"{'' if seconds < 0 else '+'}{seconds_text(seconds)}"
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no infinity."""
+    return None if value is None or math.isinf(value) or math.isnan(value) else value

@@ -1,0 +1,71 @@
+"""Fallbacks: what it costs that an operator runs replicated, whole on every rank.
+
+Its FLOPs are not known without a rule; what is counted is that every rank reads and writes whole
+tensors, and that they are brought there whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.cluster import Device
+from autopar.cost.model import operator_seconds
+from autopar.cost.program import NodePrices
+from autopar.search.decisions import Fallback
+from autopar.strategies.results import flat, tensors_of
+
+
+@dataclass(frozen=True)
+class FallbackCost:
+    """One operator that runs replicated, and the seconds of a step that this costs."""
+
+    node: str
+    operator: str
+    reason: str
+    source: str | None
+    seconds: float  # of the operator, forward and backward
+    moved: float  # seconds of the movements that bring its inputs whole
+
+    @property
+    def cost(self) -> float:
+        """Against being cut over all ranks: the movements, and all but its share of the work."""
+        return self.seconds + self.moved
+
+
+def fallback_costs(
+    fallbacks: tuple[Fallback, ...], graph: fx.Graph, prices: NodePrices
+) -> tuple[FallbackCost, ...]:
+    """The costs of all fallbacks of the rewritten `graph`."""
+    nodes = {node.name: node for node in graph.nodes}
+    found = []
+    for fallback in fallbacks:
+        node = nodes.get(fallback.node)
+        if node is None:
+            continue
+        whole = _whole_seconds(node, prices.device) * (1 - 1 / prices.mesh.size)
+        moved = sum(_brought(value, prices) for value in node.all_input_nodes)
+        found.append(
+            FallbackCost(
+                fallback.node, fallback.operator, fallback.reason, fallback.source, whole, moved
+            )
+        )
+    return tuple(found)
+
+
+def _whole_seconds(node: fx.Node, device: Device) -> float:
+    values = [*node.all_input_nodes, node]
+    types = [type_ for value in values for type_ in flat(value.meta["type"]) if type_ is not None]
+    moved = sum(float(type_.bytes) for type_ in types)
+    once = operator_seconds(device, tensors_of(node)[0].dtype, flops=0.0, moved=moved)
+    return float(once) * (2 if node.meta["differentiable"] else 1)
+
+
+def _brought(value: fx.Node, prices: NodePrices) -> float:
+    """The movements right before a reader."""
+    total = 0.0
+    while "movement" in value.meta and len(value.users) == 1:
+        total += prices(value).seconds
+        value = value.all_input_nodes[0]
+    return total

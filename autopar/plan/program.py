@@ -1,0 +1,221 @@
+"""Program: what the road hands to the runtime, and the check of what a caller hands in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from autopar.capture.captured import Captured
+from autopar.capture.gradients import reached
+from autopar.errors import InvalidInput
+from autopar.layout import TensorType
+from autopar.mesh import Mesh
+from autopar.passes.microbatches import Microbatches
+from autopar.passes.stages import Stage
+from autopar.pipeline.pipelining import Pipelining
+from autopar.search.decisions import Decisions
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program for all ranks of a mesh, with the names of everything that goes in and out."""
+
+    captured: Captured
+    decisions: Decisions
+    graph: fx.Graph
+    batches: Microbatches | None = None  # the program is that of one micro-batch
+    pipelining: Pipelining | None = None
+    stages: tuple[Stage, ...] = ()  # of a pipeline
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.decisions.mesh
+
+    @property
+    def whole_mesh(self) -> Mesh:
+        """That of the world: with the axis of the pipeline, if there is one."""
+        return self.pipelining.mesh if self.pipelining else self.mesh
+
+    @cached_property
+    def placeholders(self) -> dict[str, fx.Node]:
+        return {node.name: node for node in self.graph.nodes if node.op == "placeholder"}
+
+    @cached_property
+    def results(self) -> tuple[fx.Node, ...]:
+        """The user's outputs, then the new values of mutated buffers."""
+        return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    @cached_property
+    def learns(self) -> dict[str, bool]:
+        """Of every parameter that the program reads, whether it takes a gradient."""
+        return {
+            name: self.placeholders[placeholder].meta["differentiable"]
+            for placeholder, name in self.captured.parameters.items()
+        }
+
+    @property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        return self.results[: len(self.results) - len(self.captured.mutations)]
+
+    def type_of(self, placeholder: str) -> TensorType:
+        return self.placeholders[placeholder].meta["type"]
+
+    @cached_property
+    def has_loss(self) -> bool:
+        """Whether a step knows what to differentiate."""
+        with suppress(InvalidInput):
+            return self.loss_index >= 0
+        return False
+
+    @property
+    def loss_index(self) -> int:
+        """Which output is the loss."""
+        return self.captured.loss_index
+
+    @cached_property
+    def learned(self) -> tuple[frozenset[str], ...]:
+        """For each output, the parameters (names in the model) that its backward reaches."""
+        parameters, graph = self.captured.parameters, self.captured.graph
+        outputs: Any = graph.output_node().args[0]
+        return tuple(
+            frozenset(parameters[n.name] for n in reached([output]) if n.name in parameters)
+            for output in outputs[: len(self.outputs)]
+        )
+
+    @property
+    def once(self) -> frozenset[str]:
+        """The buffers that a step in micro-batches changes once, at its end."""
+        return frozenset() if self.batches is None else self.batches.once
+
+    def split(self, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """The inputs of every micro-batch of a step, in order."""
+        return [dict(inputs)] if self.batches is None else self.batches.split(inputs)
+
+    @property
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the program's inputs on all ranks together."""
+        names = [name for name in self.captured.inputs if name is not None]
+        return {name: self.type_of(name).shape for name in names}
+
+    def shapes(self, of_backend: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """The shapes that a caller's inputs have: those of the backend, or of a whole batch."""
+        if self.batches is None:
+            return dict(of_backend)
+        nodes = {node.name: node for node in self.batches.whole.graph.nodes}
+        return {
+            name: tuple(nodes[name].meta["val"].shape)
+            for name in self.captured.inputs
+            if name is not None
+        }
+
+    def structure(self, outputs: Sequence[Any]) -> Any:
+        """The user's own output structure around `outputs`."""
+        values = iter(outputs)
+        leaves = [
+            next(values) if isinstance(leaf, fx.Node) else leaf
+            for leaf in self.captured.output_leaves
+        ]
+        return pytree.tree_unflatten(leaves, self.captured.output_spec)
+
+    @cached_property
+    def _keyword_names(self) -> tuple[str, ...]:
+        return tuple(self.captured.input_spec.children()[1].context or ())
+
+    @cached_property
+    def _is_flat(self) -> bool:
+        """Whether no argument is a container of others."""
+        return all(
+            argument.is_leaf()
+            for group in self.captured.input_spec.children()
+            for argument in group.children()
+        )
+
+    def bind(
+        self, args: tuple, kwargs: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, Tensor]:
+        """The tensors of a call by placeholder, checked against what was captured.
+
+        `shapes` are those expected here (a rank's own, with local inputs).
+        """
+        names = self._keyword_names
+        if kwargs.keys() == set(names):
+            kwargs = {name: kwargs[name] for name in names}
+        if (
+            self._is_flat
+            and len(args) + len(kwargs) == len(self.captured.inputs)
+            and (tuple(kwargs) == names)
+        ):
+            leaves = [*args, *kwargs.values()]  # what flattening gives, in a tenth of the time
+        else:
+            leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+            if spec != self.captured.input_spec:
+                raise InvalidInput(
+                    "a parallel module is called with the arguments it was captured with",
+                    got=f"{_signature(spec)}; captured were {_signature(self.captured.input_spec)}",
+                    remedy="call it the same way, or parallelize again with these arguments",
+                )
+        bound = {}
+        for index, (leaf, placeholder) in enumerate(zip(leaves, self.captured.inputs)):
+            if placeholder is None:
+                self._check_static(index, leaf)
+            else:
+                self._check_tensor(placeholder, leaf, shapes[placeholder])
+                # Autograd keeps no tensor that was made in inference mode.
+                is_copied = leaf.is_inference() and not torch.is_inference_mode_enabled()
+                bound[placeholder] = leaf.clone() if is_copied else leaf
+        return bound
+
+    def _check_static(self, index: int, leaf: Any) -> None:
+        captured = self.captured.static_inputs[index]
+        if leaf is not captured and not _is_same(leaf, captured):
+            raise InvalidInput(
+                "an argument that is no tensor is part of the captured program",
+                got=f"{_brief(leaf)}; captured was {_brief(captured)}",
+                remedy="parallelize again with this value",
+            )
+
+    def _check_tensor(self, placeholder: str, leaf: Any, shape: tuple[int, ...]) -> None:
+        node = self.placeholders[placeholder]
+        dtype = node.meta["val"].dtype
+        if not isinstance(leaf, Tensor) or tuple(leaf.shape) != shape or leaf.dtype != dtype:
+            raise InvalidInput(
+                "an input has the shape and dtype that were captured",
+                got=f"{placeholder}: {_brief(leaf)}; captured was {shape} {dtype}",
+                remedy="use batches of one shape, or parallelize again for this one",
+            )
+        if leaf.device.type == "meta":
+            raise InvalidInput(
+                "a program that runs needs inputs with data",
+                got=f"{placeholder}: {_brief(leaf)} on the meta device",
+                remedy="hand over tensors of a device; plan() alone needs no data",
+            )
+        if leaf.requires_grad and torch.is_grad_enabled() and not node.meta["differentiable"]:
+            raise InvalidInput(
+                "an input that needs a gradient must have needed one when it was captured",
+                got=f"{placeholder} requires grad",
+                remedy="parallelize with an example input that requires grad",
+            )
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Equal, as values that a program has inside are; NaN is what it is."""
+    if type(one) is not type(other):
+        return False
+    return repr(one) == repr(other) if isinstance(one, float | complex) else bool(one == other)
+
+
+def _brief(leaf: Any) -> str:
+    return f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else repr(leaf)
+
+
+def _signature(spec: pytree.TreeSpec) -> str:
+    positional, keywords = spec.children()
+    names = ", ".join(map(str, keywords.context or ()))
+    return f"{len(positional.children())} positional and keywords ({names})"

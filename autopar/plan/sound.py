@@ -1,0 +1,132 @@
+"""Sound: a plan from a file agrees with itself, and with the program it is attached to.
+
+The schema has seen to it that everything is of its kind. Here: names exist, layouts fit, numbers
+that are said twice are the same, and nothing is left over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, NoReturn
+
+from torch import fx
+
+from autopar.capture.captured import Captured
+from autopar.capture.marker import ANNOTATE
+from autopar.collectives.redistribution import State
+from autopar.errors import InvalidInput
+from autopar.layout import TensorType
+from autopar.strategies import tensor_inputs
+
+if TYPE_CHECKING:
+    from autopar.plan.file import SavedPlan
+
+_REMEDY = "make the plan again, and save it"
+
+
+def require_sound(saved: SavedPlan) -> None:
+    """Refuse a plan that contradicts itself."""
+    kept = (*saved.fingerprint.parameters, *saved.fingerprint.buffers)
+    _require_names("parameters and buffers", saved.annotated, kept, ())
+    for name in kept:
+        if name not in saved.types:
+            _fail("a plan has a layout for each parameter and buffer", f"none for {name}")
+    for name, type_ in saved.types.items():
+        type_.layout.validate(type_.shape, saved.mesh)
+        if name in saved.decisions.placeholders and type_.layout.partial:
+            _fail("what goes into a program is no partial sum", f"{name}: {type_}")
+    for (value, reader, _), way in saved.decisions.ways.items():
+        for state in way:
+            _require_axes(state, saved, f"{value} on its way to {reader}")
+    ranks = saved.mesh.size
+    if saved.pipelining is not None:
+        ranks = saved.pipelining.mesh.size
+        _require_pipeline(saved)
+    if ranks > saved.cluster.devices:
+        _fail(
+            "a mesh has at most as many ranks as the cluster has devices",
+            f"{ranks} ranks on {saved.cluster.devices} devices",
+        )
+
+
+def _require_axes(state: State, saved: SavedPlan, what: str) -> None:
+    dims, partial, pending = state
+    used = [axis for dim in dims for axis in dim] + [*partial, *pending]
+    if len(set(used)) != len(used) or any(axis not in saved.mesh for axis in used):
+        _fail("a value on its way uses each axis of the mesh at most once", f"{what}: {state}")
+
+
+def _require_pipeline(saved: SavedPlan) -> None:
+    pipelining, slices = saved.pipelining, saved.slices
+    assert pipelining is not None
+    schedule, axis, mesh = pipelining.schedule, pipelining.axis, pipelining.mesh
+    if axis not in mesh or mesh.without(axis) != saved.mesh or mesh[axis] != schedule.ranks:
+        _fail(
+            "the mesh of a pipeline is that of a stage and the ranks of its schedule",
+            f"{mesh} over {axis!r}, {saved.mesh} in a stage, {schedule.ranks} ranks",
+        )
+    if len(pipelining.stages) != schedule.stages or slices != schedule.slices:
+        _fail(
+            "a plan has the stages and the micro-batches of its schedule",
+            f"{len(pipelining.stages)} stages and {slices} micro-batches for {schedule.stages} "
+            f"and {schedule.slices}",
+        )
+
+
+def require_fitting(saved: SavedPlan, captured: Captured) -> None:
+    """Refuse a plan whose names, layouts or strategies are not those of `captured`."""
+    nodes = {node.name: node for node in captured.graph.nodes}
+    calls = {name for name, node in nodes.items() if node.op == "call_function"}
+    markers = {name for name in calls if nodes[name].target is ANNOTATE}
+    decisions = saved.decisions
+    placeholders = {name for name, node in nodes.items() if node.op == "placeholder"}
+    _require_names("values that go in", decisions.placeholders, placeholders, placeholders)
+    _require_names("annotations", decisions.fixed, markers, markers)
+    _require_names("operators", decisions.strategies, calls, ())
+    _require_names("annotated parameters", saved.annotated, set(captured.parameters.values()), ())
+    for name in (*decisions.placeholders, *decisions.fixed):
+        type_, value = saved.types[name], nodes[name].meta["val"]
+        if (type_.shape, type_.dtype) != (tuple(value.shape), value.dtype):
+            _fail("a type has the shape and dtype of its value", f"{name}: {type_}")
+    for name in decisions.strategies:
+        _require_rule(saved, captured, nodes[name])
+    for (value, reader, position), way in decisions.ways.items():
+        inputs = tensor_inputs(nodes[reader]) if reader in calls else ()
+        if position >= len(inputs) or value not in {node.name for node in inputs}:
+            _fail("a way leads from a value to its reader", f"{value} to {reader}, {position}")
+        if any(len(dims) != nodes[value].meta["val"].ndim for dims, _, _ in way):
+            _fail("a layout names every dim of its tensor, once", f"{value} to {reader}: {way}")
+
+
+def _require_names(
+    what: str, given: Iterable[str], known: Iterable[str], needed: Iterable[str]
+) -> None:
+    unknown, missing = set(given) - set(known), set(needed) - set(given)
+    for name in sorted(unknown | missing):
+        is_missing = "is missing" if name in missing else "is not there"
+        _fail(f"a plan names the {what} of its program", f"{name}, which {is_missing}")
+
+
+def _require_rule(saved: SavedPlan, captured: Captured, node: fx.Node) -> None:
+    strategy, rule = saved.decisions.strategies[node.name], captured.rules[node.name]
+    unknown = {factor for factor, _ in strategy.cuts} - set(rule.factors if rule else ())
+    if rule is None or unknown:
+        raise InvalidInput(
+            "the strategies of a plan are such as the rules of its operators allow",
+            got=f"{strategy} for {node.name}, whose rule is {rule and rule.text!r}",
+            remedy="register the rules that the plan was made with, or make it again",
+            source=node.meta["source"],
+        )
+    rule.validate(strategy, saved.mesh, node.meta["source"])
+
+
+def require_types(saved: SavedPlan, types: Mapping[str, TensorType]) -> None:
+    """Refuse a plan that says other layouts than follow from its decisions."""
+    for name in dict.fromkeys([*saved.types, *types]):
+        if saved.types.get(name) != types.get(name):
+            got = f"{name}: {saved.types.get(name)}, where {types.get(name)} follows"
+            _fail("the layouts of a plan follow from its decisions", got)
+
+
+def _fail(rule: str, got: str) -> NoReturn:
+    raise InvalidInput(rule, got=got, remedy=_REMEDY)

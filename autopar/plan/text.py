@@ -1,0 +1,192 @@
+"""Text: a plan on a page, equal blocks as one.
+
+plan on Mesh(dp=2, tp=4), dgx-h100: 8 devices in 1 node, mode auto
+  step       18.6 ms: compute 17.2 ms, communication 4.1 ms, 1.4 ms of it exposed
+  memory     41.2 GB of 80 GB: activations 20.1 GB, optimizer 10.4 GB, ...
+  search     0.8 s, gap 0% to the bound 18.6 ms; 4,210 strategies of 612 nodes
+parameters
+  layers.{0..47}.mlp.up.weight   bf16[6400@tp, 1600]   gradient summed over dp
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from autopar.cluster import Cluster
+from autopar.plan.grouping import grouped
+from autopar.plan.units import bytes_text, seconds_text, share_text
+from autopar.search.auto import Search
+
+if TYPE_CHECKING:
+    from autopar.plan.file import SavedPlan
+    from autopar.plan.plan import Plan
+    from autopar.planner.choose import Alternative
+
+_MESHES = 8  # considered ones that are listed
+_WIDEST = 64
+
+
+def plan_text(plan: Plan) -> str:
+    """The whole page."""
+    cost, memory = plan.cost, plan.memory
+    parts = {k: v for k, v in sorted(asdict(memory).items(), key=lambda i: -i[1]) if v}
+    count = f", {plan.microbatches} micro-batches" if plan.batches is not None else ""
+    hidden = f", {seconds_text(cost.exposed)} of it exposed" if cost.communication else ""
+    lines = [
+        f"plan on {plan.whole_mesh}, {_cluster(plan.cluster)}, mode {plan.mode}",
+        f"  step       {seconds_text(cost.seconds)}: compute {seconds_text(cost.compute)}, "
+        f"communication {seconds_text(cost.communication)}{hidden}{count}",
+        f"  memory     {bytes_text(memory.peak)} of {bytes_text(plan.cluster.device.memory)}: "
+        + ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items()),
+        f"  search     {_search(plan.search)}",
+    ]
+    if plan.pipelining is not None:
+        lines += str(plan.pipelining).splitlines()
+    sync = {p: node.meta.get("sync") for p, node in plan.program.placeholders.items()}
+    rows = [
+        (name, (str(plan.types[name]), _summed(sync.get(placeholder))))
+        for placeholder, name in plan.captured.parameters.items()
+    ]
+    lines += ["parameters", *_table(grouped(rows))]
+    lines += _movements(plan)
+    lines += _fallbacks(plan)
+    lines += _considered(plan.search)
+    lines += _alternatives(plan.alternatives)
+    return "\n".join(lines)
+
+
+def saved_text(saved: SavedPlan) -> str:
+    """What a plan on disk tells without its model."""
+    rows = [(name, (str(saved.types[name]),)) for name in saved.fingerprint.parameters]
+    mesh = saved.mesh if saved.pipelining is None else saved.pipelining.mesh
+    lines = [
+        f"saved plan on {mesh}, {_cluster(saved.cluster)}, mode {saved.mode}, made with torch "
+        f"{saved.fingerprint.torch}",
+        f"  search     {_search(saved.search)}",
+        f"  operators  {len(saved.fingerprint.operators)}; micro-batches {saved.microbatches}",
+        "  time and memory are computed once a model is attached: .attach(model, args, kwargs)",
+        "parameters",
+        *_table(grouped(rows)),
+    ]
+    lines += _considered(saved.search)
+    return "\n".join(lines + _alternatives(saved.alternatives))
+
+
+def plan_data(plan: Plan) -> dict[str, Any]:
+    """The same page as plain data."""
+    return {
+        "mesh": dict(zip(plan.whole_mesh.names, plan.whole_mesh.shape)),
+        "cluster": plan.cluster.name,
+        "devices": plan.cluster.devices,
+        "mode": plan.mode,
+        "microbatches": plan.microbatches,
+        "cost": plan.cost.to_json(),
+        "memory": plan.memory.to_json(),
+        "search": None if plan.search is None else plan.search.to_json(),
+        "pipeline": None if plan.pipelining is None else plan.pipelining.data(),
+        "parameters": {n: str(plan.types[n]) for n in plan.captured.parameters.values()},
+        "movements": [asdict(record) for record in plan.movements()],
+        "fallbacks": [{**asdict(f), "cost": f.cost} for f in plan.fallbacks],
+        "alternatives": [alternative.to_json() for alternative in plan.alternatives],
+    }
+
+
+def _cluster(cluster: Cluster) -> str:
+    nodes = f"{len(cluster.nodes)} node{'s' if len(cluster.nodes) > 1 else ''}"
+    return f"{cluster.name}: {cluster.devices} x {cluster.device.name} in {nodes}"
+
+
+def _search(search: Search | None) -> str:
+    if search is None:
+        return "none: layouts were spread from the annotations and the batch"
+    sizes = search.sizes
+    folded = max((count for count, _ in sizes.runs), default=0)
+    blocks = f", {folded} equal blocks folded" if folded else ""
+    cut = "; interrupted: what was not weighed may be better" if search.interrupted else ""
+    proof = f"gap {share_text(search.gap)} to the bound {seconds_text(search.bound)}"
+    if not search.bound:
+        proof = "no bound"
+    return (
+        f"{seconds_text(search.seconds)}, {proof}; {sizes.strategies:,} strategies of "
+        f"{sizes.nodes:,} nodes, {sizes.pruned_strategies:,} after pruning{blocks}{cut}"
+    )
+
+
+def _summed(axes: Sequence[str] | None) -> str:
+    return f"gradient summed over {', '.join(axes)}" if axes else ""
+
+
+def _movements(plan: Plan) -> list[str]:
+    records = plan.movements()
+    if not records:
+        return ["movements: none besides gradients"]
+    rows = [
+        (
+            record.module or "the model",
+            (
+                f"{record.forward} over {record.axis}",
+                record.tensor,
+                f"back: {record.backward or 'nothing'}",
+                bytes_text(record.bytes),
+                seconds_text(record.seconds),
+            ),
+        )
+        for record in records
+    ]
+    total = sum(record.seconds for record in records)
+    title = (
+        f"movements: {len(records)} in a micro-batch"
+        if plan.batches
+        else (f"movements: {len(records)} in a step")
+    )
+    return [f"{title}, {seconds_text(total)}", *_table(grouped(rows), counted=True)]
+
+
+def _fallbacks(plan: Plan) -> list[str]:
+    if not plan.fallbacks:
+        return []
+    rows = [
+        (f.operator, (f.reason, f"costs {seconds_text(f.cost)}", f.source or ""))
+        for f in plan.fallbacks
+    ]
+    total = sum(fallback.cost for fallback in plan.fallbacks)
+    title = f"replicated for want of a rule: {len(rows)}, {seconds_text(total)} of a step"
+    return [title, *_table(grouped(rows), counted=True)]
+
+
+def _considered(search: Search | None) -> list[str]:
+    if search is None or len(search.considered) < 2:
+        return []
+    ranked = sorted(search.considered, key=lambda c: (c.seconds is None, c.seconds or 0.0))
+    lines = ["meshes"]
+    for entry in ranked[:_MESHES]:
+        memory = "" if entry.memory is None else f", {bytes_text(entry.memory)}"
+        figures = entry.why if entry.seconds is None else seconds_text(entry.seconds) + memory
+        lines.append(f"  {entry.mesh}  {figures}")
+    more = len(ranked) - _MESHES
+    return lines + ([f"  and {more} more"] if more > 0 else [])
+
+
+def _alternatives(alternatives: Sequence[Alternative]) -> list[str]:
+    if len(alternatives) < 2:
+        return []
+    lines = ["ways to run a step", *(f"  {one}" for one in alternatives[:_MESHES])]
+    more = len(alternatives) - _MESHES
+    return lines + ([f"  and {more} more"] if more > 0 else [])
+
+
+def _table(rows: Iterable[tuple[str, Hashable, int]], counted: bool = False) -> list[str]:
+    """Aligned columns: the name, then the cells of its content, then how often."""
+    texts = [
+        (name, *content, *([f"x {count}"] if counted and count > 1 else [""] if counted else []))  # type: ignore[misc]
+        for name, content, count in rows
+    ]
+    if not texts:
+        return []
+    widths = [min(max(len(row[i]) for row in texts), _WIDEST) for i in range(len(texts[0]))]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+        for row in texts
+    ]

@@ -1,0 +1,88 @@
+"""Agreement: all ranks of a world carry out one plan, that of rank 0.
+
+Rank 0 plans and sends its decisions as plain data. Every other rank attaches them to the model that
+it has itself, which compares the two models; or, if it brought a plan, compares the two plans. A
+rank that disagrees is named on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from autopar.errors import AutoparError, InvalidInput
+from autopar.plan.diff import compare
+from autopar.plan.file import SavedPlan
+from autopar.plan.plan import Plan
+
+
+def agree(make: Callable[[], Plan], attach: Callable[[SavedPlan], Plan]) -> Plan:
+    """The plan of this rank. Rank 0 calls `make`, the others `attach` what it made."""
+    error: Exception | None = None
+    plan: Plan | None = None
+    if dist.get_rank() == 0:
+        try:
+            plan = make()
+            _send(SavedPlan.of(plan).to_json())
+        except Exception as failure:
+            error = failure
+            _send({"error": _text(failure)})
+    else:
+        received = _send(None)
+        if "error" in received:
+            error = InvalidInput(
+                "rank 0 makes the plan for all ranks",
+                got=f"on rank 0: {received['error']}",
+                remedy="mend what failed there",
+            )
+        else:
+            try:
+                plan = attach(SavedPlan.from_json(received, "the plan of rank 0"))
+            except Exception as failure:
+                error = failure
+    texts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, None if error is None else _text(error))
+    if error is not None and (dist.get_rank() == 0 or texts[0] is not None):
+        raise error
+    wrong = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
+    if wrong:
+        raise InvalidInput(
+            "all ranks have one model, inputs of one shape, and one plan",
+            got="\n".join(wrong),
+            remedy="build the model and its example inputs in the same way on every rank",
+        )
+    assert plan is not None
+    return plan
+
+
+def require_equal(own: Plan, first: SavedPlan) -> Plan:
+    """`own`, if it decides what the plan of rank 0 does."""
+    differences = own.fingerprint.differences(first.fingerprint)
+    if not differences and own.decisions != first.decisions:
+        diff = compare(own, first)
+        pairs = {**diff.settings, **diff.parameters, **diff.values}
+        differences = [f"{name}: {one}, not {two}" for name, (one, two) in pairs.items()][:4]
+        differences = differences or ["other ways to the same layouts"]
+    if differences:
+        raise InvalidInput(
+            "the plan of every rank is that of rank 0",
+            got="\n".join(differences),
+            remedy="plan in the same way on every rank, or leave planning to parallelize()",
+        )
+    return own
+
+
+def _send(data: Any) -> Any:
+    """What rank 0 gives, on every rank."""
+    box = [data]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _text(error: Exception) -> str:
+    if isinstance(error, AutoparError):
+        given = f": {error.got}" if error.got is not None else ""
+        return f"{error.rule}{given}"
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,243 @@
+"""Constraints: what the user's annotations ask, resolved to layouts on one mesh.
+
+Numbers of slices become axes here: a number takes the first axes of the mesh, still free in its
+call, whose sizes multiply to it. Annotations of a function's or a leaf module's inputs *bind* the
+one operator that reads them; all others fix a value and leave its readers free.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autopar.capture.captured import Captured
+from autopar.capture.marker import ANNOTATE, Annotation, Entry
+from autopar.errors import InvalidInput
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.strategies import Rule, rule_of, tensor_inputs
+
+
+@dataclass(frozen=True)
+class LayoutConstraint:
+    """A layout that one value must have, and where that was said."""
+
+    layout: Layout
+    source: str
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """All layouts that annotations fix."""
+
+    values: Mapping[str, LayoutConstraint] = field(default_factory=dict)  # by marker node
+    parameters: Mapping[str, LayoutConstraint] = field(default_factory=dict)  # by name in the model
+    inputs: Mapping[str, LayoutConstraint] = field(default_factory=dict)  # by placeholder
+    # by operator and input
+    bound: Mapping[str, Mapping[int, LayoutConstraint]] = field(default_factory=dict)
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """Every axis that some annotation names."""
+        constraints = [*self.values.values(), *self.parameters.values(), *self.inputs.values()]
+        return frozenset(axis for constraint in constraints for axis in constraint.layout.axes)
+
+
+def read_constraints(
+    captured: Captured, mesh: Mesh, parameters: Mapping[str, Sequence[Annotation]]
+) -> Constraints:
+    """Resolve the markers of a graph and the annotations of parameters."""
+    calls: dict[int, list[tuple[fx.Node, Annotation]]] = {}
+    for node in captured.graph.nodes:
+        if node.target is ANNOTATE:
+            annotation = Annotation.decode(node.args[1])
+            calls.setdefault(annotation.call, []).append((node, annotation))
+    values: dict[str, LayoutConstraint] = {}
+    bound: dict[str, dict[int, LayoutConstraint]] = {}
+    for group in calls.values():
+        inputs = [pair for pair in group if pair[1].role in ("input", "leaf")]
+        operator = _only_reader([node for node, _ in inputs]) if inputs else None
+        rule = rule_of(operator) if operator is not None else None
+        if operator is not None and rule is not None:
+            resolved = _bind(operator, rule, inputs, mesh)
+            bound[operator.name] = resolved
+            arguments = tensor_inputs(operator)
+            for position, constraint in resolved.items():
+                values[arguments[position].name] = constraint
+        for node, annotation in group:
+            if node.name not in values:
+                layout = _resolve(annotation, tuple(node.meta["val"].shape), mesh)
+                values[node.name] = LayoutConstraint(layout, annotation.source)
+                for reader in node.users if annotation.role == "leaf" else ():
+                    if reader.target is not ANNOTATE and rule_of(reader) is not None:
+                        position = tensor_inputs(reader).index(node)
+                        bound.setdefault(reader.name, {})[position] = values[node.name]
+    return Constraints(values, _parameters(captured, mesh, parameters), bound=bound)
+
+
+def _parameters(
+    captured: Captured, mesh: Mesh, parameters: Mapping[str, Sequence[Annotation]]
+) -> dict[str, LayoutConstraint]:
+    shapes = {
+        captured.parameters[node.name]: tuple(node.meta["val"].shape)
+        for node in captured.graph.nodes
+        if node.op == "placeholder" and node.name in captured.parameters
+    }
+    constraints: dict[str, LayoutConstraint] = {}
+    for alias, said in parameters.items():
+        name = captured.tied.get(alias, alias)
+        for annotation in said:
+            constraint = LayoutConstraint(
+                _resolve(annotation, shapes[name], mesh), annotation.source
+            )
+            if constraints.setdefault(name, constraint).layout != constraint.layout:
+                raise InvalidInput(
+                    "two annotations of one parameter must agree",
+                    got=f"{name}: {constraints[name].layout} at {constraints[name].source}\n"
+                    f"and {constraint.layout} at {constraint.source}",
+                    remedy="remove one of them",
+                    source=constraint.source,
+                )
+    return constraints
+
+
+def _only_reader(markers: Sequence[fx.Node]) -> fx.Node | None:
+    """The one operator that reads all markers of a call, if there is one."""
+    readers = {user for marker in markers for user in marker.users}
+    if len(readers) != 1 or any(len(marker.users) != 1 for marker in markers):
+        return None
+    (reader,) = readers
+    return reader if reader.op == "call_function" and reader.target is not ANNOTATE else None
+
+
+def _bind(
+    operator: fx.Node, rule: Rule, markers: Sequence[tuple[fx.Node, Annotation]], mesh: Mesh
+) -> dict[int, LayoutConstraint]:
+    """Resolve the annotations of all inputs of one operator together, factor by factor."""
+    positions = {argument: index for index, argument in enumerate(tensor_inputs(operator))}
+    chosen: dict[str, tuple[Entry, Annotation]] = {}
+    for node, annotation in markers:
+        shape = node.meta["val"].shape
+        for size, dim, entry in zip(shape, rule.inputs[positions[node]], annotation.dims):
+            factor = next((f for f in dim if rule.sizes[f] > 1), None)
+            if factor is None:
+                _axes(entry, size, mesh, set(), annotation)
+                continue
+            wanted = None if entry in (1, ()) else entry
+            if wanted is not None and (reason := rule.why_whole(factor)) is not None:
+                raise InvalidInput(
+                    f"a dim that an operator keeps whole is not cut: {reason}",
+                    got=f"{annotation.dims} for input {annotation.index} of {annotation.what}, dim "
+                    f"{factor!r}; the rule is {rule.text!r}",
+                    remedy="give None (or 1) for this dim",
+                    source=annotation.source,
+                )
+            earlier, other = chosen.setdefault(factor, (wanted, annotation))
+            if earlier != wanted:
+                raise InvalidInput(
+                    "the annotations of one operator contradict each other",
+                    got=f"dim {factor!r} of {annotation.what}: {earlier!r} for input {other.index} "
+                    f"at {other.source}\nand {wanted!r} for input {annotation.index} at "
+                    f"{annotation.source}",
+                    remedy=f"cut it the same way in both; the rule is {rule.text!r}",
+                    source=annotation.source,
+                )
+    axes: dict[str, tuple[str, ...]] = {}
+    used: dict[str, tuple[str, Annotation]] = {}
+    for factor, (entry, annotation) in chosen.items():
+        axes[factor] = _axes(entry, rule.sizes[factor], mesh, set(used), annotation)
+        for axis in axes[factor]:
+            if axis in used:
+                earlier_factor, other = used[axis]
+                raise InvalidInput(
+                    "an axis may cut one factor of an operator; the annotations contradict",
+                    got=f"{axis!r} cuts {earlier_factor!r} at {other.source}\nand {factor!r} at "
+                    f"{annotation.source}; the rule is {rule.text!r}",
+                    remedy="use another axis for one of them, or leave it uncut",
+                    source=annotation.source,
+                )
+            used[axis] = (factor, annotation)
+    constraints = {}
+    for node, annotation in markers:
+        dims = [
+            tuple(axis for factor in dim for axis in axes.get(factor, ()))
+            for dim in rule.inputs[positions[node]]
+        ]
+        constraints[positions[node]] = LayoutConstraint(Layout(*dims), annotation.source)
+    return constraints
+
+
+def _resolve(annotation: Annotation, shape: Sequence[int], mesh: Mesh) -> Layout:
+    """The layout that one annotation asks of one tensor."""
+    dims: list[tuple[str, ...]] = []
+    named = [axis for entry in annotation.dims for axis in _names(entry)]
+    for axis in named:
+        if named.count(axis) > 1:
+            raise InvalidInput(
+                "an axis may be used once on one tensor",
+                got=f"{annotation.dims} for {annotation.what} uses {axis!r} {named.count(axis)} "
+                "times",
+                remedy="keep one of the uses",
+                source=annotation.source,
+            )
+    for entry, size in zip(annotation.dims, shape):
+        used = {axis for dim in dims for axis in dim} | set(named)
+        dims.append(_axes(entry, size, mesh, used, annotation))
+    return Layout(*dims)
+
+
+def _names(entry: Entry) -> tuple[str, ...]:
+    if isinstance(entry, str):
+        return (entry,)
+    return entry if isinstance(entry, tuple) else ()
+
+
+def _axes(
+    entry: Entry, size: int, mesh: Mesh, used: set[str], annotation: Annotation
+) -> tuple[str, ...]:
+    """The axes of one entry: as named, or the first free ones that multiply to the number."""
+    for axis in _names(entry):
+        if axis not in mesh:
+            raise InvalidInput(
+                "an axis of a strategy must be one of the mesh's",
+                got=f"{axis!r} in {annotation.dims} for {annotation.what}; the mesh is {mesh}",
+                remedy=f"use one of {', '.join(map(repr, mesh.names))}",
+                source=annotation.source,
+            )
+    if not isinstance(entry, int):
+        if mesh.degree(_names(entry)) > size:
+            raise InvalidInput(
+                "a dim is cut into at most as many pieces as it has elements",
+                got=f"{entry!r} in {annotation.dims} for {annotation.what} cuts {size} into "
+                f"{mesh.degree(_names(entry))}",
+                remedy="use fewer or smaller axes on this dim",
+                source=annotation.source,
+            )
+        return tuple(axis for axis in _names(entry) if mesh[axis] > 1)
+    _check_number(entry, size, annotation)
+    free = [axis for axis in mesh.names if axis not in used and mesh[axis] > 1]
+    for count in range(len(free) + 1):
+        for axes in itertools.combinations(free, count):
+            if mesh.degree(axes) == entry:
+                return axes
+    raise InvalidInput(
+        "a number of slices must be the size of a free axis of the mesh, or a product of such",
+        got=f"{entry} in {annotation.dims} for {annotation.what}; free in {mesh}: "
+        f"{', '.join(f'{axis}={mesh[axis]}' for axis in free) or 'nothing'}",
+        remedy="use such a number, or another mesh",
+        source=annotation.source,
+    )
+
+
+def _check_number(entry: Entry, size: int, annotation: Annotation) -> None:
+    if isinstance(entry, int) and size % entry:
+        raise InvalidInput(
+            "a number of slices must divide the dim",
+            got=f"{entry} slices of a dim of size {size}, in {annotation.dims} for "
+            f"{annotation.what}",
+            remedy=f"a divisor of {size}; or name the axes, which may cut unevenly",
+            source=annotation.source,
+        )

@@ -1,0 +1,54 @@
+"""Prologue: values that follow from the inputs alone.
+
+What needs no gradient and follows from the model's inputs (positions, masks, shifted labels) is the
+prologue: it runs whole on every rank where that costs next to nothing, and then every piece of it
+is at hand everywhere. Decided one by one, such values would tie all layers together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autopar.capture.captured import Captured
+from autopar.search.candidates import NodeClasses, uncut
+from autopar.strategies.results import maker
+
+# The part of all computation that running the prologue whole on every rank may add.
+MOST_SLACK = 2e-3
+
+
+@dataclass
+class Prologue:
+    """The operators that all ranks run whole."""
+
+    names: set[str] = field(default_factory=set)
+    slack: float = 0.0  # seconds that a plan with a cut prologue could be faster, at most
+
+
+def find_prologue(
+    captured: Captured, calls: Sequence[fx.Node], kinds: NodeClasses, asked: Collection[str]
+) -> Prologue:
+    """The prologue of a program, without what annotations ask about."""
+    offers = [kinds.candidates(node) for node in calls]
+    budget = MOST_SLACK * sum(candidates.least for candidates in offers)
+    prologue = Prologue()
+    for node, candidates in zip(calls, offers):
+        if node.name in asked or node.meta["differentiable"]:
+            continue
+        if all(is_whole(value, captured, prologue) for value in kinds.inputs(node)):
+            cost = candidates.cost
+            more = float(cost[uncut(candidates)]) - candidates.least
+            if prologue.slack + more <= budget:
+                prologue.slack += more
+                prologue.names.add(node.name)
+    return prologue
+
+
+def is_whole(value: fx.Node, captured: Captured, prologue: Prologue) -> bool:
+    """Whether every rank has all of a value anyway."""
+    if value.op == "placeholder":
+        return value.name not in captured.parameters and not value.meta["differentiable"]
+    return maker(value).name in prologue.names

@@ -1,0 +1,192 @@
+"""ReshardTable: the least seconds from every layout to every other, as one matrix.
+
+>>> table = reshard_table(Mesh(dp=2, tp=2), 2)
+>>> seconds = table.seconds((8, 8), 4, price)          # one row and one column for each state
+>>> seconds[table.index[state_of(source)], table.index[state_of(target, pending)]]
+
+What `redistribute` finds for one pair is found here for all at once, by relaxing all steps until
+nothing changes: the states, the steps between them and their prices are the same. From a pending
+state nothing else can be had: the row of one is infinite but for itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Collection
+from functools import cached_property, lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.collectives import Price
+from autopar.collectives.redistribution import TIE, State, local_elements, steps
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+
+Array = NDArray[np.float64]
+
+
+def state_of(layout: Layout, pending: Collection[str] = ()) -> State:
+    """A layout, and the axes on which its gradient arrives as a partial sum."""
+    return layout.dims, layout.partial, tuple(sorted(pending))
+
+
+@lru_cache(maxsize=16)
+def reshard_table(mesh: Mesh, ndim: int) -> ReshardTable:
+    """The table for tensors of `ndim` dims on `mesh`."""
+    return ReshardTable(mesh, ndim)
+
+
+class ReshardTable:
+    """All states of tensors of some number of dims, and all steps between them."""
+
+    def __init__(self, mesh: Mesh, ndim: int) -> None:
+        self.mesh, self.ndim = mesh, ndim
+        found = list(dict.fromkeys(self._starts()))
+        self.index = {state: number for number, state in enumerate(found)}
+        grouped: dict[tuple[str, str, tuple[str, ...]], list[tuple[int, int, int]]]
+        grouped = defaultdict(list)
+        evenly: dict[tuple[tuple[int, int], ...], int] = {}  # dims that must be cut evenly
+        for state in found:  # grows while it is walked
+            for movement, after, cuts in steps(state, mesh):
+                if after not in self.index:
+                    self.index[after] = len(found)
+                    found.append(after)
+                entry = self.index[state], self.index[after], evenly.setdefault(cuts, len(evenly))
+                grouped[movement.kind, movement.backward, movement.axes].append(entry)
+        self.states, self._evenly = found, list(evenly)
+        self._kinds = [(kind, len(entries)) for kind, entries in grouped.items()]
+        joined = [entry for entries in grouped.values() for entry in entries]
+        self._before, self._after, self._cuts = np.array(joined, np.int64).reshape(-1, 3).T
+        self._order = np.argsort(self._after, kind="stable")
+        self._solved: dict[tuple, Array] = {}
+        self._places: dict[tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+
+    def _starts(self) -> list[State]:
+        """Every layout whose axes stand in the order of the mesh."""
+        states: list[State] = []
+        choices = ["whole", "partial", *range(self.ndim)]
+        for choice in itertools.product(choices, repeat=len(self.mesh.names)):
+            dims: list[tuple[str, ...]] = [() for _ in range(self.ndim)]
+            partial = []
+            for axis, where in zip(self.mesh.names, choice):
+                if where == "partial":
+                    partial.append(axis)
+                elif isinstance(where, int):
+                    dims[where] += (axis,)
+            states.append((tuple(dims), tuple(sorted(partial)), ()))
+        return states
+
+    @cached_property
+    def pending(self) -> NDArray[np.bool_]:
+        """Which states are pending on some axis."""
+        return np.array([bool(state[2]) for state in self.states])
+
+    @cached_property
+    def data(self) -> NDArray[np.int64]:
+        """States with the same number hold the same data: pending or not is no difference."""
+        numbers: dict[tuple, int] = {}
+        return np.array([numbers.setdefault(s[:2], len(numbers)) for s in self.states])
+
+    @lru_cache(maxsize=4096)  # noqa: B019 (tables live as long as their mesh is planned)
+    def elements(self, shape: tuple[int, ...]) -> Array:
+        """How many elements the largest piece has, in each state."""
+        return np.array(
+            [local_elements(state[0], shape, self.mesh) for state in self.states], np.float64
+        )
+
+    def seconds(
+        self,
+        shape: tuple[int, ...],
+        itemsize: int,
+        price: Price,
+        differentiable: bool = True,
+        frozen: tuple[str, ...] = (),
+    ) -> Array:
+        """The least seconds, forward and backward, from each state to each state.
+
+        No movement goes over the axes that are `frozen`."""
+        even = all(size % self.mesh.size == 0 for size in shape)
+        whole = float(np.prod(shape, dtype=np.float64) * itemsize)
+        key = (whole if even else shape, itemsize, price, differentiable, frozen)
+        if key not in self._solved:
+            dims = tuple(
+                sorted((d for d in range(self.ndim) if shape[d] > 1), key=shape.__getitem__)
+            )
+            if even or dims == tuple(range(self.ndim)):
+                self._solved[key] = self._solve(shape, itemsize, price, differentiable, frozen)
+            else:  # the order of the dims says nothing, nor does a dim of one element
+                smaller = reshard_table(self.mesh, len(dims))
+                given = tuple(shape[dim] for dim in dims)
+                seconds = smaller.seconds(given, itemsize, price, differentiable, frozen)
+                self._solved[key] = self._spread(seconds, dims)
+        return self._solved[key]
+
+    def _spread(self, seconds: Array, dims: tuple[int, ...]) -> Array:
+        """The table of a tensor that has only `dims`, in this order, as a table of these states."""
+        if dims not in self._places:
+            index = reshard_table(self.mesh, len(dims)).index
+            kept: list[tuple[int, int]] = []
+            for number, (cuts, partial, pending) in enumerate(self.states):
+                if not any(axes for dim, axes in enumerate(cuts) if dim not in dims):
+                    same = tuple(cuts[dim] for dim in dims), partial, pending
+                    kept.append((number, index[same]))
+            own, other = np.array(kept, np.int64).T
+            self._places[dims] = own, other
+        own, other = self._places[dims]
+        spread = np.full((len(self.states), len(self.states)), np.inf)
+        np.fill_diagonal(spread, 0.0)
+        spread[np.ix_(own, own)] = seconds[np.ix_(other, other)]
+        return spread
+
+    def _solve(
+        self,
+        shape: tuple[int, ...],
+        itemsize: int,
+        price: Price,
+        differentiable: bool,
+        frozen: tuple[str, ...],
+    ) -> Array:
+        cost, order = self._steps(shape, itemsize, price, differentiable, frozen), self._order
+        possible = order[np.isfinite(cost[order])]
+        before, after, cost = self._before[possible], self._after[possible], cost[possible, None]
+        starts = np.flatnonzero(np.diff(after, prepend=-1))
+        count = len(self.states)
+        seconds = np.full((count, count), np.inf)
+        np.fill_diagonal(seconds, 0.0)
+        sources = np.flatnonzero(~self.pending)
+        found = np.ascontiguousarray(seconds[:, sources])  # to each state, from each source
+        while len(starts):
+            shorter = np.minimum.reduceat(found[before] + cost, starts)
+            if (shorter >= found[after[starts]]).all():
+                break
+            found[after[starts]] = np.minimum(shorter, found[after[starts]])
+        seconds[sources] = found.T
+        return seconds
+
+    def _steps(
+        self,
+        shape: tuple[int, ...],
+        itemsize: int,
+        price: Price,
+        differentiable: bool,
+        frozen: tuple[str, ...],
+    ) -> Array:
+        """What every single step takes; infinite where it cannot be."""
+        size = self.elements(shape) * itemsize
+        larger = np.maximum(size[self._before], size[self._after])
+        cost = np.full(len(larger), TIE)
+        at = 0
+        for (kind, backward, axes), count in self._kinds:
+            part = slice(at, at + count)
+            at += count
+            if (kind == "identity" and not differentiable) or set(axes) & set(frozen):
+                cost[part] = np.inf
+                continue
+            if kind not in ("identity", "slice"):
+                cost[part] += price.seconds(kind, axes, larger[part])  # type: ignore[arg-type]
+            if differentiable and backward not in ("identity", "slice"):
+                cost[part] += price.seconds(backward, axes, larger[part])  # type: ignore[arg-type]
+        even = [all(shape[dim] % degree == 0 for dim, degree in cuts) for cuts in self._evenly]
+        return np.where(np.array(even, bool)[self._cuts], cost, np.inf)

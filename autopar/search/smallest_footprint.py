@@ -1,0 +1,63 @@
+"""SmallestFootprint: where no plan fits into memory, the least that one needs, and a remedy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autopar.errors import InvalidInput
+
+
+@dataclass(frozen=True)
+class SmallestFootprint:
+    """The plan that needs the least memory, where none fits."""
+
+    how: str  # its mesh, and its schedule if it has one
+    devices: int
+    memory: float  # bytes on each device
+    states: float  # the part of it that parameters, gradients and optimizer take
+    microbatches: int = 1
+    may_recompute: bool = False  # the caller could ask for it, and has not
+
+    def remedy(self, limit: float) -> str:
+        """What would help, by what takes most."""
+        activations = self.memory - self.states
+        if self.states >= limit:
+            devices = math.ceil(self.devices * self.states / limit)
+            return (
+                f"more devices: parameters, gradients and optimizer alone take "
+                f"{bytes_text(self.states)} on each, {devices} or more devices could hold them; "
+                "or devices with more memory"
+            )
+        count = math.ceil(self.microbatches * activations / (limit - self.states))
+        recompute = "recompute=True may make room; " if self.may_recompute else ""
+        return (
+            f"{bytes_text(activations)} of it are activations: {recompute}microbatches={count} "
+            "(or a smaller batch) would make room; else more devices, or devices with more memory"
+        )
+
+
+class NothingFits(InvalidInput):
+    """A memory limit that nothing meets."""
+
+    leanest: SmallestFootprint  # the least of what was weighed
+
+    @classmethod
+    def of(cls, limit: float, leanest: SmallestFootprint) -> NothingFits:
+        """The error that says the least, and what would help."""
+        error = cls(
+            "a plan fits into the memory of every device",
+            got=f"a limit of {bytes_text(limit)}; the least that any plan needs is "
+            f"{bytes_text(leanest.memory)}, on {leanest.how}",
+            remedy=leanest.remedy(limit),
+        )
+        error.leanest = leanest
+        return error
+
+
+def bytes_text(count: float) -> str:
+    """A number of bytes for people."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.4g} {name}"
+    return f"{count:.0f} bytes"

@@ -1,0 +1,144 @@
+"""Branching: divide a graph under a memory limit by the strategies of one node, best bound first.
+
+The node is one where the two choices disagree between which the bound lies, the one that is most
+strongly tied to its neighbours: with its strategy fixed, they can no longer be mixed at no cost.
+Strategies whose bound is no better than the best choice found are never looked at.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autopar.errors import InvalidInput
+from autopar.solver.eliminate import Elimination
+from autopar.solver.graph import Array, Integers, Packed
+from autopar.solver.optimum import Optimiser
+from autopar.solver.prune import restricted
+
+if TYPE_CHECKING:
+    from autopar.solver.lagrangian import LagrangianSearch
+
+_SLACK = 1e-12  # relative
+_PARTS = 300  # that are looked into at most
+_WORK = 30_000_000  # entries of all of them together, but a tenth of the parts is always allowed
+_FOLD_FROM = 200  # nodes: smaller graphs are quicker without
+_MOST_ENTRIES = 200_000  # of a graph in which every strategy of every node gets a bound
+
+
+class Branching:
+    """Improves the best choice and the bound of `root` until its gap is closed or time is up."""
+
+    def __init__(self, root: LagrangianSearch) -> None:
+        self.root = root
+        self.deadline = time.monotonic() + root.seconds
+        self.open: list[tuple[float, int, Packed, tuple[int, int], float]] = []
+        self.count = self.looked = 0
+        # A number of parts, not of seconds: the same graph has the same answer on every machine.
+        self.most = max(_PARTS // 10, min(_PARTS, _WORK // (root.packed.strategy_pairs + 1)))
+
+    @property
+    def goal(self) -> float:
+        """What costs more than this is no better than the best, by more than the tolerance."""
+        best = self.root.value
+        return best - max(self.root.tolerance, _SLACK) * abs(best)
+
+    def run(self) -> str:
+        """ "closed", "late", or "tangled" where elimination cannot solve the whole."""
+        root = self.root
+        if not self._divide(root, root.packed):
+            return "tangled"
+        while self.open and self.open[0][0] < self.goal:
+            root.bound = max(root.bound, min(self.open[0][0], root.value))
+            if self.looked >= self.most or time.monotonic() > self.deadline:
+                return "late"
+            self.looked += 1
+            _, _, parent, given, multiplier = heapq.heappop(self.open)
+            self._look_into(_fixed(parent, *given), multiplier)
+        root.bound = max(root.bound, min(self.goal, root.value))
+        return "closed"
+
+    def _look_into(self, packed: Packed, multiplier: float) -> None:
+        """Bound one part; divide it further if it may hold something better."""
+        root = self.root
+        optimiser = Optimiser(packed, fold=len(packed) > _FOLD_FROM, limit=root.optimiser.limit)
+        part = type(root)(packed, root.limit, optimiser=optimiser, tolerance=root.tolerance)
+        try:
+            gap_left = part.relax(cutoff=self.goal, multiplier=multiplier)
+        except InvalidInput:  # nothing in this part fits
+            return
+        if part.choice is not None:
+            before = root.value
+            root.offer(packed.translated(part.choice, root.packed))
+            if root.value < before:
+                root.report(f"{self.looked} parts: gap {root.gap():.2%}")
+        if gap_left and part.bound < self.goal:
+            self._divide(part, packed)
+
+    def _divide(self, part: LagrangianSearch, packed: Packed) -> bool:
+        """Put the parts that may hold something better on the heap."""
+        everything = [np.arange(size) for size in packed.sizes.tolist()]
+        bounds, kept = None, everything
+        if packed.strategy_pairs <= _MOST_ENTRIES:
+            bounds = self._bounds(part, packed)
+            if bounds is None:
+                return False
+            kept = [np.flatnonzero(bound < self.goal) for bound in bounds]
+            if not all(len(keep) for keep in kept):
+                return True  # nothing better in here
+        node = self._node(part, packed, kept)
+        if node is None:
+            return True
+        if bounds is not None:
+            packed = restricted(packed, np.arange(len(packed)), kept)
+        for place, strategy in enumerate(kept[node].tolist()):
+            bound = part.bound
+            if bounds is not None:
+                bound = max(bound, float(bounds[node][strategy]))
+            self.count += 1
+            entry = (bound, self.count, packed, (node, place), part.multiplier)
+            heapq.heappush(self.open, entry)
+        return True
+
+    def _bounds(self, part: LagrangianSearch, packed: Packed) -> list[Array] | None:
+        """For each node, what is least possible with each of its strategies."""
+        multiplier = part.multiplier
+        elimination = Elimination(dict(enumerate(packed.sizes.tolist())), self.root.optimiser.limit)
+        weighted = {id(t): t.weighted(multiplier) for t in packed.node_tables + packed.edge_tables}
+        for scope, table in packed.tables_by_scope():
+            elimination.add(scope, weighted[id(table)])
+        elimination.run()
+        if elimination.core:
+            return None
+        marginals = elimination.marginals()
+        return [marginals[v] - multiplier * self.root.limit for v in range(len(packed))]
+
+    def _node(self, part: LagrangianSearch, packed: Packed, kept: list[Integers]) -> int | None:
+        """The node to divide by."""
+        divisible = np.array([len(keep) > 1 for keep in kept])
+        if not divisible.any():
+            return None
+        assert part.ends is not None
+        large, small = part.ends[0][2], part.ends[1][2]
+        with np.errstate(invalid="ignore"):
+            mixed = packed.terms(large, small)[0] - packed.terms(large, large)[0]
+            mixed += packed.terms(small, large)[0] - packed.terms(small, small)[0]
+        mixed = np.nan_to_num(mixed, posinf=1e30, neginf=0.0)
+        tied = np.bincount(packed.low, mixed, len(packed))
+        tied += np.bincount(packed.high, mixed, len(packed))
+        differs = (large != small) & divisible
+        candidates = differs if differs.any() else divisible
+        return int(np.argmax(np.where(candidates, tied, -np.inf)))
+
+
+def _fixed(packed: Packed, node: int, strategy: int) -> Packed:
+    """The graph with one node's strategy given."""
+    kinds = packed.node_table.copy()
+    kinds[node] = len(packed.node_tables)
+    kept = [np.arange(len(table.cost)) for table in packed.node_tables]
+    _, kinds = np.unique(kinds, return_inverse=True)
+    present = np.unique(packed.node_table[np.arange(len(packed)) != node])
+    return restricted(packed, kinds, [*(kept[table] for table in present), np.array([strategy])])

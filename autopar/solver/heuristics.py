@@ -1,0 +1,86 @@
+"""Quick searches without proof, to compare with: MindSpore's greedy recursion, and propagation.
+
+>>> graph = CostGraph()
+>>> a, b = graph.add_node([3.0, 1.0]), graph.add_node([0.0, 0.5])
+>>> graph.add_edge(a, b, [[0.0, 9.0], [9.0, 0.0]])
+>>> recursive(graph.packed).tolist(), propagate(graph.packed).tolist()
+([1, 1], [1, 1])
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from autopar.solver.graph import Array, CostGraph, Integers, Packed
+
+__all__ = ["CostGraph", "propagate", "recursive", "trivial_bound"]
+
+
+def recursive(packed: Packed) -> Integers:
+    """The heaviest operator first, each with the strategy that is cheapest beside those chosen
+    before it, as if those that come later would agree with it."""
+    weight = np.array([_finite_maximum(table.cost) for table in packed.node_tables])
+    order = np.argsort(-weight[packed.node_table], kind="stable")
+    return _greedy(packed, iter(order.tolist()), own=1.0)
+
+
+def propagate(packed: Packed) -> Integers:
+    """Out from the nodes that have only one strategy (from the heaviest, where there are none):
+    each takes what needs the least movement from those chosen before it."""
+    around = _neighbours(packed)
+    pinned = np.flatnonzero(packed.sizes == 1).tolist()
+    weight = np.array([_finite_maximum(table.cost) for table in packed.node_tables])
+    heaviest = np.argsort(-weight[packed.node_table], kind="stable").tolist()
+
+    def order() -> Iterator[int]:
+        seen: set[int] = set()
+        for root in [*pinned, *heaviest]:
+            starts = pinned if root in pinned else [root]
+            waiting = [(0, start) for start in starts if start not in seen]
+            while waiting:
+                distance, node = heapq.heappop(waiting)
+                if node in seen:
+                    continue
+                seen.add(node)
+                yield node
+                for other, _ in around[node]:
+                    if other not in seen:
+                        heapq.heappush(waiting, (distance + 1, other))
+
+    return _greedy(packed, order(), own=1e-6)
+
+
+def trivial_bound(packed: Packed) -> float:
+    """Every node and every edge at its cheapest, each for itself."""
+    nodes = np.array([table.cost.min() for table in packed.node_tables] or [0.0])
+    edges = np.array([table.cost.min() for table in packed.edge_tables] or [0.0])
+    return float(nodes[packed.node_table].sum() + edges[packed.edge_table].sum())
+
+
+def _greedy(packed: Packed, order: Iterator[int], own: float) -> Integers:
+    around = _neighbours(packed)
+    choice = np.full(len(packed), -1)
+    for node in order:
+        total: Array = packed.node_tables[packed.node_table[node]].cost * own
+        for other, row in around[node]:
+            if choice[other] >= 0:
+                total = total + row(int(choice[other]))
+        choice[node] = int(np.argmin(total))
+    return choice
+
+
+def _neighbours(packed: Packed) -> list[list[tuple[int, Callable[[int], Array]]]]:
+    """For each node, its neighbours, and what each of its strategies costs beside one of theirs."""
+    around: list[list[tuple[int, Callable[[int], Array]]]] = [[] for _ in range(len(packed))]
+    for low, high, number in zip(packed.low, packed.high, packed.edge_table):
+        cost = packed.edge_tables[number].cost
+        around[low].append((int(high), lambda s, cost=cost: cost[:, s]))
+        around[high].append((int(low), lambda s, cost=cost: cost[s]))
+    return around
+
+
+def _finite_maximum(cost: Array) -> float:
+    return float(cost[np.isfinite(cost)].max(initial=0.0))

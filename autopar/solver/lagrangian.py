@@ -1,0 +1,306 @@
+"""The least cost under a memory limit: a multiplier on memory, with a certified bound.
+
+>>> graph = CostGraph()
+>>> nodes = [graph.add_node([1.0, 2.0], memory=[8, 4]) for _ in range(100)]
+>>> for a, b in zip(nodes, nodes[1:]):
+...     graph.add_edge(a, b, [[0.0, 0.1], [0.1, 0.0]])
+>>> found = LagrangianSearch(graph.packed, limit=600).run()
+>>> round(found.value, 3), found.memory, found.gap <= 0.01
+(150.1, 600.0, True)
+
+For every multiplier, the least of cost + multiplier · (memory - limit) is a bound. The multiplier
+that gives the best bound is found where two choices, one too large and one that fits, weigh the
+same; between these two lie others, made of the first nodes of one and the last nodes of the other.
+If the gap is not closed by them, `branch` divides the graph by the strategies of a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.errors import InvalidInput
+from autopar.solver.branch_and_bound import Branching
+from autopar.solver.eliminate import Elimination
+from autopar.solver.graph import Array, CostGraph, Integers, Packed
+from autopar.solver.optimum import Optimiser
+from autopar.solver.residual import relative_gap, solve_residual
+
+__all__ = ["CostGraph", "Found", "LagrangianSearch", "NoRoom"]
+
+Point = tuple[float, float, Integers]  # seconds, bytes, choice
+
+_STEPS = 40  # multipliers that are tried at most
+_CLOSE = 20  # a gap this many times smaller than what is asked for ends the trying
+_MOST_ENTRIES = 400_000  # of what is given to CP-SAT
+_SPLICES = 6  # rounds of putting stretches of other choices into the best
+_CUTS = 400  # places to cut that are looked at in pairs
+_SLACK = 1e-9  # relative, for sums of floating-point numbers
+
+
+class NoRoom(InvalidInput):
+    """No choice fits into memory."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A choice that fits, in the packed graph's numbers; nothing that fits is below `bound`."""
+
+    choice: Integers
+    value: float
+    memory: float
+    bound: float
+    multiplier: float  # seconds that one more byte would save
+
+    @property
+    def gap(self) -> float:
+        return relative_gap(self.value, self.bound)
+
+
+class LagrangianSearch:
+    """The search under one limit. `best` and `bound` stand at any time, also if interrupted."""
+
+    def __init__(
+        self,
+        packed: Packed,
+        limit: float,
+        *,
+        optimiser: Optimiser | None = None,
+        tolerance: float = 0.01,
+        seconds: float = 20.0,
+        cutoff: float = np.inf,
+        multiplier: float = 0.0,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        self.packed, self.limit, self.tolerance, self.seconds = packed, limit, tolerance, seconds
+        self.cutoff, self.guess = cutoff, multiplier
+        self.optimiser = optimiser or Optimiser(packed)
+        self.report = progress or (lambda detail: None)
+        self.choice: Integers | None = None
+        self.value = self.memory = np.inf
+        self.bound = -np.inf
+        self.multiplier = 0.0
+        self.ends: tuple[Point, Point] | None = None  # the last that was too large, that fitted
+        self._pool: list[Integers] = []  # choices that were best under some multiplier
+
+    def run(self) -> Found:
+        """Search until the gap is closed, as far as that goes in time, or to a bound of `cutoff`:
+        then the choice is any that fits."""
+        if not self.relax(self.cutoff, self.guess):
+            if self.choice is None:
+                self._least()
+            return self.found()
+        if self.choice is None or self.gap() > self.tolerance:
+            self.report(f"gap {self.gap():.2%}: branching")
+            if Branching(self).run() == "tangled":
+                self._by_constraints()
+        return self.found()
+
+    def relax(self, cutoff: float = np.inf, multiplier: float = 0.0) -> bool:
+        """The bound by the best multiplier, and choices close to it; whether a gap may be left.
+        Tries `multiplier` first, and stops with a bound of `cutoff`."""
+        large = small = None
+        if multiplier:
+            lowest = self.optimiser.minimise(multiplier)
+            self.bound, self.multiplier = lowest.bound - multiplier * self.limit, multiplier
+            if self.bound >= cutoff:
+                return False
+            point = self.offer(lowest.choice)
+            large, small = (None, point) if self.fits(point[1]) else (point, None)
+        if large is None:
+            free = self.optimiser.minimise()
+            large, self.bound = self.offer(free.choice), max(self.bound, free.bound)
+            if self.fits(large[1]):
+                return False  # what gap there is, elimination left
+        if small is None:
+            small = self._least()
+        self.ends = self._squeeze(large, small, cutoff)
+        if self.bound >= cutoff:
+            return False
+        self._between()
+        if self.gap() > self.tolerance:
+            self._polish()
+        return True
+
+    def found(self) -> Found:
+        """The best so far."""
+        assert self.choice is not None
+        bound = min(self.bound, self.value)
+        return Found(self.choice, self.value, self.memory, bound, self.multiplier)
+
+    def fits(self, memory: float) -> bool:
+        return memory <= self.limit + _SLACK * abs(self.limit)
+
+    def gap(self) -> float:
+        return relative_gap(self.value, self.bound)
+
+    def offer(self, choice: Integers) -> Point:
+        """Keep `choice` if it fits and is the best so far."""
+        cost, memory = self.packed.evaluate(choice)
+        self._pool.append(choice)
+        if self.fits(memory) and (cost < self.value or self.choice is None):
+            self.choice, self.value, self.memory = choice, cost, memory
+        return cost, memory, choice
+
+    def _least(self) -> Point:
+        """The choice with the least memory; an error if even that does not fit."""
+        least = self.optimiser.minimise(np.inf)
+        small = self.offer(least.choice)
+        if not self.fits(least.bound) or not self.fits(small[1]):
+            raise NoRoom(
+                "the memory limit must leave room for the smallest choice of strategies",
+                got=f"a limit of {self.limit:,.0f} bytes; the least possible is "
+                f"{small[1]:,.0f} bytes",
+                remedy="allow more memory, cut over more devices, recompute activations, or use "
+                "smaller micro-batches",
+            )
+        return small
+
+    def _squeeze(self, large: Point, small: Point, cutoff: float) -> tuple[Point, Point]:
+        """Move the multiplier to where a choice too large and one that fits weigh the same."""
+        for step in range(_STEPS):
+            if self.bound >= cutoff or self.gap() <= self.tolerance / _CLOSE:
+                break
+            if small[0] <= large[0]:
+                self.bound = max(self.bound, large[0])
+                break
+            multiplier = (small[0] - large[0]) / (large[1] - small[1])
+            line = large[0] + multiplier * large[1]
+            lowest = self.optimiser.minimise(multiplier)
+            bound = lowest.bound - multiplier * self.limit
+            if bound > self.bound:
+                self.bound, self.multiplier = bound, multiplier
+            point = self.offer(lowest.choice)
+            self.report(f"multiplier {step + 1}: gap {self.gap():.2%}")
+            if lowest.value >= line - _SLACK * abs(line) or point[1] in (large[1], small[1]):
+                break
+            if self.fits(point[1]):
+                small = point
+            else:
+                large = point
+        return large, small
+
+    def _between(self) -> None:
+        """Put a stretch of one choice into another, as long as that is better and fits.
+
+        A cut where one choice ends and the other begins is priced for all places at once; a
+        stretch has two cuts, whose prices add (but for edges over both: the sum is checked)."""
+        pool = list(self._pool)
+        for _ in range(_SPLICES):
+            before = self.value
+            base = self.choice
+            assert base is not None
+            for other in pool:
+                self._splice(base, other)
+            if self.value >= before or self.gap() <= self.tolerance / 10:
+                break
+
+    def _splice(self, base: Integers, other: Integers) -> None:
+        packed = self.packed
+        starts, ends = self._cuts(base, other), self._cuts(other, base)
+        whole = np.array(packed.evaluate(other))
+        i, j = (_best_cuts(cuts @ (1.0, self.multiplier)) for cuts in (starts, ends))
+        totals = starts[i][:, None] + ends[j][None] - whole
+        cost, memory = totals[..., 0], totals[..., 1]
+        fits = (memory <= self.limit) & (i[:, None] <= j[None])
+        if not fits.any():
+            return
+        cost = np.where(fits, cost, np.inf)
+        first, last = np.unravel_index(int(np.argmin(cost)), cost.shape)
+        if cost[first, last] < self.value:
+            spliced = base.copy()
+            spliced[i[first] : j[last]] = other[i[first] : j[last]]
+            self.offer(spliced)
+
+    def _cuts(self, head: Integers, tail: Integers) -> Array:
+        """(seconds, bytes) of the first i nodes of one choice and the rest of another, all i."""
+        packed = self.packed
+        nodes = [packed.terms(choice) for choice in (head, tail)]
+        edges = [packed.terms(*pair) for pair in ((head, head), (head, tail), (tail, tail))]
+        impossible = np.isinf(edges[1][0])
+        edges[1] = np.where(impossible, 0.0, edges[1][0]), edges[1][1]
+        totals = np.empty((len(packed) + 1, 2))
+        for kind in (0, 1):
+            change = np.zeros(len(packed) + 1)
+            change[0] = nodes[1][kind].sum() + edges[2][kind].sum()
+            change[1:] += nodes[0][kind] - nodes[1][kind]
+            np.add.at(change, packed.low + 1, edges[1][kind] - edges[2][kind])
+            np.add.at(change, packed.high + 1, edges[0][kind] - edges[1][kind])
+            totals[:, kind] = np.cumsum(change)
+        # An edge that cannot be forbids every cut between its ends.
+        cut = np.zeros(len(packed) + 1, np.int64)
+        np.add.at(cut, packed.low[impossible] + 1, 1)
+        np.add.at(cut, packed.high[impossible] + 1, -1)
+        totals[np.cumsum(cut) > 0, 0] = np.inf
+        return totals
+
+    def _polish(self, rounds: int = 2) -> None:
+        """Node by node, the cheapest strategy that still fits beside all others as they are."""
+        assert self.choice is not None
+        packed, choice = self.packed, self.choice.copy()
+        around: list[list[tuple[int, bool, int]]] = [[] for _ in range(len(packed))]
+        for low, high, table in zip(
+            packed.low.tolist(), packed.high.tolist(), packed.edge_table.tolist()
+        ):
+            around[low].append((high, True, table))
+            around[high].append((low, False, table))
+        free = self.limit - self.memory
+        for _ in range(rounds):
+            changed = False
+            for node in range(len(packed)):
+                own = packed.node_tables[packed.node_table[node]]
+                cost, memory = own.cost, np.zeros(1) if own.memory is None else own.memory
+                for other, is_low, number in around[node]:
+                    table, at = packed.edge_tables[number], choice[other]
+                    cost = cost + (table.cost[:, at] if is_low else table.cost[at])
+                    if table.memory is not None:
+                        memory = memory + (table.memory[:, at] if is_low else table.memory[at])
+                memory = np.broadcast_to(memory, cost.shape)
+                now = choice[node]
+                allowed = memory - memory[now] <= max(free, 0.0)
+                best = int(np.argmin(np.where(allowed, cost, np.inf)))
+                if cost[best] < cost[now]:
+                    free -= memory[best] - memory[now]
+                    choice[node] = best
+                    changed = True
+            if not changed:
+                break
+        self.offer(choice)
+
+    def _by_constraints(self) -> None:
+        """CP-SAT on the whole graph, after those nodes left that know no memory."""
+        packed, choice = self.packed, self.choice
+        assert choice is not None
+        if packed.strategy_pairs > _MOST_ENTRIES:
+            return
+        self.report(f"{packed.strategy_pairs:,} pairs of strategies to CP-SAT")
+        memory: dict[tuple[int, ...], Array] = {}
+        elimination = Elimination(dict(enumerate(packed.sizes.tolist())), limit=0)
+        for scope, table in packed.tables_by_scope():
+            elimination.add(scope, table.cost)
+            if table.memory is not None:
+                memory[scope] = table.memory
+        elimination.run(keep={v for scope in memory for v in scope})
+        core = elimination.core
+        answer = solve_residual(
+            {v: int(packed.sizes[v]) for v in core},
+            elimination.factors,
+            memory=memory,
+            limit=self.limit,
+            hint={v: int(choice[v]) for v in core},
+            tolerance=self.tolerance / 2,
+            seconds=self.seconds,
+        )
+        self.bound = max(self.bound, answer.bound + elimination.constant)
+        if answer.choice is not None:
+            done = elimination.complete(dict(answer.choice))
+            self.offer(np.array([done[v] for v in range(len(packed))], np.int64))
+
+
+def _best_cuts(weights: Array) -> Integers:
+    """The cheapest place to cut in each of some equal stretches."""
+    width = -(-len(weights) // _CUTS)
+    padded = np.append(weights, np.full(-len(weights) % width, np.inf)).reshape(-1, width)
+    return padded.argmin(axis=1) + width * np.arange(len(padded))

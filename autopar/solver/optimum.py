@@ -1,0 +1,144 @@
+"""The least of cost + multiplier · memory over a whole graph: fold, eliminate, solve the rest.
+
+>>> graph = CostGraph()
+>>> nodes = [graph.add_node([1.0, 2.0], memory=[4, 1]) for _ in range(100)]
+>>> for a, b in zip(nodes, nodes[1:]):
+...     graph.add_edge(a, b, [[0.0, 1.0], [1.0, 0.0]])
+>>> optimiser = Optimiser(graph.packed)
+>>> optimiser.minimise().value, optimiser.minimise(multiplier=1.0).value
+(100.0, 300.0)
+
+The structure (what folds, what crosses) is found once; each call only computes with new weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.solver.chain import Chain, Reduced
+from autopar.solver.eliminate import LIMIT, Elimination
+from autopar.solver.fold import find_runs
+from autopar.solver.graph import Array, CostGraph, Integers, Packed
+from autopar.solver.residual import solve_residual
+
+__all__ = ["CostGraph", "Optimiser", "Optimum"]
+
+MOST_ENTRIES = 200_000  # of all tables together that CP-SAT is given, if they can be made smaller
+SMALL = 1 << 12  # entries of a join, where elimination prepares what CP-SAT is to solve
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The least weight found, with its choice (in the packed graph's numbers) and its bound."""
+
+    value: float
+    bound: float
+    choice: Integers
+
+
+class Optimiser:
+    """Exact minimisation on one graph, again and again with other weights."""
+
+    def __init__(
+        self, packed: Packed, fold: bool = True, limit: int = LIMIT, seconds: float = 20.0
+    ) -> None:
+        self.packed, self.limit, self.seconds = packed, limit, seconds
+        runs = find_runs(packed) if fold else []
+        self.core = 0  # the most nodes that elimination ever left
+        self._place([Chain(packed, run, limit) for run in runs if Chain.worthwhile(packed, run)])
+
+    def _place(self, chains: list[Chain]) -> None:
+        """Which nodes and edges stay beside these chains."""
+        packed = self.packed
+        inside = np.zeros(len(packed), bool)
+        for chain in chains:
+            inside[chain.run.start : chain.run.end] = True
+        outputs = {v for chain in chains for v in chain.run.outputs}
+        self.chains = chains
+        self.outside = np.flatnonzero(~inside).tolist()
+        # An edge belongs to a chain if both ends do, or if its chain's table tells of it.
+        told = np.zeros(len(packed.low), bool)
+        for chain in chains:
+            run = chain.run
+            low = (packed.low >= run.start) & (packed.low < run.end)
+            high = (packed.high >= run.start) & (packed.high < run.end)
+            told |= high | (low & np.isin(packed.high, run.shared))
+        self.edges = [
+            (int(packed.low[e]), int(packed.high[e]), int(packed.edge_table[e]))
+            for e in np.flatnonzero(~told)
+        ]
+        self.variables = {v: int(packed.sizes[v]) for v in (*self.outside, *sorted(outputs))}
+
+    def minimise(self, multiplier: float = 0.0) -> Optimum:
+        """The least of cost + multiplier · memory; of memory alone if the multiplier is inf."""
+        elimination, reduced = self._eliminated(multiplier)
+        value = bound = elimination.constant
+        choice: dict[int, int] = {}
+        if core := elimination.core:
+            self.core = max(self.core, len(core))
+            sizes = {v: self.variables[v] for v in core}
+            rest = solve_residual(sizes, elimination.factors, seconds=self.seconds)
+            value, bound = value + rest.value, bound + rest.bound
+            choice = rest.choice or dict.fromkeys(core, 0)
+        elimination.complete(choice)
+        answer = np.zeros(len(self.packed), np.int64)
+        for v, strategy in choice.items():
+            answer[v] = strategy
+        for entry in reduced:
+            entry.chain.complete(entry, answer)
+        return Optimum(value, min(bound, value), answer)
+
+    def least_with(self, node: int, multiplier: float = 0.0) -> Array:
+        """For each strategy of `node` (one outside all chains), the least weight with it."""
+        elimination, _ = self._eliminated(multiplier, keep=(node,))
+        core = [v for v in elimination.core if v != node]
+        if not core:
+            return elimination.joint((node,))
+        sizes = {v: self.variables[v] for v in core}
+        least = np.full(self.variables[node], elimination.constant)
+        for strategy in range(len(least)):
+            factors: dict[tuple[int, ...], Array] = {}
+            for scope, table in elimination.factors.items():
+                if node in scope:
+                    table = np.asarray(table.take(strategy, axis=scope.index(node)))
+                    scope = tuple(v for v in scope if v != node)
+                if scope:
+                    factors[scope] = factors.get(scope, 0.0) + table
+                else:
+                    least[strategy] += table.item()
+            seconds = self.seconds / len(least)
+            least[strategy] += solve_residual(sizes, factors, seconds=seconds).bound
+        return least
+
+    def _eliminated(
+        self, multiplier: float, keep: tuple[int, ...] = ()
+    ) -> tuple[Elimination, list[Reduced]]:
+        """All weights after elimination. Where it leaves a core under large tables, each of their
+        entries would be a variable of CP-SAT: more nodes under small tables are easier to solve."""
+        elimination, reduced = self._elimination(multiplier, self.limit)
+        elimination.run(keep)
+        left = [v for v in elimination.core if v not in keep]
+        if left and elimination.entries > MOST_ENTRIES:
+            elimination, reduced = self._elimination(multiplier, min(self.limit, SMALL))
+            elimination.run(keep)
+        return elimination, reduced
+
+    def _elimination(self, multiplier: float, limit: int) -> tuple[Elimination, list[Reduced]]:
+        """All weights as tables, chains reduced to theirs, nothing eliminated yet."""
+        packed = self.packed
+        nodes = [table.weighted(multiplier) for table in packed.node_tables]
+        edges = [table.weighted(multiplier) for table in packed.edge_tables]
+        tried = [chain.reduce(nodes, edges) for chain in self.chains]
+        reduced = [entry for entry in tried if entry is not None]
+        if len(reduced) < len(tried):
+            self._place([entry.chain for entry in reduced])
+        elimination = Elimination(self.variables, limit)
+        for node in self.outside:
+            elimination.add((node,), nodes[packed.node_table[node]])
+        for low, high, table in self.edges:
+            elimination.add((low, high), edges[table])
+        for entry in reduced:
+            elimination.add(entry.chain.scope, entry.table)
+        return elimination, reduced

@@ -1,0 +1,188 @@
+"""solve: the best strategy of every node of a cost graph, with the proof that it is.
+
+>>> graph = CostGraph()
+>>> a, b = graph.add_node([3.0, 1.0], memory=[1, 8]), graph.add_node([0.0, 0.5], memory=[1, 1])
+>>> graph.add_edge(a, b, [[0.0, 9.0], [9.0, 0.0]])
+>>> free, tight = solve(graph), solve(graph, memory=4)
+>>> (free.choice, free.objective, free.gap), (tight.choice, tight.objective, tight.memory)
+(([1, 1], 1.5, 0.0), ([0, 0], 3.0, 2.0))
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from autopar.errors import ExecutionError, InvalidInput
+from autopar.solver.eliminate import LIMIT
+from autopar.solver.graph import CostGraph, Integers, Packed
+from autopar.solver.heuristics import propagate, recursive, trivial_bound
+from autopar.solver.lagrangian import LagrangianSearch
+from autopar.solver.optimum import Optimiser
+from autopar.solver.prune import prune as pruned
+from autopar.solver.residual import relative_gap
+
+__all__ = ["CostGraph", "Sizes", "Solution", "least_memory", "solve"]
+
+ALGORITHMS = ("exact", "recursive", "propagate")
+Progress = Callable[[str, str], None]  # phase, detail
+
+
+@dataclass
+class Sizes:
+    """How much there was to decide, and what was left of it after each phase."""
+
+    nodes: int = 0
+    strategies: int = 0  # of all nodes together
+    entries: int = 0  # of all nodes and edges together
+    pruned_strategies: int = 0
+    pruned_entries: int = 0
+    runs: list[tuple[int, int]] = field(default_factory=list)  # (blocks, nodes of a block)
+    folded_nodes: int = 0  # nodes that are looked at once
+    core_nodes: int = 0  # nodes that elimination left to CP-SAT
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Strategy `choice[i]` for node i. No choice (that fits) costs less than `bound`."""
+
+    choice: list[int]
+    objective: float  # seconds
+    memory: float  # bytes
+    bound: float
+    algorithm: str
+    seconds: float  # of the search itself
+    sizes: Sizes
+    multiplier: float = 0.0  # under a memory limit: seconds that one more byte would save
+    interrupted: bool = False
+
+    @property
+    def gap(self) -> float:
+        """How much cheaper the optimum may be, as a part of the objective."""
+        return relative_gap(self.objective, self.bound)
+
+
+def solve(
+    graph: CostGraph,
+    memory: float | None = None,
+    algorithm: str = "exact",
+    progress: Progress | None = None,
+    *,
+    tolerance: float = 0.01,
+    seconds: float = 20.0,
+    cutoff: float = np.inf,
+    multiplier: float = 0.0,
+    prune: bool = True,
+    fold: bool = True,
+    elimination_limit: int = LIMIT,
+) -> Solution:
+    """The choice of strategies with the least cost, of those that need at most `memory` bytes.
+
+    `tolerance` is the gap at which a search under a memory limit may stop; without a limit (or
+    with tolerance 0) the answer is exact as far as a fixed amount of work and the `seconds` allow:
+    `gap` tells. It also stops when no choice can cost less than `cutoff`; `multiplier` is a
+    guess at the solution's own. The algorithms "recursive" and "propagate" are quick ways without
+    proof, and do not look at memory."""
+    if algorithm not in ALGORITHMS:
+        raise InvalidInput(
+            "algorithm names a way to search",
+            got=repr(algorithm),
+            remedy=f"one of {', '.join(map(repr, ALGORITHMS))}",
+        )
+    start = time.perf_counter()
+    report = progress or (lambda phase, detail: None)
+    sizes = Sizes()
+    limited: LagrangianSearch | None = None
+    interrupted = False
+    packed = graph.packed
+    try:
+        if algorithm == "exact":
+            packed, optimiser = _prepared(
+                packed, sizes, report, prune, fold, elimination_limit, seconds
+            )
+            limited = LagrangianSearch(
+                packed,
+                np.inf if memory is None else float(memory),
+                optimiser=optimiser,
+                tolerance=tolerance,
+                seconds=seconds,
+                cutoff=cutoff,
+                multiplier=multiplier,
+                progress=lambda detail: report("memory", detail),
+            )
+            report("eliminate", f"{sizes.folded_nodes} of {sizes.nodes} nodes")
+            found = limited.run()
+            sizes.core_nodes = optimiser.core
+            choice, bound, multiplier = found.choice, found.bound, found.multiplier
+        else:
+            report(algorithm, f"{len(packed)} nodes")
+            choice = recursive(packed) if algorithm == "recursive" else propagate(packed)
+            bound, multiplier = trivial_bound(packed), 0.0
+    except KeyboardInterrupt:
+        if limited is None or limited.choice is None:
+            raise ExecutionError(
+                "the search runs until it has found a plan",
+                got="an interrupt before the first one was found",
+                remedy='let it run longer, or use algorithm="recursive"',
+            ) from None
+        interrupted = True
+        found = limited.found()
+        choice, bound, multiplier = found.choice, found.bound, found.multiplier
+    objective, used = packed.evaluate(choice)
+    if not np.isfinite(objective):
+        raise InvalidInput(
+            "every node needs a strategy that its neighbours' strategies allow",
+            got="a graph in which each choice has an infinite cost",
+            remedy="allow more strategies, or give redistribution between them a finite cost",
+        )
+    taken = time.perf_counter() - start
+    report("done", f"{objective:.6g} s in {taken:.3f} s")
+    return Solution(
+        choice=packed.original(choice).tolist(),
+        objective=objective,
+        memory=used,
+        bound=min(bound, objective),
+        algorithm=algorithm,
+        seconds=taken,
+        sizes=sizes,
+        multiplier=multiplier,
+        interrupted=interrupted,
+    )
+
+
+def least_memory(graph: CostGraph) -> tuple[float, list[int]]:
+    """The least bytes that any choice of strategies needs, and one that needs no more."""
+    packed = graph.packed
+    choice: Integers = Optimiser(packed).minimise(np.inf).choice
+    return packed.evaluate(choice)[1], packed.original(choice).tolist()
+
+
+def _prepared(
+    packed: Packed,
+    sizes: Sizes,
+    report: Progress,
+    prune: bool,
+    fold: bool,
+    limit: int,
+    seconds: float,
+) -> tuple[Packed, Optimiser]:
+    """Prune and fold, and write down how much that left."""
+    sizes.nodes, sizes.strategies = len(packed), int(packed.sizes.sum())
+    sizes.entries = packed.strategy_pairs
+    if prune:
+        report("prune", f"{sizes.strategies:,} strategies of {len(packed):,} nodes")
+        packed = pruned(packed)
+    sizes.pruned_strategies = int(packed.sizes.sum())
+    sizes.pruned_entries = packed.strategy_pairs
+    report("fold", f"{sizes.pruned_strategies:,} strategies left")
+    optimiser = Optimiser(packed, fold, limit, seconds)
+    runs = [chain.run for chain in optimiser.chains]
+    sizes.runs = [(run.count, run.period) for run in runs]
+    sizes.folded_nodes = len(packed) - sum(run.saved for run in runs)
+    return packed, optimiser

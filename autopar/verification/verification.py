@@ -1,0 +1,100 @@
+"""Verification: the plain model, its captured program and the parallel one, side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.mesh import Mesh
+from autopar.verification.references import Comparison, Difference
+
+_LISTED = 12  # tensors that differ, of each program
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` found. `ok`, `print(verification)`, `to_json()`."""
+
+    mesh: Mesh  # of all ranks
+    how: str  # the pipeline's schedule, and the micro-batches
+    dtype: torch.dtype  # in which the programs ran
+    tolerance: float
+    steps: int
+    captured: tuple[Comparison, ...]  # with the plain model
+    parallel: tuple[Comparison, ...]  # with the plain model
+    differences: tuple[Difference, ...]  # the first values that differ, where something does
+
+    @property
+    def ok(self) -> bool:
+        """Whether all three programs are one."""
+        return all(row.ok for row in (*self.captured, *self.parallel))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "ok": self.ok,
+            "mesh": dict(zip(self.mesh.names, self.mesh.shape)),
+            "how": self.how,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "tolerance": self.tolerance,
+            "steps": self.steps,
+            "captured": [row.to_json() for row in self.captured],
+            "parallel": [row.to_json() for row in self.parallel],
+            "differences": [
+                {"between": d.between, "where": d.where, "values": d.values, "source": d.source}
+                for d in self.differences
+            ],
+        }
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        verdict = "the same program" if self.ok else "NOT the same program"
+        lines = [
+            f"plain, captured and parallel are {verdict}",
+            f"  {self.mesh}{self.how}; {self.steps} steps in {kind}, "
+            f"tolerance {self.tolerance:.0e}",
+            f"  {'':<24}{'plain':>14}{'captured':>14}{'parallel':>14}",
+            *self._losses(),
+            *self._kinds(),
+        ]
+        captured = {(row.kind, row.name) for row in self.captured if not row.ok}
+        for name, rows, known in (
+            ("captured", self.captured, set()),
+            ("parallel", self.parallel, captured),  # what is wrong there already is said there
+        ):
+            wrong = [row for row in rows if not row.ok and (row.kind, row.name) not in known]
+            if wrong:
+                lines.append(f"{name}, beside the plain model:")
+                lines += [f"  {row}" for row in wrong[:_LISTED]]
+            if len(wrong) > _LISTED:
+                lines.append(f"  and {len(wrong) - _LISTED} more; to_json() has all")
+        return "\n".join([*lines, *map(str, self.differences)])
+
+    def _losses(self) -> Iterator[str]:
+        found = [row for row in self.captured if row.kind == "loss"]
+        others = [row for row in self.parallel if row.kind == "loss"]
+        for one, other in zip(found, others):
+            numbers = (one.expected, one.found, other.found)
+            shown = "".join(f"{'none' if n is None else f'{n:.8g}':>14}" for n in numbers)
+            yield f"  {f'loss of step {one.name}':<24}{shown}"
+
+    def _kinds(self) -> Iterator[str]:
+        """The largest error of each kind of tensor."""
+        for kind in ("output", "gradient", "buffer", "state at the end"):
+            columns = [[row for row in rows if row.kind == kind] for rows in self._both]
+            if columns[0]:
+                count = f"{len(columns[0])} tensors"
+                shown = "".join(f"{_worst(rows):>14}" for rows in columns)
+                yield f"  {f'{kind}, error':<24}{count:>14}{shown}"
+
+    @property
+    def _both(self) -> Sequence[Sequence[Comparison]]:
+        return self.captured, self.parallel
+
+
+def _worst(rows: Sequence[Comparison]) -> str:
+    error = max((row.error for row in rows), default=0.0)
+    return "missing" if math.isinf(error) else f"{error:.1e}" if error else "0"
