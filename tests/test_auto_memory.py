@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import autopar as ap
 from autopar.errors import InvalidInput
@@ -85,3 +89,39 @@ def test_a_limit_that_nothing_meets_is_answered_with_the_least_memory() -> None:
     with pytest.raises(InvalidInput, match="the least that any plan needs is") as error:
         ap.plan(case.model, case.args, case.kwargs, memory=100_000.0, **options)
     assert "more devices" in str(error.value)
+
+
+class Row(nn.Module):
+    """Linears, each with a function of its output and its input."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.norm, self.cell = nn.RMSNorm(8), nn.GRUCell(8, 8)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + self.function(self, layer(x), x)
+        return x.square().mean()
+
+
+FUNCTIONS = {
+    "rms_norm": lambda row, y, x: row.norm(y),
+    "avg_pool1d": lambda row, y, x: F.avg_pool1d(y[:, None], 3, 1, 1)[:, 0],
+    "max_pool1d": lambda row, y, x: F.max_pool1d(y[:, None], 3, 1, 1)[:, 0],
+    "gather": lambda row, y, x: y.gather(-1, x.argsort(-1)),
+    "sort": lambda row, y, x: y.sort(-1)[0],
+    "gru_cell": lambda row, y, x: row.cell(y, x),
+    "local_response_norm": lambda row, y, x: F.local_response_norm(y.view(-1, 2, 4), 2).view(-1, 8),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_predicted_activations_are_no_less_than_what_autograd_keeps(name: str) -> None:
+    """In float32, so that indices are wider than what they pick."""
+    case = Case(name, Row(FUNCTIONS[name]), (torch.randn(16, 8),))
+    module = ap.parallelize(
+        case.model, case.args, mesh=Mesh(a=1), mode="propagate", backend="virtual"
+    )
+    assert held(module, case) <= module.plan.memory.activations <= 1.01 * held(module, case)

@@ -31,6 +31,7 @@ Normalisation = Callable[[GraphBuilder], None]
 NORMALISATIONS: tuple[Normalisation, ...] = (
     cleanup.drop_assertions,
     cleanup.drop_dropout,  # it would be a view, so it precedes functionalise
+    norms.rms_norms,
     norms.batch_norms,  # makes writes to buffers visible, so it precedes functionalise
     tuples.split_into_slices,  # views as well
     strides.strides_are_written_out,  # as the model's own strides are, which writes may change

@@ -19,7 +19,7 @@ from autopar.capture.marker import ANNOTATE
 from autopar.cluster import Device
 from autopar.cost.model import operator_formula, operator_values
 from autopar.mesh import Mesh
-from autopar.strategies import Rule, Strategy
+from autopar.strategies import Extra, Rule, Strategy
 from autopar.strategies.results import tensors_of
 from autopar.strategies.rule import Dim
 
@@ -90,6 +90,10 @@ class ShardSizes:
                 total = total * self.lengths[factor]
         return total
 
+    def bytes(self, extra: Extra, dtype: torch.dtype) -> Array:
+        """Of a tensor that is kept besides, the output being of `dtype`."""
+        return self.elements(extra.dims) * (extra.dtype or dtype).itemsize
+
     def share(self) -> Array:
         """The part of the whole work that the busiest rank has."""
         total = np.ones(self.count)
@@ -144,8 +148,8 @@ def kept_extra(facts: Facts, pieces: ShardSizes) -> Array:
     """Bytes that backward keeps besides inputs and outputs."""
     total = np.zeros(pieces.count)
     if any(facts.differentiable):
-        for dims in facts.rule.saved.extra:
-            total = total + pieces.elements(dims) * facts.dtype.itemsize
+        for extra in facts.rule.saved.extra:
+            total = total + pieces.bytes(extra, facts.dtype)
     return total
 
 

@@ -15,21 +15,9 @@ from torch import fx
 
 from autopar.cost.operators import Facts, ShardSizes, is_view
 from autopar.mesh import Mesh
-from autopar.strategies import Rule
 from autopar.strategies.results import flat, maker, place_of, tensor_arguments, tensors_of
 
 Storage = tuple[fx.Node, int | str]
-
-
-def kept_inputs(rule: Rule, learns: Sequence[bool]) -> tuple[int, ...]:
-    """Which inputs an operator keeps: a factor of a product only if another factor learns."""
-    factors = {next(iter(inputs)) for inputs in rule.passes if len(inputs) == 1}
-    return tuple(
-        index
-        for index in rule.saved.inputs
-        if index < len(learns)
-        and any(on for other, on in enumerate(learns) if other != index or index not in factors)
-    )
 
 
 class Keeping:
@@ -48,7 +36,7 @@ class Keeping:
         if facts.is_view and position == 0:
             return self.is_kept(reader)
         if id(facts) not in self._inputs:
-            self._inputs[id(facts)] = kept_inputs(facts.rule, facts.differentiable)
+            self._inputs[id(facts)] = facts.rule.saved.inputs_for(facts.differentiable)
         return position in self._inputs[id(facts)]
 
     def is_kept(self, value: str) -> bool:
@@ -96,9 +84,9 @@ def kept_by(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
     if rule is None or strategy is None or "start_of" in node.meta:  # a part keeps its inputs
         return kept
     pieces = ShardSizes(rule, [strategy], mesh)
-    itemsize = tensors_of(node)[0].dtype.itemsize
-    for number, dims in enumerate(rule.saved.extra):
-        kept[node, f"extra {number}"] = float(pieces.elements(dims)[0]) * itemsize
+    dtype = tensors_of(node)[0].dtype
+    for number, extra in enumerate(rule.saved.extra):
+        kept[node, f"extra {number}"] = float(pieces.bytes(extra, dtype)[0])
     return kept
 
 

@@ -15,7 +15,6 @@ from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.cost.operators import Facts, facts_of
-from autopar.cost.saved_tensors import kept_inputs
 from autopar.layout import Layout, TensorType
 from autopar.search.decisions import Decisions
 from autopar.strategies import Strategy, tensor_inputs
@@ -69,7 +68,7 @@ def _type_operator(node: fx.Node, facts: Facts | None, decisions: Decisions) -> 
         node.meta |= {
             "rule": rule,
             "strategy": strategy,
-            "saved": kept_inputs(rule, [value.meta["differentiable"] for value in inputs]),
+            "saved": rule.saved.inputs_for([value.meta["differentiable"] for value in inputs]),
             "saves_output": rule.saved.output,
         }
     node.meta["ways"] = {

@@ -34,7 +34,7 @@ from autopar.strategies.registry import (
     rule_of,
     tensor_inputs,
 )
-from autopar.strategies.rule import Dim, Rule, Saved, Signature, Strategy
+from autopar.strategies.rule import Dim, Extra, Rule, Saved, Signature, Strategy
 
 FAMILIES = (
     attention,
@@ -55,6 +55,7 @@ __all__ = [
     "Call",
     "Dim",
     "Expansion",
+    "Extra",
     "Kernel",
     "Pattern",
     "Rule",

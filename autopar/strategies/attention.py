@@ -6,8 +6,10 @@ heads, the heads of the queries are (h g) for the h of keys and values, so that 
 
 from __future__ import annotations
 
+import torch
+
 from autopar.strategies.registry import Call, register_rule
-from autopar.strategies.rule import Dim, Rule, Saved
+from autopar.strategies.rule import Dim, Extra, Rule, Saved
 
 
 def _attention(call: Call) -> Rule:
@@ -26,10 +28,7 @@ def _attention(call: Call) -> Rule:
         [*_broadcast(leading, value), ("k",), ("e",)],
     ]
     if call["attn_mask"] is not None:
-        mask = call.shapes[3]
-        dims: list[Dim] = [*heads, ("q",), ("k",)]
-        aligned = dims[len(dims) - len(mask) :]
-        inputs.append([() if size == 1 else dim for dim, size in zip(aligned, mask)])
+        inputs.append(_broadcast_to([*heads, ("q",), ("k",)], call.shapes[3]))
     points = call.outputs[0].numel() // max(value[-1], 1) * key[-2]
     return call.rule(
         inputs,
@@ -39,14 +38,42 @@ def _attention(call: Call) -> Rule:
         kernels={"q": "cut_causal_attention"} if call["is_causal"] else {},
         flops=2.0 * points * (query[-1] + value[-1]),
         product=True,
-        saved=Saved((*range(len(inputs)),), output=True, extra=((*heads, ("q",)),)),
+        saved=_saved(call, heads),
         random=call["dropout_p"] > 0,
     )
 
 
-def _broadcast(leading: list[Dim], shape: tuple[int, ...]) -> list[Dim]:
-    aligned = leading[len(leading) - len(shape) + 2 :]
+def _saved(call: Call, heads: list[Dim]) -> Saved:
+    """What the fused kernels keep; where torch has none, what its products keep in between."""
+    query, key, value = call.shapes[:3]
+    mask = call.inputs[3] if len(call.inputs) > 3 else None
+    dtype = call.outputs[0].dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    alike = query[:-2] == key[:-2] == value[:-2] or (
+        call["enable_gqa"] and query[:-3] == key[:-3] == value[:-3]
+    )
+    learns = mask is not None and mask.meta.get("differentiable", False)
+    if len(query) == 4 and alike and query[-1] == value[-1] and not learns:
+        sums = Extra((*heads, ("q",)), wide)
+        if mask is None or mask.meta["val"].dtype != torch.bool:
+            return Saved((*range(len(call.inputs)),), output=True, extra=(sums,))
+        dims: list[Dim] = [*heads, ("q",), ("k",)]  # of the mask as numbers
+        added = _broadcast_to(dims, call.shapes[3])
+        return Saved((0, 1, 2), output=True, extra=(sums, Extra(tuple(added))))
+    whole = value[:-2] == call.shape[:-2] and dtype == wide  # else torch makes a copy
+    copies = [("q", "d"), ("k", "d"), ("q", "k"), *([] if whole else [("k", "e")])]
+    copies += [("q", "k")] * (2 if call["dropout_p"] > 0 else 0)
+    extra = tuple(Extra((*heads, (rows,), (columns,)), wide) for rows, columns in copies)
+    return Saved((2,) if whole else (), extra=extra)
+
+
+def _broadcast_to(dims: list[Dim], shape: tuple[int, ...]) -> list[Dim]:
+    aligned = dims[len(dims) - len(shape) :]
     return [() if size == 1 else dim for dim, size in zip(aligned, shape)]
+
+
+def _broadcast(leading: list[Dim], shape: tuple[int, ...]) -> list[Dim]:
+    return _broadcast_to(leading, shape[:-2])
 
 
 register_rule("aten.scaled_dot_product_attention", _attention)

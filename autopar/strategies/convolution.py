@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 from functools import partial
 
+import torch
+
 from autopar.strategies.registry import Call, aten, register_rule
-from autopar.strategies.rule import Dim, Rule, Saved
+from autopar.strategies.rule import Dim, Extra, Rule, Saved
 
 RESIZES = {
     1: "upsample_linear1d",
@@ -63,7 +65,7 @@ def _pooling(call: Call, space: int, linear: bool, saved: tuple[int, ...] = (0,)
     sizes |= {dim[0]: size for dim, size in zip(after, out_shape[len(leading) :])}
     window = call.get("kernel_size") or [1]
     window = window * space if len(window) == 1 else window
-    places = ((*leading, *after),)  # of the maxima
+    places = (Extra((*leading, *after), torch.int64),)  # of the maxima
     return call.rule(
         [[*leading, *before]],
         [*leading, *after],

@@ -51,7 +51,10 @@ def _sum_of_inputs(call: Call) -> Rule:
 
 def _scaled(call: Call) -> Rule:
     """Linear in the first input: alone, with a number."""
-    return elementwise(call, passes=[(0,)], saved="0 1" if len(call.shapes) == 2 else "")
+    if len(call.shapes) == 1:
+        return elementwise(call, passes=[(0,)])
+    rule = elementwise(call, passes=[(0,)], saved="0 1")
+    return replace(rule, saved=replace(rule.saved, factors=frozenset({0})))
 
 
 def _product(call: Call) -> Rule:

@@ -24,8 +24,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from autopar.errors import InvalidInput
-from autopar.strategies.rule import Dim, Rule, Saved, product
+from autopar.strategies.rule import Dim, Extra, Rule, Saved, product
 
 Shape = Sequence[int]
 Passes = str | Iterable[Iterable[int]]
@@ -87,8 +89,9 @@ def parse(
     together), "each" (one at a time) or sets of inputs. `flops` is a number or a function of the
     sizes; if absent, `cost` for each point of all factors, twice if any is contracted. An operator
     is a product if its FLOPs are given, or if it has no `cost` and sums over a factor that two
-    inputs share, as `i` above. `saved` lists what autograd keeps, as in "0 2 output"; `extra`, as
-    tensors of factors, what it keeps besides.
+    inputs share, as `i` above. `saved` lists what autograd keeps, as in "0 2 output": of a
+    product that passes "each", a factor only if another one learns. `extra` has what it keeps
+    besides, as tensors of factors: "n h, int64: n" are one of the output's dtype and one of int64.
     """
     pattern = Pattern.read(text) if isinstance(text, str) else text
     present = range(len(input_shapes)) if slots is None else slots
@@ -114,14 +117,16 @@ def parse(
         flops = flops(kept) if callable(flops) else float(flops)
         is_product = flops > 0
     kept_inputs, kept_output = _read_saved(saved, present)
-    extra_dims = [_read_tensor(part, extra, set(), set()) for part in extra.split(",")]
+    extra_dims = [_read_extra(part, extra) for part in extra.split(",")] if extra else []
+    passed = _read_passes(passes, len(inputs), present)
+    factors = frozenset(i for members in passed if len(members) == 1 for i in members)
     return Rule(
         inputs=inputs,
         outputs=outputs,
         sizes=kept,
         whole=binding.names(pattern.whole),
         even=frozenset(even),
-        passes=_read_passes(passes, len(inputs), present),
+        passes=passed,
         kernels={f: name for f, name in (kernels or {}).items() if kept.get(f, 1) > 1},
         flops=flops,
         product=is_product,
@@ -131,7 +136,8 @@ def parse(
         saved=Saved(
             kept_inputs,
             kept_output,
-            tuple(binding.dims(dims, None) for dims in extra_dims) if extra else (),
+            tuple(Extra(binding.dims(dims, None), dtype) for dims, dtype in extra_dims),
+            factors if len(factors) > 1 else frozenset(),
         ),
         random=random,
     )
@@ -294,6 +300,15 @@ def _read_tensor(part: str, text: str, whole: set[str], sums: set[str]) -> tuple
     if twice:
         raise _malformed(text, f"a tensor has each factor once, not {twice[0]!r} twice")
     return tuple(dims)
+
+
+def _read_extra(part: str, text: str) -> Extra:
+    """A tensor of factors, after its dtype and a colon if that is not the output's."""
+    dtype, colon, dims = part.rpartition(":")
+    if colon and not isinstance(getattr(torch, dtype.strip(), None), torch.dtype):
+        raise _malformed(text, f"{dtype.strip()!r} is no dtype of torch")
+    kind = getattr(torch, dtype.strip()) if colon else None
+    return Extra(_read_tensor(dims, text, set(), set()), kind)
 
 
 def _is_product(inputs: Sequence[Sequence[Dim]], outputs: Sequence[Sequence[Dim]]) -> bool:

@@ -8,10 +8,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.strategies.kernels import batch_normalize, batch_sums, running_mean, running_var
+import torch
+
+from autopar.strategies.kernels import (
+    batch_normalize,
+    batch_sums,
+    rms_norm,
+    running_mean,
+    running_var,
+)
 from autopar.strategies.registry import Call, register_rule
-from autopar.strategies.rule import Dim, Rule, Saved, render
+from autopar.strategies.rule import Dim, Extra, Rule, Saved, render
 from autopar.strategies.shapes import names, sizes_of
+
+
+def statistics_dtype(call: Call) -> torch.dtype:
+    """In which means and deviations are kept: half precision is summed in float32."""
+    return torch.promote_types(call.outputs[0].dtype, torch.float32)
 
 
 def _over_last_dims(call: Call, stats: int) -> Rule:
@@ -22,7 +35,7 @@ def _over_last_dims(call: Call, stats: int) -> Rule:
     held = dims[len(dims) - count :]
     sizes = sizes_of(dims, shape)
     parameters = [held] * (len(call.shapes) - 1)
-    extra = tuple(tuple(dims[: len(dims) - count]) for _ in range(stats))
+    extra = (Extra(tuple(dims[: len(dims) - count]), statistics_dtype(call)),) * stats
     return call.rule(
         [dims, *parameters],
         dims,
@@ -59,6 +72,7 @@ def _group_norm(call: Call) -> Rule:
     sizes |= {dim[0]: size for dim, size in zip(space, shape[2:])}
     dims: list[Dim] = [("n",), ("g", "c"), *space]
     parameters: list[list[Dim]] = [[("g", "c")]] * (len(call.shapes) - 1)
+    statistics = (Extra((("n",), ("g",)), statistics_dtype(call)),) * 2
     return call.rule(
         [dims, *parameters],
         dims,
@@ -66,19 +80,21 @@ def _group_norm(call: Call) -> Rule:
         whole=["c", *(dim[0] for dim in space)],
         flops=5.0 * call.outputs[0].numel(),
         even=frozenset("g"),
-        saved=Saved((0, *((1,) if parameters else ())), extra=((("n",), ("g",)),) * 2),
+        saved=Saved((0, *((1,) if parameters else ())), extra=statistics),
     )
 
 
 def _weight_norm(call: Call) -> Rule:
     """A weight scaled to given norms, one for each index of `dim`, or one for all if it is -1."""
-    own = call["dim"] % len(call.shape) if call["dim"] != -1 else None
+    one_for_all = call["dim"] == -1
+    own = None if one_for_all else call["dim"] % len(call.shape)
     dims = names(len(call.shape))
     sizes = sizes_of(dims, call.shape)
     norms = [factor if i == own else () for i, factor in enumerate(dims)][: len(call.shapes[1])]
     held = [factor for i, (factor,) in enumerate(dims) if i != own]
-    extra = tuple(dim for dim in norms if dim)
-    return call.rule([dims, norms], dims, sizes, whole=held, saved=Saved((0, 1), extra=(extra,)))
+    extra = Extra(tuple(dim for dim in norms if dim), statistics_dtype(call))
+    saved = Saved((0, 1), extra=(extra,) * (2 if one_for_all else 1))
+    return call.rule([dims, norms], dims, sizes, whole=held, saved=saved)
 
 
 def _batch_norm(call: Call) -> Rule | None:
@@ -97,7 +113,7 @@ def _instance_norm(call: Call) -> Rule:
     dims = names(len(call.shape))
     sizes = sizes_of(dims, call.shape)
     vectors = [[dims[1]]] * (len(call.shapes) - 1)
-    kept = (tuple(dims[:2]),) * (3 if 1 in call.slots else 2)
+    kept = (Extra(tuple(dims[:2]), statistics_dtype(call)),) * (3 if 1 in call.slots else 2)
     whole = [dim[0] for dim in dims[2:]]
     saved = Saved((0,), extra=kept)
     return call.rule([dims, *vectors], dims, sizes, whole=whole, saved=saved)
@@ -105,7 +121,7 @@ def _instance_norm(call: Call) -> Rule:
 
 register_rule("aten.layer_norm", _layer_norm)
 register_rule("aten.native_layer_norm", _layer_norm_with_statistics)
-register_rule("aten.rms_norm", _rms_norm)
+register_rule(rms_norm, _rms_norm)
 register_rule("aten.group_norm", _group_norm)
 register_rule("aten.batch_norm", _batch_norm)
 register_rule("aten._weight_norm", _weight_norm)

@@ -24,7 +24,7 @@ from autopar.errors import InvalidInput, unforeseen
 from autopar.strategies.kernels import KERNELS
 from autopar.strategies.language import Flops, Passes, Pattern, parse
 from autopar.strategies.results import flat, is_result
-from autopar.strategies.rule import Dim, Rule, Saved, product, render
+from autopar.strategies.rule import Dim, Extra, Rule, Saved, product, render
 
 Operator = Any  # OpOverload, OpOverloadPacket, operator of torch.library.custom_op, or function
 
@@ -107,7 +107,7 @@ class Call:
         into, out = tuple(map(large, inputs)), large(output)
         kept = {name: size for name, size in sizes.items() if size != 1}
         held = frozenset(whole) & kept.keys()
-        saved = replace(saved, extra=tuple(map(large, saved.extra)))
+        saved = replace(saved, extra=tuple(Extra(large(e.dims), e.dtype) for e in saved.extra))
         return Rule(
             into,
             (out,),

@@ -25,6 +25,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
+
+import torch
 
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, chunk
@@ -77,13 +80,32 @@ class Signature:
     outputs: tuple[Layout, ...]
 
 
+class Extra(NamedTuple):
+    """A tensor that autograd keeps besides inputs and outputs, by its factors."""
+
+    dims: tuple[Dim, ...]
+    dtype: torch.dtype | None = None  # None: that of the output
+
+
 @dataclass(frozen=True)
 class Saved:
     """What autograd keeps of one call until its backward has run."""
 
     inputs: tuple[int, ...] = ()
     output: bool = False
-    extra: tuple[tuple[Dim, ...], ...] = ()  # further tensors of the output's dtype, by factors
+    extra: tuple[Extra, ...] = ()
+    factors: frozenset[int] = frozenset()  # inputs kept for the gradients of other inputs alone
+
+    def inputs_for(self, learns: Sequence[bool]) -> tuple[int, ...]:
+        """Which inputs are kept, where each input `learns` or not."""
+
+        def serves(index: int, other: int) -> bool:
+            return learns[other] and (other != index or index not in self.factors)
+
+        count = len(learns)
+        return tuple(
+            i for i in self.inputs if i < count and any(serves(i, j) for j in range(count))
+        )
 
 
 @dataclass(frozen=True)

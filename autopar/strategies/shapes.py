@@ -12,8 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
+import torch
+
 from autopar.strategies.registry import Call, aten, register_rule
-from autopar.strategies.rule import Dim, Rule, Saved, render
+from autopar.strategies.rule import Dim, Extra, Rule, Saved, render
 
 FIRST = ((0,),)  # the first input may be a partial sum
 
@@ -244,10 +246,10 @@ def _gated(call: Call) -> Rule:
 
 
 def _values_and_places(call: Call, inputs: tuple[int, ...] = ()) -> Rule:
-    """Values along one dim and where they stand: two results; the places are kept for backward."""
+    """Values along one dim and where they stand: two results, of which backward keeps places."""
     rule = same_dims(call, [call.dim(call["dim"])], ())
     (out,) = rule.outputs
-    saved = Saved(inputs, extra=(out,))
+    saved = Saved(inputs, extra=(Extra(out, torch.int64),))
     text = render(rule.inputs, (out, out), rule.whole)
     return replace(rule, outputs=(out, out), text=text, saved=saved)
 

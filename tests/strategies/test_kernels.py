@@ -19,6 +19,7 @@ from autopar.strategies.kernels import (
     cross_entropy_part,
     cut_causal_attention,
     cut_embedding,
+    rms_norm,
     running_mean,
     running_var,
 )
@@ -204,3 +205,25 @@ def test_every_kernel_is_of_one_kind() -> None:
     for name, kernel in KERNELS.items():
         assert kernel.name == name
         assert (kernel.offset_factor is None) != (kernel.expand is None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("shape", "eps"), [([6], None), ([6], 1e-6), ([4, 6], 1e-6)])
+def test_rms_norm(dtype: torch.dtype, shape: list[int], eps: float | None) -> None:
+    """To the bit what torch gives, and with the same gradients."""
+    x = torch.randn(3, 4, 6).to(dtype).requires_grad_()
+    weight = torch.randn(shape).to(dtype).requires_grad_()
+    for scales in (weight, None):
+        got, wanted = rms_norm(x, shape, scales, eps), F.rms_norm(x, shape, scales, eps)
+        assert torch.equal(got, wanted)
+        leaves = [leaf for leaf in (x, scales) if leaf is not None]
+        slope = torch.randn_like(wanted)
+        for mine, other in zip(
+            torch.autograd.grad(got, leaves, slope), torch.autograd.grad(wanted, leaves, slope)
+        ):
+            close(mine, other, 4 * torch.finfo(dtype).eps)
+
+
+def test_rms_norm_has_gradients_of_gradients() -> None:
+    x, weight = double(3, 4), double(4)
+    assert torch.autograd.gradgradcheck(lambda *args: rms_norm(args[0], [4], args[1]), (x, weight))

@@ -157,4 +157,4 @@ def test_what_is_saved() -> None:
     )
     assert rule.saved.inputs == (0, 1)
     assert rule.saved.output
-    assert rule.saved.extra == ((("d0",),), (("d0",), ("h",)))
+    assert [extra.dims for extra in rule.saved.extra] == [(("d0",),), (("d0",), ("h",))]

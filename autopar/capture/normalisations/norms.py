@@ -1,4 +1,4 @@
-"""Batch norm in steps that can be cut, with its running statistics as visible writes."""
+"""Batch norm in steps that can be cut, its running statistics as visible writes; RMS norm."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from torch import fx
 from autopar.capture.graph_builder import GraphBuilder, argument, shape_of
 from autopar.capture.values import refresh
 from autopar.errors import InvalidInput
-from autopar.strategies.kernels import batch_normalize, batch_sums, running_mean, running_var
+from autopar.strategies.kernels import (
+    batch_normalize,
+    batch_sums,
+    rms_norm,
+    running_mean,
+    running_var,
+)
 
 aten = torch.ops.aten
 
@@ -36,6 +42,13 @@ def batch_norms(draft: GraphBuilder) -> None:
                 remedy="build the module with track_running_stats=False",
                 source=node.meta.get("source"),
             )
+
+
+def rms_norms(draft: GraphBuilder) -> None:
+    """RMS norm is one operator on every device, that keeps the same."""
+    names = ("input", "normalized_shape", "weight", "eps")
+    for node in draft.calls(aten.rms_norm.default):
+        draft.replace(node, rms_norm, *(argument(node, name) for name in names))
 
 
 def _with_batch_statistics(draft: GraphBuilder, node: fx.Node) -> fx.Node:

@@ -16,8 +16,8 @@ along v, runs another function. There are two kinds:
   `expand.part_call` and `expand.combine_call` give the arguments of the two functions.
 
 Besides, plain functions that capture puts into graphs: `batch_sums`, `batch_normalize`,
-`running_mean`, `running_var`, `cross_entropy`, `count_targets`. Kernels work on empty pieces; of
-every other operator a rank without elements runs `nothing`.
+`running_mean`, `running_var`, `rms_norm`, `cross_entropy`, `count_targets`. Kernels work on empty
+pieces; of every other operator a rank without elements runs `nothing`.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from autopar.strategies.kernels.losses import (
     cross_entropy_part_call,
 )
 from autopar.strategies.kernels.nothing import no_results, nothing
+from autopar.strategies.kernels.root_mean_square import rms_norm
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -104,6 +105,7 @@ __all__ = [
     "cut_embedding",
     "no_results",
     "nothing",
+    "rms_norm",
     "running_mean",
     "running_var",
 ]
