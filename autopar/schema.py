@@ -17,7 +17,7 @@ from __future__ import annotations
 import difflib
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -72,6 +72,8 @@ def read(kind: Any, data: Any, at: At = ()) -> Any:
     origin, args = get_origin(kind), get_args(kind)
     if kind is Any:  # read further by the caller
         return data
+    if origin is Annotated and callable(args[1]):  # text, and what reads it
+        return _parsed(args[1], data, at)
     if origin is Annotated:
         value = read(args[0], data, at)
         if not args[1].holds(value):
@@ -95,8 +97,12 @@ def read(kind: Any, data: Any, at: At = ()) -> Any:
         return _PLAIN[kind](data, at)
     if is_dataclass(kind) and not hasattr(kind, "parse"):
         return _fields(kind, data, at)
+    return _parsed(kind.parse, data, at)
+
+
+def _parsed(parse: Callable[[str], Any], data: Any, at: At) -> Any:
     try:
-        return kind.parse(_text(data, at))
+        return parse(_text(data, at))
     except AutoparError as error:
         raise Mismatch(at, f"is text of its kind ({error.rule})", data, str(error.remedy)) from None
 

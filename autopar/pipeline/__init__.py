@@ -13,8 +13,8 @@ True
 """
 
 from autopar.pipeline.checker import check
-from autopar.pipeline.notation import from_csv, from_text, load, save, to_csv, to_text
-from autopar.pipeline.schedule import Action, Schedule
+from autopar.pipeline.notation import from_csv, from_text, load, save, to_csv
+from autopar.pipeline.schedule import Action, Schedule, to_text
 from autopar.pipeline.schedules import NAMES, option_names, schedule
 from autopar.pipeline.simulator import simulate
 from autopar.pipeline.timeline import CriticalPath, Synchronization, Timeline

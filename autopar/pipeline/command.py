@@ -17,7 +17,7 @@ from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import NAMES, option_names, schedule
 from autopar.pipeline.simulator import simulate
 from autopar.pipeline.synchronization import MODES
-from autopar.pipeline.timeline import Timeline
+from autopar.pipeline.timeline import Timeline, draw
 
 # Options of schedules that are also costs of the simulation: a plan is made for the same times.
 COSTS = ("forward", "backward", "backward_weight", "latency")
@@ -64,8 +64,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(figures(timeline)))
     else:
-        from autopar.pipeline.drawing import draw
-
         columns = max(shutil.get_terminal_size().columns, NARROWEST)
         print(draw(timeline, args.width or columns))
         print(_summary(timeline))

@@ -28,7 +28,18 @@ from pathlib import Path
 from typing import cast
 
 from autopar.errors import InvalidInput
-from autopar.pipeline.schedule import MOST_UNLISTED, Action, Kind, Option, Schedule, make
+from autopar.pipeline.checker import check
+from autopar.pipeline.schedule import (
+    MOST_UNLISTED,
+    Action,
+    Kind,
+    Option,
+    Schedule,
+    cells,
+    heading,
+    make,
+    to_text,
+)
 
 _NUMBER = r"[0-9]{1,6}"  # what a schedule counts is read up to here
 ACTION = re.compile(rf"({_NUMBER})([FBIW])({_NUMBER}(?:\+{_NUMBER})*)(?:@({_NUMBER}))?")
@@ -58,25 +69,6 @@ def parse_cell(text: str, source: str | None = None) -> list[Action]:
         return [parse_action(text, source)]
     first, second = (parse_action(part, source) for part in match.groups())
     return [replace(first, overlaps=True), second]
-
-
-def cells(order: Iterable[Action]) -> list[str]:
-    """The cells of an order: the inverse of `parse_cell`."""
-    written: list[str] = []
-    first: Action | None = None
-    for action in order:
-        if first is not None:
-            written.append(f"({first};{action})OVERLAP_F_B")
-            first = None
-        elif action.overlaps:
-            first = action
-        else:
-            written.append(str(action))
-    return written
-
-
-def _write_option(value: Option) -> str:
-    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _read_option(text: str, source: str | None) -> Option:
@@ -109,26 +101,6 @@ def _finite(text: str, source: str | None) -> str:
     return text
 
 
-def _header(schedule: Schedule) -> list[tuple[str, str]]:
-    lines = [("name", schedule.name), ("microbatches", str(schedule.microbatches))]
-    if schedule.parts > 1:
-        lines.append(("parts", str(schedule.parts)))
-    if schedule.options:
-        options = (f"{name}={_write_option(value)}" for name, value in schedule.options)
-        lines.append(("options", " ".join(options)))
-    for pipe, ranks in enumerate(schedule.placement):
-        lines.append((f"pipe {pipe}", " ".join(map(str, ranks))))
-    return lines
-
-
-def to_text(schedule: Schedule) -> str:
-    """The schedule as lines of `key: value`."""
-    lines = _header(schedule)
-    for rank, order in enumerate(schedule.orders):
-        lines.append((f"rank {rank}", " ".join(cells(order))))
-    return "\n".join(f"{key}: {value}".rstrip() for key, value in lines)
-
-
 def from_text(text: str, source: str | None = None) -> Schedule:
     """The schedule that `text` describes, checked."""
     fields: dict[str, str] = {}
@@ -157,7 +129,7 @@ def to_csv(schedule: Schedule, header: bool = True) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     if header:
-        writer.writerow([f"# {'; '.join(f'{k}: {v}'.rstrip() for k, v in _header(schedule))}"])
+        writer.writerow([f"# {'; '.join(f'{k}: {v}'.rstrip() for k, v in heading(schedule))}"])
     writer.writerows(cells(order) for order in schedule.orders)
     return out.getvalue()
 
@@ -290,8 +262,6 @@ def _integer(text: str, key: str, source: str | None) -> int:
 def _assemble(
     fields: dict[str, str], orders: Iterable[Iterable[Action]], source: str | None
 ) -> Schedule:
-    from autopar.pipeline.checker import check
-
     known = re.compile(r"name|microbatches|parts|options|(pipe|rank) \d+")
     unknown = [key for key in fields if not known.fullmatch(key)]
     if unknown or "microbatches" not in fields:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from autopar.mesh import Mesh
-from autopar.pipeline.notation import to_text
-from autopar.pipeline.schedule import Schedule
+from autopar.pipeline.notation import from_text
+from autopar.pipeline.schedule import Schedule, to_text
 from autopar.pipeline.stages.costs import StageCost, imbalance
 from autopar.search.stored import Axes
 
@@ -73,7 +73,7 @@ class StoredPipelining:
 
     axis: str
     mesh: Axes
-    schedule: Schedule
+    schedule: Annotated[Schedule, from_text]
     stages: tuple[StageCost, ...]
     recompute: bool
 

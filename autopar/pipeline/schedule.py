@@ -65,13 +65,6 @@ class Schedule:
     # The options that it was made with, by name, sorted.
     options: tuple[tuple[str, Option], ...] = ()
 
-    @classmethod
-    def parse(cls, text: str) -> Schedule:
-        """The inverse of `str`, checked."""
-        from autopar.pipeline.notation import from_text
-
-        return from_text(text)
-
     @property
     def ranks(self) -> int:
         """How many ranks the pipeline has."""
@@ -135,8 +128,6 @@ class Schedule:
         return tuple(ranks[stage] for ranks in self.placement)
 
     def __str__(self) -> str:
-        from autopar.pipeline.notation import to_text
-
         return to_text(self)
 
 
@@ -158,3 +149,43 @@ def make(
         parts,
         tuple(sorted(options.items())),
     )
+
+
+def heading(schedule: Schedule) -> list[tuple[str, str]]:
+    """What a schedule is besides its orders, as keys and values."""
+    lines = [("name", schedule.name), ("microbatches", str(schedule.microbatches))]
+    if schedule.parts > 1:
+        lines.append(("parts", str(schedule.parts)))
+    if schedule.options:
+        options = (f"{name}={_write_option(value)}" for name, value in schedule.options)
+        lines.append(("options", " ".join(options)))
+    for pipe, ranks in enumerate(schedule.placement):
+        lines.append((f"pipe {pipe}", " ".join(map(str, ranks))))
+    return lines
+
+
+def to_text(schedule: Schedule) -> str:
+    """The schedule as lines of `key: value`."""
+    lines = heading(schedule)
+    for rank, order in enumerate(schedule.orders):
+        lines.append((f"rank {rank}", " ".join(cells(order))))
+    return "\n".join(f"{key}: {value}".rstrip() for key, value in lines)
+
+
+def cells(order: Iterable[Action]) -> list[str]:
+    """The cells of an order: the inverse of `notation.parse_cell`."""
+    written: list[str] = []
+    first: Action | None = None
+    for action in order:
+        if first is not None:
+            written.append(f"({first};{action})OVERLAP_F_B")
+            first = None
+        elif action.overlaps:
+            first = action
+        else:
+            written.append(str(action))
+    return written
+
+
+def _write_option(value: Option) -> str:
+    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)

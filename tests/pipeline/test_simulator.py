@@ -6,7 +6,7 @@ import pytest
 
 from autopar.errors import InvalidInput
 from autopar.pipeline import from_text, schedule, simulate
-from autopar.pipeline.drawing import draw
+from autopar.pipeline.timeline import draw
 from autopar.pipeline.synchronization import all_reduce_time, early_stages, last_backwards
 
 

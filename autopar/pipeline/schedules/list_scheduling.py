@@ -9,6 +9,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from autopar.pipeline.schedule import Action, Kind
 
@@ -63,79 +64,100 @@ def list_schedule(
     `times[kind][stage]`; the backward is split when there are times for I. None when the rule
     leaves all ranks waiting for each other.
     """
-    ranks = len(set(placement[0]))
-    last = len(placement[0]) - 1
-    down: Kind = "I" if "I" in times else "B"
-    kinds = ("F", "I", "W") if down == "I" else ("F", "B")
-    states: dict[tuple[int, int], StageState] = {}
-    held: list[list[StageState]] = [[] for _ in range(ranks)]
-    for pipe, row in enumerate(placement):
-        for stage, rank in enumerate(row):
-            state = StageState(pipe, stage, {kind: deque() for kind in kinds})
-            state.left = dict.fromkeys(kinds, len(runs[pipe]))
-            states[pipe, stage] = state
-            held[rank].append(state)
-        states[pipe, 0].ready["F"].extend(runs[pipe])
+    return _Play(placement, runs, times, latency, choose).orders_of_all()
 
-    orders: list[list[Action]] = [[] for _ in range(ranks)]
-    busy = [False] * ranks
-    # Ends of actions: (time, rank, state, kind, slice); arrivals have kind and state of the target.
-    events: list[tuple[float, int, int, int, StageState, str, int]] = []
-    count = 0
 
-    def push(time: float, end: bool, rank: int, state: StageState, kind: str, slice_: int) -> None:
-        nonlocal count
-        count += 1
-        heapq.heappush(events, (time, count, int(end), rank, state, kind, slice_))
+class _Event(NamedTuple):
+    """The end of an action on a rank; or, not the end, the arrival of what it sent."""
 
-    def finish(time: float, rank: int, state: StageState, kind: str, slice_: int) -> None:
-        """What the end of an action makes ready, here and on the next stage."""
-        pipe, stage = state.pipe, state.stage
-        if kind in "BW":
-            state.in_flight -= 1
-        if kind == "I":
-            state.ready["W"].append(slice_)
-        if kind == "F" and stage == last:
-            state.ready[down].append(slice_)
-            return
-        target = stage + 1 if kind == "F" else stage - 1
-        if kind == "W" or target < 0:
-            return
-        there = placement[pipe][target]
-        push(time + (latency if there != rank else 0.0), False, there, states[pipe, target],
-             kind, slice_)  # fmt: skip
+    is_end: bool
+    rank: int
+    state: StageState
+    kind: Kind
+    slice: int
 
-    def start(time: float, rank: int) -> bool:
-        choice = choose(rank, held[rank])
+
+class _Play:
+    """A step in progress."""
+
+    def __init__(
+        self,
+        placement: Sequence[Sequence[int]],
+        runs: Sequence[range],
+        times: Mapping[str, Sequence[float]],
+        latency: float,
+        choose: Rule,
+    ) -> None:
+        self.placement, self.times, self.latency, self.choose = placement, times, latency, choose
+        ranks = len(set(placement[0]))
+        self.down: Kind = "I" if "I" in times else "B"
+        self.kinds: tuple[Kind, ...] = ("F", "I", "W") if self.down == "I" else ("F", "B")
+        self.states: dict[tuple[int, int], StageState] = {}
+        self.held: list[list[StageState]] = [[] for _ in range(ranks)]
+        for pipe, row in enumerate(placement):
+            for stage, rank in enumerate(row):
+                state = StageState(pipe, stage, {kind: deque() for kind in self.kinds})
+                state.left = dict.fromkeys(self.kinds, len(runs[pipe]))
+                self.states[pipe, stage] = state
+                self.held[rank].append(state)
+            self.states[pipe, 0].ready["F"].extend(runs[pipe])
+        self.orders: list[list[Action]] = [[] for _ in range(ranks)]
+        self.busy = [False] * ranks
+        self.events: list[tuple[float, int, _Event]] = []  # by time; of equals the first first
+        self.count = 0
+
+    def orders_of_all(self) -> list[list[Action]] | None:
+        """Play to the end."""
+        now = 0.0
+        touched = set(range(len(self.orders)))
+        while True:
+            while self.events and self.events[0][0] <= now:
+                time, _, event = heapq.heappop(self.events)
+                self.happen(time, event)
+                touched.add(event.rank)
+            for rank in sorted(touched):
+                if not self.busy[rank]:
+                    self.start(now, rank)
+            touched.clear()
+            if not self.events:
+                break
+            now = self.events[0][0]
+        missing = any(state.left[kind] for state in self.states.values() for kind in self.kinds)
+        return None if missing else self.orders
+
+    def push(self, time: float, event: _Event) -> None:
+        self.count += 1
+        heapq.heappush(self.events, (time, self.count, event))
+
+    def start(self, time: float, rank: int) -> None:
+        """What the rule chooses for a rank that is free, if anything."""
+        choice = self.choose(rank, self.held[rank])
         if choice is None:
-            return False
+            return
         kind, state = choice
         slice_ = state.ready[kind].popleft()
         state.left[kind] -= 1
         if kind == "F":
             state.in_flight += 1
-        orders[rank].append(Action(kind, state.pipe, state.stage, (slice_,)))
-        busy[rank] = True
-        push(time + times[kind][state.stage], True, rank, state, kind, slice_)
-        return True
+        self.orders[rank].append(Action(kind, state.pipe, state.stage, (slice_,)))
+        self.busy[rank] = True
+        self.push(time + self.times[kind][state.stage], _Event(True, rank, state, kind, slice_))
 
-    now = 0.0
-    touched = set(range(ranks))
-    while True:
-        while events and events[0][0] <= now:
-            time, _, end, rank, state, kind, slice_ = heapq.heappop(events)
-            if end:
-                busy[rank] = False
-                finish(time, rank, state, kind, slice_)
-            else:
-                state.ready[kind].append(slice_)
-            touched.add(rank)
-        for rank in sorted(touched):
-            if not busy[rank]:
-                start(now, rank)
-        touched.clear()
-        if not events:
-            break
-        now = events[0][0]
-    missing = sum(state.left[kind] for state in states.values() for kind in kinds)
-    return None if missing else orders
+    def happen(self, time: float, event: _Event) -> None:
+        """What an event makes ready, here and on the next stage."""
+        rank, state, kind, slice_ = event.rank, event.state, event.kind, event.slice
+        if not event.is_end:
+            state.ready[kind].append(slice_)
+            return
+        self.busy[rank] = False
+        if kind in "BW":
+            state.in_flight -= 1
+        if kind == "I":
+            state.ready["W"].append(slice_)
+        target = state.stage + 1 if kind == "F" else state.stage - 1
+        if kind == "F" and target == len(self.placement[state.pipe]):
+            state.ready[self.down].append(slice_)
+        elif kind != "W" and target >= 0:
+            there = self.placement[state.pipe][target]
+            arrival = _Event(False, there, self.states[state.pipe, target], kind, slice_)
+            self.push(time + (self.latency if there != rank else 0.0), arrival)
