@@ -150,9 +150,10 @@ def peaks(schedule: Schedule, activation: tuple[float, ...]) -> tuple[float, ...
 
 
 def draw(timeline: Timeline, width: int = WIDTH) -> str:
-    """A line for each rank, time to the right: each action as kind and micro-batch where that fits `width` columns, else as its kind.
+    """A line for each rank, time to the right, in at most `width` columns.
 
-    Pipes other than 0 are in small letters. Dots are idle time.
+    Each action is its kind and micro-batch where that fits, else its kind. Pipes other than 0 are
+    in small letters. Dots are idle time.
     """
     schedule = timeline.schedule
     title = (

@@ -6,8 +6,8 @@ import pytest
 
 from autopar.errors import InvalidInput
 from autopar.pipeline import from_text, schedule, simulate
-from autopar.pipeline.timeline import draw
 from autopar.pipeline.synchronization import all_reduce_time, early_stages, last_backwards
+from autopar.pipeline.timeline import draw
 
 
 def test_starts_and_ends_are_those_of_the_actions():
