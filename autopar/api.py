@@ -23,7 +23,7 @@ from autopar.runtime.distributed_pipeline import TorchPipeline
 from autopar.runtime.failures import one_fails_all_stop
 from autopar.runtime.groups import enter_world, require_world_of
 from autopar.runtime.module import Backend, ParallelModule, refuse_meta
-from autopar.runtime.plan_broadcast import agree, require_equal
+from autopar.runtime.plan_broadcast import agree, require_equal, require_same_call
 from autopar.runtime.virtual import VirtualBackend
 from autopar.runtime.virtual_pipeline import VirtualPipeline
 from autopar.runtime.world import has_failed
@@ -50,17 +50,26 @@ def parallelize(
     that `plan()` made, or one from a file; on several ranks that of rank 0 holds. Everything
     else is as in `plan`. `local_inputs`: each rank will bring its own slice of the inputs.
     `check`: the first step compares the captured program with the plain model; every step, on the
-    virtual mesh, at every value the ranks that should agree, and on processes their batches.
+    virtual mesh, at every value the ranks that should agree, and on processes their batches. Both
+    are equal on all ranks, and a call that one rank refuses is refused on all.
     """
-    if plan is None or args or kwargs:  # a plan knows the inputs that it was made with
-        check_call(model, args, kwargs or {})
-    backend = _validate(backend, plan, options, local_inputs, check)
-    device = _device_of(model)
-    if backend == "virtual":
+    is_rank = dist.is_initialized() or dist.is_torchelastic_launched() or has_failed()
+    place = backend if backend is not None else "torch" if is_rank else "virtual"
+
+    def check_alone() -> None:
+        """Refuse what this process sees by itself."""
+        if plan is None or args or kwargs:  # a plan knows the inputs that it was made with
+            check_call(model, args, kwargs or {})
+        _validate(place, plan, options, local_inputs, check)
+
+    if place == "virtual" or not is_rank:
+        check_alone()
+    if place == "virtual":
         decided = _decide(model, args, kwargs, plan, options)
-        return _module(model, decided, virtual_backend(decided, device, check), check)
-    device = enter_world(device)
+        return _module(model, decided, virtual_backend(decided, _device_of(model), check), check)
+    device = enter_world(_device_of(model))
     with one_fails_all_stop(agreed=True):
+        require_same_call(check_alone, local_inputs=bool(local_inputs), check=bool(check))
         decided = _decide_together(model, args, kwargs, plan, options)
         require_world_of(decided.program.whole_mesh)
         _validate_slices(decided, local_inputs)
@@ -121,14 +130,14 @@ def _decide_together(
 
 
 def _validate(
-    backend: str | None,
+    backend: str,
     plan: Plan | SavedPlan | None,
     options: Mapping[str, Any],
     local_inputs: bool,
     check: bool,
-) -> str:
-    """The backend, once what was given does not contradict itself."""
-    if backend not in (None, *BACKENDS):
+) -> None:
+    """Refuse what contradicts itself."""
+    if backend not in BACKENDS:
         raise InvalidInput(
             "backend is one of " + ", ".join(map(repr, BACKENDS)),
             got=repr(backend),
@@ -140,9 +149,6 @@ def _validate(
             got=f"plan= together with {', '.join(options)}",
             remedy="give these to plan() instead",
         )
-    if backend is None:
-        is_rank = dist.is_initialized() or dist.is_torchelastic_launched() or has_failed()
-        backend = "torch" if is_rank else "virtual"
     if backend == "virtual" and local_inputs:
         raise InvalidInput(
             "local inputs are those of one process of several",
@@ -155,7 +161,6 @@ def _validate(
             got="local_inputs=True with check=True",
             remedy="one of them",
         )
-    return backend
 
 
 def _validate_slices(decided: Plan, local_inputs: bool) -> None:
@@ -168,5 +173,6 @@ def _validate_slices(decided: Plan, local_inputs: bool) -> None:
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    """Where the model's parameters are."""
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    """Where the model's parameters are; what is no model is refused by all ranks together."""
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    return next((parameter.device for parameter in parameters), torch.device("cpu"))

@@ -7,7 +7,8 @@ collective broke leaves too, and reads who was first. If nobody says so, a rank 
 word: one that gives no answer to a roll call.
 
 What a rank refuses by itself, before it waits for others, ends nothing if all ranks refuse it. If
-others went on with that call, the world is apart: the rank leaves when it comes to its next call.
+others went on with that call, or do not come to it, the world is apart: the rank leaves when it
+comes to its next call.
 """
 
 from __future__ import annotations
@@ -95,8 +96,9 @@ def tell(error: BaseException) -> None:
 def _settle(here: World) -> None:
     """Before ranks wait for one another: have all of them refused what this one refused last?"""
     require_living(here)
-    mine = here.roll.open
-    if mine is not None and not here.roll.all_refused(world_timeout().total_seconds()):
+    refusal = here.roll.open
+    if refusal is not None and (others := here.roll.not_refused(world_timeout().total_seconds())):
+        mine = f"{refusal}\n{others}"
         first = here.roll.report(mine, _PATIENCE)
         _leave(here, first)
         raise _refused_alone(mine) if first == mine else _stopped_by(first)
@@ -116,7 +118,7 @@ def _stopped_by(first: str) -> _Stopped:
 
 def _refused_alone(mine: str) -> _Stopped:
     return _Stopped(
-        "all ranks refuse a call, or none: others went on with one that this rank refused",
+        "all ranks refuse a call, or none, within the timeout of the world",
         got=mine,
         remedy="make the same calls on all ranks, with inputs that all accept or refuse",
     )

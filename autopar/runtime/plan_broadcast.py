@@ -2,12 +2,12 @@
 
 Rank 0 plans and sends its decisions as plain data. Every other rank attaches them to the model that
 it has itself, which compares the two models; or, if it brought a plan, compares the two plans. A
-rank that disagrees is named on all ranks.
+rank that disagrees, or that refuses what it was called with, is named on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +16,35 @@ from autopar.errors import AutoparError, InvalidInput
 from autopar.plan.diff import compare
 from autopar.plan.file import SavedPlan
 from autopar.plan.plan import Plan
+
+
+def require_same_call(check_alone: Callable[[], None], **alike: bool) -> None:
+    """Before rank 0 plans: what `check_alone` raises on one rank is refused on all.
+
+    `alike`: options that are equal on all ranks, since they say when ranks wait for one another.
+    """
+    error: Exception | None = None
+    try:
+        check_alone()
+    except Exception as failure:
+        error = failure
+    everyones = _everyones((None if error is None else _text(error), alike))
+    if error is not None:
+        raise error
+    if wrong := _by_rank([text for text, _ in everyones]):
+        raise InvalidInput(
+            "what one rank refuses, all ranks refuse",
+            got=wrong,
+            remedy="make the same call on all ranks, and mend what failed there",
+        )
+    for name in alike:
+        given = [options[name] for _, options in everyones]
+        if len(set(given)) > 1:
+            raise InvalidInput(
+                f"all ranks give the same {name}",
+                got="\n".join(f"rank {rank}: {name}={one}" for rank, one in enumerate(given)),
+                remedy="make the same call on all ranks",
+            )
 
 
 def agree(make: Callable[[], Plan], attach: Callable[[SavedPlan], Plan]) -> Plan:
@@ -42,15 +71,13 @@ def agree(make: Callable[[], Plan], attach: Callable[[SavedPlan], Plan]) -> Plan
                 plan = attach(SavedPlan.from_json(received, "the plan of rank 0"))
             except Exception as failure:
                 error = failure
-    texts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, None if error is None else _text(error))
+    texts = _everyones(None if error is None else _text(error))
     if error is not None and (dist.get_rank() == 0 or texts[0] is not None):
         raise error
-    wrong = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
-    if wrong:
+    if wrong := _by_rank(texts):
         raise InvalidInput(
             "all ranks have one model, inputs of one shape, and one plan",
-            got="\n".join(wrong),
+            got=wrong,
             remedy="build the model and its example inputs in the same way on every rank",
         )
     assert plan is not None
@@ -79,6 +106,17 @@ def _send(data: Any) -> Any:
     box = [data]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def _everyones(mine: Any) -> list[Any]:
+    """What all ranks give, by rank."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def _by_rank(texts: Sequence[str | None]) -> str:
+    return "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
 
 
 def _text(error: Exception) -> str:

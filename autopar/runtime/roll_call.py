@@ -7,7 +7,7 @@ behind: the process that holds the store may be the one that was lost.
 
 Ranks count the calls of the program. One that refuses a call writes that down; before its next call
 it asks whether all ranks refused that one, and rings those that have not: who went on with it says
-so. A call that nobody refuses costs no word.
+so, and who has not come to it is waited for. A call that nobody refuses costs no word.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ _FIRST = "first_failure"
 _RINGS = "rings"  # or the number of a call that another rank refused
 _ENDLESS = timedelta(days=365)
 _PAUSE = 0.05  # seconds between two looks
+_ANSWERS_WITHIN = 5.0  # seconds
 
 T = TypeVar("T")
 
@@ -82,28 +83,35 @@ class RollCall:
 
         def write(store: Store) -> None:
             store.compare_set(_refusal(number), "", mine)
-            store.add(_refusals(number), 1)
+            store.set(_refused_by(number, self.rank), "")
 
         self._within(patience, write)
 
-    def all_refused(self, patience: float) -> bool:
-        """Whether all ranks refused the last call; False if one went on, or says nothing."""
+    def not_refused(self, patience: float) -> str:
+        """What others did with the call that this rank refused last; empty if all refused it."""
         number, self.open = self.calls, None
 
-        def hear(store: Store) -> bool:
+        def hear(store: Store) -> str:
             deadline, pause = time.monotonic() + patience, _PAUSE
+            missing = self._others()
             while time.monotonic() < deadline:
-                if store.add(_refusals(number), 0) == self.size:
-                    return True
-                if store.check([_FIRST]) or store.check([_went_on(number)]):
-                    return False
-                for rank in self._others():
+                missing = [r for r in missing if not store.check([_refused_by(number, r)])]
+                if not missing:
+                    return ""
+                if store.check([_went_on(number)]):
+                    return f"rank {store.get(_went_on(number)).decode()} went on with that call"
+                if store.check([_FIRST]):
+                    return "a rank has failed since"
+                for rank in missing:
                     store.compare_set(_bell(rank), "", str(number))  # a roll call goes first
                 time.sleep(pause)
                 pause = min(2 * pause, 1.0)
-            return False
+            answers = self._call(store, min(patience, _ANSWERS_WITHIN))
+            where = [f"rank {r} {answers.get(r, 'says nothing')}" for r in missing]
+            return f"{patience:g} s later others have not come to that call: {'; '.join(where)}"
 
-        return bool(self._within(2 * patience, hear))
+        found = self._within(3 * patience, hear)
+        return "the store of the world does not answer" if found is None else found
 
     def leave(self) -> None:
         """Let the listener end: a thread must not come back while the interpreter ends."""
@@ -188,8 +196,8 @@ def _refusal(call: int) -> str:
     return f"refused/{call}"
 
 
-def _refusals(call: int) -> str:
-    return f"refusals/{call}"
+def _refused_by(call: int, rank: int) -> str:
+    return f"refused/{call}/{rank}"
 
 
 def _went_on(call: int) -> str:

@@ -111,6 +111,30 @@ def goes_on_after_what_all_ranks_refuse() -> None:
     assert_close(*losses)
 
 
+def refuses_on_all_ranks_the_call_that_one_refuses() -> None:
+    """Or that is another one on one rank; and the world goes on."""
+    case, mesh = models.mlp(), Mesh(dp=4)
+    fitting = {"model": case.model, "args": case.args, "mesh": mesh, "mode": "propagate"}
+    module = ap.parallelize(**fitting)
+    loss = module.step(*case.args)
+    for wrong_rank, wrong, own, others in (
+        (2, {"args": case.args[:1]}, "fit the signature", "rank 2: the example inputs fit the"),
+        (1, {"model": None}, "a model is a torch.nn", "rank 1: a model is a torch.nn.Module"),
+        (3, {"backend": "nccl"}, "backend is one of", "rank 3: backend is one of"),
+        (0, {"local_inputs": True, "check": True}, "what is checked is", "rank 0: what is checked"),
+        (0, {"local_inputs": True, "microbatches": 2}, *["same local_inputs"] * 2),
+        (1, {"local_inputs": True}, *["rank 1: local_inputs=True"] * 2),
+        (3, {"check": True}, *["rank 2: check=False\n +rank 3: check=True"] * 2),
+    ):
+        is_wrong = dist.get_rank() == wrong_rank
+        with pytest.raises(ap.InvalidInput, match=own if is_wrong else others):
+            ap.parallelize(**(fitting | wrong if is_wrong else fitting))
+        assert_close(module.step(*case.args), loss)
+    with pytest.raises(ap.InvalidInput, match="cuts the global batch"):
+        ap.parallelize(**fitting, local_inputs=True, microbatches=2)
+    assert_close(ap.parallelize(**fitting).step(*case.args), loss)
+
+
 def clips_and_accumulates() -> None:
     case = megatron(models.gpt(layers=1))
     norms: list[Any] = []
@@ -403,6 +427,7 @@ CHECKS = [
     trains_like_virtual_ranks,
     compares_batches_when_asked,
     goes_on_after_what_all_ranks_refuse,
+    refuses_on_all_ranks_the_call_that_one_refuses,
     clips_and_accumulates,
     gives_tensors_that_stay,
     is_called_and_differentiated,

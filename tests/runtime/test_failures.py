@@ -14,6 +14,26 @@ import torch.distributed as dist
 import autopar as ap
 from autopar._torch import wait_for
 from autopar.runtime.failures import is_collective
+from autopar.runtime.roll_call import RollCall
+
+
+def test_what_others_did_with_a_refused_call() -> None:
+    """They refuse it too, some later; one goes on with it; one does not come to it in time."""
+    store = dist.HashStore()
+    first, second, third = (RollCall(store, rank, 3) for rank in range(3))
+    for roll in (first, second, third):
+        roll.refuse("no", 5.0)
+    assert first.not_refused(5.0) == ""
+    first.refuse("no", 5.0)
+    third.refuse("no", 5.0)
+    late = first.not_refused(0.2)
+    assert late.startswith("0.2 s later others have not come to that call: rank 1 is at ")
+    assert "rank 2" not in late
+    second.calls += 1
+    assert third.not_refused(5.0) == "rank 1 went on with that call"
+    for roll in (first, second, third):
+        roll.leave()
+
 
 in_torch = partial(torch.reshape, torch.zeros(2), (3,))  # raises a RuntimeError, as gloo does
 
