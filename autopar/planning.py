@@ -38,6 +38,7 @@ from autopar.search.auto import Found, Progress, search
 from autopar.search.constraints import Constraints, read_constraints
 from autopar.search.decisions import Decisions, Fallback
 from autopar.search.propagate import propagate
+from autopar.strategies.node_info import info
 
 MODES = ("auto", "propagate", "data")
 
@@ -236,7 +237,7 @@ def _in_one_if_statistics(
         got=f"schedule {made.name!r}, which needs several, and {_named(statistics)}, "
         "which would take statistics over each alone",
         remedy=f"microbatches={made.microbatches}, or another schedule",
-        source=statistics[0].meta["source"],
+        source=info(statistics[0]).source,
     )
 
 
@@ -268,7 +269,7 @@ def price_of(mesh: Mesh) -> Price:
 
 def _require_rules(captured: Captured) -> None:
     missing = [
-        f"{operator_of(node)} at {node.meta['source']}"
+        f"{operator_of(node)} at {info(node).source}"
         for node in captured.operators
         if captured.rules[node.name] is None
     ]
@@ -290,10 +291,10 @@ def _refuse_random(captured: Captured, mesh: Mesh, slices: int, again: bool) -> 
     for node in captured.random:
         raise InvalidInput(
             "a random operator runs on one rank only: its bits would depend on the layout",
-            got=f"{operator_of(node)} in {node.meta['module'] or 'the model'}{places}{turns}",
+            got=f"{operator_of(node)} in {info(node).module or 'the model'}{places}{turns}",
             remedy="set its probability to 0 (or call model.eval() for it), or draw outside of "
             "forward and hand the numbers over as an input",
-            source=node.meta["source"],
+            source=info(node).source,
         )
 
 
@@ -310,7 +311,7 @@ def _report_statistics(captured: Captured, slices: int) -> None:
 
 def _named(statistics: Sequence[fx.Node]) -> str:
     """Batch norms by their modules."""
-    names = list(dict.fromkeys(node.meta["module"] or "the model" for node in statistics))
+    names = list(dict.fromkeys(info(node).module or "the model" for node in statistics))
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"batch norm ({', '.join(names[:3])}{more})"
 

@@ -34,6 +34,7 @@ from autopar.runtime.eager import compile_graph
 from autopar.runtime.groups import Groups, see_alike
 from autopar.search.constraints import Constraints, LayoutConstraint, read_constraints
 from autopar.search.propagate import propagate
+from autopar.strategies.node_info import info
 
 _compiled: WeakKeyDictionary[Callable, dict[Any, _Region]] = WeakKeyDictionary()
 
@@ -74,7 +75,7 @@ class _Region:
         ]
         results = self.run(*self.constants, *inputs)
         outputs = [
-            wrapper(node.meta["type"].layout, node.meta["type"].shape, self.device_mesh)(value)
+            wrapper(info(node).type.layout, info(node).type.shape, self.device_mesh)(value)
             for value, node in zip(results, program.outputs)
         ]
         return program.structure(outputs)

@@ -21,6 +21,7 @@ from autopar.errors import InvalidInput
 from autopar.plan.plan import Plan
 from autopar.runtime.module import ParallelModule, refuse_meta
 from autopar.runtime.virtual import VirtualGraph
+from autopar.strategies.node_info import info
 from autopar.verification.references import (
     Call,
     CapturedModule,
@@ -166,7 +167,7 @@ def _forward(
     def look(node: fx.Node, values: list[Tensor]) -> None:
         compares = not found and node.name in expected
         if compares or node.name in outputs:
-            type_ = node.meta["type"]
+            type_ = info(node).type
             whole = from_ranks(values, type_.layout, plan.mesh, type_.shape).detach()
             made[node.name] = whole
             if compares:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.loss import index_of_loss
 from autopar.capture.randomness import is_random
 from autopar.strategies import Rule, rule_of
+from autopar.strategies.node_info import info
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,8 @@ class Captured:
         """Which of the user's outputs, among the tensors, a step differentiates; or refuse it."""
         leaves = self.output_leaves
         nodes = [leaf if isinstance(leaf, fx.Node) else None for leaf in leaves]
-        values = [leaf if node is None else node.meta["val"] for leaf, node in zip(leaves, nodes)]
-        learned = [node is not None and node.meta["differentiable"] for node in nodes]
+        values = [leaf if node is None else info(node).val for leaf, node in zip(leaves, nodes)]
+        learned = [node is not None and info(node).differentiable for node in nodes]
         place = index_of_loss(pytree.tree_unflatten(values, self.output_spec), learned)
         return sum(node is not None for node in nodes[:place])
 

@@ -44,6 +44,7 @@ from autopar.capture.normalise import normalise
 from autopar.capture.source import whole_stacks
 from autopar.capture.verifier import verify
 from autopar.garbage import collected_later
+from autopar.strategies.node_info import info
 
 KEPT = ("val", "source", "module", "differentiable")
 
@@ -108,12 +109,7 @@ def _freeze(draft: GraphBuilder, example: Example) -> Captured:
         new[node] = graph.create_node(node.op, node.target, args, kwargs, name)
         new[node].meta = {key: node.meta[key] for key in KEPT if key in node.meta}
     outputs = [new[node] for node in draft.outputs]
-    graph.output_node().meta.update(
-        val=tuple(node.meta["val"] for node in outputs),
-        source=None,
-        module="",
-        differentiable=any(node.meta["differentiable"] for node in outputs),
-    )
+    info(graph.output_node()).end(outputs)
     count = len(outputs) - len(draft.mutated)
     tensors = iter(outputs[:count])
     leaves = [

@@ -25,6 +25,7 @@ from autopar.capture.captured import Captured
 from autopar.capture.fake import FakeTensor
 from autopar.capture.listing import operator_name, type_text
 from autopar.capture.marker import ANNOTATE, Annotation
+from autopar.strategies.node_info import info
 
 _SHOWN = 4  # differences of one sort that a message lists
 _PLAIN = (int, float, bool, str, complex, type(None), torch.dtype)
@@ -135,7 +136,7 @@ def _value(constant: Tensor) -> str:
 
 def _place(node: fx.Node) -> str:
     """Where an operator stands: its module and the user's line."""
-    module, source = node.meta.get("module"), node.meta.get("source")
+    module, source = info(node).module, info(node).source
     within = f" in {module}" if module else ""
     return f"{within} ({source})" if source else within
 
@@ -145,7 +146,7 @@ def _by_name(names: Mapping[str, str], types: Mapping[str, str]) -> dict[str, st
 
 
 def _type(node: fx.Node) -> str:
-    gradient = ", with gradient" if node.meta.get("differentiable") else ""
+    gradient = ", with gradient" if info(node).differentiable else ""
     return type_text(node) + gradient
 
 

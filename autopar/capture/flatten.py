@@ -30,6 +30,7 @@ from autopar.capture.graph_builder import GraphBuilder, argument, fake_like
 from autopar.capture.listing import operator_name
 from autopar.capture.source import of_stack
 from autopar.errors import InvalidInput, unforeseen
+from autopar.strategies.node_info import info
 
 aten = torch.ops.aten
 
@@ -94,7 +95,7 @@ def _placeholders(
         is_parameter = isinstance(fake, nn.Parameter)
         prefix = "p" if is_parameter else "b"
         node = made[name] = draft.graph.placeholder(f"{prefix}_{name.replace('.', '_')}")
-        node.meta.update(val=fake, module=name.rpartition(".")[0], source=None)
+        info(node).update(val=fake, module=name.rpartition(".")[0], source=None)
         (draft.parameters if is_parameter else draft.buffers)[node.name] = name
     placeholders = program.graph.find_nodes(op="placeholder")
     specs = dict(zip(placeholders, program.graph_signature.input_specs))
@@ -116,7 +117,7 @@ def _placeholders(
                     source=user and of_stack(user.meta.get("stack_trace")),
                 )
             node = values[old] = draft.graph.placeholder(old.name)
-            node.meta.update(val=fake_like(draft.mode, value), module="", source=None)
+            info(node).update(val=fake_like(draft.mode, value), module="", source=None)
             # The user's own tensor may change later; a constant is what it was.
             is_held = not isinstance(value, FakeTensor)
             draft.constants[node.name] = value.detach().clone() if is_held else value
@@ -132,7 +133,7 @@ def _placeholders(
     for index, (old, given) in enumerate(zip(users, flat_inputs, strict=True)):
         if isinstance(given, torch.Tensor):
             node = values[old] = draft.graph.placeholder(old.name)
-            node.meta.update(val=given, module="", source=None)
+            info(node).update(val=given, module="", source=None)
             inputs.append(node.name)
         else:
             values[old] = given
@@ -155,7 +156,7 @@ class _Inliner:
         detached: dict[fx.Node, fx.Node] = {}
         if not region.gradients:
             for key, value in values.items():
-                if isinstance(value, fx.Node) and not value.meta.get("no_grad"):
+                if isinstance(value, fx.Node) and not info(value).no_grad:
                     values[key] = self._detach(value, detached, region)
         for node in module.graph.nodes:
             if node.op == "placeholder":
@@ -181,19 +182,19 @@ class _Inliner:
             args, kwargs = self._cast(node, args, kwargs, region)
         new = self.draft.graph.create_node("call_function", node.target, args, kwargs)
         stack = node.meta.get("nn_module_stack") or {}
-        new.meta["module"] = next(reversed(stack.values()), ("",))[0] if stack else ""
-        new.meta["source"] = of_stack(node.meta.get("stack_trace"))
-        new.meta["no_grad"] = not region.gradients
+        info(new).module = next(reversed(stack.values()), ("",))[0] if stack else ""
+        info(new).source = of_stack(node.meta.get("stack_trace"))
+        info(new).no_grad = not region.gradients
         try:
             value = self.draft.evaluate(node.target, args, kwargs)  # type: ignore[arg-type]
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             got = f"{operator_name(node.target)}, whose result depends on values"
-            source = new.meta["source"]
+            source = info(new).source
             raise InvalidInput(VALUES, got=got, remedy=VALUES_REMEDY, source=source) from error
         except Exception as error:
             raise unforeseen("capture follows", new, error) from error
         _require_dense(new, value, region)
-        new.meta["val"] = value
+        info(new).val = value
         return new
 
     def _region(
@@ -221,14 +222,14 @@ class _Inliner:
 
     def _detach(self, value: fx.Node, detached: dict[fx.Node, fx.Node], region: Region) -> fx.Node:
         """Cut `value` from its gradient, once for each region."""
-        fake = value.meta["val"]
+        fake = info(value).val
         if not isinstance(fake, torch.Tensor) or not (
             fake.dtype.is_floating_point or fake.dtype.is_complex
         ):
             return value
         if value not in detached:
             detached[value] = self.draft.call(value, aten.detach.default, value)
-            detached[value].meta["no_grad"] = True
+            info(detached[value]).no_grad = True
         return detached[value]
 
     def _cast(self, node: fx.Node, args: Any, kwargs: Any, region: Region) -> tuple[Any, Any]:
@@ -243,12 +244,12 @@ class _Inliner:
             return args, kwargs
 
         def cast(value: fx.Node) -> fx.Node:
-            fake = value.meta["val"]
+            fake = info(value).val
             if not fake.is_floating_point() or fake.dtype in (wanted, torch.float64):
                 return value
             new = self.draft.call(node, aten.to.dtype, value, wanted)
-            new.meta.update(
-                module=value.meta["module"],
+            info(new).update(
+                module=info(value).module,
                 source=of_stack(node.meta.get("stack_trace")),
                 no_grad=not region.gradients,
             )
@@ -267,14 +268,14 @@ def _require_dense(node: fx.Node, value: Any, region: Region) -> None:
     names = [argument.name for argument in declared.arguments] if declared is not None else []
     if region.gradients and "sparse" in names and argument(node, "sparse"):
         weight = argument(node, "weight")
-        if weight.op != "placeholder" or weight.meta["val"].requires_grad:
+        if weight.op != "placeholder" or info(weight).val.requires_grad:
             what, remedy = "a sparse gradient", "sparse=False"
     if what is not None:
         raise InvalidInput(
             "every tensor of a captured model is dense, and so is every gradient",
             got=f"{operator_name(node.target)}, which gives {what}",
             remedy=remedy,
-            source=node.meta["source"],
+            source=info(node).source,
         )
 
 

@@ -12,6 +12,8 @@ from typing import Any
 from torch import Tensor, fx
 from torch.autograd.graph import get_gradient_edge
 
+from autopar.strategies.node_info import info
+
 
 def reached(results: Iterable[fx.Node]) -> set[fx.Node]:
     """The values that get a gradient when `results` do: defined, though it may be zero."""
@@ -19,7 +21,7 @@ def reached(results: Iterable[fx.Node]) -> set[fx.Node]:
     waiting = list(results)
     while waiting:
         node = waiting.pop()
-        if node not in found and node.meta["differentiable"]:
+        if node not in found and info(node).differentiable:
             found.add(node)
             waiting.extend(node.all_input_nodes)
     return found

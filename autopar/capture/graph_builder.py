@@ -17,6 +17,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from autopar.strategies.node_info import info
+
 INHERITED = ("source", "module", "no_grad")
 
 
@@ -56,7 +58,7 @@ class GraphBuilder:
         for key in INHERITED:
             if key in like.meta:
                 node.meta[key] = like.meta[key]
-        node.meta["val"] = self.evaluate(target, args, kwargs)
+        info(node).val = self.evaluate(target, args, kwargs)
         return node
 
     def replace(
@@ -80,7 +82,7 @@ class GraphBuilder:
 
         def value(node: fx.Node) -> Any:
             # t_ and its like change the shape of the tensor that they are given: of an alias.
-            fake = node.meta["val"]
+            fake = info(node).val
             return fake.detach() if changes and isinstance(fake, torch.Tensor) else fake
 
         changes = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
@@ -105,7 +107,7 @@ class GraphBuilder:
         for key in INHERITED:
             if key in like.meta:
                 node.meta[key] = like.meta[key]
-        node.meta.update(val=fake_like(self.mode, value), differentiable=False)
+        info(node).update(val=fake_like(self.mode, value), differentiable=False)
         self.constants[node.name] = value
         return node
 
@@ -134,7 +136,7 @@ def fake_like(
 def shape_of(node: object) -> tuple[int, ...]:
     """The global shape of a node's tensor."""
     assert isinstance(node, fx.Node)
-    return tuple(node.meta["val"].shape)
+    return tuple(info(node).val.shape)
 
 
 def argument(node: fx.Node, name: str) -> Any:

@@ -16,7 +16,8 @@ import torch
 from torch import fx
 
 from autopar.layout import Layout, TensorType
-from autopar.strategies.results import flat, maker
+from autopar.strategies.node_info import flat, info
+from autopar.strategies.results import maker
 
 
 def listing(graph: fx.Graph, origins: bool = True) -> str:
@@ -34,11 +35,11 @@ def listing(graph: fx.Graph, origins: bool = True) -> str:
 def type_text(node: fx.Node) -> str:
     """The type of a node's value: with its layout where one is assigned."""
     if "type" in node.meta:
-        found = flat(node.meta["type"])
+        found = flat(info(node).type)
     elif node.op == "output":
         return ""
     else:
-        values = [v for v in flat(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+        values = [v for v in info(node).values if isinstance(v, torch.Tensor)]
         found = tuple(
             TensorType(tuple(v.shape), v.dtype, Layout.replicated(v.ndim)) for v in values
         )
@@ -61,7 +62,7 @@ def operator_of(node: fx.Node) -> str:
 def _call(node: fx.Node) -> str:
     if node.op == "placeholder":
         return f"{node.name} = placeholder"
-    movement = node.meta.get("movement")
+    movement = info(node).movement
     if movement is not None:  # without the names of groups that a rank's own program has
         dims = {"dim": movement.dim, "to_dim": movement.to_dim}
         places = [f"{name}={dim}" for name, dim in dims.items() if dim is not None]
@@ -86,15 +87,15 @@ def _argument(value: Any) -> str:
 
 def _remarks(node: fx.Node, origins: bool) -> str:
     parts = []
-    movement = node.meta.get("movement")
+    movement = info(node).movement
     if movement is not None:
-        back = movement.backward if node.meta["differentiable"] else "nothing"
-        parts.append(f"{node.meta['bytes']} bytes over {', '.join(movement.axes)}, back: {back}")
-    if node.meta.get("sync"):
-        parts.append(f"sum of gradients over {', '.join(node.meta['sync'])}")
+        back = movement.backward if info(node).differentiable else "nothing"
+        parts.append(f"{info(node).bytes} bytes over {', '.join(movement.axes)}, back: {back}")
+    if info(node).sync:
+        parts.append(f"sum of gradients over {', '.join(info(node).sync)}")
     if origins:
-        source = (node.meta.get("source") or "").split(": ")[0]
-        parts += [node.meta.get("module") or "", source]
+        source = (info(node).source or "").split(": ")[0]
+        parts += [info(node).module or "", source]
     return "  ".join(part for part in parts if part)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import fx
 
+from autopar.strategies.node_info import info
 from autopar.strategies.results import is_result, tensors_of
 
 
@@ -26,7 +27,7 @@ def _described(node: fx.Node) -> tuple[Any, ...]:
     inputs = node.all_input_nodes
     slots = {value: _Slot(index) for index, value in enumerate(inputs)}
     constants = repr(fx.map_arg((node.args, node.kwargs), slots.__getitem__))  # type: ignore[arg-type]
-    tensors = tuple((*_form(value), value.meta["differentiable"]) for value in inputs)
+    tensors = tuple((*_form(value), info(value).differentiable) for value in inputs)
     return node.target, constants, tensors, _form(node)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import fx
 
 from autopar.capture.captured import Captured
+from autopar.strategies.node_info import info
 from autopar.strategies.results import is_result
 
 MOST_STEPS = 3  # from a parameter to a value that is made of it
@@ -21,7 +22,7 @@ def is_of_parameters(value: fx.Node, captured: Captured) -> bool:
 
 def is_made_of_parameters(value: fx.Node) -> bool:
     """The same of a node in a program, whose placeholders know what they are."""
-    return _comes_from(value, lambda placeholder: placeholder.meta["origin"][0] == "parameter")
+    return _comes_from(value, lambda placeholder: info(placeholder).origin[0] == "parameter")
 
 
 def _comes_from(
@@ -31,9 +32,9 @@ def _comes_from(
         return is_parameter(value)
     if value.op != "call_function" or is_result(value) or not steps:
         return False
-    learned = [argument for argument in value.all_input_nodes if argument.meta["differentiable"]]
-    size = value.meta["val"].numel()
+    learned = [argument for argument in value.all_input_nodes if info(argument).differentiable]
+    size = info(value).val.numel()
     return bool(learned) and all(
-        argument.meta["val"].numel() == size and _comes_from(argument, is_parameter, steps - 1)
+        info(argument).val.numel() == size and _comes_from(argument, is_parameter, steps - 1)
         for argument in learned
     )

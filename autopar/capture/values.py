@@ -15,14 +15,15 @@ from torch.utils import _pytree as pytree
 from autopar.capture.gradients import passed_over
 from autopar.capture.graph_builder import GraphBuilder
 from autopar.capture.marker import ANNOTATE
-from autopar.strategies.results import flat, is_result
+from autopar.strategies.node_info import flat, info
+from autopar.strategies.results import is_result
 
 
 def refresh(draft: GraphBuilder) -> None:
     """Renew `val` alone, in a program that may still write to its values."""
     for node in draft.calls():
         assert callable(node.target)
-        node.meta["val"] = draft.evaluate(node.target, node.args, node.kwargs)
+        info(node).val = draft.evaluate(node.target, node.args, node.kwargs)
 
 
 def propagate(draft: GraphBuilder) -> None:
@@ -35,7 +36,7 @@ def propagate(draft: GraphBuilder) -> None:
     with draft.mode, torch.enable_grad():
         for node in draft.graph.nodes:
             if node.op == "placeholder":
-                value = node.meta["val"]
+                value = info(node).val
                 # A leaf of its own: the graph of autograd ends here.
                 live[node] = value.detach().requires_grad_(value.requires_grad)
             elif node.op == "call_function":
@@ -43,21 +44,21 @@ def propagate(draft: GraphBuilder) -> None:
                 live[node] = args[0] if node.target is ANNOTATE else node.target(*args, **kwargs)
             else:
                 continue
-            node.meta["differentiable"] = any(
+            info(node).differentiable = any(
                 leaf.requires_grad
                 for leaf in pytree.tree_leaves(live[node])
                 if isinstance(leaf, torch.Tensor)
             )
-            if node.meta["differentiable"] and not is_result(node):
+            if info(node).differentiable and not is_result(node):
                 inputs = {id(live[value]): value for value in node.all_input_nodes}
                 over = passed_over(flat(live[node]), [live[v] for v in inputs.values()])
                 silent += [(node, inputs[id(tensor)]) for tensor in over]
-    for node, value in live.items():
+    for node, made in live.items():
         if node.op == "call_function":
-            value = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
-            node.meta["val"] = flat(value) if isinstance(value, list | tuple) else value
-    for node, value in silent:
+            value = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, made)
+            info(node).update(val=flat(value) if isinstance(value, list | tuple) else value)
+    for node, read in silent:
         with draft.graph.inserting_before(node):
-            detached = draft.call(node, torch.ops.aten.detach.default, value)
-        detached.meta["differentiable"] = False
-        node.replace_input_with(value, detached)
+            detached = draft.call(node, torch.ops.aten.detach.default, read)
+        info(detached).differentiable = False
+        node.replace_input_with(read, detached)

@@ -17,7 +17,8 @@ from torch import fx
 from autopar.errors import InvalidInput, VerifierError
 from autopar.layout import TensorType
 from autopar.mesh import Mesh
-from autopar.strategies.results import flat, has_results, is_result
+from autopar.strategies.node_info import flat, info
+from autopar.strategies.results import has_results, is_result
 
 Invariant = Callable[[fx.Graph, Mesh | None], None]
 
@@ -88,7 +89,7 @@ def has_annotations(graph: fx.Graph, mesh: Mesh | None) -> None:
 def has_single_tensors(graph: fx.Graph, mesh: Mesh | None) -> None:
     """The value of a node is one tensor, or a tuple that only its results read."""
     for node in graph.nodes:
-        value = node.meta["val"]
+        value = info(node).val
         if node.op == "output" or isinstance(value, torch.Tensor):
             continue
         if not has_results(node) or value != flat(value):
@@ -111,7 +112,7 @@ def has_types(graph: fx.Graph, mesh: Mesh | None) -> None:
     for node in graph.nodes:
         if node.op == "output":
             continue
-        types, values = flat(node.meta.get("type")), flat(node.meta["val"])
+        types, values = flat(node.meta.get("type")), info(node).values
         if len(types) != len(values):
             _fail("every result has a type", node, f"{len(types)} for {len(values)}")
         for type_, value in zip(types, values):
@@ -132,7 +133,7 @@ def has_fitting_layouts(graph: fx.Graph, mesh: Mesh | None) -> None:
     for node in graph.nodes:
         if node.op == "output":
             continue
-        for type_ in (t for t in flat(node.meta["type"]) if t is not None):
+        for type_ in info(node).types:
             if type_.layout.ndim != len(type_.shape):
                 _fail("a layout names every dim of its tensor", node, str(type_.layout))
             for axis in type_.layout.axes:
@@ -151,7 +152,7 @@ def has_wants(graph: fx.Graph, mesh: Mesh | None) -> None:
             got = f"{'none' if wants is None else len(wants)} for {count} inputs"
             _fail("a node has one wish for each tensor input", node, got)
         for source, (layout, _) in zip(_inputs(node), wants):
-            if layout.ndim != source.meta["val"].ndim:
+            if layout.ndim != info(source).val.ndim:
                 _fail("a wish names every dim of the input", node, f"{layout} for {source}")
 
 
@@ -160,9 +161,9 @@ def has_kept_wishes(graph: fx.Graph, mesh: Mesh | None) -> None:
     for node in graph.nodes:
         if node.op == "placeholder":
             continue
-        for source, (layout, _) in zip(_inputs(node), node.meta["wants"]):
-            if source.meta["type"].layout != layout:
-                got = f"{source} is {source.meta['type']}, wanted {layout}"
+        for source, (layout, _) in zip(_inputs(node), info(node).wants):
+            if info(source).type.layout != layout:
+                got = f"{source} is {info(source).type}, wanted {layout}"
                 _fail("a consumer gets the layout it wants", node, got)
 
 
@@ -179,9 +180,7 @@ def _inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def _fail(invariant: str, node: fx.Node, got: str) -> None:
-    raise VerifierError(
-        invariant, got=f"{node.name}: {got}", source=node.meta.get("source") or None
-    )
+    raise VerifierError(invariant, got=f"{node.name}: {got}", source=info(node).source or None)
 
 
 CAPTURED: tuple[Invariant, ...] = (

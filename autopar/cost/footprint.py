@@ -16,6 +16,7 @@ from torch import fx
 
 from autopar.cost.saved_tensors import Storage, kept_by
 from autopar.mesh import Mesh
+from autopar.strategies.node_info import info
 
 HELD = ("parameter", "buffer")
 # What an optimizer keeps for each parameter besides it and its gradient: Adam's two moments.
@@ -48,19 +49,19 @@ def program_memory(graph: fx.Graph, mesh: Mesh) -> Memory:
     inputs, kept = 0.0, dict[Storage, float]()
     for node in graph.nodes:
         kept |= kept_by(node, mesh)
-        if node.op == "placeholder" and node.meta["origin"][0] not in HELD:
-            inputs += node.meta["type"].local_bytes(mesh)
+        if node.op == "placeholder" and info(node).origin[0] not in HELD:
+            inputs += info(node).type.local_bytes(mesh)
     held = [held_bytes(node, mesh) for node in graph.nodes]
     return memory_of(held, sum(kept.values()), inputs)
 
 
 def held_bytes(node: fx.Node, mesh: Mesh) -> Held:
     """Of a parameter or buffer on one rank; of anything else nothing."""
-    kind = node.meta["origin"][0] if node.op == "placeholder" else None
-    size = node.meta["type"].local_bytes(mesh) if kind in HELD else 0
+    kind = info(node).origin[0] if node.op == "placeholder" else None
+    size = info(node).type.local_bytes(mesh) if kind in HELD else 0
     if kind == "buffer":
         return 0, 0, size
-    return size, size if size and node.meta["differentiable"] else 0, 0
+    return size, size if size and info(node).differentiable else 0, 0
 
 
 def memory_of(held: Iterable[Held], activations: float, inputs: float = 0.0) -> Memory:

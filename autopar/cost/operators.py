@@ -20,8 +20,9 @@ from autopar.cluster import Device
 from autopar.cost.model import operator_formula, operator_values
 from autopar.mesh import Mesh
 from autopar.strategies import Extra, Rule, Strategy
+from autopar.strategies.node_info import info
 from autopar.strategies.results import tensors_of
-from autopar.strategies.rule import Dim
+from autopar.strategies.rule import Dim, Facts
 
 Array = NDArray[np.float64]
 
@@ -34,22 +35,6 @@ _VIEWS = {
     *(aten.view, aten.transpose, aten.permute, aten.t, aten.expand, aten.unsqueeze, aten.squeeze),
     *(aten.slice, aten.select, aten.narrow, aten.alias, aten.detach, aten.unflatten),
 }
-
-
-@dataclass(frozen=True, eq=False)
-class Facts:
-    """One call of an operator, as far as its cost goes. Calls that are alike share this object."""
-
-    rule: Rule
-    itemsizes: tuple[int, ...]  # of the tensor inputs
-    differentiable: tuple[bool, ...]  # which inputs get a gradient
-    dtypes: tuple[torch.dtype, ...]  # of the outputs
-    is_view: bool  # gives a view of its input: nothing is computed
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of the first output, in which the operator computes."""
-        return self.dtypes[0]
 
 
 @dataclass(frozen=True)
@@ -164,8 +149,8 @@ def facts_of(node: fx.Node, rule: Rule, inputs: Sequence[fx.Node]) -> Facts:
     """What the cost of a call depends on, whichever strategy it gets."""
     return Facts(
         rule,
-        tuple(value.meta["val"].dtype.itemsize for value in inputs),
-        tuple(node.meta["differentiable"] and value.meta["differentiable"] for value in inputs),
+        tuple(info(value).val.dtype.itemsize for value in inputs),
+        tuple(info(node).differentiable and info(value).differentiable for value in inputs),
         tuple(tensor.dtype for tensor in tensors_of(node)),
         is_view(node),
     )
@@ -183,4 +168,4 @@ def _copies(node: fx.Node) -> bool:
     """Whether a reshape has to copy: its input is not laid out in order."""
     if getattr(node.target, "overloadpacket", None) is not aten.reshape:
         return False
-    return not node.args[0].meta["val"].is_contiguous()  # type: ignore[union-attr]
+    return not info(node.args[0]).val.is_contiguous()  # type: ignore[arg-type]

@@ -13,11 +13,13 @@ from torch import fx
 from autopar.capture.origins import is_made_of_parameters
 from autopar.cluster import Cluster
 from autopar.collectives import Movement, movement_cost
-from autopar.cost.operators import Facts, ShardSizes, seconds, work
+from autopar.cost.operators import ShardSizes, seconds, work
 from autopar.cost.price import ClusterPrice
 from autopar.layout import TensorType
 from autopar.mesh import Mesh
 from autopar.strategies import Strategy
+from autopar.strategies.node_info import info
+from autopar.strategies.rule import Facts
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,11 @@ class NodePrices:
         self._known: dict[tuple[Facts, Strategy], NodeCost] = {}
 
     def __call__(self, node: fx.Node) -> NodeCost:
-        if "movement" in node.meta:
-            return self._movement(node, node.meta["movement"])
-        if node.meta.get("sync"):
-            return self._summed(node.meta["sync"], node.meta["type"])
-        return sum((self._call(*call) for call in node.meta.get("calls", ())), NodeCost())
+        if (movement := info(node).movement) is not None:
+            return self._movement(node, movement)
+        if info(node).sync:
+            return self._summed(info(node).sync, info(node).type)
+        return sum((self._call(*call) for call in info(node).calls), NodeCost())
 
     def _call(self, facts: Facts, strategy: Strategy) -> NodeCost:
         key = facts, strategy
@@ -98,7 +100,7 @@ class NodePrices:
 
     def _movement(self, node: fx.Node, movement: Movement) -> NodeCost:
         (value,) = node.all_input_nodes
-        before: TensorType = value.meta["type"]
+        before: TensorType = info(value).type
         if movement.kind == "identity" and is_made_of_parameters(value):
             return self._summed(movement.axes, before)
 
@@ -108,7 +110,7 @@ class NodePrices:
             return movement_cost(movement, *about)
 
         forward = both(False)
-        return NodeCost(forward, both(node.meta["differentiable"]) - forward)
+        return NodeCost(forward, both(info(node).differentiable) - forward)
 
     def _summed(self, axes: tuple[str, ...], type_: TensorType) -> NodeCost:
         return NodeCost(summed=float(self.price.bucketed(axes, type_.local_bytes(self.mesh))))
@@ -119,7 +121,7 @@ def program_cost(graph: fx.Graph, mesh: Mesh, cluster: Cluster) -> Cost:
     prices = NodePrices(cluster, mesh)
     worked, moved = NodeCost(), NodeCost()
     for node in graph.nodes:
-        if "movement" in node.meta:
+        if info(node).movement is not None:
             moved += prices(node)
         else:
             worked += prices(node)

@@ -13,9 +13,11 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from autopar.cost.operators import Facts, ShardSizes, is_view
+from autopar.cost.operators import ShardSizes, is_view
 from autopar.mesh import Mesh
-from autopar.strategies.results import flat, maker, place_of, tensor_arguments, tensors_of
+from autopar.strategies.node_info import flat, info
+from autopar.strategies.results import maker, place_of, tensor_arguments, tensors_of
+from autopar.strategies.rule import Facts
 
 Storage = tuple[fx.Node, int | str]
 
@@ -55,7 +57,7 @@ class Keeping:
 def storage(node: fx.Node) -> fx.Node:
     """The value whose memory `node` looks at: itself, unless it is a view."""
     while node.op == "call_function":
-        movement = node.meta.get("movement")
+        movement = info(node).movement
         if not (is_view(node) or (movement is not None and movement.kind == "identity")):
             break
         node = node.all_input_nodes[0]
@@ -68,21 +70,21 @@ def kept_by(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
     A storage is a call and which of its results it is of, or a further tensor of the operator. What
     comes from outside the program is held anyway.
     """
-    if node.op != "call_function" or not node.meta["differentiable"]:
+    if node.op != "call_function" or not info(node).differentiable:
         return {}
     read = tensor_arguments(node)
-    values = [storage(read[i]) for i in node.meta.get("saved", ()) if i < len(read)]
-    if node.meta.get("saves_output"):
+    values = [storage(read[i]) for i in info(node).saved if i < len(read)]
+    if info(node).saves_output:
         values.append(storage(node))
     kept: dict[Storage, float] = {
         (maker(value), place): float(type_.local_bytes(mesh))
         for value in values
         if value.op != "placeholder"
-        for place, type_ in enumerate(flat(value.meta["type"]), place_of(value))
+        for place, type_ in enumerate(flat(info(value).type), place_of(value))
     }
-    rule, strategy = node.meta.get("rule"), node.meta.get("strategy")
-    if rule is None or strategy is None or "start_of" in node.meta:  # a part keeps its inputs
-        return kept
+    rule, strategy = info(node).rule, info(node).strategy
+    if rule is None or strategy is None or info(node).start_of is not None:
+        return kept  # a part keeps its inputs
     pieces = ShardSizes(rule, [strategy], mesh)
     dtype = tensors_of(node)[0].dtype
     for number, extra in enumerate(rule.saved.extra):
@@ -92,4 +94,4 @@ def kept_by(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
 
 def local_bytes(node: fx.Node, mesh: Mesh) -> float:
     """Of one rank's piece of a value."""
-    return float(node.meta["type"].local_bytes(mesh))
+    return float(info(node).type.local_bytes(mesh))

@@ -23,7 +23,8 @@ from autopar.passes.flow import ancestors
 from autopar.search.propagate import propagate
 from autopar.strategies import localize_arguments, tensor_inputs
 from autopar.strategies.kernels import batch_normalize, batch_sums, running_mean, running_var
-from autopar.strategies.results import flat, has_results, is_result, maker, place_of
+from autopar.strategies.node_info import info
+from autopar.strategies.results import has_results, is_result, maker, place_of
 
 aten = torch.ops.aten
 AXIS = "microbatch"
@@ -68,7 +69,7 @@ class Cutter:
             return
         inputs = tensor_inputs(node)
         self.read.clear()
-        values = flat(node.meta["val"])
+        values = info(node).values
         given = self._given(node, inputs) if self.count > 1 else (SAME,) * len(values)
         self.given[node] = given
         if not has_results(node):
@@ -97,18 +98,13 @@ class Cutter:
                 _refuse(node, "a buffer is changed by more than one micro-batch's own statistics")
         results = tuple(self.copies[node] for node in (self.loss, *mutated))
         output = self.graph.output(results)
-        output.meta.update(
-            val=tuple(node.meta["val"] for node in results),
-            source=None,
-            module="",
-            differentiable=True,
-        )
+        info(output).end(results)
         for node in reversed(list(self.graph.nodes)):  # the terms of totals have no reader left
             if node.op == "call_function" and not node.users:
                 self.graph.erase_node(node)
         learned = reached([self.copies[self.loss]])  # nothing else is differentiated
         for node in self.graph.nodes:
-            node.meta["differentiable"] = node.op == "output" or node in learned
+            info(node).differentiable = node.op == "output" or node in learned
         mutations = {
             buffer: self.copies[node].name for buffer, node in zip(self.captured.mutations, mutated)
         }
@@ -149,7 +145,7 @@ class Cutter:
         return graph
 
     def _enter(self, node: fx.Node, dim: int | None) -> None:
-        name, value = node.name, node.meta["val"]
+        name, value = node.name, info(node).val
         is_kept = name in self.captured.parameters or name in self.captured.buffers
         if dim is not None and is_kept and node in self.live:
             _refuse(node, "a parameter or buffer would be cut along the batch")
@@ -167,7 +163,7 @@ class Cutter:
 
     def _given(self, node: fx.Node, inputs: tuple[fx.Node, ...]) -> tuple[Status, ...]:
         """What each result of an operator is."""
-        count = len(flat(node.meta["val"]))
+        count = len(info(node).values)
         given = [self.status[value.name] for value in inputs]
         strategy, rule = self.strategies.get(node.name), self.captured.rules[node.name]
         if rule is None or strategy is None:
@@ -224,7 +220,7 @@ class Cutter:
         assert rule is not None
         if summed in rule.passes:
             return summed
-        if not node.meta["val"].dtype.is_floating_point:
+        if not info(node).val.dtype.is_floating_point:
             return None
         every = frozenset(range(len(rule.inputs)))
         passes = [*rule.passes, every] if rule.adds else rule.passes
@@ -246,7 +242,7 @@ class Cutter:
     def _of_inputs(self, value: fx.Node) -> bool:
         """Whether a value is made of the inputs and of constants, without gradient."""
         known = {*self.captured.constants, *self.captured.inputs}
-        return not value.meta["differentiable"] and all(
+        return not info(value).differentiable and all(
             node.op != "placeholder" or node.name in known for node in ancestors([value])
         )
 
@@ -270,13 +266,13 @@ class Cutter:
         """A term that is the same for all micro-batches, as a regulariser: each adds its part.
 
         It is divided in the precision of the sum, if that is the finer one."""
-        whole, given = self.read.get(value, self.copies[value]), value.meta["val"]
-        dtype = torch.promote_types(given.dtype, node.meta["val"].dtype)
+        whole, given = self.read.get(value, self.copies[value]), info(value).val
+        dtype = torch.promote_types(given.dtype, info(node).val.dtype)
         if (value, dtype) not in self.parts:
             if given.dtype != dtype:
                 whole = self._call(value, given.to(dtype), aten.to.dtype, whole, dtype)
             divided = aten.div.Tensor, whole, self.count
-            self.parts[value, dtype] = self._call(value, whole.meta["val"], *divided)
+            self.parts[value, dtype] = self._call(value, info(whole).val, *divided)
         self.read[value] = self.parts[value, dtype]
 
     def _call(self, like: fx.Node, value: Tensor, target: Any, *args: Any) -> fx.Node:
@@ -291,8 +287,8 @@ class Cutter:
         new_args, new_kwargs = fx.map_arg((args, kwargs), found.__getitem__)
         copy = self.graph.create_node("call_function", node.target, new_args, new_kwargs, node.name)
         copy.meta = dict(node.meta)
-        parts = tuple(map(self._part, flat(node.meta["val"]), given))
-        copy.meta["val"] = parts if has_results(node) else parts[0]
+        parts = tuple(map(self._part, info(node).values, given))
+        info(copy).update(val=parts if has_results(node) else parts[0])
         self.copies[node] = copy
 
     def _part(self, value: Any, status: Status) -> Any:
@@ -319,7 +315,7 @@ def _mutated(captured: Captured) -> list[fx.Node]:
 def _refuse(node: fx.Node, reason: str, remedy: str = REMEDY) -> NoReturn:
     raise InvalidInput(
         "the loss of a batch in micro-batches is the sum of their shares",
-        got=f"{reason} ({node.name} in {node.meta.get('module') or 'the model'})",
+        got=f"{reason} ({node.name} in {info(node).module or 'the model'})",
         remedy=remedy,
-        source=node.meta.get("source"),
+        source=info(node).source,
     )

@@ -20,18 +20,11 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.errors import InvalidInput
 from autopar.strategies.kernels import batch_normalize, batch_sums, running_mean, running_var
+from autopar.strategies.node_info import WeightInputs, info
 from autopar.strategies.results import is_result, tensor_arguments, values_of
 
 # Batch norm reads a running mean to keep digits, not to use its value: a value of any age will do.
 SHIFTS = {batch_sums: 1, batch_normalize: 2, running_mean: 2, running_var: 2}
-
-
-@dataclass(frozen=True)
-class WeightInputs:
-    """The inputs of an activation whose gradients a split backward takes later."""
-
-    positions: tuple[int, ...]  # among its tensor inputs, in the order of its arguments
-    product: bool  # each gradient is a product of its own, and is all put off
 
 
 @dataclass(frozen=True)
@@ -69,7 +62,7 @@ class Flow:
                     "a buffer that a step changes is not read by the same step in a pipeline",
                     got=f"{reads[0].name} is read by {node.name}",
                     remedy="no pipeline, or change the buffer outside of forward",
-                    source=node.meta["source"],
+                    source=info(node).source,
                 )
             found.add(node)
         return frozenset(found)
@@ -134,7 +127,7 @@ class Flow:
         return {
             node: self.read_at.get(node, (0,))
             for node in self.graph.nodes
-            if node.op == "placeholder" and node.meta["origin"][0] in ("parameter", "buffer")
+            if node.op == "placeholder" and info(node).origin[0] in ("parameter", "buffer")
         }
 
     def read_by(self, new_value: fx.Node) -> set[fx.Node]:
@@ -185,7 +178,7 @@ class Flow:
         found: dict[fx.Node, frozenset[str]] = {}
         for node in self.graph.nodes:
             if node.op == "placeholder":
-                kind = node.meta["origin"][0]
+                kind = info(node).origin[0]
                 found[node] = frozenset({kind} & {"parameter", "input"})
             else:
                 found[node] = frozenset().union(*(found[v] for v in node.all_input_nodes))
@@ -193,7 +186,7 @@ class Flow:
 
     def is_weight(self, node: fx.Node) -> bool:
         """Whether a value takes a gradient and is made of parameters alone."""
-        return self.sources[node] == {"parameter"} and node.meta["differentiable"]
+        return self.sources[node] == {"parameter"} and info(node).differentiable
 
     @cached_property
     def weight_inputs(self) -> dict[fx.Node, WeightInputs]:
@@ -203,14 +196,14 @@ class Flow:
         """
         found = {}
         for node in self.activations:
-            rules = [facts.rule for facts, _ in node.meta.get("calls", ())]
+            rules = [facts.rule for facts, _ in info(node).calls]
             product = any(rule.flops > 0 and rule.is_contraction for rule in rules)
             positions = tuple(
                 position
                 for position, value in enumerate(tensor_arguments(node))
                 if self.is_weight(value) and (product or value.op == "call_function")
             )
-            if positions and node.meta["differentiable"]:
+            if positions and info(node).differentiable:
                 found[node] = WeightInputs(positions, product)
         return found
 
@@ -221,7 +214,7 @@ class Flow:
 
     def _is_activation(self, node: fx.Node) -> bool:
         sources = self.sources[node]
-        return "input" in sources and ("parameter" in sources or node.meta["differentiable"])
+        return "input" in sources and ("parameter" in sources or info(node).differentiable)
 
 
 def flow_of(captured: Captured, graph: fx.Graph) -> Flow:

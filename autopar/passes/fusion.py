@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from autopar.strategies.node_info import info
+
 aten = torch.ops.aten
 
 
@@ -25,16 +27,16 @@ def fuse_biases(graph: fx.Graph) -> fx.Graph:
             and product.target is aten.linear.default
             and len(product.args) == 2
             and len(product.users) == 1
-            and bias.meta["val"].ndim == 1
-            and bias.meta["val"].shape[0] == product.meta["val"].shape[-1]
-            and bias.meta["val"].dtype == product.meta["val"].dtype
+            and info(bias).val.ndim == 1
+            and info(bias).val.shape[0] == info(product).val.shape[-1]
+            and info(bias).val.dtype == info(product).val.dtype
         ):
             with graph.inserting_before(node):
                 fused = graph.call_function(aten.linear.default, (*product.args, bias))
             fused.meta = dict(node.meta)
-            fused.meta["calls"] = (*product.meta["calls"], *node.meta["calls"])
-            fused.meta["saved"] = product.meta.get("saved", ())
-            fused.meta["wants"] = (*product.meta["wants"], node.meta["wants"][1])
+            info(fused).calls = (*info(product).calls, *info(node).calls)
+            info(fused).saved = info(product).saved
+            info(fused).wants = (*info(product).wants, info(node).wants[1])
             node.replace_all_uses_with(fused)
             graph.erase_node(node)
             graph.erase_node(product)

@@ -25,6 +25,7 @@ from autopar.strategies import (
     piece_call,
     tensor_inputs,
 )
+from autopar.strategies.node_info import info
 
 
 class _Start:
@@ -40,12 +41,8 @@ START = _Start()
 def swap_kernels(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
     """Give every operator the function that works on its pieces."""
     for node in list(graph.nodes):
-        strategy: Strategy | None = node.meta.get("strategy")
-        if strategy is None:
-            continue
-        rule: Rule = node.meta["rule"]
-        needed = rule.kernel(strategy)
-        if needed is None:
+        rule, strategy = info(node).rule, info(node).strategy
+        if rule is None or strategy is None or (needed := rule.kernel(strategy)) is None:
             continue
         factor, name = needed
         kernel = KERNELS[name]
@@ -54,7 +51,7 @@ def swap_kernels(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
         else:
             node.target = kernel.function
             node.kwargs = {**node.kwargs, "start": START}
-            node.meta["start_of"] = (rule, strategy, factor)
+            info(node).start_of = (rule, strategy, factor)
     return graph
 
 
@@ -62,15 +59,15 @@ def local_call(
     node: fx.Node, mesh: Mesh, rank: int, device: torch.device
 ) -> tuple[Callable[..., Any], tuple, dict[str, Any]]:
     """What `rank`, which runs on `device`, calls for `node`; tensors still the nodes' own."""
-    meta = node.meta
-    if "start_of" not in meta:
+    known = info(node)
+    if known.start_of is None:
         function, args, kwargs = piece_call(
-            node, meta.get("rule"), meta.get("strategy"), meta["type"], mesh, rank
+            node, known.rule, known.strategy, known.type, mesh, rank
         )
         if "device" in kwargs:
             kwargs["device"] = device
         return function, args, kwargs
-    rule, strategy, factor = meta["start_of"]
+    rule, strategy, factor = known.start_of
     start, _ = rule.bounds(factor, strategy, mesh, rank)
     args = tuple(start if argument is START else argument for argument in node.args)
     kwargs = {k: start if argument is START else argument for k, argument in node.kwargs.items()}
@@ -89,7 +86,7 @@ def _expand(
 ) -> None:
     """Replace `node` by its part on each rank, an all-gather, and their combination."""
     axes = strategy.by_factor[factor]
-    parts, before = mesh.degree(axes), node.meta["type"]
+    parts, before = mesh.degree(axes), info(node).type
     dtype = torch.promote_types(before.dtype, torch.float32)
     args, kwargs = expansion.part_call(
         tuple(node.args), dict(node.kwargs), START, rule.sizes[factor]
@@ -98,14 +95,14 @@ def _expand(
         part = graph.call_function(expansion.part, args, kwargs)
         shape = (*before.shape, expansion.columns * parts)
         cut = Layout(*before.layout.dims, axes)
-        part.meta = {
-            **node.meta,
-            "type": TensorType(shape, dtype, cut),
-            "val": node.meta["val"].new_empty(shape, dtype=dtype),
-            "start_of": (rule, strategy, factor),
-            "saved": (0, 1),
-            "saves_output": True,
-        }
+        part.meta = dict(node.meta)
+        info(part).update(
+            type=TensorType(shape, dtype, cut),
+            val=info(node).val.new_empty(shape, dtype=dtype),
+            start_of=(rule, strategy, factor),
+            saved=(0, 1),
+            saves_output=True,
+        )
         gathered = part
         for axis in reversed(axes):
             movement = Movement("all_gather", (axis,), dim=len(before.shape))
@@ -114,13 +111,12 @@ def _expand(
             gathered, tuple(node.args), dict(node.kwargs), parts, before.dtype
         )
         combined = graph.call_function(expansion.combine, args, kwargs)
-    combined.meta = {key: value for key, value in node.meta.items() if key != "rule"}
-    combined.meta["saved"] = (0, 1)
-    combined.meta["calls"] = ()  # the part has them
-    inputs, wants = tensor_inputs(node), node.meta["wants"]
+    combined.meta = dict(node.meta)
+    info(combined).update(rule=None, saved=(0, 1), calls=())  # the part has them
+    inputs, wants = tensor_inputs(node), info(node).wants
     wanted = {value: (want[0], ()) for value, want in zip(inputs, wants)}
-    wanted[gathered] = (gathered.meta["type"].layout, ())
-    combined.meta["wants"] = tuple(wanted[value] for value in combined.all_input_nodes)
+    wanted[gathered] = (info(gathered).type.layout, ())
+    info(combined).wants = tuple(wanted[value] for value in combined.all_input_nodes)
     node.replace_all_uses_with(combined)
     graph.erase_node(node)
     combined.name = node.name

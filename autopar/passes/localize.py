@@ -14,6 +14,7 @@ from torch import fx
 from autopar.collectives import operator_call
 from autopar.mesh import Mesh
 from autopar.passes.kernels import local_call
+from autopar.strategies.node_info import info
 
 GroupName = Callable[[tuple[str, ...]], str]
 
@@ -28,9 +29,9 @@ def localize(
         copy = local.node_copy(node, lambda n: copies[n])
         copy.name, copy.meta = node.name, dict(node.meta)
         copies[node] = copy
-        if "movement" in node.meta:
-            movement, value = node.meta["movement"], node.args[0]
-            before = value.meta["type"]
+        if (movement := info(node).movement) is not None:
+            (value,) = node.all_input_nodes
+            before = info(value).type
             copy.target, arguments = operator_call(
                 movement, before.layout, before.shape, mesh, rank, group_name(movement.axes)
             )

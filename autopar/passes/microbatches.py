@@ -30,6 +30,7 @@ from autopar.capture.verifier import verify
 from autopar.errors import InvalidInput
 from autopar.passes.batch_cutter import Cutter
 from autopar.strategies.kernels import batch_sums
+from autopar.strategies.node_info import info
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def batch_statistics(captured: Captured) -> tuple[fx.Node, ...]:
 
 def _batch_of(captured: Captured, count: int) -> int:
     inputs = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
-    shapes = [inputs[name].meta["val"].shape for name in captured.inputs if name is not None]
+    shapes = [info(inputs[name]).val.shape for name in captured.inputs if name is not None]
     batch = next((shape[0] for shape in shapes if len(shape)), None)
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise InvalidInput(

@@ -22,6 +22,7 @@ from torch import Tensor, fx
 
 from autopar.strategies import Call
 from autopar.strategies.kernels import count_targets, cross_entropy
+from autopar.strategies.node_info import info
 
 aten = torch.ops.aten
 
@@ -65,7 +66,7 @@ def reduced_cross_entropy(
 def _follows(node: fx.Node, target: Any) -> bool:
     """Whether the first input is a call of `target` that nothing else reads."""
     value = node.args[0]
-    if not isinstance(value, fx.Node) or "weight_inputs" in value.meta:
+    if not isinstance(value, fx.Node) or info(value).weight_inputs is not None:
         return False
     return value.target is target and len(value.users) == 1
 
@@ -95,11 +96,11 @@ def _is_mean(node: fx.Node) -> bool:
     x = total.args[0]
     if not _plain(node) or "type" not in x.meta or not isinstance(node.args[1], int):
         return False
-    dims = total.args[1] if len(total.args) > 1 else range(len(x.meta["type"].shape))
-    if not dims or any(x.meta["type"].layout.dims[dim] for dim in dims):
+    dims = total.args[1] if len(total.args) > 1 else range(len(info(x).type.shape))
+    if not dims or any(info(x).type.layout.dims[dim] for dim in dims):
         return False
-    count = math.prod(x.meta["type"].shape[dim] for dim in dims)
-    return node.args[1] == count and x.meta["type"].dtype == node.meta["type"].dtype
+    count = math.prod(info(x).type.shape[dim] for dim in dims)
+    return node.args[1] == count and info(x).type.dtype == info(node).type.dtype
 
 
 def _replace(
@@ -125,11 +126,11 @@ def _rejoin_pieces(
         by_dim = defaultdict(list)
         for reader in value.users:
             if reader.target is piece and not reader.kwargs and "type" in value.meta:
-                by_dim[Call(reader)["dim"] % value.meta["val"].ndim].append(reader)
+                by_dim[Call(reader)["dim"] % info(value).val.ndim].append(reader)
         for dim, pieces in by_dim.items():
-            if value.meta["type"].layout.dims[dim]:
+            if info(value).type.layout.dims[dim]:
                 continue
-            found = whole(value, dim, value.meta["type"].shape[dim], pieces)
+            found = whole(value, dim, info(value).type.shape[dim], pieces)
             if found is not None:
                 _join(graph, pieces, *found)
 
@@ -140,7 +141,7 @@ def _join(
     first = next(node for node in graph.nodes if node in pieces)
     with graph.inserting_before(first):
         joined = graph.call_function(function, args)
-        joined.meta = {"val": first.meta["val"]}
+        info(joined).update(val=info(first).val, differentiable=info(first).differentiable)
         for index, old in enumerate(order):
             new = graph.call_function(operator.getitem, (joined, index))
             new.meta = dict(old.meta)

@@ -15,6 +15,7 @@ from autopar.collectives import Movement, Price, redistribute, redistribution_co
 from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
 from autopar.strategies import tensor_inputs
+from autopar.strategies.node_info import info
 from autopar.strategies.results import is_result
 
 State = tuple[Layout, tuple[str, ...]]  # a layout, and the axes on which it is pending
@@ -27,15 +28,13 @@ def insert_movements(graph: fx.Graph, mesh: Mesh, price: Price) -> fx.Graph:
         if not _reads_tensors(node):
             continue
         inputs, moved = _inputs(node), {}
-        for value, want in zip(inputs, node.meta["wants"]):
+        for value, want in zip(inputs, info(node).wants):
             # What the search made readers share comes first; the rest of the way is from there.
             before: State | None = None
-            for state in (*node.meta.get("ways", {}).get((value.name, want), ()), want):
+            for state in (*info(node).ways.get((value.name, want), ()), want):
                 moved[value, want] = insertion.bring(node, value, state, before)
                 before = state
-        _rewire(
-            node, inputs, [moved[value, want] for value, want in zip(inputs, node.meta["wants"])]
-        )
+        _rewire(node, inputs, [moved[value, want] for value, want in zip(inputs, info(node).wants)])
     for node in reversed(graph.nodes):
         if node.target is ANNOTATE:
             graph.erase_node(node)
@@ -55,7 +54,7 @@ class _Insertion:
         self.wanted: dict[fx.Node, set[State]] = {}
         for node in graph.nodes:
             if _reads_tensors(node):
-                for value, want in zip(_inputs(node), node.meta["wants"]):
+                for value, want in zip(_inputs(node), info(node).wants):
                     self._expect(value, want)
 
     def bring(
@@ -65,13 +64,13 @@ class _Insertion:
         from the cheapest version that does."""
         layout, pending = want
         if value.target is ANNOTATE:
-            marked, own = value.args[0], value.meta["type"].layout
+            marked, own = value.args[0], info(value).type.layout
             assert isinstance(marked, fx.Node)
             if layout == own:
                 return self.bring(reader, marked, want)
             if value not in self.versions:
                 self.versions[value] = {(own, ()): self.bring(reader, marked, (own, ()))}
-        versions = self.versions.setdefault(value, {(value.meta["type"].layout, ()): value})
+        versions = self.versions.setdefault(value, {(info(value).type.layout, ()): value})
         if want in versions:
             return versions[want]
         if pending and any(state[0] == layout for state in self.wanted[value] - {want}):
@@ -85,7 +84,7 @@ class _Insertion:
                 with self.graph.inserting_before(reader):
                     versions[state] = insert_movement(self.graph, node, movement)
             node = versions[state]
-            node.meta["module"], node.meta["source"] = reader.meta["module"], reader.meta["source"]
+            info(node).module, info(node).source = info(reader).module, info(reader).source
         return node
 
     def _path(self, value: fx.Node, start: Layout, want: State) -> tuple[Movement, ...]:
@@ -93,7 +92,7 @@ class _Insertion:
         is summed last: then that need not wait in the program."""
         layout, pending = want
         late = tuple(axis for axis in self.mesh if axis in pending and axis not in start.axes)
-        if late and value.meta["differentiable"] and is_made_of_parameters(value):
+        if late and info(value).differentiable and is_made_of_parameters(value):
             rest = tuple(axis for axis in pending if axis not in late)
             path = redistribute(start, layout, rest, *self._about(value))
             if not any(set(movement.axes) & set(late) for movement in path):
@@ -102,7 +101,7 @@ class _Insertion:
 
     def _expect(self, value: fx.Node, want: State) -> None:
         if value.target is ANNOTATE:
-            own = value.meta["type"].layout
+            own = info(value).type.layout
             self._expect(value.args[0], want if want[0] == own else (own, ()))  # type: ignore[arg-type]
             if want[0] == own:
                 return
@@ -113,7 +112,7 @@ class _Insertion:
         return redistribution_cost(state[0], layout, pending, *self._about(value))
 
     def _about(self, value: fx.Node) -> tuple[tuple[int, ...], int, Mesh, Price, bool]:
-        type_, differentiable = value.meta["type"], value.meta["differentiable"]
+        type_, differentiable = info(value).type, info(value).differentiable
         return type_.shape, type_.dtype.itemsize, self.mesh, self.price, differentiable
 
 
@@ -121,25 +120,25 @@ def insert_movement(graph: fx.Graph, value: fx.Node, movement: Movement) -> fx.N
     """One movement of `value` at the graph's insertion point."""
     operator = getattr(torch.ops.autopar, movement.kind).default
     node = graph.create_node("call_function", operator, (value,), name=movement.kind)
-    before = value.meta["type"]
-    node.meta = {
-        "val": value.meta["val"],
-        "type": TensorType(before.shape, before.dtype, movement.apply(before.layout)),
-        "wants": ((before.layout, ()),),
-        "movement": movement,
-        "source": value.meta["source"],
-        "module": value.meta["module"],
-        "differentiable": value.meta["differentiable"],
-    }
+    before = info(value).type
+    info(node).update(
+        val=info(value).val,
+        type=TensorType(before.shape, before.dtype, movement.apply(before.layout)),
+        wants=((before.layout, ()),),
+        movement=movement,
+        source=info(value).source,
+        module=info(value).module,
+        differentiable=info(value).differentiable,
+    )
     return node
 
 
 def measure_movements(graph: fx.Graph, mesh: Mesh) -> None:
     """Write on every movement how many bytes it moves: the larger of a piece before and after."""
     for node in graph.nodes:
-        if "movement" in node.meta:
-            types = (node.args[0].meta["type"], node.meta["type"])
-            node.meta["bytes"] = max(type_.local_bytes(mesh) for type_ in types)
+        if info(node).movement is not None:
+            types = (info(node.args[0]).type, info(node).type)
+            info(node).bytes = max(type_.local_bytes(mesh) for type_ in types)
 
 
 def _reads_tensors(node: fx.Node) -> bool:

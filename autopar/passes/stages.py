@@ -21,6 +21,7 @@ from autopar.capture.verifier import verify
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes.flow import SHIFTS, Flow, ancestors
+from autopar.strategies.node_info import info
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,7 @@ class Stage:
         """The names in the model of the parameters (buffers) of this stage."""
         graphs = [self.graph, *([self.update] if self.update is not None else [])]
         nodes = [node for graph in graphs for node in graph.nodes if node.op == "placeholder"]
-        return list(
-            dict.fromkeys(n.meta["origin"][1] for n in nodes if n.meta["origin"][0] == kind)
-        )
+        return list(dict.fromkeys(info(n).origin[1] for n in nodes if info(n).origin[0] == kind))
 
 
 def split_stages(flow: Flow, starts: Sequence[str], mesh: Mesh) -> tuple[Stage, ...]:
@@ -69,10 +68,10 @@ def _cut(flow: Flow, index: int, start: int, end: int) -> Stage:
     graph = _program(flow.graph, [*results, *own], received)
     copies = {node.name: node for node in graph.nodes}
     for node in received:
-        copies[node.name].meta["origin"] = ("received", node.name)
+        info(copies[node.name]).origin = ("received", node.name)
     for node in own:
         if node in flow.weight_inputs:
-            copies[node.name].meta["weight_inputs"] = flow.weight_inputs[node]
+            info(copies[node.name]).weight_inputs = flow.weight_inputs[node]
     _end(graph, [copies[node.name] for node in results])
     return Stage(
         index,
@@ -97,10 +96,10 @@ def _update(flow: Flow, statistics: set[fx.Node], is_first: bool) -> fx.Graph | 
     graph = _program(flow.graph, changed.values(), statistics)
     copies = {node.name: node for node in graph.nodes}
     for node in statistics:
-        copies[node.name].meta["origin"] = ("received", node.name)
+        info(copies[node.name]).origin = ("received", node.name)
     _read_shifts_as_they_were(graph)
     _end(graph, [copies[node.name] for node in changed.values()])
-    graph.output_node().meta["buffers"] = tuple(changed)
+    info(graph.output_node()).buffers = tuple(changed)
     return graph
 
 
@@ -120,11 +119,11 @@ def _read_shifts_as_they_were(graph: fx.Graph) -> None:
             node.args = (*node.args[:place], shift, *node.args[place + 1 :])
         if node not in made:
             continue
-        if node.op == "placeholder" and node.meta["origin"][0] == "buffer":
+        if node.op == "placeholder" and info(node).origin[0] == "buffer":
             assert first_call is not None
             with graph.inserting_before(first_call):
                 before[node] = graph.placeholder(f"{node.name}_before")
-            before[node].meta = {**node.meta, "origin": ("before", node.meta["origin"][1])}
+            before[node].meta = {**node.meta, "origin": ("before", info(node).origin[1])}
         elif node.op == "placeholder":
             before[node] = node
         else:
@@ -141,7 +140,7 @@ def _all_updated(flow: Flow, stages: Iterable[Stage]) -> None:
         buffer
         for stage in stages
         if stage.update is not None
-        for buffer in stage.update.output_node().meta["buffers"]
+        for buffer in info(stage.update.output_node()).buffers
     }
     for buffer in flow.mutations:
         if buffer not in done:
@@ -174,17 +173,12 @@ def _program(source: fx.Graph, wanted: Iterable[fx.Node], given: Iterable[fx.Nod
             copy = graph.node_copy(node, copies.__getitem__)
         copy.name, copy.meta = node.name, dict(node.meta)
         if copy.op == "placeholder":
-            copy.meta.pop("movement", None)  # what is given has moved
+            info(copy).movement = None  # what is given has moved
         copies[node] = copy
     return graph
 
 
 def _end(graph: fx.Graph, results: list[fx.Node]) -> None:
     output = graph.output(tuple(results))
-    output.meta.update(
-        val=tuple(node.meta["val"] for node in results),
-        wants=tuple((node.meta["type"].layout, ()) for node in results),
-        source="",
-        module="",
-        differentiable=any(node.meta["differentiable"] for node in results),
-    )
+    info(output).end(results)
+    info(output).wants = tuple((info(node).type.layout, ()) for node in results)

@@ -14,11 +14,13 @@ import torch
 from torch import fx
 
 from autopar.capture.captured import Captured
-from autopar.cost.operators import Facts, facts_of
+from autopar.cost.operators import facts_of
 from autopar.layout import Layout, TensorType
 from autopar.search.decisions import Decisions
 from autopar.strategies import Strategy, tensor_inputs
-from autopar.strategies.results import flat, has_results, is_result, maker, place_of
+from autopar.strategies.node_info import flat, info
+from autopar.strategies.results import has_results, is_result, maker, place_of
+from autopar.strategies.rule import Facts
 
 Want = tuple[Layout, tuple[str, ...]]
 
@@ -34,11 +36,11 @@ def assign_types(captured: Captured, decisions: Decisions) -> fx.Graph:
     facts: dict[int, Facts] = {}  # of calls that are alike
     for node in graph.nodes:
         if node.op == "placeholder":
-            node.meta["origin"] = _origin(captured, node.name)
+            info(node).origin = _origin(captured, node.name)
             _set_type(node, decisions.placeholders[node.name])
         elif is_result(node):
             call, place = maker(node), place_of(node)
-            node.meta |= {"type": call.meta["type"][place], "wants": (), "ways": {}}
+            info(node).update(type=flat(info(call).type)[place], wants=())
         elif node.op == "call_function":
             rule, kind = captured.rules[node.name], captured.alike[node.name]
             if rule is not None and kind not in facts:
@@ -53,30 +55,30 @@ def _type_operator(node: fx.Node, facts: Facts | None, decisions: Decisions) -> 
     strategy = decisions.strategies.get(node.name)
     if node.name in decisions.fixed:
         layouts: tuple[Layout, ...] = (decisions.fixed[node.name],)
-        node.meta["wants"] = ((layouts[0], ()),)
+        info(node).wants = ((layouts[0], ()),)
     elif rule is None or strategy is None:
-        values = flat(node.meta["val"])
+        values = info(node).values
         layouts = tuple(Layout.replicated(getattr(value, "ndim", 0)) for value in values)
-        node.meta["wants"] = tuple((Layout.replicated(i.meta["val"].ndim), ()) for i in inputs)
+        info(node).wants = tuple((Layout.replicated(info(i).val.ndim), ()) for i in inputs)
     else:
         signature = rule.signature(strategy)
         layouts = signature.outputs
-        node.meta["wants"] = tuple(
-            (wanted, gradient.partial if argument.meta["differentiable"] else ())
+        info(node).wants = tuple(
+            (wanted, gradient.partial if info(argument).differentiable else ())
             for argument, wanted, gradient in zip(inputs, signature.inputs, signature.gradients)
         )
-        node.meta |= {
-            "rule": rule,
-            "strategy": strategy,
-            "saved": rule.saved.inputs_for([value.meta["differentiable"] for value in inputs]),
-            "saves_output": rule.saved.output,
-        }
-    node.meta["ways"] = {
+        info(node).update(
+            rule=rule,
+            strategy=strategy,
+            saved=rule.saved.inputs_for([info(value).differentiable for value in inputs]),
+            saves_output=rule.saved.output,
+        )
+    info(node).ways = {
         (value.name, want): [(Layout(*dims, partial=sums), pending) for dims, sums, pending in way]
-        for position, (value, want) in enumerate(zip(inputs, node.meta["wants"]))
+        for position, (value, want) in enumerate(zip(inputs, info(node).wants))
         if (way := decisions.ways.get((value.name, node.name, position)))
     }
-    node.meta["calls"] = ((facts, strategy or Strategy()),) if facts is not None else ()
+    info(node).calls = ((facts, strategy or Strategy()),) if facts is not None else ()
     _set_type(node, *layouts)
 
 
@@ -88,13 +90,11 @@ def _type_output(captured: Captured, graph: fx.Graph, decisions: Decisions) -> N
     results = cast(tuple[fx.Node, ...], output.args[0])
     first_mutation = len(results) - len(captured.mutations)
     for index, value in enumerate(results):
-        layout = value.meta["type"].layout
+        layout = info(value).type.layout
         if index >= first_mutation:
             layout = decisions.placeholders[placeholder_of[mutated[value.name]]]
         wants.append((layout.with_partial(()), ()))
-    output.meta["wants"] = tuple(wants)
-    output.meta.setdefault("source", "")
-    output.meta.setdefault("module", "")
+    info(output).wants = tuple(wants)
 
 
 def _set_type(node: fx.Node, *layouts: Layout) -> None:
@@ -102,9 +102,9 @@ def _set_type(node: fx.Node, *layouts: Layout) -> None:
         TensorType(tuple(value.shape), value.dtype, layout)
         if isinstance(value, torch.Tensor)
         else None
-        for value, layout in zip(flat(node.meta["val"]), layouts)
+        for value, layout in zip(info(node).values, layouts)
     )
-    node.meta["type"] = types if has_results(node) else types[0]
+    info(node).update(type=types if has_results(node) else types[0])
 
 
 def _origin(captured: Captured, placeholder: str) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from autopar.passes.flow import WeightInputs
+from autopar.strategies.node_info import WeightInputs
 
 
 @dataclass

@@ -32,6 +32,7 @@ from autopar.search.decide import layout_of
 from autopar.search.reshard import state_of
 from autopar.solver.forced import forced
 from autopar.strategies import rule_of
+from autopar.strategies.node_info import info
 from autopar.strategies.results import maker, place_of, tensors_of, values_of
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class _Explainer:
         inside = [
             n
             for n in self.captured.operators
-            if n.target is not ANNOTATE and f"{n.meta['module']}.".startswith(f"{name}.")
+            if n.target is not ANNOTATE and f"{info(n).module}.".startswith(f"{name}.")
         ]
         if not inside:
             raise self._unknown(name, [*placeholders])
@@ -78,7 +79,7 @@ class _Explainer:
     def _unknown(self, name: str, parameters: list[str]) -> InvalidInput:
         nodes = self.captured.graph.nodes
         calls = [n for n in nodes if n.op == "call_function" and n.target is not ANNOTATE]
-        modules = {n.meta["module"] for n in calls if n.meta["module"]}
+        modules = {info(n).module for n in calls if info(n).module}
         known = [*parameters, *sorted(modules), *(n.name for n in calls)]
         close = difflib.get_close_matches(name, known, 4, 0.5) or known[:4]
         return InvalidInput(
@@ -131,8 +132,8 @@ class _Explainer:
         return Explanation(
             name=node.name,
             what=operator_name(node.target),
-            module=node.meta["module"] or "",
-            source=node.meta["source"] or "",
+            module=info(node).module or "",
+            source=info(node).source or "",
             rule=rule.text if rule is not None else "",
             mesh=str(self.mesh),
             bound=tuple(bound),
@@ -192,7 +193,7 @@ class _Explainer:
         operator = maker(node)
         strategy, rule = self.decisions.strategies.get(operator.name), rule_of(operator)
         if strategy is None or rule is None:
-            return state_of_whole(node.meta["val"].ndim)
+            return state_of_whole(info(node).val.ndim)
         return state_of(rule.signature(strategy).outputs[place_of(node)])
 
     def _wanted(self, node: fx.Node) -> list[tuple[str, State]]:
@@ -230,14 +231,14 @@ class _Explainer:
             states = (now, *states)
             seconds = None
         wanted = self._wanted(node)
-        copies = 2 + OPTIMIZER_COPIES if node.meta["differentiable"] else 1
+        copies = 2 + OPTIMIZER_COPIES if info(node).differentiable else 1
         candidates = []
         for index, state in enumerate(states):
             edges = tuple(
                 edge(node, reader, state, wants, self.mesh, self.price, self._overlap)
                 for reader, wants in wanted
             )
-            val = node.meta["val"]
+            val = info(node).val
             type_ = TensorType(tuple(val.shape), val.dtype, layout_of(state))
             candidates.append(
                 Candidate(
@@ -264,7 +265,7 @@ class _Explainer:
             name=name,
             what="parameter",
             module="",
-            source=node.meta.get("source") or "",
+            source=info(node).source or "",
             rule="",
             mesh=str(self.mesh),
             bound=bound,
@@ -313,5 +314,5 @@ class _Explainer:
 
 
 def _type(node: fx.Node, state: State) -> str:
-    val = node.meta["val"]
+    val = info(node).val
     return str(TensorType(tuple(val.shape), val.dtype, layout_of(state)))

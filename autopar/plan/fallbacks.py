@@ -14,7 +14,8 @@ from autopar.cluster import Device
 from autopar.cost.model import operator_seconds
 from autopar.cost.program import NodePrices
 from autopar.search.decisions import Fallback
-from autopar.strategies.results import flat, tensors_of
+from autopar.strategies.node_info import info
+from autopar.strategies.results import tensors_of
 
 
 @dataclass(frozen=True)
@@ -56,16 +57,15 @@ def fallback_costs(
 
 def _whole_seconds(node: fx.Node, device: Device) -> float:
     values = [*node.all_input_nodes, node]
-    types = [type_ for value in values for type_ in flat(value.meta["type"]) if type_ is not None]
-    moved = sum(float(type_.bytes) for type_ in types)
+    moved = sum(float(type_.bytes) for value in values for type_ in info(value).types)
     once = operator_seconds(device, tensors_of(node)[0].dtype, flops=0.0, moved=moved)
-    return float(once) * (2 if node.meta["differentiable"] else 1)
+    return float(once) * (2 if info(node).differentiable else 1)
 
 
 def _brought(value: fx.Node, prices: NodePrices) -> float:
     """The movements right before a reader."""
     total = 0.0
-    while "movement" in value.meta and len(value.users) == 1:
+    while info(value).movement is not None and len(value.users) == 1:
         total += prices(value).seconds
         value = value.all_input_nodes[0]
     return total

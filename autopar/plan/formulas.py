@@ -17,6 +17,7 @@ from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
 from autopar.search.candidates import Candidates
 from autopar.search.reshard import reshard_table
+from autopar.strategies.node_info import info
 
 FREE = ("identity", "slice")
 
@@ -47,7 +48,7 @@ def edge(
 ) -> Edge:
     """The way from one state of `value` to another. With `overlap` the value is a parameter's:
     sums of its gradient go in buckets, and this part of them is hidden."""
-    val, differentiable = value.meta["val"], value.meta["differentiable"]
+    val, differentiable = info(value).val, info(value).differentiable
     shape, itemsize = tuple(val.shape), val.dtype.itemsize
     table = reshard_table(mesh, val.ndim)
     known = first in table.index and second in table.index

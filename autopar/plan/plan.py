@@ -39,6 +39,8 @@ from autopar.search.build import Built, build
 from autopar.search.constraints import Constraints, LayoutConstraint, read_constraints
 from autopar.search.decisions import Decisions
 from autopar.search.propagate import propagate
+from autopar.strategies.node_info import info
+from autopar.strategies.results import has_results
 
 if TYPE_CHECKING:
     from autopar.plan.file import SavedPlan
@@ -150,15 +152,15 @@ class Plan:
     def types(self) -> dict[str, TensorType]:
         """The type of every parameter and buffer by its name, of every value by its node's."""
         found = {
-            node.name: node.meta["type"]
+            node.name: info(node).type
             for node in self.program.graph.nodes
-            if isinstance(node.meta.get("type"), TensorType)
+            if node.op != "output" and not has_results(node)
         }
         named = self.captured.parameters | self.captured.buffers
         marked = {
             node.name: TensorType(
-                tuple(node.meta["val"].shape),
-                node.meta["val"].dtype,
+                tuple(info(node).val.shape),
+                info(node).val.dtype,
                 self.decisions.fixed[node.name],
             )
             for node in self.captured.graph.nodes
@@ -254,18 +256,17 @@ class Plan:
         """Everything that moves in forward or backward, in the order of the program."""
         records = []
         for node in self.program.graph.nodes:
-            if "movement" not in node.meta:
+            if (movement := info(node).movement) is None:
                 continue
-            movement = node.meta["movement"]
             records.append(
                 MovementRecord(
                     forward=movement.kind,
-                    backward=movement.backward if node.meta["differentiable"] else None,
+                    backward=movement.backward if info(node).differentiable else None,
                     axis=",".join(movement.axes),
-                    tensor=str(node.args[0].meta["type"]),
-                    bytes=node.meta["bytes"],
+                    tensor=str(info(node.args[0]).type),
+                    bytes=info(node).bytes,
                     node=node.name,
-                    module=node.meta.get("module") or "",
+                    module=info(node).module,
                     seconds=self._prices(node).seconds,
                 )
             )

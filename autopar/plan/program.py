@@ -21,6 +21,7 @@ from autopar.passes.microbatches import Microbatches
 from autopar.passes.stages import Stage
 from autopar.pipeline.pipelining import Pipelining
 from autopar.search.decisions import Decisions
+from autopar.strategies.node_info import info
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Program:
     def learns(self) -> dict[str, bool]:
         """Of every parameter that the program reads, whether it takes a gradient."""
         return {
-            name: self.placeholders[placeholder].meta["differentiable"]
+            name: info(self.placeholders[placeholder]).differentiable
             for placeholder, name in self.captured.parameters.items()
         }
 
@@ -65,7 +66,7 @@ class Program:
         return self.results[: len(self.results) - len(self.captured.mutations)]
 
     def type_of(self, placeholder: str) -> TensorType:
-        return self.placeholders[placeholder].meta["type"]
+        return info(self.placeholders[placeholder]).type
 
     @cached_property
     def has_loss(self) -> bool:
@@ -110,7 +111,7 @@ class Program:
             return dict(of_backend)
         nodes = {node.name: node for node in self.batches.whole.graph.nodes}
         return {
-            name: tuple(nodes[name].meta["val"].shape)
+            name: tuple(info(nodes[name]).val.shape)
             for name in self.captured.inputs
             if name is not None
         }
@@ -183,7 +184,7 @@ class Program:
 
     def _check_tensor(self, placeholder: str, leaf: Any, shape: tuple[int, ...]) -> None:
         node = self.placeholders[placeholder]
-        dtype = node.meta["val"].dtype
+        dtype = info(node).val.dtype
         if not isinstance(leaf, Tensor) or tuple(leaf.shape) != shape or leaf.dtype != dtype:
             raise InvalidInput(
                 "an input has the shape and dtype that were captured",
@@ -196,7 +197,7 @@ class Program:
                 got=f"{placeholder}: {_brief(leaf)} on the meta device",
                 remedy="hand over tensors of a device; plan() alone needs no data",
             )
-        if leaf.requires_grad and torch.is_grad_enabled() and not node.meta["differentiable"]:
+        if leaf.requires_grad and torch.is_grad_enabled() and not info(node).differentiable:
             raise InvalidInput(
                 "an input that needs a gradient must have needed one when it was captured",
                 got=f"{placeholder} requires grad",

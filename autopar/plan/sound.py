@@ -17,6 +17,7 @@ from autopar.collectives.redistribution import State
 from autopar.errors import InvalidInput
 from autopar.layout import TensorType
 from autopar.strategies import tensor_inputs
+from autopar.strategies.node_info import info
 
 if TYPE_CHECKING:
     from autopar.plan.file import SavedPlan
@@ -85,17 +86,17 @@ def require_fitting(saved: SavedPlan, captured: Captured) -> None:
     _require_names("operators", decisions.strategies, calls, ())
     _require_names("annotated parameters", saved.annotated, set(captured.parameters.values()), ())
     for name in (*decisions.placeholders, *decisions.fixed):
-        type_, value = saved.types[name], nodes[name].meta["val"]
+        type_, value = saved.types[name], info(nodes[name]).val
         if (type_.shape, type_.dtype) != (tuple(value.shape), value.dtype):
             _fail("a type has the shape and dtype of its value", f"{name}: {type_}")
     for name in decisions.strategies:
         _require_rule(saved, captured, nodes[name])
-    for (value, reader, position), way in decisions.ways.items():
+    for (read, reader, position), way in decisions.ways.items():
         inputs = tensor_inputs(nodes[reader]) if reader in calls else ()
-        if position >= len(inputs) or value not in {node.name for node in inputs}:
-            _fail("a way leads from a value to its reader", f"{value} to {reader}, {position}")
-        if any(len(dims) != nodes[value].meta["val"].ndim for dims, _, _ in way):
-            _fail("a layout names every dim of its tensor, once", f"{value} to {reader}: {way}")
+        if position >= len(inputs) or read not in {node.name for node in inputs}:
+            _fail("a way leads from a value to its reader", f"{read} to {reader}, {position}")
+        if any(len(dims) != info(nodes[read]).val.ndim for dims, _, _ in way):
+            _fail("a layout names every dim of its tensor, once", f"{read} to {reader}: {way}")
 
 
 def _require_names(
@@ -115,9 +116,9 @@ def _require_rule(saved: SavedPlan, captured: Captured, node: fx.Node) -> None:
             "the strategies of a plan are such as the rules of its operators allow",
             got=f"{strategy} for {node.name}, whose rule is {rule and rule.text!r}",
             remedy="register the rules that the plan was made with, or make it again",
-            source=node.meta["source"],
+            source=info(node).source,
         )
-    rule.validate(strategy, saved.mesh, node.meta["source"])
+    rule.validate(strategy, saved.mesh, info(node).source)
 
 
 def require_types(saved: SavedPlan, types: Mapping[str, TensorType]) -> None:

@@ -18,6 +18,7 @@ from autopar.cluster import Cluster
 from autopar.plan.grouping import grouped
 from autopar.plan.units import bytes_text, seconds_text, share_text
 from autopar.search.auto import Search
+from autopar.strategies.node_info import info
 
 if TYPE_CHECKING:
     from autopar.plan.file import SavedPlan
@@ -44,7 +45,7 @@ def plan_text(plan: Plan) -> str:
     ]
     if plan.pipelining is not None:
         lines += str(plan.pipelining).splitlines()
-    sync = {p: node.meta.get("sync") for p, node in plan.program.placeholders.items()}
+    sync = {p: info(node).sync for p, node in plan.program.placeholders.items()}
     rows = [
         (name, (str(plan.types[name]), _summed(sync.get(placeholder))))
         for placeholder, name in plan.captured.parameters.items()

@@ -29,6 +29,7 @@ from autopar.runtime.leaves import Leaves
 from autopar.runtime.norm import norm_over_world
 from autopar.runtime.placing import Placing, in_own_memory, wrapper
 from autopar.runtime.world import require_living, world
+from autopar.strategies.node_info import info
 
 
 class TorchBackend:
@@ -139,7 +140,7 @@ class TorchBackend:
         self._start_sums()
         count = len(self.program.outputs)
         outputs = [
-            self._leave(value, node.meta["type"])
+            self._leave(value, info(node).type)
             for value, node in zip(results[:count], self.program.outputs)
         ]
         return outputs, dict(zip(captured.mutations, results[count:]))
@@ -245,17 +246,17 @@ class TorchBackend:
         return [
             (slot, axes)
             for slot in self._learned
-            if (axes := self.program.placeholders[placeholders[slot.name]].meta["sync"])
+            if (axes := info(self.program.placeholders[placeholders[slot.name]]).sync)
         ]
 
 
 def axes_used(graph: fx.Graph) -> set[Axes]:
     used: set[Axes] = set()
     for node in graph.nodes:
-        if "movement" in node.meta:
-            used.add(node.meta["movement"].axes)
-        if node.meta.get("sync"):
-            used.add(node.meta["sync"])
+        if (movement := info(node).movement) is not None:
+            used.add(movement.axes)
+        if info(node).sync:
+            used.add(info(node).sync)
         if node.op == "placeholder":
-            used |= {(axis,) for axis in node.meta["type"].layout.axes}
+            used |= {(axis,) for axis in info(node).type.layout.axes}
     return used

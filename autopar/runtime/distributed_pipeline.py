@@ -35,6 +35,7 @@ from autopar.runtime.placing import Placing
 from autopar.runtime.stage_sync import Learned, StageSync, holders_of, own_group
 from autopar.runtime.step_loss import StepLoss
 from autopar.runtime.world import world
+from autopar.strategies.node_info import info
 
 Batch = Mapping[str, Tensor]
 
@@ -74,7 +75,7 @@ class TorchPipeline:
             for name in [*stage.holds("parameter"), *stage.holds("buffer")]:
                 self.users.setdefault(name, []).append(stage.index)
         loss = program.stages[-1].graph.output_node().all_input_nodes[0]
-        self._loss_type: torch.dtype = loss.meta["val"].dtype
+        self._loss_type: torch.dtype = info(loss).val.dtype
         self._replicas = self._replica_groups()
         # Groups are made here: none in the middle of a step.
         self.leaves = Leaves()
@@ -187,13 +188,13 @@ class TorchPipeline:
         nodes = [values[name] for name in names]
         return [
             (
-                node.meta["type"].layout.local_shape(
-                    node.meta["type"].shape, self.mesh, self.inner_rank
+                info(node).type.layout.local_shape(
+                    info(node).type.shape, self.mesh, self.inner_rank
                 ),
-                node.meta["type"].dtype,
+                info(node).type.dtype,
             )
             for node in nodes
-            if key.forward or node.meta["differentiable"]
+            if key.forward or info(node).differentiable
         ]
 
     def _give(self, gradients: Mapping[str, Tensor]) -> None:
@@ -210,12 +211,12 @@ class TorchPipeline:
         return [
             Learned(
                 name,
-                placeholders[placeholder].meta["val"].dtype,
+                info(placeholders[placeholder]).val.dtype,
                 tuple(self.users[name]),
-                placeholders[placeholder].meta["sync"],
+                info(placeholders[placeholder]).sync,
             )
             for placeholder, name in self.program.captured.parameters.items()
-            if name in self.users and placeholders[placeholder].meta["differentiable"]
+            if name in self.users and info(placeholders[placeholder]).differentiable
         ]
 
     def _replica_groups(self) -> dict[int, dist.ProcessGroup]:
@@ -245,7 +246,7 @@ class TorchPipeline:
     def _exchanged(self, stage: Stage, own: dict[int, list[Value]]) -> dict[int, list[Value]]:
         """The statistics of all micro-batches, from the replicas that ran them."""
         values = {node.name: node for node in stage.graph.nodes}
-        types = [values[name].meta["type"] for name in stage.statistics]
+        types = [info(values[name]).type for name in stage.statistics]
         found = {}
         for slice_, pipe in enumerate(self.schedule.pipe_of):
             source = self.schedule.rank_of(pipe, stage.index)
@@ -282,8 +283,8 @@ class TorchStage:
             self._update = compile_graph(update)
             self._update_reads = [node for node in update.nodes if node.op == "placeholder"]
         values = {node.name: node for node in stage.graph.nodes}
-        self.learns_received = [values[name].meta["differentiable"] for name in stage.receives]
-        self.learns_sent = [values[name].meta["differentiable"] for name in stage.sends]
+        self.learns_received = [info(values[name]).differentiable for name in stage.receives]
+        self.learns_sent = [info(values[name]).differentiable for name in stage.sends]
         self._constants: dict[str, Tensor] = {}
         self._kept: Mapping[str, Tensor] = {}
         self._batches: Sequence[Batch] = ()
@@ -307,7 +308,7 @@ class TorchStage:
         if self._update is None:
             return {}
         assert self.stage.update is not None
-        names, program = self.stage.update.output_node().meta["buffers"], self.pipeline.program
+        names, program = info(self.stage.update.output_node()).buffers, self.pipeline.program
         placeholders = program.captured.buffers
         every_turn = [name for name in names if placeholders[name] not in program.once]
         found: dict[str, Tensor] = {}
@@ -321,14 +322,14 @@ class TorchStage:
         return {placeholders[name]: value for name, value in found.items()}
 
     def _argument(self, node: fx.Node, slice_: int, given: Mapping[str, Tensor]) -> Tensor:
-        kind, name = node.meta["origin"]
+        kind, name = info(node).origin
         if node.name in given:
             return given[node.name]
         if kind == "parameter":
             return self.pipeline.leaves.by_name[name]
         if kind in ("buffer", "before"):
             return local_of(self._kept[name])
-        placing, layout = self.pipeline.placing, node.meta["type"].layout
+        placing, layout = self.pipeline.placing, info(node).type.layout
         if kind == "constant":
             if name not in self._constants:
                 whole = self.pipeline.program.captured.constants[name]

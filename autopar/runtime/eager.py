@@ -29,6 +29,7 @@ from autopar.mesh import Mesh
 from autopar.passes.recombine import recombine
 from autopar.pipeline.weight_halves import WeightHalves
 from autopar.strategies import localize_arguments
+from autopar.strategies.node_info import info
 
 aten, own = torch.ops.aten, torch.ops.autopar
 
@@ -75,8 +76,8 @@ def compile_graph(
             node.target = sum_for_caller
         else:
             node.target = _direct(node)
-        if halves is not None and "weight_inputs" in node.meta:
-            node.target = halves.apart(node.target, node.meta["weight_inputs"])
+        if halves is not None and (weights := info(node).weight_inputs) is not None:
+            node.target = halves.apart(node.target, weights)
     quick.lint()
     return Eager(fx.GraphModule({}, quick).forward, whole_inputs)
 
@@ -120,11 +121,11 @@ def _direct(node: fx.Node) -> Any:
 
 def _is_returned_sum(node: fx.Node, outputs: int) -> bool:
     """Whether a number is summed for nobody but the caller."""
-    if node.target is not own.all_reduce.default or node.meta["val"].ndim or node.args[2]:
+    if node.target is not own.all_reduce.default or info(node).val.ndim or node.args[2]:
         return False
     results: Any = node.graph.output_node().args[0]
     return (
-        node.meta["val"].is_floating_point()
+        info(node).val.is_floating_point()
         and all(user.op == "output" for user in node.users)
         and node not in results[outputs:]
     )
@@ -142,13 +143,13 @@ def _settle_early(graph: fx.Graph, whole: fx.Graph | None, mesh: Mesh | None) ->
     inputs: dict[fx.Node, fx.Node] = {}
     everywhere = {node.name: node for node in whole.nodes} if whole is not None else {}
     for node in list(graph.nodes):
-        if node.target is not own.all_reduce.default or node.meta["differentiable"]:
+        if node.target is not own.all_reduce.default or info(node).differentiable:
             continue
         value: Any = node.args[0]
         before = _ancestors(value)
-        if before is None or value.meta["val"].numel() > SMALL_SUM:
+        if before is None or info(value).val.numel() > SMALL_SUM:
             continue
-        if node.meta["type"].layout.is_replicated and _same_on_whole(before, everywhere, mesh):
+        if info(node).type.layout.is_replicated and _same_on_whole(before, everywhere, mesh):
             with graph.inserting_before(node):
                 calls = [everywhere[call.name] for call in before]
                 total = _on_whole(graph, calls, inputs)[everywhere[value.name]]
@@ -173,7 +174,7 @@ def _ancestors(value: fx.Node) -> list[fx.Node] | None:
     while waiting:
         node = waiting.pop()
         if node.op == "call_function" and (
-            "movement" in node.meta or node.meta.get("differentiable", True)
+            info(node).movement is not None or info(node).differentiable
         ):
             return None
         found.add(node)
@@ -188,8 +189,7 @@ def _same_on_whole(calls: list[fx.Node], everywhere: dict[str, fx.Node], mesh: M
     """
     sources = {node for call in calls for node in call.all_input_nodes} - {*calls}
     if mesh is None or any(
-        node.meta["origin"][0] != "input" or node.meta["val"].numel() > SMALL_INPUT
-        for node in sources
+        info(node).origin[0] != "input" or info(node).val.numel() > SMALL_INPUT for node in sources
     ):
         return False
     others = [everywhere.get(call.name) for call in calls]
@@ -199,8 +199,8 @@ def _same_on_whole(calls: list[fx.Node], everywhere: dict[str, fx.Node], mesh: M
 def _same_on_ranks(call: fx.Node, mesh: Mesh) -> bool:
     """Whether no argument of a call depends on how it is cut."""
     whole = str((call.args, call.kwargs))
-    return "start_of" not in call.meta and all(
-        str(localize_arguments(call, call.meta["type"], mesh, rank)) == whole
+    return info(call).start_of is None and all(
+        str(localize_arguments(call, info(call).type, mesh, rank)) == whole
         for rank in range(mesh.size)
     )
 

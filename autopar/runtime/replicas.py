@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from autopar.errors import ExecutionError
 from autopar.mesh import Mesh
+from autopar.strategies.node_info import info
 from autopar.strategies.results import has_results
 
 
@@ -26,9 +27,9 @@ class ReplicaCheck:
         self.mesh = mesh
         self._shapes = {node: _shapes(node, mesh) for node in graph.nodes if _is_checked(node)}
         pending = pending_axes(graph)
-        self._forward = {n: _leaders(mesh, n.meta["type"].layout.axes) for n in self._shapes}
+        self._forward = {n: _leaders(mesh, info(n).type.layout.axes) for n in self._shapes}
         self._backward = {
-            node: _leaders(mesh, (*node.meta["type"].layout.gradient.axes, *pending[node]))
+            node: _leaders(mesh, (*info(node).type.layout.gradient.axes, *pending[node]))
             for node in self._shapes
         }
 
@@ -41,9 +42,9 @@ class ReplicaCheck:
                 raise ExecutionError(
                     "every rank's piece has the shape that the layout says",
                     got=f"{tuple(value.shape)} on rank {rank}; {node.name} is "
-                    f"{node.meta['type']}, which is {shape} there",
+                    f"{info(node).type}, which is {shape} there",
                     remedy="correct the rule or the kernel of this operator",
-                    source=node.meta["source"],
+                    source=info(node).source,
                 )
         for rank, leader in enumerate(self._forward[node]):
             self._compare(node, "value", leader, rank, values[leader], values[rank])
@@ -59,7 +60,7 @@ class ReplicaCheck:
 
         def arrive(grad: Tensor | None) -> None:
             if grad is None:  # torch says so of zeros
-                grad = torch.zeros(shape, dtype=node.meta["type"].dtype)
+                grad = torch.zeros(shape, dtype=info(node).type.dtype)
             first = arrived.setdefault(leader, grad.detach())
             self._compare(node, "gradient", leader, rank, first, grad)
 
@@ -73,9 +74,9 @@ class ReplicaCheck:
         raise ExecutionError(
             f"replicas of one {what} are equal on all ranks",
             got=f"ranks {leader} and {rank} differ in the {what} of {node.name}, "
-            f"{node.meta['type']}, by {_difference(one, other):.3g}",
+            f"{info(node).type}, by {_difference(one, other):.3g}",
             remedy="correct the rule or the kernel of this operator or of those that read it",
-            source=node.meta["source"],
+            source=info(node).source,
         )
 
 
@@ -88,8 +89,8 @@ def pending_axes(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
     """For every value, the axes over which its gradient is still to be summed."""
     pending: dict[fx.Node, frozenset[str]] = {}
     for node in graph.nodes:
-        pending[node] = frozenset((*node.meta.get("sync", ()), *node.meta.get("pending", ())))
-        movement = node.meta.get("movement")
+        pending[node] = frozenset((*info(node).sync, *info(node).pending))
+        movement = info(node).movement
         if movement is not None:
             before = pending[node.args[0]]
             pending[node] = before | frozenset(movement.axes if movement.pending else ())
@@ -112,7 +113,7 @@ def _difference(one: Tensor, other: Tensor) -> float:
 
 
 def _shapes(node: fx.Node, mesh: Mesh) -> list[tuple[int, ...]]:
-    type_ = node.meta["type"]
+    type_ = info(node).type
     return [type_.layout.local_shape(type_.shape, mesh, rank) for rank in range(mesh.size)]
 
 

@@ -21,6 +21,7 @@ from autopar.passes.kernels import local_call
 from autopar.pipeline.weight_halves import WeightHalves
 from autopar.plan.program import Program
 from autopar.runtime.replicas import ReplicaCheck
+from autopar.strategies.node_info import info
 
 Environment = dict[fx.Node, list[Tensor]]
 Watch = Callable[[fx.Node, list[Tensor]], None]
@@ -44,7 +45,7 @@ class VirtualGraph:
         """
         self.mesh, self.device, self._watch, self._halves = mesh, device, watch, halves
         self._constants = {
-            node.name: to_ranks(constants[node.name].to(device), node.meta["type"].layout, mesh)
+            node.name: to_ranks(constants[node.name].to(device), info(node).type.layout, mesh)
             for node in graph.nodes
             if node.op == "placeholder" and node.name in constants
         }
@@ -73,23 +74,22 @@ class VirtualGraph:
         return [values[node] for node in self._results]  # type: ignore[union-attr,index]
 
     def _enter(self, node: fx.Node, whole: Tensor) -> list[Tensor]:
-        pieces = to_ranks(whole, node.meta["type"].layout, self.mesh)
-        if node.meta.get("sync"):
-            pieces = move(Movement("identity", node.meta["sync"], pending=True), pieces, self.mesh)
+        pieces = to_ranks(whole, info(node).type.layout, self.mesh)
+        if info(node).sync:
+            pieces = move(Movement("identity", info(node).sync, pending=True), pieces, self.mesh)
         return pieces
 
     def _compile(self, node: fx.Node) -> Callable[[Environment], list[Tensor]] | None:
         if node.op != "call_function":
             return None
-        if "movement" in node.meta:
-            movement, value = node.meta["movement"], node.args[0]
-            assert isinstance(value, fx.Node)
+        if (movement := info(node).movement) is not None:
+            (value,) = node.all_input_nodes
             return lambda values: move(movement, values[value], self.mesh)
-        calls = []
+        calls, weights = [], info(node).weight_inputs
         for rank in range(self.mesh.size):
             function, args, kwargs = local_call(node, self.mesh, rank, self.device)
-            if self._halves is not None and "weight_inputs" in node.meta:
-                function = self._halves.apart(function, node.meta["weight_inputs"])
+            if self._halves is not None and weights is not None:
+                function = self._halves.apart(function, weights)
             calls.append(_Call(function, args, kwargs))
         return lambda values: [call(values, rank) for rank, call in enumerate(calls)]
 
@@ -159,7 +159,7 @@ class VirtualBackend:
         names = captured.parameters | captured.buffers
         given |= {placeholder: kept[name] for placeholder, name in names.items()}
         results = [
-            from_ranks(values, node.meta["type"].layout, self.mesh, node.meta["type"].shape)
+            from_ranks(values, info(node).type.layout, self.mesh, info(node).type.shape)
             for values, node in zip(self._run(given), self.program.results)
         ]
         outputs = results[: len(self.program.outputs)]

@@ -19,6 +19,7 @@ from autopar.pipeline.worker import Value, Worker, sum_by_slice
 from autopar.plan.program import Program
 from autopar.runtime.replicas import ReplicaCheck
 from autopar.runtime.virtual import VirtualBackend, VirtualGraph
+from autopar.strategies.node_info import info
 
 Batch = Mapping[str, Tensor]
 
@@ -93,8 +94,8 @@ class VirtualStage:
         if stage.update is not None:
             self._update = VirtualGraph(stage.update, program.mesh, device, constants)
         values = {node.name: node for node in stage.graph.nodes}
-        self.learns_received = [values[name].meta["differentiable"] for name in stage.receives]
-        self.learns_sent = [values[name].meta["differentiable"] for name in stage.sends]
+        self.learns_received = [info(values[name]).differentiable for name in stage.receives]
+        self.learns_sent = [info(values[name]).differentiable for name in stage.sends]
         self._kept: dict[str, Tensor] = {}
         self._batches: Sequence[Batch] = ()
 
@@ -117,7 +118,7 @@ class VirtualStage:
             return {}
         assert self.stage.update is not None
         output = self.stage.update.output_node()
-        names, results = output.meta["buffers"], output.args[0]
+        names, results = info(output).buffers, output.args[0]
         assert isinstance(results, tuple)
         values = dict(self._kept)
         before = {f"{name}_before": self._kept[name] for name in names}
@@ -130,6 +131,6 @@ class VirtualStage:
                 for name, value, node in zip(names, found, results):
                     if slice_ != last and buffers[name] in self.program.once:
                         continue
-                    type_ = node.meta["type"]
+                    type_ = info(node).type
                     values[name] = from_ranks(value, type_.layout, self.program.mesh, type_.shape)
         return {buffers[name]: values[name] for name in names}

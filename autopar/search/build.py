@@ -34,6 +34,7 @@ from autopar.search.edges import Edges
 from autopar.search.prologue import Prologue, find_prologue, is_whole
 from autopar.search.reshard import reshard_table, state_of
 from autopar.solver.graph import CostGraph
+from autopar.strategies.node_info import info
 from autopar.strategies.results import is_result, maker, place_of, values_of
 
 Array = NDArray[np.float64]
@@ -127,7 +128,7 @@ class _Builder:
             if node.op == "placeholder" and node.name in self.captured.parameters:
                 self._add_parameter(node)
             elif node.op == "placeholder":
-                self.built.fixed_bytes += node.meta["val"].numel() * node.meta["val"].itemsize
+                self.built.fixed_bytes += info(node).val.numel() * info(node).val.itemsize
                 if node.name in self.readings:
                     self._add_input(node)
             elif node.name in self.captured.alike:
@@ -143,10 +144,10 @@ class _Builder:
 
     def _add_parameter(self, node: fx.Node) -> None:
         name = self.captured.parameters[node.name]
-        value = node.meta["val"]
+        value = info(node).val
         shape = tuple(value.shape)
         constraint = self.constraints.parameters.get(name)
-        key = (shape, value.dtype, node.meta["differentiable"], constraint and constraint.layout)
+        key = (shape, value.dtype, info(node).differentiable, constraint and constraint.layout)
         if key not in self._stored:
             table = reshard_table(self.mesh, len(shape))
             states = (
@@ -155,7 +156,7 @@ class _Builder:
                 else tuple(s for s in storage_states(shape, self.mesh))
             )
             numbers = [table.index[state] for state in states]
-            copies = 2 + OPTIMIZER_COPIES if node.meta["differentiable"] else 1
+            copies = 2 + OPTIMIZER_COPIES if info(node).differentiable else 1
             memory = table.elements(shape)[numbers] * value.dtype.itemsize * copies
             self._stored[key] = states, memory
         states, memory = self._stored[key]
@@ -194,7 +195,7 @@ class _Builder:
 
     def _add_input(self, node: fx.Node) -> None:
         """An input of the model that wants a gradient: whole on every rank."""
-        whole = (state_of_whole(node.meta["val"].ndim),)
+        whole = (state_of_whole(info(node).val.ndim),)
         number = self.built.graph.add_node(self.edges.zeros(1), name=node.name)
         self.inputs[node.name] = Variable(number, "input", node.name, whole)
         self._register(self.inputs[node.name])
@@ -288,7 +289,7 @@ class _Builder:
         asked = constraint or next(iter(bound.values()))
         raise InvalidInput(
             "an annotation asks for what no strategy of the operator gives",
-            got=f"{asked.layout} for {operator_of(node)} in {node.meta['module'] or 'the model'}",
+            got=f"{asked.layout} for {operator_of(node)} in {info(node).module or 'the model'}",
             remedy="cut dims that the operator can cut, and shared dims the same way",
             source=asked.source,
         )

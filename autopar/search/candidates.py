@@ -15,12 +15,13 @@ from autopar.capture.captured import Captured
 from autopar.cluster import Device
 from autopar.collectives import Price
 from autopar.collectives.redistribution import State
-from autopar.cost.operators import Facts, ShardSizes, Work, facts_of, kept_extra, seconds, work
+from autopar.cost.operators import ShardSizes, Work, facts_of, kept_extra, seconds, work
 from autopar.errors import unforeseen
 from autopar.mesh import Mesh
 from autopar.search.reshard import state_of
 from autopar.strategies import KERNELS, Rule, Strategy, tensor_inputs
-from autopar.strategies.results import flat
+from autopar.strategies.node_info import info
+from autopar.strategies.rule import Facts
 
 Array = NDArray[np.float64]
 
@@ -119,7 +120,7 @@ class NodeClasses:
         for strategy in strategies:
             signature = rule.signature(strategy)
             for index, (layout, gradient) in enumerate(zip(signature.inputs, signature.gradients)):
-                pending = gradient.partial if inputs[index].meta["differentiable"] else ()
+                pending = gradient.partial if info(inputs[index]).differentiable else ()
                 wants[index].append(state_of(layout, pending))
             for states, layout in zip(gives, signature.outputs):
                 states.append(state_of(layout))
@@ -137,7 +138,7 @@ class NodeClasses:
 
     def _sensible(self, node: fx.Node, rule: Rule, strategies: list[Strategy]) -> list[Strategy]:
         """Heavy operators do not pass partial sums on: all ranks would do all of their work."""
-        if rule.flops > 4 * sum(i.meta["val"].numel() for i in node.all_input_nodes):
+        if rule.flops > 4 * sum(info(i).val.numel() for i in node.all_input_nodes):
             return [strategy for strategy in strategies if not strategy.passes]
         return strategies
 
@@ -150,7 +151,7 @@ class NodeClasses:
         if needed is None or expansion is None:
             return 0.0
         rows = float(pieces.elements(rule.outputs[0])[index])
-        itemsize = torch.promote_types(node.meta["val"].dtype, torch.float32).itemsize
+        itemsize = torch.promote_types(info(node).val.dtype, torch.float32).itemsize
         total, columns = 0.0, float(expansion.columns)
         for axis in reversed(strategy.by_factor[needed[0]]):
             columns *= self.mesh[axis]
@@ -160,12 +161,12 @@ class NodeClasses:
 
 def _replicated(node: fx.Node, inputs: tuple[fx.Node, ...]) -> Candidates:
     nothing = np.zeros(1)
-    whole = tuple((state_of_whole(i.meta["val"].ndim),) for i in inputs)
+    whole = tuple((state_of_whole(info(i).val.ndim),) for i in inputs)
     return Candidates(
         None,
         (Strategy(),),
         whole,
-        tuple((state_of_whole(getattr(value, "ndim", 0)),) for value in flat(node.meta["val"])),
+        tuple((state_of_whole(getattr(value, "ndim", 0)),) for value in info(node).values),
         nothing,
         nothing,
         nothing,

@@ -19,6 +19,7 @@ from autopar.errors import InvalidInput
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.strategies import Rule, rule_of, tensor_inputs
+from autopar.strategies.node_info import info
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def read_constraints(
                 values[arguments[position].name] = constraint
         for node, annotation in group:
             if node.name not in values:
-                layout = _resolve(annotation, tuple(node.meta["val"].shape), mesh)
+                layout = _resolve(annotation, tuple(info(node).val.shape), mesh)
                 values[node.name] = LayoutConstraint(layout, annotation.source)
                 for reader in node.users if annotation.role == "leaf" else ():
                     if reader.target is not ANNOTATE and rule_of(reader) is not None:
@@ -82,7 +83,7 @@ def _parameters(
     captured: Captured, mesh: Mesh, parameters: Mapping[str, Sequence[Annotation]]
 ) -> dict[str, LayoutConstraint]:
     shapes = {
-        captured.parameters[node.name]: tuple(node.meta["val"].shape)
+        captured.parameters[node.name]: tuple(info(node).val.shape)
         for node in captured.graph.nodes
         if node.op == "placeholder" and node.name in captured.parameters
     }
@@ -120,7 +121,7 @@ def _bind(
     positions = {argument: index for index, argument in enumerate(tensor_inputs(operator))}
     chosen: dict[str, tuple[Entry, Annotation]] = {}
     for node, annotation in markers:
-        shape = node.meta["val"].shape
+        shape = info(node).val.shape
         for size, dim, entry in zip(shape, rule.inputs[positions[node]], annotation.dims):
             factor = next((f for f in dim if rule.sizes[f] > 1), None)
             if factor is None:

@@ -14,6 +14,7 @@ from autopar.search.candidates import state_of_whole
 from autopar.search.constraints import Constraints
 from autopar.search.decisions import Decisions, Fallback
 from autopar.strategies import tensor_inputs
+from autopar.strategies.node_info import info
 
 
 def decide(
@@ -60,7 +61,7 @@ def decide(
         strategies=strategies,
         fixed={name: constraint.layout for name, constraint in constraints.values.items()},
         fallbacks=tuple(
-            Fallback(name, operator_of(nodes[name]), "no rule", nodes[name].meta["source"])
+            Fallback(name, operator_of(nodes[name]), "no rule", info(nodes[name]).source)
             for name, variable in built.operators.items()
             if variable.candidates is not None and variable.candidates.facts is None
         ),
@@ -82,8 +83,8 @@ def _as_read(
 ) -> State:
     """An input is cut at once if all its readers want the same piece; else it stays whole."""
     node = nodes[name]
-    whole = state_of_whole(node.meta["val"].ndim)
-    if name in captured.buffers or node.meta["differentiable"]:
+    whole = state_of_whole(info(node).val.ndim)
+    if name in captured.buffers or info(node).differentiable:
         return whole
     states = set()
     for reader in node.users:

@@ -15,6 +15,7 @@ from autopar.cost.price import ClusterPrice
 from autopar.mesh import Mesh
 from autopar.search.candidates import Candidates, state_of_whole
 from autopar.search.reshard import ReshardTable, reshard_table
+from autopar.strategies.node_info import info
 
 Array = NDArray[np.float64]
 
@@ -71,7 +72,7 @@ class Edges:
     ) -> Array:
         """The same costs where gradients are summed over the axes on which a parameter is stored
         whole when backward has gone past it."""
-        table = reshard_table(self.mesh, value.meta["val"].ndim)
+        table = reshard_table(self.mesh, info(value).val.ndim)
         size = self.bytes(value, first)
         rows = np.array([table.index[state] for state in first])
         cost = cost.copy()
@@ -85,7 +86,7 @@ class Edges:
         for pending, js in kinds.items():
             for axes, members in used.items():
                 summed = tuple(axis for axis in pending if axis not in axes)
-                if not summed or not value.meta["differentiable"]:
+                if not summed or not info(value).differentiable:
                     continue
                 rest = tuple(axis for axis in pending if axis in axes)
                 columns = np.array([table.index[(*second[j][:2], rest)] for j in js])
@@ -103,10 +104,10 @@ class Edges:
         key = ("bytes", id(states), self._type(value))
         if key not in self._arrays:
             self._alive.append(states)
-            table = reshard_table(self.mesh, value.meta["val"].ndim)
-            elements = table.elements(tuple(value.meta["val"].shape))
+            table = reshard_table(self.mesh, info(value).val.ndim)
+            elements = table.elements(tuple(info(value).val.shape))
             numbers = [table.index[state] for state in states]
-            self._arrays[key] = elements[numbers] * value.meta["val"].dtype.itemsize
+            self._arrays[key] = elements[numbers] * info(value).val.dtype.itemsize
         return self._arrays[key]
 
     def from_whole(self, candidates: Candidates, position: int, value: fx.Node) -> Array:
@@ -122,15 +123,15 @@ class Edges:
 
     def seconds(self, value: fx.Node, frozen: tuple[str, ...] = ()) -> tuple[ReshardTable, Array]:
         """All layouts of a value, and the seconds between them."""
-        val, differentiable = value.meta["val"], value.meta["differentiable"]
+        val, differentiable = info(value).val, info(value).differentiable
         table = reshard_table(self.mesh, val.ndim)
         shape, itemsize = tuple(val.shape), val.dtype.itemsize
         return table, table.seconds(shape, itemsize, self.price, differentiable, frozen)
 
     def _type(self, value: fx.Node) -> tuple:
         if value not in self._types:
-            val = value.meta["val"]
-            self._types[value] = tuple(val.shape), val.dtype, value.meta["differentiable"]
+            val = info(value).val
+            self._types[value] = tuple(val.shape), val.dtype, info(value).differentiable
         return self._types[value]
 
     def zeros(self, count: int) -> Array:

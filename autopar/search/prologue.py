@@ -14,6 +14,7 @@ from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.search.candidates import NodeClasses, uncut
+from autopar.strategies.node_info import info
 from autopar.strategies.results import maker
 
 # The part of all computation that running the prologue whole on every rank may add.
@@ -36,7 +37,7 @@ def find_prologue(
     budget = MOST_SLACK * sum(candidates.least for candidates in offers)
     prologue = Prologue()
     for node, candidates in zip(calls, offers):
-        if node.name in asked or node.meta["differentiable"]:
+        if node.name in asked or info(node).differentiable:
             continue
         if all(is_whole(value, captured, prologue) for value in kinds.inputs(node)):
             cost = candidates.cost
@@ -50,5 +51,5 @@ def find_prologue(
 def is_whole(value: fx.Node, captured: Captured, prologue: Prologue) -> bool:
     """Whether every rank has all of a value anyway."""
     if value.op == "placeholder":
-        return value.name not in captured.parameters and not value.meta["differentiable"]
+        return value.name not in captured.parameters and not info(value).differentiable
     return maker(value).name in prologue.names

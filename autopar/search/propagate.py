@@ -22,6 +22,7 @@ from autopar.mesh import Mesh
 from autopar.search.constraints import Constraints
 from autopar.search.decisions import Decisions, Fallback
 from autopar.strategies import Rule, Strategy, tensor_inputs
+from autopar.strategies.node_info import info
 from autopar.strategies.results import has_results, maker, place_of, values_of
 
 
@@ -64,7 +65,7 @@ class _Propagation:
             rule = captured.rules[node.name]
             if rule is None:
                 self.fallbacks.append(
-                    Fallback(node.name, operator_of(node), "no rule", node.meta["source"])
+                    Fallback(node.name, operator_of(node), "no rule", info(node).source)
                 )
             else:
                 self.rules[node] = rule
@@ -126,10 +127,10 @@ class _Propagation:
     def cut_batch(self, axes: list[str]) -> None:
         """Let `axes` cut the batch of every input."""
         inputs = [self.nodes[name] for name in self.captured.inputs if name is not None]
-        inputs = [node for node in inputs if node.meta["val"].ndim]
+        inputs = [node for node in inputs if info(node).val.ndim]
         if not axes or not inputs:
             return
-        batch = inputs[0].meta["val"].shape[0]
+        batch = info(inputs[0]).val.shape[0]
         if batch < self.mesh.degree(axes):
             raise InvalidInput(
                 "axes that no annotation claims cut the batch, which must not be smaller",
@@ -138,7 +139,7 @@ class _Propagation:
                 remedy="a larger batch, a smaller mesh, or annotations that use these axes",
             )
         for node in inputs:
-            if node.meta["val"].shape[0] == batch:
+            if info(node).val.shape[0] == batch:
                 for axis in axes:
                     self._place(node, axis, 0)
         self._settle()
@@ -161,8 +162,8 @@ class _Propagation:
                 if passing is None:
                     continue
                 carried = [self.arguments[node][index] for index in passing]
-                size = sum(argument.meta["val"].numel() for argument in carried)
-                if node.meta["val"].numel() <= size and all(len(a.users) == 1 for a in carried):
+                size = sum(info(argument).val.numel() for argument in carried)
+                if info(node).val.numel() <= size and all(len(a.users) == 1 for a in carried):
                     self.passes[node][axis] = rule.passes.index(passing)
 
     def decisions(self) -> Decisions:
@@ -244,7 +245,7 @@ class _Propagation:
         placed = self.placed.setdefault(node, {})
         if node not in self.fixed and axis not in placed:
             degree = self.mesh.degree([*(a for a, d in placed.items() if d == dim), axis])
-            if node.meta["val"].shape[dim] >= degree:
+            if info(node).val.shape[dim] >= degree:
                 placed[axis] = dim
                 self.events.append((node, axis, dim))
 
@@ -293,7 +294,7 @@ class _Propagation:
         return Strategy.of(self.passes[node], **by_factor)
 
     def _placed_layout(self, node: fx.Node) -> Layout:
-        dims: list[tuple[str, ...]] = [() for _ in range(node.meta["val"].ndim)]
+        dims: list[tuple[str, ...]] = [() for _ in range(info(node).val.ndim)]
         for axis in self.mesh.names:
             if axis in self.placed.get(node, {}):
                 dims[self.placed[node][axis]] += (axis,)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from autopar.strategies.node_info import info
 from autopar.strategies.registry import Call, register_rule
 from autopar.strategies.rule import Dim, Extra, Rule, Saved
 
@@ -52,10 +53,10 @@ def _saved(call: Call, heads: list[Dim]) -> Saved:
     alike = query[:-2] == key[:-2] == value[:-2] or (
         call["enable_gqa"] and query[:-3] == key[:-3] == value[:-3]
     )
-    learns = mask is not None and mask.meta.get("differentiable", False)
+    learns = mask is not None and info(mask).differentiable
     if len(query) == 4 and alike and query[-1] == value[-1] and not learns:
         sums = Extra((*heads, ("q",)), wide)
-        if mask is None or mask.meta["val"].dtype != torch.bool:
+        if mask is None or info(mask).val.dtype != torch.bool:
             return Saved((*range(len(call.inputs)),), output=True, extra=(sums,))
         dims: list[Dim] = [*heads, ("q",), ("k",)]  # of the mask as numbers
         added = _broadcast_to(dims, call.shapes[3])

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.strategies.language import Passes, parse
+from autopar.strategies.node_info import info
 from autopar.strategies.registry import Call, aten, register_rule
 from autopar.strategies.rule import Rule
 
@@ -63,7 +64,7 @@ def _product(call: Call) -> Rule:
 
 def _converted(call: Call) -> Rule:
     """Numbers to wider or narrower numbers; not from fractions to whole ones, which rounds."""
-    before, after = call.inputs[0].meta["val"].dtype, call.outputs[0].dtype
+    before, after = info(call.inputs[0]).val.dtype, call.outputs[0].dtype
     rounds = before.is_floating_point and not (after.is_floating_point or after.is_complex)
     passes = [] if rounds else [(0,)]
     if len(call.shapes) == 1:

@@ -7,6 +7,7 @@ from functools import partial
 
 from autopar.strategies.kernels import count_targets, cross_entropy
 from autopar.strategies.language import parse
+from autopar.strategies.node_info import info
 from autopar.strategies.registry import Call, aten, register_rule
 from autopar.strategies.rule import Dim, Extra, Rule, Saved
 
@@ -76,7 +77,7 @@ def _divergence(call: Call) -> Rule | None:
 
 def _count_loss(call: Call) -> Rule | None:
     """The input is kept as a factor of the target; one that learns brings Stirling's formula."""
-    stirling = call["full"] and call.inputs[1].meta.get("differentiable", False)
+    stirling = call["full"] and info(call.inputs[1]).differentiable
     extra = "..., ..., ..., bool: ..." if stirling else "..."
     rule = _loss_of_elements(call, "..., ... -> ...", extra=extra)
     if rule is None:
@@ -132,7 +133,7 @@ def _class_loss(call: Call) -> Rule:
         sizes,
         whole=whole,
         sums=frozenset(dim[0] for dim in rest) if reduction == SUM else frozenset(),
-        flops=5.0 * call.inputs[0].meta["val"].numel(),
+        flops=5.0 * info(call.inputs[0]).val.numel(),
         saved=saved,
     )
 

@@ -10,6 +10,7 @@ import math
 
 import torch
 
+from autopar.strategies.node_info import info
 from autopar.strategies.registry import Call, aten, register_rule
 from autopar.strategies.rule import Dim, Rule, Saved
 from autopar.strategies.shapes import FIRST, names, same_dims, sizes_of
@@ -71,7 +72,7 @@ def _index(call: Call) -> Rule | None:
     """Advanced indexing: indexed dims stay whole, the broadcast dims of the indices are free."""
     indices = list(call["indices"])
     present = [i for i, index in enumerate(indices) if index is not None]
-    if any(node.meta["val"].dtype == torch.bool for node in call.inputs[1:]):
+    if any(info(node).val.dtype == torch.bool for node in call.inputs[1:]):
         return None
     table = call.shapes[0]
     into = names(len(table))

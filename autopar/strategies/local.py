@@ -15,8 +15,9 @@ from torch import fx
 from autopar.layout import TensorType
 from autopar.mesh import Mesh
 from autopar.strategies.kernels import KERNELS, no_results, nothing
+from autopar.strategies.node_info import flat, info
 from autopar.strategies.registry import Call
-from autopar.strategies.results import flat, has_results, is_result
+from autopar.strategies.results import has_results, is_result
 from autopar.strategies.rule import Rule, Strategy
 
 aten = torch.ops.aten
@@ -126,7 +127,7 @@ def piece_call(
         if 0 in lengths:
             shapes = [list(t.layout.local_shape(t.shape, mesh, rank)) for t in flat(types)]
             dtypes = [type_.dtype for type_ in flat(types)]
-            learns = node.meta.get("differentiable", True)
+            learns = info(node).differentiable
             if has_results(node):
                 return no_results, (shapes, dtypes, learns, *node.all_input_nodes), {}
             return nothing, (shapes[0], dtypes[0], learns, *node.all_input_nodes), {}
@@ -149,7 +150,7 @@ def _packet(target: Any) -> Any:
 
 def _space(node: fx.Node) -> int:
     """The number of dims that a convolution slides over."""
-    return len(Call(node)["weight"].meta["val"].shape) - 2
+    return len(info(Call(node)["weight"]).val.shape) - 2
 
 
 def _replaced(node: fx.Node, name: str, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -23,7 +23,8 @@ from torch import fx
 from autopar.errors import InvalidInput, unforeseen
 from autopar.strategies.kernels import KERNELS
 from autopar.strategies.language import Flops, Passes, Pattern, parse
-from autopar.strategies.results import flat, is_result
+from autopar.strategies.node_info import flat, info
+from autopar.strategies.results import is_result
 from autopar.strategies.rule import Dim, Extra, Rule, Saved, product, render
 
 Operator = Any  # OpOverload, OpOverloadPacket, operator of torch.library.custom_op, or function
@@ -68,11 +69,11 @@ class Call:
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(node.meta["val"].shape) for node in self.inputs)
+        return tuple(tuple(info(node).val.shape) for node in self.inputs)
 
     @cached_property
     def outputs(self) -> tuple[torch.Tensor, ...]:
-        return flat(self.node.meta["val"])
+        return info(self.node).values
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,7 +82,7 @@ class Call:
 
     @property
     def source(self) -> str | None:
-        return self.node.meta.get("source")
+        return info(self.node).source
 
     def dim(self, value: int, ndim: int | None = None) -> int:
         """A dim counted from the left; `ndim` is that of the first input if not given."""
@@ -236,7 +237,7 @@ def _linear_passes(rule: Rule, call: Call) -> Iterator[frozenset[int]]:
     if any(output.dtype == torch.bool for output in call.outputs):
         return
     for members in rule.passes:
-        if not any(call.inputs[index].meta["val"].dtype == torch.bool for index in members):
+        if not any(info(call.inputs[index]).val.dtype == torch.bool for index in members):
             yield members
 
 

@@ -14,17 +14,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.strategies.node_info import flat, info
+
 
 def result(values: Any, place: int) -> torch.Tensor:
     """One tensor of what an operator with several results gives."""
     return flat(values)[place]
-
-
-def flat(values: Any) -> tuple[Any, ...]:
-    """What an operator gives, one after another."""
-    if not isinstance(values, list | tuple):
-        return (values,)
-    return tuple(leaf for value in values for leaf in flat(value))
 
 
 def is_result(node: object) -> bool:
@@ -33,7 +28,7 @@ def is_result(node: object) -> bool:
 
 def has_results(node: fx.Node) -> bool:
     """Whether a call gives several tensors, or a list of them."""
-    return node.op == "call_function" and isinstance(node.meta["val"], list | tuple)
+    return node.op == "call_function" and isinstance(info(node).val, list | tuple)
 
 
 def maker(value: fx.Node) -> fx.Node:
@@ -53,7 +48,7 @@ def values_of(node: fx.Node) -> list[fx.Node]:
 
 def tensors_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
     """The (fake) tensors of a node's value."""
-    return tuple(leaf for leaf in flat(node.meta["val"]) if isinstance(leaf, torch.Tensor))
+    return tuple(leaf for leaf in info(node).values if isinstance(leaf, torch.Tensor))
 
 
 def tensor_arguments(node: fx.Node) -> list[fx.Node]:

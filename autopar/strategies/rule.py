@@ -299,6 +299,22 @@ class Rule:
         return self.flops * share
 
 
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """One call of an operator, as far as its cost goes. Calls that are alike share this object."""
+
+    rule: Rule
+    itemsizes: tuple[int, ...]  # of the tensor inputs
+    differentiable: tuple[bool, ...]  # which inputs get a gradient
+    dtypes: tuple[torch.dtype, ...]  # of the outputs
+    is_view: bool  # gives a view of its input: nothing is computed
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the first output, in which the operator computes."""
+        return self.dtypes[0]
+
+
 def render(
     inputs: Sequence[Sequence[Dim]], outputs: Sequence[Sequence[Dim]], whole: frozenset[str]
 ) -> str:

@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from autopar.strategies.node_info import info
 from autopar.strategies.registry import Call, aten, register_rule
 from autopar.strategies.rule import Dim, Extra, Rule, Saved, render
 
@@ -270,7 +271,7 @@ def _transform(call: Call) -> Rule | None:
 def _transform_of_real(call: Call) -> Rule | None:
     """Those that take real numbers as they are, and keep them."""
     rule = _transform(call)
-    is_real = not call.inputs[0].meta["val"].is_complex()
+    is_real = not info(call.inputs[0]).val.is_complex()
     return replace(rule, saved=Saved((0,))) if rule is not None and is_real else rule
 
 

@@ -21,6 +21,7 @@ from autopar.capture.captured import Captured
 from autopar.capture.execute import run
 from autopar.capture.loss import index_of_loss
 from autopar.errors import InvalidInput
+from autopar.strategies.node_info import info
 
 _SHOWN = 3  # elements of a tensor that differs
 Tensors = Mapping[str, Tensor]
@@ -60,7 +61,7 @@ class Tolerance:
         Some gradients are zero but for the rounding of larger ones (the bias of keys: softmax does
         not see it), a few units in the last place of the largest.
         """
-        values = (n.meta["val"] for n in captured.graph.nodes if n.op == "call_function")
+        values = (info(n).val for n in captured.graph.nodes if n.op == "call_function")
         kinds = {v.dtype for value in values for v in pytree.tree_leaves(value) if _is_real(v)}
         coarsest = max((torch.finfo(kind).eps for kind in kinds), default=0.0)
         relative = max(coarsest**0.5 / 16, 8 * coarsest, 1e-9)
@@ -279,10 +280,10 @@ def first_module(
         outer = {".".join(parts[:length]) for length in range(len(parts))}
         if outer & right:
             continue
-        inside = [n for n in nodes if f"{n.meta.get('module') or ''}.".startswith(f"{path}.")]
+        inside = [n for n in nodes if f"{info(n).module}.".startswith(f"{path}.")]
         close = [(n, v) for n, v in known.get(value.shape, ()) if n in inside]
         shown = _shown(close[-1][1]) if close else "nothing of this shape"
-        sources = (n.meta.get("source") for n in inside if n.op == "call_function")
+        sources = (info(n).source for n in inside if n.op == "call_function")
         source = next((line for line in sources if line), None)
         where = f"result of {path or 'the model'}"
         return Difference("plain and captured", where, (_shown(value), shown), source)
@@ -293,10 +294,10 @@ def difference_of(node: fx.Node, expected: Tensor, found: Tensor, tolerance: Tol
     """A `Difference` if a node's value in a parallel program is another than in the captured."""
     if _relative(found, expected, tolerance.floor) <= tolerance.relative:
         return None
-    module = node.meta.get("module")
-    where = f"{node.name}, {node.meta['type']}" + (f", in {module}" if module else "")
+    module = info(node).module
+    where = f"{node.name}, {info(node).type}" + (f", in {module}" if module else "")
     shown = _shown(expected), _shown(found)
-    return Difference("captured and parallel", where, shown, node.meta.get("source"))
+    return Difference("captured and parallel", where, shown, info(node).source)
 
 
 @contextmanager

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from autopar.inspection.references import sum_of
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 import autopar as ap
+from autopar.verification.references import sum_of
 
 WIDTH = 8
 

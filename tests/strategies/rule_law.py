@@ -24,7 +24,7 @@ from autopar.strategies import (
     rule_of,
     tensor_inputs,
 )
-from autopar.strategies.results import flat
+from autopar.strategies.node_info import flat
 
 Slopes = list[dict[int, Tensor]]  # of each rank: gradients of its results, by their places
 
@@ -54,7 +54,7 @@ class Case:
 
         args, kwargs = pytree.tree_map(placeholder, (self.args, self.kwargs))
         node = graph.call_function(self.target, args, kwargs)
-        node.meta["val"] = self.target(*self.args, **self.kwargs)
+        node.meta |= {"val": self.target(*self.args, **self.kwargs), "differentiable": True}
         return node
 
 

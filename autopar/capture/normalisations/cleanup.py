@@ -8,6 +8,7 @@ from torch import fx
 from autopar.capture.graph_builder import GraphBuilder, argument
 from autopar.capture.normalisations.shapes import permutation
 from autopar.capture.randomness import may_be_random
+from autopar.strategies.node_info import info
 
 aten = torch.ops.aten
 
@@ -71,8 +72,8 @@ def canonical_casts(draft: GraphBuilder) -> None:
             continue
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        dtype = node.meta["val"].dtype
-        if source.meta["val"].dtype == dtype:
+        dtype = info(node).val.dtype
+        if info(source).val.dtype == dtype:
             draft.substitute(node, source)
         elif node.target is not aten.to.dtype or len(node.args) != 2 or node.kwargs:
             draft.replace(node, aten.to.dtype, source, dtype)
@@ -91,7 +92,7 @@ _CREATIONS = {
 def creations_read_no_tensor(draft: GraphBuilder) -> None:
     """What a tensor lent its dtype is made without it; fresh memory is zero on every rank."""
     for node in draft.calls(*_CREATIONS):
-        value = node.meta["val"]
+        value = info(node).val
         fill = (argument(node, "fill_value"),) if node.target is aten.new_full.default else ()
         made = _CREATIONS[node.target]  # type: ignore[index]
         kind = {"dtype": value.dtype, "device": value.device}
@@ -107,7 +108,7 @@ def norms_of_vectors(draft: GraphBuilder) -> None:
     for node in draft.calls(aten.linalg_norm.default):
         value, order, dim = (argument(node, name) for name in ("self", "ord", "dim"))
         whole = order is None and dim is None
-        if whole or len(value.meta["val"].shape if dim is None else dim) == 1:
+        if whole or len(info(value).val.shape if dim is None else dim) == 1:
             keep, dtype = argument(node, "keepdim"), argument(node, "dtype")
             call = (value, 2 if order is None else order, dim, keep)
             draft.replace(node, aten.linalg_vector_norm.default, *call, dtype=dtype)
@@ -146,7 +147,7 @@ def drop_identities(draft: GraphBuilder) -> None:
 
 
 def _is_identity(node: fx.Node) -> bool:
-    source, value = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    source, value = info(node.args[0]).val, info(node).val  # type: ignore[arg-type]
     if not isinstance(source, torch.Tensor) or not isinstance(value, torch.Tensor):
         return False
     if source.shape != value.shape or source.dtype != value.dtype:
@@ -170,7 +171,7 @@ def drop_detaches(draft: GraphBuilder) -> None:
     for node in draft.calls(aten.detach.default):
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        if not source.meta["differentiable"]:
+        if not info(source).differentiable:
             draft.substitute(node, source)
 
 
@@ -179,7 +180,7 @@ def merge_duplicates(draft: GraphBuilder) -> None:
     seen: dict[tuple, fx.Node] = {}
     for node in draft.calls():
         is_operator = isinstance(node.target, torch._ops.OpOverload)
-        if not is_operator or may_be_random(node) or node.meta.get("differentiable", True):
+        if not is_operator or may_be_random(node) or info(node).differentiable:
             continue
         key = (node.target, str(node.args), str(node.kwargs))
         if key in seen:

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.graph_builder import GraphBuilder
 from autopar.capture.listing import operator_name
 from autopar.capture.randomness import may_be_random
+from autopar.strategies.node_info import info
 from autopar.strategies.results import has_results, maker, tensors_of
 
 aten = torch.ops.aten
@@ -35,7 +36,7 @@ def fold_constants(draft: GraphBuilder) -> None:
     """Small values that depend on no input become constants."""
     evaluator = Evaluator(draft)
     for node in draft.calls():
-        value = node.meta["val"]
+        value = info(node).val
         is_small = isinstance(value, torch.Tensor) and value.nbytes <= LARGEST_CONSTANT
         if not is_small or not evaluator.is_constant(node):
             continue
@@ -44,7 +45,7 @@ def fold_constants(draft: GraphBuilder) -> None:
         real = evaluator.value(node)
         if real is not None:
             constant = draft.constant(operator_name(node.target), real.contiguous(), node)
-            constant.meta["val"] = value
+            info(constant).val = value
             evaluator.know(constant, real)
             node.replace_all_uses_with(constant)
 
@@ -77,7 +78,7 @@ class Evaluator:
         if may_be_random(node) or "empty" in str(target):
             return False
         if target in _OF_SHAPES:
-            return not node.meta.get("differentiable", False)  # a gradient of zeros is one
+            return not info(node).differentiable  # a gradient of zeros is one
         return all(self.constant[source] for source in node.all_input_nodes)
 
     def know(self, node: fx.Node, value: torch.Tensor) -> None:
@@ -97,7 +98,7 @@ class Evaluator:
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("cpu")
         if node.target in _OF_SHAPES:
-            source = args[0].meta["val"]  # type: ignore[union-attr]
+            source = info(args[0]).val  # type: ignore[arg-type]
             args = (torch.zeros((), dtype=source.dtype).expand(source.shape), *args[1:])
         inputs = {
             source: self.value(source)
@@ -113,7 +114,7 @@ class Evaluator:
         if has_results(node):
             total = sum(tensor.nbytes for tensor in tensors_of(node))
             return node.target(*args, **kwargs) if total <= LARGEST_EVALUATED else None  # type: ignore[operator]
-        value = node.meta["val"]
+        value = info(node).val
         shape = value.shape
         if torch.Tag.pointwise in getattr(node.target, "tags", ()):
             tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]

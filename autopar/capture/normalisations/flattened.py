@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from autopar.capture.graph_builder import GraphBuilder, argument, shape_of
+from autopar.strategies.node_info import info
 
 aten = torch.ops.aten
 
@@ -54,7 +55,7 @@ def _apart(draft: GraphBuilder, flat: fx.Node) -> fx.Node:
 def _move(draft: GraphBuilder, node: fx.Node, flat: fx.Node) -> None:
     lead = _lead(flat)
     assert lead is not None
-    if not isinstance(node.meta["val"], torch.Tensor):
+    if not isinstance(info(node).val, torch.Tensor):
         return
     with draft.graph.inserting_before(node):
         args = _unflattened(draft, node, lead, len(shape_of(flat)))

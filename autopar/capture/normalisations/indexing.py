@@ -7,6 +7,7 @@ from torch import fx
 
 from autopar.capture.graph_builder import GraphBuilder, argument, shape_of
 from autopar.capture.normalisations.constants import Evaluator
+from autopar.strategies.node_info import info
 
 aten = torch.ops.aten
 
@@ -35,7 +36,7 @@ def _counts(evaluator: Evaluator, node: fx.Node, rows: int) -> bool:
 
 
 def _is_for_rows(places: fx.Node, rows: int) -> bool:
-    is_number = places.meta["val"].dtype in (torch.int32, torch.int64)
+    is_number = info(places).val.dtype in (torch.int32, torch.int64)
     return is_number and shape_of(places) in ((), (1,), (rows,))
 
 
@@ -43,7 +44,7 @@ def _gathered(
     draft: GraphBuilder, node: fx.Node, places: fx.Node, shape: tuple[int, ...]
 ) -> fx.Node:
     rows, size, *rest = shape
-    if places.meta["val"].dtype != torch.int64:
+    if info(places).val.dtype != torch.int64:
         places = draft.call(node, aten.to.dtype, places, torch.int64)
     is_from_the_end = draft.call(node, aten.lt.Scalar, places, 0)
     moved = draft.call(node, aten.add.Tensor, places, size)

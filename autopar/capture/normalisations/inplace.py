@@ -19,6 +19,7 @@ from autopar.capture.graph_builder import GraphBuilder, argument, shape_of
 from autopar.capture.normalisations.shapes import PERMUTATIONS, as_call, permutation
 from autopar.capture.values import refresh
 from autopar.errors import InvalidInput
+from autopar.strategies.node_info import info
 
 aten = torch.ops.aten
 
@@ -113,7 +114,7 @@ class _Functionaliser:
 
     def _first_input_of(self, node: fx.Node, storage: int) -> fx.Node:
         for source in node.all_input_nodes:
-            value = source.meta["val"]
+            value = info(source).val
             if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == storage:
                 return source
         return node.all_input_nodes[0]
@@ -133,7 +134,7 @@ class _Functionaliser:
                 "a view of a tensor that is changed in place can be taken anew",
                 got=f"{node.target}, read after the change",
                 remedy="change a copy: x = x.clone() before, or x = x + y in place of x += y",
-                source=reader.meta.get("source"),
+                source=info(reader).source,
             )
         args = (parent, *node.args[1:])
         new = self.draft.call(node, node.target, *args, **node.kwargs)
@@ -210,7 +211,7 @@ class _Functionaliser:
             "a write to a view can be carried over to the tensor it views",
             got=f"a write through {target}",
             remedy="compute a new tensor in place of the write",
-            source=write.meta.get("source"),
+            source=info(write).source,
         )
 
     def _functional(self, node: fx.Node) -> fx.Node:
@@ -237,7 +238,7 @@ class _Functionaliser:
 
     def _copy(self, node: fx.Node, x: Any, value: Any) -> fx.Node:
         """`value` in the dtype and shape of `x`."""
-        old, given = x.meta["val"], value.meta["val"]
+        old, given = info(x).val, info(value).val
         if given.dtype != old.dtype:
             value = self.draft.call(node, aten.to.dtype, value, old.dtype)
         if given.shape != old.shape:
@@ -256,7 +257,7 @@ class _Functionaliser:
                 "forward changes only buffers and its own intermediate values",
                 got=f"{kind} ({root.name}) is changed in place by {node.target}",
                 remedy="compute a new tensor, or register_buffer() the one that keeps state",
-                source=node.meta.get("source"),
+                source=info(node).source,
             )
 
 
@@ -271,7 +272,7 @@ def _may_learn(value: fx.Node) -> bool:
     waiting = [value]
     while waiting:
         node = waiting.pop()
-        fake = node.meta["val"]
+        fake = info(node).val
         numbers = not isinstance(fake, torch.Tensor) or fake.is_floating_point()
         if node in met or node.target is aten.detach.default or not (numbers or fake.is_complex()):
             continue
@@ -287,7 +288,7 @@ def _no_such_form(node: fx.Node) -> InvalidInput:
         "an operator that changes its argument has a form that does not",
         got=str(node.target),
         remedy="use the operator without the trailing underscore",
-        source=node.meta.get("source"),
+        source=info(node).source,
     )
 
 

@@ -13,6 +13,7 @@ from torch import fx
 
 from autopar.capture.graph_builder import GraphBuilder, argument, shape_of
 from autopar.strategies.kernels import count_targets, cross_entropy
+from autopar.strategies.node_info import info
 
 aten = torch.ops.aten
 
@@ -29,14 +30,14 @@ def means_are_sums(draft: GraphBuilder) -> None:
             draft.replace(node, aten.mean.dim, node.args[0], dims, True)
     for node in draft.calls(aten.mean.default, aten.mean.dim):
         x = node.args[0]
-        dtype = node.meta["val"].dtype
+        dtype = info(node).val.dtype
         wide = torch.float32 if dtype.itemsize < 4 else dtype
         rank = len(shape_of(x))
         given = argument(node, "dim") if node.target is aten.mean.dim else None
         dims = [dim % rank for dim in given] if given and rank else list(range(rank))
         count = prod(shape_of(x)[dim] for dim in dims)
         keep = node.target is aten.mean.dim and argument(node, "keepdim")
-        kwargs = {} if x.meta["val"].dtype == wide else {"dtype": wide}  # type: ignore[union-attr]
+        kwargs = {} if info(x).val.dtype == wide else {"dtype": wide}  # type: ignore[arg-type]
         with draft.graph.inserting_before(node):
             if len(dims) == rank and not keep:
                 total = draft.call(node, aten.sum.default, x, **kwargs)
@@ -96,7 +97,7 @@ def _class_loss(draft: GraphBuilder, node: fx.Node) -> fx.Node:
     elif rank == 1:
         logits = call(aten.unsqueeze.default, logits, 0)
         target = call(aten.unsqueeze.default, target, 0)
-    if target.meta["val"].is_floating_point():
+    if info(target).val.is_floating_point():
         if rank > 2:
             target = call(aten.permute.default, target, [0, *range(2, rank), 1])
         losses = _soft_loss(call, logits, target, weight, smoothing)

@@ -17,6 +17,7 @@ from autopar.strategies.kernels import (
     running_mean,
     running_var,
 )
+from autopar.strategies.node_info import info
 
 aten = torch.ops.aten
 
@@ -40,7 +41,7 @@ def batch_norms(draft: GraphBuilder) -> None:
                 "instance norm is captured without running statistics",
                 got="track_running_stats=True",
                 remedy="build the module with track_running_stats=False",
-                source=node.meta.get("source"),
+                source=info(node).source,
             )
 
 
@@ -89,6 +90,6 @@ def _with_given_statistics(draft: GraphBuilder, node: fx.Node) -> fx.Node:
         scale = call(aten.reshape.default, scale, column)
         offset = call(aten.reshape.default, offset, column)
     result = call(aten.add.Tensor, call(aten.mul.Tensor, x, scale), offset)
-    if result.meta["val"].dtype != node.meta["val"].dtype:
-        result = call(aten.to.dtype, result, node.meta["val"].dtype)
+    if info(result).val.dtype != info(node).val.dtype:
+        result = call(aten.to.dtype, result, info(node).val.dtype)
     return result

@@ -9,6 +9,7 @@ from autopar.capture.graph_builder import GraphBuilder, argument, shape_of
 from autopar.capture.normalisations.shapes import as_call
 from autopar.errors import InvalidInput
 from autopar.strategies import Call, Rule, register_rule
+from autopar.strategies.node_info import info
 from autopar.strategies.shapes import same_dims
 
 aten = torch.ops.aten
@@ -20,8 +21,8 @@ def strides_are_written_out(draft: GraphBuilder) -> None:
         x, size, stride, offset = (
             argument(node, name) for name in ("self", "size", "stride", "storage_offset")
         )
-        value = x.meta["val"]
-        order = sorted(range(value.ndim), key=lambda dim: -value.stride(dim))
+        value: Tensor = info(x).val
+        order = sorted(range(value.ndim), key=lambda dim: -value.stride()[dim])
         offset = 0 if offset is None else offset - value.storage_offset()
         last = offset + sum((length - 1) * step for length, step in zip(size, stride))
         if not value.permute(order).is_contiguous() or offset < 0 or last >= value.numel():
@@ -30,7 +31,7 @@ def strides_are_written_out(draft: GraphBuilder) -> None:
                 got=f"{tuple(size)} with strides {tuple(stride)} of {shape_of(x)} with strides "
                 f"{value.stride()}, a part of a larger tensor",
                 remedy="slice or index the tensor, or make it contiguous() before",
-                source=node.meta.get("source"),
+                source=info(node).source,
             )
         if order != sorted(order):
             with draft.graph.inserting_before(node):

@@ -12,7 +12,8 @@ from torch import fx
 
 from autopar.capture.graph_builder import GraphBuilder, argument, shape_of
 from autopar.errors import InvalidInput
-from autopar.strategies.results import flat, result
+from autopar.strategies.node_info import flat, info
+from autopar.strategies.results import result
 
 aten = torch.ops.aten
 
@@ -20,7 +21,7 @@ aten = torch.ops.aten
 def split_into_slices(draft: GraphBuilder) -> None:
     """split, chunk, unbind, broadcast_tensors: a slice, selection or expansion for each result."""
     for node in draft.calls():
-        if isinstance(node.meta["val"], list | tuple) and node.target in _PIECES:
+        if isinstance(info(node).val, list | tuple) and node.target in _PIECES:
             pieces = _PIECES[node.target](node)
             for user in list(node.users):
                 index = user.args[1]
@@ -41,7 +42,7 @@ def _pieces_of_columns(node: fx.Node) -> list[tuple[Any, ...]]:
 
 def _pieces_along(node: fx.Node, dim: int) -> list[tuple[Any, ...]]:
     x = node.args[0]
-    ends = list(accumulate(value.shape[dim] for value in node.meta["val"]))
+    ends = list(accumulate(value.shape[dim] for value in info(node).val))
     return [(aten.slice.Tensor, x, dim, start, end) for start, end in zip([0, *ends], ends)]
 
 
@@ -52,7 +53,7 @@ def _pieces_of_unbind(node: fx.Node) -> list[tuple[Any, ...]]:
 
 
 def _broadcast(node: fx.Node) -> list[tuple[Any, ...]]:
-    shape = list(node.meta["val"][0].shape)
+    shape = list(info(node).val[0].shape)
     return [(aten.expand.default, x, shape) for x in argument(node, "tensors")]
 
 
@@ -80,8 +81,8 @@ _PIECES: dict[object, Callable[[fx.Node], list[tuple[Any, ...]]]] = {
 def single_results(draft: GraphBuilder) -> None:
     """A node for each result that is used; some operators have others that give it alone."""
     for node in draft.calls():
-        if isinstance(node.meta["val"], list | tuple) and node.target is not operator.getitem:
-            node.meta["val"] = flat(values := node.meta["val"])
+        if isinstance(info(node).val, list | tuple) and node.target is not operator.getitem:
+            info(node).update(val=flat(values := info(node).val))
             _give_results(draft, node, dict(_used(node, values)))
             if not node.users:
                 draft.graph.erase_node(node)
@@ -93,12 +94,12 @@ def _give_results(draft: GraphBuilder, node: fx.Node, used: dict[fx.Node, int]) 
         single = None  # its statistics come from the same call
     after = node.next
     for user, place in used.items():
-        if not isinstance(user.meta["val"], torch.Tensor):
+        if not isinstance(info(user).val, torch.Tensor):
             raise InvalidInput(
                 "what is used of an operator's results are tensors",
-                got=f"{type(user.meta['val']).__name__}, result {place} of {node.target}",
+                got=f"{type(info(user).val).__name__}, result {place} of {node.target}",
                 remedy="use the results that are tensors",
-                source=node.meta.get("source"),
+                source=info(node).source,
             )
         with draft.graph.inserting_before(after):
             if single is None:

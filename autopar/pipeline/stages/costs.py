@@ -29,7 +29,7 @@ from autopar.passes.flow import Flow, ancestors
 from autopar.pipeline.stages.kept import kept_by_stages
 from autopar.pipeline.stages.shared_memory import cut_together
 from autopar.pipeline.stages.table import StageTable
-from autopar.strategies.results import flat
+from autopar.strategies.node_info import info
 
 Array = NDArray[np.float64]
 PriceOf = Callable[[fx.Node], NodeCost]  # of any node of a rewritten program
@@ -215,7 +215,7 @@ class StageCosts:
         parameters, gradients, buffers = map(round, held)
         return StageCost(
             starts=first.name,
-            module=first.meta["module"],
+            module=info(first).module,
             forward=forward,
             backward=backward,
             summed=summed,
@@ -248,7 +248,7 @@ class StageCosts:
         nodes = self.flow.activations
         reach = self.total / max(count, 1)
         if reach not in self._clean:
-            layers = [_layer(node.meta["module"]) for node in nodes]
+            layers = [_layer(info(node).module) for node in nodes]
             changes = [i for i in range(1, len(nodes)) if layers[i] != layers[i - 1]]
             self._clean[reach] = [place for place in changes if self.is_clean(place, reach)]
         clean = self._clean[reach]
@@ -257,7 +257,7 @@ class StageCosts:
         for start, end in itertools.pairwise(pieces):
             held = set().union(*self._parameters[start:end])
             holding += bool(held)
-            blocks += len(held) > 2 and _NUMBERED.match(nodes[start].meta["module"]) is not None
+            blocks += len(held) > 2 and _NUMBERED.match(info(nodes[start]).module) is not None
         known = blocks if blocks > 1 else holding
         if count > max(known, 1):
             raise InvalidInput(
@@ -292,7 +292,7 @@ class StageCosts:
 
     def _start_of(self, pin: Pin) -> int:
         inside = pin.module + "."
-        paths = [node.meta["module"] for node in self.flow.activations]
+        paths = [info(node).module for node in self.flow.activations]
         found = [i for i, path in enumerate(paths) if path == pin.module or path.startswith(inside)]
         if not found:
             _refuse(pin, f"{pin.module} does nothing on the way to the loss", "pin another module")
@@ -322,9 +322,7 @@ def _parameters(flow: Flow, node: fx.Node) -> set[fx.Node]:
     """The parameters that an activation is made of, other activations aside."""
     weights = [v for v in node.all_input_nodes if flow.sources[v] == {"parameter"}]
     return {
-        n
-        for n in ancestors(weights)
-        if n.op == "placeholder" and n.meta["origin"][0] == "parameter"
+        n for n in ancestors(weights) if n.op == "placeholder" and info(n).origin[0] == "parameter"
     }
 
 
@@ -335,8 +333,7 @@ def _layer(module: str) -> str:
 
 
 def _bytes(node: fx.Node, mesh: Mesh) -> int:
-    types = [type_ for type_ in flat(node.meta["type"]) if type_ is not None]
-    return sum(type_.local_bytes(mesh) for type_ in types)
+    return sum(type_.local_bytes(mesh) for type_ in info(node).types)
 
 
 def _refuse(pin: Pin, reason: str, remedy: str) -> None:

@@ -6,6 +6,7 @@ from autopar.cost.saved_tensors import Storage, kept_by, local_bytes
 from autopar.mesh import Mesh
 from autopar.passes.flow import Flow
 from autopar.pipeline.stages.spans import Spans
+from autopar.strategies.node_info import info
 from autopar.strategies.results import values_of
 
 
@@ -28,7 +29,7 @@ def kept_by_stages(flow: Flow, mesh: Mesh) -> tuple[Spans, Spans]:
                 later.setdefault(key, set()).update(put_off.intersection(places))
         if weights is not None:
             waiting = values_of(node) if weights.product else flow.weights_of(node)
-            for value in [value for value in waiting if value.meta["differentiable"]]:
+            for value in [value for value in waiting if info(value).differentiable]:
                 key = value, f"gradient of {node.name}"
                 later[key], sizes[key] = set(places), local_bytes(value, mesh)
     whole, weight_halves = Spans(), Spans()

@@ -1,0 +1,118 @@
+"""NodeInfo: what is known of a node of a graph, each fact by its name and with its type.
+
+    info(node).type                     # what the value is, once layouts are assigned
+    info(node).types                    # that of each result of a call
+    info(node).sync = ("dp",)
+
+The facts stand in `node.meta` under the names here, so that fx copies them with a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import fx
+
+from autopar.collectives.movement import Movement
+from autopar.layout import Layout, TensorType
+from autopar.strategies.rule import Facts, Rule, Strategy
+
+Fact = TypeVar("Fact")
+Want = tuple[Layout, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class WeightInputs:
+    """The inputs of an activation whose gradients a split backward takes later."""
+
+    positions: tuple[int, ...]  # among its tensor inputs, in the order of its arguments
+    product: bool  # each gradient is a product of its own, and is all put off
+
+
+class _Key(Generic[Fact]):
+    """One key of `node.meta`. Without a default it is there from the pass on that writes it."""
+
+    def __init__(self, *default: Fact) -> None:
+        self.default = default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, at: NodeInfo, owner: type) -> Fact:
+        return at.meta.get(self.name, *self.default) if self.default else at.meta[self.name]
+
+    def __set__(self, at: NodeInfo, fact: Fact) -> None:
+        at.meta[self.name] = fact
+
+
+class NodeInfo:
+    """The facts of one node."""
+
+    __slots__ = ("meta",)
+
+    def __init__(self, node: fx.Node) -> None:
+        self.meta = node.meta
+
+    # From capture
+    val = _Key[torch.Tensor]()  # the fake tensor, global; of several results a flat tuple
+    source = _Key[str | None](None)  # the user's line
+    module = _Key[str]("")  # the path of the module that makes the value
+    differentiable = _Key[bool](False)  # whether a gradient flows through it
+    no_grad = _Key[bool](False)  # made under torch.no_grad; gone when the graph is frozen
+
+    # From assign_types
+    origin = _Key[tuple[str, str]]()  # of a placeholder: its kind ("parameter", ...) and name
+    type = _Key[TensorType]()  # shape, dtype and layout; of several results a flat tuple
+    wants = _Key[tuple[Want, ...]]()  # the layout of each tensor input, and where it is pending
+    ways = _Key[Mapping[tuple[str, Want], list[Want]]]({})  # what readers share on the way there
+    rule = _Key[Rule | None](None)
+    strategy = _Key[Strategy | None](None)
+    saved = _Key[tuple[int, ...]](())  # the tensor arguments that backward keeps
+    saves_output = _Key[bool](False)
+    calls = _Key[tuple[tuple[Facts, Strategy], ...]](())  # what the price follows from
+
+    # From later passes
+    start_of = _Key[tuple[Rule, Strategy, str] | None](None)  # the factor whose start it takes
+    movement = _Key[Movement | None](None)  # of a collective
+    bytes = _Key[int]()  # that a movement moves
+    sync = _Key[tuple[str, ...]](())  # of a parameter: the axes that sum its gradient last
+    pending = _Key[tuple[str, ...]](())  # the axes over which its own gradient stays a sum
+    buffers = _Key[tuple[str, ...]](())  # of an output: the buffers whose new values it gives
+    weight_inputs = _Key[WeightInputs | None](None)
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The fake value of each result of a call; of most nodes one."""
+        return flat(self.val)
+
+    @property
+    def types(self) -> tuple[TensorType, ...]:
+        """The type of each result that is a tensor."""
+        return tuple(type_ for type_ in flat(self.type) if type_ is not None)
+
+    def update(self, **facts: Any) -> None:
+        """Set several facts at once."""
+        for name, fact in facts.items():
+            setattr(self, name, fact)
+
+    def end(self, results: Sequence[fx.Node]) -> None:
+        """What is known of the output of `results`."""
+        self.update(
+            val=tuple(info(node).val for node in results),
+            source=None,
+            module="",
+            differentiable=any(info(node).differentiable for node in results),
+        )
+
+
+info = NodeInfo  # info(node).type is read as "the type of node"
+
+
+def flat(values: Any) -> tuple[Any, ...]:
+    """What an operator gives, one after another."""
+    if not isinstance(values, list | tuple):
+        return (values,)
+    return tuple(leaf for value in values for leaf in flat(value))
