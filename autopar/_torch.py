@@ -21,6 +21,7 @@ from torch._C import _len_torch_dispatch_stack as active_modes
 from torch._utils import _flatten_dense_tensors as joined_flat  # one tensor of them all
 from torch._utils import _unflatten_dense_tensors as split_like  # views, like some tensors in turn
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroup, Store, TCPStore, Work
 from torch.distributed.distributed_c10d import (
     _abort_process_group,
@@ -63,6 +64,7 @@ __all__ = [
     "state_hooks",
     "state_names",
     "wait_for",
+    "will_reach",
     "world_store",
     "world_timeout",
 ]
@@ -111,6 +113,14 @@ def raised_while_waiting(error: Exception) -> bool:
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward pass that is under way has ended."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def will_reach(leaf: Tensor) -> bool:
+    """Whether the backward pass that is under way is to give a leaf its gradient."""
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+    except RuntimeError:  # torch's answer where autograd.grad() is asked for this one
+        return True
 
 
 def groups_known() -> int:

@@ -42,8 +42,8 @@ class Bucket:
 
     axes: Axes
     slots: list[Slot] = field(default_factory=list)
-    buffer: Tensor | None = None  # flat, what is summed: all gradients, then the rider
-    rider: Tensor | None = None  # a number that is summed along
+    buffer: Tensor | None = None  # flat, what is summed: all gradients, then the riders
+    riders: list[Tensor] = field(default_factory=list)  # numbers that are summed along
     waiting: int = 0
     work: dist.Work | None = None
 
@@ -57,21 +57,19 @@ class Bucket:
 
     def gather(self) -> Tensor:
         """All gradients in one tensor, ready to be summed; those that nobody made are zero."""
-        grads = taken([slot.leaf for slot in self.slots])
-        if self.rider is not None:
-            grads.append(self.rider)
+        grads = [*taken([slot.leaf for slot in self.slots]), *self.riders]
         # What is one tensor is not copied.
         self.buffer = joined_flat(grads if len(grads) > 1 else in_own_memory(grads))
         return self.buffer
 
     def give(self) -> dict[str, DTensor]:
-        """The gradients after their sum, and the rider its own; nothing is kept."""
+        """The gradients after their sum, and the riders theirs; nothing is kept."""
         assert self.buffer is not None
-        if self.rider is not None:
-            self.rider.copy_(self.buffer[-1])
-        pieces = split_like(self.buffer, [slot.leaf for slot in self.slots])
-        self.work = self.buffer = self.rider = None
-        return placed(self.slots, pieces)
+        pieces = split_like(self.buffer, [*(slot.leaf for slot in self.slots), *self.riders])
+        for rider, total in zip(self.riders, pieces[len(self.slots) :]):
+            rider.copy_(total)
+        self.work, self.buffer, self.riders = None, None, []
+        return placed(self.slots, pieces[: len(self.slots)])
 
 
 def make_buckets(slots: Sequence[tuple[Slot, Axes]]) -> list[Bucket]:
@@ -135,7 +133,7 @@ class GradientSync:
         self.active = False
         for bucket in self.buckets:
             is_needed = any(slot.name in reached for slot in bucket.slots)
-            if bucket.work is None and (is_needed or bucket.rider is not None):
+            if bucket.work is None and (is_needed or bucket.riders):
                 self._sum(bucket)
         grads: dict[str, DTensor] = {}
         for bucket in self.buckets:
@@ -152,7 +150,7 @@ class GradientSync:
                 and late.tensor.dtype == bucket.slots[0].leaf.dtype
                 and late.group == self.groups.name(bucket.axes)
             ):
-                bucket.rider = late.tensor
+                bucket.riders.append(late.tensor)
                 return True
         return False
 

@@ -7,17 +7,19 @@ says, are given to the parameters as DTensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import call_after_backward, local_of, wait_for
+from autopar._torch import call_after_backward, local_of, wait_for, will_reach
 from autopar.collectives.eager import LateSum
+from autopar.errors import InvalidInput
 from autopar.layout import Layout, TensorType
 from autopar.passes import localize
 from autopar.plan.program import Program
@@ -64,7 +66,9 @@ class TorchBackend:
         self._pending = self._touched = False  # backward is under way; leaves may have gradients
         self._reached: frozenset[str] = frozenset()  # parameters that this backward leads to
         self._first = self._last = True
-        self._wait_in_backward = False
+        self._in_step = False
+        # Of passes that are restricted to some inputs, none reaches it.
+        self._anchor = torch.empty(0, requires_grad=True)
 
     def graph(self, stage: int | None = None) -> fx.Graph:
         """This rank's own program."""
@@ -120,8 +124,7 @@ class TorchBackend:
 
     def begin(self, first: bool, last: bool) -> None:
         """Gradients of several micro-batches gather in the leaves; the last one brings the sums."""
-        self._first, self._last = first, last
-        self._wait_in_backward = last
+        self._first, self._last, self._in_step = first, last, True
 
     def run(
         self, kept: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
@@ -136,8 +139,9 @@ class TorchBackend:
             *(inputs[name].to(self.device) for name in self._function.whole_inputs),
         )
         if torch.is_grad_enabled():
-            self._watch_backward(results)
-        self._start_sums()
+            results = self._watch_backward(results)
+        self._start_sums(wait=not (self._in_step and self._last))
+        self._first, self._last, self._in_step = True, True, False
         count = len(self.program.outputs)
         outputs = [
             self._leave(value, info(node).type)
@@ -145,16 +149,14 @@ class TorchBackend:
         ]
         return outputs, dict(zip(captured.mutations, results[count:]))
 
-    def _start_sums(self) -> None:
+    def _start_sums(self, wait: bool) -> None:
         """Sum what the program has left to the caller: now, or in the coming backward pass."""
         for late in self._late:
-            taken = self._wait_in_backward and self._sync and self._sync.takes_along(late)
-            if not taken:
+            if wait or self._sync is None or not self._sync.takes_along(late):
                 self._works.append(late.start())
         self._late.clear()
-        if not self._wait_in_backward:
+        if wait:
             self._wait_for_sums()
-        self._wait_in_backward = False
 
     def _wait_for_sums(self) -> None:
         for work in self._works:
@@ -180,17 +182,42 @@ class TorchBackend:
             return value
         return wrapper(type_.layout, type_.shape, self.device_mesh)(value)
 
-    def _watch_backward(self, results: tuple[Tensor, ...]) -> None:
+    def _watch_backward(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Have `_finish` called at the end of any backward pass through this run."""
         self._follow_leaves()
         for slot in self._learned if self._first and self._touched else ():
             slot.leaf.grad = None
         self._touched, self._pending = True, False
         if not self._last:
+            return results
+        watched = list(results)
+        parameters = () if self._in_step else [slot.parameter for slot in self._learned]
+        for place, (result, names) in enumerate(zip(results, self.program.learned)):
+            if not result.requires_grad:
+                continue
+            come = partial(self._backward_comes, names)
+            if self._in_step:
+                result.register_hook(come)
+            else:
+                come_to = partial(self._direct_comes, come)
+                watched[place] = _Watched.apply(come_to, result, self._anchor, *parameters)
+        return tuple(watched)
+
+    def _direct_comes(self, come: Callable[[Tensor], None], grad: Tensor) -> None:
+        """A backward pass goes through an output: to all parameters, or to inputs alone.
+
+        That is the same on all ranks, whatever each of them finds there.
+        """
+        if will_reach(self._anchor):
+            come(grad)
             return
-        for result, names in zip(results, self.program.learned):
-            if result.requires_grad:
-                result.register_hook(partial(self._backward_comes, names))
+        asked = [slot.name for slot in self._learned if will_reach(slot.parameter)]
+        if asked:
+            raise InvalidInput(
+                "on processes a backward pass goes to all parameters, or to inputs alone",
+                got=f"a pass to {', '.join(asked)} alone",
+                remedy="backward() without inputs=, and drop the gradients that are not wanted",
+            )
 
     def _backward_comes(self, names: frozenset[str], grad: Tensor) -> None:
         """A backward pass goes through an output, and so to the parameters `names`."""
@@ -248,6 +275,20 @@ class TorchBackend:
             for slot in self._learned
             if (axes := info(self.program.placeholders[placeholders[slot.name]]).sync)
         ]
+
+
+class _Watched(torch.autograd.Function):
+    """The same value, of which a backward pass is told; it leads to `others` too."""
+
+    @staticmethod
+    def forward(ctx: Any, come: Callable[[Tensor], None], value: Tensor, *others: Tensor) -> Tensor:
+        ctx.come, ctx.count = come, len(others)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.come(grad)
+        return None, grad, *[None] * ctx.count
 
 
 def axes_used(graph: fx.Graph) -> set[Axes]:

@@ -219,6 +219,51 @@ def gives_no_gradient_where_one_device_gives_none() -> None:
         assert module.full_grads().keys() == every - without_gradient(case, output)
 
 
+class Numbers(torch.nn.Module):
+    """Several numbers, of which the ranks of a cut batch have shares: one is differentiated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h = torch.tanh(self.first(x))
+        y = self.second(h)
+        right = (y.argmax(1) == x.argmax(1)).double()
+        return y.square().mean(), right.mean(), h.detach().abs().mean(), y.amax(1).mean()
+
+
+def gives_the_loss_beside_other_numbers() -> None:
+    torch.manual_seed(0)
+    case = Case("numbers", Numbers().double(), (torch.randn(8, 8).double(),))
+    for options in ({"mesh": Mesh(dp=4)}, {"mesh": Mesh(dp=4), "microbatches": 2}):
+        module = ap.parallelize(case.model, case.args, mode="propagate", **options)
+        assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()))
+        case.model.load_state_dict(module.full_state_dict())
+        assert_close(module(*case.args), case.model(*case.args))
+
+
+def gives_parameters_no_gradient_when_inputs_alone_are_asked_for() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 8).double().requires_grad_()
+    case = Case("numbers", Numbers().double(), (x,))
+    module = ap.parallelize(case.model, case.args, mesh=Mesh(dp=4), mode="propagate")
+    expected = torch.autograd.grad(case.model(x)[0], x)
+    assert_close(torch.autograd.grad(module(x)[0], x), expected)
+    module(x)[0].backward(inputs=[x])
+    assert_close(x.grad, expected[0])
+    assert not module.full_grads()
+    weight = module.first.weight
+    for asks in (
+        lambda loss: loss.backward(inputs=[weight]),
+        lambda loss: torch.autograd.grad(loss, (x, weight)),
+    ):
+        with pytest.raises(ap.InvalidInput, match=r"goes to all parameters, or to inputs alone"):
+            asks(module(x)[0])
+    module(x)[3].backward()
+    assert module.full_grads().keys() == dict(case.model.named_parameters()).keys()
+
+
 def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
@@ -434,6 +479,8 @@ CHECKS = [
     is_called_with_the_batch_of_several_microbatches,
     differentiates_in_any_order,
     gives_no_gradient_where_one_device_gives_none,
+    gives_the_loss_beside_other_numbers,
+    gives_parameters_no_gradient_when_inputs_alone_are_asked_for,
     takes_local_inputs,
     saves_and_loads_checkpoints,
     holds_what_was_predicted,
