@@ -27,7 +27,6 @@ from autopar.verification.references import (
     CapturedModule,
     Difference,
     Tensors,
-    Tolerance,
     Trained,
     compare,
     difference_of,
@@ -38,6 +37,8 @@ from autopar.verification.references import (
     train,
     train_module,
 )
+from autopar.verification.rounding import measure
+from autopar.verification.tolerance import Tolerances
 from autopar.verification.verification import Verification
 
 RANKS = 4  # where neither mesh nor machines are given
@@ -79,26 +80,26 @@ def verify(
     original, call, dtype = in_double(model, (args, kwargs or {}), "plan" in options)
     plain, rate = _train_plain(copy.deepcopy(original), call, steps)
     captured = capture(original, *call)
-    tolerance = Tolerance.of(captured)
     second = copy.deepcopy(original)
     exported, _ = train_module(CapturedModule(second, captured), second, call, steps, rate)
-    from_captured = compare(exported, plain, tolerance)
+    tolerances = measure(captured, original, call, dtype, exported, rate)
+    from_captured = compare(exported, plain, tolerances)
     differences: list[Difference | None] = []
-    if not all(row.ok for row in from_captured):
-        differences.append(first_module(copy.deepcopy(original), captured, call, tolerance))
+    if any(row.differs for row in from_captured):
+        differences.append(first_module(copy.deepcopy(original), captured, call, tolerances))
     module = parallelize(copy.deepcopy(original), *call, **{**options, "backend": "virtual"})
-    outputs, difference = _forward(module.plan, original, call, tolerance)
+    outputs, difference = _forward(module.plan, original, call, tolerances)
     trained = replace(_train_parallel(module, call, steps, rate), outputs=outputs)
-    if not all(row.ok for row in compare(trained, exported, tolerance)):
+    if any(row.differs for row in compare(trained, exported, tolerances)):
         differences.append(difference or _AFTER_FORWARD)
     return Verification(
         module.plan.whole_mesh,
         _how(module.plan),
         dtype,
-        tolerance.relative,
+        tolerances.strict.relative,
         steps,
         tuple(from_captured),
-        tuple(compare(trained, plain, tolerance)),
+        tuple(compare(trained, plain, tolerances)),
         tuple(found for found in differences if found is not None),
     )
 
@@ -145,7 +146,7 @@ def _train_parallel(module: ParallelModule, call: Call, steps: int, rate: float)
 
 
 def _forward(
-    plan: Plan, model: nn.Module, call: Call, tolerance: Tolerance
+    plan: Plan, model: nn.Module, call: Call, tolerances: Tolerances
 ) -> tuple[Tensors, Difference | None]:
     """The outputs of the whole program, and its first value that is not the captured one's.
 
@@ -156,6 +157,7 @@ def _forward(
     named = dict(model.named_parameters()) | dict(model.named_buffers())
     given |= {key: named[n] for key, n in (captured.parameters | captured.buffers).items()}
     expected: dict[str, Tensor] = {}
+    of_value = tolerances.inside(captured.graph)
     outputs = {node.name: None for node in program.outputs}
     made: dict[str, Tensor] = {}
     found: list[Difference] = []
@@ -171,7 +173,7 @@ def _forward(
             whole = from_ranks(values, type_.layout, plan.mesh, type_.shape).detach()
             made[node.name] = whole
             if compares:
-                difference = difference_of(node, expected[node.name], whole, tolerance)
+                difference = difference_of(node, expected[node.name], whole, of_value[node.name])
                 found.extend([difference] if difference else [])
 
     device = next(iter(named.values())).device if named else torch.device("cpu")

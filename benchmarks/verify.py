@@ -137,7 +137,9 @@ def main() -> None:
             for program in ("captured", "parallel"):
                 rows = data[program]
                 line[program] = max((row["error"] or 0.0 for row in rows), default=0.0)
-            line |= {key: data[key] for key in ("ok", "dtype", "tolerance", "differences")}
+            line |= {
+                key: data[key] for key in ("ok", "unverified", "dtype", "tolerance", "differences")
+            }
         except ap.AutoparError as error:
             line["refused"] = str(error)
         line["seconds"] = round(time.perf_counter() - start, 1)

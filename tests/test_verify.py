@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -233,3 +234,93 @@ def test_the_command_says_by_its_exit_code(name, code, tmp_path, capsys):
         assert json.loads(capsys.readouterr().out)["ok"] is (code == 0)
         assert main(words) == code
     assert ("NOT the same" in capsys.readouterr().out) is (code == 1)
+
+
+class Cast(nn.Module):
+    """A part is cast to a coarse dtype; `wrong` is what export takes another multiple of."""
+
+    def __init__(self, join: Callable[[Tensor, Tensor, float], Tensor], wrong: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.join, self.wrong = nn.Linear(6, 6), join, wrong
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = self.wrong if torch.compiler.is_exporting() else 1.0
+        return self.join(self.up(x), self.up.weight, factor)
+
+
+def _float8(y: Tensor) -> Tensor:
+    return y.to(torch.float8_e4m3fn).to(y.dtype)
+
+
+BESIDE: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "float8 goes in": lambda y, w, k: (_float8(y).detach() + k * y).square().mean(),
+    "bfloat16 counts nothing": lambda y, w, k: (0 * y.bfloat16() + k * y).square().mean(),
+    "bfloat16 goes in": lambda y, w, k: (y.bfloat16() + k * y).square().mean(),
+    "float32 goes in": lambda y, w, k: k * y.float().square().mean(),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("float8 goes in", 1.5),
+        ("bfloat16 counts nothing", 1 + 1e-6),
+        ("bfloat16 goes in", 1.2),
+        ("float32 goes in", 1 + 1e-5),
+    ],
+)
+def test_a_coarse_number_does_not_hide_a_difference(name, wrong):
+    options = {"mesh": ap.Mesh(dp=2), "mode": "propagate", "steps": 1}
+    found = ap.verify(Cast(BESIDE[name], wrong), batch(), **options)
+    assert found.differs
+    assert not all(row.ok for row in found.captured)
+    assert ap.verify(Cast(BESIDE[name], 1.0), batch(), **options).ok
+
+
+def test_what_coarse_numbers_do_not_reach_is_compared_as_ever():
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            factor = 1 + 1e-6 if torch.compiler.is_exporting() else 1.0
+            fine = factor * self.up(x)
+            return {"loss": fine.square().mean(), "coarse": factor * self.down(x).bfloat16()}
+
+    found = ap.verify(Beside(), batch(), mesh=ap.Mesh(dp=2), mode="propagate", steps=1)
+    wrong = {(row.kind, row.name) for row in found.captured if row.differs}
+    assert {("loss", "1"), ("gradient", "up.weight")} <= wrong
+    assert ("output", "1") not in wrong
+    allowed = {(row.kind, row.name): row.allowed for row in found.captured}
+    assert allowed["loss", "1"] == 1e-9 < allowed["output", "1"] <= 2**-4
+    assert "after coarser numbers" in str(found)
+
+
+def test_what_rounding_may_explain_and_nothing_proves_is_neither_right_nor_wrong():
+    model = Cast(lambda y, w, k: (_float8(k * y) - y.detach()).square().mean(), 1.02)
+    found = ap.verify(model, batch(), mesh=ap.Mesh(dp=2), mode="propagate", steps=1)
+    assert not found.ok
+    assert not found.differs
+    assert "loss 1" in found.unverified
+    assert "cannot be verified" in str(found)
+    assert not json.loads(json.dumps(found.to_json()))["ok"]
+    module = ap.parallelize(model, batch(), mesh=ap.Mesh(dp=2), mode="propagate", check=True)
+    with pytest.warns(UserWarning, match="cannot tell whether"):
+        module.step(*batch())
+
+
+def test_complex_parameters_are_compared_as_the_single_numbers_that_they_are():
+    class Waves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.weight = nn.Parameter(torch.randn(6, dtype=torch.cfloat))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.weight).abs().square().mean()
+
+    found = ap.verify(Waves(), batch(), mesh=ap.Mesh(dp=2), mode="propagate")
+    assert found.ok, found
+    assert all(row.allowed <= 2.2e-5 for row in found.parallel)

@@ -22,22 +22,25 @@ def run(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     watch: Callable[[fx.Node, Any], None] | None = None,
+    change: Callable[[fx.Node, Any], Any] | None = None,
 ) -> tuple[Any, dict[str, Tensor]]:
     """The model's outputs, in the user's structure, and the new values of mutated buffers.
 
-    `watch` is shown every value as it is made.
+    `watch` is shown every value as it is made; `change` gives another in its place.
     """
     flat = pytree.tree_leaves((args, dict(kwargs or {})))
     given = {name: value for name, value in zip(captured.inputs, flat) if name is not None}
     given |= {key: parameters[name] for key, name in captured.parameters.items()}
     given |= {key: buffers[name] for key, name in captured.buffers.items()}
-    return _outputs(captured, evaluate(captured.graph, {**captured.constants, **given}, watch))
+    held = {**captured.constants, **given}
+    return _outputs(captured, evaluate(captured.graph, held, watch, change))
 
 
 def evaluate(
     graph: fx.Graph,
     given: Mapping[str, Tensor],
     watch: Callable[[fx.Node, Any], None] | None = None,
+    change: Callable[[fx.Node, Any], Any] | None = None,
 ) -> Any:
     """All results, as the output of a graph holds them, from tensors by placeholder."""
     values: dict[fx.Node, Any] = {}
@@ -51,6 +54,8 @@ def evaluate(
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = node.target(*args, **kwargs)
+        if change is not None:
+            values[node] = change(node, values[node])
         if watch is not None:
             watch(node, values[node])
     raise AssertionError("a graph ends with its output")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,15 +22,17 @@ from torch.utils import _pytree as pytree
 from autopar.capture import capture
 from autopar.capture.captured import Captured
 from autopar.errors import ExecutionError, InvalidInput
+from autopar.lines import frames_to_caller
 from autopar.verification.references import (
     Call,
     CapturedModule,
-    Tolerance,
     compare,
     first_module,
     in_double,
+    own_dtype,
     train_module,
 )
+from autopar.verification.rounding import measure
 
 
 class Checks:
@@ -62,21 +65,29 @@ def _require_plain(model: nn.Module, captured: Captured, call: Call) -> None:
 
     In coarse numbers little is seen, so the model is captured and compared in float64 as well.
     """
-    _compare(model, captured, call)
+    _compare(model, captured, call, own_dtype(model))
     precise, inputs, dtype = in_double(model, call)
     if dtype not in {parameter.dtype for parameter in model.parameters()}:
-        _compare(precise, capture(precise, *inputs), inputs)
+        _compare(precise, capture(precise, *inputs), inputs, dtype)
 
 
-def _compare(model: nn.Module, captured: Captured, call: Call) -> None:
+def _compare(model: nn.Module, captured: Captured, call: Call, dtype: torch.dtype) -> None:
     plain, other = copy.deepcopy(model), copy.deepcopy(model)
     with torch.enable_grad():
         expected, rate = train_module(plain, plain, call, steps=1)
         found, _ = train_module(CapturedModule(other, captured), other, call, 1, rate)
-    tolerance = Tolerance.of(captured)
-    wrong = [row for row in compare(found, expected, tolerance) if not row.ok]
+        tolerances = measure(captured, model, call, dtype, found, rate)
+    rows = compare(found, expected, tolerances)
+    unknown = [row for row in rows if not row.ok and not row.differs]
+    if unknown:
+        warnings.warn(
+            "check=True cannot tell whether the captured program is the plain model, whose coarse "
+            f"numbers say too little: {unknown[0]}",
+            stacklevel=frames_to_caller(),
+        )
+    wrong = [row for row in rows if row.differs]
     if wrong:
-        difference = first_module(model, captured, call, tolerance)
+        difference = first_module(model, captured, call, tolerances)
         raise ExecutionError(
             "the captured program computes what the plain model does",
             got="\n".join([*map(str, wrong[:3]), *([str(difference)] if difference else [])]),

@@ -22,7 +22,9 @@ from autopar.capture.execute import run
 from autopar.capture.loss import index_of_loss
 from autopar.errors import InvalidInput
 from autopar.strategies.node_info import info
+from autopar.verification.tolerance import TELLING, Tolerance, Tolerances, widened
 
+EQUAL = 1e-9  # a relative error that is none, whatever rounding may do
 _SHOWN = 3  # elements of a tensor that differs
 Tensors = Mapping[str, Tensor]
 Call = tuple[tuple, Mapping[str, Any]]  # arguments, and those with names
@@ -35,37 +37,19 @@ class CapturedModule(nn.Module):
         super().__init__()
         self.model, self.captured = model, captured
         self.watch: Callable[[fx.Node, Any], None] | None = None
+        self.change: Callable[[fx.Node, Any], Any] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         parameters, buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
         # Backward may still read what a buffer was before its new value is written.
         read = buffers | {name: buffers[name].clone() for name in self.captured.mutations}
-        outputs, mutated = run(self.captured, parameters, read, args, kwargs, self.watch)
+        outputs, mutated = run(
+            self.captured, parameters, read, args, kwargs, self.watch, self.change
+        )
         with torch.no_grad():
             for name, value in mutated.items():
                 buffers[name].copy_(value)
         return outputs
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """What rounding may change."""
-
-    relative: float  # to the largest element of a tensor
-    floor: float  # a tensor counts as this large, a gradient as this share of the largest one
-
-    @classmethod
-    def of(cls, captured: Captured) -> Tolerance:
-        """1e-9 in float64; 2e-5 and 6e-2 where the coarsest numbers are float32 and bfloat16.
-
-        Some gradients are zero but for the rounding of larger ones (the bias of keys: softmax does
-        not see it), a few units in the last place of the largest.
-        """
-        values = (info(n).val for n in captured.graph.nodes if n.op == "call_function")
-        kinds = {v.dtype for value in values for v in pytree.tree_leaves(value) if _is_real(v)}
-        coarsest = max((torch.finfo(kind).eps for kind in kinds), default=0.0)
-        relative = max(coarsest**0.5 / 16, 8 * coarsest, 1e-9)
-        return cls(relative, max(8 * coarsest / relative, 1e-4))
 
 
 @dataclass(frozen=True)
@@ -88,7 +72,12 @@ class Comparison:
     expected: float | None  # a number, or a tensor's norm; None where there is none
     found: float | None
     error: float  # relative to the largest element; inf for another shape or dtype, or on one side
+    allowed: float
     ok: bool
+
+    @property
+    def differs(self) -> bool:
+        return not self.error <= self.allowed
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "error": self.error if math.isfinite(self.error) else None}
@@ -97,6 +86,8 @@ class Comparison:
         sides = zip(("", "plain "), (self.found, self.expected))
         numbers = ", ".join(f"{side}{'none' if n is None else f'{n:.9g}'}" for side, n in sides)
         error = "" if math.isinf(self.error) else f"; relative error {self.error:.1e}"
+        if not self.ok and not self.differs:
+            error += f", which rounding alone may make (up to {self.allowed:.1e})"
         return f"{self.kind} {self.name}: {numbers}{error}"
 
 
@@ -117,6 +108,12 @@ class Difference:
         return f"first value that differs between {self.between}: {self.where}{shown}{at}"
 
 
+def own_dtype(model: nn.Module) -> torch.dtype:
+    """In which a model runs as it is: that of its first parameter with a fraction."""
+    dtypes = (parameter.dtype for parameter in model.parameters())
+    return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
+
+
 def in_double(
     model: nn.Module, call: Call, as_it_is: bool = False
 ) -> tuple[nn.Module, Call, torch.dtype]:
@@ -126,7 +123,7 @@ def in_double(
         is_real = isinstance(leaf, Tensor) and leaf.dtype.is_floating_point
         return leaf.detach().double().requires_grad_(leaf.requires_grad) if is_real else leaf
 
-    own = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
+    own = own_dtype(model)
     if not as_it_is and own is not torch.float64:
         precise, inputs = copy.deepcopy(model).double(), pytree.tree_map(double, call)
         with suppress(Exception), same_numbers(0):  # if it fails as it is too, that is told
@@ -221,12 +218,13 @@ def train_module(
     return train(step, model.parameters(), gradients, buffers, state, steps, rate)
 
 
-def compare(found: Trained, expected: Trained, tolerance: Tolerance) -> list[Comparison]:
+def compare(found: Trained, expected: Trained, tolerances: Tolerances) -> list[Comparison]:
     """Everything that two trainings left behind, side by side."""
 
-    def pairs(kind: str, ours: Tensors, theirs: Tensors, floor: float) -> Iterator[Comparison]:
+    def pairs(kind: str, ours: Tensors, theirs: Tensors, size: float) -> Iterator[Comparison]:
         for name in dict.fromkeys([*theirs, *ours]):
-            yield _comparison(kind, name, ours.get(name), theirs.get(name), floor, tolerance)
+            tolerance = tolerances.of(kind, name)
+            yield _comparison(kind, name, ours.get(name), theirs.get(name), size, tolerance)
 
     largest = max((_largest(grad) for grad in expected.gradients.values()), default=1.0)
     outputs = {name: value for name, value in expected.outputs.items() if name in found.outputs}
@@ -235,10 +233,10 @@ def compare(found: Trained, expected: Trained, tolerance: Tolerance) -> list[Com
     )
     return [
         *pairs("loss", ours, theirs, 0.0),
-        *pairs("output", found.outputs, outputs, tolerance.floor),
-        *pairs("gradient", found.gradients, expected.gradients, tolerance.floor * largest),
-        *pairs("buffer", found.first_buffers, expected.first_buffers, tolerance.floor),
-        *pairs("state at the end", found.state, expected.state, tolerance.floor),
+        *pairs("output", found.outputs, outputs, 1.0),
+        *pairs("gradient", found.gradients, expected.gradients, largest),
+        *pairs("buffer", found.first_buffers, expected.first_buffers, 1.0),
+        *pairs("state at the end", found.state, expected.state, 1.0),
     ]
 
 
@@ -246,7 +244,7 @@ def first_module(
     model: nn.Module,
     captured: Captured,
     call: Call,
-    tolerance: Tolerance,
+    tolerances: Tolerances,
 ) -> Difference | None:
     """The first module whose result no value of the captured program is equal to.
 
@@ -267,11 +265,12 @@ def first_module(
     with same_numbers(0):
         program(*call[0], **call[1])
     nodes = {id(node): node for pairs in known.values() for node, _ in pairs}.values()
+    of_value = tolerances.inside(captured.graph)
     right: set[str] = set()
     wrong: list[tuple[str, Tensor]] = []
     for path, value in made:
-        near = (other for _, other in known.get(value.shape, ()))
-        if any(_relative(other, value, tolerance.floor) <= tolerance.relative for other in near):
+        near = known.get(value.shape, ())
+        if any(_is_near(other, value, of_value[node.name]) for node, other in near):
             right.add(path)
         else:
             wrong.append((path, value))
@@ -292,7 +291,7 @@ def first_module(
 
 def difference_of(node: fx.Node, expected: Tensor, found: Tensor, tolerance: Tolerance) -> Any:
     """A `Difference` if a node's value in a parallel program is another than in the captured."""
-    if _relative(found, expected, tolerance.floor) <= tolerance.relative:
+    if _is_near(found, expected, tolerance):
         return None
     module = info(node).module
     where = f"{node.name}, {info(node).type}" + (f", in {module}" if module else "")
@@ -333,39 +332,45 @@ def _comparison(
     name: str,
     found: Tensor | None,
     expected: Tensor | None,
-    floor: float,
+    size: float,
     tolerance: Tolerance,
 ) -> Comparison:
+    """`size` is that by which floors are measured."""
     error = math.inf
     if found is not None and expected is not None:
-        error = _relative(found, expected, floor)
-    return Comparison(kind, name, _norm(expected), _norm(found), error, error <= tolerance.relative)
+        error = _relative(found, expected, tolerance.floor * size)
+    allowed = tolerance.relative
+    ok = error <= (allowed if allowed <= TELLING else EQUAL)
+    return Comparison(kind, name, _norm(expected), _norm(found), error, allowed, ok)
+
+
+def _is_near(found: Tensor, expected: Tensor, tolerance: Tolerance) -> bool:
+    return _relative(found, expected, tolerance.floor) <= tolerance.relative
 
 
 def _relative(found: Tensor, expected: Tensor, floor: float) -> float:
     """The largest difference, relative to the largest element; NaN and inf are equal to theirs."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return math.inf
-    if expected.numel() == 0 or torch.equal(found, expected):
+    one, other = widened(found), widened(expected)
+    if expected.numel() == 0 or torch.equal(one, other):
         return 0.0
-    kind = torch.complex128 if expected.is_complex() else torch.float64
-    one, other = found.detach().to(kind), expected.detach().to(kind)
     off = (one - other).abs()
     off = off.where((one != other) & ~(one.isnan() & other.isnan()), 0.0)
-    error = float(off.max()) / max(_largest(expected), floor, torch.finfo(torch.float64).tiny)
+    error = float(off.max()) / max(_largest(other), floor, torch.finfo(torch.float64).tiny)
     return math.inf if math.isnan(error) else error
 
 
 def _largest(value: Tensor) -> float:
-    finite = value.detach()[value.isfinite()].abs()
+    wide = widened(value)
+    finite = wide[wide.isfinite()].abs()
     return float(finite.max()) if finite.numel() else 0.0
 
 
 def _norm(value: Tensor | None) -> float | None:
     if value is None:
         return None
-    kind = torch.complex128 if value.is_complex() else torch.float64
-    return float(value.detach().to(kind).norm()) if value.ndim else float(value.detach().real)
+    return float(widened(value).norm()) if value.ndim else float(value.detach().real)
 
 
 def _rate(parameters: Iterable[Tensor], gradients: Iterable[Tensor]) -> float:
@@ -376,10 +381,6 @@ def _rate(parameters: Iterable[Tensor], gradients: Iterable[Tensor]) -> float:
 
 def _total(values: Iterable[Tensor]) -> float:
     return math.hypot(*(_norm(value.flatten()) or 0.0 for value in values))
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dtype.is_floating_point
 
 
 def _shown(value: Tensor) -> str:

@@ -1,0 +1,105 @@
+"""Rounding: how far the numbers of a coarse dtype can move each result of a training.
+
+The captured program is trained again with every coarse value, and the gradient of each, moved by
+one to two units in its last place either way. A result that this does not move is exact, whatever
+else the program computes: it is compared as strictly as one without coarse numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from autopar.capture.captured import Captured
+from autopar.verification.references import Call, CapturedModule, Trained, compare, train_module
+from autopar.verification.tolerance import Result, Tolerances, eps_of, widened
+
+DRAWS = 4  # by chance, one may leave a number nearly where it was
+
+
+def measure(
+    captured: Captured,
+    model: nn.Module,
+    call: Call,
+    own: torch.dtype,
+    exact: Trained,
+    rate: float,
+) -> Tolerances:
+    """The tolerance of each result of a program that runs in `own`, and left `exact` behind."""
+    widest = Tolerances.at_most(captured, own)
+    if widest.are_one:
+        return widest
+    every = replace(widest, strict=widest.coarse)
+    moved: dict[Result, float] = {}
+    for seed in range(DRAWS):
+        other = copy.deepcopy(model)
+        program = CapturedModule(other, captured)
+        program.change = _Mover(captured, widest.eps, seed)
+        found, _ = train_module(program, other, call, len(exact.losses), rate)
+        for row in compare(found, exact, every):
+            place = row.kind, row.name
+            moved[place] = max(moved.get(place, 0.0), row.error)
+    return replace(widest, moved=_at_least_one_unit(moved, exact, widest.eps))
+
+
+def _at_least_one_unit(
+    moved: Mapping[Result, float], exact: Trained, eps: float
+) -> dict[Result, float]:
+    """A coarse result is itself rounded."""
+    of_kind = {
+        "loss": {str(i + 1): loss for i, loss in enumerate(exact.losses)},
+        "output": exact.outputs,
+        "gradient": exact.gradients,
+        "buffer": exact.first_buffers,
+        "state at the end": exact.state,
+    }
+    units = {
+        (kind, name): eps_of(value.dtype)
+        for kind, values in of_kind.items()
+        for name, value in values.items()
+        if eps_of(value.dtype) > eps
+    }
+    return {place: max(value, units.get(place, 0.0)) for place, value in moved.items()}
+
+
+class _Mover:
+    """Moves each coarse value as it is made."""
+
+    def __init__(self, captured: Captured, eps: float, seed: int) -> None:
+        self.kept = captured.parameters.keys() | captured.buffers.keys()
+        self.eps, self.generator = eps, torch.Generator().manual_seed(seed)
+
+    def __call__(self, node: fx.Node, value: Any) -> Any:
+        if node.op != "call_function" and node.name not in self.kept:
+            return value  # an input or a constant is what it is
+        return pytree.tree_map_only(Tensor, self._moved, value)
+
+    def _moved(self, value: Tensor) -> Tensor:
+        return _Moved.apply(value, self.generator) if eps_of(value.dtype) > self.eps else value
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, generator: torch.Generator) -> Tensor:
+        ctx.generator = generator
+        return _by_units(value, generator)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _by_units(gradient, ctx.generator), None
+
+
+def _by_units(value: Tensor, generator: torch.Generator) -> Tensor:
+    """Each element one to two units in its last place away; what would leave the dtype, not."""
+    draws = 2 * torch.rand(value.shape, generator=generator) - 1
+    units = (draws + draws.sign()).to(value.device)
+    fine = widened(value)
+    moved = fine * (1 + eps_of(value.dtype) * units)
+    fits = moved.to(value.dtype).to(fine.dtype).isfinite()
+    return moved.where(fits, fine).to(value.dtype)

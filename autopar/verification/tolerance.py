@@ -1,0 +1,106 @@
+"""Tolerance: what rounding may change, for each result of a program on its own.
+
+A program in float64 with a part in bfloat16 is compared to 1e-9 wherever that part does not reach;
+what it reaches, to what `rounding.measure` has seen it move. Where rounding may move a result by
+more than `TELLING`, equality proves it right and a larger difference wrong, and what lies between
+says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from autopar.capture.captured import Captured
+from autopar.strategies.node_info import info
+
+TELLING = 0.1  # a relative error that is allowed beyond this proves nothing
+TIMES = 8  # what is allowed, in moves that were measured
+Result = tuple[str, str]  # kind and name, as of a `Comparison`
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What rounding may change in one result."""
+
+    relative: float  # to the largest element of a tensor
+    floor: float  # a tensor counts as this large, a gradient as this share of the largest one
+
+    @classmethod
+    def of(cls, eps: float) -> Tolerance:
+        """1e-9 for float64, 2e-5 for float32, 6e-2 for bfloat16.
+
+        Some gradients are zero but for the rounding of larger ones (the bias of keys: softmax does
+        not see it), a few units in the last place of the largest.
+        """
+        relative = max(eps**0.5 / 16, 8 * eps, 1e-9)
+        return cls(relative, max(8 * eps / relative, 1e-4))
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """That of each result of one program."""
+
+    strict: Tolerance  # of what no coarse number reaches
+    coarse: Tolerance  # the widest
+    eps: float  # numbers with a larger one are coarse
+    moved: Mapping[Result, float] = field(default_factory=dict)  # by rounding, relative
+
+    @classmethod
+    def at_most(cls, captured: Captured, own: torch.dtype) -> Tolerances:
+        """Before anything is measured, of a program that runs in `own`."""
+        coarsest = max(map(eps_of, _rounded(captured)), default=0.0)
+        eps = min(eps_of(own), coarsest)
+        return cls(Tolerance.of(eps), Tolerance.of(coarsest), eps)
+
+    @property
+    def are_one(self) -> bool:
+        return self.strict == self.coarse
+
+    def of(self, kind: str, name: str) -> Tolerance:
+        """Of a result."""
+        moved = TIMES * self.moved.get((kind, name), 0.0)
+        if not moved:
+            return self.strict
+        relative = min(max(moved, self.strict.relative), self.coarse.relative)
+        return Tolerance(relative, self.coarse.floor)
+
+    def inside(self, graph: fx.Graph) -> dict[str, Tolerance]:
+        """Of each value of a graph, to find where a difference begins."""
+        coarse = Tolerance(min(self.coarse.relative, TELLING), self.coarse.floor)
+        found: dict[str, Tolerance] = {}
+        for node in graph.nodes:
+            is_coarse = node.op == "call_function" and self._is_coarse(node)
+            reached = is_coarse or any(found[n.name] is coarse for n in node.all_input_nodes)
+            found[node.name] = coarse if reached else self.strict
+        return found
+
+    def _is_coarse(self, node: fx.Node) -> bool:
+        leaves = pytree.tree_leaves(info(node).val)
+        return any(isinstance(v, Tensor) and eps_of(v.dtype) > self.eps for v in leaves)
+
+
+def eps_of(dtype: torch.dtype) -> float:
+    """The distance of 1 from the next number; 0 of integers."""
+    return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
+
+
+def widened(value: Tensor) -> Tensor:
+    """In double precision, where every operator is there: float8 has not even `equal`."""
+    return value.detach().to(torch.complex128 if value.is_complex() else torch.float64)
+
+
+def _rounded(captured: Captured) -> set[torch.dtype]:
+    """The dtypes of what a program computes, its parameters and buffers among it."""
+    kept = captured.parameters.keys() | captured.buffers.keys()
+    return {
+        leaf.dtype
+        for node in captured.graph.nodes
+        if node.op == "call_function" or node.name in kept
+        for leaf in pytree.tree_leaves(info(node).val)
+        if isinstance(leaf, Tensor)
+    }
