@@ -35,7 +35,7 @@ class Verification:
 
     @property
     def differs(self) -> bool:
-        """Whether something is another, by more than rounding explains. What is not ok may also be `unverified`."""
+        """Whether something is another, by more than rounding explains; else it is `unverified`."""
         return any(row.differs for row in self._rows)
 
     @property
