@@ -52,7 +52,6 @@ def plan(
     mesh: Mesh | DeviceMesh | None = None,
     mode: str = "auto",
     memory: float | None = None,
-    algorithm: str = "exact",
     strict: bool = False,
     microbatches: int | str = "auto",
     pipeline: str | int | None = "auto",
@@ -65,21 +64,21 @@ def plan(
 
     `cluster`: the machines; this one if not given. `mesh`: its axes; all are tried if not given.
     `mode`: "auto" searches for the least predicted time, "propagate" spreads the annotations,
-    "data" cuts the batch. `memory`: bytes on each device, if less than it has. `algorithm`:
-    "exact", or "recursive" or "propagate" for comparison. `strict`: refuse operators without
-    rules. `microbatches`: into how many equal parts a step cuts the batch, to run one after
-    another ("auto" keeps it whole where batch norm would make parts another loss). `pipeline`: the
-    axis of a pipeline ("auto": `pp`, if the mesh has it; without a mesh, what such an axis shall be
-    called), a number of ranks, or None for no pipeline; `schedule`: a name, a mapping with a name
-    and options, or a schedule, as `ap.pipeline.load("mine.csv")` reads one; `recompute`: run each
-    stage's forward again before its backward. Without a mesh, or with a pipeline whose schedule is
-    "auto", mode="auto" weighs stages, micro-batches and schedules by simulation, and recomputation
-    where they do not fit into memory. `progress` is told of each phase of a search and its detail;
-    True shows them, False is silent, None shows them on a terminal.
+    "data" cuts the batch. `memory`: bytes on each device, if less than it has. `strict`: refuse
+    operators without rules. `microbatches`: into how many equal parts a step cuts the batch, to run
+    one after another ("auto" keeps it whole where batch norm would make parts another loss).
+    `pipeline`: the axis of a pipeline ("auto": `pp`, if the mesh has it; without a mesh, what such
+    an axis shall be called), a number of ranks, or None for no pipeline; `schedule`: a name, a
+    mapping with a name and options, or a schedule, as `ap.pipeline.load("mine.csv")` reads one;
+    `recompute`: run each stage's forward again before its backward. Without a mesh, or with a
+    pipeline whose schedule is "auto", mode="auto" weighs stages, micro-batches and schedules by
+    simulation, and recomputation where they do not fit into memory. `progress` is told of each
+    phase of a search and its detail; True shows them, False is silent, None shows them on a
+    terminal.
     """
     mesh = _checked(mode, mesh, microbatches)
     count = None if microbatches == "auto" else int(microbatches)
-    if _is_open(mode, mesh, pipeline, schedule, algorithm):
+    if _is_open(mode, mesh, pipeline, schedule):
         _require_nothing_about_a_schedule(schedule_options, recompute)
         request = open_request(mesh, pipeline, count)
     else:
@@ -98,7 +97,7 @@ def plan(
             devices = request.mesh.size if request.mesh else _devices_here()
             cluster = Cluster.local(devices, measure=False)
         limit = cluster.device.memory if memory is None else memory
-        layouts = _Layouts(cluster, mode, algorithm, parameter_annotations(model), report)
+        layouts = _Layouts(cluster, mode, parameter_annotations(model), report)
         chosen = choose(
             captured,
             cluster,
@@ -135,7 +134,6 @@ class _Layouts:
 
     cluster: Cluster
     mode: str
-    algorithm: str
     annotations: Mapping[str, Any]
     report: Progress
 
@@ -171,7 +169,6 @@ class _Layouts:
             self.cluster,
             lambda mesh: self.constraints(program, mesh),
             memory,
-            self.algorithm,
             self.report,
             needed if is_all else None,
             microbatches,
@@ -204,10 +201,9 @@ def _is_open(
     mesh: Mesh | None,
     pipeline: str | int | None,
     schedule: ScheduleLike,
-    algorithm: str,
 ) -> bool:
     """Whether there is a choice between pipelines: then they are weighed by simulation."""
-    if mode != "auto" or algorithm != "exact" or pipeline is None:
+    if mode != "auto" or pipeline is None:
         return False
     if mesh is None:
         return schedule in ("auto", None)

@@ -22,10 +22,11 @@ from typing import Any
 from autopar import Cluster, Mesh
 from autopar.capture import capture
 from autopar.passes.microbatches import cut_batch
-from autopar.search.auto import search
+from autopar.search import auto
 from autopar.search.constraints import Constraints
 from tests import large_models
 from tests.models import Case
+from tests.search.other_solvers import SOLVERS
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,13 @@ def measure(name: str, problem: Problem, algorithm: str, memory: bool) -> dict[s
         captured = cut_batch(captured, parts).captured
     clock, wall = time.process_time(), time.perf_counter()
     wishes = Constraints()
-    found = search(
+    auto.solve = SOLVERS[algorithm]
+    found = auto.search(
         captured,
         [problem.mesh],
         problem.cluster,
         lambda mesh: wishes,
         limit,
-        algorithm,
         microbatches=parts,
     ).search
     return {

@@ -44,7 +44,7 @@ from autopar.search.constraints import Constraints, LayoutConstraint, read_const
 from autopar.search.decisions import Decisions
 from autopar.search.stored import Axes, StoredDecisions, decisions_to_json
 
-FORMAT, VERSION = "autopar plan", 3
+FORMAT, VERSION = "autopar plan", 4
 
 
 @dataclass(frozen=True)

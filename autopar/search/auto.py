@@ -53,7 +53,6 @@ class Search:
     objective: float  # predicted seconds of a step, as the search adds them up
     bound: float  # no plan that fits takes less, on any mesh that was tried; 0: not known
     gap: float
-    algorithm: str
     sizes: Sizes
     considered: tuple[Considered, ...] = ()
     interrupted: bool = False  # the best so far; what was not weighed may be better
@@ -78,7 +77,6 @@ class Search:
             "objective": self.objective,
             "bound": self.bound,
             "gap": self.gap,
-            "algorithm": self.algorithm,
             "sizes": self.sizes.to_json(),
             "considered": [
                 {
@@ -113,7 +111,6 @@ class StoredSearch:
     objective: float
     bound: float
     gap: float
-    algorithm: str
     sizes: Sizes
     considered: tuple[StoredConsidered, ...] = ()
     interrupted: bool = False
@@ -159,7 +156,6 @@ def search(
     cluster: Cluster,
     constraints: Callable[[Mesh], Constraints],
     memory: float | None,
-    algorithm: str = "exact",
     progress: Progress | None = None,
     finished: Callable[[Decisions], float] | None = None,
     microbatches: int = 1,
@@ -182,9 +178,7 @@ def search(
                 best.considered.append(Considered(mesh, None, None, why))
                 continue
             asked_for = constraints(mesh)
-            asked = _Asked(
-                captured, cluster, asked_for, memory, algorithm, report, finished, microbatches
-            )
+            asked = _Asked(captured, cluster, asked_for, memory, report, finished, microbatches)
             interrupted, left = _weigh(asked, mesh, best), meshes[number + 1 :]
         except (KeyboardInterrupt, ExecutionError) as error:
             if not was_interrupted(error):
@@ -209,7 +203,6 @@ def search(
         objective=solution.objective * microbatches,
         bound=bound * microbatches,
         gap=relative_gap(solution.objective, bound),
-        algorithm=algorithm,
         sizes=solution.sizes,
         considered=tuple(best.considered),
         interrupted=interrupted,
@@ -229,7 +222,7 @@ def too_early() -> ExecutionError:
     return ExecutionError(
         "a search runs until it has found a plan",
         got="an interrupt before the first one was found",
-        remedy='let it run longer, give it a mesh, or use algorithm="recursive"',
+        remedy="let it run longer, or give it a mesh",
     )
 
 
@@ -260,7 +253,6 @@ class _Asked:
     cluster: Cluster
     constraints: Constraints
     memory: float | None
-    algorithm: str
     report: Progress
     finished: Callable[[Decisions], float] | None
     microbatches: int
@@ -317,8 +309,7 @@ def _fitting(asked: _Asked, mesh: Mesh, built: Built, best: _Best) -> Solution:
         so_far, guess = best.solution.objective, best.solution.multiplier
 
     def solved() -> Solution:
-        graph, algorithm, report = built.graph, asked.algorithm, asked.report
-        return solve(graph, limit, algorithm, report, cutoff=so_far, multiplier=guess)
+        return solve(built.graph, limit, asked.report, cutoff=so_far, multiplier=guess)
 
     solution = solved()
     best.cannot_beat(solution.bound, built.slack)

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import heapq
 import time
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from autopar.errors import InvalidInput
 from autopar.solver.eliminate import Elimination
 from autopar.solver.graph import Array, Integers, Packed
-from autopar.solver.optimum import Optimiser
+from autopar.solver.lagrangian import LagrangianSearch
+from autopar.solver.optimum import SECONDS, Optimiser
 from autopar.solver.prune import restricted
-
-if TYPE_CHECKING:
-    from autopar.solver.lagrangian import LagrangianSearch
 
 _SLACK = 1e-12  # relative
 _PARTS = 300  # that are looked into at most
@@ -29,12 +26,26 @@ _FOLD_FROM = 200  # nodes: smaller graphs are quicker without
 _MOST_ENTRIES = 200_000  # of a graph in which every strategy of every node gets a bound
 
 
+def branch_and_bound(
+    search: LagrangianSearch, cutoff: float = np.inf, multiplier: float = 0.0
+) -> None:
+    """Search until the gap is closed, as far as that goes in time, or to a bound of `cutoff`: then
+    the choice is any that fits. `multiplier` is a guess at the one that the search ends with."""
+    if not search.relax(cutoff, multiplier):
+        if search.choice is None:
+            search.smallest()
+    elif search.gap > search.tolerance:
+        search.report(f"gap {search.gap:.2%}: branching")
+        if Branching(search).run() == "tangled":
+            search.by_constraints()
+
+
 class Branching:
     """Improves the best choice and the bound of `root` until its gap is closed or time is up."""
 
     def __init__(self, root: LagrangianSearch) -> None:
         self.root = root
-        self.deadline = time.monotonic() + root.seconds
+        self.deadline = time.monotonic() + SECONDS
         self.open: list[tuple[float, int, Packed, tuple[int, int], float]] = []
         self.count = self.looked = 0
         # A number of parts, not of seconds: the same graph has the same answer on every machine.
@@ -65,7 +76,7 @@ class Branching:
         """Bound one part; divide it further if it may hold something better."""
         root = self.root
         optimiser = Optimiser(packed, fold=len(packed) > _FOLD_FROM, limit=root.optimiser.limit)
-        part = type(root)(packed, root.limit, optimiser=optimiser, tolerance=root.tolerance)
+        part = LagrangianSearch(packed, root.limit, optimiser, root.tolerance)
         try:
             gap_left = part.relax(cutoff=self.goal, multiplier=multiplier)
         except InvalidInput:  # nothing in this part fits
@@ -74,7 +85,7 @@ class Branching:
             before = root.value
             root.offer(packed.translated(part.choice, root.packed))
             if root.value < before:
-                root.report(f"{self.looked} parts: gap {root.gap():.2%}")
+                root.report(f"{self.looked} parts: gap {root.gap:.2%}")
         if gap_left and part.bound < self.goal:
             self._divide(part, packed)
 
@@ -107,9 +118,8 @@ class Branching:
         """For each node, what is least possible with each of its strategies."""
         multiplier = part.multiplier
         elimination = Elimination(dict(enumerate(packed.sizes.tolist())), self.root.optimiser.limit)
-        weighted = {id(t): t.weighted(multiplier) for t in packed.node_tables + packed.edge_tables}
-        for scope, table in packed.tables_by_scope():
-            elimination.add(scope, weighted[id(table)])
+        for scope, weights in packed.weights(multiplier):
+            elimination.add(scope, weights)
         elimination.run()
         if elimination.core:
             return None

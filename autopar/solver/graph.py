@@ -50,6 +50,7 @@ class Table:
         memories = [table.memory for table in (self, other) if table.memory is not None]
         return Table(self.cost + other.cost, sum(memories[1:], memories[0]) if memories else None)
 
+    @cached_property
     def transposed(self) -> Table:
         memory = None if self.memory is None else np.ascontiguousarray(self.memory.T)
         return Table(np.ascontiguousarray(self.cost.T), memory)
@@ -69,13 +70,8 @@ class _Tables:
         self._contents: dict[tuple[Any, ...], int] = {}
         self._values: list[Array] = []
         self._pairs: dict[tuple[int, int], int] = {}
-        self._known: dict[tuple[int, int], int] = {}  # the same by ids of arrays that live
-        self._turned: dict[int, int] = {}
 
     def add(self, cost: ArrayLike, memory: ArrayLike | None, ndim: int) -> int:
-        known = self._known.get((id(cost), id(memory)))
-        if known is not None:
-            return known
         key = (self._array(cost, ndim), -1 if memory is None else self._array(memory, ndim))
         if key not in self._pairs:
             costs, kept = self._values[key[0]], None if key[1] < 0 else self._values[key[1]]
@@ -95,14 +91,11 @@ class _Tables:
                 kept = None
             self._pairs[key] = len(self.all)
             self.all.append(Table(costs, kept))
-        self._known[id(cost), id(memory)] = self._pairs[key]
         return self._pairs[key]
 
     def turned(self, number: int) -> int:
-        if number not in self._turned:
-            table = self.all[number].transposed()
-            self._turned[number] = self.add(table.cost, table.memory, 2)
-        return self._turned[number]
+        table = self.all[number].transposed
+        return self.add(table.cost, table.memory, 2)
 
     def _array(self, given: ArrayLike, ndim: int) -> int:
         known = self._arrays.get(id(given))
@@ -250,6 +243,12 @@ class Packed:
         for low, high, number in zip(self.low.tolist(), self.high.tolist(), numbers):
             yield (low, high), self.edge_tables[number]
 
+    def weights(self, multiplier: float) -> Iterator[tuple[tuple[int, ...], Array]]:
+        """cost + multiplier · memory of each node and of each edge."""
+        weighted = {t: t.weighted(multiplier) for t in self.node_tables + self.edge_tables}
+        for scope, table in self.tables_by_scope():
+            yield scope, weighted[table]
+
     def translated(self, choice: Integers, other: Packed) -> Integers:
         """A choice of this graph in the numbers of `other`, which has all its strategies."""
         answer = np.empty(len(self), np.int64)
@@ -329,7 +328,7 @@ def _pack(graph: CostGraph) -> Packed:
             old = int(edge_table[edge])
             if old not in turned:
                 turned[old] = len(edge_tables)
-                edge_tables.append(edge_tables[old].transposed())
+                edge_tables.append(edge_tables[old].transposed)
             edge_table[edge] = turned[old]
         low[swapped], high[swapped] = high[swapped], low[swapped]
     by = np.lexsort((edge_table, low, high))

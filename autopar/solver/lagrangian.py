@@ -4,31 +4,29 @@
 >>> nodes = [graph.add_node([1.0, 2.0], memory=[8, 4]) for _ in range(100)]
 >>> for a, b in zip(nodes, nodes[1:]):
 ...     graph.add_edge(a, b, [[0.0, 0.1], [0.1, 0.0]])
->>> found = LagrangianSearch(graph.packed, limit=600).run()
->>> round(found.value, 3), found.memory, found.gap <= 0.01
-(150.1, 600.0, True)
+>>> search = LagrangianSearch(graph.packed, limit=600)
+>>> search.relax(), round(search.value, 3), search.memory, search.gap <= 0.01
+(True, 150.1, 600.0, True)
 
 For every multiplier, the least of cost + multiplier · (memory - limit) is a bound. The multiplier
 that gives the best bound is found where two choices, one too large and one that fits, weigh the
 same; between these two lie others, made of the first nodes of one and the last nodes of the other.
-If the gap is not closed by them, `branch` divides the graph by the strategies of a node.
+If they do not close the gap, `branch_and_bound` divides the graph by the strategies of a node.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
 from autopar.errors import InvalidInput
-from autopar.solver.branch_and_bound import Branching
 from autopar.solver.eliminate import Elimination
 from autopar.solver.graph import Array, CostGraph, Integers, Packed
-from autopar.solver.optimum import Optimiser
+from autopar.solver.optimum import SECONDS, Optimiser
 from autopar.solver.residual import relative_gap, solve_residual
 
-__all__ = ["CostGraph", "Found", "LagrangianSearch", "NoRoom"]
+__all__ = ["CostGraph", "LagrangianSearch", "NoRoom"]
 
 Point = tuple[float, float, Integers]  # seconds, bytes, choice
 
@@ -44,59 +42,30 @@ class NoRoom(InvalidInput):
     """No choice fits into memory."""
 
 
-@dataclass(frozen=True)
-class Found:
-    """A choice that fits, in the packed graph's numbers; nothing that fits is below `bound`."""
-
-    choice: Integers
-    value: float
-    memory: float
-    bound: float
-    multiplier: float  # seconds that one more byte would save
-
-    @property
-    def gap(self) -> float:
-        return relative_gap(self.value, self.bound)
-
-
 class LagrangianSearch:
-    """The search under one limit. `best` and `bound` stand at any time, also if interrupted."""
+    """The search under one limit. `choice` and `bound` stand at any time, also if interrupted."""
 
     def __init__(
         self,
         packed: Packed,
         limit: float,
-        *,
         optimiser: Optimiser | None = None,
         tolerance: float = 0.01,
-        seconds: float = 20.0,
-        cutoff: float = np.inf,
-        multiplier: float = 0.0,
-        progress: Callable[[str], None] | None = None,
+        report: Callable[[str], None] = lambda detail: None,
     ) -> None:
-        self.packed, self.limit, self.tolerance, self.seconds = packed, limit, tolerance, seconds
-        self.cutoff, self.guess = cutoff, multiplier
+        self.packed, self.limit, self.tolerance, self.report = packed, limit, tolerance, report
         self.optimiser = optimiser or Optimiser(packed)
-        self.report = progress or (lambda detail: None)
-        self.choice: Integers | None = None
-        self.value = self.memory = np.inf
-        self.bound = -np.inf
-        self.multiplier = 0.0
+        self.choice: Integers | None = None  # that fits; in the packed graph's numbers
+        self.value = self.memory = np.inf  # of `choice`
+        self.bound = -np.inf  # nothing that fits is below it
+        self.multiplier = 0.0  # seconds that one more byte would save
         self.ends: tuple[Point, Point] | None = None  # the last that was too large, that fitted
         self._pool: list[Integers] = []  # choices that were best under some multiplier
 
-    def run(self) -> Found:
-        """Search until the gap is closed, as far as that goes in time, or to a bound of `cutoff`:
-        then the choice is any that fits."""
-        if not self.relax(self.cutoff, self.guess):
-            if self.choice is None:
-                self._least()
-            return self.found()
-        if self.choice is None or self.gap() > self.tolerance:
-            self.report(f"gap {self.gap():.2%}: branching")
-            if Branching(self).run() == "tangled":
-                self._by_constraints()
-        return self.found()
+    @property
+    def gap(self) -> float:
+        """How much cheaper than `choice` something that fits may be, as a part of its value."""
+        return relative_gap(self.value, self.bound)
 
     def relax(self, cutoff: float = np.inf, multiplier: float = 0.0) -> bool:
         """The bound by the best multiplier, and choices close to it; whether a gap may be left.
@@ -115,26 +84,17 @@ class LagrangianSearch:
             if self.fits(large[1]):
                 return False  # what gap there is, elimination left
         if small is None:
-            small = self._least()
+            small = self.smallest()
         self.ends = self._squeeze(large, small, cutoff)
         if self.bound >= cutoff:
             return False
         self._between()
-        if self.gap() > self.tolerance:
+        if self.gap > self.tolerance:
             self._polish()
         return True
 
-    def found(self) -> Found:
-        """The best so far."""
-        assert self.choice is not None
-        bound = min(self.bound, self.value)
-        return Found(self.choice, self.value, self.memory, bound, self.multiplier)
-
     def fits(self, memory: float) -> bool:
         return memory <= self.limit + _SLACK * abs(self.limit)
-
-    def gap(self) -> float:
-        return relative_gap(self.value, self.bound)
 
     def offer(self, choice: Integers) -> Point:
         """Keep `choice` if it fits and is the best so far."""
@@ -144,7 +104,7 @@ class LagrangianSearch:
             self.choice, self.value, self.memory = choice, cost, memory
         return cost, memory, choice
 
-    def _least(self) -> Point:
+    def smallest(self) -> Point:
         """The choice with the least memory; an error if even that does not fit."""
         least = self.optimiser.minimise(np.inf)
         small = self.offer(least.choice)
@@ -161,7 +121,7 @@ class LagrangianSearch:
     def _squeeze(self, large: Point, small: Point, cutoff: float) -> tuple[Point, Point]:
         """Move the multiplier to where a choice too large and one that fits weigh the same."""
         for step in range(_STEPS):
-            if self.bound >= cutoff or self.gap() <= self.tolerance / _CLOSE:
+            if self.bound >= cutoff or self.gap <= self.tolerance / _CLOSE:
                 break
             if small[0] <= large[0]:
                 self.bound = max(self.bound, large[0])
@@ -173,7 +133,7 @@ class LagrangianSearch:
             if bound > self.bound:
                 self.bound, self.multiplier = bound, multiplier
             point = self.offer(lowest.choice)
-            self.report(f"multiplier {step + 1}: gap {self.gap():.2%}")
+            self.report(f"multiplier {step + 1}: gap {self.gap:.2%}")
             if lowest.value >= line - _SLACK * abs(line) or point[1] in (large[1], small[1]):
                 break
             if self.fits(point[1]):
@@ -194,7 +154,7 @@ class LagrangianSearch:
             assert base is not None
             for other in pool:
                 self._splice(base, other)
-            if self.value >= before or self.gap() <= self.tolerance / 10:
+            if self.value >= before or self.gap <= self.tolerance / 10:
                 break
 
     def _splice(self, base: Integers, other: Integers) -> None:
@@ -269,7 +229,7 @@ class LagrangianSearch:
                 break
         self.offer(choice)
 
-    def _by_constraints(self) -> None:
+    def by_constraints(self) -> None:
         """CP-SAT on the whole graph, after those nodes left that know no memory."""
         packed, choice = self.packed, self.choice
         assert choice is not None
@@ -291,7 +251,7 @@ class LagrangianSearch:
             limit=self.limit,
             hint={v: int(choice[v]) for v in core},
             tolerance=self.tolerance / 2,
-            seconds=self.seconds,
+            seconds=SECONDS,
         )
         self.bound = max(self.bound, answer.bound + elimination.constant)
         if answer.choice is not None:

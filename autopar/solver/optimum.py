@@ -26,6 +26,7 @@ from autopar.solver.residual import solve_residual
 __all__ = ["CostGraph", "Optimiser", "Optimum"]
 
 MOST_ENTRIES = 200_000  # of all tables together that CP-SAT is given, if they can be made smaller
+SECONDS = 20.0  # of CP-SAT, or of branching, at most
 SMALL = 1 << 12  # entries of a join, where elimination prepares what CP-SAT is to solve
 
 
@@ -41,10 +42,8 @@ class Optimum:
 class Optimiser:
     """Exact minimisation on one graph, again and again with other weights."""
 
-    def __init__(
-        self, packed: Packed, fold: bool = True, limit: int = LIMIT, seconds: float = 20.0
-    ) -> None:
-        self.packed, self.limit, self.seconds = packed, limit, seconds
+    def __init__(self, packed: Packed, fold: bool = True, limit: int = LIMIT) -> None:
+        self.packed, self.limit = packed, limit
         runs = find_runs(packed) if fold else []
         self.core = 0  # the most nodes that elimination ever left
         self._place([Chain(packed, run, limit) for run in runs if Chain.worthwhile(packed, run)])
@@ -79,7 +78,7 @@ class Optimiser:
         if core := elimination.core:
             self.core = max(self.core, len(core))
             sizes = {v: self.variables[v] for v in core}
-            rest = solve_residual(sizes, elimination.factors, seconds=self.seconds)
+            rest = solve_residual(sizes, elimination.factors, seconds=SECONDS)
             value, bound = value + rest.value, bound + rest.bound
             choice = rest.choice or dict.fromkeys(core, 0)
         elimination.complete(choice)
@@ -108,7 +107,7 @@ class Optimiser:
                     factors[scope] = factors.get(scope, 0.0) + table
                 else:
                     least[strategy] += table.item()
-            seconds = self.seconds / len(least)
+            seconds = SECONDS / len(least)
             least[strategy] += solve_residual(sizes, factors, seconds=seconds).bound
         return least
 

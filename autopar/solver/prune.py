@@ -127,7 +127,6 @@ class _Incident:
         self.by_high = np.searchsorted(packed.high, np.arange(len(packed) + 1))
         self.order = np.argsort(packed.low, kind="stable")
         self.by_low = np.searchsorted(packed.low[self.order], np.arange(len(packed) + 1))
-        self._turned: dict[int, Table] = {}
 
     def tables(self, node: int) -> list[Table] | None:
         """None if there are too many."""
@@ -135,13 +134,9 @@ class _Incident:
         as_low = self.order[self.by_low[node] : self.by_low[node + 1]]
         if len(as_high) + len(as_low) > _MOST_EDGES:
             return None
-        tables = [self.packed.edge_tables[self.packed.edge_table[edge]] for edge in as_low]
-        for edge in as_high:
-            number = int(self.packed.edge_table[edge])
-            if number not in self._turned:
-                self._turned[number] = self.packed.edge_tables[number].transposed()
-            tables.append(self._turned[number])
-        return tables
+        tables, numbers = self.packed.edge_tables, self.packed.edge_table
+        turned = [tables[numbers[edge]].transposed for edge in as_high]
+        return [*(tables[numbers[edge]] for edge in as_low), *turned]
 
 
 def _surroundings(packed: Packed) -> tuple[Integers, Integers]:

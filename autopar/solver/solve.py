@@ -11,24 +11,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
 from autopar.errors import ExecutionError, InvalidInput
-from autopar.solver.eliminate import LIMIT
+from autopar.progress import Report
+from autopar.solver.branch_and_bound import branch_and_bound
 from autopar.solver.graph import CostGraph, Integers, Packed
-from autopar.solver.heuristics import propagate, recursive, trivial_bound
 from autopar.solver.lagrangian import LagrangianSearch
 from autopar.solver.optimum import Optimiser
-from autopar.solver.prune import prune as pruned
+from autopar.solver.prune import prune
 from autopar.solver.residual import relative_gap
 
 __all__ = ["CostGraph", "Sizes", "Solution", "least_memory", "solve"]
-
-ALGORITHMS = ("exact", "recursive", "propagate")
-Progress = Callable[[str, str], None]  # phase, detail
 
 
 @dataclass
@@ -56,7 +52,6 @@ class Solution:
     objective: float  # seconds
     memory: float  # bytes
     bound: float
-    algorithm: str
     seconds: float  # of the search itself
     sizes: Sizes
     multiplier: float = 0.0  # under a memory limit: seconds that one more byte would save
@@ -71,87 +66,55 @@ class Solution:
 def solve(
     graph: CostGraph,
     memory: float | None = None,
-    algorithm: str = "exact",
-    progress: Progress | None = None,
+    report: Report = lambda phase, detail: None,
     *,
     tolerance: float = 0.01,
-    seconds: float = 20.0,
     cutoff: float = np.inf,
     multiplier: float = 0.0,
-    prune: bool = True,
-    fold: bool = True,
-    elimination_limit: int = LIMIT,
 ) -> Solution:
     """The choice of strategies with the least cost, of those that need at most `memory` bytes.
 
     `tolerance` is the gap at which a search under a memory limit may stop; without a limit (or
-    with tolerance 0) the answer is exact as far as a fixed amount of work and the `seconds` allow:
-    `gap` tells. It also stops when no choice can cost less than `cutoff`; `multiplier` is a
-    guess at the solution's own. The algorithms "recursive" and "propagate" are quick ways without
-    proof, and do not look at memory."""
-    if algorithm not in ALGORITHMS:
-        raise InvalidInput(
-            "algorithm names a way to search",
-            got=repr(algorithm),
-            remedy=f"one of {', '.join(map(repr, ALGORITHMS))}",
-        )
+    with tolerance 0) the answer is exact as far as a fixed amount of work allows: `gap` tells. It
+    also stops when no choice can cost less than `cutoff`; `multiplier` is a guess at the
+    solution's own."""
     start = time.perf_counter()
-    report = progress or (lambda phase, detail: None)
-    sizes = Sizes()
-    limited: LagrangianSearch | None = None
+    sizes, limit = Sizes(), np.inf if memory is None else float(memory)
+    search: LagrangianSearch | None = None
     interrupted = False
-    packed = graph.packed
     try:
-        if algorithm == "exact":
-            packed, optimiser = _prepared(
-                packed, sizes, report, prune, fold, elimination_limit, seconds
-            )
-            limited = LagrangianSearch(
-                packed,
-                np.inf if memory is None else float(memory),
-                optimiser=optimiser,
-                tolerance=tolerance,
-                seconds=seconds,
-                cutoff=cutoff,
-                multiplier=multiplier,
-                progress=lambda detail: report("memory", detail),
-            )
-            report("eliminate", f"{sizes.folded_nodes} of {sizes.nodes} nodes")
-            found = limited.run()
-            sizes.core_nodes = optimiser.core
-            choice, bound, multiplier = found.choice, found.bound, found.multiplier
-        else:
-            report(algorithm, f"{len(packed)} nodes")
-            choice = recursive(packed) if algorithm == "recursive" else propagate(packed)
-            bound, multiplier = trivial_bound(packed), 0.0
+        optimiser = _prepared(graph.packed, sizes, report)
+        search = LagrangianSearch(
+            optimiser.packed, limit, optimiser, tolerance, lambda detail: report("memory", detail)
+        )
+        report("eliminate", f"{sizes.folded_nodes} of {sizes.nodes} nodes")
+        branch_and_bound(search, cutoff, multiplier)
+        sizes.core_nodes = optimiser.core
     except KeyboardInterrupt:
-        if limited is None or limited.choice is None:
+        if search is None or search.choice is None:
             raise ExecutionError(
                 "the search runs until it has found a plan",
                 got="an interrupt before the first one was found",
-                remedy='let it run longer, or use algorithm="recursive"',
+                remedy="let it run longer",
             ) from None
         interrupted = True
-        found = limited.found()
-        choice, bound, multiplier = found.choice, found.bound, found.multiplier
-    objective, used = packed.evaluate(choice)
-    if not np.isfinite(objective):
+    assert search.choice is not None
+    if not np.isfinite(search.value):
         raise InvalidInput(
             "every node needs a strategy that its neighbours' strategies allow",
             got="a graph in which each choice has an infinite cost",
             remedy="allow more strategies, or give redistribution between them a finite cost",
         )
-    taken = time.perf_counter() - start
-    report("done", f"{objective:.6g} s in {taken:.3f} s")
+    seconds = time.perf_counter() - start
+    report("done", f"{search.value:.6g} s in {seconds:.3f} s")
     return Solution(
-        choice=packed.original(choice).tolist(),
-        objective=objective,
-        memory=used,
-        bound=min(bound, objective),
-        algorithm=algorithm,
-        seconds=taken,
+        choice=search.packed.original(search.choice).tolist(),
+        objective=search.value,
+        memory=search.memory,
+        bound=min(search.bound, search.value),
+        seconds=seconds,
         sizes=sizes,
-        multiplier=multiplier,
+        multiplier=search.multiplier,
         interrupted=interrupted,
     )
 
@@ -163,26 +126,17 @@ def least_memory(graph: CostGraph) -> tuple[float, list[int]]:
     return packed.evaluate(choice)[1], packed.original(choice).tolist()
 
 
-def _prepared(
-    packed: Packed,
-    sizes: Sizes,
-    report: Progress,
-    prune: bool,
-    fold: bool,
-    limit: int,
-    seconds: float,
-) -> tuple[Packed, Optimiser]:
+def _prepared(packed: Packed, sizes: Sizes, report: Report) -> Optimiser:
     """Prune and fold, and write down how much that left."""
     sizes.nodes, sizes.strategies = len(packed), int(packed.sizes.sum())
     sizes.entries = packed.strategy_pairs
-    if prune:
-        report("prune", f"{sizes.strategies:,} strategies of {len(packed):,} nodes")
-        packed = pruned(packed)
+    report("prune", f"{sizes.strategies:,} strategies of {len(packed):,} nodes")
+    packed = prune(packed)
     sizes.pruned_strategies = int(packed.sizes.sum())
     sizes.pruned_entries = packed.strategy_pairs
     report("fold", f"{sizes.pruned_strategies:,} strategies left")
-    optimiser = Optimiser(packed, fold, limit, seconds)
+    optimiser = Optimiser(packed)
     runs = [chain.run for chain in optimiser.chains]
     sizes.runs = [(run.count, run.period) for run in runs]
     sizes.folded_nodes = len(packed) - sum(run.saved for run in runs)
-    return packed, optimiser
+    return optimiser

@@ -11,9 +11,11 @@ from autopar.capture import capture
 from autopar.mesh import Mesh
 from autopar.search.build import Built, build
 from autopar.search.constraints import Constraints
+from autopar.solver.optimum import Optimiser
 from autopar.solver.residual import solve_residual
 from autopar.solver.solve import solve
 from tests.models import ZOO, Case
+from tests.search.other_solvers import solve_with
 from tests.toy import EVEN, FAST, SLOW, machines
 
 
@@ -30,7 +32,7 @@ def test_folded_and_unfolded_optimum_are_the_same(name: str, links: tuple[float,
     folded = solve(graph)
     assert folded.sizes.runs
     assert folded.sizes.folded_nodes < folded.sizes.nodes
-    unfolded = solve(graph, fold=False, prune=False)
+    unfolded = solve_with(Optimiser(graph.packed, fold=False))
     assert folded.objective == pytest.approx(unfolded.objective, rel=1e-9)
     assert folded.gap < 1e-9
     assert unfolded.gap < 1e-9

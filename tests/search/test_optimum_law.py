@@ -11,6 +11,7 @@ from autopar.solver.optimum import Optimiser
 from autopar.solver.prune import prune
 from autopar.solver.residual import solve_residual
 from autopar.solver.solve import least_memory, solve
+from tests.search.other_solvers import solve_with
 from tests.search.random_graphs import SHAPES, brute_force, everything, random_graph
 
 
@@ -85,7 +86,7 @@ def test_cp_sat_solves_what_elimination_may_not(name: str) -> None:
         best = brute_force(graph)
         if np.isinf(best):
             continue
-        solution = solve(graph, elimination_limit=1, prune=False)
+        solution = solve_with(Optimiser(graph.packed, limit=1))
         assert solution.objective == best
         assert solution.gap < 1e-9
 
@@ -97,7 +98,7 @@ def test_cp_sat_keeps_a_memory_limit_where_elimination_may_not(name: str) -> Non
         graph = random_graph(name, rng, memory=True)
         amounts = sorted({memory for _, memory in everything(graph)})
         limit = amounts[len(amounts) // 3]
-        solution = solve(graph, memory=limit, tolerance=0.0, elimination_limit=1, prune=False)
+        solution = solve_with(Optimiser(graph.packed, limit=1), limit, tolerance=0.0)
         assert solution.memory <= limit
         assert solution.objective == pytest.approx(brute_force(graph, limit), rel=1e-9)
         assert solution.gap < 1e-6

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import os
+import pkgutil
 import signal
 import threading
 import time
@@ -11,10 +14,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from autopar import solver
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.solver.graph import CostGraph
+from autopar.solver.optimum import Optimiser
 from autopar.solver.residual import solve_residual
-from autopar.solver.solve import ALGORITHMS, solve
+from autopar.solver.solve import solve
+from tests.search.other_solvers import SOLVERS, solve_with
 from tests.search.random_graphs import SHAPES, brute_force, random_graph
 
 
@@ -67,7 +73,7 @@ def test_large_tables_of_an_unfinished_elimination_do_not_reach_cp_sat() -> None
         move = 1 + rng.random((10, 10))
         move[planted[a], planted[b]] = 0
         graph.add_edge(a, b, move)
-    solution = solve(graph, prune=False)
+    solution = solve_with(Optimiser(graph.packed))
     assert (solution.choice, solution.objective, solution.gap) == (planted, 0.0, 0.0)
     assert solution.sizes.core_nodes == 11
 
@@ -83,7 +89,7 @@ def test_quick_algorithms_stay_between_bound_and_nothing(algorithm: str) -> None
     rng = np.random.default_rng(2)
     for trial in range(100):
         graph = random_graph(SHAPES[trial % len(SHAPES)], rng)
-        solution = solve(graph, algorithm=algorithm)
+        solution = SOLVERS[algorithm](graph)
         assert solution.bound <= brute_force(graph) <= solution.objective
         assert graph.evaluate(solution.choice)[0] == solution.objective
 
@@ -95,19 +101,13 @@ def test_propagation_follows_a_pinned_node() -> None:
     for a, b in pairwise(nodes[:4]):
         graph.add_edge(a, b, apart)
     graph.add_edge(nodes[4], nodes[3], [[1.0, 1.0, 0.0]])
-    assert solve(graph, algorithm="propagate").choice == [2, 2, 2, 2, 0]
-
-
-def test_an_unknown_algorithm_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="recursive") as error:
-        solve(chain(3), algorithm="fast")
-    assert all(name in str(error.value) for name in ALGORITHMS)
+    assert SOLVERS["propagate"](graph).choice == [2, 2, 2, 2, 0]
 
 
 def test_progress_names_the_phases() -> None:
     phases: list[str] = []
     graph = chain(20)
-    solve(graph, solve(graph).memory * 0.5, progress=lambda phase, detail: phases.append(phase))
+    solve(graph, solve(graph).memory * 0.5, lambda phase, detail: phases.append(phase))
     assert list(dict.fromkeys(phases)) == ["prune", "fold", "eliminate", "memory", "done"]
 
 
@@ -121,13 +121,13 @@ def interrupt_in(wanted: str):
 
 def test_an_interrupt_before_the_first_plan_is_a_clean_error() -> None:
     with pytest.raises(ExecutionError, match="interrupt"):
-        solve(chain(60), progress=interrupt_in("fold"))
+        solve(chain(60), report=interrupt_in("fold"))
 
 
 def test_an_interrupt_under_a_limit_gives_the_best_so_far_with_its_bound() -> None:
     graph = chain(20)
     limit = solve(graph).memory * 0.5
-    solution = solve(graph, limit, progress=interrupt_in("memory"))
+    solution = solve(graph, limit, interrupt_in("memory"))
     assert solution.interrupted
     assert solution.memory <= limit
     assert 0 < solution.bound <= solve(graph, limit).objective
@@ -187,3 +187,9 @@ def test_the_same_tensor_twice_pays_twice() -> None:
     graph.add_edge(b, a, [[1.0]])
     assert graph.evaluate([0, 0]) == (7.0, 4.0)
     assert solve(graph).objective == 7.0
+
+
+def test_the_tours_in_the_docstrings() -> None:
+    names = [module.name for module in pkgutil.iter_modules(solver.__path__, "autopar.solver.")]
+    for name in [*names, "tests.search.other_solvers"]:
+        assert doctest.testmod(importlib.import_module(name)).failed == 0, name

@@ -1,22 +1,50 @@
-"""Quick searches without proof, to compare with: MindSpore's greedy recursion, and propagation.
+"""Other ways to solve a cost graph, to compare with: quick ones without proof (MindSpore's greedy
+recursion, and propagation), and the exact one with parts of it left out.
 
 >>> graph = CostGraph()
 >>> a, b = graph.add_node([3.0, 1.0]), graph.add_node([0.0, 0.5])
 >>> graph.add_edge(a, b, [[0.0, 9.0], [9.0, 0.0]])
->>> recursive(graph.packed).tolist(), propagate(graph.packed).tolist()
+>>> SOLVERS["recursive"](graph).choice, SOLVERS["propagate"](graph).choice
 ([1, 1], [1, 1])
+>>> solve_with(Optimiser(graph.packed, fold=False)).choice
+[1, 1]
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
+from autopar.solver.branch_and_bound import branch_and_bound
 from autopar.solver.graph import Array, CostGraph, Integers, Packed
+from autopar.solver.lagrangian import LagrangianSearch
+from autopar.solver.optimum import Optimiser
+from autopar.solver.solve import Sizes, Solution, solve
 
-__all__ = ["CostGraph", "propagate", "recursive", "trivial_bound"]
+
+def solve_with(optimiser: Optimiser, memory: float = np.inf, tolerance: float = 0.01) -> Solution:
+    """What `solve` finds with this optimiser on its graph."""
+    search = LagrangianSearch(optimiser.packed, memory, optimiser, tolerance)
+    branch_and_bound(search)
+    assert search.choice is not None
+    sizes = Sizes(core_nodes=optimiser.core)
+    return _solution(optimiser.packed, search.choice, min(search.bound, search.value), sizes)
+
+
+def _quick(choose: Callable[[Packed], Integers]) -> Callable[..., Solution]:
+    def solved(graph: CostGraph, *_: Any, **__: Any) -> Solution:
+        packed = graph.packed
+        return _solution(packed, choose(packed), trivial_bound(packed), Sizes())
+
+    return solved
+
+
+def _solution(packed: Packed, choice: Integers, bound: float, sizes: Sizes) -> Solution:
+    cost, memory = packed.evaluate(choice)
+    return Solution(packed.original(choice).tolist(), cost, memory, bound, 0.0, sizes)
 
 
 def recursive(packed: Packed) -> Integers:
@@ -84,3 +112,10 @@ def _neighbours(packed: Packed) -> list[list[tuple[int, Callable[[int], Array]]]
 
 def _finite_maximum(cost: Array) -> float:
     return float(cost[np.isfinite(cost)].max(initial=0.0))
+
+
+SOLVERS: dict[str, Callable[..., Solution]] = {
+    "exact": solve,
+    "recursive": _quick(recursive),
+    "propagate": _quick(propagate),
+}
