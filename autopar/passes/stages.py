@@ -173,7 +173,7 @@ def _program(source: fx.Graph, wanted: Iterable[fx.Node], given: Iterable[fx.Nod
             copy = graph.node_copy(node, copies.__getitem__)
         copy.name, copy.meta = node.name, dict(node.meta)
         if copy.op == "placeholder":
-            info(copy).movement = None  # what is given has moved
+            copy.meta.pop("movement", None)  # what is given has moved
         copies[node] = copy
     return graph
 
