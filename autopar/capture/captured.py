@@ -12,8 +12,9 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from autopar.capture.loss import index_of_loss
+from autopar.capture.marker import ANNOTATE
 from autopar.capture.randomness import is_random
-from autopar.strategies import Rule, rule_of
+from autopar.strategies import Rule, observed_rule, rule_of
 from autopar.strategies.node_info import info
 
 
@@ -83,6 +84,17 @@ class Captured:
         for node in self.graph.nodes:
             if node.name in self.alike and self.alike[node.name] not in found:
                 found[self.alike[node.name]] = rule_of(node)
+        return {name: found[number] for name, number in self.alike.items()}
+
+    @cached_property
+    def priced(self) -> dict[str, Rule | None]:
+        """What each call costs: its rule, or what is seen of a call without; None: of a mark."""
+        found: dict[int, Rule | None] = {}
+        for node in self.operators:
+            number = self.alike[node.name]
+            if number not in found:
+                seen = self.rules[node.name] is None and node.target is not ANNOTATE
+                found[number] = observed_rule(node) if seen else self.rules[node.name]
         return {name: found[number] for name, number in self.alike.items()}
 
     @cached_property

@@ -19,6 +19,7 @@ from autopar.capture.normalisations import (
     linear,
     losses,
     norms,
+    products,
     shapes,
     strides,
     tuples,
@@ -55,6 +56,9 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
     cleanup.drop_identities,
     # one form for each product and loss
     linear.pad_by_numbers,
+    products.products_of_two,
+    products.dims_contracted_together,
+    products.chains_of_products,
     linear.split_sums_of_products,
     linear.products_are_matmul,
     linear.transposed_products_are_linear,

@@ -111,7 +111,10 @@ def work(facts: Facts, pieces: ShardSizes) -> Work:
     passes = len(learning) if rule.is_contraction else 1
     kept = sum((inputs[index] for index in rule.saved.inputs if index < len(inputs)), nothing)
     written = sum((inputs[index] for index in learning), nothing)
-    backward_flops = flops * (passes if rule.is_contraction else 2)
+    if rule.backward_flops is None:
+        backward_flops = flops * (passes if rule.is_contraction else 2)
+    else:
+        backward_flops = rule.backward_flops * pieces.share()
     return Work(flops, moved, backward_flops, passes * output + kept + written)
 
 

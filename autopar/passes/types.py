@@ -42,7 +42,7 @@ def assign_types(captured: Captured, decisions: Decisions) -> fx.Graph:
             call, place = maker(node), place_of(node)
             info(node).update(type=flat(info(call).type)[place], wants=())
         elif node.op == "call_function":
-            rule, kind = captured.rules[node.name], captured.alike[node.name]
+            rule, kind = captured.priced[node.name], captured.alike[node.name]
             if rule is not None and kind not in facts:
                 facts[kind] = facts_of(node, rule, tensor_inputs(node))
             _type_operator(node, facts.get(kind), decisions)
@@ -52,11 +52,11 @@ def assign_types(captured: Captured, decisions: Decisions) -> fx.Graph:
 
 def _type_operator(node: fx.Node, facts: Facts | None, decisions: Decisions) -> None:
     inputs, rule = tensor_inputs(node), None if facts is None else facts.rule
-    strategy = decisions.strategies.get(node.name)
+    strategy = decisions.strategies.get(node.name, Strategy())
     if node.name in decisions.fixed:
         layouts: tuple[Layout, ...] = (decisions.fixed[node.name],)
         info(node).wants = ((layouts[0], ()),)
-    elif rule is None or strategy is None:
+    elif rule is None:
         values = info(node).values
         layouts = tuple(Layout.replicated(getattr(value, "ndim", 0)) for value in values)
         info(node).wants = tuple((Layout.replicated(info(i).val.ndim), ()) for i in inputs)
@@ -78,7 +78,7 @@ def _type_operator(node: fx.Node, facts: Facts | None, decisions: Decisions) -> 
         for position, (value, want) in enumerate(zip(inputs, info(node).wants))
         if (way := decisions.ways.get((value.name, node.name, position)))
     }
-    info(node).calls = ((facts, strategy or Strategy()),) if facts is not None else ()
+    info(node).calls = ((facts, strategy),) if facts is not None else ()
     _set_type(node, *layouts)
 
 

@@ -99,12 +99,13 @@ class _Explainer:
         offered, chosen = self._offered(node)
         allowed = [self._why_not(node, offered, i) for i in range(len(offered.strategies))]
         seconds = self._forced_operator(node, offered)
+        has_rule = self.captured.rules[node.name] is not None
         candidates = []
         for index, strategy in enumerate(offered.strategies):
             edges = tuple(self._edges(node, offered, index))
             candidates.append(
                 Candidate(
-                    strategy=str(strategy) if offered.facts else "replicated: no rule",
+                    strategy=str(strategy) if has_rule else "replicated: no rule",
                     inputs=tuple(
                         _type(value, states[index])
                         for value, states in zip(self.kinds.inputs(node), offered.inputs)

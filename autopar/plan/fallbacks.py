@@ -1,7 +1,7 @@
 """Fallbacks: what it costs that an operator runs replicated, whole on every rank.
 
-Its FLOPs are not known without a rule; what is counted is that every rank reads and writes whole
-tensors, and that they are brought there whole.
+What is counted is that every rank does all of its work on whole tensors, and that they are brought
+there whole.
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.cluster import Device
-from autopar.cost.model import operator_seconds
 from autopar.cost.program import NodePrices
 from autopar.search.decisions import Fallback
 from autopar.strategies.node_info import info
-from autopar.strategies.results import tensors_of
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ def fallback_costs(
         node = nodes.get(fallback.node)
         if node is None:
             continue
-        whole = _whole_seconds(node, prices.device) * (1 - 1 / prices.mesh.size)
+        whole = prices(node).seconds * (1 - 1 / prices.mesh.size)
         moved = sum(_brought(value, prices) for value in node.all_input_nodes)
         found.append(
             FallbackCost(
@@ -53,13 +50,6 @@ def fallback_costs(
             )
         )
     return tuple(found)
-
-
-def _whole_seconds(node: fx.Node, device: Device) -> float:
-    values = [*node.all_input_nodes, node]
-    moved = sum(float(type_.bytes) for value in values for type_ in info(value).types)
-    once = operator_seconds(device, tensors_of(node)[0].dtype, flops=0.0, moved=moved)
-    return float(once) * (2 if info(node).differentiable else 1)
 
 
 def _brought(value: fx.Node, prices: NodePrices) -> float:

@@ -94,7 +94,7 @@ def operator_formulas(candidates: Candidates, index: int, device: Device) -> tup
     """The roofline of one strategy, forward and backward."""
     facts, work = candidates.facts, candidates.work
     if facts is None or work is None:
-        return ("no rule: its work is not known",)
+        return ("a mark: nothing is computed",)
     if facts.is_view:
         return ("a view: nothing is computed",)
     lines = []

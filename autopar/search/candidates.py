@@ -30,7 +30,7 @@ Array = NDArray[np.float64]
 class Candidates:
     """The strategies of one kind of call. Calls of one kind share this object."""
 
-    facts: Facts | None  # None: no rule, it runs replicated
+    facts: Facts | None  # None: a mark, which computes nothing
     strategies: tuple[Strategy, ...]
     inputs: tuple[tuple[State, ...], ...]  # for each input, what each strategy wants
     results: tuple[tuple[State, ...], ...]  # for each output, what each strategy gives
@@ -75,7 +75,7 @@ class NodeClasses:
 
     def __init__(self, captured: Captured, mesh: Mesh, device: Device, price: Price) -> None:
         self.mesh, self.device, self.price = mesh, device, price
-        self._alike, self._rules = captured.alike, captured.rules
+        self._alike, self._rules = captured.alike, captured.priced
         self._candidates: dict[tuple[int, bool], Candidates] = {}
         self._places: dict[int, list[int]] = {}
 
@@ -92,6 +92,7 @@ class NodeClasses:
         return [given[place] for place in self._places[kind]]
 
     def rule(self, node: fx.Node) -> Rule | None:
+        """What a call costs follows from it."""
         return self._rules[node.name]
 
     def candidates(self, node: fx.Node, every: bool = False) -> Candidates:
@@ -107,7 +108,7 @@ class NodeClasses:
     def _make(self, node: fx.Node, every: bool) -> Candidates:
         rule, inputs = self.rule(node), tuple(self.inputs(node))
         if rule is None:
-            return _replicated(node, inputs)
+            return _mark(node, inputs)
         facts = facts_of(node, rule, inputs)
         strategies = rule.strategies(self.mesh, ordered=every)
         if not every:
@@ -159,7 +160,7 @@ class NodeClasses:
         return total
 
 
-def _replicated(node: fx.Node, inputs: tuple[fx.Node, ...]) -> Candidates:
+def _mark(node: fx.Node, inputs: tuple[fx.Node, ...]) -> Candidates:
     nothing = np.zeros(1)
     whole = tuple((state_of_whole(info(i).val.ndim),) for i in inputs)
     return Candidates(

@@ -30,7 +30,7 @@ def decide(
     for name, variable in built.operators.items():
         candidates, chosen = variable.candidates, choice[variable.number]
         assert candidates is not None
-        if candidates.facts is not None:
+        if captured.rules[name] is not None:
             strategies[name] = candidates.strategies[chosen]
         wants[name] = [states[chosen] for states in candidates.inputs]
     placeholders = {}
@@ -62,8 +62,8 @@ def decide(
         fixed={name: constraint.layout for name, constraint in constraints.values.items()},
         fallbacks=tuple(
             Fallback(name, operator_of(nodes[name]), "no rule", info(nodes[name]).source)
-            for name, variable in built.operators.items()
-            if variable.candidates is not None and variable.candidates.facts is None
+            for name in built.operators
+            if captured.rules[name] is None
         ),
         ways=ways,
     )
@@ -91,7 +91,7 @@ def _as_read(
         if reader.op == "output" or reader.name not in wants:
             return whole
         inputs = tensor_inputs(reader)
-        if built.operators[reader.name].candidates.facts is None:  # type: ignore[union-attr]
+        if captured.rules[reader.name] is None:
             return whole
         states |= {wants[reader.name][i] for i, value in enumerate(inputs) if value is node}
     return states.pop() if len(states) == 1 else whole

@@ -7,8 +7,9 @@
         rule.signature(strategy)            # layouts of inputs, gradients and outputs
 
 Where to look: `language.py` reads a line, `rule.py` says what follows from it, `registry.py` keeps
-the rules, `local.py` makes one rank's call, `kernels/` holds the local functions that some cuts
-need, and each other file has the rules of a family of operators. A new operator is one line there.
+the rules, `observed.py` has what is seen of calls without one, `local.py` makes one rank's call,
+`kernels/` holds the local functions that some cuts need, and each other file has the rules of a
+family of operators. A new operator is one line there.
 """
 
 from autopar.strategies import (
@@ -26,6 +27,7 @@ from autopar.strategies import (
 from autopar.strategies.kernels import KERNELS, Expansion, Kernel
 from autopar.strategies.language import Pattern, parse
 from autopar.strategies.local import local_call, localize_arguments, piece_call
+from autopar.strategies.observed import observed_rule
 from autopar.strategies.registry import (
     Call,
     has_rule,
@@ -65,6 +67,7 @@ __all__ = [
     "has_rule",
     "local_call",
     "localize_arguments",
+    "observed_rule",
     "parse",
     "piece_call",
     "register_rule",

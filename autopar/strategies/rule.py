@@ -120,6 +120,7 @@ class Rule:
     passes: tuple[frozenset[int], ...] = ()  # inputs that may be partial sums together
     kernels: Mapping[str, str] = field(default_factory=dict)  # factor -> kernel needed to cut it
     flops: float = 0.0  # of the uncut forward
+    backward_flops: float | None = None  # of all gradients; None: as follows from `flops`
     product: bool = False  # inputs are multiplied and summed: its FLOPs count, whatever the sizes
     text: str = ""
     sums: frozenset[str] = frozenset()  # contracted although some input lacks them
@@ -142,6 +143,8 @@ class Rule:
     @cached_property
     def is_contraction(self) -> bool:
         """Whether each gradient is a product of its own, as that of a linear operator."""
+        if self.backward_flops is not None:
+            return False
         given = [dim for dims in self.outputs for dim in dims]
         lost = any(not any(factor in dim for dim in given) for factor in self.factors)
         return lost and len(self.inputs) > 1

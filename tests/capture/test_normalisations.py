@@ -9,11 +9,14 @@ from __future__ import annotations
 from textwrap import dedent
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.capture.support import random, text
+from tests.capture.support import program, random, targets, text
+
+aten = torch.ops.aten
 
 IDS = torch.tensor([[0, 1, -100], [2, 2, 3]])
 
@@ -421,3 +424,47 @@ def test_regions_without_gradient_are_detached() -> None:
         without_gradient,
         random(3, 4),
     )
+
+
+PRODUCTS = {
+    "three": (lambda x, v, w: torch.einsum("bi,io,ok->bk", x, v, w), (3, 4), (4, 5), (5, 2)),
+    "four": (
+        lambda x, v, w, y: torch.einsum("bi,io,ok,bk->b", x, v, w, y),
+        *((3, 4), (4, 5), (5, 2), (3, 2)),
+    ),
+    "elements": (lambda x, v, w: torch.einsum("bi,bi,bj->bj", x, v, w), (3, 4), (3, 4), (3, 5)),
+    "implicit": (lambda x, v, w: torch.einsum("...i,io,ok", x, v, w), (2, 3, 4), (4, 5), (5, 2)),
+    "size 1": (lambda x, v, w: torch.einsum("bi,io,ok->bk", x, v, w), (3, 4), (1, 5), (5, 2)),
+    "tensordot": (lambda x, w: torch.tensordot(x, w, ([1, -1], [1, 0])), (3, 4, 5), (5, 4, 2)),
+    "tensordot of none": (lambda x, w: torch.tensordot(x, w, 0), (3,), (2, 2)),
+    "chain": (lambda *m: torch.linalg.multi_dot(m), (6, 2), (2, 5), (5, 3), (3, 4)),
+    "chain from left": (lambda *m: torch.linalg.multi_dot(m), (2, 5), (5, 3), (3, 4)),
+    "chain from right": (lambda *m: torch.linalg.multi_dot(m), (5, 4), (4, 6), (6, 1)),
+    "chain, both even": (lambda *m: torch.linalg.multi_dot(m), (3, 3), (3, 3), (3, 3)),
+    "chain of vectors": (lambda *m: torch.linalg.multi_dot(m), (4,), (4, 5), (5,)),
+    "addbmm": (
+        lambda b, x, w: torch.addbmm(b, x, w, beta=0.5, alpha=2),
+        (3, 2),
+        (4, 3, 5),
+        (4, 5, 2),
+    ),
+    "addbmm alone": (lambda b, x, w: torch.addbmm(b, x, w, beta=0), (2,), (4, 3, 5), (4, 5, 2)),
+    "addmv": (lambda b, x, w: torch.addmv(b, x, w, alpha=2), (3,), (3, 5), (5,)),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_several_are_products_of_two(name: str) -> None:
+    function, *shapes = PRODUCTS[name]
+    inputs = [random(*shape, seed=place) for place, shape in enumerate(shapes)]
+
+    def scaled(self: Any, *args: Tensor) -> Tensor:
+        return function(*(x * self.linear.weight.sum() for x in args))
+
+    captured = program(scaled, *inputs)
+    assert set(targets(captured)) <= {"sum", "mul", "reshape", "matmul", "einsum", "add"}
+    products = [
+        n for n in captured.graph.nodes if n.target in (aten.einsum.default, aten.matmul.default)
+    ]
+    assert products
+    assert all(len(node.all_input_nodes) == 2 for node in products)

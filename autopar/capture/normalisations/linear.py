@@ -30,8 +30,8 @@ _PADDED = {
 
 
 def split_sums_of_products(draft: GraphBuilder) -> None:
-    """addmm and baddbmm are a matmul and an add."""
-    for node in draft.calls(aten.addmm.default, aten.baddbmm.default):
+    """addmm, baddbmm and addmv are a matmul and an add."""
+    for node in draft.calls(aten.addmm.default, aten.baddbmm.default, aten.addmv.default):
         bias, left, right = node.args
         beta, alpha = argument(node, "beta"), argument(node, "alpha")
         with draft.graph.inserting_before(node):
