@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from itertools import groupby
 from pathlib import Path
 
@@ -29,6 +31,8 @@ FLOORS = (
     {"report"},
     {"annotate", "region", "planning", "api", "verifying", "commands", "cli", "__init__"},
 )
+# Still in circles, to be mended: this list only shrinks.
+TANGLED = {f"autopar.plan.{name}" for name in ("diff", "explain", "file", "plan", "sound", "text")}
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(HOUSE.rglob("*.py"))
 MODULES = {
@@ -42,29 +46,20 @@ def room(module: str) -> str:
     return [*module.split("."), "__init__"][1]
 
 
-def imported(path: Path, when_loaded: bool = False) -> set[str]:
-    """The modules of autopar that a file imports; `when_loaded`: not inside functions or for types.
+def imported(path: Path) -> set[str]:
+    """The modules of autopar that a file imports anywhere, also inside functions and for types.
 
     A name imported from a package counts as the module that has this name, if there is one.
     """
     found: set[str] = set()
 
-    def visit(node: ast.AST) -> None:
-        if when_loaded and (
-            isinstance(node, (ast.FunctionDef, ast.Lambda))
-            or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
-        ):
-            return
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 found.add(inner if inner in MODULES else node.module)
-        for child in ast.iter_child_nodes(node):
-            visit(child)
-
-    visit(ast.parse(path.read_text()))
     return {name for name in found if name.split(".")[0] == "autopar"}
 
 
@@ -76,19 +71,31 @@ def test_imports_run_from_the_doors_to_the_words(module):
 
 
 def test_no_circles():
-    loads = {module: imported(path, when_loaded=True) for module, path in MODULES.items()}
+    loads = {module: imported(path) for module, path in MODULES.items() if module not in TANGLED}
     done: set[str] = set()
 
     def walk(module: str, path: tuple[str, ...]) -> None:
         assert module not in path, " -> ".join((*path, module))
         if module not in done:
             for other in loads.get(module, ()):
-                if other != module and not module.startswith(f"{other}."):
-                    walk(other, (*path, module))
+                walk(other, (*path, module))
             done.add(module)
 
     for module in loads:
         walk(module, ())
+
+
+def test_only_a_search_loads_what_only_a_search_needs():
+    """They take longer to load than all of autopar, on every rank."""
+    program = """
+import importlib, pkgutil, sys
+import autopar
+for module in pkgutil.walk_packages(autopar.__path__, "autopar."):
+    importlib.import_module(module.name)
+print(*{"networkx", "ortools", "pandas"} & sys.modules.keys())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.stdout.split(), done.returncode) == ([], 0), done.stderr
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -11,16 +11,18 @@ one; the value is that of the real tables.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import networkx as nx
 import numpy as np
-from ortools.sat.python import cp_model
 
+from autopar.solver.cp_sat import new_model, new_solver, outcome, weighted_sum
 from autopar.solver.graph import Array
+
+if TYPE_CHECKING:
+    from ortools.sat.python.cp_model import CpModel, IntVar
 
 Scope = tuple[int, ...]
 Factors = Mapping[Scope, Array]
@@ -70,6 +72,8 @@ def _by_components(
     sizes: Mapping[int, int], factors: Factors, tolerance: float, seconds: float
 ) -> Residual:
     """Without a limit, parts that no factor joins are solved apart."""
+    import networkx as nx  # takes a while to load
+
     graph = nx.Graph()
     graph.add_nodes_from(sizes)
     for scope in factors:
@@ -101,13 +105,13 @@ def _solve(
     factors, base = _reduced(sizes, factors)
     scale = _scale(factors, RANGE)
     memory_scale = _scale(memory, MEMORY_RANGE)
-    model = cp_model.CpModel()
+    model = new_model()
     takes = {v: [model.new_bool_var(f"{v}={s}") for s in range(n)] for v, n in sizes.items()}
     for v in sizes:
         model.add_exactly_one(takes[v])
-    bits: list[cp_model.IntVar] = []
+    bits: list[IntVar] = []
     costs: list[int] = []
-    used: list[cp_model.IntVar] = []
+    used: list[IntVar] = []
     amounts: list[int] = []
     for scope in sorted({*factors, *memory}):
         shape = tuple(sizes[v] for v in scope)
@@ -121,24 +125,18 @@ def _solve(
                 used.append(bit)
                 amounts.append(whole)
     if used and np.isfinite(limit):
-        model.add(
-            cp_model.LinearExpr.weighted_sum(used, amounts) <= int(np.floor(limit * memory_scale))
-        )
-    model.minimize(cp_model.LinearExpr.weighted_sum(bits, costs))
+        model.add(weighted_sum(used, amounts) <= int(np.floor(limit * memory_scale)))
+    model.minimize(weighted_sum(bits, costs))
     for v, strategy in hint.items():
         for s, bit in enumerate(takes[v]):
             model.add_hint(bit, int(s == strategy))
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1  # deterministic
-    solver.parameters.random_seed = 0
-    solver.parameters.max_deterministic_time = seconds  # counts work, about as fast as a clock
+    solver = new_solver(seconds)
     solver.parameters.max_time_in_seconds = 4 * seconds
     solver.parameters.relative_gap_limit = tolerance
-    solver.parameters.catch_sigint_signal = False
-    status = _interruptible(solver, model)
-    if status == cp_model.INFEASIBLE:
+    status = outcome(solver, model)
+    if status == "INFEASIBLE":
         return Residual(None, np.inf, np.inf)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+    if status not in ("OPTIMAL", "FEASIBLE"):
         return Residual(None, np.inf, solver.best_objective_bound / scale + base)
     choice = {
         v: next(s for s, bit in enumerate(row) if solver.boolean_value(bit))
@@ -151,28 +149,13 @@ def _solve(
     return Residual(choice, value, min(bound, value))
 
 
-def _interruptible(solver: cp_model.CpSolver, model: cp_model.CpModel) -> int:
-    """Solve in a thread of its own: Python sees Ctrl-C only while it is not inside the solver."""
-    statuses: list[int] = []
-    thread = threading.Thread(target=lambda: statuses.append(int(solver.solve(model))))
-    thread.start()
-    try:
-        while thread.is_alive():
-            thread.join(0.1)
-    except KeyboardInterrupt:
-        solver.stop_search()
-        thread.join()
-        raise
-    return statuses[0]
-
-
 def _entries(
-    model: cp_model.CpModel,
-    takes: Mapping[int, list[cp_model.IntVar]],
+    model: CpModel,
+    takes: Mapping[int, list[IntVar]],
     scope: Scope,
     table: Array | None,
     shape: tuple[int, ...],
-) -> dict[tuple[int, ...], cp_model.IntVar]:
+) -> dict[tuple[int, ...], IntVar]:
     """A bool for each entry of a table that can be; each strategy is taken by exactly one entry."""
     possible = np.ones(shape, bool) if table is None else np.isfinite(table)
     if len(scope) == 1:
@@ -183,11 +166,11 @@ def _entries(
     indices = [tuple(index) for index in np.argwhere(possible).tolist()]
     entries = {index: model.new_bool_var(f"{scope}{index}") for index in indices}
     for dim, v in enumerate(scope):
-        rows: list[list[cp_model.IntVar]] = [[] for _ in takes[v]]
+        rows: list[list[IntVar]] = [[] for _ in takes[v]]
         for index, bit in entries.items():
             rows[index[dim]].append(bit)
         for s, row in enumerate(rows):
-            model.add(cp_model.LinearExpr.sum(row) == takes[v][s])
+            model.add(weighted_sum(row, [1] * len(row)) == takes[v][s])
     return entries
 
 

@@ -65,10 +65,10 @@ def test_each_stage_holds_a_parameter_though_others_would_be_faster(count):
 def test_a_memory_limit_is_kept_or_refused(plan):
     free = cut(plan, 2)
     most = max(4 * stage.parameters + 2 * stage.activations for stage in free)
-    tight = cut(plan, 2, memory=most, moments=[{0: (2, 0, 0)}, {1: (2, 0, 0)}])
+    tight = cut(plan, 2, memory=most, peaks=[{0: (2, 0, 0)}, {1: (2, 0, 0)}])
     assert all(4 * s.parameters + 2 * s.activations <= most for s in tight)
     with pytest.raises(ap.InvalidInput, match="so that the stages fit"):
-        cut(plan, 2, memory=1000.0, moments=[{0: (2, 0, 0)}, {1: (2, 0, 0)}])
+        cut(plan, 2, memory=1000.0, peaks=[{0: (2, 0, 0)}, {1: (2, 0, 0)}])
 
 
 def pinned(pins, stages=2, case=None):

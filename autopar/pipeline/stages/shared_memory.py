@@ -11,11 +11,15 @@ of them, and the least mean of all cuts that have a piece is a shortest path thr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from ortools.sat.python import cp_model
 
 from autopar.pipeline.stages.table import Mask, StageTable
+from autopar.solver.cp_sat import new_model, new_solver, outcome, weighted_sum
+
+if TYPE_CHECKING:
+    from ortools.sat.python.cp_model import IntVar
 
 Moments = Sequence[Mapping[int, tuple[int, int, int]]]
 
@@ -36,7 +40,7 @@ def cut_together(
     offered = _narrowed(pieces, _possible(pieces, offered, memory, peaks), memory, peaks)
     if not all(map(np.any, offered)):
         return None
-    model = cp_model.CpModel()
+    model = new_model()
     rows = [list(zip(*map(np.ndarray.tolist, np.nonzero(mask)))) for mask in offered]
     takes = [[model.new_bool_var(f"{s}:{i}-{j}") for i, j in row] for s, row in enumerate(rows)]
     every = [(pair, take) for row, bits in zip(rows, takes) for pair, take in zip(row, bits)]
@@ -46,28 +50,27 @@ def cut_together(
     slowest = model.new_int_var(0, _RANGE, "slowest")
     for row, bits in zip(rows, takes):
         model.add_exactly_one(bits)
-        model.add(slowest >= _sum(bits, [seconds[pair] for pair in row]))
+        model.add(slowest >= weighted_sum(bits, [seconds[pair] for pair in row]))
     for (row, bits), (after, others) in zip(zip(rows, takes), zip(rows[1:], takes[1:])):
         for place in {j for _, j in row} | {i for i, _ in after}:
             ending = [bit for (_, j), bit in zip(row, bits) if j == place]
             starting = [bit for (i, _), bit in zip(after, others) if i == place]
             model.add(sum(ending) == sum(starting))
     for moment in peaks:
-        used: list[tuple[cp_model.IntVar, int]] = []
+        used: list[tuple[IntVar, int]] = []
         for stage, keeps in moment.items():
             sizes = pieces.bytes(*keeps)
             used += [(take, sizes[pair]) for pair, take in zip(rows[stage], takes[stage])]
-        model.add(_sum([take for take, _ in used], [size for _, size in used]) <= int(memory))
+        model.add(
+            weighted_sum([take for take, _ in used], [size for _, size in used]) <= int(memory)
+        )
     costs = [
         _RANGE * _TIES * int(pieces.empty[pair]) + int(pieces.received[pair[0]] * sent)
         for pair, _ in every
     ]
-    model.minimize(_sum([slowest, *(take for _, take in every)], [_TIES, *costs]))
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1  # deterministic
-    solver.parameters.random_seed = 0
-    solver.parameters.max_deterministic_time = _EFFORT
-    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+    model.minimize(weighted_sum([slowest, *(take for _, take in every)], [_TIES, *costs]))
+    solver = new_solver(_EFFORT)
+    if outcome(solver, model) not in ("OPTIMAL", "FEASIBLE"):
         return None
     return [
         next(i for (i, _), take in zip(row, bits) if solver.boolean_value(take))
@@ -119,7 +122,3 @@ def _narrowed(
         weights *= np.exp(_PACE * (taken / taken.max() - 1))
         weights /= weights.sum()
     return offered
-
-
-def _sum(variables: Sequence[cp_model.IntVar], weights: Sequence[int]) -> cp_model.LinearExprT:
-    return cp_model.LinearExpr.weighted_sum(variables, weights)
