@@ -23,6 +23,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypedDict, Unpack
 
 import torch
 
@@ -64,41 +65,48 @@ class Pattern:
         return cls(text, inputs, outputs, frozenset(whole), frozenset(sums))
 
 
+class Options(TypedDict, total=False):
+    """What a line does not say. An operator is a product if its FLOPs are given, or if it has no
+    `cost` and sums over a factor that two inputs share, as `i` above."""
+
+    sizes: Mapping[str, int] | None  # of factors that shapes do not determine
+    # "all" (the inputs may be partial sums together), "each" (one at a time) or sets of inputs.
+    passes: Passes
+    kernels: Mapping[str, str] | None  # by factor, what cutting it needs
+    gathered: Iterable[str]  # factors whose kernel leaves a whole output
+    even: Iterable[str]  # factors that are cut only into equal pieces
+    flops: Flops | None  # a number or a function of the sizes
+    # Without `flops`: of each point of all factors, twice if any is contracted.
+    cost: float | None
+    # What autograd keeps, as in "0 2 output": of a product that passes "each", a factor only if
+    # another one learns.
+    saved: str
+    # What it keeps besides, as tensors of factors: "n h, int64: n" are one of the output's dtype
+    # and one of int64.
+    extra: str
+    random: bool  # draws random numbers
+
+
 def parse(
     text: str | Pattern,
     input_shapes: Sequence[Shape],
     output_shapes: Sequence[Shape] | None = None,
     *,
     slots: Sequence[int] | None = None,
-    sizes: Mapping[str, int] | None = None,
-    passes: Passes = (),
-    kernels: Mapping[str, str] | None = None,
-    gathered: Iterable[str] = (),
-    even: Iterable[str] = (),
-    flops: Flops | None = None,
-    cost: float | None = None,
-    saved: str = "",
-    extra: str = "",
-    random: bool = False,
     source: str | None = None,
+    **options: Unpack[Options],
 ) -> Rule:
     """The rule of one call: a line given the shapes of that call.
 
-    `slots` says which of the line's inputs are present (the first ones if not given); `sizes`
-    gives factors that shapes do not determine. `passes` is "all" (the inputs may be partial sums
-    together), "each" (one at a time) or sets of inputs. `flops` is a number or a function of the
-    sizes; if absent, `cost` for each point of all factors, twice if any is contracted. An operator
-    is a product if its FLOPs are given, or if it has no `cost` and sums over a factor that two
-    inputs share, as `i` above. `saved` lists what autograd keeps, as in "0 2 output": of a
-    product that passes "each", a factor only if another one learns. `extra` has what it keeps
-    besides, as tensors of factors: "n h, int64: n" are one of the output's dtype and one of int64.
+    `slots` says which of the line's inputs are present (the first ones if not given).
     """
     pattern = Pattern.read(text) if isinstance(text, str) else text
     present = range(len(input_shapes)) if slots is None else slots
     if len(present) != len(input_shapes) or any(slot >= len(pattern.inputs) for slot in present):
         raise _unfit(pattern, input_shapes, output_shapes, "names every tensor input", source)
     used = [pattern.inputs[slot] for slot in present]
-    binding = _Binding(pattern, input_shapes, output_shapes, dict(sizes or {}), source)
+    sizes = dict(options.get("sizes") or {})
+    binding = _Binding(pattern, input_shapes, output_shapes, sizes, source)
     binding.collect(used)
     inputs = tuple(binding.dims(dims, shape) for dims, shape in zip(used, input_shapes))
     outputs = tuple(
@@ -108,38 +116,53 @@ def parse(
     named = {factor for tensor in inputs + outputs for dim in tensor for factor in dim}
     kept = {name: size for name, size in binding.sizes.items() if size > 1 or name in named}
     contracted = named - {factor for tensor in outputs for dim in tensor for factor in dim}
-    multiplies = cost is None and _is_product(used, pattern.outputs)  # a factor of size 1, too
-    if flops is None:
-        twice = multiplies or (contracted and len(inputs) > 1)
-        flops = (1.0 if cost is None else cost) * product(kept) * (2 if twice else 1)
-        is_product = multiplies
-    else:
-        flops = flops(kept) if callable(flops) else float(flops)
-        is_product = flops > 0
-    kept_inputs, kept_output = _read_saved(saved, present)
-    extra_dims = [_read_extra(part, extra) for part in extra.split(",")] if extra else []
-    passed = _read_passes(passes, len(inputs), present)
-    factors = frozenset(i for members in passed if len(members) == 1 for i in members)
+    # A factor of size 1 counts, too.
+    multiplies = options.get("cost") is None and _is_product(used, pattern.outputs)
+    is_doubled = multiplies or (bool(contracted) and len(inputs) > 1)
+    flops = _flops(options, kept, is_doubled)
+    passes = _read_passes(options.get("passes", ()), len(inputs), present)
+    kernels = options.get("kernels") or {}
     return Rule(
         inputs=inputs,
         outputs=outputs,
         sizes=kept,
         whole=binding.names(pattern.whole),
-        even=frozenset(even),
-        passes=passed,
-        kernels={f: name for f, name in (kernels or {}).items() if kept.get(f, 1) > 1},
+        even=frozenset(options.get("even", ())),
+        passes=passes,
+        kernels={f: name for f, name in kernels.items() if kept.get(f, 1) > 1},
         flops=flops,
-        product=is_product,
+        product=multiplies if options.get("flops") is None else flops > 0,
         text=pattern.text,
         sums=binding.names(pattern.sums),
-        gathered=frozenset(gathered),
-        saved=Saved(
-            kept_inputs,
-            kept_output,
-            tuple(Extra(binding.dims(dims, None), dtype) for dims, dtype in extra_dims),
-            factors if len(factors) > 1 else frozenset(),
-        ),
-        random=random,
+        gathered=frozenset(options.get("gathered", ())),
+        saved=_saved(options, binding, present, passes),
+        random=options.get("random", False),
+    )
+
+
+def _flops(options: Options, sizes: Mapping[str, int], is_doubled: bool) -> float:
+    given, cost = options.get("flops"), options.get("cost")
+    if given is not None:
+        return given(sizes) if callable(given) else float(given)
+    return (1.0 if cost is None else cost) * product(sizes) * (2 if is_doubled else 1)
+
+
+def _saved(
+    options: Options,
+    binding: _Binding,
+    present: Sequence[int],
+    passes: Sequence[frozenset[int]],
+) -> Saved:
+    words, extra = options.get("saved", "").split(), options.get("extra", "")
+    place = {slot: index for index, slot in enumerate(present)}
+    slots = [int(word) for word in words if word != "output"]
+    tensors = [_read_extra(part, extra) for part in extra.split(",")] if extra else []
+    factors = frozenset(i for members in passes if len(members) == 1 for i in members)
+    return Saved(
+        tuple(place[slot] for slot in slots if slot in place),
+        "output" in words,
+        tuple(Extra(binding.dims(dims, None), dtype) for dims, dtype in tensors),
+        factors if len(factors) > 1 else frozenset(),
     )
 
 
@@ -334,13 +357,6 @@ def _read_passes(passes: Passes, count: int, present: Sequence[int]) -> tuple[fr
     place = {slot: index for index, slot in enumerate(present)}
     found = (frozenset(place[slot] for slot in members if slot in place) for members in passes)
     return tuple(members for members in found if members)
-
-
-def _read_saved(saved: str, present: Sequence[int]) -> tuple[tuple[int, ...], bool]:
-    words = saved.split()
-    place = {slot: index for index, slot in enumerate(present)}
-    slots = [int(word) for word in words if word != "output"]
-    return tuple(place[slot] for slot in slots if slot in place), "output" in words
 
 
 def _malformed(text: str, reason: str) -> InvalidInput:

@@ -145,7 +145,7 @@ def register_rule(
     `operators`: one or several, each an operator of a torch library (as object or as a name such
     as "aten.linear"; all overloads if none is named) or a function that calls of the graph name.
     `rule`: a line of the rule language, or a function from `Call` to `Rule` (or None: replicated).
-    The options are those of `parse` and go with a line.
+    The options go with a line and are told of in `language.Options`.
     """
     if isinstance(rule, str):
         pattern = Pattern.read(rule)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,11 +17,13 @@ def cut_causal_attention(
     dropout_p: float = 0.0,
     is_causal: bool = True,
     *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
     start: int,
+    **options: Any,
 ) -> Tensor:
-    """Query row i sees the keys up to start + i; keys that no row sees are not touched."""
+    """Query row i sees the keys up to start + i; keys that no row sees are not touched.
+
+    `options`: scale and enable_gqa.
+    """
     if attn_mask is not None or not is_causal:
         raise ValueError("a mask takes the place of is_causal")
     rows = query.shape[-2]
@@ -34,6 +38,5 @@ def cut_causal_attention(
         value[..., :seen, :],
         attn_mask=mask,
         dropout_p=dropout_p,
-        scale=scale,
-        enable_gqa=enable_gqa,
+        **options,
     )
