@@ -7,20 +7,19 @@ split backward   I keeps what the gradients of weights are made of, until W
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from autopar.pipeline.schedule import Schedule
-from autopar.pipeline.stages.costs import Keeps, StageCost
+from autopar.pipeline.stages.costs import StageCost
+from autopar.pipeline.stages.table import Live
 
-Moment = Mapping[int, Keeps]  # what one rank keeps at one time, by stage
 
-
-def live_microbatches(schedule: Schedule, rank: int, recompute: bool) -> Iterator[Moment]:
+def live_microbatches(schedule: Schedule, rank: int, recompute: bool) -> Iterator[Live]:
     """What a rank keeps, each time that it has become more."""
     kept = {stage: [0, 0, 0] for _, stage in schedule.held_by(rank)}
     makes = "BI" if recompute else "F"
 
-    def moment() -> Moment:
+    def moment() -> Live:
         return {stage: (whole, received, later) for stage, (whole, received, later) in kept.items()}
 
     for action in schedule.orders[rank]:
@@ -43,12 +42,12 @@ def live_microbatches(schedule: Schedule, rank: int, recompute: bool) -> Iterato
                 yield moment()
 
 
-def peaks(schedule: Schedule, recompute: bool) -> list[Moment]:
+def peaks(schedule: Schedule, recompute: bool) -> list[Live]:
     """What ranks keep when they keep most.
 
     A moment at which a rank keeps no more of any stage than at another is left out.
     """
-    found: list[Moment] = []
+    found: list[Live] = []
     for rank in range(schedule.ranks):
         seen = {tuple(moment.items()) for moment in live_microbatches(schedule, rank, recompute)}
         flat = {one: [count for _, keeps in one for count in keeps] for one in seen}
@@ -59,7 +58,7 @@ def peaks(schedule: Schedule, recompute: bool) -> list[Moment]:
     return found
 
 
-def bytes_held(stages: Sequence[StageCost], moment: Moment) -> float:
+def bytes_held(stages: Sequence[StageCost], moment: Live) -> float:
     """The bytes on a rank at a moment."""
     return sum(stages[stage].bytes(*keeps) for stage, keeps in moment.items())
 

@@ -11,7 +11,8 @@ from torch import nn
 import autopar as ap
 from autopar.cost.program import NodeCost, NodePrices
 from autopar.passes.flow import flow_of
-from autopar.pipeline.stages.costs import StageCosts, choose_stages, imbalance
+from autopar.pipeline.stages.costs import StageCosts, imbalance
+from autopar.pipeline.stages.cut import choose_stages
 from tests.models import gpt, mlp, resnet
 
 

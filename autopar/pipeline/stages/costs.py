@@ -1,10 +1,7 @@
-"""Stages: where to cut a program into a pipeline, exactly, by predicted time and memory.
+"""StageCosts: what a stage takes, predicted, wherever it is cut out of a program; the cut points.
 
-A dynamic programme over the places between layers finds the cut whose slowest stage is fastest;
-of equal ones, the one that sends least. Stages may be uneven: an embedding and a head weigh what
-they weigh. But each holds a parameter where that is possible, since torch's optimizers refuse a
-rank that has none. Stages that share a rank and its memory are left to shared_memory.py.
-`shard(module, stage=k)` fixes places by hand.
+Stages may be uneven: an embedding and a head weigh what they weigh. `shard(module, stage=k)` fixes
+where a stage starts by hand.
 """
 
 from __future__ import annotations
@@ -27,7 +24,6 @@ from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes.flow import Flow, ancestors
 from autopar.pipeline.stages.kept import kept_by_stages
-from autopar.pipeline.stages.shared_memory import cut_together
 from autopar.pipeline.stages.table import StageTable
 from autopar.strategies.node_info import info
 
@@ -35,9 +31,6 @@ Array = NDArray[np.float64]
 PriceOf = Callable[[fx.Node], NodeCost]  # of any node of a rewritten program
 # Seconds; bytes of parameters, of the gradients of those that learn, and of buffers.
 COLUMNS = ("forward", "backward", "summed", "parameters", "gradients", "buffers")
-# Of how many slices of the batch a stage keeps all that its forward keeps, of how many what it
-# received, and of how many what the gradients of its weights are made of.
-Keeps = tuple[int, int, int]
 _NUMBERED = re.compile(r"(.*\.)?\d+(?=\.|$)")
 
 
@@ -70,55 +63,22 @@ class StageCost:
         return states(self.parameters, self.gradients, self.buffers)
 
     def bytes(self, whole: int, received: int, weight_halves: int) -> int:
-        """With its states, what it keeps of so many slices (see Keeps)."""
+        """With its states, what it keeps of so many slices."""
         kept = whole * self.activations + received * self.receives
         return self.states + kept + weight_halves * self.weight_halves
 
 
-def choose_stages(
-    line: StageCosts,
-    count: int,
-    *,
-    pins: Sequence[Pin] = (),
-    memory: float | None = None,
-    peaks: Sequence[Mapping[int, Keeps]] = (),
-) -> list[StageCost]:
-    """Cut a line of activations into `count` stages.
-
-    `memory`: bytes that a rank may take. Each of `peaks` says what a rank keeps at one time, for
-    each of its stages.
-    """
-    fixed = line.pinned(pins, count)
-    places = line.places(count, fixed)
-    pieces = line.pieces(tuple(places))
-    offered = pieces.offered(count, {s: places.index(place) for s, place in fixed.items()})
-    if memory is not None and any(len(moment) > 1 for moment in peaks):
-        found = cut_together(pieces, offered, memory, peaks)
-    else:
-        for moment in peaks if memory is not None else ():
-            for stage, keeps in moment.items():
-                offered[stage] &= pieces.bytes(*keeps) <= memory
-        found = pieces.fastest(offered)
-    if found is None:
-        raise _none_fits(count, memory)
-    starts = [places[index] for index in found]
-    ends = [*starts[1:], len(line.flow.activations)]
-    return [line.stage(start, end) for start, end in zip(starts, ends)]
-
-
-def price_stages(line: StageCosts, starts: Sequence[str]) -> list[StageCost]:
+def price_stages(costs: StageCosts, starts: Sequence[str]) -> list[StageCost]:
     """What stages take that begin at the operators `starts`, for cuts that were made before."""
-    places = {node.name: place for place, node in enumerate(line.flow.activations)}
-    missing = [name for name in starts if name not in places]
+    points = {node.name: index for index, node in enumerate(costs.flow.activations)}
+    missing = [name for name in starts if name not in points]
     if missing:
         raise InvalidInput(
             "a stage starts at an operator of the program",
             got=", ".join(missing),
             remedy="plan again for this model",
         )
-    begins = [places[name] for name in starts]
-    ends = [*begins[1:], len(line.flow.activations)]
-    return [line.stage(start, end) for start, end in zip(begins, ends)]
+    return costs.stages([points[name] for name in starts])
 
 
 def imbalance(stages: Sequence[StageCost]) -> float:
@@ -129,10 +89,10 @@ def imbalance(stages: Sequence[StageCost]) -> float:
 
 
 class StageCosts:
-    """The line of activations with sums of its costs, so that a stage's cost is a difference.
+    """Sums of the costs of a program's activations, so that a stage's cost is a difference.
 
-    What is no activation costs its part in every stage that makes it, as a parameter is held by
-    every stage that reads it.
+    Cut point i lies before activation i. What is no activation costs its part in every stage that
+    makes it, as a parameter is held by every stage that reads it.
     """
 
     def __init__(self, flow: Flow, mesh: Mesh, cost: PriceOf, link_bandwidth: float) -> None:
@@ -141,18 +101,18 @@ class StageCosts:
         self._parameters = [_parameters(flow, node) for node in flow.activations]
         self._holding = [0, *itertools.accumulate(bool(held) for held in self._parameters)]
         self._crossing: dict[int, int] = {}
-        self._pieces: dict[tuple[int, ...], StageTable] = {}  # by places
+        self._tables: dict[tuple[int, ...], StageTable] = {}  # by cut points
         self._clean: dict[float, list[int]] = {}  # by reach
         self._alone, self._shared = self._add_up(cost)
 
     def recomputed(self) -> StageCosts:
-        """The same line where every backward begins with the forward once more."""
+        """The same where every backward begins with the forward once more."""
         again = copy.copy(self)
         more = np.eye(len(COLUMNS))
         more[COLUMNS.index("forward"), COLUMNS.index("backward")] = 1.0
         again._alone = self._alone @ more
-        again._shared = [(places, row @ more) for places, row in self._shared]
-        again._pieces, again._clean = {}, {}
+        again._shared = [(readers, row @ more) for readers, row in self._shared]
+        again._tables, again._clean = {}, {}
         return again
 
     @cached_property
@@ -161,41 +121,41 @@ class StageCosts:
         return self._at(len(self.flow.activations))
 
     def _add_up(self, cost: PriceOf) -> tuple[Array, list[tuple[Array, Array]]]:
-        """Sums of all that is read at one place; the places, and the sum, of what several read."""
+        """Sums of all that one activation reads; by which, and the sum, of what several read."""
         alone = np.zeros((len(self.flow.activations) + 1, len(COLUMNS)))
         shared: dict[tuple[int, ...], Array] = {}
-        for node, places in (self.flow.read_at | self.flow.held_at).items():
+        for node, readers in (self.flow.read_at | self.flow.held_at).items():
             price, held = cost(node), held_bytes(node, self.mesh)
             row = np.array([price.forward, price.backward, price.summed, *held])
-            if len(places) == 1:
-                alone[places[0] + 1] += row
+            if len(readers) == 1:
+                alone[readers[0] + 1] += row
             elif row.any():
-                shared[places] = shared.get(places, 0.0) + row
-        return alone.cumsum(axis=0), [(np.array(places), row) for places, row in shared.items()]
+                shared[readers] = shared.get(readers, 0.0) + row
+        return alone.cumsum(axis=0), [(np.array(readers), row) for readers, row in shared.items()]
 
     def sums(self, bounds: Sequence[int]) -> Array:
         """By start, end and column: what is made between two of `bounds`, each thing once."""
         at = self._alone[list(bounds)]
         found = at[None, :] - at[:, None]
-        for places, row in self._shared:
-            first = np.append(places, len(self.flow.activations))[np.searchsorted(places, bounds)]
+        for readers, row in self._shared:
+            first = np.append(readers, len(self.flow.activations))[np.searchsorted(readers, bounds)]
             found += (first[:, None] < np.array(bounds)[None, :])[..., None] * row
         return found
 
-    def received(self, place: int) -> int:
-        """The bytes that cross `place`."""
-        if place not in self._crossing:
-            crossing = self.flow.crossing(place) if place else []
-            self._crossing[place] = sum(_bytes(node, self.mesh) for node in crossing)
-        return self._crossing[place]
+    def received(self, point: int) -> int:
+        """The bytes that cross a cut point."""
+        if point not in self._crossing:
+            crossing = self.flow.crossing(point) if point else []
+            self._crossing[point] = sum(_bytes(node, self.mesh) for node in crossing)
+        return self._crossing[point]
 
-    def pieces(self, places: tuple[int, ...]) -> StageTable:
-        """All that could be a stage between two of `places` or the end."""
-        if places not in self._pieces:
-            self._pieces[places] = self._tables([*places, len(self.flow.activations)])
-        return self._pieces[places]
+    def table(self, points: tuple[int, ...]) -> StageTable:
+        """All that could be a stage between two of these cut points or the end."""
+        if points not in self._tables:
+            self._tables[points] = self._table([*points, len(self.flow.activations)])
+        return self._tables[points]
 
-    def _tables(self, bounds: Sequence[int]) -> StageTable:
+    def _table(self, bounds: Sequence[int]) -> StageTable:
         forward, backward, _, *held = np.moveaxis(self.sums(bounds), -1, 0)
         received = np.array([*map(self.received, bounds[:-1]), 0])
         holding = np.array(self._holding)[list(bounds)]
@@ -208,6 +168,11 @@ class StageCosts:
             self.kept.table(bounds),
             self.weight_halves.table(bounds),
         )
+
+    def stages(self, starts: Sequence[int]) -> list[StageCost]:
+        """The stages that start at these cut points."""
+        bounds = itertools.pairwise([*starts, len(self.flow.activations)])
+        return [self.stage(start, end) for start, end in bounds]
 
     def stage(self, start: int, end: int) -> StageCost:
         first = self.flow.activations[start]
@@ -227,34 +192,33 @@ class StageCosts:
             weight_halves=self.weight_halves.bytes(start, end),
         )
 
-    def is_clean(self, place: int, reach: float) -> bool:
+    def is_clean(self, point: int, reach: float) -> bool:
         """Not inside a residual: not more crosses here than on both sides within `reach`."""
-        count = self.flow.crossings[place]
-        at = self._at(place)
+        count = self.flow.crossings[point]
+        at = self._at(point)
 
-        def fewer(places: range) -> bool:
-            for other in places:
+        def fewer(points: range) -> bool:
+            for other in points:
                 if abs(self._at(other) - at) > reach:
                     return False
                 if self.flow.crossings[other] < count:
                     return True
             return False
 
-        before, after = range(place - 1, 0, -1), range(place + 1, len(self.flow.activations))
+        before, after = range(point - 1, 0, -1), range(point + 1, len(self.flow.activations))
         return not (fewer(before) and fewer(after))
 
-    def places(self, count: int, fixed: Mapping[int, int]) -> list[int]:
-        """The places between layers where a stage may start, 0 among them."""
+    def cut_points(self, count: int, fixed: Mapping[int, int]) -> list[int]:
+        """Where a stage may start: between layers, 0 among them."""
         nodes = self.flow.activations
         reach = self.total / max(count, 1)
         if reach not in self._clean:
             layers = [_layer(info(node).module) for node in nodes]
             changes = [i for i in range(1, len(nodes)) if layers[i] != layers[i - 1]]
-            self._clean[reach] = [place for place in changes if self.is_clean(place, reach)]
+            self._clean[reach] = [point for point in changes if self.is_clean(point, reach)]
         clean = self._clean[reach]
-        pieces = [0, *clean, len(nodes)]
         blocks = holding = 0
-        for start, end in itertools.pairwise(pieces):
+        for start, end in itertools.pairwise([0, *clean, len(nodes)]):
             held = set().union(*self._parameters[start:end])
             holding += bool(held)
             blocks += len(held) > 2 and _NUMBERED.match(info(nodes[start]).module) is not None
@@ -268,17 +232,17 @@ class StageCosts:
         return sorted({0, *clean, *fixed.values()})
 
     def pinned(self, pins: Sequence[Pin], count: int) -> dict[int, int]:
-        """The place where each pinned stage starts."""
+        """The cut point where each pinned stage starts."""
         fixed: dict[int, int] = {}
         by_stage: dict[int, Pin] = {}
         for pin in sorted(pins, key=lambda pin: pin.stage):
-            place = self._start_of(pin)
+            point = self._start_of(pin)
             if not 0 <= pin.stage < count:
                 _refuse(pin, f"stage {pin.stage} of {count}", f"a stage from 1 to {count - 1}")
-            if pin.stage == 0 and place > 0:
+            if pin.stage == 0 and point > 0:
                 _refuse(pin, "stage 0 begins with the model", "leave it out")
             other = by_stage.setdefault(pin.stage, pin)
-            if fixed.setdefault(pin.stage, place) != place:
+            if fixed.setdefault(pin.stage, point) != point:
                 _refuse(pin, f"stage {pin.stage} starts at {other.module} too", "keep one of them")
         for (early, first), (late, second) in itertools.pairwise(fixed.items()):
             if second - first < late - early:
@@ -296,26 +260,18 @@ class StageCosts:
         found = [i for i, path in enumerate(paths) if path == pin.module or path.startswith(inside)]
         if not found:
             _refuse(pin, f"{pin.module} does nothing on the way to the loss", "pin another module")
-        place = found[0]
-        if place and not self.is_clean(place, self.total):
-            values = ", ".join(node.name for node in self.flow.crossing(place))
+        point = found[0]
+        if point and not self.is_clean(point, self.total):
+            values = ", ".join(node.name for node in self.flow.crossing(point))
             _refuse(
                 pin,
                 f"{pin.module} lies inside a residual or a branch: {values} would be sent together",
                 "pin the module that contains the whole of it",
             )
-        return place
+        return point
 
-    def _at(self, place: int) -> float:
-        return float(self._alone[place, :2].sum())
-
-
-def _none_fits(count: int, memory: float | None) -> InvalidInput:
-    return InvalidInput(
-        "the model can be cut so that the stages fit",
-        got=f"{count} stages" + (f" on ranks of at most {memory:.3g} bytes" if memory else ""),
-        remedy="more memory, more stages, or other pinned modules",
-    )
+    def _at(self, point: int) -> float:
+        return float(self._alone[point, :2].sum())
 
 
 def _parameters(flow: Flow, node: fx.Node) -> set[fx.Node]:

@@ -1,17 +1,26 @@
-"""Cut: the stages of a program for a schedule, fast, and within the memory of every rank."""
+"""Cut: the stages of a program for a schedule, exactly, by predicted time and memory.
+
+A dynamic programme over the cut points between layers finds the stages of which the slowest is
+fastest; of equal ones, those that send least. Each holds a parameter where that is possible, since
+torch's optimizers refuse a rank that has none. Stages that share a rank and its memory are left to
+shared_memory.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from autopar.capture.annotations import Pin
+from autopar.errors import InvalidInput
 from autopar.pipeline.activation_counts import bytes_held, peaks
 from autopar.pipeline.schedule import Schedule
-from autopar.pipeline.stages.costs import StageCost, StageCosts, choose_stages
+from autopar.pipeline.stages.costs import StageCost, StageCosts
+from autopar.pipeline.stages.shared_memory import cut_together
+from autopar.pipeline.stages.table import Live
 
 
 def cut_stages(
-    line: StageCosts,
+    costs: StageCosts,
     made: Schedule,
     *,
     pins: Sequence[Pin] = (),
@@ -23,7 +32,43 @@ def cut_stages(
     `memory`: bytes that a rank may take, with what the schedule has it keep, all activations or
     with `recompute` what stages received.
     """
-    stages, most = choose_stages(line, made.stages, pins=pins), peaks(made, recompute)
-    if memory is None or all(bytes_held(stages, moment) <= memory for moment in most):
+    stages, most = choose_stages(costs, made.stages, pins=pins), peaks(made, recompute)
+    if memory is None or all(bytes_held(stages, live) <= memory for live in most):
         return stages
-    return choose_stages(line, made.stages, pins=pins, memory=memory, peaks=most)
+    return choose_stages(costs, made.stages, pins=pins, memory=memory, peaks=most)
+
+
+def choose_stages(
+    costs: StageCosts,
+    count: int,
+    *,
+    pins: Sequence[Pin] = (),
+    memory: float | None = None,
+    peaks: Sequence[Live] = (),
+) -> list[StageCost]:
+    """Cut a program into `count` stages.
+
+    `memory`: bytes that a rank may take. Each of `peaks` says what a rank keeps at one time.
+    """
+    fixed = costs.pinned(pins, count)
+    points = costs.cut_points(count, fixed)
+    table = costs.table(tuple(points))
+    offered = table.offered(count, {s: points.index(point) for s, point in fixed.items()})
+    if memory is not None and any(len(live) > 1 for live in peaks):
+        found = cut_together(table, offered, memory, peaks)
+    else:
+        for live in peaks if memory is not None else ():
+            for stage, counts in live.items():
+                offered[stage] &= table.bytes(*counts) <= memory
+        found = table.fastest(offered)
+    if found is None:
+        raise _none_fits(count, memory)
+    return costs.stages([points[index] for index in found])
+
+
+def _none_fits(count: int, memory: float | None) -> InvalidInput:
+    return InvalidInput(
+        "the model can be cut so that the stages fit",
+        got=f"{count} stages" + (f" on ranks of at most {memory:.3g} bytes" if memory else ""),
+        remedy="more memory, more stages, or other pinned modules",
+    )

@@ -15,23 +15,23 @@ def kept_by_stages(flow: Flow, mesh: Mesh) -> tuple[Spans, Spans]:
 
     Then what they keep from the gradients of their inputs to those of their weights.
     """
-    keepers: dict[Storage, set[int]] = {}  # the places of a storage's readers
+    keepers: dict[Storage, set[int]] = {}  # where it is read
     later: dict[Storage, set[int]] = {}
     sizes: dict[Storage, float] = {}
     put_off = {flow.place[node] for node in flow.weight_inputs}
-    for node, places in flow.read_at.items():
+    for node, positions in flow.read_at.items():
         kept, weights = kept_by(node, mesh), flow.weight_inputs.get(node)
         sizes |= kept
         waits = weights.product if weights is not None else flow.is_weight(node)
         for key in kept:
-            keepers.setdefault(key, set()).update(places)
+            keepers.setdefault(key, set()).update(positions)
             if waits:
-                later.setdefault(key, set()).update(put_off.intersection(places))
+                later.setdefault(key, set()).update(put_off.intersection(positions))
         if weights is not None:
             waiting = values_of(node) if weights.product else flow.weights_of(node)
             for value in [value for value in waiting if info(value).differentiable]:
                 key = value, f"gradient of {node.name}"
-                later[key], sizes[key] = set(places), local_bytes(value, mesh)
+                later[key], sizes[key] = set(positions), local_bytes(value, mesh)
     whole, weight_halves = Spans(), Spans()
     for key, readers in keepers.items():
         made = flow.place.get(key[0])

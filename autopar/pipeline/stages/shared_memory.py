@@ -1,27 +1,25 @@
 """Stages that fill the memory of a rank together: their cut by CP-SAT.
 
 Where a rank holds several stages (both directions of Chimera, chunks), how large one may be depends
-on the others. Every stage takes one of the pieces between two places, each where the one before
-ends, and at every moment what a rank keeps of its stages stays below the limit.
+on the others. Every stage lies between two cut points, starting where the one before ends, and at
+every peak what a rank keeps of its stages stays below the limit.
 
-Most pieces are ruled out before that: a mean of peaks, weighted in any way, is at most the worst
-of them, and the least mean of all cuts that have a piece is a shortest path through it.
+Most of what a stage may be is ruled out before that: a mean of peaks, weighted in any way, is at
+most the worst of them, and the least mean of all cuts that have it is a shortest path through it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autopar.pipeline.stages.table import Mask, StageTable
+from autopar.pipeline.stages.table import Live, Mask, StageTable
 from autopar.solver.cp_sat import new_model, new_solver, outcome, weighted_sum
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import IntVar
-
-Moments = Sequence[Mapping[int, tuple[int, int, int]]]
 
 _RANGE = 1 << 24  # of the seconds of a stage in whole numbers
 _TIES = 1 << 14  # of all that is sent, which decides between equals
@@ -31,41 +29,38 @@ _PACE = 4.0  # of the weights
 
 
 def cut_together(
-    pieces: StageTable, offered: Sequence[Mask], memory: float, peaks: Moments
+    table: StageTable, offered: Sequence[Mask], memory: float, peaks: Sequence[Live]
 ) -> list[int] | None:
-    """Where the stages start, with the slowest as fast as can be; None: none fit.
-
-    A moment says by stage of how many slices a rank keeps what (see stages.Keeps).
-    """
-    offered = _narrowed(pieces, _possible(pieces, offered, memory, peaks), memory, peaks)
+    """Where the stages start, with the slowest as fast as can be; None: none fit."""
+    offered = _narrowed(table, _possible(table, offered, memory, peaks), memory, peaks)
     if not all(map(np.any, offered)):
         return None
     model = new_model()
     rows = [list(zip(*map(np.ndarray.tolist, np.nonzero(mask)))) for mask in offered]
     takes = [[model.new_bool_var(f"{s}:{i}-{j}") for i, j in row] for s, row in enumerate(rows)]
     every = [(pair, take) for row, bits in zip(rows, takes) for pair, take in zip(row, bits)]
-    longest = max(pieces.seconds[pair] for pair, _ in every)
-    seconds = (pieces.seconds * (_RANGE / (longest or 1.0))).astype(np.int64)
-    sent = _TIES / (sum(max(pieces.received[i] for i, _ in row) for row in rows) or 1)
+    longest = max(table.seconds[pair] for pair, _ in every)
+    seconds = (table.seconds * (_RANGE / (longest or 1.0))).astype(np.int64)
+    sent = _TIES / (sum(max(table.received[i] for i, _ in row) for row in rows) or 1)
     slowest = model.new_int_var(0, _RANGE, "slowest")
     for row, bits in zip(rows, takes):
         model.add_exactly_one(bits)
         model.add(slowest >= weighted_sum(bits, [seconds[pair] for pair in row]))
     for (row, bits), (after, others) in zip(zip(rows, takes), zip(rows[1:], takes[1:])):
-        for place in {j for _, j in row} | {i for i, _ in after}:
-            ending = [bit for (_, j), bit in zip(row, bits) if j == place]
-            starting = [bit for (i, _), bit in zip(after, others) if i == place]
+        for point in {j for _, j in row} | {i for i, _ in after}:
+            ending = [bit for (_, j), bit in zip(row, bits) if j == point]
+            starting = [bit for (i, _), bit in zip(after, others) if i == point]
             model.add(sum(ending) == sum(starting))
-    for moment in peaks:
+    for live in peaks:
         used: list[tuple[IntVar, int]] = []
-        for stage, keeps in moment.items():
-            sizes = pieces.bytes(*keeps)
+        for stage, counts in live.items():
+            sizes = table.bytes(*counts)
             used += [(take, sizes[pair]) for pair, take in zip(rows[stage], takes[stage])]
         model.add(
             weighted_sum([take for take, _ in used], [size for _, size in used]) <= int(memory)
         )
     costs = [
-        _RANGE * _TIES * int(pieces.empty[pair]) + int(pieces.received[pair[0]] * sent)
+        _RANGE * _TIES * int(table.empty[pair]) + int(table.received[pair[0]] * sent)
         for pair, _ in every
     ]
     model.minimize(weighted_sum([slowest, *(take for _, take in every)], [_TIES, *costs]))
@@ -79,12 +74,12 @@ def cut_together(
 
 
 def _possible(
-    pieces: StageTable, offered: Sequence[Mask], memory: float, peaks: Moments
+    table: StageTable, offered: Sequence[Mask], memory: float, peaks: Sequence[Live]
 ) -> list[Mask]:
-    """The pieces that fit beside the smallest ones of the other stages."""
+    """What fits beside the smallest that the other stages may be."""
     left = [mask.copy() for mask in offered]
-    for moment in peaks:
-        sizes = {stage: pieces.bytes(*keeps) for stage, keeps in moment.items()}
+    for live in peaks:
+        sizes = {stage: table.bytes(*counts) for stage, counts in live.items()}
         least = {s: np.where(offered[s], size, np.inf).min() for s, size in sizes.items()}
         for stage, size in sizes.items():
             others = sum(other for s, other in least.items() if s != stage)
@@ -93,32 +88,32 @@ def _possible(
 
 
 def _narrowed(
-    pieces: StageTable, offered: Sequence[Mask], memory: float, peaks: Moments
+    table: StageTable, offered: Sequence[Mask], memory: float, peaks: Sequence[Live]
 ) -> Sequence[Mask]:
-    """The pieces of cuts of which no mean of the peaks is known to be above the limit.
+    """What is in cuts of which no mean of the peaks is known to be above the limit.
 
     Weights move to the peaks that are worst in the cut whose mean is least.
     """
-    keeps = np.zeros((len(peaks), len(offered), 4))  # of slices as in stages.Keeps, of states
-    for number, moment in enumerate(peaks):
-        for stage, counts in moment.items():
-            keeps[number, stage] = *counts, 1
+    kept = np.zeros((len(peaks), len(offered), 4))  # of slices as in LiveCounts, of states
+    for number, live in enumerate(peaks):
+        for stage, counts in live.items():
+            kept[number, stage] = *counts, 1
     weights = np.full(len(peaks), 1 / len(peaks))
     for _ in range(_ROUNDS):
-        costs = [pieces.bytes(*counts) for counts in np.tensordot(weights, keeps, 1)]
-        means = pieces.through(offered, costs)
+        costs = [table.bytes(*counts) for counts in np.tensordot(weights, kept, 1)]
+        means = table.through(offered, costs)
         offered = [mean <= memory * (1 + 1e-9) for mean in means]
-        starts = pieces.least(offered, costs)
+        starts = table.least(offered, costs)
         if starts is None:
             break
-        ends = [*starts[1:], pieces.count - 1]
+        ends = [*starts[1:], table.count - 1]
         held = [
-            pieces.kept[starts, ends],
-            pieces.received[starts],
-            pieces.weight_halves[starts, ends],
-            pieces.states[starts, ends],
+            table.kept[starts, ends],
+            table.received[starts],
+            table.weight_halves[starts, ends],
+            table.states[starts, ends],
         ]
-        taken = (keeps * np.stack(held, 1)).sum((1, 2))
+        taken = (kept * np.stack(held, 1)).sum((1, 2))
         weights *= np.exp(_PACE * (taken / taken.max() - 1))
         weights /= weights.sum()
     return offered

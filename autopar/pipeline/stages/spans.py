@@ -1,4 +1,4 @@
-"""Spans: bytes of things that a stage holds if certain places of the line are its own.
+"""Spans: bytes of things that a stage holds if certain activations are its own.
 
 >>> spans = Spans()
 >>> spans.all_of((2, 5), 10.0)     # made at 2, kept from 5 on
@@ -18,25 +18,25 @@ from numpy.typing import NDArray
 
 
 class Spans:
-    """Things with their places; filled first, then asked."""
+    """Things with their positions; filled first, then asked."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[int, int, float]] = []  # first place, last place, bytes
+        self._rows: list[tuple[int, int, float]] = []  # first position, last position, bytes
 
-    def all_of(self, places: Iterable[int], size: float) -> None:
-        """Held by a stage that all of `places` belong to."""
-        ordered = sorted(places)
+    def all_of(self, positions: Iterable[int], size: float) -> None:
+        """Held by a stage that all of `positions` belong to."""
+        ordered = sorted(positions)
         self._rows.append((ordered[0], ordered[-1], size))
 
-    def any_of(self, places: Iterable[int], size: float) -> None:
-        """Held, once, by every stage that some of `places` belong to."""
-        ordered = sorted(set(places))
-        self._rows += [(place, place, size) for place in ordered]
+    def any_of(self, positions: Iterable[int], size: float) -> None:
+        """Held, once, by every stage that some of `positions` belong to."""
+        ordered = sorted(set(positions))
+        self._rows += [(position, position, size) for position in ordered]
         # A stage with k of them has k - 1 pairs of neighbours.
-        self._rows += [(place, after, -size) for place, after in pairwise(ordered)]
+        self._rows += [(position, after, -size) for position, after in pairwise(ordered)]
 
     def bytes(self, start: int, end: int) -> int:
-        """What a stage holds from place `start` to before `end`."""
+        """What a stage holds from position `start` to before `end`."""
         first, last, sizes = self._columns
         return round(float(sizes[(first >= start) & (last < end)].sum()))
 

@@ -1,8 +1,7 @@
-"""StageTable: every stage that could be cut out of a line of activations, as tables.
+"""StageTable: every stage that could be cut out of a program, as tables.
 
-Places are where a stage may start or end; `seconds[i, j]` is of the piece from place i to place j.
-A cut is the places where its stages start, and the end. What the tables say of i >= j is not read:
-`offered` leaves it out.
+`seconds[i, j]` is of the stage from cut point i to cut point j. A cut is the cut points where its
+stages start, and the end. What the tables say of i >= j is not read: `offered` leaves it out.
 """
 
 from __future__ import annotations
@@ -13,7 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Mask = NDArray[np.bool_]  # which pieces a stage may take
+Mask = NDArray[np.bool_]  # which of them a stage may be
+# Of how many slices of the batch a stage keeps all that its forward keeps, of how many what it
+# received, and of how many what the gradients of its weights are made of.
+LiveCounts = tuple[int, int, int]
+Live = Mapping[int, LiveCounts]  # what one rank keeps at one time, by stage
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,11 @@ class StageTable:
 
     @property
     def count(self) -> int:
-        """Of places, the end among them."""
+        """Of cut points, the end among them."""
         return len(self.received)
 
     def offered(self, stages: int, fixed: Mapping[int, int]) -> list[Mask]:
-        """What each stage may take; `fixed` says by stage at which place it starts."""
+        """What each stage may be; `fixed` says by stage at which cut point it starts."""
         start, end = np.indices(self.seconds.shape)
         fixed = {**fixed, 0: 0, stages: self.count - 1}
         rows = []
@@ -47,7 +50,7 @@ class StageTable:
     def bytes(
         self, whole: float, received: float, weight_halves: float, states: float = 1
     ) -> NDArray:
-        """With its states, what a stage keeps of so many slices (see stages.Keeps)."""
+        """With its states, what a stage keeps of so many slices (see LiveCounts)."""
         kept = whole * self.kept + received * self.received[:, None]
         return states * self.states + kept + weight_halves * self.weight_halves
 
@@ -69,18 +72,18 @@ class StageTable:
 
     def least(self, offered: Sequence[Mask], costs: Sequence[NDArray]) -> list[int] | None:
         """The cut with the least sum of its stages' costs, each from its own table."""
-        reached, place = self._sums(offered, costs), self.count - 1
-        if not np.isfinite(reached[-1][place]):
+        reached, point = self._sums(offered, costs), self.count - 1
+        if not np.isfinite(reached[-1][point]):
             return None
-        places: list[int] = []
+        points: list[int] = []
         for before, mask, cost in reversed(list(zip(reached, offered, costs))):
-            value = before + np.where(mask[:, place], cost[:, place], np.inf)
-            place = int(value.argmin())
-            places.insert(0, place)
-        return places
+            value = before + np.where(mask[:, point], cost[:, point], np.inf)
+            point = int(value.argmin())
+            points.insert(0, point)
+        return points
 
     def through(self, offered: Sequence[Mask], costs: Sequence[NDArray]) -> list[NDArray]:
-        """By stage and piece: the least sum of costs of a cut that has it; inf if none has."""
+        """For all that stages may be, the least sum of costs of a cut that has it; inf: none."""
         before = self._sums(offered, costs)
         turned = [
             [table.T[::-1, ::-1] for table in reversed(tables)] for tables in (offered, costs)
