@@ -1,7 +1,7 @@
-"""Layout: where one tensor lives on a mesh, and TensorType: a layout with shape and dtype.
+"""Layout: where one tensor lives on a mesh; Placement, TensorType: with its gradient, its shape.
 
 For each dim, the axes that cut it, outermost first; and the axes over which the tensor is a
-partial sum. Every other axis holds a replica.
+partial sum. Every other axis holds a replica. A Placement is a layout that knows its gradient.
 
 >>> layout = Layout("dp", None, ("tp",))
 >>> print(TensorType.parse("f32[8@dp, 128, 1024]{+tp}"))
@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -24,7 +24,7 @@ from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor.placement_types import Placement
+    from torch.distributed.tensor import placement_types as dtensor
 
 AxisNames = str | Sequence[str] | None
 
@@ -148,13 +148,13 @@ class Layout:
                     source=source,
                 )
 
-    def to_placements(self, mesh: Mesh) -> tuple[Placement, ...]:
+    def to_placements(self, mesh: Mesh) -> tuple[dtensor.Placement, ...]:
         """DTensor's placements, one for each mesh axis, the order of axes on a dim kept."""
         from torch.distributed.tensor import Partial, Replicate, Shard
 
         from autopar._torch import StridedShard
 
-        placements: list[Placement] = []
+        placements: list[dtensor.Placement] = []
         for position, axis in enumerate(mesh.names):
             dim = self.dim_of(axis)
             if dim is None:
@@ -168,7 +168,9 @@ class Layout:
         return tuple(placements)
 
     @classmethod
-    def from_placements(cls, placements: Sequence[Placement], mesh: Mesh, ndim: int) -> Layout:
+    def from_placements(
+        cls, placements: Sequence[dtensor.Placement], mesh: Mesh, ndim: int
+    ) -> Layout:
         """The layout that DTensor's placements describe."""
         from autopar._torch import StridedShard
 
@@ -221,6 +223,51 @@ class Layout:
     def __repr__(self) -> str:
         dims = ", ".join("@".join(("", *dim)) if dim else "_" for dim in self.dims)
         return f"[{dims}]{_partial_suffix(self.partial)}"
+
+
+class Placement:
+    """A layout, and the axes on which it is *pending*: replicas whose gradient is a partial sum.
+
+    Equal placements are one object, so that they are compared and found at no cost.
+    """
+
+    __slots__ = ("layout", "pending")
+    layout: Layout
+    pending: tuple[str, ...]
+    _known: ClassVar[dict[tuple[Layout, tuple[str, ...]], Placement]] = {}
+
+    def __new__(cls, layout: Layout, pending: Iterable[str] = ()) -> Placement:
+        key = layout, tuple(sorted((pending,) if isinstance(pending, str) else pending))
+        if key not in cls._known:
+            if taken := sorted(set(key[1]) & set(layout.axes)):
+                raise InvalidInput(
+                    "a gradient is a partial sum only over axes on which the value is a replica",
+                    got=f"pending {', '.join(map(repr, key[1]))} with {layout}",
+                    remedy=f"leave {', '.join(map(repr, taken))} out",
+                )
+            made = super().__new__(cls)
+            made.layout, made.pending = key
+            cls._known.setdefault(key, made)
+        return cls._known[key]
+
+    @classmethod
+    def whole(cls, ndim: int) -> Placement:
+        """A replica on every rank, whose gradient is one, too."""
+        return cls(Layout.replicated(ndim))
+
+    @property
+    def dims(self) -> tuple[tuple[str, ...], ...]:
+        return self.layout.dims
+
+    @property
+    def partial(self) -> tuple[str, ...]:
+        return self.layout.partial
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Placement, (self.layout, self.pending)
+
+    def __repr__(self) -> str:
+        return f"{self.layout}{f', pending {self.pending}' if self.pending else ''}"
 
 
 _DTYPES = {

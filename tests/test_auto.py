@@ -45,8 +45,8 @@ def check_agreement(plan: ap.Plan, gap: float = 0.01) -> None:
     for node in plan.program.graph.nodes:
         if node.op == "call_function" and "movement" not in node.meta:
             inputs = tensor_inputs(node)
-            for value, (layout, _) in zip(inputs, node.meta["wants"]):
-                assert value.meta["type"].layout == layout
+            for value, want in zip(inputs, node.meta["wants"]):
+                assert value.meta["type"].layout == want.layout
             strategy = plan.decisions.strategies.get(node.name)
             if strategy is not None and node.target == targets[node.name]:  # no kernel, not fused
                 signature = node.meta["rule"].signature(strategy)

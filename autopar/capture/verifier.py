@@ -151,9 +151,9 @@ def has_wants(graph: fx.Graph, mesh: Mesh | None) -> None:
         if wants is None or len(wants) != count:
             got = f"{'none' if wants is None else len(wants)} for {count} inputs"
             _fail("a node has one wish for each tensor input", node, got)
-        for source, (layout, _) in zip(_inputs(node), wants):
-            if layout.ndim != info(source).val.ndim:
-                _fail("a wish names every dim of the input", node, f"{layout} for {source}")
+        for source, want in zip(_inputs(node), wants):
+            if want.layout.ndim != info(source).val.ndim:
+                _fail("a wish names every dim of the input", node, f"{want} for {source}")
 
 
 def has_kept_wishes(graph: fx.Graph, mesh: Mesh | None) -> None:
@@ -161,9 +161,9 @@ def has_kept_wishes(graph: fx.Graph, mesh: Mesh | None) -> None:
     for node in graph.nodes:
         if node.op == "placeholder":
             continue
-        for source, (layout, _) in zip(_inputs(node), info(node).wants):
-            if info(source).type.layout != layout:
-                got = f"{source} is {info(source).type}, wanted {layout}"
+        for source, want in zip(_inputs(node), info(node).wants):
+            if info(source).type.layout != want.layout:
+                got = f"{source} is {info(source).type}, wanted {want}"
                 _fail("a consumer gets the layout it wants", node, got)
 
 

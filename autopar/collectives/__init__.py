@@ -1,10 +1,15 @@
 """Movements of data between ranks, each with a defined backward, and the shortest way by them.
 
->>> from autopar.layout import Layout
+>>> from autopar.layout import Layout, Placement
 >>> from autopar.mesh import Mesh
 >>> mesh = Mesh(dp=2, tp=2)
 >>> path = redistribute(
-...     Layout(None, "tp"), Layout(None, None), ("tp",), (8, 8), 4, mesh, LinkPrice.uniform(mesh)
+...     Layout(None, "tp"),
+...     Placement(Layout(None, None), pending="tp"),
+...     (8, 8),
+...     4,
+...     mesh,
+...     LinkPrice.uniform(mesh),
 ... )
 >>> [(movement.kind, movement.axes, movement.backward) for movement in path]
 [('all_gather', ('tp',), 'reduce_scatter')]

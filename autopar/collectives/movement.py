@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.layout import Layout
+from autopar.layout import Layout, Placement
 
 KINDS = ("identity", "all_reduce", "all_gather", "reduce_scatter", "slice", "all_to_all")
 
@@ -63,3 +63,8 @@ class Movement:
             assert dim is not None
             layout = layout.with_dim(dim, layout.dims[dim] + self.axes)
         return layout
+
+    def place(self, placement: Placement) -> Placement:
+        """Where the value is after this movement."""
+        pending = self.axes if self.pending else ()
+        return Placement(self.apply(placement.layout), (*placement.pending, *pending))

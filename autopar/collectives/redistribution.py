@@ -3,15 +3,14 @@
 >>> mesh = Mesh(a=2, b=2)
 >>> price = LinkPrice.uniform(mesh)
 >>> for movement in redistribute(
-...     Layout(("a", "b"), None), Layout(None, "a"), (), (8, 8), 4, mesh, price
+...     Layout(("a", "b"), None), Placement(Layout(None, "a")), (8, 8), 4, mesh, price
 ... ):
 ...     print(movement.kind, movement.axes, movement.dim, movement.to_dim)
 all_gather ('b',) 0 None
 all_to_all ('a',) 0 1
 
-A state is a layout together with the axes that are already *pending* (replicas whose gradient
-arrives as a partial sum); an edge is one collective over one or several axes, priced forward and
-backward. Inner axes of a dim leave it before outer ones, and new axes enter it innermost, so an
+The way leads through placements; an edge is one collective over one or several axes, priced forward
+and backward. Inner axes of a dim leave it before outer ones, and new axes enter it innermost, so an
 edge never gathers over a group that holds more than one piece of what it joins. Several axes go
 at once where their pieces are even and they stand in the order of the mesh, which is that of the
 ranks in a process group. A search grows from each source and is kept: the next target continues
@@ -22,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -30,7 +29,7 @@ from typing import Protocol
 
 from autopar.collectives.movement import Movement
 from autopar.errors import InvalidInput, VerifierError
-from autopar.layout import Layout
+from autopar.layout import Layout, Placement
 from autopar.mesh import Mesh
 
 # A movement more costs at least this: of two equal ways, the one with fewer movements is taken.
@@ -85,8 +84,7 @@ class LinkPrice:
 
 def redistribute(
     source: Layout,
-    target: Layout,
-    pending: Collection[str],
+    target: Placement,
     shape: Sequence[int],
     itemsize: int,
     mesh: Mesh,
@@ -95,20 +93,15 @@ def redistribute(
 ) -> tuple[Movement, ...]:
     """The cheapest movements from `source` to `target`.
 
-    `pending` are the axes on which the target is a replica whose gradient arrives as a partial
-    sum. Without `differentiable` only the way forward counts and `pending` says nothing.
+    Without `differentiable` only the way forward counts, and it says nothing where the target is
+    pending.
     """
-    if source == target and not pending:
-        return ()
-    return _solve(
-        source, target, frozenset(pending), tuple(shape), itemsize, mesh, price, differentiable
-    )[0]
+    return _solve(source, target, tuple(shape), itemsize, mesh, price, differentiable)[0]
 
 
 def redistribution_cost(
     source: Layout,
-    target: Layout,
-    pending: Collection[str],
+    target: Placement,
     shape: Sequence[int],
     itemsize: int,
     mesh: Mesh,
@@ -116,34 +109,25 @@ def redistribution_cost(
     differentiable: bool = True,
 ) -> float:
     """The seconds that the movements of `redistribute` take, forward and backward."""
-    if source == target and not pending:
-        return 0.0
-    return _solve(
-        source, target, frozenset(pending), tuple(shape), itemsize, mesh, price, differentiable
-    )[1]
+    return _solve(source, target, tuple(shape), itemsize, mesh, price, differentiable)[1]
 
 
-def apply_path(path: Iterable[Movement], source: Layout) -> tuple[Layout, frozenset[str]]:
-    """Where a path leads: the layout after it and the axes that are pending there."""
-    pending: set[str] = set()
+def apply_path(path: Iterable[Movement], source: Layout) -> Placement:
+    """Where a path leads."""
+    end = Placement(source)
     for movement in path:
-        source = movement.apply(source)
-        if movement.pending:
-            pending.update(movement.axes)
-    return source, frozenset(pending)
+        end = movement.place(end)
+    return end
 
 
-def verify_path(
-    path: Iterable[Movement], source: Layout, target: Layout, pending: Collection[str] = ()
-) -> None:
-    """Refuse a path that does not lead from `source` to `target` with `pending`."""
+def verify_path(path: Iterable[Movement], source: Layout, target: Placement) -> None:
+    """Refuse a path that does not lead from `source` to `target`."""
     path = tuple(path)
-    end, found = apply_path(path, source)
-    if end != target or found != frozenset(pending):
+    end = apply_path(path, source)
+    if end is not target:
         raise VerifierError(
             "the movements of a redistribution lead from its source to its target",
-            got=f"{path} from {source} leads to {end}, pending {sorted(found)}; "
-            f"wanted {target}, pending {sorted(pending)}",
+            got=f"{path} from {source} leads to {end}; wanted {target}",
         )
 
 
@@ -173,47 +157,42 @@ def _edge_cost(movement: Movement, size: float, price: Price, differentiable: bo
     return cost
 
 
-# Where an axis stands: the axes that cut each dim, those of partial sums, those that are pending.
-State = tuple[tuple[tuple[str, ...], ...], tuple[str, ...], tuple[str, ...]]
-
-
 @lru_cache(maxsize=1 << 18)
 def _solve(
     source: Layout,
-    target: Layout,
-    pending: frozenset[str],
+    target: Placement,
     shape: tuple[int, ...],
     itemsize: int,
     mesh: Mesh,
     price: Price,
     differentiable: bool,
 ) -> tuple[tuple[Movement, ...], float]:
-    _validate(source, target, pending, shape, mesh)
+    if Placement(source) is target:
+        return (), 0.0
+    _validate(source, target, shape, mesh)
     even, size = shape, float(itemsize)
     if all(length % mesh.size == 0 for length in shape):
         # Every cut is even: only the bytes count, so that shapes of one size share a search.
         even = (mesh.size,) * len(shape)
         size = itemsize * math.prod(shape) / math.prod(even)
     search = _search(source, even, size, mesh, price, differentiable)
-    return search.reach((target.dims, target.partial, tuple(sorted(pending))))
+    return search.reach(target)
 
 
-def _validate(
-    source: Layout, target: Layout, pending: frozenset[str], shape: tuple[int, ...], mesh: Mesh
-) -> None:
+def _validate(source: Layout, target: Placement, shape: tuple[int, ...], mesh: Mesh) -> None:
     source.validate(shape, mesh)
-    target.validate(shape, mesh)
+    target.layout.validate(shape, mesh)
     if not set(target.partial) <= set(source.partial):
         raise InvalidInput(
             "no movement makes a partial sum: only an operator on cut data gives one",
             got=f"from {source} to {target}",
             remedy=f"leave {sorted(set(target.partial) - set(source.partial))} out of the target",
         )
-    if not pending <= set(mesh.names) - set(target.axes):
+    if unknown := sorted(set(target.pending) - set(mesh.names)):
         raise InvalidInput(
             "a gradient is a partial sum only over axes on which the value is a replica",
-            got=f"pending {sorted(pending)} with {target} on {mesh}",
-            remedy=f"leave {sorted(pending - (set(mesh.names) - set(target.axes)))} out",
+            got=f"{target} on {mesh}",
+            remedy=f"leave {unknown} out",
         )
 
 
@@ -243,24 +222,24 @@ class _Search:
     ) -> None:
         self.shape, self.itemsize, self.mesh = shape, itemsize, mesh
         self.price, self.differentiable = price, differentiable
-        self.start: State = (source.dims, source.partial, ())
-        self.best: dict[State, float] = {self.start: 0.0}
-        self.came: dict[State, tuple[State, Movement, float]] = {}
-        self.settled: set[State] = set()
+        self.start = Placement(source)
+        self.best: dict[Placement, float] = {self.start: 0.0}
+        self.came: dict[Placement, tuple[Placement, Movement, float]] = {}
+        self.settled: set[Placement] = set()
         self.order = itertools.count()
-        self.open: list[tuple[float, int, State]] = [(0.0, 0, self.start)]
+        self.open: list[tuple[float, int, Placement]] = [(0.0, 0, self.start)]
         self.costs: dict[tuple[str, bool, tuple[str, ...], float], float] = {}
         self.sizes: dict[tuple[tuple[str, ...], ...], float] = {}
 
-    def reach(self, target: State) -> tuple[tuple[Movement, ...], float]:
+    def reach(self, target: Placement) -> tuple[tuple[Movement, ...], float]:
         """The path to `target`, and its seconds."""
         if not self.differentiable:
-            target = (target[0], target[1], ())
+            target = Placement(target.layout)
         while target not in self.settled:
-            distance, _, state = heappop(self.open)
-            if state not in self.settled:
-                self.settled.add(state)
-                self._expand(state, distance)
+            distance, _, placement = heappop(self.open)
+            if placement not in self.settled:
+                self.settled.add(placement)
+                self._expand(placement, distance)
         path: list[Movement] = []
         seconds = 0.0
         while target != self.start:
@@ -269,19 +248,19 @@ class _Search:
             seconds += cost
         return tuple(reversed(path)), seconds
 
-    def _expand(self, state: State, distance: float) -> None:
-        before = self._bytes(state[0])
-        for movement, after, cuts in steps(state, self.mesh):
+    def _expand(self, placement: Placement, distance: float) -> None:
+        before = self._bytes(placement.dims)
+        for movement, after, cuts in steps(placement, self.mesh):
             if after in self.settled or (movement.pending and not self.differentiable):
                 continue
             if any(self.shape[dim] % degree for dim, degree in cuts):
                 continue
-            size = max(before, self._bytes(after[0]))
+            size = max(before, self._bytes(after.dims))
             cost = self._cost(movement, size)
             total = distance + cost + TIE
             if total < self.best.get(after, math.inf):
                 self.best[after] = total
-                self.came[after] = (state, movement, cost)
+                self.came[after] = (placement, movement, cost)
                 heappush(self.open, (total, next(self.order), after))
 
     def _cost(self, movement: Movement, size: float) -> float:
@@ -307,41 +286,34 @@ def local_elements(dims: tuple[tuple[str, ...], ...], shape: tuple[int, ...], me
 
 # A movement, where it leads, and the dims that must be cut evenly for it, each with its degree:
 # over several axes at once the pieces are those of the axes one by one only where all are even.
-Step = tuple[Movement, State, tuple[tuple[int, int], ...]]
+Step = tuple[Movement, Placement, tuple[tuple[int, int], ...]]
 
 
 @lru_cache(maxsize=1 << 16)
-def steps(state: State, mesh: Mesh) -> tuple[Step, ...]:
-    """Every single collective that is possible in `state`."""
+def steps(placement: Placement, mesh: Mesh) -> tuple[Step, ...]:
+    """Every single collective that is possible in `placement`."""
     found = []
-    for movement in _movements(state, mesh):
-        dims, partial, pending = state
-        axes = movement.axes
-        before = Layout(*dims, partial=partial)
-        after = movement.apply(before)
-        cuts = []
-        if len(axes) > 1:
+    for movement in _movements(placement, mesh):
+        after, cuts = movement.place(placement), []
+        if len(movement.axes) > 1:
             for dim in {movement.dim, movement.to_dim} - {None}:
                 assert dim is not None
-                longer = max(before.dims[dim], after.dims[dim], key=len)
+                longer = max(placement.dims[dim], after.dims[dim], key=len)
                 cuts.append((dim, mesh.degree(longer)))
-        if movement.pending:
-            pending = tuple(sorted({*pending, *axes}))
-        found.append((movement, (after.dims, after.partial, pending), tuple(cuts)))
+        found.append((movement, after, tuple(cuts)))
     return tuple(found)
 
 
-def _movements(state: State, mesh: Mesh) -> Iterator[Movement]:
-    dims, partial, pending = state
-    used = {*partial, *pending, *itertools.chain(*dims)}
-    sums = _subsets(axis for axis in mesh.names if axis in partial)
+def _movements(placement: Placement, mesh: Mesh) -> Iterator[Movement]:
+    used = {*placement.layout.axes, *placement.pending}
+    sums = _subsets(axis for axis in mesh.names if axis in placement.partial)
     free = _subsets(axis for axis in mesh.names if axis not in used)
     for axes in sums:
         yield Movement("all_reduce", axes)
         yield Movement("all_reduce", axes, pending=True)
     for axes in free:
         yield Movement("identity", axes, pending=True)
-    for dim, cut in enumerate(dims):
+    for dim, cut in enumerate(placement.dims):
         for axes in sums:
             yield Movement("reduce_scatter", axes, dim)
         for axes in free:
@@ -349,7 +321,7 @@ def _movements(state: State, mesh: Mesh) -> Iterator[Movement]:
         for axes in _innermost(cut, mesh):
             yield Movement("all_gather", axes, dim)
             yield Movement("all_gather", axes, dim, pending=True)
-            for to_dim in range(len(dims)):
+            for to_dim in range(placement.layout.ndim):
                 if to_dim != dim:
                     yield Movement("all_to_all", axes, dim, to_dim)
 

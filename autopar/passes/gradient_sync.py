@@ -13,6 +13,7 @@ from __future__ import annotations
 from torch import fx
 
 from autopar.collectives import Movement
+from autopar.layout import Placement
 from autopar.passes.redistribution import insert_movement
 from autopar.strategies import tensor_inputs
 from autopar.strategies.node_info import info
@@ -57,8 +58,8 @@ def _lift(graph: fx.Graph, identity: fx.Node, axes: tuple[str, ...]) -> None:
             moved = insert_movement(graph, node, Movement("identity", axes, pending=True))
         value.replace_input_with(node, moved)
     info(value).wants = tuple(
-        (layout, tuple(sorted({*pending, *axes})) if node in learned else pending)
-        for node, (layout, pending) in zip(inputs, info(value).wants)
+        Placement(want.layout, {*want.pending, *axes}) if node in learned else want
+        for node, want in zip(inputs, info(value).wants)
     )
     info(value).pending = tuple(sorted({*info(value).pending, *axes}))
     identity.replace_all_uses_with(value)

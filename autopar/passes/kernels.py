@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autopar.collectives import Movement
-from autopar.layout import Layout, TensorType
+from autopar.layout import Layout, Placement, TensorType
 from autopar.mesh import Mesh
 from autopar.passes.redistribution import insert_movement
 from autopar.strategies import (
@@ -114,8 +114,8 @@ def _expand(
     combined.meta = dict(node.meta)
     info(combined).update(rule=None, saved=(0, 1), calls=())  # the part has them
     inputs, wants = tensor_inputs(node), info(node).wants
-    wanted = {value: (want[0], ()) for value, want in zip(inputs, wants)}
-    wanted[gathered] = (info(gathered).type.layout, ())
+    wanted = {value: Placement(want.layout) for value, want in zip(inputs, wants)}
+    wanted[gathered] = Placement(info(gathered).type.layout)
     info(combined).wants = tuple(wanted[value] for value in combined.all_input_nodes)
     node.replace_all_uses_with(combined)
     graph.erase_node(node)

@@ -12,13 +12,11 @@ from torch import fx
 from autopar.capture.marker import ANNOTATE
 from autopar.capture.origins import is_made_of_parameters
 from autopar.collectives import Movement, Price, redistribute, redistribution_cost
-from autopar.layout import Layout, TensorType
+from autopar.layout import Layout, Placement, TensorType
 from autopar.mesh import Mesh
 from autopar.strategies import tensor_inputs
 from autopar.strategies.node_info import info
 from autopar.strategies.results import is_result
-
-State = tuple[Layout, tuple[str, ...]]  # a layout, and the axes on which it is pending
 
 
 def insert_movements(graph: fx.Graph, mesh: Mesh, price: Price) -> fx.Graph:
@@ -30,10 +28,10 @@ def insert_movements(graph: fx.Graph, mesh: Mesh, price: Price) -> fx.Graph:
         inputs, moved = _inputs(node), {}
         for value, want in zip(inputs, info(node).wants):
             # What the search made readers share comes first; the rest of the way is from there.
-            before: State | None = None
-            for state in (*info(node).ways.get((value.name, want), ()), want):
-                moved[value, want] = insertion.bring(node, value, state, before)
-                before = state
+            before: Placement | None = None
+            for at in (*info(node).ways.get((value.name, want), ()), want):
+                moved[value, want] = insertion.bring(node, value, at, before)
+                before = at
         _rewire(node, inputs, [moved[value, want] for value, want in zip(inputs, info(node).wants)])
     for node in reversed(graph.nodes):
         if node.target is ANNOTATE:
@@ -42,7 +40,7 @@ def insert_movements(graph: fx.Graph, mesh: Mesh, price: Price) -> fx.Graph:
 
 
 class _Insertion:
-    """The versions of every value that exist so far, by state, and the states that are wanted.
+    """The versions of every value that exist so far, by placement, and those that are wanted.
 
     A marker is another name for the value that it marks: its readers start from that value, those
     that want another layout than the marker's by way of the marker's.
@@ -50,66 +48,65 @@ class _Insertion:
 
     def __init__(self, graph: fx.Graph, mesh: Mesh, price: Price) -> None:
         self.graph, self.mesh, self.price = graph, mesh, price
-        self.versions: dict[fx.Node, dict[State, fx.Node]] = {}
-        self.wanted: dict[fx.Node, set[State]] = {}
+        self.versions: dict[fx.Node, dict[Placement, fx.Node]] = {}
+        self.wanted: dict[fx.Node, set[Placement]] = {}
         for node in graph.nodes:
             if _reads_tensors(node):
                 for value, want in zip(_inputs(node), info(node).wants):
                     self._expect(value, want)
 
     def bring(
-        self, reader: fx.Node, value: fx.Node, want: State, before: State | None = None
+        self, reader: fx.Node, value: fx.Node, want: Placement, before: Placement | None = None
     ) -> fx.Node:
         """The node that holds `value` as wanted, made from `before` or, if that does not exist,
         from the cheapest version that does."""
-        layout, pending = want
+        own = Placement(info(value).type.layout)
         if value.target is ANNOTATE:
-            marked, own = value.args[0], info(value).type.layout
-            assert isinstance(marked, fx.Node)
-            if layout == own:
+            (marked,) = value.all_input_nodes
+            if want.layout == own.layout:
                 return self.bring(reader, marked, want)
             if value not in self.versions:
-                self.versions[value] = {(own, ()): self.bring(reader, marked, (own, ()))}
-        versions = self.versions.setdefault(value, {(info(value).type.layout, ()): value})
+                self.versions[value] = {own: self.bring(reader, marked, own)}
+        versions = self.versions.setdefault(value, {own: value})
         if want in versions:
             return versions[want]
-        if pending and any(state[0] == layout for state in self.wanted[value] - {want}):
-            self.bring(reader, value, (layout, ()))  # others want it too: it moves once
-        whole = [state for state in versions if not state[1]]
-        start = min(whole, key=lambda state: (state != before, self._cost(value, state, want)))
-        node, state = versions[start], start
-        for movement in self._path(value, start[0], want):
-            state = _after(state, movement)
-            if state not in versions:
+        others = self.wanted[value] - {want}
+        if want.pending and any(other.layout == want.layout for other in others):
+            self.bring(reader, value, Placement(want.layout))  # others want it too: it moves once
+        clear = [at for at in versions if not at.pending]
+        at = min(clear, key=lambda at: (at is not before, self._cost(value, at, want)))
+        node = versions[at]
+        for movement in self._path(value, at.layout, want):
+            at = movement.place(at)
+            if at not in versions:
                 with self.graph.inserting_before(reader):
-                    versions[state] = insert_movement(self.graph, node, movement)
-            node = versions[state]
+                    versions[at] = insert_movement(self.graph, node, movement)
+            node = versions[at]
             info(node).module, info(node).source = info(reader).module, info(reader).source
         return node
 
-    def _path(self, value: fx.Node, start: Layout, want: State) -> tuple[Movement, ...]:
+    def _path(self, value: fx.Node, start: Layout, want: Placement) -> tuple[Movement, ...]:
         """The cheapest movements. Over the axes on which a parameter is stored whole its gradient
         is summed last: then that need not wait in the program."""
-        layout, pending = want
-        late = tuple(axis for axis in self.mesh if axis in pending and axis not in start.axes)
+        late = tuple(axis for axis in self.mesh if axis in want.pending and axis not in start.axes)
         if late and info(value).differentiable and is_made_of_parameters(value):
-            rest = tuple(axis for axis in pending if axis not in late)
-            path = redistribute(start, layout, rest, *self._about(value))
+            rest = Placement(want.layout, set(want.pending) - set(late))
+            path = redistribute(start, rest, *self._about(value))
             if not any(set(movement.axes) & set(late) for movement in path):
                 return (Movement("identity", late, pending=True), *path)
-        return redistribute(start, layout, pending, *self._about(value))
+        return redistribute(start, want, *self._about(value))
 
-    def _expect(self, value: fx.Node, want: State) -> None:
+    def _expect(self, value: fx.Node, want: Placement) -> None:
         if value.target is ANNOTATE:
-            own = info(value).type.layout
-            self._expect(value.args[0], want if want[0] == own else (own, ()))  # type: ignore[arg-type]
-            if want[0] == own:
+            own = Placement(info(value).type.layout)
+            is_own = want.layout == own.layout
+            self._expect(value.all_input_nodes[0], want if is_own else own)
+            if is_own:
                 return
         self.wanted.setdefault(value, set()).add(want)
 
-    def _cost(self, value: fx.Node, state: State, want: State) -> float:
-        layout, pending = want
-        return redistribution_cost(state[0], layout, pending, *self._about(value))
+    def _cost(self, value: fx.Node, at: Placement, want: Placement) -> float:
+        return redistribution_cost(at.layout, want, *self._about(value))
 
     def _about(self, value: fx.Node) -> tuple[tuple[int, ...], int, Mesh, Price, bool]:
         type_, differentiable = info(value).type, info(value).differentiable
@@ -124,7 +121,7 @@ def insert_movement(graph: fx.Graph, value: fx.Node, movement: Movement) -> fx.N
     info(node).update(
         val=info(value).val,
         type=TensorType(before.shape, before.dtype, movement.apply(before.layout)),
-        wants=((before.layout, ()),),
+        wants=(Placement(before.layout),),
         movement=movement,
         source=info(value).source,
         module=info(value).module,
@@ -149,11 +146,6 @@ def _reads_tensors(node: fx.Node) -> bool:
 
 def _inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     return node.args[0] if node.op == "output" else tensor_inputs(node)  # type: ignore[return-value]
-
-
-def _after(state: State, movement: Movement) -> State:
-    pending = state[1] + (movement.axes if movement.pending else ())
-    return movement.apply(state[0]), tuple(sorted(pending))
 
 
 def _rewire(reader: fx.Node, before: tuple[fx.Node, ...], after: list[fx.Node]) -> None:

@@ -19,6 +19,7 @@ from torch import fx
 
 from autopar.capture.verifier import verify
 from autopar.errors import InvalidInput
+from autopar.layout import Placement
 from autopar.mesh import Mesh
 from autopar.passes.flow import SHIFTS, Flow, ancestors
 from autopar.strategies.node_info import info
@@ -181,4 +182,4 @@ def _program(source: fx.Graph, wanted: Iterable[fx.Node], given: Iterable[fx.Nod
 def _end(graph: fx.Graph, results: list[fx.Node]) -> None:
     output = graph.output(tuple(results))
     info(output).end(results)
-    info(output).wants = tuple((info(node).type.layout, ()) for node in results)
+    info(output).wants = tuple(Placement(info(node).type.layout) for node in results)

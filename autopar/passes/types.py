@@ -15,14 +15,12 @@ from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.cost.operators import facts_of
-from autopar.layout import Layout, TensorType
+from autopar.layout import Layout, Placement, TensorType
 from autopar.search.decisions import Decisions
 from autopar.strategies import Strategy, tensor_inputs
 from autopar.strategies.node_info import flat, info
 from autopar.strategies.results import has_results, is_result, maker, place_of
 from autopar.strategies.rule import Facts
-
-Want = tuple[Layout, tuple[str, ...]]
 
 
 def assign_types(captured: Captured, decisions: Decisions) -> fx.Graph:
@@ -55,16 +53,16 @@ def _type_operator(node: fx.Node, facts: Facts | None, decisions: Decisions) -> 
     strategy = decisions.strategies.get(node.name, Strategy())
     if node.name in decisions.fixed:
         layouts: tuple[Layout, ...] = (decisions.fixed[node.name],)
-        info(node).wants = ((layouts[0], ()),)
+        info(node).wants = (Placement(layouts[0]),)
     elif rule is None:
         values = info(node).values
         layouts = tuple(Layout.replicated(getattr(value, "ndim", 0)) for value in values)
-        info(node).wants = tuple((Layout.replicated(info(i).val.ndim), ()) for i in inputs)
+        info(node).wants = tuple(Placement.whole(info(i).val.ndim) for i in inputs)
     else:
         signature = rule.signature(strategy)
         layouts = signature.outputs
         info(node).wants = tuple(
-            (wanted, gradient.partial if info(argument).differentiable else ())
+            Placement(wanted, gradient.partial if info(argument).differentiable else ())
             for argument, wanted, gradient in zip(inputs, signature.inputs, signature.gradients)
         )
         info(node).update(
@@ -74,7 +72,7 @@ def _type_operator(node: fx.Node, facts: Facts | None, decisions: Decisions) -> 
             saves_output=rule.saved.output,
         )
     info(node).ways = {
-        (value.name, want): [(Layout(*dims, partial=sums), pending) for dims, sums, pending in way]
+        (value.name, want): way
         for position, (value, want) in enumerate(zip(inputs, info(node).wants))
         if (way := decisions.ways.get((value.name, node.name, position)))
     }
@@ -86,14 +84,14 @@ def _type_output(captured: Captured, graph: fx.Graph, decisions: Decisions) -> N
     output = graph.output_node()
     mutated = {node: buffer for buffer, node in captured.mutations.items()}
     placeholder_of = {name: placeholder for placeholder, name in captured.buffers.items()}
-    wants: list[Want] = []
+    wants: list[Placement] = []
     results = cast(tuple[fx.Node, ...], output.args[0])
     first_mutation = len(results) - len(captured.mutations)
     for index, value in enumerate(results):
         layout = info(value).type.layout
         if index >= first_mutation:
             layout = decisions.placeholders[placeholder_of[mutated[value.name]]]
-        wants.append((layout.with_partial(()), ()))
+        wants.append(Placement(layout.with_partial(())))
     info(output).wants = tuple(wants)
 
 

@@ -18,18 +18,16 @@ from torch import fx
 from autopar.capture.listing import operator_name
 from autopar.capture.marker import ANNOTATE
 from autopar.capture.origins import is_of_parameters
-from autopar.collectives.redistribution import State
 from autopar.cost.footprint import OPTIMIZER_COPIES
 from autopar.cost.price import ClusterPrice
 from autopar.errors import InvalidInput
-from autopar.layout import TensorType
+from autopar.layout import Placement, TensorType
 from autopar.mesh import Mesh
 from autopar.plan.explanation import Candidate, Explanation
 from autopar.plan.formulas import Edge, edge, operator_formulas
-from autopar.search.candidates import Candidates, NodeClasses, state_of_whole
+from autopar.search.candidates import Candidates, NodeClasses
 from autopar.search.constraints import Constraints, LayoutConstraint
-from autopar.search.decide import layout_of
-from autopar.search.reshard import state_of
+from autopar.search.reshard import Placements
 from autopar.solver.forced import forced
 from autopar.strategies import rule_of
 from autopar.strategies.node_info import info
@@ -111,7 +109,7 @@ class _Explainer:
                         for value, states in zip(self.kinds.inputs(node), offered.inputs)
                     ),
                     output=", ".join(
-                        str(TensorType(tuple(tensor.shape), tensor.dtype, layout_of(states[index])))
+                        str(TensorType(tuple(tensor.shape), tensor.dtype, states[index].layout))
                         for tensor, states in zip(tensors_of(node), offered.results)
                     ),
                     forward=float(offered.forward[index]),
@@ -149,7 +147,7 @@ class _Explainer:
         strategy = self.decisions.strategies.get(node.name)
         offered = self.kinds.candidates(node)
         if strategy is None:
-            whole = state_of_whole(tensors_of(node)[0].ndim)
+            whole = Placement.whole(tensors_of(node)[0].ndim)
             chosen = offered.outputs.index(whole) if whole in offered.outputs else 0
             return offered, chosen
         if strategy not in offered.strategies:
@@ -160,7 +158,7 @@ class _Explainer:
 
     def _why_not(self, node: fx.Node, offered: Candidates, index: int) -> str:
         for position, constraint in self.constraints.bound.get(node.name, {}).items():
-            if offered.inputs[position][index][:2] != state_of(constraint.layout)[:2]:
+            if offered.inputs[position][index].layout != constraint.layout:
                 return f"annotated otherwise at {constraint.source}"
         is_asked = self.plan.search is not None and offered.strategies[index].axes
         if is_asked and node.name in self.plan.cost_graph.prologue:
@@ -179,32 +177,32 @@ class _Explainer:
             for reader, wants in self._wanted(value):
                 yield edge(value, reader, gives, wants, self.mesh, self.price, late)
 
-    def _state_before(self, value: fx.Node, reader: str, position: int) -> State:
+    def _state_before(self, value: fx.Node, reader: str, position: int) -> Placement:
         """The state from which a reader brings an input to what it wants."""
         way = self.decisions.ways.get((value.name, reader, position))
         if way:
             return way[-1]
         if value.op == "placeholder":
-            return state_of(self.decisions.placeholders[value.name])
+            return Placement(self.decisions.placeholders[value.name])
         return self._gives(value)
 
-    def _gives(self, node: fx.Node) -> State:
+    def _gives(self, node: fx.Node) -> Placement:
         if node.name in self.decisions.fixed:
-            return state_of(self.decisions.fixed[node.name])
+            return Placement(self.decisions.fixed[node.name])
         operator = maker(node)
         strategy, rule = self.decisions.strategies.get(operator.name), rule_of(operator)
         if strategy is None or rule is None:
-            return state_of_whole(info(node).val.ndim)
-        return state_of(rule.signature(strategy).outputs[place_of(node)])
+            return Placement.whole(info(node).val.ndim)
+        return Placement(rule.signature(strategy).outputs[place_of(node)])
 
-    def _wanted(self, node: fx.Node) -> list[tuple[str, State]]:
+    def _wanted(self, node: fx.Node) -> list[tuple[str, Placement]]:
         """Who reads a value, and in which state; readers that share one count once."""
-        found: dict[tuple[str, State], None] = {}
+        found: dict[tuple[str, Placement], None] = {}
         for reader in node.users:
             if reader.op == "output":
                 state = self._gives(node) if node.op != "placeholder" else None
-                if state is not None and state[1]:
-                    found["the output", (state[0], (), ())] = None
+                if state is not None and state.partial:
+                    found["the output", Placement(state.layout.with_partial(()))] = None
                 continue
             for position, value in enumerate(self.kinds.inputs(reader)):
                 if value is not node:
@@ -215,9 +213,9 @@ class _Explainer:
                     found[reader.name, self._wants(reader, position)] = None
         return list(found)
 
-    def _wants(self, reader: fx.Node, position: int) -> State:
+    def _wants(self, reader: fx.Node, position: int) -> Placement:
         if reader.name in self.decisions.fixed:
-            return state_of(self.decisions.fixed[reader.name])
+            return Placement(self.decisions.fixed[reader.name])
         offered, chosen = self._offered(reader)
         return offered.inputs[position][chosen]
 
@@ -225,11 +223,11 @@ class _Explainer:
 
     def _parameter(self, node: fx.Node) -> Explanation:
         name = self.captured.parameters[node.name]
-        now = state_of(self.decisions.placeholders[node.name])
+        now = Placement(self.decisions.placeholders[node.name])
         constraint: LayoutConstraint | None = self.constraints.parameters.get(name)
         states, seconds = self._forced_parameter(node)
         if now not in states:
-            states = (now, *states)
+            states = Placements([now, *states])
             seconds = None
         wanted = self._wanted(node)
         copies = 2 + OPTIMIZER_COPIES if info(node).differentiable else 1
@@ -240,7 +238,7 @@ class _Explainer:
                 for reader, wants in wanted
             )
             val = info(node).val
-            type_ = TensorType(tuple(val.shape), val.dtype, layout_of(state))
+            type_ = TensorType(tuple(val.shape), val.dtype, state.layout)
             candidates.append(
                 Candidate(
                     strategy=f"kept as {type_}",
@@ -307,13 +305,13 @@ class _Explainer:
         known = dict(zip(variable.candidates.strategies, least))
         return np.array([known.get(strategy, np.inf) for strategy in offered.strategies])
 
-    def _forced_parameter(self, node: fx.Node) -> tuple[tuple[State, ...], np.ndarray | None]:
+    def _forced_parameter(self, node: fx.Node) -> tuple[Placements, np.ndarray | None]:
         variable = self.plan.cost_graph.parameters[node.name]
         if self.plan.search is None:
             return variable.states, None
         return variable.states, self._forced(variable.number)
 
 
-def _type(node: fx.Node, state: State) -> str:
+def _type(node: fx.Node, state: Placement) -> str:
     val = info(node).val
-    return str(TensorType(tuple(val.shape), val.dtype, layout_of(state)))
+    return str(TensorType(tuple(val.shape), val.dtype, state.layout))

@@ -10,10 +10,9 @@ from torch import fx
 
 from autopar.cluster import Device
 from autopar.collectives import redistribute
-from autopar.collectives.redistribution import State
 from autopar.cost.model import COLLECTIVES, collective_values, operator_formula, operator_values
 from autopar.cost.price import BUCKET_BYTES, ClusterPrice
-from autopar.layout import Layout, TensorType
+from autopar.layout import Placement, TensorType
 from autopar.mesh import Mesh
 from autopar.search.candidates import Candidates
 from autopar.search.reshard import reshard_table
@@ -40,8 +39,8 @@ class Edge:
 def edge(
     value: fx.Node,
     neighbour: str,
-    first: State,
-    second: State,
+    first: Placement,
+    second: Placement,
     mesh: Mesh,
     price: ClusterPrice,
     overlap: float | None = None,
@@ -53,15 +52,15 @@ def edge(
     table = reshard_table(mesh, val.ndim)
     known = first in table.index and second in table.index
     seconds = math.inf
-    if known and not (first[2] and first != second):
+    if known and not (first.pending and first is not second):
         all_pairs = table.seconds(shape, itemsize, price, differentiable)
         seconds = float(all_pairs[table.index[first], table.index[second]])
-    source, target = _layout(first), _layout(second)
+    source, target = first.layout, second.layout
     lines: list[str] = []
-    if first != second and seconds > 0 and math.isfinite(seconds):
+    if first is not second and seconds > 0 and math.isfinite(seconds):
         layout = source
-        pending = set(second[2]) - set(first[2])
-        steps = redistribute(source, target, pending, shape, itemsize, mesh, price, differentiable)
+        rest = Placement(target, set(second.pending) - set(first.pending))
+        steps = redistribute(source, rest, shape, itemsize, mesh, price, differentiable)
         for step in steps:
             after = step.apply(layout)
             size = itemsize * max(math.prod(x.largest_shape(shape, mesh)) for x in (layout, after))
@@ -74,8 +73,8 @@ def edge(
                 if kind not in FREE
             ]
             layout = after
-    if overlap is not None and first[:2] == second[:2] and seconds:
-        axes = tuple(axis for axis in second[2] if axis not in first[2])
+    if overlap is not None and source == target and seconds:
+        axes = tuple(axis for axis in second.pending if axis not in first.pending)
         size = itemsize * math.prod(source.largest_shape(shape, mesh))
         seconds = float(price.bucketed(axes, size)) * (1 - overlap)
         lines.append(f"summed in buckets of {BUCKET_BYTES:,} bytes, which share the latency")
@@ -110,7 +109,3 @@ def operator_formulas(candidates: Candidates, index: int, device: Device) -> tup
     if candidates.inside[index]:
         lines.append(f"movements inside its kernel: {candidates.inside[index]:.6g} s")
     return tuple(lines)
-
-
-def _layout(state: State) -> Layout:
-    return Layout(*state[0], partial=state[1])

@@ -13,7 +13,6 @@ from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.capture.marker import ANNOTATE
-from autopar.collectives.redistribution import State
 from autopar.errors import InvalidInput
 from autopar.layout import TensorType
 from autopar.strategies import tensor_inputs
@@ -37,8 +36,10 @@ def require_sound(saved: SavedPlan) -> None:
         if name in saved.decisions.placeholders and type_.layout.partial:
             _fail("what goes into a program is no partial sum", f"{name}: {type_}")
     for (value, reader, _), way in saved.decisions.ways.items():
-        for state in way:
-            _require_axes(state, saved, f"{value} on its way to {reader}")
+        for at in way:
+            if any(axis not in saved.mesh for axis in (*at.layout.axes, *at.pending)):
+                got = f"{value} on its way to {reader}: {at}"
+                _fail("a value on its way uses the axes of the mesh", got)
     ranks = saved.mesh.size
     if saved.pipelining is not None:
         ranks = saved.pipelining.mesh.size
@@ -48,13 +49,6 @@ def require_sound(saved: SavedPlan) -> None:
             "a mesh has at most as many ranks as the cluster has devices",
             f"{ranks} ranks on {saved.cluster.devices} devices",
         )
-
-
-def _require_axes(state: State, saved: SavedPlan, what: str) -> None:
-    dims, partial, pending = state
-    used = [axis for dim in dims for axis in dim] + [*partial, *pending]
-    if len(set(used)) != len(used) or any(axis not in saved.mesh for axis in used):
-        _fail("a value on its way uses each axis of the mesh at most once", f"{what}: {state}")
 
 
 def _require_pipeline(saved: SavedPlan) -> None:
@@ -95,7 +89,7 @@ def require_fitting(saved: SavedPlan, captured: Captured) -> None:
         inputs = tensor_inputs(nodes[reader]) if reader in calls else ()
         if position >= len(inputs) or read not in {node.name for node in inputs}:
             _fail("a way leads from a value to its reader", f"{read} to {reader}, {position}")
-        if any(len(dims) != info(nodes[read]).val.ndim for dims, _, _ in way):
+        if any(at.layout.ndim != info(nodes[read]).val.ndim for at in way):
             _fail("a layout names every dim of its tensor, once", f"{read} to {reader}: {way}")
 
 

@@ -21,18 +21,18 @@ from autopar.capture.listing import operator_of
 from autopar.capture.marker import ANNOTATE
 from autopar.capture.origins import is_of_parameters
 from autopar.cluster import Cluster
-from autopar.collectives.redistribution import State
 from autopar.cost.footprint import OPTIMIZER_COPIES
 from autopar.cost.price import ClusterPrice
 from autopar.cost.saved_tensors import Keeping
 from autopar.errors import InvalidInput
 from autopar.garbage import collected_later
+from autopar.layout import Placement
 from autopar.mesh import Mesh
-from autopar.search.candidates import Candidates, NodeClasses, state_of_whole, storage_states, uncut
+from autopar.search.candidates import Candidates, NodeClasses, storage_states, uncut
 from autopar.search.constraints import Constraints
 from autopar.search.edges import Edges
 from autopar.search.prologue import Prologue, find_prologue, is_whole
-from autopar.search.reshard import reshard_table, state_of
+from autopar.search.reshard import Placements, reshard_table
 from autopar.solver.graph import CostGraph
 from autopar.strategies.node_info import info
 from autopar.strategies.results import is_result, maker, place_of, values_of
@@ -56,7 +56,7 @@ class Variable:
     number: int
     kind: str  # "operator", "parameter", "value" (shared layout), "group" (shared by some readers)
     name: str  # of the operator, placeholder or value
-    states: tuple[State, ...] = ()  # of all but operators
+    states: Placements  # of an operator those of its first result
     candidates: Candidates | None = None  # of operators
     readings: tuple[Reading, ...] = ()  # of a group
 
@@ -106,9 +106,8 @@ class _Builder:
         self.built = Built(CostGraph())
         self.nodes = {node.name: node for node in captured.graph.nodes}
         self.readings: dict[str, list[Reading]] = {}
-        self._shared: dict[tuple[int, ...], tuple[State, ...]] = {}
-        self._alive: list[object] = []  # what `_shared` knows by id
-        self._stored: dict[tuple, tuple[tuple[State, ...], Array]] = {}
+        self._shared: dict[tuple, Placements] = {}
+        self._stored: dict[tuple, tuple[Placements, Array]] = {}
         self._offers: dict[str, tuple[Candidates, Array]] = {}
         self.inputs: dict[str, Variable] = {}
 
@@ -151,9 +150,9 @@ class _Builder:
         if key not in self._stored:
             table = reshard_table(self.mesh, len(shape))
             states = (
-                (state_of(constraint.layout),)
+                Placements([Placement(constraint.layout)])
                 if constraint is not None
-                else tuple(s for s in storage_states(shape, self.mesh))
+                else storage_states(shape, self.mesh)
             )
             numbers = [table.index[state] for state in states]
             copies = 2 + OPTIMIZER_COPIES if info(node).differentiable else 1
@@ -195,7 +194,7 @@ class _Builder:
 
     def _add_input(self, node: fx.Node) -> None:
         """An input of the model that wants a gradient: whole on every rank."""
-        whole = (state_of_whole(info(node).val.ndim),)
+        whole = Placements([Placement.whole(info(node).val.ndim)])
         number = self.built.graph.add_node(self.edges.zeros(1), name=node.name)
         self.inputs[node.name] = Variable(number, "input", node.name, whole)
         self._register(self.inputs[node.name])
@@ -215,18 +214,15 @@ class _Builder:
                 group = self._share(value, "group", states, tuple(members))
                 self.built.groups.setdefault(value.name, []).append(group)
 
-    def _states(
-        self, given: tuple[State, ...], readings: Sequence[Reading], pending: bool
-    ) -> tuple[State, ...]:
+    def _states(self, given: Placements, readings: Sequence[Reading], pending: bool) -> Placements:
         """The `given` states and those that readers want, found once for all equal blocks."""
         wants = [self._offers[r.reader][0].inputs[r.position] for r in readings]
-        key = (id(given), *map(id, wants), pending)
+        key = (given, *wants, pending)
         if key not in self._shared:
-            self._alive += [given, *wants]
             found = dict.fromkeys(given)
             for state in itertools.chain(*wants):
-                found[state if pending else (state[0], state[1], ())] = None
-            self._shared[key] = tuple(found)
+                found[state if pending else Placement(state.layout)] = None
+            self._shared[key] = Placements(found)
         return self._shared[key]
 
     def _producer(self, value: fx.Node) -> Variable:
@@ -253,13 +249,14 @@ class _Builder:
             table, seconds = self.edges.seconds(value)
             costs = np.zeros(len(variable.states))
             for number, state in enumerate(variable.states):
-                target: State = (state[0], (), ())
+                target = Placement(state.layout.with_partial(()))
                 if index >= first_mutation:
-                    target = state_of_whole(table.ndim)
+                    target = Placement.whole(table.ndim)
                 costs[number] = seconds[table.index[state], table.index[target]]
             if costs.any():
                 sink = self.built.graph.add_node(self.edges.zeros(1), name=f"{value.name} out")
-                self._register(Variable(sink, "result", variable.name, (state_of_whole(0),)))
+                whole = Placements([Placement.whole(0)])
+                self._register(Variable(sink, "result", variable.name, whole))
                 self.built.graph.add_edge(
                     variable.number, sink, self.edges.same(costs[:, None], "out")
                 )
@@ -278,9 +275,9 @@ class _Builder:
             kept = [
                 index
                 for index in range(len(offered.strategies))
-                if (constraint is None or offered.outputs[index] == state_of(constraint.layout))
+                if (constraint is None or offered.outputs[index].layout == constraint.layout)
                 and all(
-                    offered.inputs[position][index][:2] == state_of(w.layout)[:2]
+                    offered.inputs[position][index].layout == w.layout
                     for position, w in bound.items()
                 )
             ]
@@ -332,7 +329,7 @@ class _Builder:
         return not set(facts.rule.cuttable) <= own
 
     def _share(
-        self, value: fx.Node, kind: str, states: tuple[State, ...], readings: tuple[Reading, ...]
+        self, value: fx.Node, kind: str, states: Placements, readings: tuple[Reading, ...]
     ) -> Variable:
         number = self.built.graph.add_node(
             self.edges.zeros(len(states)), name=f"{value.name} {kind}"

@@ -14,11 +14,11 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.cluster import Device
 from autopar.collectives import Price
-from autopar.collectives.redistribution import State
 from autopar.cost.operators import ShardSizes, Work, facts_of, kept_extra, seconds, work
 from autopar.errors import unforeseen
+from autopar.layout import Layout, Placement
 from autopar.mesh import Mesh
-from autopar.search.reshard import state_of
+from autopar.search.reshard import Placements
 from autopar.strategies import KERNELS, Rule, Strategy, tensor_inputs
 from autopar.strategies.node_info import info
 from autopar.strategies.rule import Facts
@@ -32,8 +32,8 @@ class Candidates:
 
     facts: Facts | None  # None: a mark, which computes nothing
     strategies: tuple[Strategy, ...]
-    inputs: tuple[tuple[State, ...], ...]  # for each input, what each strategy wants
-    results: tuple[tuple[State, ...], ...]  # for each output, what each strategy gives
+    inputs: tuple[Placements, ...]  # for each input, what each strategy wants
+    results: tuple[Placements, ...]  # for each output, what each strategy gives
     forward: Array
     backward: Array
     inside: Array  # seconds of movements that a kernel brings along
@@ -41,7 +41,7 @@ class Candidates:
     work: Work | None
 
     @property
-    def outputs(self) -> tuple[State, ...]:
+    def outputs(self) -> Placements:
         """What each strategy gives, of the first output."""
         return self.results[0]
 
@@ -58,8 +58,8 @@ class Candidates:
         return Candidates(
             self.facts,
             tuple(self.strategies[i] for i in kept),
-            tuple(tuple(states[i] for i in kept) for states in self.inputs),
-            tuple(tuple(states[i] for i in kept) for states in self.results),
+            tuple(Placements(states[i] for i in kept) for states in self.inputs),
+            tuple(Placements(states[i] for i in kept) for states in self.results),
             self.forward[kept],
             self.backward[kept],
             self.inside[kept],
@@ -116,20 +116,20 @@ class NodeClasses:
         pieces = ShardSizes(rule, strategies, self.mesh)
         done = work(facts, pieces)
         forward, backward = seconds(facts, done, self.device)
-        wants: list[list[State]] = [[] for _ in inputs]
-        gives: list[list[State]] = [[] for _ in rule.outputs]
+        wants: list[list[Placement]] = [[] for _ in inputs]
+        gives: list[list[Placement]] = [[] for _ in rule.outputs]
         for strategy in strategies:
             signature = rule.signature(strategy)
             for index, (layout, gradient) in enumerate(zip(signature.inputs, signature.gradients)):
                 pending = gradient.partial if info(inputs[index]).differentiable else ()
-                wants[index].append(state_of(layout, pending))
+                wants[index].append(Placement(layout, pending))
             for states, layout in zip(gives, signature.outputs):
-                states.append(state_of(layout))
+                states.append(Placement(layout))
         return Candidates(
             facts,
             tuple(strategies),
-            tuple(map(tuple, wants)),
-            tuple(map(tuple, gives)),
+            tuple(map(Placements, wants)),
+            tuple(map(Placements, gives)),
             forward,
             backward,
             np.array([self._inside(node, rule, s, pieces, i) for i, s in enumerate(strategies)]),
@@ -162,12 +162,12 @@ class NodeClasses:
 
 def _mark(node: fx.Node, inputs: tuple[fx.Node, ...]) -> Candidates:
     nothing = np.zeros(1)
-    whole = tuple((state_of_whole(info(i).val.ndim),) for i in inputs)
+    whole = tuple(Placements([Placement.whole(info(i).val.ndim)]) for i in inputs)
     return Candidates(
         None,
         (Strategy(),),
         whole,
-        tuple((state_of_whole(getattr(value, "ndim", 0)),) for value in info(node).values),
+        tuple(Placements([Placement.whole(getattr(v, "ndim", 0))]) for v in info(node).values),
         nothing,
         nothing,
         nothing,
@@ -176,24 +176,19 @@ def _mark(node: fx.Node, inputs: tuple[fx.Node, ...]) -> Candidates:
     )
 
 
-def state_of_whole(ndim: int) -> State:
-    """A replica on every axis."""
-    return ((),) * ndim, (), ()
-
-
 def uncut(candidates: Candidates) -> int:
     """The strategy that runs an operator whole on every rank."""
     return next(i for i, strategy in enumerate(candidates.strategies) if not strategy.axes)
 
 
-def storage_states(shape: tuple[int, ...], mesh: Mesh) -> list[State]:
+def storage_states(shape: tuple[int, ...], mesh: Mesh) -> Placements:
     """The layouts in which a parameter may be stored: each axis cuts one dim, or none."""
-    states: list[State] = []
+    states: list[Placement] = []
     for choice in itertools.product([None, *range(len(shape))], repeat=len(mesh.names)):
         dims: list[tuple[str, ...]] = [() for _ in shape]
         for axis, where in zip(mesh.names, choice):
             if where is not None:
                 dims[where] += (axis,)
         if all(not axes or mesh.degree(axes) <= size for axes, size in zip(dims, shape)):
-            states.append((tuple(dims), (), ()))
-    return states
+            states.append(Placement(Layout(*dims)))
+    return Placements(states)

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 
 from autopar.capture.captured import Captured
 from autopar.capture.listing import operator_of
-from autopar.collectives.redistribution import State
-from autopar.layout import Layout
+from autopar.layout import Placement
 from autopar.mesh import Mesh
 from autopar.search.build import Built
-from autopar.search.candidates import state_of_whole
 from autopar.search.constraints import Constraints
 from autopar.search.decisions import Decisions, Fallback
 from autopar.strategies import tensor_inputs
@@ -42,8 +40,8 @@ def decide(
             state = variable.states[choice[variable.number]]
         else:
             state = _as_read(captured, name, nodes, built, wants)
-        placeholders[name] = layout_of(state)
-    ways: dict[tuple[str, str, int], tuple[State, ...]] = {}
+        placeholders[name] = state.layout
+    ways: dict[tuple[str, str, int], tuple[Placement, ...]] = {}
     for name, variable in built.values.items():
         base = variable.states[choice[variable.number]]
         for reader in nodes[name].users:
@@ -69,21 +67,16 @@ def decide(
     )
 
 
-def layout_of(state: State) -> Layout:
-    """The layout of a state."""
-    return Layout(*state[0], partial=state[1])
-
-
 def _as_read(
     captured: Captured,
     name: str,
     nodes: dict,
     built: Built,
-    wants: dict[str, list[State]],
-) -> State:
+    wants: dict[str, list[Placement]],
+) -> Placement:
     """An input is cut at once if all its readers want the same piece; else it stays whole."""
     node = nodes[name]
-    whole = state_of_whole(info(node).val.ndim)
+    whole = Placement.whole(info(node).val.ndim)
     if name in captured.buffers or info(node).differentiable:
         return whole
     states = set()

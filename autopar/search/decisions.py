@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.collectives.redistribution import State
-from autopar.layout import Layout
+from autopar.layout import Layout, Placement
 from autopar.mesh import Mesh
 from autopar.strategies import Strategy
 
@@ -30,5 +29,5 @@ class Decisions:
     strategies: Mapping[str, Strategy]  # operators; one that is missing runs replicated
     fixed: Mapping[str, Layout] = field(default_factory=dict)  # markers -> layout
     fallbacks: tuple[Fallback, ...] = ()
-    # (value, reader, which input) -> the states that readers share on the way to what it wants
-    ways: Mapping[tuple[str, str, int], tuple[State, ...]] = field(default_factory=dict)
+    # (value, reader, which input) -> the placements that readers share on the way to what it wants
+    ways: Mapping[tuple[str, str, int], tuple[Placement, ...]] = field(default_factory=dict)

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from torch import fx
 
 from autopar.cluster import Cluster
-from autopar.collectives.redistribution import State
 from autopar.cost.price import ClusterPrice
+from autopar.layout import Placement
 from autopar.mesh import Mesh
-from autopar.search.candidates import Candidates, state_of_whole
-from autopar.search.reshard import ReshardTable, reshard_table
+from autopar.search.candidates import Candidates
+from autopar.search.reshard import Placements, ReshardTable, reshard_table
 from autopar.strategies.node_info import info
 
 Array = NDArray[np.float64]
@@ -32,13 +32,12 @@ class Edges:
         self._arrays: dict[tuple, Array] = {}
         self._tables: dict[tuple, tuple[Array, Array]] = {}
         self._types: dict[fx.Node, tuple] = {}
-        self._alive: list[object] = []  # what they know by id
 
     def table(
         self,
         value: fx.Node,
-        first: tuple[State, ...],
-        second: tuple[State, ...],
+        first: Placements,
+        second: Placements,
         late: bool,
         kept: str,
     ) -> tuple[Array, Array | None]:
@@ -46,10 +45,8 @@ class Edges:
 
         `late`: the gradient of the value is summed late. `kept`: whether what arrives is kept for
         backward: "always", or only if it was "moved"."""
-        # By identity: the same kinds of operators give the same tuples, which are long.
-        key = (self._type(value), id(first), id(second), late, kept)
+        key = (self._type(value), first, second, late, kept)
         if key not in self._tables:
-            self._alive += [first, second]
             table, seconds = self.seconds(value)
             rows = np.array([table.index[state] for state in first])
             columns = np.array([table.index[state] for state in second])
@@ -68,7 +65,7 @@ class Edges:
         return cost, memory if kept else None
 
     def _summed_late(
-        self, value: fx.Node, first: tuple[State, ...], second: tuple[State, ...], cost: Array
+        self, value: fx.Node, first: Placements, second: Placements, cost: Array
     ) -> Array:
         """The same costs where gradients are summed over the axes on which a parameter is stored
         whole when backward has gone past it."""
@@ -78,18 +75,18 @@ class Edges:
         cost = cost.copy()
         kinds: dict[tuple[str, ...], list[int]] = {}
         for j, state in enumerate(second):
-            kinds.setdefault(state[2], []).append(j)
+            kinds.setdefault(state.pending, []).append(j)
         used: dict[frozenset[str], list[int]] = {}
-        for i, (dims, _, pending) in enumerate(first):
-            axes = frozenset(axis for dim in dims for axis in dim)
-            used.setdefault(axes | frozenset(pending), []).append(i)
+        for i, state in enumerate(first):
+            axes = frozenset(axis for dim in state.dims for axis in dim)
+            used.setdefault(axes | frozenset(state.pending), []).append(i)
         for pending, js in kinds.items():
             for axes, members in used.items():
                 summed = tuple(axis for axis in pending if axis not in axes)
                 if not summed or not info(value).differentiable:
                     continue
                 rest = tuple(axis for axis in pending if axis in axes)
-                columns = np.array([table.index[(*second[j][:2], rest)] for j in js])
+                columns = np.array([table.index[Placement(second[j].layout, rest)] for j in js])
                 where = np.ix_(rows[members], columns)
                 moved = self.seconds(value, frozen=summed)[1][where]
                 # Where the cheapest way goes over these axes, it is taken as it is.
@@ -99,11 +96,10 @@ class Edges:
                 cost[here] = np.where(apart, late, cost[here])
         return cost
 
-    def bytes(self, value: fx.Node, states: tuple[State, ...]) -> Array:
+    def bytes(self, value: fx.Node, states: Placements) -> Array:
         """What one rank holds of a value in each state."""
-        key = ("bytes", id(states), self._type(value))
+        key = ("bytes", states, self._type(value))
         if key not in self._arrays:
-            self._alive.append(states)
             table = reshard_table(self.mesh, info(value).val.ndim)
             elements = table.elements(tuple(info(value).val.shape))
             numbers = [table.index[state] for state in states]
@@ -112,11 +108,10 @@ class Edges:
 
     def from_whole(self, candidates: Candidates, position: int, value: fx.Node) -> Array:
         """What reading an input of the model takes: every rank has all of it."""
-        key = ("whole", id(candidates), position, self._type(value))
+        key = ("whole", candidates.inputs[position], self._type(value))
         if key not in self._arrays:
-            self._alive.append(candidates)
             table, seconds = self.seconds(value)
-            start = table.index[state_of_whole(table.ndim)]
+            start = table.index[Placement.whole(table.ndim)]
             columns = [table.index[state] for state in candidates.inputs[position]]
             self._arrays[key] = seconds[start, columns]
         return self._arrays[key]

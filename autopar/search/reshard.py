@@ -2,7 +2,7 @@
 
 >>> table = reshard_table(Mesh(dp=2, tp=2), 2)
 >>> seconds = table.seconds((8, 8), 4, price)          # one row and one column for each state
->>> seconds[table.index[state_of(source)], table.index[state_of(target, pending)]]
+>>> seconds[table.index[Placement(source)], table.index[Placement(target, pending)]]
 
 What `redistribute` finds for one pair is found here for all at once, by relaxing all steps until
 nothing changes: the states, the steps between them and their prices are the same. From a pending
@@ -13,23 +13,33 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Iterable
 from functools import cached_property, lru_cache
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.collectives import Price
-from autopar.collectives.redistribution import TIE, State, local_elements, steps
-from autopar.layout import Layout
+from autopar.collectives.redistribution import TIE, local_elements, steps
+from autopar.layout import Layout, Placement
 from autopar.mesh import Mesh
 
 Array = NDArray[np.float64]
 
 
-def state_of(layout: Layout, pending: Collection[str] = ()) -> State:
-    """A layout, and the axes on which its gradient arrives as a partial sum."""
-    return layout.dims, layout.partial, tuple(sorted(pending))
+class Placements(tuple[Placement, ...]):
+    """Placements in their order. Equal ones are one object, so that tables are found by them."""
+
+    __slots__ = ()
+    _known: ClassVar[dict[tuple[Placement, ...], Placements]] = {}
+    __eq__, __ne__, __hash__ = object.__eq__, object.__ne__, object.__hash__
+
+    def __new__(cls, given: Iterable[Placement]) -> Placements:
+        key = tuple(given)
+        if key not in cls._known:
+            cls._known.setdefault(key, super().__new__(cls, key))
+        return cls._known[key]
 
 
 @lru_cache(maxsize=16)
@@ -63,9 +73,9 @@ class ReshardTable:
         self._solved: dict[tuple, Array] = {}
         self._places: dict[tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
-    def _starts(self) -> list[State]:
+    def _starts(self) -> list[Placement]:
         """Every layout whose axes stand in the order of the mesh."""
-        states: list[State] = []
+        states: list[Placement] = []
         choices = ["whole", "partial", *range(self.ndim)]
         for choice in itertools.product(choices, repeat=len(self.mesh.names)):
             dims: list[tuple[str, ...]] = [() for _ in range(self.ndim)]
@@ -75,25 +85,25 @@ class ReshardTable:
                     partial.append(axis)
                 elif isinstance(where, int):
                     dims[where] += (axis,)
-            states.append((tuple(dims), tuple(sorted(partial)), ()))
+            states.append(Placement(Layout(*dims, partial=partial)))
         return states
 
     @cached_property
     def pending(self) -> NDArray[np.bool_]:
         """Which states are pending on some axis."""
-        return np.array([bool(state[2]) for state in self.states])
+        return np.array([bool(state.pending) for state in self.states])
 
     @cached_property
     def data(self) -> NDArray[np.int64]:
         """States with the same number hold the same data: pending or not is no difference."""
-        numbers: dict[tuple, int] = {}
-        return np.array([numbers.setdefault(s[:2], len(numbers)) for s in self.states])
+        numbers: dict[Layout, int] = {}
+        return np.array([numbers.setdefault(s.layout, len(numbers)) for s in self.states])
 
     @lru_cache(maxsize=4096)  # noqa: B019 (tables live as long as their mesh is planned)
     def elements(self, shape: tuple[int, ...]) -> Array:
         """How many elements the largest piece has, in each state."""
         return np.array(
-            [local_elements(state[0], shape, self.mesh) for state in self.states], np.float64
+            [local_elements(state.dims, shape, self.mesh) for state in self.states], np.float64
         )
 
     def seconds(
@@ -128,10 +138,10 @@ class ReshardTable:
         if dims not in self._places:
             index = reshard_table(self.mesh, len(dims)).index
             kept: list[tuple[int, int]] = []
-            for number, (cuts, partial, pending) in enumerate(self.states):
-                if not any(axes for dim, axes in enumerate(cuts) if dim not in dims):
-                    same = tuple(cuts[dim] for dim in dims), partial, pending
-                    kept.append((number, index[same]))
+            for number, state in enumerate(self.states):
+                if not any(axes for dim, axes in enumerate(state.dims) if dim not in dims):
+                    same = Layout(*(state.dims[dim] for dim in dims), partial=state.partial)
+                    kept.append((number, index[Placement(same, state.pending)]))
             own, other = np.array(kept, np.int64).T
             self._places[dims] = own, other
         own, other = self._places[dims]

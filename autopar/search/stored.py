@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from autopar.collectives.redistribution import State
-from autopar.layout import TensorType
+from autopar.layout import Layout, Placement, TensorType
 from autopar.mesh import Mesh
 from autopar.schema import Count, Index
 from autopar.search.decisions import Decisions, Fallback
 from autopar.strategies import Strategy
 
 Axes = Mapping[str, Count]  # a mesh
+Names = tuple[str, ...]
 
 
 def decisions_to_json(decisions: Decisions, types: Mapping[str, TensorType]) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class StoredDecisions:
     strategies: Mapping[str, StoredStrategy]
     fixed: Mapping[str, TensorType]
     fallbacks: tuple[Fallback, ...]
-    ways: tuple[tuple[str, str, Index, tuple[State, ...]], ...]
+    ways: tuple[tuple[str, str, Index, tuple[tuple[tuple[Names, ...], Names, Names], ...]], ...]
 
     def read(self) -> Decisions:
         return Decisions(
@@ -64,7 +64,13 @@ class StoredDecisions:
             strategies={name: entry.read() for name, entry in self.strategies.items()},
             fixed={name: type_.layout for name, type_ in self.fixed.items()},
             fallbacks=self.fallbacks,
-            ways={(value, reader, at): way for value, reader, at, way in self.ways},
+            ways={
+                (value, reader, at): tuple(
+                    Placement(Layout(*dims, partial=partial), pending)
+                    for dims, partial, pending in way
+                )
+                for value, reader, at, way in self.ways
+            },
         )
 
 
@@ -77,6 +83,5 @@ def _lists(cuts: tuple[tuple[str, tuple[str, ...]], ...]) -> dict[str, list[str]
     return {factor: list(axes) for factor, axes in cuts}
 
 
-def _plain(state: State) -> list[Any]:
-    dims, partial, pending = state
-    return [[list(axes) for axes in dims], list(partial), list(pending)]
+def _plain(at: Placement) -> list[Any]:
+    return [[list(axes) for axes in at.dims], list(at.partial), list(at.pending)]

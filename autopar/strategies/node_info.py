@@ -17,11 +17,11 @@ import torch
 from torch import fx
 
 from autopar.collectives.movement import Movement
-from autopar.layout import Layout, TensorType
+from autopar.layout import Placement, TensorType
 from autopar.strategies.rule import Facts, Rule, Strategy
 
 Fact = TypeVar("Fact")
-Want = tuple[Layout, tuple[str, ...]]
+Ways = Mapping[tuple[str, Placement], tuple[Placement, ...]]  # (value, what is wanted) ->
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class NodeInfo:
     # From assign_types
     origin = _Key[tuple[str, str]]()  # of a placeholder: its kind ("parameter", ...) and name
     type = _Key[TensorType]()  # shape, dtype and layout; of several results a flat tuple
-    wants = _Key[tuple[Want, ...]]()  # the layout of each tensor input, and where it is pending
-    ways = _Key[Mapping[tuple[str, Want], list[Want]]]({})  # what readers share on the way there
+    wants = _Key[tuple[Placement, ...]]()  # of each tensor input
+    ways = _Key[Ways]({})  # what readers share on the way to what they want
     rule = _Key[Rule | None](None)
     strategy = _Key[Strategy | None](None)
     saved = _Key[tuple[int, ...]](())  # the tensor arguments that backward keeps

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from autopar.capture import capture, verify
 from autopar.errors import InvalidInput, VerifierError
-from autopar.layout import Layout, TensorType
+from autopar.layout import Layout, Placement, TensorType
 from autopar.mesh import Mesh
 
 aten = torch.ops.aten
@@ -23,7 +23,7 @@ def small() -> fx.Graph:
     for node in graph.nodes:
         inputs = [value.meta["val"].ndim for value in node.all_input_nodes]
         if node.op != "placeholder":
-            node.meta["wants"] = tuple((Layout.replicated(ndim), ()) for ndim in inputs)
+            node.meta["wants"] = tuple(Placement.whole(ndim) for ndim in inputs)
         if node.op != "output":
             value = node.meta["val"]
             layout = Layout.replicated(value.ndim)
@@ -78,7 +78,7 @@ def set_type(name: str, text: str | None) -> Callable[[fx.Graph], None]:
 
 def set_wants(*wants: Layout) -> Callable[[fx.Graph], None]:
     def change(graph: fx.Graph) -> None:
-        at(graph, "add").meta["wants"] = tuple((layout, ()) for layout in wants)
+        at(graph, "add").meta["wants"] = tuple(Placement(layout) for layout in wants)
 
     return change
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from autopar.collectives import Movement, move, operator_call, redistribute
 from autopar.collectives.redistribution import LinkPrice, steps
-from autopar.layout import Layout
+from autopar.layout import Layout, Placement
 from autopar.mesh import Mesh
 from tests.collectives.spaces import all_states, random_gradient, random_value
 
@@ -54,12 +54,11 @@ def check_movements(mesh: Mesh, shape: tuple[int, ...], rank: int, names: dict) 
     random = torch.Generator().manual_seed(0)
     count = 0
     for layout, pending in all_states(mesh, len(shape)):
-        state = (layout.dims, layout.partial, pending)
-        for movement, (dims, partial, pending_after), cuts in steps(state, mesh):
+        for movement, placed, cuts in steps(Placement(layout, pending), mesh):
             if any(shape[dim] % degree for dim, degree in cuts):
                 continue
             count += 1
-            after = Layout(*dims, partial=partial)
+            after, pending_after = placed.layout, placed.pending
             x = random_value(layout, shape, mesh, random)
             y = random_gradient(after, pending_after, shape, mesh, random)
             for value in x:
@@ -143,7 +142,7 @@ def check_path(rank: int, names: dict) -> None:
     random = torch.Generator().manual_seed(0)
     values = random_value(source, shape, TWO, random)
     mine, layout = values[rank], source
-    path = redistribute(source, target, (), shape, 8, TWO, LinkPrice.uniform(TWO))
+    path = redistribute(source, Placement(target), shape, 8, TWO, LinkPrice.uniform(TWO))
     for movement in path:
         operator, arguments = operator_call(
             movement, layout, shape, TWO, rank, names[TWO, movement.axes]

@@ -24,7 +24,7 @@ from autopar.collectives import (
     verify_path,
 )
 from autopar.errors import InvalidInput, VerifierError
-from autopar.layout import Layout
+from autopar.layout import Layout, Placement
 from autopar.mesh import Mesh
 from tests.collectives.spaces import (
     Pending,
@@ -119,8 +119,8 @@ def test_every_pair_arrives_and_is_adjoint(mesh: Mesh, shape: tuple[int, ...], p
     random, everything = torch.Generator().manual_seed(0), pairs(mesh, len(shape))
     numbered = set(sample(range(len(everything)), 300))
     for number, (source, target, pending) in enumerate(everything):
-        path = redistribute(source, target, pending, shape, 8, mesh, price(mesh))
-        verify_path(path, source, target, pending)
+        path = redistribute(source, Placement(target, pending), shape, 8, mesh, price(mesh))
+        verify_path(path, source, Placement(target, pending))
         if number in numbered:
             carry_out(path, source, target, pending, shape, mesh, random)
 
@@ -256,7 +256,15 @@ def test_nothing_is_cheaper(mesh: Mesh, shape: tuple[int, ...], price, different
             if not set(target.partial) <= set(source.partial):
                 assert cheapest[i, j] == np.inf
                 continue
-            given = (source, target, pending, shape, 8, mesh, price(mesh), differentiable)
+            given = (
+                source,
+                Placement(target, pending),
+                shape,
+                8,
+                mesh,
+                price(mesh),
+                differentiable,
+            )
             cost = redistribution_cost(*given)
             assert cost == pytest.approx(cheapest[i, j], rel=1e-6, abs=1e-11)
             path, layout, summed = redistribute(*given), source, 0.0
@@ -271,15 +279,15 @@ def test_nothing_is_cheaper(mesh: Mesh, shape: tuple[int, ...], price, different
 def test_of_equal_ways_the_one_with_fewer_movements() -> None:
     """An all-reduce, and not a reduce-scatter with an all-gather after it."""
     path = redistribute(
-        Layout(None, partial=("a", "b")), Layout(None), (), (8,), 4, TWO, uniform(TWO)
+        Layout(None, partial=("a", "b")), Placement(Layout(None)), (8,), 4, TWO, uniform(TWO)
     )
     assert [movement.kind for movement in path] == ["all_reduce"]
-    (path,) = redistribute(Layout(("a", "b")), Layout(None), (), (8,), 4, TWO, uniform(TWO))
+    (path,) = redistribute(Layout(("a", "b")), Placement(Layout(None)), (8,), 4, TWO, uniform(TWO))
     assert path.axes == ("a", "b")
 
 
 def test_a_group_never_holds_another_outer_piece() -> None:
-    path = redistribute(Layout(("a", "b"), None), Layout(None, "a"), (), (8, 8), 4, TWO,
+    path = redistribute(Layout(("a", "b"), None), Placement(Layout(None, "a")), (8, 8), 4, TWO,
                         uniform(TWO))  # fmt: skip
     assert path == (
         Movement("all_gather", ("b",), 0),
@@ -288,44 +296,44 @@ def test_a_group_never_holds_another_outer_piece() -> None:
 
 
 def test_uneven_pieces_go_axis_by_axis() -> None:
-    path = redistribute(Layout(("a", "b")), Layout(None), (), (5,), 4, TWO, uniform(TWO))
+    path = redistribute(Layout(("a", "b")), Placement(Layout(None)), (5,), 4, TWO, uniform(TWO))
     assert [movement.axes for movement in path] == [("b",), ("a",)]
 
 
 def test_pending_alone_is_an_identity() -> None:
     layout = Layout("a", None)
-    path = redistribute(layout, layout, ("b",), (4, 4), 4, TWO, uniform(TWO))
+    path = redistribute(layout, Placement(layout, "b"), (4, 4), 4, TWO, uniform(TWO))
     assert path == (Movement("identity", ("b",), pending=True),)
-    assert redistribute(layout, layout, (), (4, 4), 4, TWO, uniform(TWO)) == ()
-    forward = redistribute(layout, layout, ("b",), (4, 4), 4, TWO, uniform(TWO), False)
+    assert redistribute(layout, Placement(layout), (4, 4), 4, TWO, uniform(TWO)) == ()
+    forward = redistribute(layout, Placement(layout, "b"), (4, 4), 4, TWO, uniform(TWO), False)
     assert forward == ()
 
 
 def test_a_partial_sum_that_stays() -> None:
     source, target = Layout("a", None, partial="b"), Layout(None, None, partial="b")
-    path = redistribute(source, target, (), (4, 4), 4, TWO, uniform(TWO))
+    path = redistribute(source, Placement(target), (4, 4), 4, TWO, uniform(TWO))
     assert path == (Movement("all_gather", ("a",), 0),)
 
 
 def test_no_movement_makes_a_partial_sum() -> None:
     for source in (Layout(None), Layout("a")):
         with pytest.raises(InvalidInput, match="no movement makes a partial sum"):
-            redistribute(source, Layout(None, partial="a"), (), (4,), 4, TWO, uniform(TWO))
+            redistribute(source, Placement(Layout(None, partial="a")), (4,), 4, TWO, uniform(TWO))
 
 
 @pytest.mark.parametrize("axis", ["a", "z"])
 def test_pending_is_said_of_replicas(axis: str) -> None:
     with pytest.raises(InvalidInput, match="only over axes on which the value is a replica"):
-        redistribute(Layout("a"), Layout("a"), (axis,), (4,), 4, TWO, uniform(TWO))
+        redistribute(Layout("a"), Placement(Layout("a"), axis), (4,), 4, TWO, uniform(TWO))
 
 
 def test_a_path_that_ends_elsewhere() -> None:
     path = (Movement("all_gather", ("a",), 0, pending=True),)
-    assert apply_path(path, Layout("a")) == (Layout(None), frozenset("a"))
-    verify_path(path, Layout("a"), Layout(None), ("a",))
-    for target, pending in ((Layout(None), ()), (Layout("b"), ("a",))):
+    assert apply_path(path, Layout("a")) is Placement(Layout(None), "a")
+    verify_path(path, Layout("a"), Placement(Layout(None), "a"))
+    for target, pending in ((Layout(None), ()), (Layout("b"), "a")):
         with pytest.raises(VerifierError, match="lead from its source to its target"):
-            verify_path(path, Layout("a"), target, pending)
+            verify_path(path, Layout("a"), Placement(target, pending))
 
 
 def test_order_of_questions_does_not_matter() -> None:
@@ -335,7 +343,12 @@ def test_order_of_questions_does_not_matter() -> None:
     for order in (asked, asked[::-1]):
         redistribution._solve.cache_clear()
         redistribution._search.cache_clear()
-        paths = {entry: redistribute(*entry, (8, 8), 4, TWO, uniform(TWO)) for entry in order}
+        paths = {
+            (source, *target): redistribute(
+                source, Placement(*target), (8, 8), 4, TWO, uniform(TWO)
+            )
+            for source, *target in order
+        }
         answers.append([paths[entry] for entry in asked])
     assert answers[0] == answers[1]
 
@@ -345,7 +358,7 @@ def test_whole_tensor_through_a_long_way() -> None:
     whole = torch.arange(8.0)
     source, target = Layout(("a", "b")), Layout(("b", "a"))
     values = to_ranks(whole, source, TWO)
-    for movement in redistribute(source, target, (), (8,), 4, TWO, uniform(TWO)):
+    for movement in redistribute(source, Placement(target), (8,), 4, TWO, uniform(TWO)):
         values = move(movement, values, TWO)
     assert [value.tolist() for value in values] == [[0, 1], [4, 5], [2, 3], [6, 7]]
 

@@ -9,7 +9,7 @@ import torch
 from autopar.collectives import Movement, from_ranks, move, to_ranks, virtual
 from autopar.collectives.redistribution import steps
 from autopar.errors import ExecutionError
-from autopar.layout import Layout
+from autopar.layout import Layout, Placement
 from autopar.mesh import Mesh
 from tests.collectives.spaces import (
     all_layouts,
@@ -51,12 +51,11 @@ def test_every_movement_keeps_the_value_and_is_adjoint(mesh: Mesh, shape: tuple[
     random = torch.Generator().manual_seed(0)
     count = 0
     for layout, pending in all_states(mesh, len(shape)):
-        state = (layout.dims, layout.partial, pending)
-        for movement, (dims, partial, pending_after), cuts in steps(state, mesh):
+        for movement, placed, cuts in steps(Placement(layout, pending), mesh):
             if any(shape[dim] % degree for dim, degree in cuts):
                 continue
             count += 1
-            after = Layout(*dims, partial=partial)
+            after, pending_after = placed.layout, placed.pending
             x = random_value(layout, shape, mesh, random)
             y = random_gradient(after, pending_after, shape, mesh, random)
             for value in x:

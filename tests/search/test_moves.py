@@ -7,7 +7,7 @@ import pytest
 
 from autopar.collectives import redistribution_cost
 from autopar.cost.price import ClusterPrice
-from autopar.layout import Layout
+from autopar.layout import Layout, Placement
 from autopar.mesh import Mesh
 from autopar.search.reshard import reshard_table
 from tests.toy import machines
@@ -29,19 +29,16 @@ def test_every_pair_costs_what_its_shortest_redistribution_costs(
         for _ in range(60):
             i = int(random.choice(np.flatnonzero(~table.pending)))
             j = int(random.integers(len(table.states)))
-            (dims, partial, _), (to_dims, to_partial, pending) = table.states[i], table.states[j]
-            sizes = zip((*dims, *to_dims), shape * 2)
+            source, target = table.states[i].layout, table.states[j]
+            sizes = zip((*source.dims, *target.dims), shape * 2)
             if any(mesh.degree(axes) > size for axes, size in sizes):
                 continue
-            if pending and not differentiable:
+            if target.pending and not differentiable:
                 continue  # says nothing
-            if not set(to_partial) <= set(partial):
+            if not set(target.partial) <= set(source.partial):
                 assert np.isinf(seconds[i, j])
                 continue
-            source, target = Layout(*dims, partial=partial), Layout(*to_dims, partial=to_partial)
-            expected = redistribution_cost(
-                source, target, pending, shape, 4, mesh, price, differentiable
-            )
+            expected = redistribution_cost(source, target, shape, 4, mesh, price, differentiable)
             assert seconds[i, j] == pytest.approx(expected, rel=1e-6, abs=1e-13)
             checked += 1
     assert checked > 40
@@ -52,7 +49,7 @@ def test_no_movement_goes_over_frozen_axes() -> None:
     table = reshard_table(mesh, 1)
     price = ClusterPrice(machines(), mesh)
     seconds = table.seconds((8,), 4, price, frozen=("a",))
-    cut = {axis: table.index[((axis,),), (), ()] for axis in "ab"}
-    whole = table.index[((),), (), ()]
+    cut = {axis: table.index[Placement(Layout(axis))] for axis in "ab"}
+    whole = table.index[Placement.whole(1)]
     assert np.isinf(seconds[cut["a"], whole])
     assert np.isfinite(seconds[cut["b"], whole])
