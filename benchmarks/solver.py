@@ -88,7 +88,7 @@ def main() -> None:
         for layers in options.layers:
             graph = transformer(layers, options.strategies)
             free = solve(graph)
-            least = least_memory(graph)
+            least, _ = least_memory(graph)
             limit = (free.memory + least) / 2 if limited else None
             seconds, build = [], []
             for _ in range(options.repeat):

@@ -77,11 +77,8 @@ class Chain:
         members = set(self._block.tolist())
         known = members | set(self._in) | set(run.shared)
         touched = np.isin(packed.low, self._block) | np.isin(packed.high, self._block)
-        self._edges = [
-            (int(packed.low[e]), int(packed.high[e]), int(packed.edge_table[e]))
-            for e in np.flatnonzero(touched)
-            if int(packed.low[e]) in known and int(packed.high[e]) in known
-        ]
+        edges = [packed.edges[e] for e in np.flatnonzero(touched)]
+        self._edges = [edge for edge in edges if edge[0] in known and edge[1] in known]
         variables = [*self._block.tolist(), *self._in, *run.shared]
         self._sizes = {int(v): int(packed.sizes[v]) for v in variables}
         self.shared_entries, self.entries = interface_entries(packed, run)

@@ -213,6 +213,11 @@ class Packed:
         return any(table.memory is not None for table in self.node_tables + self.edge_tables)
 
     @cached_property
+    def edges(self) -> list[tuple[int, int, int]]:
+        """(low, high, table) of each edge."""
+        return list(zip(self.low.tolist(), self.high.tolist(), self.edge_table.tolist()))
+
+    @cached_property
     def _flat(self) -> tuple[_Flat, _Flat]:
         return _Flat.of(self.node_tables), _Flat.of(self.edge_tables)
 
@@ -239,8 +244,7 @@ class Packed:
         """The table of each node and of each edge."""
         for node, number in enumerate(self.node_table.tolist()):
             yield (node,), self.node_tables[number]
-        numbers = self.edge_table.tolist()
-        for low, high, number in zip(self.low.tolist(), self.high.tolist(), numbers):
+        for low, high, number in self.edges:
             yield (low, high), self.edge_tables[number]
 
     def weights(self, multiplier: float) -> Iterator[tuple[tuple[int, ...], Array]]:

@@ -201,9 +201,7 @@ class LagrangianSearch:
         assert self.choice is not None
         packed, choice = self.packed, self.choice.copy()
         around: list[list[tuple[int, bool, int]]] = [[] for _ in range(len(packed))]
-        for low, high, table in zip(
-            packed.low.tolist(), packed.high.tolist(), packed.edge_table.tolist()
-        ):
+        for low, high, table in packed.edges:
             around[low].append((high, True, table))
             around[high].append((low, False, table))
         free = self.limit - self.memory

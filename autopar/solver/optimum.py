@@ -64,10 +64,7 @@ class Optimiser:
             low = (packed.low >= run.start) & (packed.low < run.end)
             high = (packed.high >= run.start) & (packed.high < run.end)
             told |= high | (low & np.isin(packed.high, run.shared))
-        self.edges = [
-            (int(packed.low[e]), int(packed.high[e]), int(packed.edge_table[e]))
-            for e in np.flatnonzero(~told)
-        ]
+        self.edges = [packed.edges[e] for e in np.flatnonzero(~told)]
         self.variables = {v: int(packed.sizes[v]) for v in (*self.outside, *sorted(outputs))}
 
     def minimise(self, multiplier: float = 0.0) -> Optimum:
