@@ -201,9 +201,9 @@ class LagrangianSearch:
         assert self.choice is not None
         packed, choice = self.packed, self.choice.copy()
         around: list[list[tuple[int, bool, int]]] = [[] for _ in range(len(packed))]
-        for low, high, table in packed.edges:
-            around[low].append((high, True, table))
-            around[high].append((low, False, table))
+        for low, high, number in packed.edges:
+            around[low].append((high, True, number))
+            around[high].append((low, False, number))
         free = self.limit - self.memory
         for _ in range(rounds):
             changed = False
