@@ -16,7 +16,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -28,16 +28,17 @@ from autopar.errors import InvalidInput
 from autopar.lines import caller
 
 Dims = Sequence[Entry]
+Target = TypeVar("Target")
 _calls = itertools.count()
 
 
 def shard(
-    target: Any,
+    target: Target,
     in_strategy: Sequence[Dims | None] | Dims | None = None,
     out_strategy: Sequence[Dims | None] | Dims | None = None,
     params: Mapping[str, Dims] | None = None,
     stage: int | None = None,
-) -> Any:
+) -> Target:
     """Annotate a module (in place, returned), a function (wrapped) or a tensor (marked).
 
     For a tensor `in_strategy` is one entry for each dim. For a function or module it is a tuple
@@ -47,6 +48,16 @@ def shard(
     """
     if isinstance(target, torch.Tensor) and torch.compiler.is_dynamo_compiling():
         return target
+    return _shard(target, in_strategy, out_strategy, params, stage)
+
+
+def _shard(
+    target: Any,
+    in_strategy: Any,
+    out_strategy: Any,
+    params: Mapping[str, Dims] | None,
+    stage: int | None,
+) -> Any:
     source = caller() or ""
     if stage is not None:
         _pin(target, stage, source)

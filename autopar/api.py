@@ -6,17 +6,22 @@ model ──capture──▶ graph ──search──▶ plan ──passes──
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.failure import check_call
+from autopar.cluster import Cluster
 from autopar.errors import InvalidInput
-from autopar.plan.file import SavedPlan
-from autopar.plan.plan import Plan
-from autopar.planning import plan as make_plan
+from autopar.mesh import Mesh
+from autopar.plan.plan import Plan, SavedPlan
+from autopar.planner.request import Mode, PlanOptions, ScheduleLike
+from autopar.planning import make_plan
+from autopar.progress import Report
 from autopar.runtime.checks import Checks
 from autopar.runtime.distributed import TorchBackend
 from autopar.runtime.distributed_pipeline import TorchPipeline
@@ -28,7 +33,8 @@ from autopar.runtime.virtual import VirtualBackend
 from autopar.runtime.virtual_pipeline import VirtualPipeline
 from autopar.runtime.world import has_failed
 
-BACKENDS = ("virtual", "torch")
+BackendName = Literal["virtual", "torch"]  # all ranks in this process, or this process is one
+BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 
 
 @torch.inference_mode(False)  # what is made here learns
@@ -38,40 +44,110 @@ def parallelize(
     kwargs: Mapping[str, Any] | None = None,
     *,
     plan: Plan | SavedPlan | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
     local_inputs: bool = False,
     check: bool = False,
-    **options: Any,
+    cluster: Cluster | None = None,
+    mesh: Mesh | DeviceMesh | None = None,
+    mode: Mode = "auto",
+    memory: float | None = None,
+    strict: bool = False,
+    microbatches: int | Literal["auto"] = "auto",
+    pipeline: str | int | None = "auto",
+    schedule: ScheduleLike = "auto",
+    schedule_options: Mapping[str, Any] | None = None,
+    recompute: bool = False,
+    progress: Report | bool | None = None,
 ) -> ParallelModule:
     """The same model as a parallel program.
 
     `args` and `kwargs` are an example of one global batch. `backend` is "virtual" (all ranks in
     this process) or "torch" (this process is one rank; the default under torchrun). `plan` is one
-    that `plan()` made, or one from a file; on several ranks that of rank 0 holds. Everything
-    else is as in `plan`. `local_inputs`: each rank will bring its own slice of the inputs.
-    `check`: the first step compares the captured program with the plain model; every step, on the
-    virtual mesh, at every value the ranks that should agree, and on processes their batches. Both
-    are equal on all ranks, and a call that one rank refuses is refused on all.
+    that `plan()` made, or one from a file; on several ranks that of rank 0 holds. `local_inputs`:
+    each rank will bring its own slice of the inputs. `check`: the first step compares the captured
+    program with the plain model; every step, on the virtual mesh, at every value the ranks that
+    should agree, and on processes their batches. Both are equal on all ranks, and a call that one
+    rank refuses is refused on all. Everything else is as in `plan`.
     """
+    options = PlanOptions(
+        cluster,
+        mesh,
+        mode,
+        memory,
+        strict,
+        microbatches,
+        pipeline,
+        schedule,
+        schedule_options,
+        recompute,
+        progress,
+    )
+    call = _Call(model, args, kwargs or {}, plan, options)
+    return _parallelize(call, backend, local_inputs, check)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A model, an example of a global batch, and a plan for them or what is asked of one."""
+
+    model: nn.Module
+    args: tuple
+    kwargs: Mapping[str, Any]
+    plan: Plan | SavedPlan | None
+    options: PlanOptions
+
+    def check(self) -> None:
+        """Refuse what this process sees by itself."""
+        if self.plan is None or self.args or self.kwargs:  # a plan knows its own inputs
+            check_call(self.model, self.args, self.kwargs)
+        if self.plan is not None and self.options.given:
+            raise InvalidInput(
+                "a finished plan leaves nothing to decide",
+                got=f"plan= together with {', '.join(self.options.given)}",
+                remedy="give these to plan() instead",
+            )
+
+    def decide(self, plan: Plan | SavedPlan | None) -> Plan:
+        """The plan that this process carries out, by itself."""
+        refuse_meta(self.model)
+        if plan is None:
+            return make_plan(self.model, self.args, self.kwargs, self.options)
+        return plan.attach(self.model, self.args, self.kwargs)
+
+    def decide_together(self) -> Plan:
+        """The plan of rank 0, on all ranks."""
+
+        def follow(first: SavedPlan) -> Plan:
+            if self.plan is None:
+                return self.decide(first)
+            return require_equal(self.decide(self.plan), first)
+
+        if dist.get_world_size() == 1:
+            return self.decide(self.plan)
+        return agree(lambda: self.decide(self.plan), follow)
+
+
+def _parallelize(
+    call: _Call, backend: BackendName | None, local_inputs: bool, check: bool
+) -> ParallelModule:
+    model = call.model
     is_rank = dist.is_initialized() or dist.is_torchelastic_launched() or has_failed()
     place = backend if backend is not None else "torch" if is_rank else "virtual"
 
     def check_alone() -> None:
-        """Refuse what this process sees by itself."""
-        if plan is None or args or kwargs:  # a plan knows the inputs that it was made with
-            check_call(model, args, kwargs or {})
-        _validate(place, plan, options, local_inputs, check)
+        _validate(place, local_inputs, check)
+        call.check()
 
     if place == "virtual" or not is_rank:
         check_alone()
     if place == "virtual":
-        decided = _decide(model, args, kwargs, plan, options)
+        decided = call.decide(call.plan)
         return _module(model, decided, virtual_backend(decided, _device_of(model), check), check)
     device = enter_world(_device_of(model))
     with one_fails_all_stop(agreed=True):
         require_same_call(check_alone, local_inputs=bool(local_inputs), check=bool(check))
-        decided = _decide_together(model, args, kwargs, plan, options)
-        require_world_of(decided.program.whole_mesh)
+        decided = call.decide_together()
+        require_world_of(decided.whole_mesh)
         _validate_slices(decided, local_inputs)
     with one_fails_all_stop():
         return _module(model, decided, _torch_backend(decided, local_inputs, device), check)
@@ -96,58 +172,13 @@ def _module(model: nn.Module, decided: Plan, backend: Backend, check: bool) -> P
     return ParallelModule(model, decided.program, decided, backend, checks)
 
 
-def _decide(
-    model: nn.Module,
-    args: tuple,
-    kwargs: Mapping[str, Any] | None,
-    given: Plan | SavedPlan | None,
-    options: Mapping[str, Any],
-) -> Plan:
-    """The plan that this process carries out, by itself."""
-    refuse_meta(model)
-    if given is None:
-        return make_plan(model, args, kwargs, **options)
-    return given.attach(model, args, kwargs)
-
-
-def _decide_together(
-    model: nn.Module,
-    args: tuple,
-    kwargs: Mapping[str, Any] | None,
-    given: Plan | SavedPlan | None,
-    options: Mapping[str, Any],
-) -> Plan:
-    """The plan of rank 0, on all ranks."""
-
-    def follow(first: SavedPlan) -> Plan:
-        if given is None:
-            return _decide(model, args, kwargs, first, {})
-        return require_equal(_decide(model, args, kwargs, given, {}), first)
-
-    if dist.get_world_size() == 1:
-        return _decide(model, args, kwargs, given, options)
-    return agree(lambda: _decide(model, args, kwargs, given, options), follow)
-
-
-def _validate(
-    backend: str,
-    plan: Plan | SavedPlan | None,
-    options: Mapping[str, Any],
-    local_inputs: bool,
-    check: bool,
-) -> None:
+def _validate(backend: str, local_inputs: bool, check: bool) -> None:
     """Refuse what contradicts itself."""
     if backend not in BACKENDS:
         raise InvalidInput(
             "backend is one of " + ", ".join(map(repr, BACKENDS)),
             got=repr(backend),
             remedy='backend="virtual"',
-        )
-    if plan is not None and options:
-        raise InvalidInput(
-            "a finished plan leaves nothing to decide",
-            got=f"plan= together with {', '.join(options)}",
-            remedy="give these to plan() instead",
         )
     if backend == "virtual" and local_inputs:
         raise InvalidInput(

@@ -232,6 +232,9 @@ class Placement:
     """
 
     __slots__ = ("layout", "pending")
+    FORM: ClassVar = tuple[
+        tuple[tuple[str, ...], ...], tuple[str, ...], tuple[str, ...]
+    ]  # in files
     layout: Layout
     pending: tuple[str, ...]
     _known: ClassVar[dict[tuple[Layout, tuple[str, ...]], Placement]] = {}
@@ -249,6 +252,14 @@ class Placement:
             made.layout, made.pending = key
             cls._known.setdefault(key, made)
         return cls._known[key]
+
+    def to_form(self) -> tuple[object, ...]:
+        return self.dims, self.partial, self.pending
+
+    @classmethod
+    def of_form(cls, form: tuple) -> Placement:
+        dims, partial, pending = form
+        return cls(Layout(*dims, partial=partial), pending)
 
     @classmethod
     def whole(cls, ndim: int) -> Placement:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from numbers import Integral
 from typing import TYPE_CHECKING
 
 from autopar.errors import InvalidInput
+from autopar.schema import Count
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 class Mesh:
     """A frozen grid of ranks. An *axis* belongs to the mesh; a *dim* belongs to a tensor."""
+
+    FORM = Mapping[str, Count]  # in files: the sizes of the axes, in their order
 
     def __init__(self, **axes: int) -> None:
         for name, size in axes.items():
@@ -41,21 +44,29 @@ class Mesh:
         return math.prod(self.shape)
 
     @cached_property
-    def _sizes(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, int]:
+        """Ranks by axis, in the order of the axes."""
         return dict(zip(self.names, self.shape))
+
+    def to_form(self) -> Mapping[str, int]:
+        return self.sizes
+
+    @classmethod
+    def of_form(cls, sizes: Mapping[str, int]) -> Mesh:
+        return cls(**sizes)
 
     def __getitem__(self, axis: str) -> int:
         """The number of ranks along `axis`."""
-        if axis not in self._sizes:
+        if axis not in self.sizes:
             raise InvalidInput(
                 "an axis must be one of the mesh's",
                 got=f"{axis!r}; the mesh is {self}",
                 remedy=f"use one of {', '.join(map(repr, self.names)) or 'none: it is empty'}",
             )
-        return self._sizes[axis]
+        return self.sizes[axis]
 
     def __contains__(self, axis: object) -> bool:
-        return axis in self._sizes
+        return axis in self.sizes
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -101,7 +112,7 @@ class Mesh:
 
     def without(self, *axes: str) -> Mesh:
         """The mesh that is left when `axes` are taken away."""
-        return Mesh(**{name: size for name, size in self._sizes.items() if name not in axes})
+        return Mesh(**{name: size for name, size in self.sizes.items() if name not in axes})
 
     @classmethod
     def from_device_mesh(cls, device_mesh: DeviceMesh) -> Mesh:
@@ -122,4 +133,4 @@ class Mesh:
         return hash((self.names, self.shape))
 
     def __repr__(self) -> str:
-        return f"Mesh({', '.join(f'{name}={size}' for name, size in self._sizes.items())})"
+        return f"Mesh({', '.join(f'{name}={size}' for name, size in self.sizes.items())})"

@@ -1,5 +1,7 @@
 """Schema: data from a file becomes values of declared types, or a message that names the key.
 
+`write` is the inverse: values of the same types become plain data.
+
     @dataclass(frozen=True)
     class Nodes:
         devices: Count
@@ -10,6 +12,10 @@
 
 What is declared is all that is accepted: each key once, no other key, no number in place of
 another kind, no size beyond what the type allows. Reading builds values and runs nothing.
+
+Pairs of a name and a value are a table. A mapping whose keys have parts is a list of rows, the
+parts of a key and then those of its value. A class with `parse` is text. One that stands in a file
+in another form has this type as `FORM`, `to_form` and `of_form`. A field may have another `key`.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ import difflib
 import math
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -86,15 +92,21 @@ def read(kind: Any, data: Any, at: At = ()) -> Any:
             remedy = f"one of {', '.join(map(repr, args))}"
             raise Mismatch(at, "is one of the values that are known", data, remedy)
         return data
+    if pairs := _pairs(kind):
+        return tuple(read(pairs, data, at).items())
     if origin is tuple or origin is list:
         return _sequence(kind, data, at)
     if isinstance(origin, type) and issubclass(origin, Mapping):
+        if rows := _rows(kind):
+            return dict(map(rows.pair, read(rows.kind, data, at)))
         return {
             read(args[0], key, (*at, key)): read(args[1], value, (*at, key))
             for key, value in _table(data, at).items()
         }
     if kind in _PLAIN:
         return _PLAIN[kind](data, at)
+    if hasattr(kind, "FORM"):
+        return _sound(kind.of_form, read(kind.FORM, data, at), at)
     if is_dataclass(kind) and not hasattr(kind, "parse"):
         return _fields(kind, data, at)
     return _parsed(kind.parse, data, at)
@@ -132,29 +144,97 @@ def _sequence(kind: Any, data: Any, at: At) -> Any:
 
 
 def _fields(kind: Any, data: Any, at: At) -> Any:
-    known, needed = _declared(kind)
+    known = _declared(kind)
     for key in _table(data, at):
         if key not in known:
             close = difflib.get_close_matches(key, known, 1)
             remedy = f"did you mean {close[0]!r}?" if close else f"use {sorted(known)}"
             raise Mismatch((*at, key), "is not a key here", data[key], remedy)
-    for key in needed:
-        if key not in data:
+    for key, (field, _) in known.items():
+        if key not in data and field.default is MISSING and field.default_factory is MISSING:
             raise Mismatch(at, f"needs the key {key!r}", sorted(data), f"add {key} = ...")
-    values = {key: read(known[key], value, (*at, key)) for key, value in data.items()}
+    values = {known[key][0].name: read(known[key][1], data[key], (*at, key)) for key in data}
+    return _sound(lambda values: kind(**values), values, at)
+
+
+def _sound(make: Callable[[Any], Any], value: Any, at: At) -> Any:
+    """What `make` makes of a value that is of its kind, if it accepts it."""
     try:
-        return kind(**values)
+        return make(value)
     except AutoparError as error:
         raise Mismatch(at, f"is sound ({error.rule})", error.got, str(error.remedy)) from None
 
 
 @cache
-def _declared(kind: Any) -> tuple[dict[str, Any], list[str]]:
-    """The types of the keys of a dataclass, and the keys that must be there."""
+def _declared(kind: Any) -> dict[str, tuple[Field[Any], Any]]:
+    """By key, the fields of a dataclass that a file holds, and their types."""
     hints = get_type_hints(kind, include_extras=True)
     own = [field for field in fields(kind) if field.init and field.metadata.get("stored", True)]
-    needed = [f.name for f in own if f.default is MISSING and f.default_factory is MISSING]
-    return {field.name: hints[field.name] for field in own}, needed
+    return {field.metadata.get("key", field.name): (field, hints[field.name]) for field in own}
+
+
+def _pairs(kind: Any) -> Any:
+    """The table that pairs of a name and a value are."""
+    args = get_args(kind)
+    if get_origin(kind) is not tuple or args[1:] != (Ellipsis,) or get_origin(args[0]) is not tuple:
+        return None
+    inner = get_args(args[0])
+    is_pair = len(inner) == 2 and inner[0] is str and inner[1] is not Ellipsis
+    return Mapping[str, inner[1]] if is_pair else None  # type: ignore[valid-type]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """How a mapping whose keys have parts is a list of rows."""
+
+    kind: Any
+    parts: int  # of a key
+    is_flat: bool  # the value has a number of parts of its own, which stand in the row
+
+    def pair(self, row: tuple[Any, ...]) -> tuple[Any, Any]:
+        value = row[self.parts :]
+        return row[: self.parts], value if self.is_flat else value[0]
+
+    def row(self, key: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
+        return (*key, *(value if self.is_flat else (value,)))
+
+
+def _rows(kind: Any) -> _Rows | None:
+    keys, values = get_args(kind)
+    if get_origin(keys) is not tuple:
+        return None
+    is_flat = get_origin(values) is tuple and get_args(values)[1:] != (Ellipsis,)
+    parts = get_args(values) if is_flat else (values,)
+    return _Rows(tuple[tuple[(*get_args(keys), *parts)], ...], len(get_args(keys)), is_flat)  # type: ignore[misc]
+
+
+def write(value: Any, kind: Any = None) -> Any:
+    """The plain data that `read` makes `value`, of `kind`, of again."""
+    kind = type(value) if kind is None else kind
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return str(value) if callable(args[1]) else write(value, args[0])
+    if value is None or kind is Any or kind in _PLAIN or origin is Literal:
+        return value
+    if origin in (Union, types.UnionType):
+        return write(value)
+    if pairs := _pairs(kind):
+        return write(dict(value), pairs)
+    if isinstance(value, Mapping):
+        inner = args[1] if args else None
+        if rows := _rows(kind) if args else None:
+            return write([rows.row(*item) for item in value.items()], rows.kind)
+        return {str(key): write(entry, inner) for key, entry in value.items()}
+    if isinstance(value, tuple | list):
+        is_long = not args or origin is list or args[1:] == (Ellipsis,)
+        kinds = [args[0] if args else None] * len(value) if is_long else args
+        return [write(entry, inner) for entry, inner in zip(value, kinds)]
+    if hasattr(kind, "FORM"):
+        return write(value.to_form(), kind.FORM)
+    if is_dataclass(kind) and not hasattr(kind, "parse"):
+        known = _declared(kind).items()  # type: ignore[arg-type]
+        return {key: write(getattr(value, field.name), inner) for key, (field, inner) in known}
+    return str(value) if hasattr(kind, "parse") else value
 
 
 def _table(data: Any, at: At) -> Mapping[str, Any]:

@@ -4,6 +4,7 @@ parallel program on the virtual mesh, trained side by side on copies."""
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -67,6 +68,7 @@ def verify(
     """
     if not isinstance(steps, int) or steps < 1:
         raise InvalidInput("verify takes at least one step", got=f"steps={steps!r}")
+    inspect.signature(parallelize).bind(model, args, kwargs, **options)
     if options.get("backend", "virtual") != "virtual" or options.get("local_inputs"):
         raise InvalidInput(
             "verify runs all ranks in this process, on the virtual mesh",

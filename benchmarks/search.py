@@ -66,14 +66,8 @@ def measure(name: str, problem: Problem, algorithm: str, memory: bool) -> dict[s
     clock, wall = time.process_time(), time.perf_counter()
     wishes = Constraints()
     auto.solve = SOLVERS[algorithm]
-    found = auto.search(
-        captured,
-        [problem.mesh],
-        problem.cluster,
-        lambda mesh: wishes,
-        limit,
-        microbatches=parts,
-    ).search
+    search = auto.LayoutSearch(captured, problem.cluster, lambda mesh: wishes, limit, parts)
+    found = search.run([problem.mesh]).search
     return {
         "case": name,
         "algorithm": algorithm,

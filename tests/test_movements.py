@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar as ap
-from autopar.plan.plan import MovementRecord
+from autopar.plan.value import MovementRecord
 from tests import models
 from tests.annotations import megatron, sequence, stored, vocabulary
 from tests.models import Case

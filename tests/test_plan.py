@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from dataclasses import fields
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from torch import nn
 
 import autopar as ap
 from autopar.cluster import Device, Link, Node
-from autopar.plan.file import SavedPlan
+from autopar.plan.plan import SavedPlan
+from autopar.planner.request import PlanOptions
 from autopar.search.smallest_footprint import SmallestFootprint
 from tests.models import gpt, mlp
 from tests.parity import assert_equal, parallel_outcome, single_outcome
@@ -38,6 +41,16 @@ def made() -> ap.Plan:
 @pytest.fixture(scope="module")
 def spread() -> ap.Plan:
     return ap.plan(wide(), (WIDE_INPUT,), cluster=CLUSTER, mesh=MESH, mode="data")
+
+
+@pytest.mark.parametrize("door", [ap.plan, ap.parallelize])
+def test_the_doors_spell_out_the_same_options(door):
+    shown = inspect.signature(door).parameters
+    for option in fields(PlanOptions):
+        assert shown[option.name].default == option.default
+        assert shown[option.name].annotation == option.type
+    with pytest.raises(TypeError, match="mash"):
+        door(wide(), (WIDE_INPUT,), mash=MESH)
 
 
 def test_the_account_of_the_search(made, spread):

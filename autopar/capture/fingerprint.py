@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,11 +48,6 @@ class Fingerprint:
     places: tuple[str, ...] = field(  # of operators
         default=(), compare=False, metadata={"stored": False}
     )
-
-    def to_json(self) -> dict[str, Any]:
-        data = asdict(replace(self, places=()))
-        del data["places"]
-        return {**data, "operators": list(self.operators)}
 
     @property
     def is_complete(self) -> bool:

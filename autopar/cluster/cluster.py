@@ -19,9 +19,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -33,12 +33,30 @@ from autopar.cluster.machines import AxisLink, Device, Link, Node
 from autopar.cluster.presets import preset
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
-from autopar.schema import MOST, Count, NotNegative, Positive, read
+from autopar.schema import MOST, Count, read, write
+
+
+@dataclass(frozen=True)
+class EqualNodes(Node):
+    """Equal nodes, one after another."""
+
+    count: Count
+
+
+@dataclass(frozen=True)
+class ClusterForm:
+    """A cluster in a plan's file."""
+
+    name: str
+    network: Link
+    nodes: tuple[EqualNodes, ...]
 
 
 @dataclass(frozen=True)
 class Cluster:
     """Ranks are numbered node after node. `network.bandwidth` is of each node, all its ways out."""
+
+    FORM: ClassVar = ClusterForm
 
     nodes: tuple[Node, ...]
     network: Link
@@ -171,33 +189,21 @@ class Cluster:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, for plans on disk."""
-        return {
-            "name": self.name,
-            "network": _link_to_json(self.network),
-            "nodes": [
-                {
-                    "device": {**asdict(node.device), "flops": dict(node.device.flops)},
-                    "devices": node.devices,
-                    "link": _link_to_json(node.link),
-                    "count": count,
-                }
-                for node, count in self._runs()
-            ],
-        }
-
-    @classmethod
-    def from_stored(cls, stored: StoredCluster) -> Cluster:
-        """The inverse of `to_json`, as the schema reads it."""
-        runs = [
-            (Node(entry.device, entry.devices, entry.link.read()),) * entry.count
-            for entry in stored.nodes
-        ]
-        return cls(tuple(itertools.chain(*runs)), stored.network.read(), stored.name)
+        return write(self)
 
     @classmethod
     def from_json(cls, data: Any) -> Cluster:
         """The inverse of `to_json`."""
-        return cls.from_stored(read(StoredCluster, data))
+        return read(cls, data)
+
+    def to_form(self) -> ClusterForm:
+        runs = (EqualNodes(n.device, n.devices, n.link, count) for n, count in self._runs())
+        return ClusterForm(self.name, self.network, tuple(runs))
+
+    @classmethod
+    def of_form(cls, form: ClusterForm) -> Cluster:
+        runs = ((Node(run.device, run.devices, run.link),) * run.count for run in form.nodes)
+        return cls(tuple(itertools.chain(*runs)), form.network, form.name)
 
     def _runs(self) -> list[tuple[Node, int]]:
         return [(node, len(list(run))) for node, run in itertools.groupby(self.nodes)]
@@ -236,39 +242,3 @@ def _si(value: float, unit: str) -> str:
         if value >= 10**power:
             return f"{value / 10**power:.4g} {prefix}{unit}"
     return f"{value:.4g} {unit}"
-
-
-def _link_to_json(link: Link) -> dict[str, Any]:
-    measured = [[kind, size, *values] for (kind, size), values in link.measured.items()]
-    return {"alpha": link.alpha, "bandwidth": link.bandwidth, "measured": measured}
-
-
-@dataclass(frozen=True)
-class StoredLink:
-    """A link in a plan's file."""
-
-    alpha: NotNegative
-    bandwidth: Positive
-    measured: tuple[tuple[str, Count, NotNegative, Positive], ...] = ()
-
-    def read(self) -> Link:
-        return Link(self.alpha, self.bandwidth, {(k, n): (a, b) for k, n, a, b in self.measured})
-
-
-@dataclass(frozen=True)
-class StoredNodes:
-    """Equal nodes in a plan's file."""
-
-    device: Device
-    devices: Count
-    link: StoredLink
-    count: Count
-
-
-@dataclass(frozen=True)
-class StoredCluster:
-    """The machines in a plan's file."""
-
-    name: str
-    network: StoredLink
-    nodes: tuple[StoredNodes, ...]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from autopar.errors import InvalidInput
-from autopar.schema import NotNegative, Part, Positive
+from autopar.schema import Count, NotNegative, Part, Positive
 
 _DTYPE_NAMES = {
     torch.float64: "f64",
@@ -58,9 +58,9 @@ class Link:
 
     `measured` holds what single collectives reach: (kind, ranks) -> (alpha, bandwidth)."""
 
-    alpha: float
-    bandwidth: float
-    measured: Mapping[tuple[str, int], tuple[float, float]] = field(
+    alpha: NotNegative
+    bandwidth: Positive
+    measured: Mapping[tuple[str, Count], tuple[NotNegative, Positive]] = field(
         default_factory=dict, hash=False
     )
 
@@ -75,7 +75,7 @@ class Node:
     """One machine: `devices` equal devices, joined by `link`; `bandwidth` is of each device."""
 
     device: Device
-    devices: int
+    devices: Count
     link: Link
 
 

@@ -142,7 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
     ok = difference <= TOLERANCE
     if arguments.json:
         figures = {"parallel": parallel, "single": single, "difference": difference, "ok": ok}
-        print(json.dumps({"mesh": dict(zip(MESH.names, MESH.shape)), **figures}))
+        print(json.dumps({"mesh": MESH.sizes, **figures}))
     else:
         _print_table(parallel, single, difference)
         print(

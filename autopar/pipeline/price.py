@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from torch import fx
-
-from autopar.capture.captured import Captured
 from autopar.cluster import AxisLink, Cluster
 from autopar.cost.footprint import Memory, held_bytes, memory_of
 from autopar.cost.model import COLLECTIVES
-from autopar.cost.program import Cost, NodePrices
+from autopar.cost.program import Cost
 from autopar.mesh import Mesh
-from autopar.passes.flow import Flow, flow_of
+from autopar.passes.flow import Flow
 from autopar.pipeline.activation_counts import bytes_held, live_microbatches
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.simulator import simulate
-from autopar.pipeline.stages.costs import StageCosts
 from autopar.pipeline.timeline import Timeline
 
 
@@ -90,14 +86,6 @@ def memory_by_place(pipelining: Pipelining, flow: Flow) -> list[Memory]:
         kept = max((bytes_held(stages, moment) for moment in moments), default=states) - states
         found.append(memory_of(held, kept))
     return found
-
-
-def stage_costs(
-    captured: Captured, graph: fx.Graph, inner: Mesh, cluster: Cluster, mesh: Mesh, axis: str
-) -> StageCosts:
-    """The rewritten program of `captured`, to be cut into stages along `axis` of `mesh`."""
-    link = stage_link(cluster, mesh, axis)
-    return StageCosts(flow_of(captured, graph), inner, NodePrices(cluster, inner), link.bandwidth)
 
 
 def stage_link(cluster: Cluster, mesh: Mesh, axis: str) -> AxisLink:

@@ -11,15 +11,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar.plan.grouping import grouped
+from autopar.plan.saved import SavedValue
 from autopar.plan.units import bytes_text, seconds_text
-from autopar.search.stored import mesh_to_json
-
-if TYPE_CHECKING:
-    from autopar.plan.file import SavedPlan
-    from autopar.plan.plan import Plan
+from autopar.plan.value import PlanValue
 
 Pair = tuple[Any, Any]
 _LISTED = 40
@@ -78,12 +75,12 @@ class PlanDiff:
         return "\n".join(lines)
 
 
-def compare(first: Plan | SavedPlan, second: Plan | SavedPlan) -> PlanDiff:
+def compare(first: PlanValue | SavedValue, second: PlanValue | SavedValue) -> PlanDiff:
     """What differs between two plans."""
     settings = {
         what: (one, other)
         for what, one, other in (
-            ("mesh", _mesh(first), _mesh(second)),
+            ("mesh", first.whole_mesh.sizes, second.whole_mesh.sizes),
             ("cluster", first.cluster.name, second.cluster.name),
             ("devices", first.cluster.devices, second.cluster.devices),
             ("mode", first.mode, second.mode),
@@ -102,9 +99,8 @@ def compare(first: Plan | SavedPlan, second: Plan | SavedPlan) -> PlanDiff:
             parameters[name] = pair
         elif pair[0] != pair[1] and name in decided:
             values[name] = pair
-    attached = first.is_attached and second.is_attached
     cost, memory, moved = {}, {}, {}
-    if attached:
+    if attached := isinstance(first, PlanValue) and isinstance(second, PlanValue):
         costs = first.cost.to_json(), second.cost.to_json()
         memories = first.memory.to_json(), second.memory.to_json()
         cost = {part: (costs[0][part], costs[1][part]) for part in costs[0]}
@@ -120,11 +116,7 @@ def compare(first: Plan | SavedPlan, second: Plan | SavedPlan) -> PlanDiff:
     return PlanDiff(settings, parameters, values, cost, memory, moved, not attached)
 
 
-def _mesh(plan: Plan | SavedPlan) -> dict[str, int]:
-    return mesh_to_json(plan.mesh if plan.pipelining is None else plan.pipelining.mesh)
-
-
-def _pipeline(plan: Plan | SavedPlan) -> str:
+def _pipeline(plan: PlanValue | SavedValue) -> str:
     pipelining = plan.pipelining
     if pipelining is None:
         return "none"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import fx
@@ -25,6 +24,7 @@ from autopar.layout import Placement, TensorType
 from autopar.mesh import Mesh
 from autopar.plan.explanation import Candidate, Explanation
 from autopar.plan.formulas import Edge, edge, operator_formulas
+from autopar.plan.value import PlanValue
 from autopar.search.candidates import Candidates, NodeClasses
 from autopar.search.constraints import Constraints, LayoutConstraint
 from autopar.search.reshard import Placements
@@ -33,17 +33,14 @@ from autopar.strategies import rule_of
 from autopar.strategies.node_info import info
 from autopar.strategies.results import maker, place_of, tensors_of, values_of
 
-if TYPE_CHECKING:
-    from autopar.plan.plan import Plan
 
-
-def explain(plan: Plan, name: str) -> Explanation:
+def explain(plan: PlanValue, name: str) -> Explanation:
     """The explanation of a parameter, a module path or a node of the captured graph."""
     return _Explainer(plan).explain(name)
 
 
 class _Explainer:
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: PlanValue) -> None:
         self.plan, self.captured, self.decisions = plan, plan.captured, plan.decisions
         self.mesh: Mesh = plan.mesh
         self.price = ClusterPrice(plan.cluster, self.mesh)

@@ -7,7 +7,7 @@ that are said twice are the same, and nothing is left over.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from torch import fx
 
@@ -15,16 +15,14 @@ from autopar.capture.captured import Captured
 from autopar.capture.marker import ANNOTATE
 from autopar.errors import InvalidInput
 from autopar.layout import TensorType
+from autopar.plan.saved import SavedValue
 from autopar.strategies import tensor_inputs
 from autopar.strategies.node_info import info
-
-if TYPE_CHECKING:
-    from autopar.plan.file import SavedPlan
 
 _REMEDY = "make the plan again, and save it"
 
 
-def require_sound(saved: SavedPlan) -> None:
+def require_sound(saved: SavedValue) -> None:
     """Refuse a plan that contradicts itself."""
     kept = (*saved.fingerprint.parameters, *saved.fingerprint.buffers)
     _require_names("parameters and buffers", saved.annotated, kept, ())
@@ -51,7 +49,7 @@ def require_sound(saved: SavedPlan) -> None:
         )
 
 
-def _require_pipeline(saved: SavedPlan) -> None:
+def _require_pipeline(saved: SavedValue) -> None:
     pipelining, slices = saved.pipelining, saved.slices
     assert pipelining is not None
     schedule, axis, mesh = pipelining.schedule, pipelining.axis, pipelining.mesh
@@ -68,7 +66,7 @@ def _require_pipeline(saved: SavedPlan) -> None:
         )
 
 
-def require_fitting(saved: SavedPlan, captured: Captured) -> None:
+def require_fitting(saved: SavedValue, captured: Captured) -> None:
     """Refuse a plan whose names, layouts or strategies are not those of `captured`."""
     nodes = {node.name: node for node in captured.graph.nodes}
     calls = {name for name, node in nodes.items() if node.op == "call_function"}
@@ -102,7 +100,7 @@ def _require_names(
         _fail(f"a plan names the {what} of its program", f"{name}, which {is_missing}")
 
 
-def _require_rule(saved: SavedPlan, captured: Captured, node: fx.Node) -> None:
+def _require_rule(saved: SavedValue, captured: Captured, node: fx.Node) -> None:
     strategy, rule = saved.decisions.strategies[node.name], captured.rules[node.name]
     unknown = {factor for factor, _ in strategy.cuts} - set(rule.factors if rule else ())
     if rule is None or unknown:
@@ -115,7 +113,7 @@ def _require_rule(saved: SavedPlan, captured: Captured, node: fx.Node) -> None:
     rule.validate(strategy, saved.mesh, info(node).source)
 
 
-def require_types(saved: SavedPlan, types: Mapping[str, TensorType]) -> None:
+def require_types(saved: SavedValue, types: Mapping[str, TensorType]) -> None:
     """Refuse a plan that says other layouts than follow from its decisions."""
     for name in dict.fromkeys([*saved.types, *types]):
         if saved.types.get(name) != types.get(name):

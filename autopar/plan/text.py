@@ -12,24 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar.cluster import Cluster
 from autopar.plan.grouping import grouped
+from autopar.plan.saved import SavedValue
 from autopar.plan.units import bytes_text, seconds_text, share_text
+from autopar.plan.value import PlanValue
+from autopar.planner.candidate import Alternative
+from autopar.schema import write
 from autopar.search.auto import Search
 from autopar.strategies.node_info import info
-
-if TYPE_CHECKING:
-    from autopar.plan.file import SavedPlan
-    from autopar.plan.plan import Plan
-    from autopar.planner.choose import Alternative
 
 _MESHES = 8  # considered ones that are listed
 _WIDEST = 64
 
 
-def plan_text(plan: Plan) -> str:
+def plan_text(plan: PlanValue) -> str:
     """The whole page."""
     cost, memory = plan.cost, plan.memory
     parts = {k: v for k, v in sorted(asdict(memory).items(), key=lambda i: -i[1]) if v}
@@ -58,13 +57,12 @@ def plan_text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def saved_text(saved: SavedPlan) -> str:
+def saved_text(saved: SavedValue) -> str:
     """What a plan on disk tells without its model."""
     rows = [(name, (str(saved.types[name]),)) for name in saved.fingerprint.parameters]
-    mesh = saved.mesh if saved.pipelining is None else saved.pipelining.mesh
     lines = [
-        f"saved plan on {mesh}, {_cluster(saved.cluster)}, mode {saved.mode}, made with torch "
-        f"{saved.fingerprint.torch}",
+        f"saved plan on {saved.whole_mesh}, {_cluster(saved.cluster)}, mode {saved.mode}, "
+        f"made with torch {saved.fingerprint.torch}",
         f"  search     {_search(saved.search)}",
         f"  operators  {len(saved.fingerprint.operators)}; micro-batches {saved.microbatches}",
         "  time and memory are computed once a model is attached: .attach(model, args, kwargs)",
@@ -75,22 +73,22 @@ def saved_text(saved: SavedPlan) -> str:
     return "\n".join(lines + _alternatives(saved.alternatives))
 
 
-def plan_data(plan: Plan) -> dict[str, Any]:
+def plan_data(plan: PlanValue) -> dict[str, Any]:
     """The same page as plain data."""
     return {
-        "mesh": dict(zip(plan.whole_mesh.names, plan.whole_mesh.shape)),
+        "mesh": write(plan.whole_mesh),
         "cluster": plan.cluster.name,
         "devices": plan.cluster.devices,
         "mode": plan.mode,
         "microbatches": plan.microbatches,
         "cost": plan.cost.to_json(),
         "memory": plan.memory.to_json(),
-        "search": None if plan.search is None else plan.search.to_json(),
-        "pipeline": None if plan.pipelining is None else plan.pipelining.data(),
+        "search": write(plan.search),
+        "pipeline": write(plan.pipelining),
         "parameters": {n: str(plan.types[n]) for n in plan.captured.parameters.values()},
         "movements": [asdict(record) for record in plan.movements()],
         "fallbacks": [{**asdict(f), "cost": f.cost} for f in plan.fallbacks],
-        "alternatives": [alternative.to_json() for alternative in plan.alternatives],
+        "alternatives": write(plan.alternatives),
     }
 
 
@@ -119,7 +117,7 @@ def _summed(axes: Sequence[str] | None) -> str:
     return f"gradient summed over {', '.join(axes)}" if axes else ""
 
 
-def _movements(plan: Plan) -> list[str]:
+def _movements(plan: PlanValue) -> list[str]:
     records = plan.movements()
     if not records:
         return ["movements: none besides gradients"]
@@ -145,7 +143,7 @@ def _movements(plan: Plan) -> list[str]:
     return [f"{title}, {seconds_text(total)}", *_table(grouped(rows), counted=True)]
 
 
-def _fallbacks(plan: Plan) -> list[str]:
+def _fallbacks(plan: PlanValue) -> list[str]:
     if not plan.fallbacks:
         return []
     rows = [

@@ -1,94 +1,83 @@
-"""Pipelining: the decisions about a pipeline as plain values, and how a user's words become them.
+"""Request: everything that is asked of a plan; what is given by hand is a choice of one.
 
-request = read_request(mesh, "auto", "chimera", {"pipes": 2}, microbatches=8)
-request.inner                        # the mesh inside each stage
-request.pipelining(stages)           # with the stages that the model was cut into
+request = read_request(PlanOptions(mesh=Mesh(pp=2, dp=2), schedule="chimera"))
+list(request.sizes())                # (stages, micro-batches) to weigh: one
+request.meshes(2)                    # the meshes inside a stage: one
+list(request.schedules(2, 4))        # the schedules: one
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
 
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.cluster import Cluster
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.pipeline.checker import check
-from autopar.pipeline.notation import to_text
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import schedule as make_schedule
-from autopar.pipeline.stages.costs import StageCost, imbalance
-from autopar.planner.meshes import AXIS_NAMES
-from autopar.search.stored import Axes
+from autopar.planner.meshes import AXIS_NAMES, meshes
+from autopar.progress import Report
 
 AXIS = "pp"
 DEFAULT = "1f1b"
+Mode = Literal["auto", "propagate", "data"]
+MODES: tuple[Mode, ...] = get_args(Mode)
 ScheduleLike = str | Mapping[str, Any] | Schedule | None
 
+MOST_AXES = 3  # of a mesh without a pipeline
+MOST_INNER_AXES = 2  # of a mesh inside each stage
+MOST_STAGES = 16  # that are tried unasked
+ROUNDS = (1, 2, 4)  # micro-batches tried, in multiples of the number of stages
+# Schedules that are priced where they exist: names with options.
+SCHEDULES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("1f1b", {}),
+    ("interleaved", {"chunks": 2}),
+    ("zb-h1", {}),
+    ("zb-v", {}),
+    ("chimera", {"scale": "direct"}),
+    ("chimera", {"scale": "list"}),
+)
+
 
 @dataclass(frozen=True)
-class Pipelining:
-    """How a program runs as a pipeline."""
+class PlanOptions:
+    """The options of `plan`, as they were given."""
 
-    axis: str
-    mesh: Mesh  # of all ranks, the pipeline's axis among them
-    schedule: Schedule
-    stages: tuple[StageCost, ...]
+    cluster: Cluster | None = None
+    mesh: Mesh | DeviceMesh | None = None
+    mode: Mode = "auto"
+    memory: float | None = None
+    strict: bool = False
+    microbatches: int | Literal["auto"] = "auto"
+    pipeline: str | int | None = "auto"
+    schedule: ScheduleLike = "auto"
+    schedule_options: Mapping[str, Any] | None = None
     recompute: bool = False
+    progress: Report | bool | None = None
 
-    def data(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {
-            "axis": self.axis,
-            "mesh": dict(zip(self.mesh.names, self.mesh.shape)),
-            "schedule": to_text(self.schedule),
-            "stages": [asdict(stage) for stage in self.stages],
-            "recompute": self.recompute,
-        }
-
-    def ranks_at(self, coordinate: int) -> list[int]:
-        """The ranks that stand at one place of the pipeline, in the order of the inner mesh."""
-        return [
-            rank
-            for rank in range(self.mesh.size)
-            if self.mesh.coordinate(rank)[self.axis] == coordinate
-        ]
-
-    def __str__(self) -> str:
-        made = self.schedule
-        options = "".join(f", {name}={value}" for name, value in made.options)
-        lines = [
-            f"pipeline over {self.axis}: {made.name}{options}, {len(self.stages)} stages, "
-            f"{made.microbatches} micro-batches, imbalance {imbalance(self.stages):.0%}"
-        ]
-        for index, stage in enumerate(self.stages):
-            ranks = ", ".join(map(str, made.replicas_of(index)))
-            lines.append(
-                f"  stage {index} on {ranks}: from {stage.starts} ({stage.module or 'the model'}), "
-                f"forward {stage.forward:.3g} s, backward {stage.backward:.3g} s, "
-                f"{stage.parameters} bytes of parameters"
-            )
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class StoredPipelining:
-    """What `Pipelining.data` gives."""
-
-    axis: str
-    mesh: Axes
-    schedule: Schedule
-    stages: tuple[StageCost, ...]
-    recompute: bool
-
-    def read(self) -> Pipelining:
-        return Pipelining(self.axis, Mesh(**self.mesh), self.schedule, self.stages, self.recompute)
+    @property
+    def given(self) -> list[str]:
+        """The names of those that are not as they are without a word."""
+        return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for by name of how a step runs. None: it is to be chosen."""
+    """What is asked for of how a step runs. None: it is to be chosen."""
 
+    cluster: Cluster
+    mode: Mode
+    limit: float  # bytes of each device
+    is_limited: bool  # a plan that takes more is none
     axis: str | None = None  # of the pipeline; without an axis there is no pipeline
     mesh: Mesh | None = None  # of all ranks
     stages: int | None = None  # ranks along the axis
@@ -97,82 +86,143 @@ class Request:
     recompute: bool = False  # with that schedule
 
     @property
-    def inner(self) -> Mesh | None:
-        """The mesh inside each stage."""
-        if self.mesh is None or self.axis is None:
-            return self.mesh
-        return self.mesh.without(self.axis)
+    def memory(self) -> float:
+        """The bytes of each device that a plan keeps to."""
+        return self.limit if self.is_limited else math.inf
+
+    def sizes(self) -> Iterator[tuple[int, int]]:
+        """Numbers of stages and of micro-batches to try."""
+        devices = self.cluster.devices
+        most = min(devices, MOST_STAGES)
+        counts = [n for n in range(1, most + 1) if devices % n == 0]
+        for count in [self.stages] if self.stages else counts:
+            if self.microbatches is not None:
+                yield count, self.microbatches
+            elif count == 1:
+                yield 1, 1
+            else:
+                yield from ((count, count * rounds) for rounds in ROUNDS)
+
+    def meshes(self, stages: int) -> Sequence[Mesh]:
+        """The meshes to try inside each of so many stages."""
+        if self.mesh is not None:
+            return [self.mesh if self.axis is None else self.mesh.without(self.axis)]
+        most = MOST_AXES if stages == 1 else MOST_INNER_AXES
+        return meshes(self.cluster.devices // stages, most, self.cluster)
+
+    def schedules(self, stages: int, microbatches: int) -> Iterator[Schedule]:
+        """The schedules to try, those that exist for these numbers."""
+        if self.schedule is not None:
+            yield self.schedule
+            return
+        for name, options in SCHEDULES:
+            try:
+                made = make_schedule(name, stages=stages, microbatches=microbatches, **options)
+                check(made)
+            except InvalidInput:
+                continue
+            yield made
 
 
-def open_request(
-    mesh: Mesh | None, pipeline: str | int | None, microbatches: int | None
-) -> Request:
-    """A pipeline, or none, is to be chosen: with these words, as far as they are given."""
-    if mesh is None:
-        axis, stages = axis_to_make(pipeline)
-        return Request(axis, None, stages, microbatches)
-    named, mesh = pipeline_axis(mesh, pipeline)
-    assert named is not None
-    return Request(named, with_inner_axes(mesh, named), mesh[named], microbatches)
+def read_request(options: PlanOptions) -> Request:
+    """What the options of `plan` ask for, if they do not contradict themselves.
 
-
-def read_request(
-    mesh: Mesh | None,
-    pipeline: str | int | None,
-    schedule: ScheduleLike,
-    options: Mapping[str, Any] | None,
-    microbatches: int | None,
-    recompute: bool = False,
-) -> Request:
-    """What `plan`'s arguments say where they name a pipeline with its schedule, or none.
-
-    `pipeline` names the axis ("auto": `pp`, if the mesh has it), or is a number of ranks that are
-    put before the mesh's axes, or None. Twice as many micro-batches as ranks are taken if no number
-    of them is given.
+    A pipeline whose schedule is not named is weighed by simulation, in all forms that are left
+    open. One that is named takes twice as many micro-batches as ranks if no number is given.
     """
-    axis, whole = (None, None) if mesh is None else pipeline_axis(mesh, pipeline)
+    mesh = _validated_mesh(options)
+    count = None if options.microbatches == "auto" else int(options.microbatches)
+    axis, whole = (None, None) if mesh is None else pipeline_axis(mesh, options.pipeline)
+    cluster = options.cluster
+    if cluster is None:
+        cluster = Cluster.local(_devices_here() if whole is None else whole.size, measure=False)
+    limit = cluster.device.memory if options.memory is None else options.memory
+    machines = cluster, options.mode, limit, options.mode == "auto" or options.memory is not None
+    is_weighed = options.mode == "auto" and options.schedule in ("auto", None)
+    if mesh is None and is_weighed and options.pipeline is not None:
+        _require_nothing_about_a_schedule(options)
+        axis, stages = axis_to_make(options.pipeline)
+        return Request(*machines, axis, None, stages, count)
     if axis is None or whole is None:
-        where, pipeline = ("no mesh", pipeline) if mesh is None else (str(mesh), None)
-        refuse_without_pipeline(where, pipeline, schedule, options, recompute)
-        return Request(None, mesh, 1, 1 if microbatches is None else microbatches)
-    named = None if schedule == "auto" else schedule
-    if microbatches is None:
-        microbatches = named.microbatches if isinstance(named, Schedule) else 2 * whole[axis]
-    made = _schedule(named, dict(options or {}), whole[axis], microbatches)
-    whole = with_inner_axes(whole, axis)
-    return Request(axis, whole, whole[axis], made.slices, made, recompute)
+        _refuse_without_pipeline(options, mesh)
+        return Request(*machines, None, mesh, 1, 1 if count is None else count)
+    ranks, whole = whole[axis], with_inner_axes(whole, axis)
+    if is_weighed:
+        _require_nothing_about_a_schedule(options)
+        return Request(*machines, axis, whole, ranks, count)
+    made = _schedule(options, ranks, count)
+    return Request(*machines, axis, whole, ranks, made.slices, made, options.recompute)
 
 
-def refuse_without_pipeline(
-    where: str,
-    pipeline: str | int | None,
-    schedule: ScheduleLike,
-    options: Mapping[str, Any] | None,
-    recompute: bool,
-) -> None:
+def _validated_mesh(options: PlanOptions) -> Mesh | None:
+    """The mesh, when this and the words beside it are what they have to be."""
+    mode, mesh, microbatches = options.mode, options.mesh, options.microbatches
+    if mode not in MODES:
+        raise InvalidInput(
+            "mode is one of " + ", ".join(map(repr, MODES)), got=repr(mode), remedy=repr(MODES[0])
+        )
+    if isinstance(mesh, DeviceMesh):
+        mesh = Mesh.from_device_mesh(mesh)
+    if not isinstance(mesh, Mesh | None):
+        raise InvalidInput(
+            "mesh is a Mesh or a torch DeviceMesh",
+            got=f"{type(mesh).__name__}: {mesh!r}",
+            remedy="mesh=ap.Mesh(dp=2, tp=4)",
+        )
+    if not (microbatches == "auto" or isinstance(microbatches, int)):
+        raise InvalidInput(
+            'microbatches is a number or "auto"', got=repr(microbatches), remedy="microbatches=8"
+        )
+    return mesh
+
+
+def _devices_here() -> int:
+    """How many devices this process can count on: its world, its GPUs, or its cores."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    if dist.is_torchelastic_launched():
+        return int(os.environ["WORLD_SIZE"])
+    return torch.cuda.device_count() or os.cpu_count() or 1
+
+
+def _named(options: PlanOptions, *words: str) -> str:
+    """Those of some options that say something, as they were written."""
+    given = {word: getattr(options, word) for word in words}
+    return ", ".join(f"{name}={v!r}" for name, v in given.items() if v and v != "auto")
+
+
+def _require_nothing_about_a_schedule(options: PlanOptions) -> None:
+    """Where schedules are weighed, so are their options, and whether stages recompute."""
+    if named := _named(options, "schedule_options", "recompute"):
+        raise InvalidInput(
+            "options and recompute need the name of the schedule that they are for",
+            got=named,
+            remedy='schedule="chimera" or another name, beside them',
+        )
+
+
+def _refuse_without_pipeline(options: PlanOptions, mesh: Mesh | None) -> None:
     """Refuse words about a pipeline where there is none that they could be about."""
-    words = {
-        "pipeline": pipeline,
-        "schedule": schedule,
-        "schedule_options": options,
-        "recompute": recompute,
-    }
-    given = [f"{name}={value!r}" for name, value in words.items() if value and value != "auto"]
-    if given:
+    words = ("schedule", "schedule_options", "recompute")
+    if named := _named(options, *(("pipeline",) if mesh is None else ()), *words):
         raise InvalidInput(
             "a schedule is for a pipeline on a given mesh, as are its options and recompute",
-            got=f"{', '.join(given)} with {where}",
+            got=f"{named} with {mesh or 'no mesh'}",
             remedy=f"give the mesh an axis {AXIS!r}, as in mesh=ap.Mesh({AXIS}=4, dp=2)",
         )
 
 
 def pipeline_axis(mesh: Mesh, pipeline: str | int | None) -> tuple[str | None, Mesh]:
-    """The axis of the pipeline, if there is one, and the mesh of all ranks with it."""
+    """The axis of the pipeline, if there is one, and the mesh of all ranks with it.
+
+    `pipeline` names the axis ("auto": `pp`, if the mesh has it), or is a number of ranks that are
+    put before the mesh's axes, or None.
+    """
     if pipeline is None or (pipeline == "auto" and AXIS not in mesh):
         return None, mesh
     if isinstance(pipeline, int) and not isinstance(pipeline, bool) and pipeline > 0:
         if AXIS not in mesh:
-            return AXIS, Mesh(**{AXIS: pipeline, **dict(zip(mesh.names, mesh.shape))})
+            return AXIS, Mesh(**{AXIS: pipeline, **mesh.sizes})
         if mesh[AXIS] == pipeline:
             return AXIS, mesh
     name = AXIS if pipeline == "auto" else pipeline
@@ -187,9 +237,7 @@ def pipeline_axis(mesh: Mesh, pipeline: str | int | None) -> tuple[str | None, M
 
 def with_inner_axes(mesh: Mesh, axis: str) -> Mesh:
     """The mesh of a pipeline: if a stage is on one rank, with an axis of one for placements."""
-    if mesh.without(axis).names:
-        return mesh
-    return Mesh(**dict(zip(mesh.names, mesh.shape)), dp=1)
+    return mesh if mesh.without(axis).names else Mesh(**mesh.sizes, dp=1)
 
 
 def axis_to_make(pipeline: str | int | None) -> tuple[str, int | None]:
@@ -207,22 +255,24 @@ def axis_to_make(pipeline: str | int | None) -> tuple[str, int | None]:
     return pipeline, None
 
 
-def _schedule(
-    given: ScheduleLike, options: dict[str, Any], ranks: int, microbatches: int
-) -> Schedule:
+def _schedule(options: PlanOptions, ranks: int, count: int | None) -> Schedule:
+    """The one that is named, by itself or in its mapping, or finished."""
+    given = None if options.schedule == "auto" else options.schedule
+    words = dict(options.schedule_options or {})
     if isinstance(given, Schedule):
-        if options or given.ranks != ranks or microbatches not in (1, given.microbatches):
+        count = given.microbatches if count is None else count
+        if words or given.ranks != ranks or count not in (1, given.microbatches):
             raise InvalidInput(
                 "a finished schedule fits the mesh and the micro-batches, and takes no options",
                 got=f"a schedule of {given.ranks} ranks and {given.microbatches} micro-batches for "
-                f"{ranks} ranks and {microbatches} micro-batches, options {options}",
+                f"{ranks} ranks and {count} micro-batches, options {words}",
                 remedy="make the schedule for this mesh, or give its name",
             )
         check(given)
         return given
     if isinstance(given, Mapping):
-        options = {**given, **options}
-        given = options.pop("name", DEFAULT)
+        words = {**given, **words}
+        given = words.pop("name", DEFAULT)
     name = DEFAULT if given is None else given
     if not isinstance(name, str):
         raise InvalidInput(
@@ -231,6 +281,7 @@ def _schedule(
             remedy='schedule="chimera", {"name": "chimera", "pipes": 4}, or what '
             "autopar.pipeline.load reads from a file",
         )
-    made = make_schedule(name, stages=ranks, microbatches=microbatches, **options)
+    count = 2 * ranks if count is None else count
+    made = make_schedule(name, stages=ranks, microbatches=count, **words)
     check(made)
     return made

@@ -20,6 +20,7 @@ from autopar.capture.listing import Listing
 from autopar.errors import InvalidInput
 from autopar.layout import Layout
 from autopar.lines import frames_to_caller
+from autopar.plan.plan import Plan
 from autopar.plan.program import Program
 from autopar.runtime.checks import Checks
 from autopar.runtime.modes import Modes
@@ -75,7 +76,7 @@ class ParallelModule(nn.Module):
         self,
         model: nn.Module,
         program: Program,
-        plan: Any,
+        plan: Plan,
         backend: Backend,
         check: Checks | None = None,
     ) -> None:

@@ -1,4 +1,4 @@
-"""Agreement: all ranks of a world carry out one plan, that of rank 0.
+"""Plan broadcast: all ranks of a world carry out one plan, that of rank 0.
 
 Rank 0 plans and sends its decisions as plain data. Every other rank attaches them to the model that
 it has itself, which compares the two models; or, if it brought a plan, compares the two plans. A
@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from autopar.errors import AutoparError, InvalidInput
 from autopar.plan.diff import compare
-from autopar.plan.file import SavedPlan
-from autopar.plan.plan import Plan
+from autopar.plan.plan import Plan, SavedPlan
 
 
 def require_same_call(check_alone: Callable[[], None], **alike: bool) -> None:

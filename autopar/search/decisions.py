@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from autopar.layout import Layout, Placement
+from autopar.layout import Layout, Placement, TensorType
 from autopar.mesh import Mesh
+from autopar.schema import Index
 from autopar.strategies import Strategy
 
 
@@ -31,3 +32,39 @@ class Decisions:
     fallbacks: tuple[Fallback, ...] = ()
     # (value, reader, which input) -> the placements that readers share on the way to what it wants
     ways: Mapping[tuple[str, str, int], tuple[Placement, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TypedDecisions:
+    """Decisions as they stand in a file: tensors with their types, so that a person can read it."""
+
+    mesh: Mesh
+    placeholders: Mapping[str, TensorType]
+    strategies: Mapping[str, Strategy]
+    fixed: Mapping[str, TensorType]
+    fallbacks: tuple[Fallback, ...]
+    ways: Mapping[tuple[str, str, Index], tuple[Placement, ...]]
+
+    @classmethod
+    def of(cls, decisions: Decisions, types: Mapping[str, TensorType]) -> TypedDecisions:
+        """`types` are those of the placeholders and markers."""
+        return cls(
+            decisions.mesh,
+            {name: types[name] for name in decisions.placeholders},
+            decisions.strategies,
+            {name: replace(types[name], layout=fixed) for name, fixed in decisions.fixed.items()},
+            decisions.fallbacks,
+            decisions.ways,
+        )
+
+    @property
+    def untyped(self) -> Decisions:
+        """The decisions alone."""
+        return Decisions(
+            self.mesh,
+            {name: type_.layout for name, type_ in self.placeholders.items()},
+            self.strategies,
+            {name: type_.layout for name, type_ in self.fixed.items()},
+            self.fallbacks,
+            self.ways,
+        )

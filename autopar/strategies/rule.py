@@ -32,6 +32,7 @@ import torch
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, chunk
 from autopar.mesh import Mesh
+from autopar.schema import Index
 
 Quantifier = Callable[[Iterable[bool]], bool]
 Dim = tuple[str, ...]  # the factors of one dim, outermost first; () for a dim of size 1
@@ -42,7 +43,7 @@ class Strategy:
     """Every mesh axis given to a factor, to a partial sum that passes through, or to nothing."""
 
     cuts: tuple[tuple[str, tuple[str, ...]], ...] = ()  # factor -> its axes, outermost first
-    passes: tuple[tuple[str, int], ...] = ()  # axis -> index into Rule.passes
+    passes: tuple[tuple[str, Index], ...] = ()  # axis -> index into Rule.passes
 
     @classmethod
     def of(

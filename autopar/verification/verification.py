@@ -48,7 +48,7 @@ class Verification:
         return {
             "ok": self.ok,
             "unverified": self.unverified,
-            "mesh": dict(zip(self.mesh.names, self.mesh.shape)),
+            "mesh": self.mesh.sizes,
             "how": self.how,
             "dtype": str(self.dtype).removeprefix("torch."),
             "tolerance": self.tolerance,

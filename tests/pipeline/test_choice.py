@@ -10,6 +10,7 @@ import torch
 import autopar as ap
 from autopar.cluster import Device, Link, Node
 from autopar.pipeline.price import stage_link
+from autopar.schema import write
 from tests import models
 from tests.parity import assert_parity
 from tests.pipeline.models import share_captures  # noqa: F401
@@ -38,7 +39,7 @@ def test_every_alternative_is_kept_and_the_fastest_that_fits_is_taken() -> None:
         min(a.seconds for a in chosen.alternatives if a.fits)
     )
     assert {a.schedule for a in chosen.alternatives} >= {"", "1f1b", "chimera"}
-    assert all(a.memory > 0 and a.to_json()["seconds"] > 0 for a in chosen.alternatives)
+    assert all(a.memory > 0 and write(a)["seconds"] > 0 for a in chosen.alternatives)
 
 
 def test_a_schedule_is_chosen_for_the_users_mesh() -> None:

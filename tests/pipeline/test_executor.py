@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import autopar as ap
+from autopar.schema import write
 from tests.models import Case, gpt
 from tests.parity import assert_equal, assert_parity, parallel_outcome, single_outcome
 from tests.pipeline.models import (
@@ -161,7 +162,7 @@ def test_the_plan_says_what_was_decided():
     text = str(plan.pipelining)
     assert text.startswith("pipeline over pp: chimera, pipes=2, scale=direct, 4 stages")
     assert "imbalance" in text
-    data = plan.pipelining.data()
+    data = write(plan.pipelining)
     assert ap.pipeline.from_text(data["schedule"]) == plan.pipelining.schedule
     assert len(data["stages"]) == len(plan.program.stages) == 4
 

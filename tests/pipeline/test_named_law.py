@@ -13,7 +13,7 @@ from torch import nn
 
 import autopar as ap
 from autopar.cost.operators import ShardSizes, facts_of, work
-from autopar.planner.choose import Alternative
+from autopar.planner.candidate import Alternative
 from autopar.strategies import Strategy, tensor_inputs
 from tests.models import Case, gpt, mlp
 from tests.pipeline.models import llama, share_captures  # noqa: F401

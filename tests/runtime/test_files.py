@@ -19,7 +19,7 @@ import autopar as ap
 from autopar.api import virtual_backend
 from autopar.capture.fingerprint import fingerprint_of
 from autopar.pipeline import load, schedule, simulate, to_csv, to_text
-from autopar.plan.file import SavedPlan
+from autopar.plan.plan import SavedPlan
 from autopar.runtime.module import ParallelModule
 from tests.mutations import bytes_of, file_of
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import autopar as ap
 from autopar.capture import capture
 from autopar.capture.fingerprint import fingerprint_of
-from autopar.plan.file import SavedPlan
-from autopar.schema import read
+from autopar.plan.plan import SavedPlan
+from autopar.schema import read, write
 from tests import models
 from tests.parity import assert_equal, parallel_outcome, single_outcome
 
@@ -151,7 +151,7 @@ def test_fingerprints_tell_every_scalar_and_constant_of_a_program() -> None:
     again = fingerprint_of(capture(case.model, case.args, case.kwargs))
     assert own == again
     assert not own.differences(again)
-    assert not own.differences(read(type(own), json.loads(json.dumps(own.to_json()))))
+    assert not own.differences(read(type(own), json.loads(json.dumps(write(own)))))
     for name, value in captured.constants.items():
         if value.numel():
             other = value.clone()

@@ -1,0 +1,126 @@
+"""SavedValue: a plan as it stands on disk, field by field, without the model that it is for.
+
+Times and bytes are not saved: they are computed anew for the model that the plan is attached to.
+What a plan comes to hold besides gets a field here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from autopar.capture.fingerprint import Fingerprint
+from autopar.cluster import Cluster
+from autopar.errors import InvalidInput
+from autopar.layout import Layout, TensorType
+from autopar.mesh import Mesh
+from autopar.pipeline.pipelining import Pipelining
+from autopar.plan.value import PlanValue
+from autopar.planner.candidate import Alternative
+from autopar.planner.request import Mode
+from autopar.schema import Count, Positive
+from autopar.search.auto import Search
+from autopar.search.decisions import Decisions, TypedDecisions
+
+
+@dataclass(frozen=True)
+class SavedValue:
+    """Everything that was decided, and the fingerprint of the model it was decided for."""
+
+    mode: Mode
+    # Bytes of each device that the search kept to.
+    limit: Positive | None = field(metadata={"key": "memory_limit"})
+    # Micro-batches of a step; None: the batch was not cut.
+    slices: Count | None = field(metadata={"key": "microbatches"})
+    typed: TypedDecisions = field(metadata={"key": "decisions"})
+    cluster: Cluster
+    pipelining: Pipelining | None = field(metadata={"key": "pipeline"})
+    search: Search | None
+    alternatives: tuple[Alternative, ...]  # ways to run a step that were weighed
+    annotated: Mapping[str, str]  # parameter -> the user's line
+    # Of parameters and buffers by name, of all values but placeholders by node.
+    others: Mapping[str, TensorType] = field(metadata={"key": "types"})
+    fingerprint: Fingerprint = field(metadata={"key": "model"})
+
+    @cached_property
+    def decisions(self) -> Decisions:
+        return self.typed.untyped
+
+    @cached_property
+    def types(self) -> dict[str, TensorType]:
+        """The type of every parameter and buffer by its name, of every value by its node's."""
+        return {**self.typed.placeholders, **self.typed.fixed, **self.others}
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """The layout of every parameter and buffer by its name, of every value by its node's."""
+        return {name: type_.layout for name, type_ in self.types.items()}
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.typed.mesh
+
+    @property
+    def whole_mesh(self) -> Mesh:
+        """The mesh of all ranks, the axis of a pipeline among its axes."""
+        return self.mesh if self.pipelining is None else self.pipelining.mesh
+
+    @property
+    def microbatches(self) -> int:
+        return self.slices or 1
+
+
+def values_to_save(plan: PlanValue) -> dict[str, Any]:
+    """What of a plan goes to disk, by field."""
+    placeholders = plan.decisions.placeholders
+    return {
+        "mode": plan.mode,
+        "limit": plan.limit,
+        "slices": None if plan.batches is None else plan.batches.count,
+        "typed": TypedDecisions.of(plan.decisions, plan.types),
+        "cluster": plan.cluster,
+        "pipelining": plan.pipelining,
+        "search": plan.search,
+        "alternatives": plan.alternatives,
+        "annotated": plan.annotated,
+        "others": {name: t for name, t in plan.types.items() if name not in placeholders},
+        "fingerprint": plan.fingerprint,
+    }
+
+
+def read_file(path: str | Path) -> Any:
+    """The data in a plan's file."""
+    try:
+        text = Path(path).read_bytes().decode("utf-8")
+        return json.loads(text, object_pairs_hook=_once)
+    except OSError as error:
+        raise InvalidInput(
+            "a plan file can be read",
+            got=f"{path}: {error.strerror}",
+            remedy="give the path of a file that plan.save() wrote",
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise malformed(str(path), f"no JSON: {error}") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, with each key once."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} twice")
+    return found
+
+
+def malformed(source: str, what: str) -> InvalidInput:
+    """The error of a file that is no plan's as it was written."""
+    return InvalidInput(
+        "a plan file is as plan.save() wrote it",
+        got=f"{source}: {what}",
+        remedy="save the plan again",
+    )

@@ -1,0 +1,165 @@
+"""PlanValue: every decision about one model on one mesh, with the program that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+from autopar.capture.captured import Captured
+from autopar.capture.fingerprint import Fingerprint, fingerprint_of
+from autopar.capture.listing import Listing
+from autopar.layout import Layout, TensorType
+from autopar.passes import rewrite
+from autopar.passes.stages import split_stages
+from autopar.plan.fallbacks import FallbackCost, fallback_costs
+from autopar.plan.program import Program
+from autopar.planner.candidate import Alternative, Candidate
+from autopar.planner.request import Mode
+from autopar.search.build import Built, build
+from autopar.search.constraints import Constraints, LayoutConstraint, read_constraints
+from autopar.search.propagate import propagate
+from autopar.strategies.node_info import info
+from autopar.strategies.results import has_results
+
+Made = TypeVar("Made", bound="PlanValue")
+
+
+@dataclass(frozen=True)
+class MovementRecord:
+    """One movement of a program."""
+
+    forward: str
+    backward: str | None  # None where no gradient flows
+    axis: str  # several axes are joined by commas, outermost first
+    tensor: str  # the type of what is moved, before
+    bytes: int  # the larger of one rank's pieces before and after
+    node: str
+    module: str  # of its reader
+    seconds: float  # predicted, forward and backward
+
+
+@dataclass(frozen=True)
+class PlanValue(Candidate):
+    """The candidate that was taken, and what was asked. `program` is what runs."""
+
+    mode: Mode = "propagate"  # how it was made
+    limit: float | None = None  # bytes of each device that the search kept to
+    constraints: Constraints | None = None  # what annotations asked
+    alternatives: tuple[Alternative, ...] = ()  # ways to run a step that were weighed
+
+    @classmethod
+    def of(cls: type[Made], candidate: Candidate, **asked: Any) -> Made:
+        """With all that is known of a candidate."""
+        made = cls(**{f.name: getattr(candidate, f.name) for f in fields(Candidate)}, **asked)
+        vars(made).update(vars(candidate))
+        return made
+
+    @cached_property
+    def program(self) -> Program:
+        """The rewritten program of all ranks."""
+        program = Program(self.captured, self.decisions, self.rewritten, self.batches)
+        if self.pipelining is None:
+            return program
+        starts = [stage.starts for stage in self.pipelining.stages]
+        stages = split_stages(self.flow, starts, self.mesh)
+        return replace(program, pipelining=self.pipelining, stages=stages)
+
+    @cached_property
+    def whole_program(self) -> Program:
+        """The program of a whole batch in one go, for direct calls beside steps in micro-batches.
+
+        Parameters, buffers and inputs lie as the plan has them, and the rest follows from there.
+        """
+        if self.batches is None:
+            return self.program
+        whole, placed = self.batches.whole, self.decisions.placeholders
+        marked = Constraints() if self.mode == "data" else read_constraints(whole, self.mesh, {})
+        others = [*whole.buffers, *(name for name in whole.inputs if name is not None)]
+        constraints = replace(
+            marked,
+            parameters={
+                n: LayoutConstraint(placed[key], "the plan") for key, n in whole.parameters.items()
+            },
+            inputs={key: LayoutConstraint(placed[key], "the plan") for key in others},
+        )
+        decisions = propagate(whole, self.mesh, constraints)
+        return Program(whole, decisions, rewrite(whole, decisions, self.price))
+
+    @cached_property
+    def types(self) -> dict[str, TensorType]:
+        """The type of every parameter and buffer by its name, of every value by its node's."""
+        found = {
+            node.name: info(node).type
+            for node in self.rewritten.nodes
+            if node.op != "output" and not has_results(node)
+        }
+        named = self.captured.parameters | self.captured.buffers
+        marked = {
+            node.name: TensorType(
+                tuple(info(node).val.shape),
+                info(node).val.dtype,
+                self.decisions.fixed[node.name],
+            )
+            for node in self.captured.graph.nodes
+            if node.name in self.decisions.fixed
+        }
+        return {name: found[placeholder] for placeholder, name in named.items()} | found | marked
+
+    @cached_property
+    def cost_graph(self) -> Built:
+        """All that the search had to choose from; built again when it is first asked for."""
+        constraints = self.constraints or Constraints()
+        return build(self.captured, self.mesh, self.cluster, constraints, self.microbatches)
+
+    @property
+    def graph(self) -> Listing:
+        """The program of all ranks: prints one line a node."""
+        return Listing(self.rewritten)
+
+    @cached_property
+    def layouts(self) -> dict[str, Layout]:
+        """The layout of every parameter and buffer by its name, of every value by its node's."""
+        return {name: type_.layout for name, type_ in self.types.items()}
+
+    @property
+    def annotated(self) -> Mapping[str, str]:
+        """The user's line for each parameter that is annotated."""
+        said = self.constraints.parameters if self.constraints is not None else {}
+        return {name: constraint.source for name, constraint in said.items()}
+
+    @property
+    def original(self) -> Captured:
+        """The captured program of a whole batch."""
+        return self.captured if self.batches is None else self.batches.whole
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """What the model is, for files and other ranks."""
+        return fingerprint_of(self.original)
+
+    @cached_property
+    def fallbacks(self) -> tuple[FallbackCost, ...]:
+        """Operators that run replicated for want of a rule, and what that costs."""
+        return fallback_costs(self.decisions.fallbacks, self.rewritten, self.prices)
+
+    def movements(self) -> list[MovementRecord]:
+        """Everything that moves in forward or backward, in the order of the program."""
+        records = []
+        for node in self.rewritten.nodes:
+            if (movement := info(node).movement) is None:
+                continue
+            records.append(
+                MovementRecord(
+                    forward=movement.kind,
+                    backward=movement.backward if info(node).differentiable else None,
+                    axis=",".join(movement.axes),
+                    tensor=str(info(node.args[0]).type),
+                    bytes=info(node).bytes,
+                    node=node.name,
+                    module=info(node).module,
+                    seconds=self.prices(node).seconds,
+                )
+            )
+        return records

@@ -1,0 +1,175 @@
+"""Candidate: one way to run a step, and its price.
+
+What is weighed, what is asked for by name and what comes from a file is priced here, and in no
+other way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+from torch import fx
+
+from autopar.capture.captured import Captured
+from autopar.cluster import Cluster
+from autopar.cost.footprint import Memory, program_memory
+from autopar.cost.price import ClusterPrice
+from autopar.cost.program import Cost, NodePrices, program_cost
+from autopar.mesh import Mesh
+from autopar.passes import rewrite
+from autopar.passes.flow import Flow, flow_of
+from autopar.passes.microbatches import Microbatches
+from autopar.pipeline.pipelining import Pipelining
+from autopar.pipeline.price import pipeline_cost, pipeline_memory, price_step, stage_link
+from autopar.pipeline.schedule import Option
+from autopar.pipeline.stages.costs import StageCosts, price_stages
+from autopar.pipeline.timeline import Timeline
+from autopar.schema import Count
+from autopar.search.auto import Search
+from autopar.search.decisions import Decisions
+from autopar.search.smallest_footprint import SmallestFootprint
+
+Made = TypeVar("Made", bound="Candidate")
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One way to run a step that was weighed."""
+
+    mesh: Mesh
+    microbatches: Count
+    schedule: str  # "" without a pipeline
+    options: tuple[tuple[str, bool | Option], ...]
+    seconds: float  # predicted for a step
+    memory: float  # predicted bytes on the fullest device
+    fits: bool
+    recompute: bool = False  # every stage runs its forward again before its backward
+
+    def __str__(self) -> str:
+        options = "".join(f", {name}={value}" for name, value in self.options)
+        how = f"{self.schedule}{options}, " if self.schedule else ""
+        how += "recomputed, " if self.recompute else ""
+        fits = "" if self.fits else ", does not fit"
+        return (
+            f"{self.mesh}: {how}{self.microbatches} micro-batches: {self.seconds:.4g} s, "
+            f"{self.memory / 1e9:.4g} GB{fits}"
+        )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A program with its layouts, and a pipeline or none; what it takes follows."""
+
+    captured: Captured
+    cluster: Cluster
+    decisions: Decisions
+    batches: Microbatches | None = None  # `captured` is then the program of one micro-batch
+    pipelining: Pipelining | None = None  # `mesh` is then the mesh inside each stage
+    search: Search | None = None  # the account of the search, where there was one
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.decisions.mesh
+
+    @property
+    def whole_mesh(self) -> Mesh:
+        """The mesh of all ranks, the axis of a pipeline among its axes."""
+        return self.mesh if self.pipelining is None else self.pipelining.mesh
+
+    @property
+    def microbatches(self) -> int:
+        """How many micro-batches a step runs, one after another."""
+        return 1 if self.batches is None else self.batches.count
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether every stage runs its forward again before its backward."""
+        return self.pipelining is not None and self.pipelining.recompute
+
+    @cached_property
+    def price(self) -> ClusterPrice:
+        """What movements cost."""
+        return ClusterPrice(self.cluster, self.mesh)
+
+    @cached_property
+    def rewritten(self) -> fx.Graph:
+        """The program of all ranks."""
+        return rewrite(self.captured, self.decisions, self.price)
+
+    @cached_property
+    def flow(self) -> Flow:
+        """The same as a line of activations, to be cut into stages."""
+        return flow_of(self.captured, self.rewritten)
+
+    @cached_property
+    def prices(self) -> NodePrices:
+        return NodePrices(self.cluster, self.mesh)
+
+    def changed(self: Made, **changes: Any) -> Made:
+        """The same program in other circumstances; it is not rewritten again."""
+        made = replace(self, **changes)
+        vars(made).update(rewritten=self.rewritten, flow=self.flow)
+        return made
+
+    def stage_costs(self, mesh: Mesh, axis: str) -> StageCosts:
+        """The program, to be cut into stages along `axis` of the `mesh` of all ranks."""
+        link = stage_link(self.cluster, mesh, axis)
+        return StageCosts(self.flow, self.mesh, self.prices, link.bandwidth)
+
+    def cut_as(self, given: Pipelining) -> Candidate:
+        """This program in the stages of a pipeline, with what they take here."""
+        line = self.stage_costs(given.mesh, given.axis)
+        starts = [stage.starts for stage in given.stages]
+        stages = price_stages(line.recomputed() if given.recompute else line, starts)
+        return self.changed(pipelining=replace(given, stages=tuple(stages)))
+
+    @cached_property
+    def timeline(self) -> Timeline | None:
+        """The simulated step of a pipeline."""
+        return None if self.pipelining is None else price_step(self.pipelining, self.cluster)
+
+    @cached_property
+    def cost(self) -> Cost:
+        """The predicted seconds of one step, and their parts."""
+        once = program_cost(self.rewritten, self.mesh, self.cluster)
+        if self.pipelining is not None and self.timeline is not None:
+            return pipeline_cost(self.pipelining, once, self.timeline)
+        return once.times(self.microbatches)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The predicted bytes on the fullest device, and their parts."""
+        if self.pipelining is not None:
+            return pipeline_memory(self.pipelining, self.flow)
+        return program_memory(self.rewritten, self.mesh)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted for a step."""
+        return self.cost.seconds if self.timeline is None else self.timeline.step_time
+
+    def alternative(self, limit: float) -> Alternative:
+        """The figures, for those who have `limit` bytes on each device."""
+        made = None if self.pipelining is None else self.pipelining.schedule
+        peak = self.memory.peak
+        return Alternative(
+            self.whole_mesh,
+            self.microbatches if made is None else made.microbatches,
+            "" if made is None else made.name,
+            () if made is None else made.options,
+            self.seconds,
+            peak,
+            peak <= limit,
+            self.recomputes,
+        )
+
+    @property
+    def footprint(self) -> SmallestFootprint:
+        """What this way needs, told to who has less."""
+        way, memory = self.alternative(0.0), self.memory
+        how = f"{way.mesh} with {way.schedule}" if way.schedule else str(way.mesh)
+        how += ", recomputed" if way.recompute else ""
+        states = memory.parameters + memory.gradients + memory.optimizer
+        return SmallestFootprint(how, way.mesh.size, memory.peak, states, way.microbatches)
