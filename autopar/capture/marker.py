@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from autopar.strategies import register_rule
+from autopar.strategies import Traits, register_rule
 
 Entry = None | str | int | tuple[str, ...]
 
@@ -49,4 +49,4 @@ def _(x: torch.Tensor, spec: str) -> torch.Tensor:
 
 
 ANNOTATE = torch.ops.autopar.annotate.default
-register_rule(ANNOTATE, "... -> ...", passes="all", flops=0.0)
+register_rule(ANNOTATE, "... -> ...", passes="all", flops=0.0, traits=Traits(view=True))

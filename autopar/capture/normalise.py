@@ -24,7 +24,7 @@ from autopar.capture.normalisations import (
     strides,
     tuples,
 )
-from autopar.capture.values import propagate
+from autopar.capture.values import refresh_with_gradients
 from autopar.errors import unforeseen
 
 Normalisation = Callable[[GraphBuilder], None]
@@ -72,7 +72,7 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
     shapes.undo_permutations,
     cleanup.drop_identities,
     # what does not depend on the inputs
-    propagate,  # whether a gradient flows; no calls are made after it
+    refresh_with_gradients,  # whether a gradient flows; no calls are made after it
     cleanup.drop_detaches,
     cleanup.merge_duplicates,
     attention.recognise_masks,

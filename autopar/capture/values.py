@@ -26,7 +26,7 @@ def refresh(draft: GraphBuilder) -> None:
         info(node).val = draft.evaluate(node.target, node.args, node.kwargs)
 
 
-def propagate(draft: GraphBuilder) -> None:
+def refresh_with_gradients(draft: GraphBuilder) -> None:
     """Renew `val` and set `differentiable` on all nodes.
 
     An input that autograd passes over, as a weight of classes, is detached: else a gradient flows.

@@ -15,26 +15,18 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
-from autopar.capture.marker import ANNOTATE
 from autopar.cluster import Device
 from autopar.cost.model import operator_formula, operator_values
 from autopar.mesh import Mesh
 from autopar.strategies import Extra, Rule, Strategy
 from autopar.strategies.node_info import info
+from autopar.strategies.registry import is_view
 from autopar.strategies.results import tensors_of
 from autopar.strategies.rule import Dim, Facts
 
 Array = NDArray[np.float64]
 
 HEAVY = 4  # FLOPs per element: with more, what is no product is priced by its arithmetic, too
-
-
-aten = torch.ops.aten
-
-_VIEWS = {
-    *(aten.view, aten.transpose, aten.permute, aten.t, aten.expand, aten.unsqueeze, aten.squeeze),
-    *(aten.slice, aten.select, aten.narrow, aten.alias, aten.detach, aten.unflatten),
-}
 
 
 @dataclass(frozen=True)
@@ -157,18 +149,3 @@ def facts_of(node: fx.Node, rule: Rule, inputs: Sequence[fx.Node]) -> Facts:
         tuple(tensor.dtype for tensor in tensors_of(node)),
         is_view(node),
     )
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether a call computes nothing: its output shares the memory of its input."""
-    if node.target is ANNOTATE:
-        return True
-    packet = getattr(node.target, "overloadpacket", node.target)
-    return packet in _VIEWS or (packet is aten.reshape and not _copies(node))
-
-
-def _copies(node: fx.Node) -> bool:
-    """Whether a reshape has to copy: its input is not laid out in order."""
-    if getattr(node.target, "overloadpacket", None) is not aten.reshape:
-        return False
-    return not info(node.args[0]).val.is_contiguous()  # type: ignore[arg-type]

@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from autopar.cost.operators import ShardSizes, is_view
+from autopar.cost.operators import ShardSizes
 from autopar.mesh import Mesh
 from autopar.strategies.node_info import flat, info
+from autopar.strategies.registry import is_view
 from autopar.strategies.results import maker, place_of, tensor_arguments, tensors_of
 from autopar.strategies.rule import Facts
 

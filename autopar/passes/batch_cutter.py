@@ -21,8 +21,7 @@ from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
 from autopar.passes.flow import ancestors
 from autopar.search.propagate import propagate
-from autopar.strategies import localize_arguments, tensor_inputs
-from autopar.strategies.kernels import batch_normalize, batch_sums, running_mean, running_var
+from autopar.strategies import localize_arguments, tensor_inputs, traits_of
 from autopar.strategies.node_info import info
 from autopar.strategies.results import has_results, is_result, maker, place_of
 
@@ -30,8 +29,6 @@ aten = torch.ops.aten
 AXIS = "microbatch"
 REMEDY = "microbatches=1, or a loss that is a sum or mean over samples"
 TABLE = "leave out a padding mask, give the table as an input, or microbatches=1 and pipeline=None"
-# Which argument of the steps of batch norm counts the elements of a channel.
-_COUNTS = {batch_normalize: 5, running_mean: 5, running_var: 5}
 SAME, OWN, SUM = "the same for all", "a micro-batch's own", "a sum"
 Status = int | str  # SAME, OWN (statistics), SUM, or the dim that is cut
 
@@ -80,8 +77,7 @@ class Cutter:
             if isinstance(value, Tensor)
         )
         args, kwargs = localize_arguments(node, types, self.mesh, 0)
-        if node.target in _COUNTS:
-            place = _COUNTS[node.target]
+        if (place := traits_of(node).count) is not None:
             args = (*args[:place], args[place] // self.count, *args[place + 1 :])
         if given == (SUM,):
             args, kwargs = self._numbers_shared(node, args, kwargs)
@@ -183,7 +179,7 @@ class Cutter:
                 _refuse(node, f"{operator_of(node)} lets samples of different micro-batches meet")
             elif wanted is not None and status != wanted:
                 _refuse(node, f"{value.name} holds the whole batch where a slice is needed")
-        lacking = OWN if node.target is batch_sums else SUM
+        lacking = OWN if traits_of(node).statistics else SUM
         return tuple(
             next((d for d, dim in enumerate(dims) if factor in dim), lacking)
             for dims in rule.outputs

@@ -19,12 +19,9 @@ from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.errors import InvalidInput
-from autopar.strategies.kernels import batch_normalize, batch_sums, running_mean, running_var
+from autopar.strategies import traits_of
 from autopar.strategies.node_info import WeightInputs, info
 from autopar.strategies.results import is_result, tensor_arguments, values_of
-
-# Batch norm reads a running mean to keep digits, not to use its value: a value of any age will do.
-SHIFTS = {batch_sums: 1, batch_normalize: 2, running_mean: 2, running_var: 2}
 
 
 @dataclass(frozen=True)
@@ -229,7 +226,7 @@ def _all_inputs(node: fx.Node) -> list[fx.Node]:
 
 def _evolving(node: fx.Node) -> list[fx.Node]:
     """The inputs of an operator without the one whose age does not matter."""
-    shift = SHIFTS.get(node.target)  # type: ignore[arg-type]
+    shift = traits_of(node).shift
     values: list[fx.Node] = []
     args = [argument for index, argument in enumerate(node.args) if index != shift]
     fx.map_arg((args, node.kwargs), values.append)

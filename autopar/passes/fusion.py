@@ -9,12 +9,13 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from autopar.passes.setting import Setting
 from autopar.strategies.node_info import info
 
 aten = torch.ops.aten
 
 
-def fuse_biases(graph: fx.Graph) -> fx.Graph:
+def fuse_biases(graph: fx.Graph, setting: Setting) -> fx.Graph:
     """Fuse every bias that directly follows its linear operator."""
     for node in list(graph.nodes):
         if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:

@@ -2,10 +2,10 @@
 
 Comes after redistribution. An `identity` movement behind a parameter says that the gradient is a
 partial sum. Where all readers say so of an axis, the movement leaves the graph, and the parameter's
-`meta["sync"]` names the axis: the runtime sums the finished gradients of a whole step, in buckets,
+`sync` names the axis: the runtime sums the finished gradients of a whole step, in buckets,
 while backward goes on. A movement behind an operator that reads no other values than parameters is
 first lifted to these: every backward is linear, so the sum may come after it. The operator's own
-gradient stays a partial sum then, over the axes in its `meta["pending"]`.
+gradient stays a partial sum then, over the axes in its `pending`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from torch import fx
 from autopar.collectives import Movement
 from autopar.layout import Placement
 from autopar.passes.redistribution import insert_movement
+from autopar.passes.setting import Setting
 from autopar.strategies import tensor_inputs
 from autopar.strategies.node_info import info
 from autopar.strategies.results import is_result
 
 
-def hoist_gradient_sync(graph: fx.Graph) -> fx.Graph:
+def hoist_gradient_sync(graph: fx.Graph, setting: Setting) -> fx.Graph:
     """Move the summing of parameters' gradients from the graph to the end of the step."""
     for node in reversed(list(graph.nodes)):
         if axes := _identity_axes(node):

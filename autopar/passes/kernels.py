@@ -1,8 +1,8 @@
 """Kernels: operators whose cut needs another local function get it.
 
 Comes after types, before redistribution. A function that depends on where a rank's piece starts has
-`START` among its arguments and the factor that it counts in `meta["start_of"]`; `local_call` puts
-the number in. A loss over cut classes becomes three nodes, its small all-gather visible.
+`START` among its arguments and the factor that it counts in `start_of`; `local_call` puts the
+number in. A loss over cut classes becomes three nodes, its small all-gather visible.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from autopar.collectives import Movement
 from autopar.layout import Layout, Placement, TensorType
 from autopar.mesh import Mesh
 from autopar.passes.redistribution import insert_movement
+from autopar.passes.setting import Setting
 from autopar.strategies import (
     KERNELS,
     Expansion,
@@ -38,7 +39,7 @@ class _Start:
 START = _Start()
 
 
-def swap_kernels(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
+def swap_kernels(graph: fx.Graph, setting: Setting) -> fx.Graph:
     """Give every operator the function that works on its pieces."""
     for node in list(graph.nodes):
         rule, strategy = info(node).rule, info(node).strategy
@@ -47,7 +48,7 @@ def swap_kernels(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
         factor, name = needed
         kernel = KERNELS[name]
         if kernel.expand is not None:
-            _expand(graph, node, kernel.expand, rule, strategy, factor, mesh)
+            _expand(graph, node, kernel.expand, rule, strategy, factor, setting.mesh)
         else:
             node.target = kernel.function
             node.kwargs = {**node.kwargs, "start": START}

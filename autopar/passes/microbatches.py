@@ -29,7 +29,7 @@ from autopar.capture.execute import evaluate
 from autopar.capture.verifier import verify
 from autopar.errors import InvalidInput
 from autopar.passes.batch_cutter import Cutter
-from autopar.strategies.kernels import batch_sums
+from autopar.strategies import traits_of
 from autopar.strategies.node_info import info
 
 
@@ -85,7 +85,7 @@ def cut_batch(captured: Captured, count: int) -> Microbatches:
 
 def batch_statistics(captured: Captured) -> tuple[fx.Node, ...]:
     """The operators that take means over the batch, in micro-batches each over its own."""
-    return tuple(node for node in captured.graph.nodes if node.target is batch_sums)
+    return tuple(node for node in captured.graph.nodes if traits_of(node).statistics)
 
 
 def _batch_of(captured: Captured, count: int) -> int:

@@ -14,14 +14,15 @@ from autopar.capture.origins import is_made_of_parameters
 from autopar.collectives import Movement, Price, redistribute, redistribution_cost
 from autopar.layout import Layout, Placement, TensorType
 from autopar.mesh import Mesh
+from autopar.passes.setting import Setting
 from autopar.strategies import tensor_inputs
 from autopar.strategies.node_info import info
 from autopar.strategies.results import is_result
 
 
-def insert_movements(graph: fx.Graph, mesh: Mesh, price: Price) -> fx.Graph:
+def insert_movements(graph: fx.Graph, setting: Setting) -> fx.Graph:
     """Insert the shortest movements before every reader; drop the markers."""
-    insertion = _Insertion(graph, mesh, price)
+    insertion = _Insertion(graph, setting.mesh, setting.price)
     for node in list(graph.nodes):
         if not _reads_tensors(node):
             continue
@@ -130,12 +131,13 @@ def insert_movement(graph: fx.Graph, value: fx.Node, movement: Movement) -> fx.N
     return node
 
 
-def measure_movements(graph: fx.Graph, mesh: Mesh) -> None:
+def measure_movements(graph: fx.Graph, setting: Setting) -> fx.Graph:
     """Write on every movement how many bytes it moves: the larger of a piece before and after."""
     for node in graph.nodes:
         if info(node).movement is not None:
             types = (info(node.args[0]).type, info(node).type)
-            info(node).bytes = max(type_.local_bytes(mesh) for type_ in types)
+            info(node).bytes = max(type_.local_bytes(setting.mesh) for type_ in types)
+    return graph
 
 
 def _reads_tensors(node: fx.Node) -> bool:

@@ -21,7 +21,8 @@ from autopar.capture.verifier import verify
 from autopar.errors import InvalidInput
 from autopar.layout import Placement
 from autopar.mesh import Mesh
-from autopar.passes.flow import SHIFTS, Flow, ancestors
+from autopar.passes.flow import Flow, ancestors
+from autopar.strategies import traits_of
 from autopar.strategies.node_info import info
 
 
@@ -109,13 +110,14 @@ def _read_shifts_as_they_were(graph: fx.Graph) -> None:
 
     What a shift is made of (a movement of the running mean) is made again from that."""
     nodes = list(graph.nodes)
-    shifts = [node.args[SHIFTS[node.target]] for node in nodes if node.target in SHIFTS]
+    places = {node: place for node in nodes if (place := traits_of(node).shift) is not None}
+    shifts = [node.args[place] for node, place in places.items()]
     made = ancestors([shift for shift in shifts if isinstance(shift, fx.Node)])
     first_call = next((node for node in nodes if node.op == "call_function"), None)
     before: dict[fx.Node, fx.Node] = {}
     for node in nodes:
-        if node.target in SHIFTS:
-            place = SHIFTS[node.target]
+        if node in places:
+            place = places[node]
             shift = fx.map_arg(node.args[place], before.__getitem__)
             node.args = (*node.args[:place], shift, *node.args[place + 1 :])
         if node not in made:

@@ -1,9 +1,8 @@
 """Types: every value gets the layout that its strategy fixes, every reader says what it wants.
 
-Sets `meta["type"]` (what the value is), `meta["wants"]` (for each tensor input: the layout, and the
-axes over which its gradient will arrive as a partial sum) and, on placeholders, `meta["origin"]`.
-On operators `meta["calls"]` has what their price follows from: the call and its strategy. Whatever
-a later pass makes of an operator keeps its calls.
+Sets `type` (what the value is), `wants` (for each tensor input: its placement) and, on
+placeholders, `origin`. On operators `calls` has what their price follows from: the call and its
+strategy. Whatever a later pass makes of an operator keeps its calls.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.cost.operators import facts_of
 from autopar.layout import Layout, Placement, TensorType
+from autopar.passes.setting import Setting
 from autopar.search.decisions import Decisions
 from autopar.strategies import Strategy, tensor_inputs
 from autopar.strategies.node_info import flat, info
@@ -23,11 +23,12 @@ from autopar.strategies.results import has_results, is_result, maker, place_of
 from autopar.strategies.rule import Facts
 
 
-def assign_types(captured: Captured, decisions: Decisions) -> fx.Graph:
+def assign_types(source: fx.Graph, setting: Setting) -> fx.Graph:
     """A copy of the captured graph with the decisions written on its nodes."""
+    captured, decisions = setting.captured, setting.decisions
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for node in captured.graph.nodes:
+    for node in source.nodes:
         copies[node] = graph.node_copy(node, lambda n: copies[n])
         copies[node].meta = dict(node.meta)
         copies[node].name = node.name

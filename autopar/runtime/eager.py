@@ -19,16 +19,14 @@ from torch import Tensor, fx
 from autopar.collectives.eager import (
     EAGER,
     LateSum,
-    finish_sum,
     identity_then_sum_in_place,
-    start_sum,
     sum_in_place,
     sum_later,
 )
 from autopar.mesh import Mesh
+from autopar.passes.early_sums import settle_small_sums
 from autopar.passes.recombine import recombine
 from autopar.pipeline.weight_halves import WeightHalves
-from autopar.strategies import localize_arguments
 from autopar.strategies.node_info import info
 
 aten, own = torch.ops.aten, torch.ops.autopar
@@ -70,7 +68,7 @@ def compile_graph(
     for node in graph.nodes:
         copies[node] = quick.node_copy(node, lambda n: copies[n])
     recombine(quick)
-    whole_inputs = _settle_early(quick, whole, mesh)
+    whole_inputs = settle_small_sums(quick, whole, mesh)
     for node in quick.nodes:
         if late is not None and _is_returned_sum(node, outputs):
             node.target = sum_for_caller
@@ -129,99 +127,6 @@ def _is_returned_sum(node: fx.Node, outputs: int) -> bool:
         and all(user.op == "output" for user in node.users)
         and node not in results[outputs:]
     )
-
-
-SMALL_SUM, SMALL_INPUT = 2**10, 2**20  # elements
-
-
-def _settle_early(graph: fx.Graph, whole: fx.Graph | None, mesh: Mesh | None) -> tuple[str, ...]:
-    """Small sums that hang on inputs alone: nobody waits for them in the middle of the program.
-
-    A rank that has the whole inputs computes the sum itself; else it is started first, and waited
-    for at its first use. Returns the inputs of which the whole is read, as further placeholders.
-    """
-    inputs: dict[fx.Node, fx.Node] = {}
-    everywhere = {node.name: node for node in whole.nodes} if whole is not None else {}
-    for node in list(graph.nodes):
-        if node.target is not own.all_reduce.default or info(node).differentiable:
-            continue
-        value: Any = node.args[0]
-        before = _ancestors(value)
-        if before is None or info(value).val.numel() > SMALL_SUM:
-            continue
-        if info(node).type.layout.is_replicated and _same_on_whole(before, everywhere, mesh):
-            with graph.inserting_before(node):
-                calls = [everywhere[call.name] for call in before]
-                total = _on_whole(graph, calls, inputs)[everywhere[value.name]]
-            node.replace_all_uses_with(total)
-            graph.erase_node(node)
-            for dead in reversed(before):
-                if not dead.users:
-                    graph.erase_node(dead)
-        else:
-            with graph.inserting_after(_last_placeholder(graph)):
-                started = graph.call_function(start_sum, node.args)
-            for earlier in before:
-                started.prepend(earlier)
-            node.target, node.args, node.kwargs = finish_sum, (started,), {}
-    return tuple(node.name for node in inputs)
-
-
-def _ancestors(value: fx.Node) -> list[fx.Node] | None:
-    """The calls behind `value` in order; None if a movement or a gradient is among them."""
-    found = {value}
-    waiting = [value]
-    while waiting:
-        node = waiting.pop()
-        if node.op == "call_function" and (
-            info(node).movement is not None or info(node).differentiable
-        ):
-            return None
-        found.add(node)
-        waiting.extend(node.all_input_nodes)
-    return [node for node in value.graph.nodes if node in found and node.op == "call_function"]
-
-
-def _same_on_whole(calls: list[fx.Node], everywhere: dict[str, fx.Node], mesh: Mesh | None) -> bool:
-    """Whether the program of all ranks runs on whole inputs as it is, and these are small.
-
-    Every rank finds the same, whatever its own calls have become: all sum, or none.
-    """
-    sources = {node for call in calls for node in call.all_input_nodes} - {*calls}
-    if mesh is None or any(
-        info(node).origin[0] != "input" or info(node).val.numel() > SMALL_INPUT for node in sources
-    ):
-        return False
-    others = [everywhere.get(call.name) for call in calls]
-    return all(other is not None and _same_on_ranks(other, mesh) for other in others)
-
-
-def _same_on_ranks(call: fx.Node, mesh: Mesh) -> bool:
-    """Whether no argument of a call depends on how it is cut."""
-    whole = str((call.args, call.kwargs))
-    return info(call).start_of is None and all(
-        str(localize_arguments(call, info(call).type, mesh, rank)) == whole
-        for rank in range(mesh.size)
-    )
-
-
-def _on_whole(
-    graph: fx.Graph, calls: list[fx.Node], inputs: dict[fx.Node, fx.Node]
-) -> dict[fx.Node, fx.Node]:
-    """The same calls on whole inputs."""
-    copies: dict[fx.Node, fx.Node] = {}
-    for source in {node: None for call in calls for node in call.all_input_nodes}:
-        if source not in calls and source not in inputs:
-            with graph.inserting_after(_last_placeholder(graph)):
-                inputs[source] = graph.placeholder(f"whole_{source.name}")
-            inputs[source].meta = dict(source.meta)
-    for call in calls:
-        copies[call] = graph.node_copy(call, lambda n: copies.get(n) or inputs[n])
-    return copies
-
-
-def _last_placeholder(graph: fx.Graph) -> fx.Node:
-    return [node for node in graph.nodes if node.op == "placeholder"][-1]
 
 
 # Operators whose output is new memory that their own backward does not read, and whose gradient

@@ -30,11 +30,13 @@ from autopar.strategies.local import local_call, localize_arguments, piece_call
 from autopar.strategies.observed import observed_rule
 from autopar.strategies.registry import (
     Call,
+    Traits,
     has_rule,
     register_rule,
     registered,
     rule_of,
     tensor_inputs,
+    traits_of,
 )
 from autopar.strategies.rule import Dim, Extra, Rule, Saved, Signature, Strategy
 
@@ -64,6 +66,7 @@ __all__ = [
     "Saved",
     "Signature",
     "Strategy",
+    "Traits",
     "has_rule",
     "local_call",
     "localize_arguments",
@@ -74,4 +77,5 @@ __all__ = [
     "registered",
     "rule_of",
     "tensor_inputs",
+    "traits_of",
 ]

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from autopar.strategies.registry import Call, aten, register_rule
+from autopar.strategies.registry import Call, Traits, aten, register_rule
 from autopar.strategies.rule import Dim, Extra, Rule, Saved
 
 RESIZES = {
@@ -83,8 +83,11 @@ def _average_to_size(call: Call) -> Rule:
     return _pooling(call, 2, linear=True, saved=() if set(call["output_size"]) == {1} else (0,))
 
 
-register_rule(aten("conv1d conv2d conv3d convolution"), _convolution)
-register_rule(aten("conv_transpose1d conv_transpose2d conv_transpose3d"), _convolution)
+register_rule(
+    aten("conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d"),
+    _convolution,
+    traits=Traits(groups="groups"),
+)
 for _space in (1, 2, 3):
     _maximum = partial(_pooling, space=_space, linear=False)
     _average = partial(_pooling, space=_space, linear=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from autopar.strategies.registry import Call, aten, register_rule
+from autopar.strategies.registry import Call, Traits, aten, register_rule
 from autopar.strategies.rule import Dim, Rule
 from autopar.strategies.shapes import names, sizes_of
 
@@ -27,7 +27,11 @@ def _constant(call: Call, *, counted: bool = False, random: bool = False) -> Rul
     return call.rule(inputs, out, sizes, whole=whole, flops=0.0, random=random)
 
 
-register_rule(aten("zeros ones full empty new_zeros new_ones new_full new_empty"), _constant)
+register_rule(
+    aten("zeros ones full empty new_zeros new_ones new_full new_empty"),
+    _constant,
+    traits=Traits(shape="size"),
+)
 register_rule(
     aten("zeros_like ones_like full_like empty_like zero fill.Scalar"), "... -> ...", cost=0
 )

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from autopar.strategies.language import Passes, parse
 from autopar.strategies.node_info import info
-from autopar.strategies.registry import Call, aten, register_rule
+from autopar.strategies.registry import Call, Traits, aten, register_rule
 from autopar.strategies.rule import Rule
 
 SAVES_OUTPUT = aten("exp exp2 sqrt rsqrt tanh sigmoid relu reciprocal expm1 tan")
@@ -21,7 +21,8 @@ SAVES_INPUT = aten(
     "hardshrink"
 )
 SAVES_NOTHING = aten("sign floor ceil round trunc isnan isinf isfinite logical_not bitwise_not")
-LINEAR = aten("neg clone positive alias contiguous detach lift_fresh lift_fresh_copy")
+LINEAR = aten("neg clone positive contiguous lift_fresh lift_fresh_copy")
+VIEWS = aten("alias detach")
 COMPARISONS = aten(
     "eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor "
     "__and__ __or__ __xor__ floor_divide"
@@ -108,6 +109,7 @@ register_rule(SAVES_OUTPUT, "... -> ...", saved="output")
 register_rule(SAVES_INPUT, "... -> ...", saved="0")
 register_rule(SAVES_NOTHING, "... -> ...")
 register_rule(LINEAR, "... -> ...", passes="all", cost=0)
+register_rule(VIEWS, "... -> ...", passes="all", cost=0, traits=Traits(view=True))
 register_rule(COMPARISONS, "..., ... -> ...")
 register_rule(PAIRS, "..., ... -> ...", saved="0 1")
 register_rule("aten.threshold", "... -> ...", saved="0")

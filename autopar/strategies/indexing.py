@@ -13,7 +13,7 @@ import torch
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import Call, aten, register_rule
 from autopar.strategies.rule import Dim, Rule, Saved
-from autopar.strategies.shapes import FIRST, names, same_dims, sizes_of
+from autopar.strategies.shapes import FIRST, VIEW, names, same_dims, sizes_of
 
 
 def _slice(call: Call) -> Rule:
@@ -153,8 +153,8 @@ def _added(call: Call) -> Rule:
     return call.rule(inputs, out, sizes, whole=whole, saved=Saved((1, 2)))
 
 
-register_rule(aten("slice narrow"), _slice)
-register_rule("aten.select", _select)
+register_rule(aten("slice narrow"), _slice, traits=VIEW)
+register_rule("aten.select", _select, traits=VIEW)
 register_rule("aten.index_select", _index_select)
 register_rule("aten.gather", _gather)
 register_rule("aten.index", _index)

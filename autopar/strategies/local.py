@@ -16,52 +16,24 @@ from autopar.layout import TensorType
 from autopar.mesh import Mesh
 from autopar.strategies.kernels import KERNELS, no_results, nothing
 from autopar.strategies.node_info import flat, info
-from autopar.strategies.registry import Call
+from autopar.strategies.registry import Call, traits_of
 from autopar.strategies.results import has_results, is_result
 from autopar.strategies.rule import Rule, Strategy
 
 aten = torch.ops.aten
 Types = TensorType | tuple[TensorType, ...]
 LocalCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-# Which argument holds the shape of the output.
-_SHAPE_ARGUMENT = {
-    aten.view: "size",
-    aten.reshape: "shape",
-    aten._unsafe_view: "size",
-    aten.expand: "size",
-    aten.zeros: "size",
-    aten.ones: "size",
-    aten.full: "size",
-    aten.empty: "size",
-    aten.new_zeros: "size",
-    aten.new_ones: "size",
-    aten.new_full: "size",
-    aten.new_empty: "size",
-}
-# Which argument counts groups of channels of the output.
-_COUNT_ARGUMENT = {
-    aten.conv1d: "groups",
-    aten.conv2d: "groups",
-    aten.conv3d: "groups",
-    aten.conv_transpose1d: "groups",
-    aten.conv_transpose2d: "groups",
-    aten.conv_transpose3d: "groups",
-    aten.convolution: "groups",
-    aten.group_norm: "num_groups",
-}
-# Reshapes that would read a piece of size 1 as a dim to drop, or that want certain strides.
-_AS_RESHAPE = {aten.squeeze, aten.view, aten._unsafe_view, aten.unflatten}
 
 
-def local_function(target: Any) -> Any:
+def local_function(node: fx.Node) -> Any:
     """The function to call on pieces: every reshape that looks at sizes becomes `reshape`."""
-    return aten.reshape.default if _packet(target) in _AS_RESHAPE else target
+    return aten.reshape.default if traits_of(node).as_reshape else node.target
 
 
 def localize_arguments(
     node: fx.Node, types: Types, mesh: Mesh, rank: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of `local_function(node.target)` on `rank`, tensors still the nodes' own.
+    """Arguments of `local_function(node)` on `rank`, tensors still the nodes' own.
 
     `types` are the global shapes of the outputs and their layouts.
     """
@@ -69,28 +41,28 @@ def localize_arguments(
     args, kwargs = tuple(node.args), dict(node.kwargs)
     if is_result(node):
         return args, kwargs
-    packet = _packet(node.target)
+    traits, target = traits_of(node), node.target
     shape = list(output_type.layout.local_shape(output_type.shape, mesh, rank))
-    if packet in _AS_RESHAPE:
+    if traits.as_reshape:
         return (args[0], shape), {}
-    if packet in _SHAPE_ARGUMENT:
-        return _replaced(node, _SHAPE_ARGUMENT[packet], shape)
+    if traits.shape:
+        return _replaced(node, traits.shape, shape)
     if shape == list(output_type.shape):
         return args, kwargs
-    if packet is aten.repeat:
+    if target is aten.repeat.default:
         # What is copied is whole: the piece has so many copies.
         repeats = [
             length * times // size if times > 1 else times
             for length, size, times in zip(shape, output_type.shape, Call(node)["repeats"])
         ]
         return _replaced(node, "repeats", repeats)
-    if packet is aten.repeat_interleave:
+    if target is aten.repeat_interleave.self_int:
         return _repeated(node, output_type, shape)
-    name = _COUNT_ARGUMENT.get(packet)
-    count = 1 if name is None else Call(node)[name]
-    if name is not None and count > 1:
-        channels = 1 if name == "num_groups" else len(shape) - 1 - _space(node)
-        return _replaced(node, name, shape[channels] * count // output_type.shape[channels])
+    count = Call(node)[traits.groups] if traits.groups else 1
+    if count > 1:
+        channels = 1 if target is aten.group_norm.default else len(shape) - 1 - _space(node)
+        groups = shape[channels] * count // output_type.shape[channels]
+        return _replaced(node, traits.groups, groups)
     return args, kwargs
 
 
@@ -131,7 +103,7 @@ def piece_call(
             if has_results(node):
                 return no_results, (shapes, dtypes, learns, *node.all_input_nodes), {}
             return nothing, (shapes[0], dtypes[0], learns, *node.all_input_nodes), {}
-    return local_function(node.target), *localize_arguments(node, types, mesh, rank)
+    return local_function(node), *localize_arguments(node, types, mesh, rank)
 
 
 def _repeated(
@@ -142,10 +114,6 @@ def _repeated(
     dim = call.dim(call["dim"])
     repeats = shape[dim] if output_type.shape[dim] == call["repeats"] else call["repeats"]
     return (call["self"], repeats, call["dim"]), {}
-
-
-def _packet(target: Any) -> Any:
-    return target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
 
 
 def _space(node: fx.Node) -> int:

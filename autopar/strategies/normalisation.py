@@ -17,7 +17,7 @@ from autopar.strategies.kernels import (
     running_mean,
     running_var,
 )
-from autopar.strategies.registry import Call, register_rule
+from autopar.strategies.registry import Call, Traits, register_rule
 from autopar.strategies.rule import Dim, Extra, Rule, Saved, render
 from autopar.strategies.shapes import names, sizes_of
 
@@ -122,12 +122,24 @@ def _instance_norm(call: Call) -> Rule:
 register_rule("aten.layer_norm", _layer_norm)
 register_rule("aten.native_layer_norm", _layer_norm_with_statistics)
 register_rule(rms_norm, _rms_norm)
-register_rule("aten.group_norm", _group_norm)
+register_rule("aten.group_norm", _group_norm, traits=Traits(groups="num_groups"))
 register_rule("aten.batch_norm", _batch_norm)
 register_rule("aten._weight_norm", _weight_norm)
 register_rule("aten.instance_norm", _instance_norm)
-register_rule(batch_sums, "n+ c ...+, c -> two! c", cost=4, saved="0 1 output")
+# The running mean keeps digits where it is taken off.
 register_rule(
-    batch_normalize, "n c ..., two! c, c, c, c -> n c ...", cost=4, saved="0 1 3", extra="c, c"
+    batch_sums,
+    "n+ c ...+, c -> two! c",
+    cost=4,
+    saved="0 1 output",
+    traits=Traits(shift=1, statistics=True),
 )
-register_rule([running_mean, running_var], "c, two! c, c,  -> c")
+register_rule(
+    batch_normalize,
+    "n c ..., two! c, c, c, c -> n c ...",
+    cost=4,
+    saved="0 1 3",
+    extra="c, c",
+    traits=Traits(shift=2, count=5),
+)
+register_rule([running_mean, running_var], "c, two! c, c,  -> c", traits=Traits(shift=2, count=5))

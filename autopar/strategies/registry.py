@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -123,7 +123,22 @@ class Call:
 
 
 RuleFunction = Callable[[Call], Rule | None]
-_RULES: dict[Operator, RuleFunction] = {}
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What is so of an operator besides its rule, in every call."""
+
+    view: bool | Callable[[Call], bool] = False  # its output lies in the memory of its input
+    shape: str = ""  # the argument that holds the shape of the output
+    groups: str = ""  # the argument that counts groups of channels of the output
+    as_reshape: bool = False  # looks at sizes or strides, of which a piece has others
+    shift: int | None = None  # the argument that is read to keep digits: one of any age will do
+    count: int | None = None  # the argument that counts the elements behind a statistic
+    statistics: bool = False  # sums over the batch; each micro-batch has its own
+
+
+_RULES: dict[Operator, tuple[RuleFunction, Traits]] = {}
 
 
 def register_rule(
@@ -139,13 +154,15 @@ def register_rule(
     extra: str = "",
     random: bool = False,
     sizes: Mapping[str, int] | None = None,
+    traits: Traits | None = None,
 ) -> None:
     """Say what an operator can do; a later call replaces an earlier one.
 
     `operators`: one or several, each an operator of a torch library (as object or as a name such
     as "aten.linear"; all overloads if none is named) or a function that calls of the graph name.
     `rule`: a line of the rule language, or a function from `Call` to `Rule` (or None: replicated).
-    The options go with a line and are told of in `language.Options`.
+    The options go with a line and are told of in `language.Options`; `traits` go with either,
+    and stay where a later call gives none.
     """
     if isinstance(rule, str):
         pattern = Pattern.read(rule)
@@ -173,8 +190,8 @@ def register_rule(
         function: RuleFunction = of_line
     else:
         function = rule
-    for operator in _listed(operators):
-        _RULES[_resolve(operator)] = function
+    for operator in map(_resolve, _listed(operators)):
+        _RULES[operator] = function, traits or _find(operator)[1]
 
 
 def aten(names: str) -> list[str]:
@@ -186,7 +203,7 @@ def rule_of(node: fx.Node) -> Rule | None:
     """The rule of one call; None if its operator has none and runs replicated."""
     if node.op != "call_function":
         return None
-    function = _find(node.target)
+    function, _ = _find(node.target)
     outputs = flat(node.meta.get("val"))
     if function is None or not all(isinstance(output, torch.Tensor) for output in outputs):
         return None
@@ -216,7 +233,18 @@ def tensor_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
 
 def has_rule(target: Operator) -> bool:
     """Whether an operator is registered."""
-    return _find(target) is not None
+    return _find(target)[0] is not None
+
+
+def traits_of(node: fx.Node) -> Traits:
+    """The traits of what a node calls; none of an operator that is not registered."""
+    return _find(node.target)[1]
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a call computes nothing: its output lies in the memory of its input."""
+    view = traits_of(node).view
+    return view(Call(node)) if callable(view) else view
 
 
 def registered() -> tuple[Operator, ...]:
@@ -224,12 +252,10 @@ def registered() -> tuple[Operator, ...]:
     return tuple(_RULES)
 
 
-def _find(target: Operator) -> RuleFunction | None:
-    if target in _RULES:
-        return _RULES[target]
-    if isinstance(target, torch._ops.OpOverload):
-        return _RULES.get(target.overloadpacket)
-    return None
+def _find(target: Operator) -> tuple[RuleFunction | None, Traits]:
+    if target not in _RULES and isinstance(target, torch._ops.OpOverload):
+        target = target.overloadpacket
+    return _RULES.get(target, (None, Traits()))
 
 
 def _linear_passes(rule: Rule, call: Call) -> Iterator[frozenset[int]]:

@@ -15,10 +15,11 @@ from functools import partial
 import torch
 
 from autopar.strategies.node_info import info
-from autopar.strategies.registry import Call, aten, register_rule
+from autopar.strategies.registry import Call, Traits, aten, register_rule
 from autopar.strategies.rule import Dim, Extra, Rule, Saved, render
 
 FIRST = ((0,),)  # the first input may be a partial sum
+VIEW = Traits(view=True)
 
 
 def names(count: int, prefix: str = "d") -> list[Dim]:
@@ -51,6 +52,11 @@ def _reshape(call: Call) -> Rule:
     into, out, sizes, whole = reshape_factors(call.shapes[0], call.shape)
     inputs = [into, out][: len(call.shapes)]  # view_as has a second input of the wanted shape
     return call.rule(inputs, out, sizes, whole=whole, passes=FIRST, flops=0.0)
+
+
+def _in_order(call: Call) -> bool:
+    """Whether a reshape need not copy: its input is laid out in order."""
+    return info(call.inputs[0]).val.is_contiguous()
 
 
 def reshape_factors(
@@ -291,15 +297,17 @@ def _diff(call: Call) -> Rule:
     return call.rule(inputs, out, sizes, whole=whole, passes=[range(len(inputs))])
 
 
-register_rule(
-    aten("view reshape _unsafe_view flatten unflatten unsqueeze squeeze ravel view_as reshape_as"),
-    _reshape,
-)
-register_rule(aten("transpose.int t swapaxes swapdims"), _transpose)
+register_rule(aten("flatten ravel view_as reshape_as"), _reshape)
+register_rule("aten.reshape", _reshape, traits=Traits(view=_in_order, shape="shape"))
+register_rule("aten.unsqueeze", _reshape, traits=VIEW)
+register_rule(aten("view unflatten squeeze"), _reshape, traits=Traits(view=True, as_reshape=True))
+register_rule("aten._unsafe_view", _reshape, traits=Traits(as_reshape=True))
+register_rule(aten("transpose.int t"), _transpose, traits=VIEW)
+register_rule(aten("swapaxes swapdims"), _transpose)
 register_rule(aten("mT adjoint matrix_H"), _last_two_swapped)
-register_rule("aten.permute", _permute)
+register_rule("aten.permute", _permute, traits=VIEW)
 register_rule("aten.movedim", _movedim)
-register_rule("aten.expand", _expand)
+register_rule("aten.expand", _expand, traits=Traits(view=True, shape="size"))
 register_rule("aten.expand_as", "..., ... -> ...", passes=[(0,)], cost=0)
 register_rule("aten.repeat", _repeat)
 register_rule("aten.repeat_interleave.self_int", _repeat_interleave)

@@ -15,6 +15,7 @@ from autopar.strategies.elementwise import (
     SAVES_INPUT,
     SAVES_NOTHING,
     SAVES_OUTPUT,
+    VIEWS,
 )
 from tests.strategies.rule_law import Case
 
@@ -71,7 +72,7 @@ def case(name: str | Any, *args: Any, tolerance: float = 1e-9, **kwargs: Any) ->
 
 
 # elementwise
-for _name in plain(SAVES_OUTPUT + SAVES_INPUT + SAVES_NOTHING + LINEAR):
+for _name in plain(SAVES_OUTPUT + SAVES_INPUT + SAVES_NOTHING + LINEAR + VIEWS):
     case("bitwise_not.default" if _name == "bitwise_not" else f"{_name}.default",
          b(5, 4) if _name == "bitwise_not" else u(5, 4))  # fmt: skip
 for _name in plain(COMPARISONS[:-1]):
