@@ -49,6 +49,17 @@ class Movement:
         """The kind of collective that carries the gradient back."""
         return _BACKWARD[self.kind, self.pending]
 
+    @property
+    def reversed(self) -> Movement:
+        """What carries the gradient back, as a movement with a backward of its own.
+
+        Every term of a sum receives the same gradient, and uses it in its own way."""
+        dim, to_dim = self.dim, self.to_dim
+        if self.kind == "all_to_all":
+            dim, to_dim = to_dim, dim
+        is_of_terms = self.kind in ("all_reduce", "reduce_scatter")
+        return Movement(self.backward, self.axes, dim, to_dim, pending=is_of_terms)
+
     def apply(self, layout: Layout) -> Layout:
         """The layout of the value after this movement."""
         if self.kind in ("all_reduce", "reduce_scatter"):

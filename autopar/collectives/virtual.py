@@ -84,15 +84,14 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        movement = ctx.movement
-        if movement.backward == "identity":
+        back = ctx.movement.reversed
+        if torch.is_grad_enabled():  # this gradient has gradients of its own
+            return None, None, *_Move.apply(back, ctx.mesh, *grads)
+        if back.kind == "identity":
             return None, None, *grads
-        dim, to_dim = movement.dim, movement.to_dim
-        if movement.kind == "all_to_all":
-            dim, to_dim = to_dim, dim
-        groups = _groups(ctx.mesh, movement.axes)
+        groups = _groups(ctx.mesh, back.axes)
         # Each rank has its gradient for itself: a leaf keeps it, and may add to it in place.
-        moved = _carry_out(movement.backward, dim, to_dim, grads, groups, Tensor.clone)
+        moved = _carry_out(back.kind, back.dim, back.to_dim, grads, groups, Tensor.clone)
         return None, None, *moved
 
 
@@ -104,7 +103,7 @@ class _ToRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, _assemble(grads, ctx.layout.gradient, ctx.mesh, ctx.shape)
+        return None, None, _FromRanks.apply(ctx.layout.gradient, ctx.mesh, ctx.shape, *grads)
 
 
 class _FromRanks(torch.autograd.Function):
@@ -117,8 +116,20 @@ class _FromRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        pieces = _cut(grad, ctx.layout.gradient, ctx.mesh)
-        return None, None, None, *(piece.clone() for piece in pieces)
+        return None, None, None, *_ToAll.apply(ctx.layout, ctx.mesh, grad)
+
+
+class _ToAll(torch.autograd.Function):
+    """The gradient of what was assembled: every replica, and every term of a sum, has all of it."""
+
+    @staticmethod
+    def forward(ctx: Any, layout: Layout, mesh: Mesh, grad: Tensor) -> tuple[Tensor, ...]:
+        ctx.layout, ctx.mesh, ctx.shape = layout, mesh, tuple(grad.shape)
+        return tuple(piece.clone() for piece in _cut(grad, layout.gradient, mesh))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, _FromRanks.apply(ctx.layout, ctx.mesh, ctx.shape, *grads)
 
 
 def _carry_out(
@@ -218,7 +229,7 @@ def _assemble(
             left = left.without(axis)
     (whole,) = ranks
     assert whole.shape == shape
-    return whole.view_as(whole) if any(whole is value for value in values) else whole
+    return whole.detach() if any(whole is value for value in values) else whole
 
 
 @lru_cache(maxsize=1024)

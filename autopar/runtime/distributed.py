@@ -208,6 +208,12 @@ class TorchBackend:
 
         That is the same on all ranks, whatever each of them finds there.
         """
+        if torch.is_grad_enabled():
+            raise InvalidInput(
+                "on processes a call has gradients, and these have none of their own",
+                got="a backward pass with create_graph=True",
+                remedy='backend="virtual", or a penalty that is part of forward',
+            )
         if will_reach(self._anchor):
             come(grad)
             return
@@ -283,7 +289,7 @@ class _Watched(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, come: Callable[[Tensor], None], value: Tensor, *others: Tensor) -> Tensor:
         ctx.come, ctx.count = come, len(others)
-        return value.view_as(value)
+        return value.detach()  # no view: the caller may change what he gets in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

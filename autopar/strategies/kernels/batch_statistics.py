@@ -128,7 +128,8 @@ class _BatchNormalize(torch.autograd.Function):
     ) -> Tensor:
         mean, var = _moments(sums, shift, count)
         invert = torch.rsqrt(var + eps)
-        ctx.save_for_backward(x, sums, mean, invert, weight)
+        ctx.save_for_backward(x, sums, mean, invert, weight, shift)
+        ctx.eps = eps
         ctx.count, ctx.dtypes = count, [None if t is None else t.dtype for t in (shift, bias)]
         scale = invert if weight is None else invert * weight
         y = (_wide(x) - _along(mean, x)) * _along(scale, x)
@@ -136,8 +137,11 @@ class _BatchNormalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, sums, mean, invert, weight = ctx.saved_tensors
+        x, sums, mean, invert, weight, shift = ctx.saved_tensors
         count, (shift_dtype, bias_dtype) = ctx.count, ctx.dtypes
+        if torch.is_grad_enabled():  # a gradient of the gradient sees how they depend on the sums
+            mean, var = _moments(sums, shift, count)
+            invert = torch.rsqrt(var + ctx.eps)
         grad, dims = _wide(grad), _other_dims(x)
         scale = invert if weight is None else invert * weight
         total = grad.sum(dims)

@@ -147,12 +147,16 @@ class _Part(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, local, here, weight, lse = ctx.saved_tensors
         nothing = (None,) * 6
+        if torch.is_grad_enabled() and logits.shape[-1]:
+            lse = torch.logsumexp(logits.to(lse.dtype), -1)  # as it depends on the logits
         if logits.shape[-1] == 0:
             return torch.zeros_like(logits), *nothing
         smoothing, slope = ctx.smoothing, grad[..., 1]
         # A row of -inf has lse -inf; its classes have probability 0.
         floor = lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
-        out = (logits.to(lse.dtype) - floor).exp_().mul_(grad[..., :1])
+        out = (logits.to(lse.dtype) - floor).exp_()
+        # A gradient that has gradients of its own needs the probabilities as they are.
+        out = out * grad[..., :1] if torch.is_grad_enabled() else out.mul_(grad[..., :1])
         if smoothing:
             even = slope.unsqueeze(-1) * (smoothing / ctx.classes)
             out += even if weight is None else even * weight
