@@ -22,15 +22,14 @@ from autopar.plan.plan import Plan, SavedPlan
 from autopar.planner.request import Mode, PlanOptions, ScheduleLike
 from autopar.planning import make_plan
 from autopar.progress import Report
+from autopar.runtime.backend import Backend
 from autopar.runtime.checks import Checks
 from autopar.runtime.distributed import TorchBackend
-from autopar.runtime.distributed_pipeline import TorchPipeline
 from autopar.runtime.failures import one_fails_all_stop
 from autopar.runtime.groups import enter_world, require_world_of
-from autopar.runtime.module import Backend, ParallelModule, refuse_meta
+from autopar.runtime.module import ParallelModule, refuse_meta
 from autopar.runtime.plan_broadcast import agree, require_equal, require_same_call
 from autopar.runtime.virtual import VirtualBackend
-from autopar.runtime.virtual_pipeline import VirtualPipeline
 from autopar.runtime.world import has_failed
 
 BackendName = Literal["virtual", "torch"]  # all ranks in this process, or this process is one
@@ -142,7 +141,9 @@ def _parallelize(
         check_alone()
     if place == "virtual":
         decided = call.decide(call.plan)
-        return _module(model, decided, virtual_backend(decided, _device_of(model), check), check)
+        return _module(
+            model, decided, VirtualBackend(decided.program, _device_of(model), check), check
+        )
     device = enter_world(_device_of(model))
     with one_fails_all_stop(agreed=True):
         require_same_call(check_alone, local_inputs=bool(local_inputs), check=bool(check))
@@ -150,20 +151,7 @@ def _parallelize(
         require_world_of(decided.whole_mesh)
         _validate_slices(decided, local_inputs)
     with one_fails_all_stop():
-        return _module(model, decided, _torch_backend(decided, local_inputs, device), check)
-
-
-def virtual_backend(decided: Plan, device: torch.device, check: bool = False) -> Backend:
-    """All ranks of a plan in this process."""
-    virtual = VirtualPipeline if decided.pipelining else VirtualBackend
-    return virtual(decided.program, device, check)
-
-
-def _torch_backend(decided: Plan, local_inputs: bool, device: torch.device) -> Backend:
-    """This process's rank of a plan."""
-    if decided.pipelining:
-        return TorchPipeline(decided.program, device)
-    return TorchBackend(decided.program, local_inputs, device)
+        return _module(model, decided, TorchBackend(decided.program, local_inputs, device), check)
 
 
 def _module(model: nn.Module, decided: Plan, backend: Backend, check: bool) -> ParallelModule:

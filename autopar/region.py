@@ -29,9 +29,9 @@ from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes import localize, rewrite
 from autopar.plan.program import Program
-from autopar.runtime.distributed import axes_used, wrapper
 from autopar.runtime.eager import compile_graph
-from autopar.runtime.groups import Groups, see_alike
+from autopar.runtime.groups import Groups, axes_used, see_alike
+from autopar.runtime.placing import wrapper
 from autopar.search.constraints import Constraints, LayoutConstraint, read_constraints
 from autopar.search.propagate import propagate
 from autopar.strategies.node_info import info

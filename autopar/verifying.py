@@ -182,7 +182,7 @@ def _forward(
     with same_numbers(0):
         evaluate(captured.graph, {**captured.constants, **given}, note)
     with same_numbers(0):
-        VirtualGraph(program.graph, plan.mesh, device, captured.constants, look)(given)
+        VirtualGraph(program.graph, plan.mesh, device, captured.constants, look)(named, given)
     leaves = enumerate(captured.output_leaves)
     places = [str(index) for index, leaf in leaves if isinstance(leaf, fx.Node)]
     shown = {} if plan.batches else {p: made[n] for p, n in zip(places, outputs)}

@@ -113,9 +113,9 @@ class HeldByWorkers:
             look(worker)
             return sent
 
-        def watched_run(worker: Worker, slice_: int, kept: object) -> object:
-            with self.packing(worker, slice_):
-                results = run(worker, slice_, kept)
+        def watched_run(worker: Worker, microbatch: int, kept: object) -> object:
+            with self.packing(worker, microbatch):
+                results = run(worker, microbatch, kept)
             if worker.recompute:
                 look(worker)
             return results
@@ -133,21 +133,21 @@ class HeldByWorkers:
         ):
             yield
 
-    def packing(self, worker: Worker, slice_: int) -> AbstractContextManager[None]:
+    def packing(self, worker: Worker, microbatch: int) -> AbstractContextManager[None]:
         """Around a forward."""
 
         def pack(tensor: Tensor) -> _Box:
             box = _Box(tensor)
-            self._boxes[worker, slice_].add(box)
+            self._boxes[worker, microbatch].add(box)
             return box
 
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor)
 
-    def of(self, worker: Worker, slice_: int) -> tuple[int, int]:
+    def of(self, worker: Worker, microbatch: int) -> tuple[int, int]:
         """Bytes: every storage once; and with each gradient by itself, that may share another's."""
-        tensors = [box.tensor for box in self._boxes[worker, slice_]]
+        tensors = [box.tensor for box in self._boxes[worker, microbatch]]
         gradients: list[Tensor] = []
-        kept = worker.kept.get(slice_)
+        kept = worker.kept.get(microbatch)
         if kept is not None:
             tensors += [tensor for value in kept.received for tensor in value]
             gradients += [g for half in kept.halves for g in half.gradients if g is not None]
@@ -181,9 +181,9 @@ def held_in_a_step(module: ap.ParallelModule, case: Case) -> list[int]:
     def outside() -> Iterator[Tensor]:
         for tensor in (*module.parameters(), *module.buffers()):
             yield tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        yield from backend.constants.values()
         for stage in backend.stages.values():
-            yield from (*stage._constants.values(), *stage._pieces.values())
-            for batch in stage._batches:
+            for batch in stage.batches:
                 yield from batch.values()
 
     held, seen = HeldByWorkers(outside), []

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import fx
 
@@ -38,8 +39,19 @@ class Stage:
     statistics: tuple[str, ...]  # what the update of its buffers reads
     update: fx.Graph | None  # from buffers and statistics to new buffers, by placeholder
 
-    def placeholder(self, name: str) -> fx.Node:
-        return next(n for n in self.graph.nodes if n.op == "placeholder" and n.name == name)
+    @cached_property
+    def nodes(self) -> dict[str, fx.Node]:
+        return {node.name: node for node in self.graph.nodes}
+
+    @cached_property
+    def learns_received(self) -> tuple[bool, ...]:
+        """Which of the received values take a gradient."""
+        return tuple(info(self.nodes[name]).differentiable for name in self.receives)
+
+    @cached_property
+    def learns_sent(self) -> tuple[bool, ...]:
+        """Which of the sent values take a gradient."""
+        return tuple(info(self.nodes[name]).differentiable for name in self.sends)
 
     def holds(self, kind: str) -> list[str]:
         """The names in the model of the parameters (buffers) of this stage."""

@@ -1,6 +1,7 @@
 """Executor: a rank does the list that a schedule has for it, literally.
 
-    runner = RankRunner(schedule, rank, workers, post)
+    runner = RankRunner(schedule, rank, workers, transport)
+    runner.start()
     while not runner.done:
         runner.advance()          # waits for the input of its next action, does it, sends
 
@@ -11,7 +12,7 @@ checker accepts comes to its end. `recorded` is what was done, and the most that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,26 +21,26 @@ from autopar.pipeline.worker import Value, Worker
 
 
 @dataclass(frozen=True)
-class Key:
+class MessageKey:
     """One message: forward to `stage`, or backward to it."""
 
     forward: bool
     pipe: int
     stage: int  # that receives
-    slice_: int
+    microbatch: int
 
 
-def received_by(schedule: Schedule, action: Action) -> list[tuple[Key, int]]:
+def received_by(schedule: Schedule, action: Action) -> list[tuple[MessageKey, int]]:
     """The messages that an action waits for, and the rank that sends each."""
     return _crossing(schedule, action, arrives=True)
 
 
-def sent_by(schedule: Schedule, action: Action) -> list[tuple[Key, int]]:
+def sent_by(schedule: Schedule, action: Action) -> list[tuple[MessageKey, int]]:
     """The messages that an action sends, and the rank that receives each."""
     return _crossing(schedule, action, arrives=False)
 
 
-def _crossing(schedule: Schedule, action: Action, arrives: bool) -> list[tuple[Key, int]]:
+def _crossing(schedule: Schedule, action: Action, arrives: bool) -> list[tuple[MessageKey, int]]:
     """The messages between an action and its stage's neighbour, with that one's rank."""
     forward, pipe = action.kind == "F", action.pipe
     other = action.stage + (1 if forward != arrives else -1)
@@ -47,22 +48,25 @@ def _crossing(schedule: Schedule, action: Action, arrives: bool) -> list[tuple[K
         return []
     neighbour = schedule.rank_of(pipe, other)
     stage = action.stage if arrives else other
-    return [(Key(forward, pipe, stage, one), neighbour) for one in action.microbatches]
+    return [(MessageKey(forward, pipe, stage, one), neighbour) for one in action.microbatches]
 
 
 class Transport(Protocol):
     """Carries messages between the ranks of a pipeline."""
 
-    def expect(self, key: Key, sender: int) -> None:
+    def start(self) -> None:
+        """A step begins."""
+
+    def expect(self, key: MessageKey, sender: int) -> None:
         """This message will be wanted soon."""
 
-    def receive(self, key: Key, sender: int) -> list[Value]:
+    def receive(self, key: MessageKey, sender: int) -> list[Value]:
         """Wait for a message."""
 
-    def send(self, key: Key, receiver: int, values: list[Value]) -> None:
+    def send(self, key: MessageKey, receiver: int, values: list[Value]) -> None:
         """Send a message without waiting for anybody."""
 
-    def arrived(self, key: Key) -> bool:
+    def arrived(self, key: MessageKey) -> bool:
         """Whether `receive` would not wait."""
 
 
@@ -78,21 +82,29 @@ Workers = Mapping[tuple[int, int], Worker]
 
 
 class RankRunner:
-    """Does one rank's actions of one step, one after another."""
+    """Does one rank's actions of a step, one after another."""
 
     def __init__(
         self,
         schedule: Schedule,
         rank: int,
         workers: Workers,
-        post: Transport,
+        transport: Transport,
         after: Callable[[int], None] = lambda position: None,
     ) -> None:
         """`workers` by (pipe, stage). `after(i)` is called when action i is done."""
-        self.schedule, self.rank, self.workers, self.post = schedule, rank, workers, post
-        self.order, self.after = schedule.orders[rank], after
-        self.recorded = Recorded()
-        self._position = 0
+        self.schedule, self.rank, self.workers = schedule, rank, workers
+        self.order, self.transport, self.after = schedule.orders[rank], transport, after
+        self._inputs = [*(received_by(schedule, action) for action in self.order), []]
+        self._outputs = [sent_by(schedule, action) for action in self.order]
+        self._kept = [worker.kept for worker in workers.values()]
+        self._whole = schedule.chunks * schedule.parts
+        self.recorded, self._position = Recorded(), 0
+
+    def start(self) -> None:
+        """A step begins."""
+        self.recorded, self._position = Recorded(), 0
+        self.transport.start()
 
     @property
     def done(self) -> bool:
@@ -101,72 +113,71 @@ class RankRunner:
     @property
     def ready(self) -> bool:
         """Whether the input of the next action is there."""
-        return not self.done and all(
-            self.post.arrived(key) for key, _ in self._inputs(self._position)
-        )
+        inputs = self._inputs[self._position]
+        return not self.done and all(self.transport.arrived(key) for key, _ in inputs)
 
     def advance(self) -> None:
         """Do the next action."""
-        action = self.order[self._position]
-        inputs = self._inputs(self._position)
-        received = {key.slice_: self.post.receive(key, sender) for key, sender in inputs}
-        for key, sender in self._inputs(self._position + 1):
-            self.post.expect(key, sender)
-        outputs = sent_by(self.schedule, action)
-        for number, slice_ in enumerate(action.microbatches):
-            values = self._do(action, slice_, received.get(slice_, []))
+        position, transport = self._position, self.transport
+        action, received = self.order[position], {}
+        for key, sender in self._inputs[position]:
+            received[key.microbatch] = transport.receive(key, sender)
+        for key, sender in self._inputs[position + 1]:
+            transport.expect(key, sender)
+        outputs = self._outputs[position]
+        for number, microbatch in enumerate(action.microbatches):
+            values = self._do(action, microbatch, received.get(microbatch, []))
             if outputs:
-                self.post.send(*outputs[number], values)
+                transport.send(*outputs[number], values)
         self.recorded.order.append(action)
-        self.after(self._position)
+        self.after(position)
         self._position += 1
 
-    def _inputs(self, position: int) -> list[tuple[Key, int]]:
-        """The messages that the action at `position` waits for; none after the last action."""
-        here = self.order[position : position + 1]
-        return [pair for action in here for pair in received_by(self.schedule, action)]
-
-    def _do(self, action: Action, slice_: int, received: list[Value]) -> list[Value]:
+    def _do(self, action: Action, microbatch: int, received: list[Value]) -> list[Value]:
         """Run one micro-batch; what is sent on."""
         worker = self.workers[action.pipe, action.stage]
         if action.kind == "F":
-            sent = worker.forward(slice_, received)
+            sent = worker.forward(microbatch, received)
             self._record()
             return sent
         if action.kind == "B":
-            return worker.backward(slice_, received)
+            return worker.backward(microbatch, received)
         if action.kind == "I":
-            return worker.backward_inputs(slice_, received)
-        worker.backward_weights(slice_)
+            return worker.backward_inputs(microbatch, received)
+        worker.backward_weights(microbatch)
         return []
 
     def _record(self) -> None:
-        kept = sum(len(worker.kept) for worker in self.workers.values())
-        share = kept / (self.schedule.chunks * self.schedule.parts)
+        share = sum(map(len, self._kept)) / self._whole
         self.recorded.peak_activations = max(self.recorded.peak_activations, share)
 
 
 class InProcessTransport:
-    """The post of ranks that live in one process."""
+    """Between ranks that live in one process."""
 
     def __init__(self) -> None:
-        self._values: dict[Key, list[Value]] = {}
+        self._values: dict[MessageKey, list[Value]] = {}
 
-    def expect(self, key: Key, sender: int) -> None:
+    def start(self) -> None:
+        self._values.clear()
+
+    def expect(self, key: MessageKey, sender: int) -> None:
         """Nothing has to be made ready."""
 
-    def receive(self, key: Key, sender: int) -> list[Value]:
+    def receive(self, key: MessageKey, sender: int) -> list[Value]:
         return self._values.pop(key)
 
-    def send(self, key: Key, receiver: int, values: list[Value]) -> None:
+    def send(self, key: MessageKey, receiver: int, values: list[Value]) -> None:
         self._values[key] = values
 
-    def arrived(self, key: Key) -> bool:
+    def arrived(self, key: MessageKey) -> bool:
         return key in self._values
 
 
-def run_together(runners: list[RankRunner]) -> None:
-    """Run the ranks of one process in turns, each as far as its inputs are there."""
+def run_together(runners: Sequence[RankRunner]) -> None:
+    """One step of the ranks of one process, in turns, each as far as its inputs are there."""
+    for runner in runners:
+        runner.start()
     while any(not runner.done for runner in runners):
         before = [len(runner.recorded.order) for runner in runners]
         for runner in runners:

@@ -131,6 +131,12 @@ class Schedule:
         return to_text(self)
 
 
+def one_stage(microbatches: int) -> Schedule:
+    """No pipeline: each micro-batch forward and backward, one after another."""
+    order = tuple(Action(kind, 0, 0, (n,)) for n in range(microbatches) for kind in ("F", "B"))
+    return Schedule("one stage", microbatches, ((0,),), (order,))
+
+
 def make(
     name: str,
     microbatches: int,

@@ -1,9 +1,9 @@
 """Worker: one stage of one pipe on one rank, and what its micro-batches keep until their backward.
 
-    F   sent = worker.forward(slice, received)              keeps the graph of autograd
-    B   gradients = worker.backward(slice, of_sent)         lets it go
-    I   gradients = worker.backward_inputs(slice, of_sent)  keeps the weight halves alone
-    W   worker.backward_weights(slice)                      lets them go
+    F   sent = worker.forward(microbatch, received)              keeps the graph of autograd
+    B   gradients = worker.backward(microbatch, of_sent)         lets it go
+    I   gradients = worker.backward_inputs(microbatch, of_sent)  keeps the weight halves alone
+    W   worker.backward_weights(microbatch)                      lets them go
 
 A value is a list with a tensor for each rank of the stage's mesh that this process runs: all of
 them on the virtual mesh, one under torch.distributed. With recomputation, forward keeps only what
@@ -12,7 +12,7 @@ it received, and backward runs it again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -32,18 +32,10 @@ class StageFunction(Protocol):
     @property
     def stage(self) -> Stage: ...
 
-    @property
-    def learns_received(self) -> Sequence[bool]:
-        """Which of the received values take a gradient."""
-
-    @property
-    def learns_sent(self) -> Sequence[bool]:
-        """Which of the sent values take a gradient."""
-
     def weight_halves(self) -> list[WeightHalf]:
         """What the last run has put off; empty if backward is not split."""
 
-    def __call__(self, slice_: int, received: Sequence[Value]) -> list[Value]:
+    def __call__(self, microbatch: int, received: Sequence[Value]) -> list[Value]:
         """All results of the program for one micro-batch."""
 
 
@@ -52,8 +44,8 @@ class Kept:
     """What one micro-batch keeps from its forward on."""
 
     received: list[Value]
-    # Of sent values with gradient, then of the loss: not the values, which nobody reads here.
-    roots: list[list[GradientEdge | None]] = field(default_factory=list)
+    # Of sent values with gradient (not the values, which nobody reads here), then the loss.
+    roots: list[list[GradientEdge | Tensor | None]] = field(default_factory=list)
     seed: Value | None = None  # the gradient of the loss
     halves: list[WeightHalf] = field(default_factory=list)
 
@@ -73,69 +65,68 @@ class Worker:
         self.losses.clear()
         self.statistics.clear()
 
-    def forward(self, slice_: int, received: Sequence[Value]) -> list[Value]:
+    def forward(self, microbatch: int, received: Sequence[Value]) -> list[Value]:
         """Run one micro-batch; what the next stage receives."""
         stage = self.run.stage
         leaves = [
             [tensor.detach().requires_grad_(learns) for tensor in value]
-            for value, learns in zip(received, self.run.learns_received)
+            for value, learns in zip(received, self.run.stage.learns_received)
         ]
-        kept = self.kept[slice_] = Kept(leaves)
+        kept = self.kept[microbatch] = Kept(leaves)
         if self.recompute:
             with torch.no_grad():
-                results = self.run(slice_, leaves)
+                results = self.run(microbatch, leaves)
         else:
-            results = self._run(slice_, kept)
+            results = self._run(microbatch, kept)
         sent = len(stage.sends)
         if stage.has_loss:
-            self.losses[slice_] = detached(results[sent])
+            self.losses[microbatch] = detached(results[sent])
         first = sent + stage.has_loss
         statistics = results[first : first + len(stage.statistics)]
         if statistics:
-            self.statistics[slice_] = [detached(value) for value in statistics]
+            self.statistics[microbatch] = [detached(value) for value in statistics]
         return [detached(value) for value in results[:sent]]
 
-    def backward(self, slice_: int, of_sent: Sequence[Value]) -> list[Value]:
+    def backward(self, microbatch: int, of_sent: Sequence[Value]) -> list[Value]:
         """The whole backward of one micro-batch; the gradients of what it received."""
-        gradients = self.backward_inputs(slice_, of_sent)
-        self.backward_weights(slice_)
+        gradients = self.backward_inputs(microbatch, of_sent)
+        self.backward_weights(microbatch)
         return gradients
 
-    def backward_inputs(self, slice_: int, of_sent: Sequence[Value]) -> list[Value]:
+    def backward_inputs(self, microbatch: int, of_sent: Sequence[Value]) -> list[Value]:
         """The gradients of what was received; those of weights that wait stay for later."""
-        kept = self._ready(slice_)
+        kept = self._ready(microbatch)
         roots, seeds = _paired(kept.roots, [*of_sent, *([kept.seed] if kept.seed else [])])
         if roots:
-            torch.autograd.backward(roots, seeds)
+            torch.autograd.backward(roots, seeds)  # type: ignore[arg-type]
         gradients = [
             [_or_zeros(tensor.grad, tensor) for tensor in value]
-            for value, learns in zip(kept.received, self.run.learns_received)
+            for value, learns in zip(kept.received, self.run.stage.learns_received)
             if learns
         ]
-        self.kept[slice_] = Kept([], halves=kept.halves)
+        self.kept[microbatch] = Kept([], halves=kept.halves)
         return gradients
 
-    def backward_weights(self, slice_: int) -> None:
+    def backward_weights(self, microbatch: int) -> None:
         """The gradients of weights, after those of inputs."""
-        finish(self.kept.pop(slice_).halves)
+        finish(self.kept.pop(microbatch).halves)
 
-    def _ready(self, slice_: int) -> Kept:
+    def _ready(self, microbatch: int) -> Kept:
         """What a micro-batch kept, with its graph: made now under recomputation."""
-        kept = self.kept[slice_]
+        kept = self.kept[microbatch]
         if self.recompute:
-            self._run(slice_, kept)
+            self._run(microbatch, kept)
         return kept
 
-    def _run(self, slice_: int, kept: Kept) -> list[Value]:
-        with torch.enable_grad():
-            results = self.run(slice_, kept.received)
+    def _run(self, microbatch: int, kept: Kept) -> list[Value]:
+        results = self.run(microbatch, kept.received)
         kept.halves = self.run.weight_halves()
         sent = len(self.run.stage.sends)
-        roots = [v for v, learns in zip(results[:sent], self.run.learns_sent) if learns]
+        values = zip(results[:sent], self.run.stage.learns_sent)
+        kept.roots = [list(map(_edge, value)) for value, learns in values if learns]
         if self.run.stage.has_loss:
-            roots.append(results[sent])
-            kept.seed = [torch.ones_like(tensor) for tensor in results[sent]]
-        kept.roots = [list(map(_edge, value)) for value in roots]
+            kept.roots.append([loss if loss.requires_grad else None for loss in results[sent]])
+            kept.seed = [torch.ones_like(loss) for loss in results[sent]]
         return results
 
 
@@ -144,9 +135,9 @@ def detached(value: Value) -> Value:
     return [tensor.detach() for tensor in value]
 
 
-def sum_by_slice(values: Mapping[int, Tensor]) -> Tensor:
+def sum_in_order(values: Mapping[int, Tensor]) -> Tensor:
     """The sum in the order of the micro-batches."""
-    first, *others = (values[slice_] for slice_ in sorted(values))
+    first, *others = [values[microbatch] for microbatch in sorted(values)]
     for other in others:
         first = first + other
     return first
@@ -157,16 +148,16 @@ def _edge(tensor: Tensor) -> GradientEdge | None:
 
 
 def _paired(
-    roots: Sequence[list[GradientEdge | None]], seeds: Sequence[Value]
-) -> tuple[list[GradientEdge], list[Tensor]]:
-    pairs: Iterator[tuple[GradientEdge, Tensor]] = (
-        (root, seed)
-        for value, gradient in zip(roots, seeds)
-        for root, seed in zip(value, gradient)
-        if root is not None
-    )
-    flat = list(pairs)
-    return [root for root, _ in flat], [seed for _, seed in flat]
+    roots: Sequence[list[GradientEdge | Tensor | None]], seeds: Sequence[Value]
+) -> tuple[list[GradientEdge | Tensor], list[Tensor]]:
+    ends: list[GradientEdge | Tensor] = []
+    given: list[Tensor] = []
+    for value, gradient in zip(roots, seeds):
+        for root, seed in zip(value, gradient):
+            if root is not None:
+                ends.append(root)
+                given.append(seed)
+    return ends, given
 
 
 def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:

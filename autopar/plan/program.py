@@ -20,6 +20,7 @@ from autopar.mesh import Mesh
 from autopar.passes.microbatches import Microbatches
 from autopar.passes.stages import Stage
 from autopar.pipeline.pipelining import Pipelining
+from autopar.pipeline.schedule import Schedule, one_stage
 from autopar.search.decisions import Decisions
 from autopar.strategies.node_info import info
 
@@ -43,6 +44,13 @@ class Program:
     def whole_mesh(self) -> Mesh:
         """That of the world: with the axis of the pipeline, if there is one."""
         return self.pipelining.mesh if self.pipelining else self.mesh
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The order of a step."""
+        if self.pipelining is not None:
+            return self.pipelining.schedule
+        return one_stage(1 if self.batches is None else self.batches.count)
 
     @cached_property
     def placeholders(self) -> dict[str, fx.Node]:

@@ -1,13 +1,17 @@
 """The real mesh: this process is one rank, under torch.distributed.
 
 Parameters are DTensors under their original names. Autograd works on their local tensors: the
-program reads those, and at the end of backward their gradients, summed over the axes that the plan
-says, are given to the parameters as DTensors.
+program reads those, and at the end of backward their gradients, summed over the ranks that have a
+part in them, are given to the parameters as DTensors.
+
+In a pipeline this process is a rank of the stages that the schedule's placement gives to its place
+on the pipeline's axis. It holds their parameters, each once, on the mesh inside the stage. With
+Chimera these are stages of both directions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -22,217 +26,323 @@ from autopar.collectives.eager import LateSum
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, TensorType
 from autopar.passes import localize
+from autopar.passes.stages import Stage
+from autopar.pipeline.executor import MessageKey
+from autopar.pipeline.weight_halves import WeightHalves
+from autopar.pipeline.worker import Value
 from autopar.plan.program import Program
-from autopar.runtime.buckets import GradientSync, Slot, make_buckets, placed, taken
+from autopar.runtime.backend import Backend, Batch
+from autopar.runtime.buckets import GradientSync, Slot
 from autopar.runtime.eager import compile_graph
 from autopar.runtime.failures import local_checks, one_fails_all_stop
-from autopar.runtime.groups import Axes, Groups
+from autopar.runtime.groups import Groups, axes_used
 from autopar.runtime.leaves import Leaves
+from autopar.runtime.messages import Messages, Shape
 from autopar.runtime.norm import norm_over_world
-from autopar.runtime.placing import Placing, in_own_memory, wrapper
+from autopar.runtime.placing import Placing, wrapper
+from autopar.runtime.stage_ranks import StageRanks, Users, gradient_sums
+from autopar.runtime.step_loss import StepLoss
 from autopar.runtime.world import require_living, world
 from autopar.strategies.node_info import info
 
 
-class TorchBackend:
+class TorchBackend(Backend):
     """Runs this rank's part of a program. One of the two places where a program runs."""
 
     def __init__(self, program: Program, local_inputs: bool, device: torch.device) -> None:
-        self.program, self.mesh, self.local_inputs = program, program.mesh, local_inputs
-        self.device = device
-        self.world = world()
-        self.rank = self.world.rank
-        self.device_mesh = self.world.mesh_of(self.mesh, device.type)
-        self.groups = Groups(self.mesh, axes_used(program.graph), [range(self.mesh.size)])
-        self._graph = localize(program.graph, self.mesh, self.rank, self.device, self.groups.name)
+        self.world, self.local_inputs = world(), local_inputs
+        self.ranks = ranks = StageRanks(program, self.world.rank)
+        super().__init__(program, device, [ranks.place])
+        whole_mesh = self.world.mesh_of(program.whole_mesh, device.type)
+        self.device_mesh = whole_mesh[self.mesh.names] if program.pipelining else whole_mesh
+        self.groups = Groups(self.mesh, axes_used(program.graph), ranks.meshes)
+        self.placing = Placing(self.mesh, ranks.inner, device, self.device_mesh)
+        self.leaves = Leaves()
+        self.constants: dict[str, Tensor] = {}  # those that have been read, this rank's pieces
         self._late: list[LateSum] = []
         self._works: list[dist.Work] = []
-        self._function = compile_graph(
-            self._graph,
-            self._late,
-            len(program.outputs),
-            whole=None if local_inputs else program.graph,
-            mesh=self.mesh,
-        )
-        self.placing = Placing(self.mesh, self.rank, self.device, self.device_mesh)
-        self._constants = {
-            name: self.placing.piece(value, program.type_of(name).layout)
-            for name, value in program.captured.constants.items()
-        }
-        self._leaves = Leaves()
+        # Groups are made here: none in the middle of a step.
+        self._line = ranks.group(range(self.schedule.ranks), purpose="line")
+        self._statistics_groups = self._replica_groups()
+        self._users = Users(program)
+        self._sums = gradient_sums(program, self._users, ranks, self.groups)
+        self._loss = StepLoss(program, device, self._line)
+        # All forwards of a rank are done before its last action.
+        self._last_forward = len(self.schedule.orders[ranks.place]) - 2
         self._sync: GradientSync | None = None
-        self._learned: list[Slot] = []
-        self._version = 0  # of the leaves that these two are made for
-        self._pending = self._touched = False  # backward is under way; leaves may have gradients
-        self._reached: frozenset[str] = frozenset()  # parameters that this backward leads to
-        self._first = self._last = True
-        self._in_step = False
+        self._version = 0  # of the leaves that it is made for
+        self._pending = False  # a backward pass of a direct call is under way
+        self._reached: frozenset[str] = frozenset()  # parameters that it leads to
         # Of passes that are restricted to some inputs, none reaches it.
         self._anchor = torch.empty(0, requires_grad=True)
+        self.messages = Messages(self.schedule, list(zip(*ranks.meshes)), self._shapes, device)
+        self._prepare(self.messages, self._after)
 
     def graph(self, stage: int | None = None) -> fx.Graph:
-        """This rank's own program."""
-        return self._graph
+        """The program of the first stage that this rank holds, or of any stage."""
+        held = self.stages.get(min(self.stages) if stage is None else stage)
+        if held is not None and isinstance(held.run, TorchGraph):
+            return held.run.graph
+        return self.program.stages[stage or 0].graph
 
-    def place_tensor(self, name: str, value: Tensor, layout: Layout) -> Tensor:
-        """This rank's piece of a parameter or buffer of rank 0's model."""
-        return self.placing.place(value, layout)
+    def prepare_graph(
+        self, graph: fx.Graph, halves: WeightHalves | None = None, is_whole: bool = False
+    ) -> TorchGraph:
+        if not is_whole:
+            return TorchGraph(self, graph, halves=halves)
+        whole = None if self.local_inputs else graph
+        outputs = len(self.program.outputs)
+        return TorchGraph(
+            self, graph, late=self._late, outputs=outputs, whole=whole, mesh=self.mesh
+        )
+
+    def place_tensor(self, name: str, value: Tensor, layout: Layout) -> Tensor | None:
+        """This rank's piece, if a stage of it reads that."""
+        placed = self.placing.place(value, layout)
+        return placed if self.ranks.place in self.ranks.of(self._users.stages(name)) else None
 
     def cut(self, whole: Tensor, layout: Layout) -> Tensor:
-        """This rank's piece of a tensor that all ranks have."""
         return self.placing.cut(whole, layout)
+
+    def joined(self, values: Sequence[Value], types: Sequence[TensorType]) -> list[Tensor]:
+        """This rank's pieces."""
+        return [value[0] for value in values]
 
     def bind(self, kept: Mapping[str, Tensor]) -> None:
         """Let leaves follow what the module holds now."""
-        self._leaves.bind(kept)
+        self.leaves.bind(kept)
 
     def collect(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors of this rank's pieces."""
-        return {
-            name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-            for name, value in values.items()
-        }
+        """Whole tensors, from the ranks that hold them to all."""
+        mine = [(name, tuple(value.shape), value.dtype) for name, value in values.items()]
+        everyones: list[Any] = [mine] * self.schedule.ranks
+        if self._line is not None:
+            dist.all_gather_object(everyones, mine, group=self._line)
+        owners: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
+        for place, listed in enumerate(everyones):
+            for name, shape, dtype in listed:
+                owners.setdefault(name, (place, shape, dtype))
+        found = {}
+        for name, (place, shape, dtype) in owners.items():
+            if place == self.ranks.place:
+                value = values[name].detach()
+                whole = value.full_tensor() if isinstance(value, DTensor) else value
+                whole = whole.clone(memory_format=torch.contiguous_format)
+            else:
+                whole = torch.empty(shape, dtype=dtype, device=self.device)
+            if self._line is not None:
+                dist.broadcast(whole, self.ranks.line[place], group=self._line)
+            found[name] = whole
+        return found
 
     def norm(self, gradients: Mapping[str, Tensor], norm_type: float) -> Tensor:
-        """The norm of gradients that all ranks hold pieces of."""
-        here = self.mesh.coordinate(self.rank)
-        return norm_over_world(self.program, gradients, norm_type, here, self.device)
+        """The norm of all stages' gradients; of those in several places the first one counts."""
+        own = {
+            name: value
+            for name, value in gradients.items()
+            if self.ranks.of(self._users.stages(name))[0] == self.ranks.place
+        }
+        here = self.mesh.coordinate(self.ranks.inner)
+        return norm_over_world(self.program, own, norm_type, here, self.device)
 
     def input_shapes(self) -> dict[str, tuple[int, ...]]:
-        """What a caller hands in: whole tensors, or with local inputs this rank's pieces."""
-        shapes = {}
-        for name in self.program.captured.inputs:
-            if name is not None:
-                type_ = self.program.type_of(name)
-                local = type_.layout.local_shape(type_.shape, self.mesh, self.rank)
-                shapes[name] = local if self.local_inputs else type_.shape
-        return shapes
+        """Whole tensors, or with local inputs this rank's pieces."""
+        if not self.local_inputs:
+            return self.program.whole_shapes
+        types = {name: self.program.type_of(name) for name in self.program.whole_shapes}
+        return {
+            name: type_.layout.local_shape(type_.shape, self.mesh, self.ranks.inner)
+            for name, type_ in types.items()
+        }
 
     def local_checks(self) -> AbstractContextManager[None]:
-        """Around what looks at a call on this rank alone, before it runs."""
         return local_checks(self.world)
 
     def guard(self, agreed: bool = False) -> AbstractContextManager[None]:
-        """Around everything in which ranks wait for one another."""
         return one_fails_all_stop(self.world, agreed)
 
     def of(self, program: Program) -> TorchBackend:
-        """Where another program runs on the same parameters."""
         other = TorchBackend(program, self.local_inputs, self.device)
-        other._leaves = self._leaves
+        other.leaves = self.leaves
         return other
 
-    def begin(self, first: bool, last: bool) -> None:
-        """Gradients of several micro-batches gather in the leaves; the last one brings the sums."""
-        self._first, self._last, self._in_step = first, last, True
+    def enter(self, value: Tensor, layout: Layout) -> Tensor:
+        """This rank's piece of an input."""
+        value = value.to(self.device)
+        if self.local_inputs:
+            return value
+        if not value.requires_grad:
+            return self.placing.view(value, layout)
+        for dim, axes in enumerate(layout.dims):
+            for axis in axes:
+                place = (self.groups.name((axis,)), self.mesh[axis])
+                index = self.mesh.coordinate(self.ranks.inner)[axis]
+                value = torch.ops.autopar.slice(value, dim, *place, index)
+        return value
 
-    def run(
-        self, kept: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
-    ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """One pass forward: this rank's outputs (a cut one as DTensor) and new buffers."""
-        captured = self.program.captured
-        results = self._function(
-            *map(self._leaves.by_name.__getitem__, captured.parameters.values()),
-            *(local_of(kept[name]) for name in captured.buffers.values()),
-            *self._constants.values(),
-            *(self._enter(name, value) for name, value in inputs.items()),
-            *(inputs[name].to(self.device) for name in self._function.whole_inputs),
-        )
-        if torch.is_grad_enabled():
-            results = self._watch_backward(results)
-        self._start_sums(wait=not (self._in_step and self._last))
-        self._first, self._last, self._in_step = True, True, False
-        count = len(self.program.outputs)
-        outputs = [
-            self._leave(value, info(node).type)
-            for value, node in zip(results[:count], self.program.outputs)
-        ]
-        return outputs, dict(zip(captured.mutations, results[count:]))
+    # A step.
 
-    def _start_sums(self, wait: bool) -> None:
-        """Sum what the program has left to the caller: now, or in the coming backward pass."""
+    def _run(self) -> Tensor:
+        sync, (runner,) = self._follow_leaves(), self.runners
+        reached = self.program.learned[self.program.loss_index]
+        sync.clear()
+        sync.start(reached)
+        sync.after(-1)
+        runner.start()
+        while not runner.done:
+            runner.advance()
+        self._update_buffers()
+        with torch.no_grad():
+            self._wait_for_sums()
+            self._give(sync.finish(reached))
+        self.messages.finish()
+        return self._loss.total(self.workers.values())
+
+    def _after(self, position: int) -> None:
+        """The action of a step at `position` is done: start the sums of what it completes."""
+        sync = self._sync
+        assert sync is not None
+        sync.after(position)
+        is_last = position == self._last_forward
         for late in self._late:
-            if wait or self._sync is None or not self._sync.takes_along(late):
+            if not (is_last and sync.takes_along(late)):
                 self._works.append(late.start())
         self._late.clear()
-        if wait:
-            self._wait_for_sums()
+        if is_last:
+            self._loss.start(self.workers.values())
 
     def _wait_for_sums(self) -> None:
         for work in self._works:
             wait_for(work)
         self._works.clear()
 
-    def _enter(self, name: str, value: Tensor) -> Tensor:
-        value = value.to(self.device)
-        if self.local_inputs:
-            return value
-        layout = self.program.type_of(name).layout
-        if not value.requires_grad:
-            return self.placing.view(value, layout)
-        for dim, axes in enumerate(layout.dims):
-            for axis in axes:
-                place = (self.groups.name((axis,)), self.mesh[axis])
-                index = self.mesh.coordinate(self.rank)[axis]
-                value = torch.ops.autopar.slice(value, dim, *place, index)
-        return value
+    def _give(self, gradients: Mapping[str, Tensor]) -> None:
+        for name, gradient in gradients.items():
+            parameter = self.leaves.parameters[name]
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad += gradient
+
+    def _follow_leaves(self) -> GradientSync:
+        """Sum the gradients of those parameters that learn now, in the order of the program."""
+        if self._sync is None or self._version != self.leaves.version:
+            if self._sync is not None:
+                self._sync.close()
+            learned = frozenset().union(*self.program.learned)
+            slots = []
+            for placeholder, name in self.program.captured.parameters.items():
+                leaf = self.leaves.by_name.get(name)
+                if name in learned and leaf is not None and leaf.requires_grad:
+                    size = self.program.type_of(placeholder).local_bytes(self.mesh)
+                    slot = Slot(name, leaf, self.leaves.parameters[name], size)
+                    slots.append((slot, self._users.key(placeholder)))
+            self._sync, self._version = GradientSync(slots, self._sums), self.leaves.version
+        return self._sync
+
+    def _shapes(self, key: MessageKey) -> list[Shape]:
+        """What a message to one of this rank's stages holds."""
+        stage = self.program.stages[key.stage]
+        names = stage.receives if key.forward else stage.sends
+        nodes = [stage.nodes[name] for name in names]
+        return [
+            (self._local_shape(node), info(node).type.dtype)
+            for node in nodes
+            if key.forward or info(node).differentiable
+        ]
+
+    def _local_shape(self, node: fx.Node) -> tuple[int, ...]:
+        type_ = info(node).type
+        return type_.layout.local_shape(type_.shape, self.mesh, self.ranks.inner)
+
+    def _replica_groups(self) -> dict[int, dist.ProcessGroup]:
+        """For stages with statistics and several pipes: the ranks like this one that hold them."""
+        groups = {}
+        for stage in self.program.stages:
+            if stage.statistics and self.schedule.pipes > 1:
+                places = self.schedule.replicas_of(stage.index)
+                group = self.ranks.group(places, purpose="statistics")
+                if group is not None:
+                    groups[stage.index] = group
+        return groups
+
+    def _statistics(self, stage: Stage, own: dict[int, list[Value]]) -> dict[int, list[Value]]:
+        """Those of all micro-batches, from the replicas that ran them."""
+        group = self._statistics_groups.get(stage.index)
+        if group is None:
+            return own
+        nodes, found = [stage.nodes[name] for name in stage.statistics], {}
+        for microbatch, pipe in enumerate(self.schedule.pipe_of):
+            source = self.ranks.line[self.schedule.rank_of(pipe, stage.index)]
+            found[microbatch] = own.get(microbatch) or [
+                [torch.empty(self._local_shape(n), dtype=info(n).type.dtype, device=self.device)]
+                for n in nodes
+            ]
+            for value in found[microbatch]:
+                value[0] = value[0].contiguous()
+                dist.broadcast(value[0], source, group=group)
+        return found
+
+    # A direct call.
+
+    def call(self, kept: Mapping[str, Tensor], inputs: Batch) -> list[Tensor]:
+        """This rank's outputs, a cut one as DTensor."""
+        outputs = self.whole.forward(kept, inputs)
+        if torch.is_grad_enabled():
+            outputs = self._watch_backward(outputs)
+        self._works += [late.start() for late in self._late]
+        self._late.clear()
+        self._wait_for_sums()
+        return [
+            self._leave(value, info(node).type)
+            for value, node in zip(outputs, self.program.outputs)
+        ]
 
     def _leave(self, value: Tensor, type_: TensorType) -> Tensor:
         if type_.layout.is_replicated:
             return value
         return wrapper(type_.layout, type_.shape, self.device_mesh)(value)
 
-    def _watch_backward(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _watch_backward(self, outputs: list[Tensor]) -> list[Tensor]:
         """Have `_finish` called at the end of any backward pass through this run."""
-        self._follow_leaves()
-        for slot in self._learned if self._first and self._touched else ():
-            slot.leaf.grad = None
-        self._touched, self._pending = True, False
-        if not self._last:
-            return results
-        watched = list(results)
-        parameters = () if self._in_step else [slot.parameter for slot in self._learned]
-        for place, (result, names) in enumerate(zip(results, self.program.learned)):
-            if not result.requires_grad:
-                continue
-            come = partial(self._backward_comes, names)
-            if self._in_step:
-                result.register_hook(come)
-            else:
-                come_to = partial(self._direct_comes, come)
-                watched[place] = _Watched.apply(come_to, result, self._anchor, *parameters)
-        return tuple(watched)
+        sync = self._follow_leaves()
+        sync.clear()
+        self._pending, self._reached = False, frozenset()
+        parameters = [slot.parameter for slot in sync.slots]
+        return [
+            _Watched.apply(partial(self._backward_comes, names), output, self._anchor, *parameters)
+            if output.requires_grad
+            else output
+            for output, names in zip(outputs, self.program.learned)
+        ]
 
-    def _direct_comes(self, come: Callable[[Tensor], None], grad: Tensor) -> None:
-        """A backward pass goes through an output: to all parameters, or to inputs alone.
+    def _backward_comes(self, names: frozenset[str]) -> None:
+        """A backward pass goes through an output: to the parameters `names`, or to inputs alone.
 
-        That is the same on all ranks, whatever each of them finds there.
+        Which of the two is the same on all ranks, whatever each of them finds there.
         """
+        assert self._sync is not None
         if torch.is_grad_enabled():
             raise InvalidInput(
                 "on processes a call has gradients, and these have none of their own",
                 got="a backward pass with create_graph=True",
                 remedy='backend="virtual", or a penalty that is part of forward',
             )
-        if will_reach(self._anchor):
-            come(grad)
+        if not will_reach(self._anchor):
+            asked = [slot.name for slot in self._sync.slots if will_reach(slot.parameter)]
+            if asked:
+                raise InvalidInput(
+                    "on processes a backward pass goes to all parameters, or to inputs alone",
+                    got=f"a pass to {', '.join(asked)} alone",
+                    remedy="backward() without inputs=, and drop the gradients not wanted",
+                )
             return
-        asked = [slot.name for slot in self._learned if will_reach(slot.parameter)]
-        if asked:
-            raise InvalidInput(
-                "on processes a backward pass goes to all parameters, or to inputs alone",
-                got=f"a pass to {', '.join(asked)} alone",
-                remedy="backward() without inputs=, and drop the gradients that are not wanted",
-            )
-
-    def _backward_comes(self, names: frozenset[str], grad: Tensor) -> None:
-        """A backward pass goes through an output, and so to the parameters `names`."""
         self._reached |= names
         if not self._pending:
             require_living(self.world)
-            assert self._sync is not None
             self._pending = True
-            self._sync.start()
+            self._sync.start({slot.name for slot in self._sync.slots})
+            self._sync.after(self.schedule.length - 2)
             call_after_backward(self._finish)
 
     def _finish(self) -> None:
@@ -240,70 +350,59 @@ class TorchBackend:
         assert self._sync is not None
         self._pending = False
         with torch.no_grad(), self.guard():
-            self._wait_for_sums()
-            given = self._sync.finish(self._reached)
-            alone = [s for s in self._learned if s.name in self._reached and s.name not in given]
-            given |= placed(alone, in_own_memory(taken([slot.leaf for slot in alone])))
-            for slot in self._learned:
-                gradient = given.get(slot.name)
-                if gradient is None:
-                    slot.leaf.grad = None
-                elif slot.parameter.grad is None:
-                    slot.parameter.grad = gradient
-                else:
-                    slot.parameter.grad += gradient
-        self._touched, self._reached = False, frozenset()
+            self._give(self._sync.finish(self._reached))
+            self._sync.clear()
+        self._reached = frozenset()
 
-    def _follow_leaves(self) -> None:
-        """Sum the gradients of those parameters that learn now, in the order of the program."""
-        if self._version == self._leaves.version:
-            return
-        learned = frozenset().union(*self.program.learned)
-        self._learned = [
-            Slot(
-                name,
-                self._leaves.by_name[name],
-                self._leaves.parameters[name],
-                self.program.type_of(placeholder).local_bytes(self.mesh),
-            )
-            for placeholder, name in self.program.captured.parameters.items()
-            if name in learned and self._leaves.by_name[name].requires_grad
-        ]
-        if self._sync is not None:
-            self._sync.close()
-        self._sync = GradientSync(make_buckets(self._synchronised()), self.groups)
-        self._version = self._leaves.version
 
-    def _synchronised(self) -> list[tuple[Slot, Axes]]:
-        placeholders = {name: key for key, name in self.program.captured.parameters.items()}
-        return [
-            (slot, axes)
-            for slot in self._learned
-            if (axes := info(self.program.placeholders[placeholders[slot.name]]).sync)
+class TorchGraph:
+    """This rank's program as a function."""
+
+    def __init__(self, backend: TorchBackend, graph: fx.Graph, **how: Any) -> None:
+        self._backend = backend
+        mesh, rank, device = backend.mesh, backend.ranks.inner, backend.device
+        self.graph = localize(graph, mesh, rank, device, backend.groups.name)
+        self._function = compile_graph(self.graph, **how)
+        nodes = [node for node in self.graph.nodes if node.op == "placeholder"]
+        self._reads = [(node.name, *info(node).origin) for node in nodes]
+        self._buffers = [name for _, kind, name in self._reads if kind in ("buffer", "before")]
+        layouts = {node.name: info(node).type.layout for node in nodes}
+        self._inputs = {name: layouts[key] for key, kind, name in self._reads if kind == "input"}
+        for key, kind, name in self._reads:
+            if kind == "constant" and name not in backend.constants:
+                whole = backend.program.captured.constants[name]
+                backend.constants[name] = backend.placing.piece(whole, layouts[key])
+
+    def __call__(
+        self, kept: Mapping[str, Tensor], inputs: Batch, given: Mapping[str, Value]
+    ) -> list[Value]:
+        backend = self._backend
+        buffers = {name: local_of(kept[name]) for name in self._buffers}
+        pieces = {name: backend.enter(inputs[name], at) for name, at in self._inputs.items()}
+        sources: dict[str, Mapping[str, Tensor]] = {
+            "parameter": backend.leaves.by_name,
+            "buffer": buffers,
+            "before": buffers,
+            "constant": backend.constants,
+            "input": pieces,
+        }
+        arguments = [
+            given[key][0] if key in given else sources[kind][name]
+            for key, kind, name in self._reads
         ]
+        wholes = [inputs[name].to(backend.device) for name in self._function.whole_inputs]
+        return [[result] for result in self._function(*arguments, *wholes)]
 
 
 class _Watched(torch.autograd.Function):
     """The same value, of which a backward pass is told; it leads to `others` too."""
 
     @staticmethod
-    def forward(ctx: Any, come: Callable[[Tensor], None], value: Tensor, *others: Tensor) -> Tensor:
+    def forward(ctx: Any, come: Callable[[], None], value: Tensor, *others: Tensor) -> Tensor:
         ctx.come, ctx.count = come, len(others)
         return value.detach()  # no view: the caller may change what he gets in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.come(grad)
+        ctx.come()
         return None, grad, *[None] * ctx.count
-
-
-def axes_used(graph: fx.Graph) -> set[Axes]:
-    used: set[Axes] = set()
-    for node in graph.nodes:
-        if (movement := info(node).movement) is not None:
-            used.add(movement.axes)
-        if info(node).sync:
-            used.add(info(node).sync)
-        if node.op == "placeholder":
-            used |= {(axis,) for axis in info(node).type.layout.axes}
-    return used

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar._torch import wait_for
-from autopar.pipeline.executor import Key, sent_by
+from autopar.pipeline.executor import MessageKey, sent_by
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.worker import Value
 from autopar.runtime.world import world
@@ -29,13 +29,13 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 class Messages:
-    """The post of one rank."""
+    """The transport of one rank."""
 
     def __init__(
         self,
         schedule: Schedule,
         lines: Sequence[Sequence[int]],
-        shapes: Callable[[Key], Sequence[Shape]],
+        shapes: Callable[[MessageKey], Sequence[Shape]],
         device: torch.device,
     ) -> None:
         """`lines`: for each pipeline of the world, the global ranks at its places.
@@ -54,16 +54,18 @@ class Messages:
         self.line = next(line for line in lines if dist.get_rank() in line)
         self.place = self.line.index(dist.get_rank())
         self._orders = {sender: keys for (sender, to), keys in orders.items() if to == self.place}
-        self._due: dict[int, Iterator[Key]] = {}  # by sender: what is not yet expected of a step
-        self._own: dict[Key, list[Value]] = {}  # to another stage of this rank
-        self._expected: dict[Key, list[tuple[Tensor, dist.Work | None]]] = {}
+        self._due: dict[
+            int, Iterator[MessageKey]
+        ] = {}  # by sender: what is not yet expected of a step
+        self._own: dict[MessageKey, list[Value]] = {}  # to another stage of this rank
+        self._expected: dict[MessageKey, list[tuple[Tensor, dist.Work | None]]] = {}
         self._sent: list[tuple[dist.Work, Tensor]] = []
 
     def start(self) -> None:
         """Before a step."""
         self._due = {sender: iter(keys) for sender, keys in self._orders.items()}
 
-    def expect(self, key: Key, sender: int) -> None:
+    def expect(self, key: MessageKey, sender: int) -> None:
         if sender != self.place:
             while key not in self._expected:
                 due = next(self._due[sender])
@@ -72,7 +74,7 @@ class Messages:
                     for number, (shape, dtype) in enumerate(self.shapes(due))
                 ]
 
-    def receive(self, key: Key, sender: int) -> list[Value]:
+    def receive(self, key: MessageKey, sender: int) -> list[Value]:
         if sender == self.place:
             return self._own.pop(key)
         self.expect(key, sender)
@@ -83,7 +85,7 @@ class Messages:
             values.append([value.to(self.device)])
         return values
 
-    def send(self, key: Key, receiver: int, values: list[Value]) -> None:
+    def send(self, key: MessageKey, receiver: int, values: list[Value]) -> None:
         if receiver == self.place:
             self._own[key] = values
             return
@@ -96,7 +98,7 @@ class Messages:
                 self._sent.append((work, value))
         self._sent = [pair for pair in self._sent if not pair[0].is_completed()]
 
-    def arrived(self, key: Key) -> bool:
+    def arrived(self, key: MessageKey) -> bool:
         """A process of one rank waits in `receive`."""
         return True
 
@@ -107,7 +109,7 @@ class Messages:
         self._sent.clear()
 
     def _begin_receive(
-        self, key: Key, sender: int, number: int, shape: tuple[int, ...], dtype: torch.dtype
+        self, key: MessageKey, sender: int, number: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[Tensor, dist.Work | None]:
         value = torch.empty(shape, dtype=dtype, device=self._carrier)
         if not value.numel():
@@ -115,15 +117,15 @@ class Messages:
         group = self._groups[sender, self.place]
         return value, dist.irecv(value, self.line[sender], group, self._tag(key, number))
 
-    def _tag(self, key: Key, number: int) -> int:
+    def _tag(self, key: MessageKey, number: int) -> int:
         made = self.schedule
         tag = (number * 2 + key.forward) * made.pipes + key.pipe
-        return (tag * made.stages + key.stage) * made.slices + key.slice_
+        return (tag * made.stages + key.stage) * made.slices + key.microbatch
 
 
-def sends(schedule: Schedule) -> dict[tuple[int, int], list[Key]]:
+def sends(schedule: Schedule) -> dict[tuple[int, int], list[MessageKey]]:
     """By places of sender and receiver: what a step sends between them, in order."""
-    found: dict[tuple[int, int], list[Key]] = {}
+    found: dict[tuple[int, int], list[MessageKey]] = {}
     for sender, order in enumerate(schedule.orders):
         for action in order:
             for key, receiver in sent_by(schedule, action):

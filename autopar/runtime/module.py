@@ -2,62 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar import _torch
-from autopar._torch import local_of
 from autopar.capture.listing import Listing
 from autopar.errors import InvalidInput
 from autopar.layout import Layout
 from autopar.lines import frames_to_caller
 from autopar.plan.plan import Plan
 from autopar.plan.program import Program
+from autopar.runtime.backend import Backend
 from autopar.runtime.checks import Checks
 from autopar.runtime.modes import Modes
 from autopar.runtime.part import add_parts, part_at, refuse_late_hooks
 from autopar.runtime.tensors import Tensors
-
-
-class Backend(Protocol):
-    """A place where a program runs: the virtual mesh or torch.distributed."""
-
-    def place_tensor(self, name: str, value: Tensor, layout: Layout) -> Tensor | None: ...
-    def cut(self, whole: Tensor, layout: Layout) -> Tensor: ...
-    def bind(self, kept: Mapping[str, Tensor]) -> None: ...  # what runs from now on read
-    def collect(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]: ...  # copies
-    def norm(self, gradients: Mapping[str, Tensor], norm_type: float) -> Tensor: ...
-    def input_shapes(self) -> dict[str, tuple[int, ...]]: ...
-    def graph(self, stage: int | None = None) -> fx.Graph: ...
-    def local_checks(self) -> AbstractContextManager[None]: ...  # before ranks wait for others
-    def guard(self, agreed: bool = False) -> AbstractContextManager[None]: ...  # while they do
-
-
-class WholeBackend(Backend, Protocol):
-    """A place where a program runs whole, one micro-batch after another."""
-
-    def of(self, program: Program) -> WholeBackend: ...
-    def begin(self, first: bool, last: bool) -> None: ...
-    def run(
-        self, kept: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
-    ) -> tuple[list[Tensor], dict[str, Tensor]]: ...
-
-
-class PipelineBackend(Backend, Protocol):
-    """A place where the stages of a pipeline run."""
-
-    def step(
-        self, kept: Mapping[str, Tensor], batches: Sequence[Mapping[str, Tensor]]
-    ) -> tuple[Tensor, dict[str, Tensor]]: ...
 
 
 class ParallelModule(nn.Module):
@@ -155,7 +121,7 @@ class ParallelModule(nn.Module):
             inputs, kept = self._accept(program, args, kwargs, step=False)
         self._check_together(args, kwargs)
         with self.backend.guard():
-            return program.structure(self._run(program, self._direct, kept, inputs))
+            return program.structure(self._direct.call(kept, inputs))
 
     def _accept(
         self, program: Program, args: tuple, kwargs: Mapping[str, Any], step: bool
@@ -175,39 +141,21 @@ class ParallelModule(nn.Module):
                 self._check.together(args, kwargs, dict(self.named_parameters()))
 
     @cached_property
-    def _direct(self) -> WholeBackend:
+    def _direct(self) -> Backend:
         """Where the program of a whole batch runs in one go."""
-        backend = cast(WholeBackend, self.backend)
-        return backend if self.program.batches is None else backend.of(self.plan.whole_program)
+        is_whole = self.program.batches is None
+        return self.backend if is_whole else self.backend.of(self.plan.whole_program)
 
     def step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Forward and backward of one global batch, all micro-batches of it: the batch's loss."""
         with torch.inference_mode(False), torch.enable_grad():
             with self.backend.local_checks():
-                index = self.program.loss_index
+                _ = self.program.loss_index  # a program without one is refused
                 inputs, kept = self._accept(self.program, args, kwargs, step=True)
                 self._require_learning(inputs)
             self._check_together(args, kwargs)
             with self.backend.guard():
-                return self._train(index, kept, self.program.split(inputs))
-
-    def _train(
-        self, index: int, kept: Mapping[str, Tensor], batches: Sequence[Mapping[str, Tensor]]
-    ) -> Tensor:
-        """Forward and backward of all micro-batches; `index`: which output is the loss."""
-        if self.program.stages:
-            total, mutated = cast(PipelineBackend, self.backend).step(kept, batches)
-            self._write(mutated)
-            return total
-        losses = []
-        for number, batch in enumerate(batches):
-            whole, is_last = cast(WholeBackend, self.backend), number == len(batches) - 1
-            whole.begin(number == 0, is_last)
-            later = frozenset() if is_last else self.program.once
-            loss = self._run(self.program, whole, kept, batch, later)[index]
-            loss.backward()
-            losses.append(loss.detach())
-        return functools.reduce(torch.add, losses)
+                return self.backend.step(kept, self.program.split(inputs))
 
     def _require_learning(self, inputs: Mapping[str, Tensor]) -> None:
         """Before anything runs. A rank that holds some of the stages does not know."""
@@ -259,26 +207,6 @@ class ParallelModule(nn.Module):
             total = self.backend.norm(gradients, float(norm_type))
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
         return total
-
-    def _run(
-        self,
-        program: Program,
-        backend: WholeBackend,
-        kept: Mapping[str, Tensor],
-        inputs: Mapping[str, Tensor],
-        later: Set[str] = frozenset(),
-    ) -> list[Tensor]:
-        """The outputs; buffers change, but for those in `later`."""
-        # Backward may still read what a buffer was before its new value is written.
-        before = {name: kept[name].clone() for name in program.captured.mutations}
-        outputs, mutated = backend.run({**kept, **before}, inputs)
-        self._write({name: value for name, value in mutated.items() if name not in later})
-        return outputs
-
-    def _write(self, buffers: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, value in buffers.items():
-                local_of(self._tensors.values[name]).copy_(value)
 
     def _kept(self) -> Mapping[str, Tensor]:
         """The parameters and buffers by name, as they are in the tree now."""

@@ -1,4 +1,4 @@
-"""The loss of a pipeline's step on every rank, though only the last stages know it.
+"""The loss of a step on every rank, though only the last stages know it.
 
 All forwards of a rank are done before its last action: the sum over the line starts there, and
 travels beside that action.
@@ -8,36 +8,43 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from autopar._torch import wait_for
-from autopar.pipeline.schedule import Action
-from autopar.pipeline.worker import Worker, sum_by_slice
+from autopar.pipeline.worker import Worker, sum_in_order
+from autopar.plan.program import Program
+from autopar.strategies.node_info import info
 
 
 class StepLoss:
-    """Sums the shares of one step's loss."""
+    """Sums the shares of each step's loss."""
 
     def __init__(
-        self, shares: Tensor, order: Collection[Action], group: dist.ProcessGroup | None
+        self, program: Program, device: torch.device, group: dist.ProcessGroup | None
     ) -> None:
-        """`shares`: a zero for each micro-batch; `order`: this rank's; no `group`: it is alone."""
-        self._shares, self._start, self._group = shares, len(order) - 2, group
-        self._work: dist.Work | None = None
+        """`group`: the ranks of the pipeline; None: this one has all stages."""
+        self._program, self._device, self._group = program, device, group
+        self._started: tuple[Tensor, dist.Work] | None = None
 
-    def after(self, position: int, workers: Collection[Worker]) -> None:
-        """The action at `position` is done."""
-        if position != self._start:
-            return
-        for worker in workers:
-            for slice_, (value,) in worker.losses.items():
-                self._shares[slice_] = value
+    def start(self, workers: Collection[Worker]) -> None:
+        """All forwards are done."""
         if self._group is not None:
-            self._work = dist.all_reduce(self._shares, group=self._group, async_op=True)
+            dtype = info(self._program.outputs[self._program.loss_index]).val.dtype
+            shares = torch.zeros(self._program.schedule.slices, dtype=dtype, device=self._device)
+            for number, loss in _losses(workers).items():
+                shares[number] = loss
+            self._started = shares, dist.all_reduce(shares, group=self._group, async_op=True)
 
-    def total(self) -> Tensor:
+    def total(self, workers: Collection[Worker]) -> Tensor:
         """The sum of all shares in the order of the micro-batches, the same on every rank."""
-        if self._work is not None:
-            wait_for(self._work)
-        return sum_by_slice(dict(enumerate(self._shares))).clone()
+        if self._started is None:
+            return sum_in_order(_losses(workers))
+        (shares, work), self._started = self._started, None
+        wait_for(work)
+        return sum_in_order(dict(enumerate(shares))).clone()
+
+
+def _losses(workers: Collection[Worker]) -> dict[int, Tensor]:
+    return {n: value[0] for worker in workers for n, value in worker.losses.items()}

@@ -7,7 +7,7 @@ its piece of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,16 +15,19 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar.collectives import Movement, from_ranks, move, to_ranks
-from autopar.layout import Layout
+from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
 from autopar.passes.kernels import local_call
+from autopar.pipeline.executor import InProcessTransport, run_together
 from autopar.pipeline.weight_halves import WeightHalves
+from autopar.pipeline.worker import Value, sum_in_order
 from autopar.plan.program import Program
+from autopar.runtime.backend import Backend, Batch
 from autopar.runtime.replicas import ReplicaCheck
 from autopar.strategies.node_info import info
 
-Environment = dict[fx.Node, list[Tensor]]
-Watch = Callable[[fx.Node, list[Tensor]], None]
+Environment = dict[fx.Node, Value]
+Watch = Callable[[fx.Node, Value], None]
 
 
 class VirtualGraph:
@@ -57,14 +60,18 @@ class VirtualGraph:
             self._finished.setdefault(reader, []).append(value)
 
     def __call__(
-        self, whole: Mapping[str, Tensor], pieces: Mapping[str, list[Tensor]] | None = None
-    ) -> list[list[Tensor]]:
-        """The results, from placeholders that are `whole` tensors or already in `pieces`."""
-        pieces = self._constants | dict(pieces or {})
+        self,
+        kept: Mapping[str, Tensor],
+        inputs: Mapping[str, Tensor],
+        given: Mapping[str, Value] | None = None,
+    ) -> list[Value]:
+        """The results. Parameters and buffers (by name) and inputs are whole; what is `given` (by
+        placeholder) is in pieces."""
+        pieces = self._constants | dict(given or {})
         values: Environment = {}
         for node, call in self._steps:
             if node.op == "placeholder":
-                values[node] = pieces.get(node.name) or self._enter(node, whole[node.name])
+                values[node] = pieces.get(node.name) or self._enter(node, kept, inputs)
             elif call is not None:
                 values[node] = call(values)
             if self._watch is not None and node in values:
@@ -73,13 +80,17 @@ class VirtualGraph:
                 del values[finished]
         return [values[node] for node in self._results]  # type: ignore[union-attr,index]
 
-    def _enter(self, node: fx.Node, whole: Tensor) -> list[Tensor]:
+    def _enter(
+        self, node: fx.Node, kept: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+    ) -> Value:
+        kind, name = info(node).origin
+        whole = kept[name] if kind in ("parameter", "buffer", "before") else inputs[name]
         pieces = to_ranks(whole, info(node).type.layout, self.mesh)
         if info(node).sync:
             pieces = move(Movement("identity", info(node).sync, pending=True), pieces, self.mesh)
         return pieces
 
-    def _compile(self, node: fx.Node) -> Callable[[Environment], list[Tensor]] | None:
+    def _compile(self, node: fx.Node) -> Callable[[Environment], Value] | None:
         if node.op != "call_function":
             return None
         if (movement := info(node).movement) is not None:
@@ -94,23 +105,28 @@ class VirtualGraph:
         return lambda values: [call(values, rank) for rank, call in enumerate(calls)]
 
 
-class VirtualBackend:
-    """Runs a program on lists of tensors. One of the two places where a program runs."""
+class VirtualBackend(Backend):
+    """Runs a program on lists of tensors. One of the two places where a program runs.
+
+    With a pipeline each rank does its list as soon as its inputs are there, and the ranks inside a
+    stage go in lock step. Parameters are whole, one for all replicas of a stage.
+    """
 
     def __init__(self, program: Program, device: torch.device, check: bool = False) -> None:
         """`check`: see on every run that replicas are equal (replicas.py)."""
-        self.program, self.mesh, self.device, self.check = program, program.mesh, device, check
-        self._run = VirtualGraph(
-            program.graph,
-            self.mesh,
-            device,
-            program.captured.constants,
-            ReplicaCheck(program.graph, self.mesh) if check else None,
-        )
+        super().__init__(program, device, range(program.schedule.ranks))
+        self.check = check
+        self._prepare(InProcessTransport(), lambda position: None)
 
     def graph(self, stage: int | None = None) -> fx.Graph:
-        """The program of every rank."""
-        return self.program.graph
+        return self.program.graph if stage is None else self.program.stages[stage].graph
+
+    def prepare_graph(
+        self, graph: fx.Graph, halves: WeightHalves | None = None, is_whole: bool = False
+    ) -> VirtualGraph:
+        watch = ReplicaCheck(graph, self.mesh) if self.check else None
+        constants = self.program.captured.constants
+        return VirtualGraph(graph, self.mesh, self.device, constants, watch, halves)
 
     def place_tensor(self, name: str, value: Tensor, layout: Layout) -> Tensor:
         """The whole value: each rank reads its piece of it."""
@@ -119,6 +135,11 @@ class VirtualBackend:
     def cut(self, whole: Tensor, layout: Layout) -> Tensor:
         """The same: nothing is cut here before it is read."""
         return whole
+
+    def joined(self, values: Sequence[Value], types: Sequence[TensorType]) -> list[Tensor]:
+        """The whole."""
+        pairs = zip(values, types)
+        return [from_ranks(value, type_.layout, self.mesh, type_.shape) for value, type_ in pairs]
 
     def bind(self, kept: Mapping[str, Tensor]) -> None:
         """Nothing to do: every run is handed what it reads."""
@@ -132,11 +153,10 @@ class VirtualBackend:
         return nn.utils.get_total_norm(gradients.values(), norm_type)
 
     def input_shapes(self) -> dict[str, tuple[int, ...]]:
-        """What a caller hands in: whole tensors."""
+        """Whole tensors."""
         return self.program.whole_shapes
 
     def local_checks(self) -> AbstractContextManager[None]:
-        """Around what looks at a call before it runs."""
         return nullcontext()
 
     def guard(self, agreed: bool = False) -> AbstractContextManager[None]:
@@ -144,27 +164,21 @@ class VirtualBackend:
         return nullcontext()
 
     def of(self, program: Program) -> VirtualBackend:
-        """Where another program runs on the same parameters."""
         return VirtualBackend(program, self.device, self.check)
 
-    def begin(self, first: bool, last: bool) -> None:
-        """Every micro-batch is the same here."""
+    def call(self, kept: Mapping[str, Tensor], inputs: Batch) -> list[Tensor]:
+        """Whole outputs."""
+        return self.whole.forward(kept, inputs)
 
-    def run(
-        self, kept: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
-    ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """One pass forward: the user's outputs, whole, and the new values of buffers."""
-        captured = self.program.captured
-        given: dict[str, Tensor] = dict(inputs)
-        names = captured.parameters | captured.buffers
-        given |= {placeholder: kept[name] for placeholder, name in names.items()}
-        results = [
-            from_ranks(values, info(node).type.layout, self.mesh, info(node).type.shape)
-            for values, node in zip(self._run(given), self.program.results)
-        ]
-        outputs = results[: len(self.program.outputs)]
-        mutated = dict(zip(captured.mutations, results[len(outputs) :]))
-        return outputs, {name: value.detach() for name, value in mutated.items()}
+    def _run(self) -> Tensor:
+        run_together(self.runners)
+        losses = {
+            number: value[0]
+            for worker in self.workers.values()
+            for number, value in worker.losses.items()
+        }
+        self._update_buffers()
+        return sum_in_order(losses)
 
 
 class _Call:

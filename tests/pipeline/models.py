@@ -140,8 +140,8 @@ class _Borrowed(Case):
 
 def assert_recorded(module: ap.ParallelModule, made: Schedule) -> None:
     """The virtual mesh did what the schedule says, and kept what the simulator says."""
-    assert tuple(tuple(one.order) for one in module.backend.recorded) == made.orders
-    peaks = tuple(one.peak_activations for one in module.backend.recorded)
+    assert tuple(tuple(one.order) for one in module.backend.recorded.values()) == made.orders
+    peaks = tuple(one.peak_activations for one in module.backend.recorded.values())
     assert peaks == pytest.approx(simulate(made).peak_activations)
 
 

@@ -64,10 +64,10 @@ def test_ranks_hold_what_is_predicted(name, schedule, options, recompute) -> Non
 
     def outside() -> Iterator[Tensor]:
         yield from (*module.parameters(), *module.buffers())
-        for stage in module.backend.stages:
-            for batch in stage._batches:
+        for stage in module.backend.stages.values():
+            for batch in stage.batches:
                 yield from batch.values()
-            for values in stage._run._constants.values():
+            for values in stage.run._constants.values():
                 yield from values
 
     held = HeldByWorkers(outside)

@@ -21,7 +21,7 @@ import torch
 
 import autopar as ap
 from autopar.pipeline import schedule
-from autopar.runtime.virtual_pipeline import VirtualPipeline
+from autopar.runtime.virtual import VirtualBackend
 from tests.annotations import megatron
 from tests.models import gpt
 from tests.parity import assert_equal, parallel_outcome
@@ -70,7 +70,7 @@ def law(name, ranks, microbatches, form, batch=BATCH, layers=8, inner=ALONE):
     plan = planned(name, batch, layers, made.stages, made.slices, inner)
     mesh = ap.Mesh(pp=ranks, **dict(zip(inner.names, inner.shape)))
     program = replace(plan.program, pipelining=replace(plan.pipelining, mesh=mesh, schedule=made))
-    backend = VirtualPipeline(program, torch.device("cpu"), check=inner != ALONE)
+    backend = VirtualBackend(program, torch.device("cpu"), check=inner != ALONE)
     module = ap.ParallelModule(case.model, program, plan, backend)
     assert_equal(parallel_outcome(module, case), reference(name, made.slices, batch, layers))
     assert_recorded(module, made)

@@ -30,7 +30,7 @@ def slots_of(rank: int) -> list[tuple[Slot, tuple[str, ...]]]:
 
 def test_all_ranks_form_the_same_buckets() -> None:
     formed = [
-        [(bucket.axes, bucket.alone, [slot.name for slot in bucket.slots]) for bucket in buckets]
+        [(bucket.key, bucket.alone, [slot.name for slot in bucket.slots]) for bucket in buckets]
         for buckets in (make_buckets(slots_of(rank)) for rank in range(MESH.size))
     ]
     assert formed == [formed[0]] * MESH.size

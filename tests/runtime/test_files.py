@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 import autopar as ap
-from autopar.api import virtual_backend
 from autopar.capture.fingerprint import fingerprint_of
 from autopar.pipeline import load, schedule, simulate, to_csv, to_text
 from autopar.plan.plan import SavedPlan
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.virtual import VirtualBackend
 from tests.mutations import bytes_of, file_of
 
 SECONDS = 30  # for one file, before it is called a hang
@@ -85,7 +85,7 @@ class Plans:
         saved.require_same(self.fingerprint)
         plan = saved.attach_captured(self.captured)
         model = Model()
-        backend = virtual_backend(plan, torch.device("cpu"))
+        backend = VirtualBackend(plan.program, torch.device("cpu"))
         module = ParallelModule(model, plan.program, plan, backend)
         str(plan)
         loss = module.step(X)

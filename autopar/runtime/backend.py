@@ -1,0 +1,233 @@
+"""Backend: where a program runs, and what the virtual mesh and torch.distributed have in common.
+
+    backend.step(kept, batches)         a whole step, by the program's schedule: the loss
+    backend.call(kept, inputs)          one pass forward of a program without a pipeline
+
+`kept` are the parameters and buffers of the module by name; buffers are changed in it. A step
+without a pipeline is a schedule of one stage, which is the program itself.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, fx
+
+from autopar._torch import local_of
+from autopar.layout import Layout, TensorType
+from autopar.passes.stages import Stage
+from autopar.pipeline.executor import RankRunner, Recorded, Transport
+from autopar.pipeline.weight_halves import WeightHalf, WeightHalves
+from autopar.pipeline.worker import Value, Worker
+from autopar.plan.program import Program
+from autopar.strategies.node_info import info
+
+Batch = Mapping[str, Tensor]
+# From parameters and buffers by name, inputs, and values that are given, by placeholder: results.
+GraphRun = Callable[[Mapping[str, Tensor], Batch, Mapping[str, Value]], list[Value]]
+
+
+class Backend(ABC):
+    """Runs a program, whole or in the stages of a pipeline."""
+
+    def __init__(self, program: Program, device: torch.device, places: Sequence[int]) -> None:
+        """`places` of the pipeline whose ranks this process runs: the one, without a pipeline."""
+        self.program, self.mesh, self.device = program, program.mesh, device
+        self.schedule, self.places = program.schedule, places
+        self.workers: dict[tuple[int, int], Worker] = {}
+        self.stages: dict[int, StageRun] = {}
+        self.runners: list[RankRunner] = []
+
+    def _prepare(self, transport: Transport, after: Callable[[int], None]) -> None:
+        """Make the stages of this process, and what runs them."""
+        held = {place: self.schedule.held_by(place) for place in self.places}
+        split = {a.stage for order in self.schedule.orders for a in order if a.kind == "I"}
+        pipelining = self.program.pipelining
+        for index in sorted({stage for pairs in held.values() for _, stage in pairs}):
+            self.stages[index] = (
+                StageRun(self, self.program.stages[index], index in split)
+                if pipelining is not None
+                else WholeRun(self)
+            )
+        recompute = pipelining is not None and pipelining.recompute
+        for place, pairs in held.items():
+            own = {pair: Worker(self.stages[pair[1]], recompute) for pair in pairs}
+            self.workers |= own
+            self.runners.append(RankRunner(self.schedule, place, own, transport, after))
+
+    @property
+    def whole(self) -> WholeRun:
+        """The program, if there is no pipeline."""
+        only = self.stages[0]
+        assert isinstance(only, WholeRun)
+        return only
+
+    @property
+    def recorded(self) -> dict[int, Recorded]:
+        """What the ranks of the pipeline that run here did in their last step."""
+        return {runner.rank: runner.recorded for runner in self.runners}
+
+    @abstractmethod
+    def place_tensor(self, name: str, value: Tensor, layout: Layout) -> Tensor | None:
+        """What is kept here of a parameter or buffer of rank 0's model."""
+
+    @abstractmethod
+    def cut(self, whole: Tensor, layout: Layout) -> Tensor:
+        """The same of a tensor that all ranks have."""
+
+    @abstractmethod
+    def bind(self, kept: Mapping[str, Tensor]) -> None:
+        """What runs from now on read."""
+
+    @abstractmethod
+    def collect(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors of what is kept, the caller's own."""
+
+    @abstractmethod
+    def norm(self, gradients: Mapping[str, Tensor], norm_type: float) -> Tensor:
+        """The norm of the gradients of the whole model."""
+
+    @abstractmethod
+    def input_shapes(self) -> dict[str, tuple[int, ...]]:
+        """What a caller hands in."""
+
+    @abstractmethod
+    def local_checks(self) -> AbstractContextManager[None]:
+        """Around what looks at a call in this process alone, before it runs."""
+
+    @abstractmethod
+    def guard(self, agreed: bool = False) -> AbstractContextManager[None]:
+        """Around everything in which ranks wait for one another."""
+
+    @abstractmethod
+    def of(self, program: Program) -> Backend:
+        """Where another program runs on the same parameters."""
+
+    @abstractmethod
+    def call(self, kept: Mapping[str, Tensor], inputs: Batch) -> list[Tensor]:
+        """One pass forward: the user's outputs."""
+
+    @abstractmethod
+    def graph(self, stage: int | None = None) -> fx.Graph:
+        """The program of a rank, or that of one stage."""
+
+    @abstractmethod
+    def prepare_graph(
+        self, graph: fx.Graph, halves: WeightHalves | None = None, is_whole: bool = False
+    ) -> GraphRun:
+        """A program as a function. Given `halves`, backward is split, and they record the rest."""
+
+    @abstractmethod
+    def joined(self, values: Sequence[Value], types: Sequence[TensorType]) -> list[Tensor]:
+        """Results in the form in which they are kept."""
+
+    def _statistics(self, stage: Stage, own: dict[int, list[Value]]) -> dict[int, list[Value]]:
+        """Those of all micro-batches of a step, given those of this process."""
+        return own
+
+    def step(self, kept: Mapping[str, Tensor], batches: Sequence[Batch]) -> Tensor:
+        """All micro-batches forward and backward: the loss of the batch."""
+        self._begin(kept, batches)
+        loss = self._run()
+        self._begin({}, ())  # nothing of a step stays
+        return loss
+
+    @abstractmethod
+    def _run(self) -> Tensor:
+        """The actions of a step, the gradients and buffers after it, and its loss."""
+
+    def _begin(self, kept: Mapping[str, Tensor], batches: Sequence[Batch]) -> None:
+        for stage in self.stages.values():
+            stage.kept, stage.batches = kept, batches
+        for worker in self.workers.values():
+            worker.clear()
+
+    def _update_buffers(self) -> None:
+        """The changes that stages leave to the end of a step."""
+        found: list[tuple[Tensor, Tensor]] = []
+        for index, stage in self.stages.items():
+            if stage.stage.update is not None:
+                statistics: dict[int, list[Value]] = {}
+                for (_, number), worker in self.workers.items():
+                    statistics |= worker.statistics if number == index else {}
+                found += stage.new_buffers(self._statistics(stage.stage, statistics))
+        if found:
+            _write(found)
+
+
+class StageRun:
+    """The program of one stage, where it runs."""
+
+    def __init__(self, backend: Backend, stage: Stage, is_split: bool) -> None:
+        self.backend, self.stage = backend, stage
+        self._halves = WeightHalves() if is_split else None
+        self.run = backend.prepare_graph(stage.graph, self._halves)
+        self._update = backend.prepare_graph(stage.update) if stage.update is not None else None
+        self.kept: Mapping[str, Tensor] = {}  # of a step, and its micro-batches
+        self.batches: Sequence[Batch] = ()
+
+    def __call__(self, microbatch: int, received: Sequence[Value]) -> list[Value]:
+        return self.run(
+            self.kept, self.batches[microbatch], dict(zip(self.stage.receives, received))
+        )
+
+    def weight_halves(self) -> list[WeightHalf]:
+        return self._halves.take() if self._halves is not None else []
+
+    def new_buffers(self, statistics: Mapping[int, list[Value]]) -> list[tuple[Tensor, Tensor]]:
+        """The buffers of this stage and their values after all micro-batches in their order."""
+        assert self.stage.update is not None
+        assert self._update is not None
+        output, program = self.stage.update.output_node(), self.backend.program
+        names, placeholders = info(output).buffers, program.captured.buffers
+        every_turn = [name for name in names if placeholders[name] not in program.once]
+        found: dict[str, Value] = {}
+        with torch.no_grad():
+            for number, batch in enumerate(self.batches):
+                given = dict(zip(self.stage.statistics, statistics.get(number, [])))
+                given |= {name: found[name] for name in every_turn if name in found}
+                found = dict(zip(names, self._update(self.kept, batch, given)))
+        types = [info(node).type for node in output.args[0]]  # type: ignore[union-attr,arg-type]
+        buffers = [self.kept[placeholders[name]] for name in names]
+        return list(zip(buffers, self.backend.joined(list(found.values()), types)))
+
+
+class WholeRun(StageRun):
+    """A program without a pipeline as the only stage: buffers change in every forward."""
+
+    def __init__(self, backend: Backend) -> None:
+        program = backend.program
+        self.backend, self._halves = backend, None
+        self.stage = Stage(0, program.graph, (), (), program.has_loss, (), None)
+        self.run = backend.prepare_graph(program.graph, is_whole=True)
+        self.kept, self.batches = {}, ()
+        self._loss = program.loss_index if program.has_loss else None
+        self._mutations, self._count = tuple(program.captured.mutations), len(program.outputs)
+        self._types = [info(node).type for node in program.results]
+
+    def __call__(self, microbatch: int, received: Sequence[Value]) -> list[Value]:
+        is_last = microbatch == len(self.batches) - 1
+        later = frozenset() if is_last else self.backend.program.once
+        assert self._loss is not None
+        return [[self.forward(self.kept, self.batches[microbatch], later)[self._loss]]]
+
+    def forward(
+        self, kept: Mapping[str, Tensor], inputs: Batch, later: Set[str] = frozenset()
+    ) -> list[Tensor]:
+        """The outputs; buffers change, but for those in `later`."""
+        # Backward may still read what a buffer was before its new value is written.
+        before = {name: kept[name].clone() for name in self._mutations}
+        values = self.backend.joined(self.run({**kept, **before}, inputs, {}), self._types)
+        if self._mutations:
+            changed = zip(self._mutations, values[self._count :])
+            _write([(kept[name], value) for name, value in changed if name not in later])
+        return values[: self._count]
+
+
+def _write(values: Sequence[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        for buffer, value in values:
+            local_of(buffer).copy_(value)

@@ -1,0 +1,109 @@
+"""Which ranks hold which stages, and over which of them gradients are summed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from autopar.pipeline.synchronization import last_backwards
+from autopar.plan.program import Program
+from autopar.runtime.buckets import Summed
+from autopar.runtime.groups import Axes, Groups
+from autopar.runtime.world import world
+from autopar.strategies.node_info import info
+
+Key = tuple[tuple[int, ...], Axes]  # the stages that read a parameter; the axes of its sum inside
+
+
+class StageRanks:
+    """Where this rank stands, and who holds which stages. Without a pipeline there is one place."""
+
+    def __init__(self, program: Program, rank: int) -> None:
+        self.pipelining, mesh = program.pipelining, program.whole_mesh
+        self.rank, self.schedule = rank, program.schedule
+        if self.pipelining is None:
+            self.meshes: Sequence[Sequence[int]] = [range(mesh.size)]  # the ranks at each place
+        else:
+            self.meshes = [self.pipelining.ranks_at(place) for place in range(self.schedule.ranks)]
+        self.place = next(at for at, ranks in enumerate(self.meshes) if rank in ranks)
+        self.inner = self.meshes[self.place].index(rank)
+        # The ranks that stand where this one stands, in every place of the pipeline.
+        self.line = [ranks[self.inner] for ranks in self.meshes]
+
+    def of(self, stages: Sequence[int]) -> tuple[int, ...]:
+        """The places of the pipeline that hold one of `stages` in any pipe."""
+        placement = self.schedule.placement
+        return tuple(sorted({ranks[stage] for ranks in placement for stage in stages}))
+
+    def group(
+        self, places: Sequence[int], axes: Axes = (), purpose: str = ""
+    ) -> dist.ProcessGroup | None:
+        """The group of this rank over some places of the pipeline and over axes inside a stage.
+
+        All ranks make all groups together: torch names a group after how many there are. None if
+        this rank is in none, or alone.
+        """
+        if self.pipelining is None:
+            return None
+        mesh, axis = self.pipelining.mesh, self.pipelining.axis
+        fixed = [name for name in mesh if name != axis and name not in axes]
+        members: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(mesh.size):
+            coordinate = mesh.coordinate(rank)
+            if coordinate[axis] in places:
+                members.setdefault(tuple(coordinate[name] for name in fixed), []).append(rank)
+        own = None
+        for ranks in members.values():
+            if len(ranks) > 1:
+                own = world().group_of(ranks, purpose=purpose) or own
+        return own
+
+
+class Users:
+    """The stages that read each parameter and buffer."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._stages: dict[str, list[int]] = {}
+        for stage in program.stages:
+            for name in [*stage.holds("parameter"), *stage.holds("buffer")]:
+                self._stages.setdefault(name, []).append(stage.index)
+
+    def stages(self, name: str) -> tuple[int, ...]:
+        """What nobody reads lies with the first stage."""
+        return tuple(self._stages.get(name, (0,)))
+
+    def key(self, placeholder: str) -> Key:
+        """What a parameter has in common with those that are summed over the same ranks."""
+        name = self._program.captured.parameters[placeholder]
+        return self.stages(name), info(self._program.placeholders[placeholder]).sync
+
+
+def gradient_sums(
+    program: Program, users: Users, ranks: StageRanks, groups: Groups
+) -> dict[Key, Summed]:
+    """The sums that this rank has a part in.
+
+    Ranks of several places may complete theirs in different orders, so these share no group.
+    """
+    schedule, place = program.schedule, ranks.place
+    last, order = last_backwards(schedule)[place], schedule.orders[place]
+    held = schedule.held_by(place)
+    split = {a.stage for order in schedule.orders for a in order if a.kind == "I"}
+    learned = frozenset().union(*program.learned)
+    parameters = [key for key, name in program.captured.parameters.items() if name in learned]
+    sums, keys = {}, dict.fromkeys(map(users.key, parameters))
+    for number, (stages, axes) in enumerate(keys):
+        places = ranks.of(stages)
+        if len(places) > 1:
+            group = ranks.group(places, axes, f"gradients {number}")
+        else:
+            group = groups[axes] if axes else None
+        if group is not None and place in places:
+            ready = max(last.get(pair, -1) for pair in held if pair[1] in stages)
+            is_one = ready >= 0 and len(order[ready].microbatches) == 1
+            sums[stages, axes] = Summed(
+                group, group.group_name, ready, is_one and not split & {*stages}
+            )
+    return sums
