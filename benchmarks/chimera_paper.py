@@ -201,7 +201,7 @@ def timed(
     timeline = simulate(plan, stages.forward, backward, latency=stages.message, activation=kept)
     memory = []
     for rank, activations in enumerate(timeline.peak_activations):
-        held = [stage for _, stage in plan.held_by(rank)]
+        held = [stage for _, stage in plan.local_stages(rank)]
         weights = STATES * sum(stages.parameters[stage] for stage in held)
         working = max(stages.activations[stage] for stage in held) if recompute else 0.0
         memory.append(RESERVED + weights + activations + working)

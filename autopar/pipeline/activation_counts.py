@@ -16,7 +16,7 @@ from autopar.pipeline.stages.table import Live
 
 def live_microbatches(schedule: Schedule, rank: int, recompute: bool) -> Iterator[Live]:
     """What a rank keeps, each time that it has become more."""
-    kept = {stage: [0, 0, 0] for _, stage in schedule.held_by(rank)}
+    kept = {stage: [0, 0, 0] for _, stage in schedule.local_stages(rank)}
     makes = "BI" if recompute else "F"
 
     def moment() -> Live:

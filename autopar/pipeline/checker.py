@@ -105,10 +105,10 @@ def _one_pipe(schedule: Schedule) -> Iterator[str]:
     for order in schedule.orders:
         for action in order:
             pipe = action.pipe
-            for slice_ in action.microbatches:
-                other = first.setdefault(slice_, (pipe, action))
+            for microbatch in action.microbatches:
+                other = first.setdefault(microbatch, (pipe, action))
                 if other[0] != pipe:
-                    yield f"micro-batch {slice_}: {other[1]} and {action}"
+                    yield f"micro-batch {microbatch}: {other[1]} and {action}"
 
 
 def _complete(schedule: Schedule) -> Iterator[str]:
@@ -117,8 +117,8 @@ def _complete(schedule: Schedule) -> Iterator[str]:
     for order in schedule.orders:
         for action in order:
             count, base = counts[action.kind], action.stage * slices
-            for slice_ in action.microbatches:
-                count[base + slice_] += 1
+            for microbatch in action.microbatches:
+                count[base + microbatch] += 1
     ones = [1] * (slices * stages)
     halves = [whole + half for whole, half in zip(counts["B"], counts["I"])]
     if counts["F"] == halves == ones and counts["I"] == counts["W"]:
@@ -127,23 +127,23 @@ def _complete(schedule: Schedule) -> Iterator[str]:
         f, b, i, w = (counts[kind][key] for kind in KINDS)
         if f == 1 and (b, i, w) in ((1, 0, 0), (0, 1, 1)):
             continue
-        stage, slice_ = divmod(key, slices)
-        pipe = schedule.pipe_of[slice_]
+        stage, microbatch = divmod(key, slices)
+        pipe = schedule.pipe_of[microbatch]
         rank = f"rank {schedule.placement[pipe][stage]}: " if pipe >= 0 else ""
         given: dict[Kind, int] = {"F": f, "B": b, "I": i, "W": w}
         faults = [
-            f"{Action(kind, max(pipe, 0), stage, (slice_,))} {count} times"
+            f"{Action(kind, max(pipe, 0), stage, (microbatch,))} {count} times"
             for kind, count in given.items()
             if count > 1
         ]
         if not f:
-            faults.append(f"no {Action('F', max(pipe, 0), stage, (slice_,))}")
+            faults.append(f"no {Action('F', max(pipe, 0), stage, (microbatch,))}")
         if not b + i:
-            faults.append(f"no {Action('B', max(pipe, 0), stage, (slice_,))}")
+            faults.append(f"no {Action('B', max(pipe, 0), stage, (microbatch,))}")
         if b and i + w:
-            faults.append(f"{Action('B', max(pipe, 0), stage, (slice_,))} beside its I or W")
+            faults.append(f"{Action('B', max(pipe, 0), stage, (microbatch,))} beside its I or W")
         if not b and i != w:
-            faults.append(f"{i} I but {w} W of micro-batch {slice_} on stage {stage}")
+            faults.append(f"{i} I but {w} W of micro-batch {microbatch} on stage {stage}")
         yield rank + ", ".join(faults)
 
 
@@ -152,7 +152,7 @@ def _backward_follows(schedule: Schedule) -> Iterator[str]:
     for rank, order in enumerate(schedule.orders):
         done: set[int] = set()
         for action in order:
-            keys = [action.stage * slices + slice_ for slice_ in action.microbatches]
+            keys = [action.stage * slices + microbatch for microbatch in action.microbatches]
             if action.kind == "F":
                 done.update(keys)
             elif action.kind != "W" and not done.issuperset(keys):
@@ -180,8 +180,8 @@ def _matched(schedule: Schedule) -> Iterator[str]:
             if action.kind == "W":
                 continue
             forward = action.kind == "F"
-            for slice_ in action.microbatches:
-                other, there = groups.setdefault((forward, slice_), (action, rank))
+            for microbatch in action.microbatches:
+                other, there = groups.setdefault((forward, microbatch), (action, rank))
                 if other.microbatches != action.microbatches:
                     yield f"{other} on rank {there}, {action} on rank {rank}"
                     break

@@ -79,7 +79,7 @@ def memory_by_place(pipelining: Pipelining, flow: Flow) -> list[Memory]:
     }
     found = []
     for rank in range(made.ranks):
-        own = {stage for _, stage in made.held_by(rank)}
+        own = {stage for _, stage in made.local_stages(rank)}
         held = [held_bytes(node, mesh) for node, read in users.items() if read & own]
         states = sum(stages[stage].states for stage in own)
         moments = live_microbatches(made, rank, pipelining.recompute)

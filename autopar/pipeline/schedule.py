@@ -106,15 +106,15 @@ class Schedule:
         pipes = [-1] * self.slices
         for order in self.orders:
             for action in order:
-                for slice_ in action.microbatches:
-                    pipes[slice_] = action.pipe
+                for microbatch in action.microbatches:
+                    pipes[microbatch] = action.pipe
         return tuple(pipes)
 
     def rank_of(self, pipe: int, stage: int) -> int:
         """The rank that holds `stage` of `pipe`."""
         return self.placement[pipe][stage]
 
-    def held_by(self, rank: int) -> tuple[tuple[int, int], ...]:
+    def local_stages(self, rank: int) -> tuple[tuple[int, int], ...]:
         """The (pipe, stage) pairs that `rank` holds, in that order."""
         return tuple(
             (pipe, stage)

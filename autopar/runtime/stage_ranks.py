@@ -89,7 +89,7 @@ def gradient_sums(
     """
     schedule, place = program.schedule, ranks.place
     last, order = last_backwards(schedule)[place], schedule.orders[place]
-    held = schedule.held_by(place)
+    held = schedule.local_stages(place)
     split = {a.stage for order in schedule.orders for a in order if a.kind == "I"}
     learned = frozenset().union(*program.learned)
     parameters = [key for key, name in program.captured.parameters.items() if name in learned]

@@ -76,7 +76,7 @@ def test_ranks_hold_what_is_predicted(name, schedule, options, recompute) -> Non
     def look(worker: Worker) -> None:
         (here,) = (key for key, value in workers.items() if value is worker)
         rank, found = made.rank_of(*here), {}
-        for pipe, stage in made.held_by(rank):
+        for pipe, stage in made.local_stages(rank):
             for slice_ in range(made.slices):
                 really, counted = held.of(workers[pipe, stage], slice_)
                 assert really <= counted

@@ -51,7 +51,7 @@ def test_placement_of_chimera():
     made = schedule("chimera", stages=4, microbatches=4, pipes=4)
     assert made.placement == ((0, 1, 2, 3), (3, 2, 1, 0), (2, 3, 0, 1), (1, 0, 3, 2))
     assert made.replicas_of(0) == (0, 3, 2, 1)
-    assert made.held_by(0) == ((0, 0), (1, 3), (2, 2), (3, 1))
+    assert made.local_stages(0) == ((0, 0), (1, 3), (2, 2), (3, 1))
     assert made.pipe_of == (0, 1, 2, 3)
 
 

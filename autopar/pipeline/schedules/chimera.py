@@ -69,11 +69,11 @@ def _plain_unit(
     stages = len(slots)
     for pipe, run in enumerate(shares(first, count, len(placement))):
         for stage, rank in enumerate(placement[pipe]):
-            for number, slice_ in enumerate(run):
+            for number, microbatch in enumerate(run):
                 begin = start + 2 * number
-                slots[rank].append((begin + stage, Action("F", pipe, stage, (slice_,))))
+                slots[rank].append((begin + stage, Action("F", pipe, stage, (microbatch,))))
                 backward = begin + 2 * stages - 1 - stage
-                slots[rank].append((backward, Action("B", pipe, stage, (slice_,))))
+                slots[rank].append((backward, Action("B", pipe, stage, (microbatch,))))
 
 
 def _doubling(slots: list[list[Slotted]], placement: list[list[int]], slices: int) -> None:
@@ -92,8 +92,8 @@ def _doubling(slots: list[list[Slotted]], placement: list[list[int]], slices: in
             for stage, rank in enumerate(placement[pipe]):
                 for number, pair in enumerate(pairs):
                     slot = start + 2 * number + stage
-                    for group in [pair] if unit else [(slice_,) for slice_ in pair]:
+                    for group in [pair] if unit else [(microbatch,) for microbatch in pair]:
                         slots[rank].append((slot, Action("F", pipe, stage, group)))
-                for number, slice_ in enumerate(run):
+                for number, microbatch in enumerate(run):
                     slot = start + 2 * number + 2 * stages - 1 - stage
-                    slots[rank].append((slot, Action("B", pipe, stage, (slice_,))))
+                    slots[rank].append((slot, Action("B", pipe, stage, (microbatch,))))

@@ -135,29 +135,29 @@ class _Play:
         if choice is None:
             return
         kind, state = choice
-        slice_ = state.ready[kind].popleft()
+        microbatch = state.ready[kind].popleft()
         state.left[kind] -= 1
         if kind == "F":
             state.in_flight += 1
-        self.orders[rank].append(Action(kind, state.pipe, state.stage, (slice_,)))
+        self.orders[rank].append(Action(kind, state.pipe, state.stage, (microbatch,)))
         self.busy[rank] = True
-        self.push(time + self.times[kind][state.stage], _Event(True, rank, state, kind, slice_))
+        self.push(time + self.times[kind][state.stage], _Event(True, rank, state, kind, microbatch))
 
     def happen(self, time: float, event: _Event) -> None:
         """What an event makes ready, here and on the next stage."""
-        rank, state, kind, slice_ = event.rank, event.state, event.kind, event.slice
+        rank, state, kind, microbatch = event.rank, event.state, event.kind, event.slice
         if not event.is_end:
-            state.ready[kind].append(slice_)
+            state.ready[kind].append(microbatch)
             return
         self.busy[rank] = False
         if kind in "BW":
             state.in_flight -= 1
         if kind == "I":
-            state.ready["W"].append(slice_)
+            state.ready["W"].append(microbatch)
         target = state.stage + 1 if kind == "F" else state.stage - 1
         if kind == "F" and target == len(self.placement[state.pipe]):
-            state.ready[self.down].append(slice_)
+            state.ready[self.down].append(microbatch)
         elif kind != "W" and target >= 0:
             there = self.placement[state.pipe][target]
-            arrival = _Event(False, there, self.states[state.pipe, target], kind, slice_)
+            arrival = _Event(False, there, self.states[state.pipe, target], kind, microbatch)
             self.push(time + (self.latency if there != rank else 0.0), arrival)
