@@ -138,7 +138,7 @@ register_rule(
     batch_normalize,
     "n c ..., two! c, c, c, c -> n c ...",
     cost=4,
-    saved="0 1 3",
+    saved="0 1 2 3",
     extra="c, c",
     traits=Traits(shift=2, count=5),
 )

@@ -448,7 +448,6 @@ PRODUCTS = {
         (4, 3, 5),
         (4, 5, 2),
     ),
-    "addbmm alone": (lambda b, x, w: torch.addbmm(b, x, w, beta=0), (2,), (4, 3, 5), (4, 5, 2)),
     "addmv": (lambda b, x, w: torch.addmv(b, x, w, alpha=2), (3,), (3, 5), (5,)),
 }
 
