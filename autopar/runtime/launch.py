@@ -27,7 +27,8 @@ from autopar.runtime.failures import tell
 
 Say = Callable[[Any], None]
 _HOST = "127.0.0.1"
-_ENDED_BY_OTHER = "another rank failed first"
+# What a rank says that was ended by another: autopar's words, or those of a broken connection.
+_ENDED_BY_OTHER = ("another rank failed first", "closed by peer", "reset by peer")
 
 
 def launch(
@@ -94,7 +95,9 @@ def _collect(
                 heard(rank, value)
             elif kind == "done":
                 results[rank] = value
-            elif _ENDED_BY_OTHER in value:  # the one that failed first will speak, or be missed
+            elif any(
+                text in value for text in _ENDED_BY_OTHER
+            ):  # the one that failed first will speak, or be missed
                 followers[rank] = value
             else:
                 raise _failure(rank, value)
