@@ -30,16 +30,20 @@ _PADDED = {
 
 
 def split_sums_of_products(draft: GraphBuilder) -> None:
-    """addmm, baddbmm and addmv are a matmul and an add.
+    """addmm, baddbmm and addmv are a matmul and an add; addbmm sums its products besides.
 
     With beta=0 the bias is not read and has a gradient of zeros all the same: torch's own call."""
-    for node in draft.calls(aten.addmm.default, aten.baddbmm.default, aten.addmv.default):
+    summing = (aten.addmm.default, aten.baddbmm.default, aten.addmv.default, aten.addbmm.default)
+    for node in draft.calls(*summing):
         bias, left, right = node.args
         beta, alpha = argument(node, "beta"), argument(node, "alpha")
         if beta == 0:
             continue
         with draft.graph.inserting_before(node):
-            product = draft.call(node, aten.matmul.default, left, right)
+            if node.target is aten.addbmm.default:
+                product = draft.call(node, aten.einsum.default, "bmk,bkn->mn", [left, right])
+            else:
+                product = draft.call(node, aten.matmul.default, left, right)
             if alpha != 1:
                 product = draft.call(node, aten.mul.Tensor, product, alpha)
             if beta != 1:

@@ -73,18 +73,6 @@ def dims_contracted_together(draft: GraphBuilder) -> None:
         out = "".join(letter for letter in left + right if letter not in summed)
         equation = f"{''.join(left)},{''.join(right)}->{out}"
         draft.replace(node, aten.einsum.default, equation, [x, y])
-    for node in draft.calls(aten.addbmm.default):
-        x, left_, right_ = node.args[:3]
-        beta, alpha = argument(node, "beta"), argument(node, "alpha")
-        if beta == 0:  # not read, with a gradient of zeros all the same: torch's own call
-            continue
-        with draft.graph.inserting_before(node):
-            total = draft.call(node, aten.einsum.default, "bmk,bkn->mn", [left_, right_])
-            if alpha != 1:
-                total = draft.call(node, aten.mul.Tensor, total, alpha)
-            if beta != 1:
-                x = draft.call(node, aten.mul.Tensor, x, beta)
-        draft.replace(node, aten.add.Tensor, total, x)
 
 
 def chains_of_products(draft: GraphBuilder) -> None:
