@@ -281,6 +281,20 @@ class Placement:
         return f"{self.layout}{f', pending {self.pending}' if self.pending else ''}"
 
 
+@dataclass(frozen=True)
+class ParameterPlacement:
+    """The four places of a parameter: they may differ, and `tied` is where they do not."""
+
+    storage: Layout  # from step to step: what an optimizer is handed
+    working: Layout  # what its readers start from
+    gradient: Layout  # once it is summed
+    optimizer: Layout  # what an optimizer keeps of it
+
+    @classmethod
+    def tied(cls, layout: Layout) -> ParameterPlacement:
+        return cls(layout, layout, layout, layout)
+
+
 _DTYPES = {
     torch.float64: "f64",
     torch.float32: "f32",

@@ -6,23 +6,35 @@ keep counts once, and a view is the tensor it looks at.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
 from torch import fx
 
 from autopar.cost.saved_tensors import Storage, kept_by
+from autopar.layout import Layout, ParameterPlacement
 from autopar.mesh import Mesh
 from autopar.strategies.node_info import info
 
-HELD = ("parameter", "buffer")
-# What an optimizer keeps for each parameter besides it and its gradient: Adam's two moments.
-OPTIMIZER_COPIES = 2
-Held = tuple[int, int, int]  # bytes of parameters, of gradients, of buffers
-Number = TypeVar("Number", int, NDArray)
+HELD = ("parameters", "gradients", "optimizer", "buffers")  # what stays from step to step
+Held = tuple[int, int, int, int]  # bytes of these
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes that training keeps for each element of a parameter that learns."""
+
+    master: int  # the copy that an optimizer updates, where it is not the parameter itself
+    gradient: int
+    optimizer: int  # its states
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> StateBytes:
+        """As Adam keeps them: two moments in the dtype of the parameter, and no other copy."""
+        return cls(0, dtype.itemsize, 2 * dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -31,10 +43,15 @@ class Memory:
 
     parameters: float
     gradients: float
-    optimizer: float  # two copies of what learns, as Adam keeps them
+    optimizer: float  # what it keeps of all that learns
     buffers: float
     activations: float  # what forward keeps for backward
     inputs: float
+
+    @classmethod
+    def of(cls, held: Iterable[Held], activations: float, inputs: float = 0.0) -> Memory:
+        states = np.sum([(0, 0, 0, 0), *held], axis=0).astype(float).tolist()
+        return cls(**dict(zip(HELD, states)), activations=activations, inputs=inputs)
 
     @property
     def peak(self) -> float:
@@ -49,28 +66,33 @@ def program_memory(graph: fx.Graph, mesh: Mesh) -> Memory:
     inputs, kept = 0.0, dict[Storage, float]()
     for node in graph.nodes:
         kept |= kept_by(node, mesh)
-        if node.op == "placeholder" and info(node).origin[0] not in HELD:
+        if node.op == "placeholder" and info(node).origin[0] not in ("parameter", "buffer"):
             inputs += info(node).type.local_bytes(mesh)
     held = [held_bytes(node, mesh) for node in graph.nodes]
-    return memory_of(held, sum(kept.values()), inputs)
+    return Memory.of(held, sum(kept.values()), inputs)
 
 
 def held_bytes(node: fx.Node, mesh: Mesh) -> Held:
     """Of a parameter or buffer on one rank; of anything else nothing."""
-    kind = info(node).origin[0] if node.op == "placeholder" else None
-    size = info(node).type.local_bytes(mesh) if kind in HELD else 0
-    if kind == "buffer":
-        return 0, 0, size
-    return size, size if size and info(node).differentiable else 0, 0
+    if node.op == "placeholder" and info(node).origin[0] == "buffer":
+        return 0, 0, 0, info(node).type.local_bytes(mesh)
+    places = info(node).places
+    return (0, 0, 0, 0) if places is None else (*parameter_bytes(node, places, mesh), 0)
 
 
-def memory_of(held: Iterable[Held], activations: float, inputs: float = 0.0) -> Memory:
-    """With what the optimizer keeps of all that is held."""
-    parameters, gradients, buffers = map(float, np.sum([(0, 0, 0), *held], axis=0))
-    optimizer = OPTIMIZER_COPIES * gradients
-    return Memory(parameters, gradients, optimizer, buffers, activations, inputs)
+def parameter_bytes(node: fx.Node, places: ParameterPlacement, mesh: Mesh) -> tuple[int, int, int]:
+    """Of a parameter with its places, of its gradient and of what an optimizer keeps."""
+    value = info(node).val
 
+    def elements(layout: Layout) -> int:
+        return math.prod(layout.largest_shape(tuple(value.shape), mesh))
 
-def states(parameters: Number, gradients: Number, buffers: Number) -> Number:
-    """Bytes that stay from step to step: of a stage, or of tables of them."""
-    return parameters + (1 + OPTIMIZER_COPIES) * gradients + buffers
+    stored = elements(places.storage) * value.itemsize
+    if not info(node).differentiable:
+        return stored, 0, 0
+    kept = StateBytes.of(value.dtype)
+    return (
+        stored,
+        elements(places.gradient) * kept.gradient,
+        elements(places.optimizer) * (kept.master + kept.optimizer),
+    )

@@ -27,7 +27,7 @@ def hoist_gradient_sync(graph: fx.Graph, setting: Setting) -> fx.Graph:
         if axes := _identity_axes(node):
             _lift(graph, node, axes)
     for node in list(graph.nodes):
-        if node.op != "placeholder" or info(node).origin[0] != "parameter":
+        if info(node).places is None:
             continue
         asked = [set(_identity_axes(user)) for user in node.users]
         shared = set.intersection(*asked) if asked else set()
@@ -75,7 +75,7 @@ def _identity_axes(node: fx.Node) -> tuple[str, ...]:
 
 def _has_room(node: fx.Node, axes: tuple[str, ...], reader: fx.Node) -> bool:
     """Whether summing the gradient of `node` instead costs no more: its other sums join it."""
-    if node.op != "placeholder" or info(node).origin[0] != "parameter":
+    if info(node).places is None:
         return False
     others = [user for user in node.users if user is not reader]
     joined = all(set(axes) <= set(_identity_axes(user)) for user in others)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from autopar.cluster import AxisLink, Cluster
-from autopar.cost.footprint import Memory, held_bytes, memory_of
+from autopar.cost.footprint import Memory, held_bytes
 from autopar.cost.model import COLLECTIVES
 from autopar.cost.program import Cost
 from autopar.mesh import Mesh
@@ -84,7 +84,7 @@ def memory_by_place(pipelining: Pipelining, flow: Flow) -> list[Memory]:
         states = sum(stages[stage].states for stage in own)
         moments = live_microbatches(made, rank, pipelining.recompute)
         kept = max((bytes_held(stages, moment) for moment in moments), default=states) - states
-        found.append(memory_of(held, kept))
+        found.append(Memory.of(held, kept))
     return found
 
 

@@ -17,10 +17,10 @@ from torch import fx
 from autopar.capture.listing import operator_name
 from autopar.capture.marker import ANNOTATE
 from autopar.capture.origins import is_of_parameters
-from autopar.cost.footprint import OPTIMIZER_COPIES
+from autopar.cost.footprint import parameter_bytes
 from autopar.cost.price import ClusterPrice
 from autopar.errors import InvalidInput
-from autopar.layout import Placement, TensorType
+from autopar.layout import ParameterPlacement, Placement, TensorType
 from autopar.mesh import Mesh
 from autopar.plan.explanation import Candidate, Explanation
 from autopar.plan.formulas import Edge, edge, operator_formulas
@@ -227,7 +227,6 @@ class _Explainer:
             states = Placements([now, *states])
             seconds = None
         wanted = self._wanted(node)
-        copies = 2 + OPTIMIZER_COPIES if info(node).differentiable else 1
         candidates = []
         for index, state in enumerate(states):
             edges = tuple(
@@ -236,6 +235,7 @@ class _Explainer:
             )
             val = info(node).val
             type_ = TensorType(tuple(val.shape), val.dtype, state.layout)
+            places = ParameterPlacement.tied(state.layout)
             candidates.append(
                 Candidate(
                     strategy=f"kept as {type_}",
@@ -244,7 +244,7 @@ class _Explainer:
                     forward=0.0,
                     backward=0.0,
                     inside=0.0,
-                    memory=float(type_.local_bytes(self.mesh)) * copies,
+                    memory=float(sum(parameter_bytes(node, places, self.mesh))),
                     edges=edges,
                     step=None if seconds is None else float(seconds[index]),
                     chosen=state == now,

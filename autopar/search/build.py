@@ -21,18 +21,18 @@ from autopar.capture.listing import operator_of
 from autopar.capture.marker import ANNOTATE
 from autopar.capture.origins import is_of_parameters
 from autopar.cluster import Cluster
-from autopar.cost.footprint import OPTIMIZER_COPIES
+from autopar.cost.footprint import parameter_bytes
 from autopar.cost.price import ClusterPrice
 from autopar.cost.saved_tensors import Keeping
 from autopar.errors import InvalidInput
 from autopar.garbage import collected_later
-from autopar.layout import Placement
+from autopar.layout import ParameterPlacement, Placement
 from autopar.mesh import Mesh
 from autopar.search.candidates import Candidates, NodeClasses, storage_states, uncut
 from autopar.search.constraints import Constraints
 from autopar.search.edges import Edges
 from autopar.search.prologue import Prologue, find_prologue, is_whole
-from autopar.search.reshard import Placements, reshard_table
+from autopar.search.reshard import Placements
 from autopar.solver.graph import CostGraph
 from autopar.strategies.node_info import info
 from autopar.strategies.results import is_result, maker, place_of, values_of
@@ -148,16 +148,14 @@ class _Builder:
         constraint = self.constraints.parameters.get(name)
         key = (shape, value.dtype, info(node).differentiable, constraint and constraint.layout)
         if key not in self._stored:
-            table = reshard_table(self.mesh, len(shape))
             states = (
                 Placements([Placement(constraint.layout)])
                 if constraint is not None
                 else storage_states(shape, self.mesh)
             )
-            numbers = [table.index[state] for state in states]
-            copies = 2 + OPTIMIZER_COPIES if info(node).differentiable else 1
-            memory = table.elements(shape)[numbers] * value.dtype.itemsize * copies
-            self._stored[key] = states, memory
+            places = [ParameterPlacement.tied(state.layout) for state in states]
+            held = [float(sum(parameter_bytes(node, at, self.mesh))) for at in places]
+            self._stored[key] = states, np.array(held)
         states, memory = self._stored[key]
         number = self.built.graph.add_node(self.edges.zeros(len(states)), memory, name=name)
         variable = Variable(number, "parameter", node.name, states)

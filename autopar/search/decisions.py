@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from autopar.layout import Layout, Placement, TensorType
+from autopar.layout import Layout, ParameterPlacement, Placement, TensorType
 from autopar.mesh import Mesh
 from autopar.schema import Index
 from autopar.strategies import Strategy
@@ -32,6 +32,10 @@ class Decisions:
     fallbacks: tuple[Fallback, ...] = ()
     # (value, reader, which input) -> the placements that readers share on the way to what it wants
     ways: Mapping[tuple[str, str, int], tuple[Placement, ...]] = field(default_factory=dict)
+
+    def parameter(self, placeholder: str) -> ParameterPlacement:
+        """The places of a parameter."""
+        return ParameterPlacement.tied(self.placeholders[placeholder])
 
 
 @dataclass(frozen=True)

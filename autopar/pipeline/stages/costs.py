@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from autopar.capture.annotations import Pin
-from autopar.cost.footprint import held_bytes, states
+from autopar.cost.footprint import HELD, held_bytes
 from autopar.cost.program import NodeCost
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
@@ -29,8 +29,7 @@ from autopar.strategies.node_info import info
 
 Array = NDArray[np.float64]
 PriceOf = Callable[[fx.Node], NodeCost]  # of any node of a rewritten program
-# Seconds; bytes of parameters, of the gradients of those that learn, and of buffers.
-COLUMNS = ("forward", "backward", "summed", "parameters", "gradients", "buffers")
+COLUMNS = ("forward", "backward", "summed", *HELD)  # seconds, then bytes
 _NUMBERED = re.compile(r"(.*\.)?\d+(?=\.|$)")
 
 
@@ -48,6 +47,7 @@ class StageCost:
     summed: float  # seconds that summing its gradients over the mesh takes, once a step
     parameters: int  # bytes
     gradients: int  # bytes of those of parameters that learn
+    optimizer: int  # bytes that an optimizer keeps of these
     buffers: int  # bytes
     activations: int  # bytes kept from forward to backward, besides what comes from before
     receives: int  # bytes that come from the stage before
@@ -60,7 +60,7 @@ class StageCost:
     @property
     def states(self) -> int:
         """Bytes that stay from step to step."""
-        return states(self.parameters, self.gradients, self.buffers)
+        return self.parameters + self.gradients + self.optimizer + self.buffers
 
     def bytes(self, whole: int, received: int, weight_halves: int) -> int:
         """With its states, what it keeps of so many slices."""
@@ -164,7 +164,7 @@ class StageCosts:
             forward + backward + 2 * received[:, None] / self.bandwidth,
             holding[None, :] == holding[:, None],
             received,
-            np.rint(states(*held)).astype(np.int64),
+            np.rint(sum(held)).astype(np.int64),
             self.kept.table(bounds),
             self.weight_halves.table(bounds),
         )
@@ -177,16 +177,13 @@ class StageCosts:
     def stage(self, start: int, end: int) -> StageCost:
         first = self.flow.activations[start]
         forward, backward, summed, *held = self.sums([start, end])[0, 1].tolist()
-        parameters, gradients, buffers = map(round, held)
         return StageCost(
             starts=first.name,
             module=info(first).module,
             forward=forward,
             backward=backward,
             summed=summed,
-            parameters=parameters,
-            gradients=gradients,
-            buffers=buffers,
+            **dict(zip(HELD, map(round, held))),
             activations=self.kept.bytes(start, end),
             receives=self.received(start),
             weight_halves=self.weight_halves.bytes(start, end),
@@ -277,9 +274,7 @@ class StageCosts:
 def _parameters(flow: Flow, node: fx.Node) -> set[fx.Node]:
     """The parameters that an activation is made of, other activations aside."""
     weights = [v for v in node.all_input_nodes if flow.sources[v] == {"parameter"}]
-    return {
-        n for n in ancestors(weights) if n.op == "placeholder" and info(n).origin[0] == "parameter"
-    }
+    return {n for n in ancestors(weights) if info(n).places is not None}
 
 
 def _layer(module: str) -> str:
