@@ -16,10 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.failure import check_call
 from autopar.cluster import Cluster
-from autopar.errors import InvalidInput
+from autopar.errors import InvalidInput, require_one_of
 from autopar.mesh import Mesh
+from autopar.options import PlanOptions, ScheduleLike
 from autopar.plan.plan import Plan, SavedPlan
-from autopar.planner.request import Mode, PlanOptions, ScheduleLike
+from autopar.planner.request import Mode
 from autopar.planning import make_plan
 from autopar.progress import Report
 from autopar.runtime.backend import Backend
@@ -68,43 +69,42 @@ def parallelize(
     should agree, and on processes their batches. Both are equal on all ranks, and a call that one
     rank refuses is refused on all. Everything else is as in `plan`.
     """
-    options = PlanOptions(
-        cluster,
-        mesh,
-        mode,
-        memory,
-        strict,
-        microbatches,
-        pipeline,
-        schedule,
-        schedule_options,
-        recompute,
-        progress,
-    )
-    call = _Call(model, args, kwargs or {}, plan, options)
-    return _parallelize(call, backend, local_inputs, check)
+    options = PlanOptions.among(locals())
+    call = _Call(model, args, kwargs or {}, plan, options, backend, local_inputs, check)
+    return call.carry_out()
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A model, an example of a global batch, and a plan for them or what is asked of one."""
+    """What is asked of `parallelize`."""
 
     model: nn.Module
     args: tuple
     kwargs: Mapping[str, Any]
-    plan: Plan | SavedPlan | None
+    plan: Plan | SavedPlan | None  # or what is asked of one:
     options: PlanOptions
+    backend: BackendName | None
+    local_inputs: bool
+    check: bool
 
-    def check(self) -> None:
-        """Refuse what this process sees by itself."""
-        if self.plan is None or self.args or self.kwargs:  # a plan knows its own inputs
-            check_call(self.model, self.args, self.kwargs)
-        if self.plan is not None and self.options.given:
-            raise InvalidInput(
-                "a finished plan leaves nothing to decide",
-                got=f"plan= together with {', '.join(self.options.given)}",
-                remedy="give these to plan() instead",
-            )
+    def carry_out(self) -> ParallelModule:
+        is_rank = dist.is_initialized() or dist.is_torchelastic_launched() or has_failed()
+        place = self.backend if self.backend is not None else "torch" if is_rank else "virtual"
+        if place == "virtual" or not is_rank:
+            self.validate(place)
+        if place == "virtual":
+            decided = self.decide(self.plan)
+            backend = VirtualBackend(decided.program, _device_of(self.model), self.check)
+            return self.module(decided, backend)
+        device = enter_world(_device_of(self.model))
+        with one_fails_all_stop(agreed=True):
+            said = {"local_inputs": bool(self.local_inputs), "check": bool(self.check)}
+            require_same_call(lambda: self.validate(place), **said)
+            decided = self.decide_together()
+            require_world_of(decided.whole_mesh)
+            self.validate_slices(decided)
+        with one_fails_all_stop():
+            return self.module(decided, TorchBackend(decided.program, self.local_inputs, device))
 
     def decide(self, plan: Plan | SavedPlan | None) -> Plan:
         """The plan that this process carries out, by itself."""
@@ -125,70 +125,42 @@ class _Call:
             return self.decide(self.plan)
         return agree(lambda: self.decide(self.plan), follow)
 
+    def module(self, decided: Plan, backend: Backend) -> ParallelModule:
+        on_processes = not isinstance(backend, VirtualBackend)
+        checks = Checks(self.model, decided.original, on_processes) if self.check else None
+        return ParallelModule(self.model, decided.program, decided, backend, checks)
 
-def _parallelize(
-    call: _Call, backend: BackendName | None, local_inputs: bool, check: bool
-) -> ParallelModule:
-    model = call.model
-    is_rank = dist.is_initialized() or dist.is_torchelastic_launched() or has_failed()
-    place = backend if backend is not None else "torch" if is_rank else "virtual"
+    def validate(self, place: str) -> None:
+        """Refuse what this process sees by itself to contradict itself."""
+        require_one_of("backend", place, BACKENDS)
+        if place == "virtual" and self.local_inputs:
+            raise InvalidInput(
+                "local inputs are those of one process of several",
+                got='local_inputs=True with backend="virtual"',
+                remedy="hand the global batch to the virtual mesh",
+            )
+        if self.local_inputs and self.check:
+            raise InvalidInput(
+                "what is checked is the global batch, which every rank is given",
+                got="local_inputs=True with check=True",
+                remedy="one of them",
+            )
+        if self.plan is None or self.args or self.kwargs:  # a plan knows its own inputs
+            check_call(self.model, self.args, self.kwargs)
+        if self.plan is not None and self.options.given:
+            raise InvalidInput(
+                "a finished plan leaves nothing to decide",
+                got=f"plan= together with {', '.join(self.options.given)}",
+                remedy="give these to plan() instead",
+            )
 
-    def check_alone() -> None:
-        _validate(place, local_inputs, check)
-        call.check()
-
-    if place == "virtual" or not is_rank:
-        check_alone()
-    if place == "virtual":
-        decided = call.decide(call.plan)
-        return _module(
-            model, decided, VirtualBackend(decided.program, _device_of(model), check), check
-        )
-    device = enter_world(_device_of(model))
-    with one_fails_all_stop(agreed=True):
-        require_same_call(check_alone, local_inputs=bool(local_inputs), check=bool(check))
-        decided = call.decide_together()
-        require_world_of(decided.whole_mesh)
-        _validate_slices(decided, local_inputs)
-    with one_fails_all_stop():
-        return _module(model, decided, TorchBackend(decided.program, local_inputs, device), check)
-
-
-def _module(model: nn.Module, decided: Plan, backend: Backend, check: bool) -> ParallelModule:
-    on_processes = not isinstance(backend, VirtualBackend)
-    checks = Checks(model, decided.original, on_processes) if check else None
-    return ParallelModule(model, decided.program, decided, backend, checks)
-
-
-def _validate(backend: str, local_inputs: bool, check: bool) -> None:
-    """Refuse what contradicts itself."""
-    if backend not in BACKENDS:
-        raise InvalidInput(
-            "backend is one of " + ", ".join(map(repr, BACKENDS)),
-            got=repr(backend),
-            remedy='backend="virtual"',
-        )
-    if backend == "virtual" and local_inputs:
-        raise InvalidInput(
-            "local inputs are those of one process of several",
-            got='local_inputs=True with backend="virtual"',
-            remedy="hand the global batch to the virtual mesh",
-        )
-    if local_inputs and check:
-        raise InvalidInput(
-            "what is checked is the global batch, which every rank is given",
-            got="local_inputs=True with check=True",
-            remedy="one of them",
-        )
-
-
-def _validate_slices(decided: Plan, local_inputs: bool) -> None:
-    if local_inputs and decided.batches is not None:
-        raise InvalidInput(
-            "a step in micro-batches cuts the global batch, which every rank is given",
-            got=f"local_inputs=True with {decided.microbatches} micro-batches",
-            remedy="hand every rank the global batch, or microbatches=1",
-        )
+    def validate_slices(self, decided: Plan) -> None:
+        if self.local_inputs and decided.batches is not None:
+            raise InvalidInput(
+                "a step in micro-batches cuts the global batch, which every rank is given",
+                got=f"local_inputs=True with {decided.microbatches} micro-batches",
+                remedy="hand every rank the global batch, or microbatches=1",
+            )
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import fx
 
 from autopar.lines import caller
@@ -47,6 +49,13 @@ def _rebuild(kind: type[AutoparError], rule: str, got: str, remedy: str, source:
 
 class InvalidInput(AutoparError, ValueError):
     """The caller asked for something that a rule forbids."""
+
+
+def require_one_of(what: str, value: object, known: Sequence[str]) -> None:
+    """Refuse a word that is none of those that are known."""
+    if value not in known:
+        names = ", ".join(map(repr, known))
+        raise InvalidInput(f"{what} is one of {names}", got=repr(value), remedy=repr(known[0]))
 
 
 class ExecutionError(AutoparError, RuntimeError):

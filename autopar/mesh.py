@@ -13,14 +13,15 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
-from numbers import Integral
 from typing import TYPE_CHECKING
 
 from autopar.errors import InvalidInput
-from autopar.schema import Count
+from autopar.schema import Count, is_count
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+AXIS_NAMES = ("x", "y", "z", "w")  # of a mesh that is chosen
 
 
 class Mesh:
@@ -30,7 +31,7 @@ class Mesh:
 
     def __init__(self, **axes: int) -> None:
         for name, size in axes.items():
-            if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
+            if not is_count(size):
                 raise InvalidInput(
                     "each axis of a mesh has a whole number of ranks, at least 1",
                     got=f"{name}={size!r}",
@@ -134,3 +135,37 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{name}={size}' for name, size in self.sizes.items())})"
+
+
+def meshes(devices: int, most_axes: int, per_node: int) -> list[Mesh]:
+    """All meshes of `devices` ranks with at most `most_axes` axes, fewest axes first.
+
+    The last axis joins nearest neighbours, so the order of the sizes is also their placement on the
+    levels of links. An axis that would straddle the border of a node, of `per_node` ranks, unevenly
+    is left out, where another arrangement has none.
+    """
+    every = [sizes for sizes in _factorisations(devices) if len(sizes) <= most_axes]
+    even = [sizes for sizes in every if _respects_nodes(sizes, per_node)]
+    found = [Mesh(**dict(zip(AXIS_NAMES, sizes))) for sizes in even or every]
+    return sorted(found, key=lambda mesh: len(mesh.names))
+
+
+def _factorisations(number: int) -> Iterator[tuple[int, ...]]:
+    """Every ordered way to write `number` as a product of factors from 2."""
+    yield (number,)
+    for factor in range(2, number // 2 + 1):
+        if number % factor == 0:
+            for rest in _factorisations(number // factor):
+                yield (factor, *rest)
+
+
+def _respects_nodes(sizes: tuple[int, ...], per_node: int) -> bool:
+    """Whether each axis lies inside nodes or spans whole nodes."""
+    stride = 1
+    for size in reversed(sizes):
+        inside = per_node % (stride * size) == 0
+        across = stride % per_node == 0 or ((stride * size) % per_node == 0 and stride == 1)
+        if not (inside or across):
+            return False
+        stride *= size
+    return True

@@ -11,13 +11,14 @@ from typing import Any, Literal
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.admission import admit, tell
 from autopar.capture import capture
 from autopar.cluster import Cluster
 from autopar.mesh import Mesh
+from autopar.options import PlanOptions, ScheduleLike, read_request
 from autopar.plan.plan import Plan
-from autopar.planner.admission import admit, refuse_random, report_fallbacks, report_statistics
 from autopar.planner.choose import Planner
-from autopar.planner.request import Mode, PlanOptions, ScheduleLike, read_request
+from autopar.planner.request import Mode
 from autopar.progress import Report, reporter
 
 
@@ -54,19 +55,7 @@ def plan(
     phase of a search and its detail; True shows them, False is silent, None shows them on a
     terminal.
     """
-    options = PlanOptions(
-        cluster,
-        mesh,
-        mode,
-        memory,
-        strict,
-        microbatches,
-        pipeline,
-        schedule,
-        schedule_options,
-        recompute,
-        progress,
-    )
+    options = PlanOptions.among(locals())
     return make_plan(model, args, kwargs or {}, options)
 
 
@@ -80,9 +69,7 @@ def make_plan(
         captured = capture(model, args, dict(kwargs))
         planner = Planner(model, captured, admit(captured, request, options), report)
         best = planner.best()
-    refuse_random(captured, best.whole_mesh, best.microbatches, best.recomputes)
-    report_statistics(captured, best.microbatches)
-    report_fallbacks(best.decisions.fallbacks)
+    tell(captured, best)
     return Plan.of(
         best,
         mode=request.mode,

@@ -26,6 +26,7 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
+from numbers import Integral
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from autopar.errors import AutoparError
@@ -71,6 +72,11 @@ NotNegative = Annotated[float, Above(0)]
 Part = Annotated[float, Above(0, most=1)]
 Count = Annotated[int, Above(1, most=MOST)]
 Index = Annotated[int, Above(0)]
+
+
+def is_count(value: object, least: int = 1) -> bool:
+    """Whether a value is a whole number (numpy's too) of at least `least`."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and value >= least  # type: ignore[operator]
 
 
 def read(kind: Any, data: Any, at: At = ()) -> Any:

@@ -29,7 +29,10 @@ FLOORS = (
     {"verification"},
     {"runtime"},
     {"report"},
-    {"annotate", "region", "planning", "api", "verifying", "commands", "cli", "__init__"},
+    {
+        *("annotate", "region", "options", "admission", "planning", "api", "verifying"),
+        *("commands", "cli", "__init__"),
+    },
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(HOUSE.rglob("*.py"))

@@ -12,8 +12,8 @@ from torch import nn
 
 import autopar as ap
 from autopar.cluster import Device, Link, Node
+from autopar.options import PlanOptions
 from autopar.plan.plan import SavedPlan
-from autopar.planner.request import PlanOptions
 from autopar.search.smallest_footprint import SmallestFootprint
 from tests.models import gpt, mlp
 from tests.parity import assert_equal, parallel_outcome, single_outcome

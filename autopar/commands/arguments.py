@@ -26,8 +26,8 @@ from autopar.cluster import Cluster
 from autopar.errors import AutoparError, InvalidInput
 from autopar.lines import describe
 from autopar.mesh import Mesh
+from autopar.options import MODES
 from autopar.plan.plan import Plan, SavedPlan
-from autopar.planner.request import MODES
 
 _UNITS = {"": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _UNITS |= {"KIB": 2.0**10, "MIB": 2.0**20, "GIB": 2.0**30, "TIB": 2.0**40}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Self
 
 from torch import fx
 
@@ -30,8 +30,6 @@ from autopar.schema import Count
 from autopar.search.auto import Search
 from autopar.search.decisions import Decisions
 from autopar.search.smallest_footprint import SmallestFootprint
-
-Made = TypeVar("Made", bound="Candidate")
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ class Candidate:
     def prices(self) -> NodePrices:
         return NodePrices(self.cluster, self.mesh)
 
-    def changed(self: Made, **changes: Any) -> Made:
+    def changed(self, **changes: Any) -> Self:
         """The same program in other circumstances; it is not rewritten again."""
         made = replace(self, **changes)
         vars(made).update(rewritten=self.rewritten, flow=self.flow)
@@ -153,23 +151,22 @@ class Candidate:
     def alternative(self, limit: float) -> Alternative:
         """The figures, for those who have `limit` bytes on each device."""
         made = None if self.pipelining is None else self.pipelining.schedule
-        peak = self.memory.peak
         return Alternative(
-            self.whole_mesh,
-            self.microbatches if made is None else made.microbatches,
-            "" if made is None else made.name,
-            () if made is None else made.options,
-            self.seconds,
-            peak,
-            peak <= limit,
-            self.recomputes,
+            mesh=self.whole_mesh,
+            microbatches=self.microbatches if made is None else made.microbatches,
+            schedule="" if made is None else made.name,
+            options=() if made is None else made.options,
+            seconds=self.seconds,
+            memory=self.memory.peak,
+            fits=self.memory.peak <= limit,
+            recompute=self.recomputes,
         )
 
-    @property
-    def footprint(self) -> SmallestFootprint:
-        """What this way needs, told to who has less."""
-        way, memory = self.alternative(0.0), self.memory
-        how = f"{way.mesh} with {way.schedule}" if way.schedule else str(way.mesh)
-        how += ", recomputed" if way.recompute else ""
+    def footprint(self, figures: Alternative) -> SmallestFootprint:
+        """What this way, with its figures, needs, told to who has less."""
+        how = f"{figures.mesh} with {figures.schedule}" if figures.schedule else f"{figures.mesh}"
+        how += ", recomputed" if figures.recompute else ""
+        memory = self.memory
         states = memory.parameters + memory.gradients + memory.optimizer
-        return SmallestFootprint(how, way.mesh.size, memory.peak, states, way.microbatches)
+        size = figures.mesh.size
+        return SmallestFootprint(how, size, memory.peak, states, figures.microbatches)

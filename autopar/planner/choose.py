@@ -1,9 +1,9 @@
 """Choose: how many stages, which layouts inside them, how many micro-batches, which schedule.
 
-Every candidate is planned by the search for its own mesh and micro-batch, cut into stages by their
-predicted seconds, and priced by simulating its schedule with these, with latency and with the sums
-of gradients. Where that does not fit into memory, so are stages that recompute, and stages cut so
-that every rank keeps within it. The fastest one that fits is taken; the figures of all are kept.
+Every candidate has the layouts that the search finds for its own mesh and micro-batch, is cut into
+stages by their predicted seconds, and priced by simulating its schedule. Where that does not fit
+into memory, so are stages that recompute, and stages cut so that every rank keeps within it. The
+fastest one that fits is taken; the figures of all are kept.
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache, partial
 
 from torch import nn
 
 from autopar.capture.annotations import parameter_annotations, stage_pins
 from autopar.capture.captured import Captured
-from autopar.cost.footprint import program_memory
-from autopar.cost.price import ClusterPrice
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.mesh import Mesh
-from autopar.passes import rewrite
-from autopar.passes.microbatches import Microbatches, cut_batch
+from autopar.passes.microbatches import cut_batch
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.stages.costs import StageCost
@@ -49,7 +47,7 @@ class Planner:
         self.captured, self.request, self.report = captured, request, report
         self.memory = request.memory
         self._annotations, self._pins = parameter_annotations(model), stage_pins(model)
-        self._cut: dict[int, Microbatches] = {}
+        self._batches = cache(partial(cut_batch, captured))
         self._best: Candidate | None = None  # the fastest that fits
         self._weighed: list[Alternative] = []
         self._too_large: list[SmallestFootprint] = []
@@ -76,7 +74,7 @@ class Planner:
                     raise
                 self._is_interrupted = left = True
             except NothingFits as error:
-                self._too_large.append(_share(error.leanest, stages))
+                self._too_large.append(error.leanest.in_stages(stages))
             except InvalidInput as error:
                 if len(sizes) == 1:
                     raise
@@ -102,7 +100,7 @@ class Planner:
         figures = candidate.alternative(self.memory)
         self._weighed.append(figures)
         if not figures.fits:
-            self._too_large.append(candidate.footprint)
+            self._too_large.append(candidate.footprint(figures))
         elif figures.seconds < self._fastest:
             self._best = candidate
         if candidate.search is not None and candidate.search.interrupted:
@@ -170,11 +168,6 @@ class Planner:
             leanest = min(limit, found.memory)
             limit = max(LEANER * leanest * self.memory / taken, (impossible + leanest) / 2)
 
-    def _batches(self, parts: int) -> Microbatches:
-        if parts not in self._cut:
-            self._cut[parts] = cut_batch(self.captured, parts)
-        return self._cut[parts]
-
     def _laid_out(
         self,
         program: Captured,
@@ -194,8 +187,7 @@ class Planner:
         cluster = self.request.cluster
 
         def needed(decisions: Decisions) -> float:
-            price = ClusterPrice(cluster, decisions.mesh)
-            return program_memory(rewrite(program, decisions, price), decisions.mesh).peak
+            return Candidate(program, cluster, decisions).memory.peak
 
         search = LayoutSearch(
             program,
@@ -242,16 +234,3 @@ class Planner:
                 yield way
                 if not is_tight:
                     break
-
-
-def _share(whole: SmallestFootprint, stages: int) -> SmallestFootprint:
-    """What a stage needs at least, of what a model needs that was searched as a whole."""
-    if stages == 1:
-        return whole
-    return replace(
-        whole,
-        how=f"{stages} equal stages, each on {whole.how}",
-        devices=stages * whole.devices,
-        memory=whole.memory / stages,
-        states=whole.states / stages,
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.errors import InvalidInput
 
@@ -18,6 +18,18 @@ class SmallestFootprint:
     states: float  # the part of it that parameters, gradients and optimizer take
     microbatches: int = 1
     may_recompute: bool = False  # the caller could ask for it, and has not
+
+    def in_stages(self, stages: int) -> SmallestFootprint:
+        """What each of so many stages needs at least, of a model that was searched as a whole."""
+        if stages == 1:
+            return self
+        return replace(
+            self,
+            how=f"{stages} equal stages, each on {self.how}",
+            devices=stages * self.devices,
+            memory=self.memory / stages,
+            states=self.states / stages,
+        )
 
     def remedy(self, limit: float) -> str:
         """What would help, by what takes most."""

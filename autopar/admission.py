@@ -1,9 +1,8 @@
-"""Admission: what a program must be to be planned as asked, and what its user should know."""
+"""Admission: what a program must be to be planned as asked, and what its user is told."""
 
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -15,9 +14,11 @@ from autopar.capture.listing import operator_of
 from autopar.errors import InvalidInput
 from autopar.lines import frames_to_caller
 from autopar.mesh import Mesh
+from autopar.options import PlanOptions, read_request
 from autopar.passes.microbatches import batch_statistics
 from autopar.pipeline.schedule import Schedule
-from autopar.planner.request import PlanOptions, Request, read_request
+from autopar.planner.candidate import Candidate
+from autopar.planner.request import Request
 from autopar.search.decisions import Fallback
 from autopar.strategies.node_info import info
 
@@ -26,24 +27,46 @@ def admit(captured: Captured, request: Request, options: PlanOptions) -> Request
     """The request for this very program, if that can be planned as asked."""
     if options.strict:
         _require_rules(captured)
-    if options.microbatches == "auto" and not isinstance(options.schedule, Schedule):
-        request = _in_one_if_statistics(captured, request, options)
+    statistics = batch_statistics(captured)
+    if statistics and options.microbatches == "auto" and not isinstance(options.schedule, Schedule):
+        request = _in_one(statistics, request, options)
     if request.mesh is not None:
-        refuse_random(captured, request.mesh, request.microbatches or 1, request.recompute)
+        _refuse_random(captured, request.mesh, request.microbatches or 1, request.recompute)
     return request
 
 
-def _in_one_if_statistics(captured: Captured, request: Request, options: PlanOptions) -> Request:
+def tell(captured: Captured, best: Candidate) -> None:
+    """Refuse or tell what is wrong with a plan that was chosen."""
+    _refuse_random(captured, best.whole_mesh, best.microbatches, best.recomputes)
+    statistics = batch_statistics(captured)
+    if statistics and best.microbatches > 1:
+        _warn(
+            f"{_named(statistics)} takes its statistics over each of {best.microbatches} "
+            "micro-batches, not over the batch: loss, gradients and running statistics are not "
+            "those of microbatches=1"
+        )
+    replicated: dict[str, list[Fallback]] = {}
+    for fallback in best.decisions.fallbacks:
+        replicated.setdefault(fallback.operator, []).append(fallback)
+    for operator, found in replicated.items():
+        _warn(
+            f"{operator} has no rule and runs replicated ({len(found)} times, first at "
+            f"{found[0].source}); register_rule() gives it one"
+        )
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=frames_to_caller())
+
+
+def _in_one(statistics: Sequence[fx.Node], request: Request, options: PlanOptions) -> Request:
     """With one micro-batch, where more, which nobody asked for, change the loss."""
-    statistics, made = batch_statistics(captured), request.schedule
-    if not statistics:
-        return request
-    if made is None:
-        return replace(request, microbatches=1)
     with suppress(InvalidInput):
         one = read_request(replace(options, microbatches=1))
         if one.microbatches == 1:
             return one
+    made = request.schedule
+    assert made is not None
     raise InvalidInput(
         "micro-batches that change what a step computes are taken only when asked for",
         got=f"schedule {made.name!r}, which needs several, and {_named(statistics)}, "
@@ -68,7 +91,7 @@ def _require_rules(captured: Captured) -> None:
         )
 
 
-def refuse_random(captured: Captured, mesh: Mesh, slices: int, again: bool) -> None:
+def _refuse_random(captured: Captured, mesh: Mesh, slices: int, again: bool) -> None:
     """Refuse random numbers where several ranks, or several runs of a step, would draw them."""
     if mesh.size == slices == 1 and not again:
         return
@@ -84,30 +107,8 @@ def refuse_random(captured: Captured, mesh: Mesh, slices: int, again: bool) -> N
         )
 
 
-def report_statistics(captured: Captured, slices: int) -> None:
-    """Say what micro-batches change, where a user has asked for them."""
-    statistics = batch_statistics(captured) if slices > 1 else ()
-    if statistics:
-        message = (
-            f"{_named(statistics)} takes its statistics over each of {slices} micro-batches, not "
-            "over the batch: loss, gradients and running statistics are not those of microbatches=1"
-        )
-        warnings.warn(message, stacklevel=frames_to_caller())
-
-
 def _named(statistics: Sequence[fx.Node]) -> str:
     """Batch norms by their modules."""
     names = list(dict.fromkeys(info(node).module or "the model" for node in statistics))
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"batch norm ({', '.join(names[:3])}{more})"
-
-
-def report_fallbacks(fallbacks: tuple[Fallback, ...]) -> None:
-    """Say which operators run replicated."""
-    for operator, count in Counter(fallback.operator for fallback in fallbacks).items():
-        first = next(fallback for fallback in fallbacks if fallback.operator == operator)
-        message = (
-            f"{operator} has no rule and runs replicated ({count} times, first at "
-            f"{first.source}); register_rule() gives it one"
-        )
-        warnings.warn(message, stacklevel=frames_to_caller())
