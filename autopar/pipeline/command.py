@@ -12,7 +12,7 @@ import shutil
 from typing import Any
 
 from autopar.errors import InvalidInput
-from autopar.pipeline.notation import load
+from autopar.pipeline.notation import load, read_option
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import NAMES, option_names, schedule
 from autopar.pipeline.simulator import simulate
@@ -32,9 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--stages", type=int, help="pipeline ranks")
     add("--microbatches", type=int, help="micro-batches of the whole pipeline in a step")
-    add("--pipes", type=int, help="Chimera's number of pipes: 2, 4, ...")
-    add("--chunks", type=int, help="interleaved: stages of a rank")
-    add("--scale", help="chimera beyond p micro-batches: direct, doubling, halving or list")
+    for option in own_options():
+        takers = ", ".join(name for name in NAMES if option in option_names(name))
+        add(f"--{option}", type=read_option, help=f"an option of {takers}")
     add("--forward", type=_cost, default=1.0, help="time of a forward, or of each stage's: 1,1,2")
     add("--backward", type=_cost, default=2.0, help="time of a whole backward")
     add(
@@ -47,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sync-cost", type=_cost, default=0.0, help="time of a stage's all-reduce")
     add("--width", type=int, help=f"columns of the drawing (the terminal's, at least {NARROWEST})")
     add("--json", action="store_true", help="print the figures as JSON")
+
+
+def own_options() -> list[str]:
+    """The options of schedules that are no costs."""
+    return sorted({option for name in NAMES for option in option_names(name)} - {*COSTS})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,11 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 def make_schedule(args: argparse.Namespace) -> Schedule:
     """The schedule that the arguments name."""
-    given = {
-        name: getattr(args, name)
-        for name in ("pipes", "chunks", "scale")
-        if getattr(args, name) is not None
-    }
+    given = {name: getattr(args, name) for name in own_options() if getattr(args, name) is not None}
     if args.schedule not in NAMES and args.schedule.endswith((".txt", ".csv")):
         sizes = [f"--{name}" for name in ("stages", "microbatches", *given) if getattr(args, name)]
         if sizes:

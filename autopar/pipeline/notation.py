@@ -71,7 +71,8 @@ def parse_cell(text: str, source: str | None = None) -> list[Action]:
     return [replace(first, overlaps=True), second]
 
 
-def _read_option(text: str, source: str | None) -> Option:
+def read_option(text: str, source: str | None = None) -> Option:
+    """The value of an option as it is written: a number, numbers joined by +, or a word."""
     if text in ("None", "True", "False"):
         return {"None": None, "True": True, "False": False}[text]
     if re.fullmatch(r"-?[0-9]{1,18}", text):
@@ -281,7 +282,7 @@ def _assemble(
                 remedy="write options: pipes=2 or the like",
                 source=source,
             )
-        options[key] = _read_option(value, source)
+        options[key] = read_option(value, source)
     microbatches = _integer(fields["microbatches"], "microbatches", source)
     parts = _integer(fields.get("parts", "1"), "parts", source)
     schedule = make(

@@ -110,6 +110,11 @@ class Schedule:
                     pipes[microbatch] = action.pipe
         return tuple(pipes)
 
+    @cached_property
+    def split_stages(self) -> frozenset[int]:
+        """The stages whose backward is split into I and W."""
+        return frozenset(one.stage for order in self.orders for one in order if one.kind == "I")
+
     def rank_of(self, pipe: int, stage: int) -> int:
         """The rank that holds `stage` of `pipe`."""
         return self.placement[pipe][stage]

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from autopar.cluster import Cluster
-from autopar.errors import InvalidInput
 from autopar.mesh import Mesh, meshes
-from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import Schedule
-from autopar.pipeline.schedules import schedule as make_schedule
+from autopar.pipeline.schedules import weighed_schedules
 
 Mode = Literal["auto", "propagate", "data"]
 
@@ -20,15 +18,6 @@ MOST_AXES = 3  # of a mesh without a pipeline
 MOST_INNER_AXES = 2  # of a mesh inside each stage
 MOST_STAGES = 16  # that are tried unasked
 ROUNDS = (1, 2, 4)  # micro-batches tried, in multiples of the number of stages
-# Schedules that are priced where they exist: names with options.
-SCHEDULES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("1f1b", {}),
-    ("interleaved", {"chunks": 2}),
-    ("zb-h1", {}),
-    ("zb-v", {}),
-    ("chimera", {"scale": "direct"}),
-    ("chimera", {"scale": "list"}),
-)
 
 
 @dataclass(frozen=True)
@@ -71,15 +60,8 @@ class Request:
         most = MOST_AXES if stages == 1 else MOST_INNER_AXES
         return meshes(self.cluster.devices // stages, most, self.cluster.devices_per_node)
 
-    def schedules(self, stages: int, microbatches: int) -> Iterator[Schedule]:
+    def schedules(self, stages: int, microbatches: int) -> Sequence[Schedule]:
         """The schedules to try, those that exist for these numbers."""
         if self.schedule is not None:
-            yield self.schedule
-            return
-        for name, options in SCHEDULES:
-            try:
-                made = make_schedule(name, stages=stages, microbatches=microbatches, **options)
-                check(made)
-            except InvalidInput:
-                continue
-            yield made
+            return [self.schedule]
+        return weighed_schedules(stages, microbatches)

@@ -44,11 +44,10 @@ class Backend(ABC):
     def _prepare(self, transport: Transport, after: Callable[[int], None]) -> None:
         """Make the stages of this process, and what runs them."""
         held = {place: self.schedule.local_stages(place) for place in self.places}
-        split = {a.stage for order in self.schedule.orders for a in order if a.kind == "I"}
         pipelining = self.program.pipelining
         for index in sorted({stage for pairs in held.values() for _, stage in pairs}):
             self.stages[index] = (
-                StageRun(self, self.program.stages[index], index in split)
+                StageRun(self, self.program.stages[index], index in self.schedule.split_stages)
                 if pipelining is not None
                 else WholeRun(self)
             )

@@ -90,7 +90,6 @@ def gradient_sums(
     schedule, place = program.schedule, ranks.place
     last, order = last_backwards(schedule)[place], schedule.orders[place]
     held = schedule.local_stages(place)
-    split = {a.stage for order in schedule.orders for a in order if a.kind == "I"}
     learned = frozenset().union(*program.learned)
     parameters = [key for key, name in program.captured.parameters.items() if name in learned]
     sums, keys = {}, dict.fromkeys(map(users.key, parameters))
@@ -104,6 +103,6 @@ def gradient_sums(
             ready = max(last.get(pair, -1) for pair in held if pair[1] in stages)
             is_one = ready >= 0 and len(order[ready].microbatches) == 1
             sums[stages, axes] = Summed(
-                group, group.group_name, ready, is_one and not split & {*stages}
+                group, group.group_name, ready, is_one and schedule.split_stages.isdisjoint(stages)
             )
     return sums

@@ -1,9 +1,10 @@
 """The schedules by name. To add one, add a file here with one generator:
 
-    @generator("my-schedule")
+    @generator("my-schedule", {"chunks": 2}, {"chunks": 4})
     def my_schedule(stages: int, microbatches: int, chunks: int = 2) -> Schedule: ...
 
-Its keyword parameters are the options that users may give.
+Its keyword parameters are the options that users may give. A plan that may have any schedule weighs
+it with each of the options beside its name.
 
 >>> schedule("interleaved", stages=4, microbatches=8, chunks=2).stages
 8
@@ -12,11 +13,12 @@ Its keyword parameters are the options that users may give.
 from __future__ import annotations
 
 import importlib
-import inspect
 import pkgutil
+from contextlib import suppress
 from typing import Any
 
 from autopar.errors import InvalidInput
+from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules.registry import GENERATORS
 
@@ -45,7 +47,6 @@ def schedule(name: str, *, stages: int, microbatches: int, **options: Any) -> Sc
                 got=f"{label}={value!r}",
                 remedy=f"give {label} as 1, 2, ...",
             )
-    generate = GENERATORS[name]
     known = option_names(name)
     unknown = [option for option in options if option not in known]
     if unknown:
@@ -54,9 +55,21 @@ def schedule(name: str, *, stages: int, microbatches: int, **options: Any) -> Sc
             got=", ".join(f"{option}={options[option]!r}" for option in unknown),
             remedy="leave the others out",
         )
-    return generate(stages, microbatches, **options)
+    return GENERATORS[name].generate(stages, microbatches, **options)
 
 
 def option_names(name: str) -> tuple[str, ...]:
     """The options that schedule `name` takes."""
-    return tuple(inspect.signature(GENERATORS[name]).parameters)[2:]
+    return GENERATORS[name].options
+
+
+def weighed_schedules(stages: int, microbatches: int) -> list[Schedule]:
+    """The schedules to weigh, those that exist for these numbers, the plainest first."""
+    made: list[Schedule] = []
+    for name in NAMES:
+        for options in GENERATORS[name].weighed:
+            with suppress(InvalidInput):
+                one = schedule(name, stages=stages, microbatches=microbatches, **options)
+                check(one)
+                made.append(one)
+    return sorted(made, key=lambda one: (one.pipes, len(one.split_stages) > 0, one.chunks))

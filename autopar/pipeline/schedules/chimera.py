@@ -24,7 +24,7 @@ SCALES = ("direct", "doubling", "halving", "list")
 Slotted = tuple[int, Action]
 
 
-@generator("chimera")
+@generator("chimera", {"scale": "direct"}, {"scale": "list"})
 def chimera(
     stages: int,
     microbatches: int,

@@ -10,7 +10,7 @@ from autopar.pipeline.schedule import Action, Schedule, make
 from autopar.pipeline.schedules.registry import generator, leave_out, positive
 
 
-@generator("interleaved")
+@generator("interleaved", {"chunks": 2})
 def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     positive("interleaved", "chunks", chunks)
     groups = -(-microbatches // stages)

@@ -9,7 +9,7 @@ from autopar.pipeline.schedule import Action, Schedule, make
 from autopar.pipeline.schedules.registry import generator, straight
 
 
-@generator("1f1b")
+@generator("1f1b", {})
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     orders = []
     for stage in range(stages):

@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from autopar.errors import InvalidInput
 from autopar.pipeline.schedule import Action, Schedule
 
-Generator = Callable[..., Schedule]
+Generate = Callable[..., Schedule]
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A way to make schedules, and the options with which it is weighed where none is named."""
+
+    generate: Generate
+    weighed: tuple[dict[str, Any], ...]
+
+    @cached_property
+    def options(self) -> tuple[str, ...]:
+        """The names of the options that users may give."""
+        return tuple(inspect.signature(self.generate).parameters)[2:]
+
+
 GENERATORS: dict[str, Generator] = {}
 
 
-def generator(name: str) -> Callable[[Generator], Generator]:
-    """Register the decorated function as the schedule `name`."""
+def generator(name: str, *weighed: dict[str, Any]) -> Callable[[Generate], Generate]:
+    """Register the decorated function as the schedule `name`.
 
-    def register(function: Generator) -> Generator:
-        GENERATORS[name] = function
+    `weighed`: options with each of which it is tried where a plan may have any schedule.
+    """
+
+    def register(function: Generate) -> Generate:
+        GENERATORS[name] = Generator(function, weighed)
         return function
 
     return register

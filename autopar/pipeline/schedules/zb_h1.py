@@ -11,7 +11,7 @@ from autopar.pipeline.schedule import Action, Schedule, make
 from autopar.pipeline.schedules.registry import generator, straight
 
 
-@generator("zb-h1")
+@generator("zb-h1", {})
 def zb_h1(stages: int, microbatches: int) -> Schedule:
     orders = []
     for stage in range(stages):

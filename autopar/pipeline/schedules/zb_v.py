@@ -10,7 +10,7 @@ from autopar.pipeline.schedule import Action, Kind, Schedule, make
 from autopar.pipeline.schedules.registry import generator, leave_out, vee
 
 
-@generator("zb-v")
+@generator("zb-v", {})
 def zb_v(stages: int, microbatches: int) -> Schedule:
     steps = max(2 * stages - 1, microbatches)  # enough to fill the V; the rest is left out
     orders = [leave_out(_order(stages, rank, steps), microbatches) for rank in range(stages)]
