@@ -321,6 +321,11 @@ class TensorType:
     dtype: torch.dtype
     layout: Layout
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor, layout: Layout) -> TensorType:
+        """That of a tensor with a layout."""
+        return cls(tuple(tensor.shape), tensor.dtype, layout)
+
     @property
     def bytes(self) -> int:
         """The size of the whole tensor."""

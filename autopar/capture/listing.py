@@ -40,9 +40,7 @@ def type_text(node: fx.Node) -> str:
         return ""
     else:
         values = [v for v in info(node).values if isinstance(v, torch.Tensor)]
-        found = tuple(
-            TensorType(tuple(v.shape), v.dtype, Layout.replicated(v.ndim)) for v in values
-        )
+        found = tuple(TensorType.of(v, Layout.replicated(v.ndim)) for v in values)
     return ", ".join(map(str, found))
 
 

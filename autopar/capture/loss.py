@@ -87,5 +87,5 @@ def _refuse(leaves: Sequence[tuple[Path, Any]], remedy: str) -> NoReturn:
 def _described(path: Path, leaf: Any) -> str:
     kind = repr(leaf)
     if isinstance(leaf, Tensor):
-        kind = str(TensorType(tuple(leaf.shape), leaf.dtype, Layout.replicated(leaf.ndim)))
+        kind = str(TensorType.of(leaf, Layout.replicated(leaf.ndim)))
     return f"{'.'.join(map(str, path))}: {kind}" if path else kind

@@ -72,7 +72,7 @@ class Cutter:
         if not has_results(node):
             self.status[node.name] = given[0]
         types = tuple(
-            TensorType(tuple(value.shape), value.dtype, _layout(value, status))
+            TensorType.of(value, _layout(value, status))
             for value, status in zip(values, given)
             if isinstance(value, Tensor)
         )

@@ -102,9 +102,7 @@ def _type_output(captured: Captured, graph: fx.Graph, decisions: Decisions) -> N
 
 def _set_type(node: fx.Node, *layouts: Layout) -> None:
     types = tuple(
-        TensorType(tuple(value.shape), value.dtype, layout)
-        if isinstance(value, torch.Tensor)
-        else None
+        TensorType.of(value, layout) if isinstance(value, torch.Tensor) else None
         for value, layout in zip(info(node).values, layouts)
     )
     info(node).update(type=types if has_results(node) else types[0])

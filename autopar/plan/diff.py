@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from autopar.plan.grouping import grouped
 from autopar.plan.saved import SavedValue
-from autopar.plan.units import bytes_text, seconds_text
+from autopar.plan.units import bytes_text, listed, seconds_text
 from autopar.plan.value import PlanValue
 
 Pair = tuple[Any, Any]
@@ -40,15 +40,8 @@ class PlanDiff:
         return not (self.settings or self.parameters or self.values)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "equal": self.is_empty,
-            "settings": _lists(self.settings),
-            "parameters": _lists(self.parameters),
-            "values": _lists(self.values),
-            "cost": _lists(self.cost),
-            "memory": _lists(self.memory),
-            "movements": _lists(self.movements),
-        }
+        parts = {name: pairs for name, pairs in asdict(self).items() if name != "without_model"}
+        return {"equal": self.is_empty, **parts}
 
     def __str__(self) -> str:
         lines = ["the plans decide the same" if self.is_empty else "the plans differ"]
@@ -65,62 +58,57 @@ class PlanDiff:
             lines.append("movements")
             lines += [f"  {kind}: {one} | {two}" for kind, (one, two) in self.movements.items()]
         for what, types in (("parameters", self.parameters), ("values", self.values)):
-            rows = grouped((name, pair) for name, pair in types.items())
+            rows = grouped(types.items())
             lines += [f"{what} ({len(types)})"] if rows else []
-            lines += [f"  {name}: {one or '-'} | {two or '-'}" for name, (one, two), _ in rows][
-                :_LISTED
-            ]
-            if len(rows) > _LISTED:
-                lines.append(f"  and {len(rows) - _LISTED} more lines; to_json() has all")
+            shown = [f"  {name}: {one or '-'} | {two or '-'}" for name, (one, two), _ in rows]
+            lines += listed(shown, _LISTED, " lines; to_json() has all")
         return "\n".join(lines)
 
 
 def compare(first: PlanValue | SavedValue, second: PlanValue | SavedValue) -> PlanDiff:
     """What differs between two plans."""
-    settings = {
-        what: (one, other)
-        for what, one, other in (
-            ("mesh", first.whole_mesh.sizes, second.whole_mesh.sizes),
-            ("cluster", first.cluster.name, second.cluster.name),
-            ("devices", first.cluster.devices, second.cluster.devices),
-            ("mode", first.mode, second.mode),
-            ("microbatches", first.microbatches, second.microbatches),
-            ("pipeline", _pipeline(first), _pipeline(second)),
-        )
-        if one != other
-    }
-    kept = {n for p in (first, second) for n in (*p.fingerprint.parameters, *p.fingerprint.buffers)}
-    decided = {n for p in (first, second) for n in (*p.decisions.strategies, *p.decisions.fixed)}
-    types = [{name: str(type_) for name, type_ in plan.types.items()} for plan in (first, second)]
-    parameters, values = {}, {}
-    for name in dict.fromkeys([*types[0], *types[1]]):
-        pair = types[0].get(name), types[1].get(name)
-        if pair[0] != pair[1] and name in kept:
-            parameters[name] = pair
-        elif pair[0] != pair[1] and name in decided:
-            values[name] = pair
+    plans = first, second
+    kept = {n for p in plans for n in (*p.fingerprint.parameters, *p.fingerprint.buffers)}
+    decided = {n for p in plans for n in (*p.decisions.strategies, *p.decisions.fixed)}
+    texts = ({name: str(type_) for name, type_ in plan.types.items()} for plan in plans)
+    types = _different(_pairs(*texts))
     cost, memory, moved = {}, {}, {}
-    if attached := isinstance(first, PlanValue) and isinstance(second, PlanValue):
-        costs = first.cost.to_json(), second.cost.to_json()
-        memories = first.memory.to_json(), second.memory.to_json()
-        cost = {part: (costs[0][part], costs[1][part]) for part in costs[0]}
-        memory = {part: (memories[0][part], memories[1][part]) for part in memories[0]}
-        counts = [
-            Counter(f"{r.forward} over {r.axis}" for r in plan.movements())
-            for plan in (first, second)
-        ]
-        moved = {
-            kind: (counts[0][kind], counts[1][kind])
-            for kind in sorted(counts[0].keys() | counts[1].keys())
-        }
-    return PlanDiff(settings, parameters, values, cost, memory, moved, not attached)
+    attached = [plan for plan in plans if isinstance(plan, PlanValue)]
+    if len(attached) == 2:
+        cost = _pairs(*(plan.cost.to_json() for plan in attached))
+        memory = _pairs(*(plan.memory.to_json() for plan in attached))
+        one, two = (Counter(f"{r.forward} over {r.axis}" for r in p.movements()) for p in attached)
+        moved = {kind: (one[kind], two[kind]) for kind in sorted({**one, **two})}
+    return PlanDiff(
+        _different(_pairs(_settings(first), _settings(second))),
+        {name: pair for name, pair in types.items() if name in kept},
+        {name: pair for name, pair in types.items() if name in decided - kept},
+        cost,
+        memory,
+        moved,
+        without_model=len(attached) < 2,
+    )
 
 
-def _pipeline(plan: PlanValue | SavedValue) -> str:
-    pipelining = plan.pipelining
-    if pipelining is None:
-        return "none"
-    return f"{pipelining.schedule.name} of {len(pipelining.stages)} stages"
+def _settings(plan: PlanValue | SavedValue) -> dict[str, Any]:
+    made = plan.pipelining
+    return {
+        "mesh": plan.whole_mesh.sizes,
+        "cluster": plan.cluster.name,
+        "devices": plan.cluster.devices,
+        "mode": plan.mode,
+        "microbatches": plan.microbatches,
+        "pipeline": f"{made.schedule.name} of {len(made.stages)} stages" if made else "none",
+    }
+
+
+def _pairs(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Pair]:
+    """What both say, by name; None where one says nothing."""
+    return {name: (first.get(name), second.get(name)) for name in {**first, **second}}
+
+
+def _different(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
+    return {name: (one, two) for name, (one, two) in pairs.items() if one != two}
 
 
 def _columns(parts: Mapping[str, tuple[float, float]], text: Any) -> list[str]:
@@ -129,7 +117,3 @@ def _columns(parts: Mapping[str, tuple[float, float]], text: Any) -> list[str]:
         change = f"{(two - one) / one:+.1%}" if one else ""
         rows.append(f"  {name:<14}{text(one):>10} | {text(two):<10} {change}".rstrip())
     return rows
-
-
-def _lists(pairs: Mapping[str, Pair]) -> dict[str, list[Any]]:
-    return {name: list(pair) for name, pair in pairs.items()}

@@ -9,24 +9,22 @@ the time of the whole step if this candidate were forced and everything else cho
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator
 
-import numpy as np
 from torch import fx
 
 from autopar.capture.listing import operator_name
 from autopar.capture.marker import ANNOTATE
 from autopar.capture.origins import is_of_parameters
 from autopar.cost.footprint import parameter_bytes
-from autopar.cost.price import ClusterPrice
 from autopar.errors import InvalidInput
 from autopar.layout import ParameterPlacement, Placement, TensorType
-from autopar.mesh import Mesh
-from autopar.plan.explanation import Candidate, Explanation
+from autopar.plan.explanation import Explanation, PricedCandidate
 from autopar.plan.formulas import Edge, edge, operator_formulas
 from autopar.plan.value import PlanValue
 from autopar.search.candidates import Candidates, NodeClasses
-from autopar.search.constraints import Constraints, LayoutConstraint
+from autopar.search.constraints import Constraints
 from autopar.search.reshard import Placements
 from autopar.solver.forced import forced
 from autopar.strategies import rule_of
@@ -42,8 +40,7 @@ def explain(plan: PlanValue, name: str) -> Explanation:
 class _Explainer:
     def __init__(self, plan: PlanValue) -> None:
         self.plan, self.captured, self.decisions = plan, plan.captured, plan.decisions
-        self.mesh: Mesh = plan.mesh
-        self.price = ClusterPrice(plan.cluster, self.mesh)
+        self.mesh, self.price = plan.mesh, plan.price
         self.kinds = NodeClasses(self.captured, self.mesh, plan.cluster.device, self.price)
         self.nodes = {node.name: node for node in self.captured.graph.nodes}
         self.constraints = plan.constraints or Constraints()
@@ -92,34 +89,31 @@ class _Explainer:
 
     def _operator(self, node: fx.Node, others: list[str]) -> Explanation:
         offered, chosen = self._offered(node)
-        allowed = [self._why_not(node, offered, i) for i in range(len(offered.strategies))]
-        seconds = self._forced_operator(node, offered)
+        steps = self._steps_of_operator(node, offered)
         has_rule = self.captured.rules[node.name] is not None
-        candidates = []
-        for index, strategy in enumerate(offered.strategies):
-            edges = tuple(self._edges(node, offered, index))
-            candidates.append(
-                Candidate(
-                    strategy=str(strategy) if has_rule else "replicated: no rule",
-                    inputs=tuple(
-                        _type(value, states[index])
-                        for value, states in zip(self.kinds.inputs(node), offered.inputs)
-                    ),
-                    output=", ".join(
-                        str(TensorType(tuple(tensor.shape), tensor.dtype, states[index].layout))
-                        for tensor, states in zip(tensors_of(node), offered.results)
-                    ),
-                    forward=float(offered.forward[index]),
-                    backward=float(offered.backward[index]),
-                    inside=float(offered.inside[index]),
-                    memory=float(offered.extra[index]),
-                    edges=edges,
-                    step=None if seconds is None else float(seconds[index]),
-                    chosen=index == chosen,
-                    excluded=allowed[index],
-                    formulas=operator_formulas(offered, index, self.plan.cluster.device),
-                )
+        candidates = [
+            PricedCandidate(
+                strategy=str(strategy) if has_rule else "replicated: no rule",
+                inputs=tuple(
+                    str(TensorType.of(info(value).val, states[index].layout))
+                    for value, states in zip(self.kinds.inputs(node), offered.inputs)
+                ),
+                output=", ".join(
+                    str(TensorType.of(tensor, states[index].layout))
+                    for tensor, states in zip(tensors_of(node), offered.results)
+                ),
+                forward=float(offered.forward[index]),
+                backward=float(offered.backward[index]),
+                inside=float(offered.inside[index]),
+                memory=float(offered.extra[index]),
+                edges=tuple(self._edges(node, offered, index)),
+                step=steps[index],
+                chosen=index == chosen,
+                excluded=self._why_not(node, offered, index),
+                formulas=operator_formulas(offered, index, self.plan.cluster.device),
             )
+            for index, strategy in enumerate(offered.strategies)
+        ]
         rule = self.kinds.rule(node)
         bound = [
             f"input {position} is {constraint.layout}, annotated at {constraint.source}"
@@ -135,8 +129,7 @@ class _Explainer:
             bound=tuple(bound),
             candidates=tuple(candidates),
             others=tuple(others),
-            is_bound_only=self._under_limit,
-            searched=seconds is not None,
+            step_is_lower_bound=self._multiplier > 0,
         )
 
     def _offered(self, node: fx.Node) -> tuple[Candidates, int]:
@@ -164,28 +157,22 @@ class _Explainer:
 
     def _edges(self, node: fx.Node, offered: Candidates, index: int) -> Iterator[Edge]:
         for position, value in enumerate(self.kinds.inputs(node)):
-            first = self._state_before(value, node.name, position)
-            second = offered.inputs[position][index]
-            overlap = self._overlap if is_of_parameters(value, self.captured) else None
-            yield edge(value, value.name, first, second, self.mesh, self.price, overlap)
+            way = self.decisions.ways.get((value.name, node.name, position))
+            first = way[-1] if way else self._gives(value)
+            yield self._edge(value, value.name, first, offered.inputs[position][index])
         for value in values_of(node):
             gives = offered.results[place_of(value)][index]
-            late = self._overlap if is_of_parameters(value, self.captured) else None
             for reader, wants in self._wanted(value):
-                yield edge(value, reader, gives, wants, self.mesh, self.price, late)
+                yield self._edge(value, reader, gives, wants)
 
-    def _state_before(self, value: fx.Node, reader: str, position: int) -> Placement:
-        """The state from which a reader brings an input to what it wants."""
-        way = self.decisions.ways.get((value.name, reader, position))
-        if way:
-            return way[-1]
-        if value.op == "placeholder":
-            return Placement(self.decisions.placeholders[value.name])
-        return self._gives(value)
+    def _edge(self, value: fx.Node, neighbour: str, first: Placement, second: Placement) -> Edge:
+        of_parameters = is_of_parameters(value, self.captured)
+        return edge(value, neighbour, first, second, self.price, of_parameters)
 
     def _gives(self, node: fx.Node) -> Placement:
-        if node.name in self.decisions.fixed:
-            return Placement(self.decisions.fixed[node.name])
+        for decided in (self.decisions.fixed, self.decisions.placeholders):
+            if node.name in decided:
+                return Placement(decided[node.name])
         operator = maker(node)
         strategy, rule = self.decisions.strategies.get(operator.name), rule_of(operator)
         if strategy is None or rule is None:
@@ -197,8 +184,8 @@ class _Explainer:
         found: dict[tuple[str, Placement], None] = {}
         for reader in node.users:
             if reader.op == "output":
-                state = self._gives(node) if node.op != "placeholder" else None
-                if state is not None and state.partial:
+                state = self._gives(node)
+                if state.partial:
                     found["the output", Placement(state.layout.with_partial(()))] = None
                 continue
             for position, value in enumerate(self.kinds.inputs(reader)):
@@ -220,95 +207,62 @@ class _Explainer:
 
     def _parameter(self, node: fx.Node) -> Explanation:
         name = self.captured.parameters[node.name]
-        now = Placement(self.decisions.placeholders[node.name])
-        constraint: LayoutConstraint | None = self.constraints.parameters.get(name)
-        states, seconds = self._forced_parameter(node)
+        now = self._gives(node)
+        constraint = self.constraints.parameters.get(name)
+        variable = self.plan.cost_graph.parameters[node.name]
+        states, steps = variable.states, self._steps(variable.number, len(variable.states))
         if now not in states:
             states = Placements([now, *states])
-            seconds = None
+            steps = [None] * len(states)
         wanted = self._wanted(node)
         candidates = []
-        for index, state in enumerate(states):
-            edges = tuple(
-                edge(node, reader, state, wants, self.mesh, self.price, self._overlap)
-                for reader, wants in wanted
-            )
-            val = info(node).val
-            type_ = TensorType(tuple(val.shape), val.dtype, state.layout)
+        for state, step in zip(states, steps):
+            kept = str(TensorType.of(info(node).val, state.layout))
             places = ParameterPlacement.tied(state.layout)
             candidates.append(
-                Candidate(
-                    strategy=f"kept as {type_}",
-                    inputs=(),
-                    output=str(type_),
-                    forward=0.0,
-                    backward=0.0,
-                    inside=0.0,
+                PricedCandidate(
+                    strategy=f"kept as {kept}",
+                    output=kept,
                     memory=float(sum(parameter_bytes(node, places, self.mesh))),
-                    edges=edges,
-                    step=None if seconds is None else float(seconds[index]),
+                    edges=tuple(self._edge(node, reader, state, wants) for reader, wants in wanted),
+                    step=step,
                     chosen=state == now,
-                    excluded="",
-                    formulas=(),
                 )
             )
-        bound = (
-            (f"{constraint.layout}, annotated at {constraint.source}",)
-            if constraint is not None
-            else ()
-        )
+        said = constraint and f"{constraint.layout}, annotated at {constraint.source}"
         return Explanation(
             name=name,
             what="parameter",
-            module="",
             source=info(node).source or "",
-            rule="",
             mesh=str(self.mesh),
-            bound=bound,
+            bound=(said,) if said else (),
             candidates=tuple(candidates),
             others=tuple(dict.fromkeys(reader.name for reader in node.users)),
-            is_bound_only=self._under_limit,
-            searched=seconds is not None,
+            step_is_lower_bound=self._multiplier > 0,
         )
 
     # The whole step with one decision forced
 
     @property
-    def _overlap(self) -> float:
-        return self.plan.cluster.device.overlap
-
-    @property
     def _multiplier(self) -> float:
         return self.plan.search.multiplier if self.plan.search is not None else 0.0
 
-    @property
-    def _under_limit(self) -> bool:
-        return self._multiplier > 0
-
-    def _forced(self, variable: int) -> np.ndarray:
+    def _steps(self, variable: int, count: int) -> list[float | None]:
+        """The least seconds of a step with each choice of a variable; None without a search."""
+        if self.plan.search is None:
+            return [None] * count
         built, limit = self.plan.cost_graph, self.plan.limit
         limit = None if limit is None else limit - built.fixed_bytes
         pipelining = self.plan.pipelining  # its ranks do their parts of the work side by side
         runs = self.plan.microbatches / (pipelining.schedule.ranks if pipelining else 1)
-        return forced(built.graph, variable, self._multiplier, limit) * runs
+        least = forced(built.graph, variable, self._multiplier, limit)
+        return [float(seconds) for seconds in least * runs]
 
-    def _forced_operator(self, node: fx.Node, offered: Candidates) -> np.ndarray | None:
-        """The least seconds of a step for each candidate; None if nothing was searched."""
-        if self.plan.search is None:
-            return None
+    def _steps_of_operator(self, node: fx.Node, offered: Candidates) -> list[float | None]:
+        """The same for each candidate of an operator."""
         variable = self.plan.cost_graph.operators[node.name]
-        least = self._forced(variable.number)
         assert variable.candidates is not None
-        known = dict(zip(variable.candidates.strategies, least))
-        return np.array([known.get(strategy, np.inf) for strategy in offered.strategies])
-
-    def _forced_parameter(self, node: fx.Node) -> tuple[Placements, np.ndarray | None]:
-        variable = self.plan.cost_graph.parameters[node.name]
-        if self.plan.search is None:
-            return variable.states, None
-        return variable.states, self._forced(variable.number)
-
-
-def _type(node: fx.Node, state: Placement) -> str:
-    val = info(node).val
-    return str(TensorType(tuple(val.shape), val.dtype, state.layout))
+        searched = variable.candidates.strategies
+        known = dict(zip(searched, self._steps(variable.number, len(searched))))
+        unknown = None if self.plan.search is None else math.inf
+        return [known.get(strategy, unknown) for strategy in offered.strategies]

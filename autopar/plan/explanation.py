@@ -7,28 +7,28 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autopar.plan.formulas import Edge
-from autopar.plan.units import seconds_text
+from autopar.plan.units import listed, seconds_text, table
 
 _IN_DETAIL = 3  # candidates whose formulas a text shows
 _LISTED = 24  # candidates that a text lists
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """One way in which an operator could run, or a parameter could be kept."""
+class PricedCandidate:
+    """One way in which an operator could run, or a parameter could be kept, and what it takes."""
 
     strategy: str
-    inputs: tuple[str, ...]  # the types of its inputs
-    output: str
-    forward: float  # seconds of the operator itself
-    backward: float
-    inside: float  # of movements that its kernel brings along
+    output: str  # its type
     memory: float  # bytes that it keeps (a parameter: with gradient and optimizer states)
     edges: tuple[Edge, ...]  # to the neighbours as they were decided
     step: float | None  # seconds of the best step with this one forced
     chosen: bool
-    excluded: str  # why it was not offered; "" if it was
-    formulas: tuple[str, ...]  # of forward and backward
+    inputs: tuple[str, ...] = ()  # the types of its inputs
+    forward: float = 0.0  # seconds of the operator itself
+    backward: float = 0.0
+    inside: float = 0.0  # of movements that its kernel brings along
+    excluded: str = ""  # why it was not offered; "" if it was
+    formulas: tuple[str, ...] = ()  # of forward and backward
 
     @property
     def own(self) -> float:
@@ -43,13 +43,6 @@ class Candidate:
         """Its own seconds, and those of the movements to its neighbours."""
         return self.own + self.moved
 
-    def to_json(self) -> dict[str, Any]:
-        data = {key: value for key, value in asdict(self).items() if key != "edges"}
-        edges = [{**edge.to_json(), "seconds": _finite(edge.seconds)} for edge in self.edges]
-        step = None if self.step is None else _finite(self.step)
-        sums = {"own": self.own, "moved": _finite(self.moved), "total": _finite(self.total)}
-        return {**data, **sums, "step": step, "edges": edges}
-
 
 @dataclass(frozen=True)
 class Explanation:
@@ -57,31 +50,30 @@ class Explanation:
 
     name: str
     what: str  # the operator, or "parameter"
-    module: str
     source: str
-    rule: str
     mesh: str
     bound: tuple[str, ...]  # what annotations say
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[PricedCandidate, ...]
     others: tuple[str, ...]  # other operators of the module; the readers of a parameter
-    is_bound_only: bool  # under a memory limit: `step` is what no plan that fits can beat
-    searched: bool
+    step_is_lower_bound: bool  # under a memory limit: `step` is what no plan that fits can beat
+    module: str = ""
+    rule: str = ""
 
     @property
-    def chosen(self) -> Candidate:
+    def chosen(self) -> PricedCandidate:
         return next(candidate for candidate in self.candidates if candidate.chosen)
 
     @property
-    def ranked(self) -> list[Candidate]:
+    def ranked(self) -> list[PricedCandidate]:
         """The chosen one, then the others, the cheapest first."""
 
-        def key(candidate: Candidate) -> tuple[bool, bool, float, float]:
+        def key(candidate: PricedCandidate) -> tuple[bool, bool, float, float]:
             step = candidate.total if candidate.step is None else candidate.step
             return (not candidate.chosen, bool(candidate.excluded), step, candidate.total)
 
         return sorted(self.candidates, key=key)
 
-    def penalty(self, candidate: Candidate) -> float | None:
+    def penalty(self, candidate: PricedCandidate) -> float | None:
         """By how many seconds a step is longer with `candidate` forced."""
         if candidate.step is None or self.chosen.step is None:
             return None
@@ -98,13 +90,13 @@ class Explanation:
         elif not others:
             reasons = dict.fromkeys(candidate.excluded for candidate in self.ranked[1:])
             return "; ".join(reasons) or "there is no other candidate"
-        if not self.searched:
+        if self.chosen.step is None:
             return "spread from the annotations, without a search: times are not compared"
         second = others[0]
         penalty = self.penalty(second) or 0.0
         if penalty == math.inf:
             return "no other candidate fits its neighbours"
-        least = "at least " if self.is_bound_only else ""
+        least = "at least " if self.step_is_lower_bound else ""
         if penalty <= 1e-12 * (self.chosen.step or 1.0):
             return f"it is as good as the next, {second.strategy}"
         if second.total > self.chosen.total:
@@ -119,21 +111,11 @@ class Explanation:
         )
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "what": self.what,
-            "module": self.module,
-            "source": self.source,
-            "rule": self.rule,
-            "mesh": self.mesh,
-            "bound": list(self.bound),
-            "why": self.why,
-            "step_is_lower_bound": self.is_bound_only,
-            "candidates": [
-                {**c.to_json(), "penalty": _finite(self.penalty(c))} for c in self.ranked
-            ],
-            "others": list(self.others),
-        }
+        ranked = [
+            {**asdict(c), "own": c.own, "moved": c.moved, "total": c.total, "penalty": penalty}
+            for c, penalty in ((c, self.penalty(c)) for c in self.ranked)
+        ]
+        return _finite({**asdict(self), "why": self.why, "candidates": ranked})
 
     def __str__(self) -> str:
         at = f" in {self.module}" if self.module else ""
@@ -155,7 +137,7 @@ class Explanation:
 
     def _table(self) -> list[str]:
         rows = [("candidate", "output", "itself", "movements", "together", "step if forced")]
-        for candidate in self.ranked[:_LISTED]:
+        for candidate in self.ranked:
             penalty = self.penalty(candidate)
             if candidate.excluded:
                 forced = candidate.excluded
@@ -174,16 +156,10 @@ class Explanation:
                     forced,
                 )
             )
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-        texts = [
-            "  " + "  ".join([*(c.ljust(w) for c, w in zip(row, widths)), row[-1]]).rstrip()
-            for row in rows
-        ]
-        more = len(self.candidates) - _LISTED
-        return texts + ([f"  and {more} more"] if more > 0 else [])
+        return listed(table(rows), _LISTED + 1)
 
 
-def _details(candidate: Candidate) -> list[str]:
+def _details(candidate: PricedCandidate) -> list[str]:
     """The formulas of one candidate, with its inputs and movements."""
     lines = [f"  {candidate.strategy}, {seconds_text(candidate.total)}:"]
     if candidate.inputs:
@@ -204,6 +180,10 @@ def _change(seconds: float) -> str:
     return f"{'' if seconds < 0 else '+'}{seconds_text(seconds)}"
 
 
-def _finite(value: float | None) -> float | None:
+def _finite(data: Any) -> Any:
     """JSON has no infinity."""
-    return None if value is None or math.isinf(value) or math.isnan(value) else value
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

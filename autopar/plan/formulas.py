@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
 
@@ -13,7 +12,6 @@ from autopar.collectives import redistribute
 from autopar.cost.model import COLLECTIVES, collective_values, operator_formula, operator_values
 from autopar.cost.price import BUCKET_BYTES, ClusterPrice
 from autopar.layout import Placement, TensorType
-from autopar.mesh import Mesh
 from autopar.search.candidates import Candidates
 from autopar.search.reshard import reshard_table
 from autopar.strategies.node_info import info
@@ -32,61 +30,48 @@ class Edge:
     seconds: float
     formulas: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        return {**self.__dict__, "formulas": list(self.formulas)}
-
 
 def edge(
     value: fx.Node,
     neighbour: str,
     first: Placement,
     second: Placement,
-    mesh: Mesh,
     price: ClusterPrice,
-    overlap: float | None = None,
+    of_parameters: bool,
 ) -> Edge:
-    """The way from one state of `value` to another. With `overlap` the value is a parameter's:
-    sums of its gradient go in buckets, and this part of them is hidden."""
+    """The way from one state of `value` to another.
+
+    `of_parameters`: sums of its gradient go in buckets, and a part of them is hidden."""
     val, differentiable = info(value).val, info(value).differentiable
-    shape, itemsize = tuple(val.shape), val.dtype.itemsize
+    shape, itemsize, mesh = tuple(val.shape), val.dtype.itemsize, price.mesh
     table = reshard_table(mesh, val.ndim)
-    known = first in table.index and second in table.index
     seconds = math.inf
-    if known and not (first.pending and first is not second):
+    if first is second or (first in table.index and second in table.index and not first.pending):
         all_pairs = table.seconds(shape, itemsize, price, differentiable)
         seconds = float(all_pairs[table.index[first], table.index[second]])
-    source, target = first.layout, second.layout
+    added = tuple(axis for axis in second.pending if axis not in first.pending)
     lines: list[str] = []
     if first is not second and seconds > 0 and math.isfinite(seconds):
-        layout = source
-        rest = Placement(target, set(second.pending) - set(first.pending))
-        steps = redistribute(source, rest, shape, itemsize, mesh, price, differentiable)
-        for step in steps:
-            after = step.apply(layout)
-            size = itemsize * max(math.prod(x.largest_shape(shape, mesh)) for x in (layout, after))
-            kinds = [("forward", step.kind)]
-            kinds += [("backward", step.backward)] if differentiable else []
-            over = "*".join(step.axes)
-            lines += [
-                f"{way} over {over}: {movement_formula(kind, step.axes, size, price)}"
-                for way, kind in kinds
-                if kind not in FREE
-            ]
-            layout = after
-    if overlap is not None and source == target and seconds:
-        axes = tuple(axis for axis in second.pending if axis not in first.pending)
-        size = itemsize * math.prod(source.largest_shape(shape, mesh))
-        seconds = float(price.bucketed(axes, size)) * (1 - overlap)
+        layout, rest = first.layout, Placement(second.layout, added)
+        for step in redistribute(layout, rest, shape, itemsize, mesh, price, differentiable):
+            moved, link = step.apply(layout), price.link(step.axes)
+            size = itemsize * max(math.prod(x.largest_shape(shape, mesh)) for x in (layout, moved))
+            kinds = {"forward": step.kind}
+            if differentiable:
+                kinds["backward"] = step.backward
+            for way, kind in kinds.items():
+                if kind not in FREE:
+                    formula = COLLECTIVES[kind].explain(**collective_values(kind, link, size))
+                    lines.append(f"{way} over {'*'.join(step.axes)}: {formula} s, {link.level}")
+            layout = moved
+    if of_parameters and first.layout == second.layout and seconds:
+        exposed = 1 - price.cluster.device.overlap
+        size = itemsize * math.prod(first.layout.largest_shape(shape, mesh))
+        seconds = float(price.bucketed(added, size)) * exposed
         lines.append(f"summed in buckets of {BUCKET_BYTES:,} bytes, which share the latency")
-        lines.append(f"times {1 - overlap:g}: backward hides the rest of summing gradients")
-    types = [str(TensorType(shape, val.dtype, layout)) for layout in (source, target)]
-    return Edge(value.name, neighbour, types[0], types[1], seconds, tuple(lines))
-
-
-def movement_formula(kind: str, axes: tuple[str, ...], size: float, price: ClusterPrice) -> str:
-    """The alpha-beta formula of one collective with the numbers of its link in it."""
-    link = price.link(axes)
-    return f"{COLLECTIVES[kind].explain(**collective_values(kind, link, size))} s, {link.level}"
+        lines.append(f"times {exposed:g}: backward hides the rest of summing gradients")
+    before, after = (str(TensorType.of(val, state.layout)) for state in (first, second))
+    return Edge(value.name, neighbour, before, after, seconds, tuple(lines))
 
 
 def operator_formulas(candidates: Candidates, index: int, device: Device) -> tuple[str, ...]:

@@ -10,22 +10,21 @@ parameters
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from autopar.cluster import Cluster
 from autopar.plan.grouping import grouped
 from autopar.plan.saved import SavedValue
-from autopar.plan.units import bytes_text, seconds_text, share_text
+from autopar.plan.units import bytes_text, listed, seconds_text, share_text, table
 from autopar.plan.value import PlanValue
 from autopar.planner.candidate import Alternative
 from autopar.schema import write
 from autopar.search.auto import Search
 from autopar.strategies.node_info import info
 
-_MESHES = 8  # considered ones that are listed
-_WIDEST = 64
+_LISTED = 8  # meshes, and ways to run a step
 
 
 def plan_text(plan: PlanValue) -> str:
@@ -49,12 +48,8 @@ def plan_text(plan: PlanValue) -> str:
         (name, (str(plan.types[name]), _summed(sync.get(placeholder))))
         for placeholder, name in plan.captured.parameters.items()
     ]
-    lines += ["parameters", *_table(grouped(rows))]
-    lines += _movements(plan)
-    lines += _fallbacks(plan)
-    lines += _considered(plan.search)
-    lines += _alternatives(plan.alternatives)
-    return "\n".join(lines)
+    lines += ["parameters", *_grouped(rows), *_movements(plan), *_fallbacks(plan)]
+    return "\n".join(lines + _weighed(plan.search, plan.alternatives))
 
 
 def saved_text(saved: SavedValue) -> str:
@@ -67,10 +62,9 @@ def saved_text(saved: SavedValue) -> str:
         f"  operators  {len(saved.fingerprint.operators)}; micro-batches {saved.microbatches}",
         "  time and memory are computed once a model is attached: .attach(model, args, kwargs)",
         "parameters",
-        *_table(grouped(rows)),
+        *_grouped(rows),
     ]
-    lines += _considered(saved.search)
-    return "\n".join(lines + _alternatives(saved.alternatives))
+    return "\n".join(lines + _weighed(saved.search, saved.alternatives))
 
 
 def plan_data(plan: PlanValue) -> dict[str, Any]:
@@ -134,13 +128,9 @@ def _movements(plan: PlanValue) -> list[str]:
         )
         for record in records
     ]
-    total = sum(record.seconds for record in records)
-    title = (
-        f"movements: {len(records)} in a micro-batch"
-        if plan.batches
-        else (f"movements: {len(records)} in a step")
-    )
-    return [f"{title}, {seconds_text(total)}", *_table(grouped(rows), counted=True)]
+    total = seconds_text(sum(record.seconds for record in records))
+    where = "a micro-batch" if plan.batches else "a step"
+    return [f"movements: {len(records)} in {where}, {total}", *_grouped(rows, counted=True)]
 
 
 def _fallbacks(plan: PlanValue) -> list[str]:
@@ -152,40 +142,30 @@ def _fallbacks(plan: PlanValue) -> list[str]:
     ]
     total = sum(fallback.cost for fallback in plan.fallbacks)
     title = f"replicated for want of a rule: {len(rows)}, {seconds_text(total)} of a step"
-    return [title, *_table(grouped(rows), counted=True)]
+    return [title, *_grouped(rows, counted=True)]
 
 
-def _considered(search: Search | None) -> list[str]:
-    if search is None or len(search.considered) < 2:
-        return []
-    ranked = sorted(search.considered, key=lambda c: (c.seconds is None, c.seconds or 0.0))
-    lines = ["meshes"]
-    for entry in ranked[:_MESHES]:
+def _weighed(search: Search | None, alternatives: Sequence[Alternative]) -> list[str]:
+    """The meshes and the ways to run a step that were weighed, where there are several."""
+    meshes = []
+    for entry in sorted(
+        () if search is None else search.considered,
+        key=lambda entry: (entry.seconds is None, entry.seconds or 0.0),
+    ):
         memory = "" if entry.memory is None else f", {bytes_text(entry.memory)}"
         figures = entry.why if entry.seconds is None else seconds_text(entry.seconds) + memory
-        lines.append(f"  {entry.mesh}  {figures}")
-    more = len(ranked) - _MESHES
-    return lines + ([f"  and {more} more"] if more > 0 else [])
+        meshes.append(f"  {entry.mesh}  {figures}")
+    lines = ["meshes", *listed(meshes, _LISTED)] if len(meshes) > 1 else []
+    if len(alternatives) > 1:
+        lines += ["ways to run a step", *listed([f"  {one}" for one in alternatives], _LISTED)]
+    return lines
 
 
-def _alternatives(alternatives: Sequence[Alternative]) -> list[str]:
-    if len(alternatives) < 2:
-        return []
-    lines = ["ways to run a step", *(f"  {one}" for one in alternatives[:_MESHES])]
-    more = len(alternatives) - _MESHES
-    return lines + ([f"  and {more} more"] if more > 0 else [])
-
-
-def _table(rows: Iterable[tuple[str, Hashable, int]], counted: bool = False) -> list[str]:
-    """Aligned columns: the name, then the cells of its content, then how often."""
-    texts = [
-        (name, *content, *([f"x {count}"] if counted and count > 1 else [""] if counted else []))  # type: ignore[misc]
-        for name, content, count in rows
-    ]
-    if not texts:
-        return []
-    widths = [min(max(len(row[i]) for row in texts), _WIDEST) for i in range(len(texts[0]))]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
-        for row in texts
-    ]
+def _grouped(rows: Iterable[tuple[str, tuple[str, ...]]], counted: bool = False) -> list[str]:
+    """Names and their cells, equal blocks as one row, at its end how often."""
+    return table(
+        [
+            (name, *cells, *(["" if count == 1 else f"x {count}"] if counted else []))
+            for name, cells, count in grouped(rows)
+        ]
+    )

@@ -1,10 +1,14 @@
-"""Units: seconds and bytes as a person reads them.
+"""Units: seconds and bytes as a person reads them, lists and tables as a page shows them.
 
 >>> seconds_text(0.0186), bytes_text(3.2e9), share_text(0.0)
 ('18.6 ms', '3.2 GB', '0%')
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+
+_WIDEST = 64  # characters of a column
 
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -29,3 +33,18 @@ def bytes_text(count: float) -> str:
 def share_text(part: float) -> str:
     """`0.3%`."""
     return "0%" if abs(part) < 1e-9 else f"{100 * part:.2g}%"
+
+
+def listed(lines: Sequence[str], most: int, where: str = "") -> list[str]:
+    """The first of some lines, and how many there are besides; `where` these are."""
+    more = len(lines) - most
+    return [*lines[:most], *([f"  and {more} more{where}"] if more > 0 else [])]
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines of aligned columns."""
+    widths = [min(max(map(len, column)), _WIDEST) for column in zip(*rows)]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+        for row in rows
+    ]

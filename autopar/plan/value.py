@@ -97,11 +97,7 @@ class PlanValue(Candidate):
         }
         named = self.captured.parameters | self.captured.buffers
         marked = {
-            node.name: TensorType(
-                tuple(info(node).val.shape),
-                info(node).val.dtype,
-                self.decisions.fixed[node.name],
-            )
+            node.name: TensorType.of(info(node).val, self.decisions.fixed[node.name])
             for node in self.captured.graph.nodes
             if node.name in self.decisions.fixed
         }

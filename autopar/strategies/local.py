@@ -69,7 +69,7 @@ def localize_arguments(
 def local_call(node: fx.Node, rule: Rule, strategy: Strategy, mesh: Mesh, rank: int) -> LocalCall:
     """Function and arguments on `rank`; not for strategies whose kernel expands."""
     types = tuple(
-        TensorType(tuple(value.shape), value.dtype, layout)
+        TensorType.of(value, layout)
         for value, layout in zip(Call(node).outputs, rule.signature(strategy).outputs)
     )
     output_types = types if has_results(node) else types[0]
