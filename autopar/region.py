@@ -28,9 +28,10 @@ from autopar.errors import InvalidInput
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes import localize, rewrite
+from autopar.passes.localize import axes_used
 from autopar.plan.program import Program
 from autopar.runtime.eager import compile_graph
-from autopar.runtime.groups import Groups, axes_used, see_alike
+from autopar.runtime.groups import Groups, see_alike
 from autopar.runtime.placing import wrapper
 from autopar.search.constraints import Constraints, LayoutConstraint, read_constraints
 from autopar.search.propagate import propagate

@@ -80,3 +80,15 @@ def _has_room(node: fx.Node, axes: tuple[str, ...], reader: fx.Node) -> bool:
     others = [user for user in node.users if user is not reader]
     joined = all(set(axes) <= set(_identity_axes(user)) for user in others)
     return joined or info(node).val.numel() <= info(reader).val.numel()
+
+
+def pending_axes(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
+    """For every value, the axes over which its gradient is still to be summed."""
+    pending: dict[fx.Node, frozenset[str]] = {}
+    for node in graph.nodes:
+        pending[node] = frozenset((*info(node).sync, *info(node).pending))
+        movement = info(node).movement
+        if movement is not None:
+            before = pending[node.args[0]]
+            pending[node] = before | frozenset(movement.axes if movement.pending else ())
+    return pending

@@ -16,7 +16,8 @@ from autopar.mesh import Mesh
 from autopar.passes.kernels import local_call
 from autopar.strategies.node_info import info
 
-GroupName = Callable[[tuple[str, ...]], str]
+Axes = tuple[str, ...]
+GroupName = Callable[[Axes], str]
 
 
 def localize(
@@ -42,3 +43,16 @@ def localize(
             copy.kwargs = fx.map_arg(kwargs, lambda n: copies[n])
     local.lint()
     return local
+
+
+def axes_used(graph: fx.Graph) -> set[Axes]:
+    """The sets of axes over which a program moves data."""
+    used: set[Axes] = set()
+    for node in graph.nodes:
+        if (movement := info(node).movement) is not None:
+            used.add(movement.axes)
+        if info(node).sync:
+            used.add(info(node).sync)
+        if node.op == "placeholder":
+            used |= {(axis,) for axis in info(node).type.layout.axes}
+    return used

@@ -26,6 +26,7 @@ from autopar.collectives.eager import LateSum
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, TensorType
 from autopar.passes import localize
+from autopar.passes.localize import axes_used
 from autopar.passes.stages import Stage
 from autopar.pipeline.executor import MessageKey
 from autopar.pipeline.weight_halves import WeightHalves
@@ -35,7 +36,7 @@ from autopar.runtime.backend import Backend, Batch
 from autopar.runtime.buckets import GradientSync, Slot
 from autopar.runtime.eager import compile_graph
 from autopar.runtime.failures import local_checks, one_fails_all_stop
-from autopar.runtime.groups import Groups, axes_used
+from autopar.runtime.groups import Groups
 from autopar.runtime.leaves import Leaves
 from autopar.runtime.messages import Messages, Shape
 from autopar.runtime.norm import norm_over_world

@@ -16,20 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from autopar.collectives.eager import (
-    EAGER,
-    LateSum,
-    identity_then_sum_in_place,
-    sum_in_place,
-    sum_later,
-)
+from autopar.collectives.eager import EAGER, LateSum, sum_later
 from autopar.mesh import Mesh
+from autopar.passes.eager_sums import choose_sums
 from autopar.passes.early_sums import settle_small_sums
 from autopar.passes.recombine import recombine
 from autopar.pipeline.weight_halves import WeightHalves
 from autopar.strategies.node_info import info
 
-aten, own = torch.ops.aten, torch.ops.autopar
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -69,11 +64,12 @@ def compile_graph(
         copies[node] = quick.node_copy(node, lambda n: copies[n])
     recombine(quick)
     whole_inputs = settle_small_sums(quick, whole, mesh)
+    choose_sums(quick, 0 if late is None else outputs, halves is not None)
     for node in quick.nodes:
-        if late is not None and _is_returned_sum(node, outputs):
+        if node.target is sum_later:
             node.target = sum_for_caller
-        else:
-            node.target = _direct(node)
+        elif node.op == "call_function":
+            node.target = EAGER.get(node.target) or _DIRECT.get(node.target, node.target)
         if halves is not None and (weights := info(node).weight_inputs) is not None:
             node.target = halves.apart(node.target, weights)
     quick.lint()
@@ -105,41 +101,3 @@ _DIRECT: dict[object, Callable[..., Any]] = {
     aten.transpose.int: torch.transpose,
     aten.unsqueeze.default: torch.unsqueeze,
 }
-
-
-def _direct(node: fx.Node) -> Any:
-    if node.target is own.all_reduce.default and _is_fresh(node.args[0]):
-        return sum_in_place
-    if node.target is own.identity.default and _has_fresh_gradient(node):
-        return identity_then_sum_in_place
-    if node.op == "call_function":
-        return EAGER.get(node.target) or _DIRECT.get(node.target, node.target)  # type: ignore
-    return node.target
-
-
-def _is_returned_sum(node: fx.Node, outputs: int) -> bool:
-    """Whether a number is summed for nobody but the caller."""
-    if node.target is not own.all_reduce.default or info(node).val.ndim or node.args[2]:
-        return False
-    results: Any = node.graph.output_node().args[0]
-    return (
-        info(node).val.is_floating_point()
-        and all(user.op == "output" for user in node.users)
-        and node not in results[outputs:]
-    )
-
-
-# Operators whose output is new memory that their own backward does not read, and whose gradient
-# for their first input is new memory.
-_MAKES_NEW = (aten.linear.default, aten.matmul.default, F.linear, torch.matmul)
-
-
-def _is_fresh(value: Any) -> bool:
-    return value.target in _MAKES_NEW and len(value.users) == 1
-
-
-def _has_fresh_gradient(value: fx.Node) -> bool:
-    return bool(value.users) and all(
-        reader.target in _MAKES_NEW and reader.args[0] is value and value not in reader.args[1:]
-        for reader in value.users
-    )

@@ -9,31 +9,15 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._torch import groups_known, moves_on_host
 from autopar.errors import InvalidInput
 from autopar.lines import frames_to_caller
 from autopar.mesh import Mesh
+from autopar.passes.localize import Axes
 from autopar.runtime.failures import one_fails_all_stop, tell_uncaught_errors
 from autopar.runtime.world import new_group, require_living, world
-from autopar.strategies.node_info import info
-
-Axes = tuple[str, ...]
-
-
-def axes_used(graph: fx.Graph) -> set[Axes]:
-    """The sets of axes over which a program moves data."""
-    used: set[Axes] = set()
-    for node in graph.nodes:
-        if (movement := info(node).movement) is not None:
-            used.add(movement.axes)
-        if info(node).sync:
-            used.add(info(node).sync)
-        if node.op == "placeholder":
-            used |= {(axis,) for axis in info(node).type.layout.axes}
-    return used
 
 
 class Groups:

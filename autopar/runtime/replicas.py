@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from autopar.errors import ExecutionError
 from autopar.mesh import Mesh
+from autopar.passes.gradient_sync import pending_axes
 from autopar.strategies.node_info import info
 from autopar.strategies.results import has_results
 from autopar.verification.tolerance import eps_of, widened
@@ -84,18 +85,6 @@ class ReplicaCheck:
 def _is_checked(node: fx.Node) -> bool:
     """Tensors are: of several results, each by itself."""
     return "type" in node.meta and not has_results(node)
-
-
-def pending_axes(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
-    """For every value, the axes over which its gradient is still to be summed."""
-    pending: dict[fx.Node, frozenset[str]] = {}
-    for node in graph.nodes:
-        pending[node] = frozenset((*info(node).sync, *info(node).pending))
-        movement = info(node).movement
-        if movement is not None:
-            before = pending[node.args[0]]
-            pending[node] = before | frozenset(movement.axes if movement.pending else ())
-    return pending
 
 
 def same(one: Tensor, other: Tensor) -> bool:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from autopar.passes.localize import Axes
 from autopar.pipeline.synchronization import last_backwards
 from autopar.plan.program import Program
 from autopar.runtime.buckets import Summed
-from autopar.runtime.groups import Axes, Groups
+from autopar.runtime.groups import Groups
 from autopar.runtime.world import world
 from autopar.strategies.node_info import info
 

@@ -1,0 +1,60 @@
+"""Eager sums: which sums of a rank's program are made in place, and which its caller sees to.
+
+For graphs of one rank that run eagerly, after `localize`: the functions that are swapped in change
+what they are given, or leave a sum to be made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.collectives.eager import identity_then_sum_in_place, sum_in_place, sum_later
+from autopar.strategies.node_info import info
+
+aten, own = torch.ops.aten, torch.ops.autopar
+# Operators whose output is new memory that their own backward does not read, and whose gradient
+# for their first input is new memory.
+_MAKES_NEW = (aten.linear.default, aten.matmul.default)
+
+
+def choose_sums(graph: fx.Graph, late: int = 0, is_split: bool = False) -> None:
+    """Swap in, in place, the quickest function for every sum.
+
+    Numbers among the first `late` results are left to be summed by the caller, `sum_later`.
+    `is_split`: what operators with weight halves give is not theirs alone.
+    """
+    for node in graph.nodes:
+        if node.target is own.all_reduce.default:
+            if late and _is_returned(node, late):
+                node.target = sum_later
+            elif _is_fresh(node.args[0], is_split):
+                node.target = sum_in_place
+        elif node.target is own.identity.default and _has_fresh_gradient(node):
+            node.target = identity_then_sum_in_place
+
+
+def _is_returned(node: fx.Node, count: int) -> bool:
+    """Whether a number is summed for nobody but the caller."""
+    if info(node).val.ndim or node.args[2]:
+        return False
+    results: Any = node.graph.output_node().args[0]
+    return (
+        info(node).val.is_floating_point()
+        and all(user.op == "output" for user in node.users)
+        and node not in results[count:]
+    )
+
+
+def _is_fresh(value: Any, is_split: bool) -> bool:
+    is_apart = is_split and info(value).weight_inputs is not None
+    return value.target in _MAKES_NEW and len(value.users) == 1 and not is_apart
+
+
+def _has_fresh_gradient(value: fx.Node) -> bool:
+    return bool(value.users) and all(
+        reader.target in _MAKES_NEW and reader.args[0] is value and value not in reader.args[1:]
+        for reader in value.users
+    )
