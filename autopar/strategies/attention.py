@@ -10,26 +10,26 @@ import torch
 
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import Call, register_rule
-from autopar.strategies.rule import Dim, Extra, Rule, Saved
+from autopar.strategies.rule import Dim, Extra, Rule, Saved, broadcast
 
 
 def _attention(call: Call) -> Rule:
     query, key, value = call.shapes[:3]
     leading: list[Dim] = [(f"b{index}",) for index in range(len(call.shape) - 2)]
-    sizes = {dim[0]: size for dim, size in zip(leading, call.shape)}
-    sizes |= {"q": query[-2], "k": key[-2], "d": query[-1], "e": value[-1]}
+    # Of heads that an input has once for all, too.
+    sizes = dict(zip([name for (name,) in leading], call.shape))
     heads: list[Dim] = list(leading)
     if call["enable_gqa"] and len(query) > 2 and key[-3] != query[-3]:
         name = leading[-1][0]
         sizes |= {name: key[-3], "g": query[-3] // key[-3]}
         heads[-1] = (name, "g")
     inputs: list[list[Dim]] = [
-        [*_broadcast(heads, query), ("q",), ("d",)],
-        [*_broadcast(leading, key), ("k",), ("d",)],
-        [*_broadcast(leading, value), ("k",), ("e",)],
+        [*broadcast(heads, query[:-2]), ("q",), ("d",)],
+        [*broadcast(leading, key[:-2]), ("k",), ("d",)],
+        [*broadcast(leading, value[:-2]), ("k",), ("e",)],
     ]
     if call["attn_mask"] is not None:
-        inputs.append(_broadcast_to([*heads, ("q",), ("k",)], call.shapes[3]))
+        inputs.append(broadcast([*heads, ("q",), ("k",)], call.shapes[3]))
     points = call.outputs[0].numel() // max(value[-1], 1) * key[-2]
     return call.rule(
         inputs,
@@ -59,22 +59,13 @@ def _saved(call: Call, heads: list[Dim]) -> Saved:
         if mask is None or info(mask).val.dtype != torch.bool:
             return Saved((*range(len(call.inputs)),), output=True, extra=(sums,))
         dims: list[Dim] = [*heads, ("q",), ("k",)]  # of the mask as numbers
-        added = _broadcast_to(dims, call.shapes[3])
+        added = broadcast(dims, call.shapes[3])
         return Saved((0, 1, 2), output=True, extra=(sums, Extra(tuple(added))))
     whole = value[:-2] == call.shape[:-2] and dtype == wide  # else torch makes a copy
     copies = [("q", "d"), ("k", "d"), ("q", "k"), *([] if whole else [("k", "e")])]
     copies += [("q", "k")] * (2 if call["dropout_p"] > 0 else 0)
     extra = tuple(Extra((*heads, (rows,), (columns,)), wide) for rows, columns in copies)
     return Saved((2,) if whole else (), extra=extra)
-
-
-def _broadcast_to(dims: list[Dim], shape: tuple[int, ...]) -> list[Dim]:
-    aligned = dims[len(dims) - len(shape) :]
-    return [() if size == 1 else dim for dim, size in zip(aligned, shape)]
-
-
-def _broadcast(leading: list[Dim], shape: tuple[int, ...]) -> list[Dim]:
-    return _broadcast_to(leading, shape[:-2])
 
 
 register_rule("aten.scaled_dot_product_attention", _attention)

@@ -6,12 +6,13 @@ The channels of a grouped convolution are (g i) and (g o): groups can be cut eve
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
 from autopar.strategies.registry import Call, Traits, aten, register_rule
-from autopar.strategies.rule import Dim, Extra, Rule, Saved
+from autopar.strategies.rule import Dim, Extra, Rule, Saved, names
 
 RESIZES = {
     1: "upsample_linear1d",
@@ -26,14 +27,9 @@ def _convolution(call: Call) -> Rule | None:
     space = len(weight) - 2
     batched = len(call.shape) == space + 2
     groups = call["groups"]
-    sizes = {"n": call.shape[0] if batched else 1, "g": groups}
     first, second = ("i", "o") if transposed else ("o", "i")  # the dims of the weight
-    sizes |= {first: weight[0] // groups, second: weight[1]}
-    whole = ["g"] if groups == 1 else ["i", "o"]
-    before, kernel, after = ([(f"{kind}{i}",) for i in range(space)] for kind in ("x", "w", "y"))
-    for dims, shape in ((before, call.shapes[0]), (kernel, weight), (after, call.shape)):
-        sizes |= {dim[0]: size for dim, size in zip(dims, shape[len(shape) - space :])}
-    whole += [dim[0] for dim in before + kernel + after]
+    before, kernel, after = (names(space, kind) for kind in ("x", "w", "y"))
+    whole: list[Dim] = [("g",) if groups == 1 else ("i", "o"), *before, *kernel, *after]
     batch: list[Dim] = [("n",)] if batched else []
     inputs: list[list[Dim]] = [
         [*batch, ("g", "i"), *before],
@@ -46,7 +42,7 @@ def _convolution(call: Call) -> Rule | None:
     return call.rule(
         inputs,
         [*batch, ("g", "o"), *after],
-        sizes,
+        {"g": groups},
         whole=whole,
         even=frozenset(("g", "i", "o")),
         passes=passes,
@@ -56,21 +52,22 @@ def _convolution(call: Call) -> Rule | None:
     )
 
 
+def _groups_of_piece(call: Call, shape: Sequence[int]) -> int:
+    channels = len(shape) - len(call.shapes[1]) + 1
+    groups: int = call["groups"]
+    return groups if groups == 1 else shape[channels] * groups // call.shape[channels]
+
+
 def _pooling(call: Call, space: int, linear: bool, saved: tuple[int, ...] = (0,)) -> Rule:
     shape, out_shape = call.shapes[0], call.shape
-    leading: list[Dim] = [(f"n{i}",) for i in range(len(shape) - space)]
-    before: list[Dim] = [(f"x{i}",) for i in range(space)]
-    after: list[Dim] = [(f"y{i}",) for i in range(space)]
-    sizes = {dim[0]: size for dim, size in zip(leading + before, shape)}
-    sizes |= {dim[0]: size for dim, size in zip(after, out_shape[len(leading) :])}
+    leading, before, after = names(len(shape) - space, "n"), names(space, "x"), names(space, "y")
     window = call.get("kernel_size") or [1]
     window = window * space if len(window) == 1 else window
     places = (Extra((*leading, *after), torch.int64),)  # of the maxima
     return call.rule(
         [[*leading, *before]],
         [*leading, *after],
-        sizes,
-        whole=[dim[0] for dim in before + after],
+        whole=before + after,
         even=frozenset(leading[-1]),  # torch pools no piece without channels
         passes=[(0,)] if linear else (),
         flops=float(math.prod(out_shape) * math.prod(window)),
@@ -86,7 +83,7 @@ def _average_to_size(call: Call) -> Rule:
 register_rule(
     aten("conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d"),
     _convolution,
-    traits=Traits(groups="groups"),
+    traits=Traits(of_piece={"groups": _groups_of_piece}),
 )
 for _space in (1, 2, 3):
     _maximum = partial(_pooling, space=_space, linear=False)

@@ -8,29 +8,22 @@ from __future__ import annotations
 
 from functools import partial
 
-from autopar.strategies.registry import Call, Traits, aten, register_rule
-from autopar.strategies.rule import Dim, Rule
-from autopar.strategies.shapes import names, sizes_of
+from autopar.strategies.registry import Call, Traits, aten, register_rule, shape_of_piece
+from autopar.strategies.rule import Rule, names
 
 
 def _constant(call: Call, *, counted: bool = False, random: bool = False) -> Rule:
     """What it reads stays whole; so does the result where its numbers are `counted`."""
     out = names(len(call.shape))
-    sizes = sizes_of(out, call.shape)
-    inputs: list[list[Dim]] = []
-    for number, shape in enumerate(call.shapes):
-        dims = names(len(shape), f"other{number}_")
-        sizes |= sizes_of(dims, shape)
-        inputs.append(dims)
-    held = inputs + [out] * counted
-    whole = [factor for dims in held for (factor,) in dims]
-    return call.rule(inputs, out, sizes, whole=whole, flops=0.0, random=random)
+    inputs = [names(len(shape), f"other{number}_") for number, shape in enumerate(call.shapes)]
+    whole = [dim for dims in inputs + [out] * counted for dim in dims]
+    return call.rule(inputs, out, whole=whole, flops=0.0, random=random)
 
 
 register_rule(
     aten("zeros ones full empty new_zeros new_ones new_full new_empty"),
     _constant,
-    traits=Traits(shape="size"),
+    traits=Traits(of_piece={"size": shape_of_piece}),
 )
 register_rule(
     aten("zeros_like ones_like full_like empty_like zero fill.Scalar"), "... -> ...", cost=0

@@ -6,13 +6,13 @@ of a product at a time, through the dividend but not the divisor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import Unpack
 
-from autopar.strategies.language import Passes, parse
+from autopar.strategies.language import Options
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import Call, Traits, aten, register_rule
-from autopar.strategies.rule import Rule
+from autopar.strategies.rule import Rule, names
 
 SAVES_OUTPUT = aten("exp exp2 sqrt rsqrt tanh sigmoid relu reciprocal expm1 tan")
 SAVES_INPUT = aten(
@@ -30,18 +30,9 @@ COMPARISONS = aten(
 PAIRS = aten("maximum minimum max.other min.other atan2 remainder fmod fmax fmin logaddexp")
 
 
-def elementwise(call: Call, passes: Passes = (), saved: str = "", cost: float = 1.0) -> Rule:
+def elementwise(call: Call, **options: Unpack[Options]) -> Rule:
     """All tensor inputs broadcast to the output."""
-    line = ", ".join(["..."] * len(call.shapes)) + " -> ..."
-    return parse(
-        line,
-        call.shapes,
-        [call.shape],
-        passes=passes,
-        saved=saved,
-        cost=cost,
-        source=call.source,
-    )
+    return call.parse(", ".join(["..."] * len(call.shapes)) + " -> ...", **options)
 
 
 def _sum_of_inputs(call: Call) -> Rule:
@@ -69,19 +60,11 @@ def _converted(call: Call) -> Rule:
     rounds = before.is_floating_point and not (after.is_floating_point or after.is_complex)
     passes = [] if rounds else [(0,)]
     if len(call.shapes) == 1:
-        return elementwise(call, passes, cost=0)
-    return elementwise_of_first(call, passes)
-
-
-def elementwise_of_first(call: Call, passes: Sequence[tuple[int, ...]]) -> Rule:
-    """The first input shapes the output, the others (only asked for a dtype) stay whole."""
-    names = [tuple((f"d{i}",) for i in range(len(call.shape)))]
-    sizes = {f"d{i}": size for i, size in enumerate(call.shape)}
-    for index, shape in enumerate(call.shapes[1:], 1):
-        names.append(tuple((f"other{index}_{i}",) for i in range(len(shape))))
-        sizes |= {f"other{index}_{i}": size for i, size in enumerate(shape)}
-    whole = [factor for factor in sizes if factor.startswith("other")]
-    return call.rule(names, names[0], sizes, whole=whole, passes=passes, flops=0.0)
+        return elementwise(call, passes=passes, cost=0)
+    # The first input shapes the output, the others (only asked for a dtype) stay whole.
+    first, *others = (names(len(s), f"other{i}_" if i else "d") for i, s in enumerate(call.shapes))
+    whole = [dim for other in others for dim in other]
+    return call.rule([first, *others], first, whole=whole, passes=passes, flops=0.0)
 
 
 def _where(call: Call) -> Rule:
@@ -102,7 +85,7 @@ def _dropout(call: Call) -> Rule | None:
     training = call["train"] if call["train"] is not None else True
     if probability == 0 or not training:
         return elementwise(call, passes="all")
-    return parse("... -> ...", call.shapes, [call.shape], random=True, extra="...")
+    return call.parse("... -> ...", random=True, extra="...")
 
 
 register_rule(SAVES_OUTPUT, "... -> ...", saved="output")

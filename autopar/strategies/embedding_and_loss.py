@@ -6,25 +6,21 @@ from dataclasses import replace
 from functools import partial
 
 from autopar.strategies.kernels import count_targets, cross_entropy
-from autopar.strategies.language import parse
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import Call, aten, register_rule
-from autopar.strategies.rule import Dim, Extra, Rule, Saved
+from autopar.strategies.rule import Extra, Rule, Saved, names
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for the reduction of a loss
 
 
 def _embedding(call: Call) -> Rule:
     special = call["scale_grad_by_freq"]
-    return parse(
+    return call.parse(
         "v! e!, ...! -> ...! e!" if special else "v+ e, ... -> ... e",
-        call.shapes,
-        [call.shape],
         passes="" if special else [(0,)],
         kernels={} if special else {"v": "cut_embedding"},
         flops=0.0,
         saved="1",
-        source=call.source,
     )
 
 
@@ -36,15 +32,9 @@ def _pointwise_loss(call: Call, absolute: bool = False) -> Rule:
         MEAN: "...!, ...! -> ",
         SUM: "..., ... -> " if call.shapes[0] == call.shapes[1] else "...!, ...! -> ",
     }[reduction]
-    return parse(
-        line,
-        call.shapes,
-        [call.shape],
-        saved="" if absolute else "0 1",
-        extra="..." if absolute else "",
-        cost=2,
-        source=call.source,
-    )
+    if absolute:
+        return call.parse(line, extra="...", cost=2)
+    return call.parse(line, saved="0 1", cost=2)
 
 
 def _loss_of_elements(
@@ -56,16 +46,7 @@ def _loss_of_elements(
     if call["reduction"] != NONE:
         return None
     every = " ".join(map(str, range(line.count(",") + 1)))
-    return parse(
-        line,
-        call.shapes,
-        [call.shape],
-        slots=call.slots,
-        saved=every if saved is None else saved,
-        extra=extra,
-        cost=4,
-        source=call.source,
-    )
+    return call.parse(line, saved=every if saved is None else saved, extra=extra, cost=4)
 
 
 def _divergence(call: Call) -> Rule | None:
@@ -100,31 +81,21 @@ def _hinge_loss(call: Call) -> Rule | None:
 
 def _cross_entropy(call: Call) -> Rule:
     """The kernel: kept are the log-softmax, a number, and with smoothing what is ignored."""
-    return parse(
-        "... v, ..., v -> ...",
-        call.shapes,
-        [call.shape],
-        slots=call.slots,
-        kernels={"v": "cross_entropy"},
-        gathered=["v"],
-        cost=5,
-        saved="1 2",
-        extra="... v, " + ", bool: ..." * (call["label_smoothing"] > 0),
-        source=call.source,
-    )
+    extra = "... v, " + ", bool: ..." * (call["label_smoothing"] > 0)
+    line, kernels = "... v, ..., v -> ...", {"v": "cross_entropy"}
+    return call.parse(line, kernels=kernels, cost=5, saved="1 2", extra=extra)
 
 
 def _class_loss(call: Call) -> Rule:
     """torch's own losses by class: the class dim stays whole, and all of it for a mean."""
     shape, target = call.shapes[:2]
-    dims: list[Dim] = [(f"d{i}",) for i in range(len(shape))]
-    sizes = {dim[0]: size for dim, size in zip(dims, shape)}
+    dims = names(len(shape))
     classes = 1 if len(shape) > 1 else 0
     rest = dims[:classes] + dims[classes + 1 :]
     inputs = [dims, rest if len(target) == len(rest) else dims]
     inputs += [[dims[classes]]] * (len(call.shapes) - 2)
     reduction = call["reduction"]
-    whole = list(sizes) if reduction == MEAN else [f"d{classes}"]
+    whole = dims if reduction == MEAN else [dims[classes]]
     number = Extra(())
     saved = Saved((*range(len(inputs)),), extra=(number,))
     if "label_smoothing" in call.arguments:  # takes logits, and keeps their log-softmax
@@ -132,7 +103,6 @@ def _class_loss(call: Call) -> Rule:
     return call.rule(
         inputs,
         rest if reduction == NONE else [],
-        sizes,
         whole=whole,
         sums=frozenset(dim[0] for dim in rest) if reduction == SUM else frozenset(),
         flops=5.0 * info(call.inputs[0]).val.numel(),

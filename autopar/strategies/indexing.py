@@ -6,14 +6,13 @@ All are linear in what they pick from.
 from __future__ import annotations
 
 import itertools
-import math
 
 import torch
 
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import Call, aten, register_rule
-from autopar.strategies.rule import Dim, Rule, Saved
-from autopar.strategies.shapes import FIRST, VIEW, names, same_dims, sizes_of
+from autopar.strategies.rule import Dim, Rule, Saved, broadcast, names
+from autopar.strategies.shapes import VIEW, moved, same_dims
 
 
 def _slice(call: Call) -> Rule:
@@ -23,27 +22,15 @@ def _slice(call: Call) -> Rule:
 def _select(call: Call) -> Rule:
     dim = call.dim(call["dim"])
     dims = names(len(call.shapes[0]))
-    out = dims[:dim] + dims[dim + 1 :]
-    sizes = sizes_of(dims, call.shapes[0])
-    return call.rule([dims], out, sizes, whole=dims[dim], passes=FIRST, flops=0.0)
+    return moved(call, [dims], dims[:dim] + dims[dim + 1 :], whole=dims[dim])
 
 
 def _index_select(call: Call) -> Rule:
     dim = call.dim(call["dim"])
     dims = names(len(call.shapes[0]))
-    out: list[Dim] = [("j",) if i == dim else factor for i, factor in enumerate(dims)]
     index: list[Dim] = [("j",)] * len(call.shapes[1])
-    sizes = sizes_of(dims, call.shapes[0]) | {"j": call.shape[dim] if out else 1}
-    held = dims[dim] if dims else ()
-    return call.rule(
-        [dims, index],
-        out,
-        sizes,
-        whole=held,
-        passes=FIRST,
-        flops=0.0,
-        saved=Saved((1,)),
-    )
+    out: list[Dim] = [("j",) if i == dim else factor for i, factor in enumerate(dims)]
+    return moved(call, [dims, index], out, whole=[f"d{dim}"], saved=Saved((1,)))
 
 
 def _gather(call: Call) -> Rule:
@@ -51,7 +38,6 @@ def _gather(call: Call) -> Rule:
     dim = call.dim(call["dim"])
     table, index = call.shapes
     out = names(len(index))
-    sizes = sizes_of(out, index)
     into: list[Dim] = []
     whole = []
     for i, factor in enumerate(out):
@@ -59,13 +45,10 @@ def _gather(call: Call) -> Rule:
             into.append(factor)
             continue
         into.append((f"n{i}",))
-        sizes[f"n{i}"] = table[i]
         whole.append(f"n{i}")
         if i != dim:
             whole += factor  # the table's rows are matched by position
-    return call.rule(
-        [into, out], out, sizes, whole=whole, passes=FIRST, flops=0.0, saved=Saved((0, 1))
-    )
+    return moved(call, [into, out], out, whole=whole, saved=Saved((0, 1)))
 
 
 def _index(call: Call) -> Rule | None:
@@ -74,83 +57,68 @@ def _index(call: Call) -> Rule | None:
     present = [i for i, index in enumerate(indices) if index is not None]
     if any(info(node).val.dtype == torch.bool for node in call.inputs[1:]):
         return None
-    table = call.shapes[0]
-    into = names(len(table))
-    sizes = sizes_of(into, table)
-    shared = torch.broadcast_shapes(*call.shapes[1:])
-    picked = names(len(shared), "j")
-    sizes |= sizes_of(picked, shared)
-    inputs: list[list[Dim]] = [into]
-    for shape in call.shapes[1:]:
-        aligned = picked[len(shared) - len(shape) :]
-        inputs.append([() if size == 1 else dim for dim, size in zip(aligned, shape)])
+    into = names(len(call.shapes[0]))
+    picked = names(max(map(len, call.shapes[1:])), "j")
+    inputs = [into, *(broadcast(picked, shape) for shape in call.shapes[1:])]
     adjacent = all(b == a + 1 for a, b in itertools.pairwise(present))
     at = present[0] if adjacent else 0
     rest = [factor for i, factor in enumerate(into) if i not in present]
     out = rest[:at] + picked + rest[at:]
     whole = [f"d{i}" for i in present]
-    saved = Saved(tuple(range(1, len(inputs))))
-    return call.rule(inputs, out, sizes, whole=whole, passes=FIRST, flops=0.0, saved=saved)
+    return moved(call, inputs, out, whole=whole, saved=Saved(tuple(range(1, len(inputs)))))
 
 
 def _scatter(call: Call) -> Rule:
     """All tensors share the dims other than `dim` where all have one size."""
     dim = call.dim(call["dim"])
     out = names(len(call.shape))
-    sizes = sizes_of(out, call.shape)
     whole = [f"d{dim}"]
     inputs: list[list[Dim]] = [out]
     for number, shape in enumerate(call.shapes[1:], 1):
         dims: list[Dim] = []
-        for i, size in enumerate(shape):
+        for i in range(len(shape)):
             shared = i != dim and all(other[i] == call.shape[i] for other in call.shapes)
             dims.append((f"d{i}",) if shared else (f"n{number}_{i}",))
             if not shared:
-                sizes[f"n{number}_{i}"] = size
                 whole += [f"n{number}_{i}", f"d{i}"]
         inputs.append(dims)
-    return call.rule(inputs, out, sizes, whole=whole, saved=Saved((1,)))
+    return call.rule(inputs, out, whole=whole, saved=Saved((1,)))
+
+
+def _written(call: Call, part: list[Dim]) -> Rule:
+    """The dims of the first input with a part of it replaced; what the part lacks is whole."""
+    dims = names(len(call.shape))
+    return moved(call, [dims, part], dims, whole={*dims} ^ {*part}, passes=[(0, 1)])
 
 
 def _select_scatter(call: Call) -> Rule:
     """The second input has all dims but the one it is written into at an index."""
-    dim = call.dim(call["dim"])
-    dims = names(len(call.shape))
-    part = dims[:dim] + dims[dim + 1 :]
-    sizes = sizes_of(dims, call.shape)
-    return call.rule([dims, part], dims, sizes, whole=dims[dim], passes=[(0, 1)], flops=0.0)
+    dim, dims = call.dim(call["dim"]), names(len(call.shape))
+    return _written(call, dims[:dim] + dims[dim + 1 :])
 
 
 def _slice_scatter(call: Call) -> Rule:
     """The second input has the size of the slice in the dim it is written into."""
-    dim = call.dim(call["dim"])
-    dims = names(len(call.shape))
-    part: list[Dim] = [("part",) if i == dim else factor for i, factor in enumerate(dims)]
-    sizes = sizes_of(dims, call.shape) | {"part": call.shapes[1][dim]}
-    whole = ["part", *dims[dim]]
-    return call.rule([dims, part], dims, sizes, whole=whole, passes=[(0, 1)], flops=0.0)
+    dim, dims = call.dim(call["dim"]), names(len(call.shape))
+    return _written(call, [*dims[:dim], ("part",), *dims[dim + 1 :]])
 
 
 def _diagonal_scatter(call: Call) -> Rule:
     """The diagonal of two dims stands last in the second input."""
     held = {call.dim(call["dim1"]), call.dim(call["dim2"])}
-    dims = names(len(call.shape))
-    part: list[Dim] = [*(dim for i, dim in enumerate(dims) if i not in held), ("part",)]
-    sizes = sizes_of(dims, call.shape) | {"part": call.shapes[1][-1]}
-    whole = ["part", *(f"d{i}" for i in held)]
-    return call.rule([dims, part], dims, sizes, whole=whole, passes=[(0, 1)], flops=0.0)
+    dims = [dim for i, dim in enumerate(names(len(call.shape))) if i not in held]
+    return _written(call, [*dims, ("part",)])
 
 
 def _added(call: Call) -> Rule:
     """The rows of a source added to, or put in the place of, those that an index names."""
     dim = call.dim(call["dim"])
     out = names(len(call.shape))
-    sizes = sizes_of(out, call.shape) | {"j": math.prod(call.shapes[1])}
     index: list[Dim] = [("j",)] * len(call.shapes[1])
     source: list[Dim] = [("j",) if i == dim else factor for i, factor in enumerate(out)]
     whole = ["j", f"d{dim}"]
     inputs = [out, index, source][: len(call.shapes)]
-    return call.rule(inputs, out, sizes, whole=whole, saved=Saved((1, 2)))
+    return call.rule(inputs, out, whole=whole, saved=Saved((1, 2)))
 
 
 register_rule(aten("slice narrow"), _slice, traits=VIEW)

@@ -28,6 +28,7 @@ from typing import TypedDict, Unpack
 import torch
 
 from autopar.errors import InvalidInput
+from autopar.strategies.kernels import KERNELS
 from autopar.strategies.rule import Dim, Extra, Rule, Saved, product
 
 Shape = Sequence[int]
@@ -73,7 +74,6 @@ class Options(TypedDict, total=False):
     # "all" (the inputs may be partial sums together), "each" (one at a time) or sets of inputs.
     passes: Passes
     kernels: Mapping[str, str] | None  # by factor, what cutting it needs
-    gathered: Iterable[str]  # factors whose kernel leaves a whole output
     even: Iterable[str]  # factors that are cut only into equal pieces
     flops: Flops | None  # a number or a function of the sizes
     # Without `flops`: of each point of all factors, twice if any is contracted.
@@ -102,11 +102,11 @@ def parse(
     """
     pattern = Pattern.read(text) if isinstance(text, str) else text
     present = range(len(input_shapes)) if slots is None else slots
-    if len(present) != len(input_shapes) or any(slot >= len(pattern.inputs) for slot in present):
-        raise _unfit(pattern, input_shapes, output_shapes, "names every tensor input", source)
-    used = [pattern.inputs[slot] for slot in present]
     sizes = dict(options.get("sizes") or {})
     binding = _Binding(pattern, input_shapes, output_shapes, sizes, source)
+    if len(present) != len(input_shapes) or any(slot >= len(pattern.inputs) for slot in present):
+        raise binding.unfit("names every tensor input")
+    used = [pattern.inputs[slot] for slot in present]
     binding.collect(used)
     inputs = tuple(binding.dims(dims, shape) for dims, shape in zip(used, input_shapes))
     outputs = tuple(
@@ -134,7 +134,7 @@ def parse(
         product=multiplies if options.get("flops") is None else flops > 0,
         text=pattern.text,
         sums=binding.names(pattern.sums),
-        gathered=frozenset(options.get("gathered", ())),
+        gathered=frozenset(f for f, name in kernels.items() if KERNELS[name].expand is not None),
         saved=_saved(options, binding, present, passes),
         random=options.get("random", False),
     )
@@ -281,7 +281,15 @@ class _Binding:
         return marked - {ELLIPSIS} | (set(self.hidden) if ELLIPSIS in marked else set())
 
     def unfit(self, requirement: str) -> InvalidInput:
-        return _unfit(self.pattern, self.input_shapes, self.output_shapes, requirement, self.source)
+        shapes = f"inputs {[tuple(shape) for shape in self.input_shapes]}"
+        if self.output_shapes is not None:
+            shapes += f", outputs {[tuple(shape) for shape in self.output_shapes]}"
+        return InvalidInput(
+            f"the line of a rule {requirement}",
+            got=f"{self.pattern.text!r} for {shapes}",
+            remedy="correct the line, or register a function that makes the rule of a call",
+            source=self.source,
+        )
 
 
 def _read_tensor(part: str, text: str, whole: set[str], sums: set[str]) -> tuple[Dim, ...]:
@@ -364,22 +372,4 @@ def _malformed(text: str, reason: str) -> InvalidInput:
         f"a rule is one line 'inputs -> outputs': {reason}",
         got=repr(text),
         remedy="write it like '... i, o i -> ... o'",
-    )
-
-
-def _unfit(
-    pattern: Pattern,
-    input_shapes: Sequence[Shape],
-    output_shapes: Sequence[Shape] | None,
-    requirement: str,
-    source: str | None,
-) -> InvalidInput:
-    shapes = f"inputs {[tuple(shape) for shape in input_shapes]}"
-    if output_shapes is not None:
-        shapes += f", outputs {[tuple(shape) for shape in output_shapes]}"
-    return InvalidInput(
-        f"the line of a rule {requirement}",
-        got=f"{pattern.text!r} for {shapes}",
-        remedy="correct the line, or register a function that makes the rule of a call",
-        source=source,
     )

@@ -6,23 +6,17 @@ linear in each input, so a partial sum in one of them passes through.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from autopar.strategies.language import parse
 from autopar.strategies.registry import Call, aten, register_rule
-from autopar.strategies.rule import Dim, Rule, Saved, product
+from autopar.strategies.rule import Dim, Rule, Saved, broadcast
 
 
 def _linear(call: Call) -> Rule:
-    biased = call["bias"] is not None
-    return parse(
-        "... i, o i, o -> ... o" if biased else "... i, o i -> ... o",
-        call.shapes,
-        [call.shape],
-        passes="" if biased else "each",
-        saved="0 1",
-        source=call.source,
-    )
+    if call["bias"] is not None:
+        return call.parse("... i, o i, o -> ... o", saved="0 1")
+    return call.parse("... i, o i -> ... o", passes="each", saved="0 1")
 
 
 def _matmul(call: Call) -> Rule:
@@ -33,29 +27,16 @@ def _matmul(call: Call) -> Rule:
         (False, True): "... m k, k -> ... m",
         (False, False): "... m k, ... k n -> ... m n",
     }[left == 1, right == 1]
-    return parse(line, call.shapes, [call.shape], passes="each", saved="0 1", source=call.source)
+    return call.parse(line, passes="each", saved="0 1")
 
 
 def _product_and_sum(call: Call) -> Rule:
     """The summand is broadcast to the output; it would be added by every rank if k were cut."""
-    batch = [("b",)] if len(call.shape) == 3 else []
+    batch: list[Dim] = [("b",)] if len(call.shape) == 3 else []
     out: list[Dim] = [*batch, ("m",), ("n",)]
-    sizes = {dim[0]: size for dim, size in zip(out, call.shape)} | {"k": call.shapes[1][-1]}
-    summand = call.shapes[0]
-    aligned = out[len(out) - len(summand) :]
-    return call.rule(
-        [
-            [() if size == 1 else dim for dim, size in zip(aligned, summand)],
-            [*batch, ("m",), ("k",)],
-            [*batch, ("k",), ("n",)],
-        ],
-        out,
-        sizes,
-        whole=["k"],
-        flops=2.0 * product(sizes),
-        product=True,
-        saved=Saved((1, 2)),
-    )
+    inputs = [broadcast(out, call.shapes[0]), [*batch, ("m",), ("k",)], [*batch, ("k",), ("n",)]]
+    flops = 2.0 * math.prod(call.shape) * call.shapes[1][-1]
+    return call.rule(inputs, out, whole=["k"], flops=flops, product=True, saved=Saved((1, 2)))
 
 
 def _einsum(call: Call) -> Rule | None:
@@ -79,7 +60,7 @@ def _einsum(call: Call) -> Rule | None:
 
     line = f"{', '.join(map(written, subscripts))} -> {written(right.replace('...', chr(0)))}"
     kept = " ".join(str(index) for index in range(len(terms)))
-    return parse(line, call.shapes, [call.shape], passes="each", saved=kept, source=call.source)
+    return call.parse(line, passes="each", saved=kept)
 
 
 def _without_broadcast(

@@ -17,7 +17,7 @@ from autopar.mesh import Mesh
 from autopar.strategies.kernels import KERNELS, no_results, nothing
 from autopar.strategies.node_info import flat, info
 from autopar.strategies.registry import Call, traits_of
-from autopar.strategies.results import has_results, is_result
+from autopar.strategies.results import has_results
 from autopar.strategies.rule import Rule, Strategy
 
 aten = torch.ops.aten
@@ -37,33 +37,22 @@ def localize_arguments(
 
     `types` are the global shapes of the outputs and their layouts.
     """
-    output_type = flat(types)[0]
-    args, kwargs = tuple(node.args), dict(node.kwargs)
-    if is_result(node):
-        return args, kwargs
-    traits, target = traits_of(node), node.target
-    shape = list(output_type.layout.local_shape(output_type.shape, mesh, rank))
+    output_type, traits = flat(types)[0], traits_of(node)
+    args, kwargs = list(node.args), dict(node.kwargs)
+    shape = output_type.layout.local_shape(output_type.shape, mesh, rank)
     if traits.as_reshape:
-        return (args[0], shape), {}
-    if traits.shape:
-        return _replaced(node, traits.shape, shape)
-    if shape == list(output_type.shape):
-        return args, kwargs
-    if target is aten.repeat.default:
-        # What is copied is whole: the piece has so many copies.
-        repeats = [
-            length * times // size if times > 1 else times
-            for length, size, times in zip(shape, output_type.shape, Call(node)["repeats"])
-        ]
-        return _replaced(node, "repeats", repeats)
-    if target is aten.repeat_interleave.self_int:
-        return _repeated(node, output_type, shape)
-    count = Call(node)[traits.groups] if traits.groups else 1
-    if count > 1:
-        channels = 1 if target is aten.group_norm.default else len(shape) - 1 - _space(node)
-        groups = shape[channels] * count // output_type.shape[channels]
-        return _replaced(node, traits.groups, groups)
-    return args, kwargs
+        return (args[0], list(shape)), {}
+    for name, of_piece in traits.of_piece.items():
+        value = of_piece(Call(node), shape)
+        if value == Call(node)[name]:
+            continue
+        declared = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+        place = declared.index(name)
+        if name not in kwargs and place < len(args):
+            args[place] = value
+        else:
+            kwargs[name] = value
+    return tuple(args), kwargs
 
 
 def local_call(node: fx.Node, rule: Rule, strategy: Strategy, mesh: Mesh, rank: int) -> LocalCall:
@@ -104,30 +93,3 @@ def piece_call(
                 return no_results, (shapes, dtypes, learns, *node.all_input_nodes), {}
             return nothing, (shapes[0], dtypes[0], learns, *node.all_input_nodes), {}
     return local_function(node), *localize_arguments(node, types, mesh, rank)
-
-
-def _repeated(
-    node: fx.Node, output_type: TensorType, shape: list[int]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A dim of size 1 is repeated as often as the piece is long; a given size is the piece's."""
-    call = Call(node)
-    dim = call.dim(call["dim"])
-    repeats = shape[dim] if output_type.shape[dim] == call["repeats"] else call["repeats"]
-    return (call["self"], repeats, call["dim"]), {}
-
-
-def _space(node: fx.Node) -> int:
-    """The number of dims that a convolution slides over."""
-    return len(info(Call(node)["weight"]).val.shape) - 2
-
-
-def _replaced(node: fx.Node, name: str, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with one changed, wherever it stands."""
-    args, kwargs = list(node.args), dict(node.kwargs)
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    place = names.index(name)
-    if name not in kwargs and place < len(args):
-        args[place] = value
-    else:
-        kwargs[name] = value
-    return tuple(args), kwargs

@@ -12,17 +12,18 @@ for operators whose rule depends on more than shapes. `rule_of(node)` finds the 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from types import MappingProxyType
+from typing import Any, Unpack
 
 import torch
 from torch import fx
 
 from autopar.errors import InvalidInput, unforeseen
-from autopar.strategies.kernels import KERNELS
-from autopar.strategies.language import Flops, Passes, Pattern, parse
+from autopar.strategies.language import Flops, Options, Passes, Pattern, parse
 from autopar.strategies.node_info import flat, info
 from autopar.strategies.results import is_result
 from autopar.strategies.rule import Dim, Extra, Rule, Saved, product, render
@@ -88,38 +89,68 @@ class Call:
         """A dim counted from the left; `ndim` is that of the first input if not given."""
         return value % max(len(self.shapes[0]) if ndim is None else ndim, 1)
 
+    def dims(self) -> list[int]:
+        """Those that the argument `dim` or `dims` numbers; all where it is not given."""
+        given = self.get("dim", self.get("dims"))
+        given = [given] if isinstance(given, int) else given
+        return [self.dim(dim) for dim in given or range(len(self.shapes[0]))]
+
+    def parse(self, line: str | Pattern, **options: Unpack[Options]) -> Rule:
+        """The rule of this call by a line."""
+        outputs = [tuple(output.shape) for output in self.outputs]
+        return parse(line, self.shapes, outputs, slots=self.slots, source=self.source, **options)
+
     def rule(
         self,
         inputs: Sequence[Sequence[Dim]],
         output: Sequence[Dim],
-        sizes: Mapping[str, int],
+        sizes: Mapping[str, int] = MappingProxyType({}),
         *,
-        whole: Iterable[str] = (),
+        more: Sequence[Sequence[Dim]] = (),
+        whole: Iterable[str | Dim] = (),
         passes: Iterable[Iterable[int]] = (),
         flops: float | None = None,
         saved: Saved = Saved(),  # noqa: B008 (frozen)
         **options: Any,
     ) -> Rule:
-        """The rule of this call from factors found by a function, those of size 1 left out."""
+        """The rule of this call from factors found by a function, those of size 1 left out.
+
+        `sizes` are those that shapes do not tell: of all factors of a dim but one. `more` are
+        further results; what is `whole` are factors or dims.
+        """
+        outputs = (output, *more)
+        sizes = self._sizes([*inputs, *outputs], dict(sizes))
 
         def large(dims: Sequence[Dim]) -> tuple[Dim, ...]:
             return tuple(tuple(f for f in dim if sizes[f] != 1) for dim in dims)
 
-        into, out = tuple(map(large, inputs)), large(output)
+        into, out = tuple(map(large, inputs)), tuple(map(large, outputs))
         kept = {name: size for name, size in sizes.items() if size != 1}
-        held = frozenset(whole) & kept.keys()
+        held = {f for part in whole for f in ((part,) if isinstance(part, str) else part)}
+        marked = frozenset(held & kept.keys())
         saved = replace(saved, extra=tuple(Extra(large(e.dims), e.dtype) for e in saved.extra))
         return Rule(
             into,
-            (out,),
+            out,
             kept,
-            whole=held,
+            whole=marked,
             passes=tuple(map(frozenset, passes)),
             flops=float(product(kept)) if flops is None else flops,
-            text=render(into, (out,), held),
+            text=render(into, out, marked),
             saved=saved,
             **options,
         )
+
+    def _sizes(self, tensors: Sequence[Sequence[Dim]], sizes: dict[str, int]) -> dict[str, int]:
+        """Those of all factors, where at most one of a dim is not known yet."""
+        shapes = [*self.shapes, *(output.shape for output in self.outputs)]
+        for dims, shape in zip(tensors, shapes):
+            for dim, size in zip(dims, shape):
+                missing = [factor for factor in dim if factor not in sizes]
+                if len(missing) == 1:
+                    known = math.prod(sizes[f] for f in dim if f in sizes)
+                    sizes[missing[0]] = size // max(known, 1)
+        return sizes
 
 
 RuleFunction = Callable[[Call], Rule | None]
@@ -130,12 +161,13 @@ class Traits:
     """What is so of an operator besides its rule, in every call."""
 
     view: bool | Callable[[Call], bool] = False  # its output lies in the memory of its input
-    shape: str = ""  # the argument that holds the shape of the output
-    groups: str = ""  # the argument that counts groups of channels of the output
+    # Arguments that a piece has others of, from the shape of the piece of its (first) output.
+    of_piece: Mapping[str, Callable[[Call, Sequence[int]], Any]] = field(default_factory=dict)
     as_reshape: bool = False  # looks at sizes or strides, of which a piece has others
     shift: int | None = None  # the argument that is read to keep digits: one of any age will do
     count: int | None = None  # the argument that counts the elements behind a statistic
     statistics: bool = False  # sums over the batch; each micro-batch has its own
+    order: Callable[[Call], list[int]] | None = None  # permutes dims: where each comes from
 
 
 _RULES: dict[Operator, tuple[RuleFunction, Traits]] = {}
@@ -165,29 +197,19 @@ def register_rule(
     and stay where a later call gives none.
     """
     if isinstance(rule, str):
-        pattern = Pattern.read(rule)
-        gathered = [f for f, name in (kernels or {}).items() if KERNELS[name].expand is not None]
-
-        def of_line(call: Call) -> Rule | None:
-            return parse(
-                pattern,
-                call.shapes,
-                [tuple(output.shape) for output in call.outputs],
-                slots=call.slots,
-                sizes=sizes,
-                passes=passes,
-                kernels=kernels,
-                gathered=gathered,
-                even=even,
-                flops=flops,
-                cost=cost,
-                saved=saved,
-                extra=extra,
-                random=random,
-                source=call.source,
-            )
-
-        function: RuleFunction = of_line
+        function: RuleFunction = partial(
+            Call.parse,
+            line=Pattern.read(rule),
+            sizes=sizes,
+            passes=passes,
+            kernels=kernels,
+            even=even,
+            flops=flops,
+            cost=cost,
+            saved=saved,
+            extra=extra,
+            random=random,
+        )
     else:
         function = rule
     for operator in map(_resolve, _listed(operators)):
@@ -245,6 +267,17 @@ def is_view(node: fx.Node) -> bool:
     """Whether a call computes nothing: its output lies in the memory of its input."""
     view = traits_of(node).view
     return view(Call(node)) if callable(view) else view
+
+
+def permutation(node: fx.Node) -> list[int] | None:
+    """The dims of the input in the order of the output, if all that a call does is permute them."""
+    order = traits_of(node).order
+    return None if order is None else order(Call(node))
+
+
+def shape_of_piece(call: Call, shape: Sequence[int]) -> list[int]:
+    """Of an argument that is the shape of the output."""
+    return list(shape)
 
 
 def registered() -> tuple[Operator, ...]:

@@ -326,14 +326,25 @@ def render(
 
     def tensor(dims: Sequence[Dim]) -> str:
         return " ".join(
-            "1" if not dim else names(dim)[0] if len(dim) == 1 else f"({' '.join(names(dim))})"
+            "1" if not dim else marked(dim)[0] if len(dim) == 1 else f"({' '.join(marked(dim))})"
             for dim in dims
         )
 
-    def names(dim: Dim) -> list[str]:
+    def marked(dim: Dim) -> list[str]:
         return [name + "!" * (name in whole) for name in dim]
 
     return f"{', '.join(map(tensor, inputs))} -> {', '.join(map(tensor, outputs))}".strip()
+
+
+def names(count: int, prefix: str = "d") -> list[Dim]:
+    """A factor for each of `count` dims."""
+    return [(f"{prefix}{index}",) for index in range(count)]
+
+
+def broadcast(dims: Sequence[Dim], shape: Sequence[int]) -> list[Dim]:
+    """The dims of a tensor of `shape` that is broadcast to one with `dims`."""
+    aligned = dims[len(dims) - len(shape) :]
+    return [() if size == 1 else dim for dim, size in zip(aligned, shape)]
 
 
 def product(sizes: Mapping[str, int]) -> int:

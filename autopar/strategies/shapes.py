@@ -11,47 +11,45 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from autopar.strategies.node_info import info
-from autopar.strategies.registry import Call, Traits, aten, register_rule
-from autopar.strategies.rule import Dim, Extra, Rule, Saved, render
+from autopar.strategies.registry import Call, Traits, aten, register_rule, shape_of_piece
+from autopar.strategies.rule import Dim, Extra, Rule, Saved, broadcast, names
 
 FIRST = ((0,),)  # the first input may be a partial sum
 VIEW = Traits(view=True)
 
 
-def names(count: int, prefix: str = "d") -> list[Dim]:
-    return [(f"{prefix}{index}",) for index in range(count)]
-
-
-def sizes_of(dims: Sequence[Dim], shape: Sequence[int]) -> dict[str, int]:
-    return {dim[0]: size for dim, size in zip(dims, shape)}
-
-
-def same_dims(
-    call: Call,
-    whole: Iterable[int],
-    passes: Sequence[Sequence[int]] = FIRST,
-    saved: Saved = Saved(),  # noqa: B008 (frozen)
+def moved(
+    call: Call, inputs: Sequence[Sequence[Dim]], output: Sequence[Dim], **options: Any
 ) -> Rule:
-    """The output has the dims of the input; those in `whole` stay whole, and may change size."""
-    dims, shape = names(len(call.shape)), call.shapes[0]
-    sizes, out = sizes_of(dims, shape), list(dims)
-    held = {f"d{dim}" for dim in whole}
-    for index, (before, after) in enumerate(zip(shape, call.shape)):
+    """The rule of what computes nothing; linear in its first input if `passes` are not given."""
+    return call.rule(inputs, output, **{"passes": FIRST, "flops": 0.0, **options})
+
+
+def same_dims(call: Call, whole: Iterable[int], results: int = 1, **options: Any) -> Rule:
+    """The results have the dims of the input; those in `whole` stay whole, and may change size."""
+    dims = names(len(call.shape))
+    out, held = list(dims), {f"d{dim}" for dim in whole}
+    for index, (before, after) in enumerate(zip(call.shapes[0], call.shape)):
         if before != after:
             out[index] = (f"n{index}",)
-            sizes[f"n{index}"] = after
             held |= {f"d{index}", f"n{index}"}
-    return call.rule([dims], out, sizes, whole=held, passes=passes, flops=0.0, saved=saved)
+    return moved(call, [dims], out, more=[out] * (results - 1), whole=held, **options)
+
+
+def along(call: Call, **options: Any) -> Rule:
+    """The dims that an argument numbers stay whole."""
+    return same_dims(call, call.dims(), **options)
 
 
 def _reshape(call: Call) -> Rule:
     into, out, sizes, whole = reshape_factors(call.shapes[0], call.shape)
     inputs = [into, out][: len(call.shapes)]  # view_as has a second input of the wanted shape
-    return call.rule(inputs, out, sizes, whole=whole, passes=FIRST, flops=0.0)
+    return moved(call, inputs, out, sizes=sizes, whole=whole)
 
 
 def _in_order(call: Call) -> bool:
@@ -122,56 +120,42 @@ def _running(sizes: Sequence[int]) -> list[int]:
     return [math.prod(sizes[: index + 1]) for index in range(len(sizes))]
 
 
-def _permuted(call: Call, order: Sequence[int]) -> Rule:
-    """Dim i of the output is dim order[i] of the input."""
-    dims = names(len(order))
-    sizes = sizes_of(dims, call.shapes[0])
-    return call.rule([dims], [dims[i] for i in order], sizes, passes=FIRST, flops=0.0)
+def _permuted(call: Call) -> Rule:
+    dims = names(len(call.shape))
+    return moved(call, [dims], [dims[i] for i in order_of_dims(call)])
 
 
-def _transpose(call: Call) -> Rule:
-    ndim = len(call.shape)
-    order = list(range(ndim))
-    first = call.dim(call.get("dim0", call.get("axis0", 0)))
-    second = call.dim(call.get("dim1", call.get("axis1", 1)))
-    if ndim > 1:
+def order_of_dims(call: Call) -> list[int]:
+    """The dims of the input in the order of the output, of an operator that permutes dims."""
+    rank, (_, *named) = len(call.shape), call.arguments.values()
+    given = [[call.dim(d) for d in ([g] if isinstance(g, int) else g)] for g in named]
+    if "dims" in call.arguments:
+        return given[0]
+    if "destination" in call.arguments:
+        source, destination = given
+        to = dict(zip(destination, source))
+        rest = iter(dim for dim in range(rank) if dim not in source)
+        return [to[dim] if dim in to else next(rest) for dim in range(rank)]
+    # Two dims change places: those named, or the last two.
+    order = list(range(rank))
+    first, second = (place for (place,) in given) if given else (rank - 2, rank - 1)
+    if rank > 1:
         order[first], order[second] = order[second], order[first]
-    return _permuted(call, order)
+    return order
 
 
-def _last_two_swapped(call: Call) -> Rule:
-    order = list(range(len(call.shape)))
-    order[-2:] = reversed(order[-2:])
-    return _permuted(call, order)
-
-
-def _permute(call: Call) -> Rule:
-    return _permuted(call, [call.dim(dim) for dim in call["dims"]])
-
-
-def _movedim(call: Call) -> Rule:
-    source, destination = call["source"], call["destination"]
-    if isinstance(source, int):
-        source, destination = [source], [destination]
-    source = [call.dim(dim) for dim in source]
-    moved = dict(zip([call.dim(dim) for dim in destination], source))
-    rest = iter(dim for dim in range(len(call.shape)) if dim not in source)
-    return _permuted(call, [moved[i] if i in moved else next(rest) for i in range(len(call.shape))])
+def _reversed(call: Call) -> list[int]:
+    return list(reversed(range(len(call.shape))))
 
 
 def _expand(call: Call) -> Rule:
     out = names(len(call.shape))
-    sizes = sizes_of(out, call.shape)
-    shape = call.shapes[0]
-    aligned = out[len(out) - len(shape) :]
-    into = [() if size == 1 else dim for dim, size in zip(aligned, shape)]
-    return call.rule([into], out, sizes, passes=FIRST, flops=0.0)
+    return moved(call, [broadcast(out, call.shapes[0])], out)
 
 
 def _repeat(call: Call) -> Rule:
     repeats, shape = call["repeats"], call.shapes[0]
     out = names(len(repeats))
-    sizes = sizes_of(out, call.shape)
     into: list[Dim] = []
     whole: list[str] = []
     for index, size in enumerate(shape, len(repeats) - len(shape)):
@@ -183,51 +167,51 @@ def _repeat(call: Call) -> Rule:
             copied, times = f"n{index}", f"times{index}"
             into.append((copied,))
             out[index] = (times, copied)
-            sizes |= {copied: size, times: repeats[index]}
-            del sizes[f"d{index}"]
             whole.append(copied)
-    return call.rule([into], out, sizes, whole=whole, passes=FIRST)
+    return call.rule([into], out, whole=whole, passes=FIRST)
+
+
+def _repeats_of_piece(call: Call, shape: Sequence[int]) -> list[int]:
+    """What is copied is whole: the piece has so many copies."""
+    return [
+        length * times // max(size, 1) if times > 1 else times
+        for length, size, times in zip(shape, call.shape, call["repeats"])
+    ]
 
 
 def _repeat_interleave(call: Call) -> Rule | None:
     if call["dim"] is None or not isinstance(call["repeats"], int):
         return None
-    dim = call.dim(call["dim"])
-    dims = names(len(call.shape))
-    sizes = sizes_of(dims, call.shapes[0]) | {"repeats": call["repeats"]}
+    dims, dim = names(len(call.shape)), call.dim(call["dim"])
     out = [(*factor, "repeats") if i == dim else factor for i, factor in enumerate(dims)]
-    return call.rule([dims], out, sizes, passes=FIRST)
+    return call.rule([dims], out, {"repeats": call["repeats"]}, passes=FIRST)
 
 
-def _concatenate(call: Call) -> Rule | None:
+def _interleaved_of_piece(call: Call, shape: Sequence[int]) -> int:
+    """A dim of size 1 is repeated as often as the piece is long."""
+    dim: int = call.dim(call["dim"])
+    return shape[dim] if call.shape[dim] == call["repeats"] else call["repeats"]
+
+
+def _interleaved_size_of_piece(call: Call, shape: Sequence[int]) -> int | None:
+    return None if call["output_size"] is None else shape[call.dim(call["dim"])]
+
+
+def _concatenate(call: Call, **options: Any) -> Rule | None:
+    """Any number of pieces of one dim, all of them linear together."""
     if len({len(shape) for shape in call.shapes}) != 1:
         return None  # torch's old empty operand of one dim
-    dim = call.dim(call["dim"])
-    out = names(len(call.shape))
-    sizes = sizes_of(out, call.shape)
-    inputs = []
-    for index, shape in enumerate(call.shapes):
-        part = f"n{index}"
-        sizes[part] = shape[dim]
-        inputs.append([(part,) if i == dim else factor for i, factor in enumerate(out)])
-    whole = [f"d{dim}", *(f"n{index}" for index in range(len(inputs)))]
+    out, dim = names(len(call.shape)), call.dim(call["dim"])
+    parts = names(len(call.shapes), "n")
+    inputs = [[*out[:dim], part, *out[dim + 1 :]] for part in parts]
     together = [range(len(inputs))]
-    return call.rule(inputs, out, sizes, whole=whole, passes=together, flops=0.0)
+    return moved(call, inputs, out, whole=[f"d{dim}", *parts], passes=together, **options)
 
 
 def _stack(call: Call) -> Rule:
-    dim = call.dim(call["dim"], len(call.shape))
-    out = names(len(call.shape))
-    into = [factor for i, factor in enumerate(out) if i != dim]
-    inputs = [into] * len(call.shapes)
-    return call.rule(
-        inputs,
-        out,
-        sizes_of(out, call.shape),
-        whole=[f"d{dim}"],
-        passes=[range(len(inputs))],
-        flops=0.0,
-    )
+    out, dim = names(len(call.shape)), call.dim(call["dim"], len(call.shape))
+    inputs = [out[:dim] + out[dim + 1 :]] * len(call.shapes)
+    return moved(call, inputs, out, whole=out[dim], passes=[range(len(inputs))])
 
 
 def _pad(call: Call) -> Rule:
@@ -235,99 +219,73 @@ def _pad(call: Call) -> Rule:
     padded = [ndim - 1 - i // 2 for i, amount in enumerate(pad) if amount]
     constant = call.get("mode", "constant") == "constant"
     linear = not constant or not call.get("value")
-    return same_dims(call, padded, FIRST if linear else (), Saved() if constant else Saved((0,)))
-
-
-def _whole_dim(call: Call) -> Rule:
-    return same_dims(call, [call.dim(call["dim"])])
-
-
-def _along(call: Call) -> Rule:
-    """Along one dim, and not linear."""
-    return same_dims(call, [call.dim(call["dim"])], (), Saved((0,), output=True))
-
-
-def _gated(call: Call) -> Rule:
-    """One half of a dim by the other."""
-    return same_dims(call, [call.dim(call["dim"])], (), Saved((0,)))
+    saved = Saved() if constant else Saved((0,))
+    return same_dims(call, padded, passes=FIRST if linear else (), saved=saved)
 
 
 def _values_and_places(call: Call, inputs: tuple[int, ...] = ()) -> Rule:
     """Values along one dim and where they stand: two results, of which backward keeps places."""
-    rule = same_dims(call, [call.dim(call["dim"])], ())
-    (out,) = rule.outputs
-    saved = Saved(inputs, extra=(Extra(out, torch.int64),))
-    text = render(rule.inputs, (out, out), rule.whole)
-    return replace(rule, outputs=(out, out), text=text, saved=saved)
+    rule = along(call, results=2, passes=())
+    return replace(rule, saved=Saved(inputs, extra=(Extra(rule.outputs[0], torch.int64),)))
 
 
-def _whole_dims(call: Call) -> Rule:
-    dims = call["dims"] or range(len(call.shape))
-    return same_dims(call, [call.dim(dim) for dim in dims])
-
-
-def _transform(call: Call) -> Rule | None:
-    """Fourier transforms mix all elements of their dims."""
-    dims = range(len(call.shape)) if call["dim"] is None else call["dim"]
+def _transform(call: Call, of_real: bool = False) -> Rule | None:
+    """Fourier transforms mix all elements of their dims; some take, and keep, real numbers."""
     if call.get("s", call.get("n")) is not None:
         return None  # cuts or pads first
-    return same_dims(call, [call.dim(dim) for dim in ([dims] if isinstance(dims, int) else dims)])
-
-
-def _transform_of_real(call: Call) -> Rule | None:
-    """Those that take real numbers as they are, and keep them."""
-    rule = _transform(call)
-    is_real = not info(call.inputs[0]).val.is_complex()
-    return replace(rule, saved=Saved((0,))) if rule is not None and is_real else rule
+    keeps = of_real and not info(call.inputs[0]).val.is_complex()
+    return along(call, saved=Saved((0,)) if keeps else Saved())
 
 
 def _triangle(call: Call) -> Rule:
     return same_dims(call, [len(call.shape) - 2, len(call.shape) - 1])
 
 
-def _diff(call: Call) -> Rule:
-    dim = call.dim(call["dim"])
-    out = names(len(call.shape))
-    sizes = sizes_of(out, call.shape)
-    inputs = []
-    for index, shape in enumerate(call.shapes):
-        sizes[f"n{index}"] = shape[dim]
-        inputs.append([(f"n{index}",) if i == dim else factor for i, factor in enumerate(out)])
-    whole = [f"d{dim}", *(f"n{index}" for index in range(len(inputs)))]
-    return call.rule(inputs, out, sizes, whole=whole, passes=[range(len(inputs))])
-
-
 register_rule(aten("flatten ravel view_as reshape_as"), _reshape)
-register_rule("aten.reshape", _reshape, traits=Traits(view=_in_order, shape="shape"))
+register_rule(
+    "aten.reshape", _reshape, traits=Traits(view=_in_order, of_piece={"shape": shape_of_piece})
+)
 register_rule("aten.unsqueeze", _reshape, traits=VIEW)
 register_rule(aten("view unflatten squeeze"), _reshape, traits=Traits(view=True, as_reshape=True))
 register_rule("aten._unsafe_view", _reshape, traits=Traits(as_reshape=True))
-register_rule(aten("transpose.int t"), _transpose, traits=VIEW)
-register_rule(aten("swapaxes swapdims"), _transpose)
-register_rule(aten("mT adjoint matrix_H"), _last_two_swapped)
-register_rule("aten.permute", _permute, traits=VIEW)
-register_rule("aten.movedim", _movedim)
-register_rule("aten.expand", _expand, traits=Traits(view=True, shape="size"))
+register_rule(
+    aten("transpose.int t permute"), _permuted, traits=Traits(view=True, order=order_of_dims)
+)
+register_rule(
+    aten("swapaxes swapdims mT movedim moveaxis"), _permuted, traits=Traits(order=order_of_dims)
+)
+register_rule("aten.numpy_T", _permuted, traits=Traits(order=_reversed))
+register_rule(aten("adjoint matrix_H"), _permuted)
+register_rule("aten.expand", _expand, traits=Traits(view=True, of_piece={"size": shape_of_piece}))
 register_rule("aten.expand_as", "..., ... -> ...", passes=[(0,)], cost=0)
-register_rule("aten.repeat", _repeat)
-register_rule("aten.repeat_interleave.self_int", _repeat_interleave)
+register_rule("aten.repeat", _repeat, traits=Traits(of_piece={"repeats": _repeats_of_piece}))
+register_rule(
+    "aten.repeat_interleave.self_int",
+    _repeat_interleave,
+    traits=Traits(
+        of_piece={"repeats": _interleaved_of_piece, "output_size": _interleaved_size_of_piece}
+    ),
+)
 register_rule("aten.cat", _concatenate)
+register_rule("aten.diff", partial(_concatenate, flops=None))
 register_rule("aten.stack", _stack)
 register_rule(aten("pad constant_pad_nd"), _pad)
-register_rule("aten.cumsum", _whole_dim)
-register_rule(aten("argsort cumprod logcumsumexp"), _along)
-register_rule("aten.glu", _gated)
+register_rule(aten("cumsum flip roll"), along)
+register_rule(
+    aten("argsort cumprod logcumsumexp"), partial(along, passes=(), saved=Saved((0,), output=True))
+)
+register_rule("aten.glu", partial(along, passes=(), saved=Saved((0,))))
 register_rule(aten("topk sort"), _values_and_places)
 register_rule(aten("cummax cummin"), partial(_values_and_places, inputs=(0,)))
-register_rule(aten("flip roll"), _whole_dims)
 register_rule(
     aten("fft_irfft fft_fft2 fft_ifft2 fft_irfft2 fft_fftn fft_ifftn fft_irfftn"), _transform
 )
-register_rule(aten("fft_fft fft_ifft fft_rfft fft_rfft2 fft_rfftn"), _transform_of_real)
+register_rule(
+    aten("fft_fft fft_ifft fft_rfft fft_rfft2 fft_rfftn"), partial(_transform, of_real=True)
+)
 register_rule("aten.view_as_real", "... -> ... two!", passes="all", cost=0)
 register_rule("aten.view_as_complex", "... two! -> ...", passes="all", cost=0)
 register_rule("aten.channel_shuffle", "... c! h! w! -> ... c! h! w!", passes="all", cost=0)
 register_rule("aten.pixel_shuffle", "... c! h! w! -> ... p! y! x!", passes="all", cost=0)
 register_rule("aten.pixel_unshuffle", "... c! h! w! -> ... p! y! x!", passes="all", cost=0)
 register_rule(aten("tril triu"), _triangle)
-register_rule("aten.diff", _diff)

@@ -58,7 +58,7 @@ def bits(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _of_bits(call: Call) -> Rule:
     """Elements of another size are parts of the last dim, which stays whole then."""
     same = call.shapes[0] == call.shape
-    return same_dims(call, () if same else [len(call.shape) - 1], ())
+    return same_dims(call, () if same else [len(call.shape) - 1], passes=())
 
 
 register_rule(bits, _of_bits)
