@@ -21,10 +21,11 @@ from autopar.capture.captured import Captured
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import cut_batch
+from autopar.pipeline.activation_counts import peaks
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.stages.costs import StageCost
-from autopar.pipeline.stages.cut import cut_stages
+from autopar.pipeline.stages.cut import choose_stages
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.planner.request import Request
 from autopar.progress import Report
@@ -61,9 +62,9 @@ class Planner:
     def best(self) -> Candidate:
         """The fastest way to run a step, of those that are asked for and fit."""
         reasons: list[str] = []
-        left = False
-        sizes = list(self.request.sizes())
-        for number, (stages, parts) in enumerate(sizes, 1):
+        left = sizes = list(self.request.sizes())
+        while left and not self._is_interrupted:
+            stages, parts = left[0]
             size = f"{stages} stages, {parts} micro-batches"
             try:
                 self.report("pipeline", size)
@@ -72,19 +73,19 @@ class Planner:
             except (KeyboardInterrupt, ExecutionError) as error:
                 if not was_interrupted(error):
                     raise
-                self._is_interrupted = left = True
+                self._is_interrupted = True
+                break
             except NothingFits as error:
                 self._too_large.append(error.leanest.in_stages(stages))
             except InvalidInput as error:
                 if len(sizes) == 1:
                     raise
                 reasons.append(f"{size}: {error.rule}: {error.got}")
-            if self._is_interrupted:
-                left = left or number < len(sizes)
-                break
+            left = left[1:]
         if self._best is None:
             raise self._nothing(reasons)
-        return self._accounted(self._best, left)
+        search = self._best.search
+        return self._best.changed(search=search.cut_short()) if search and left else self._best
 
     def constraints(self, program: Captured, mesh: Mesh) -> Constraints:
         """What annotations ask for."""
@@ -120,15 +121,6 @@ class Planner:
             got="\n".join(dict.fromkeys(reasons)),
             remedy="fix fewer of mesh, pipeline, microbatches and memory",
         )
-
-    def _accounted(self, candidate: Candidate, left: bool) -> Candidate:
-        """With the account of a whole step; `left`: something was not weighed."""
-        account, pipelining = candidate.search, candidate.pipelining
-        if account is None:
-            return candidate
-        account = account.cut_short() if left else account
-        ranks = pipelining.schedule.ranks if pipelining is not None else 1
-        return candidate.changed(search=account.shared(ranks))
 
     # Candidates
 
@@ -169,66 +161,53 @@ class Planner:
             limit = max(LEANER * leanest * self.memory / taken, (impossible + leanest) / 2)
 
     def _laid_out(
-        self,
-        program: Captured,
-        offered: Sequence[Mesh],
-        memory: float,
-        parts: int,
-        is_all: bool,
+        self, program: Captured, offered: Sequence[Mesh], memory: float, parts: int, is_all: bool
     ) -> SearchResult:
         """Where tensors live: by search, or spread from annotations or the batch.
 
         On the best of some meshes, within some bytes on each device, for the program of one of so
         many micro-batches; whether that is all that each device is asked to hold.
         """
+        bound, cluster = partial(self.constraints, program), self.request.cluster
         if self.request.mode != "auto":
-            mesh = offered[0]
-            return SearchResult(propagate(program, mesh, self.constraints(program, mesh)))
-        cluster = self.request.cluster
+            return SearchResult(propagate(program, offered[0], bound(offered[0])))
 
         def needed(decisions: Decisions) -> float:
             return Candidate(program, cluster, decisions).memory.peak
 
-        search = LayoutSearch(
-            program,
-            cluster,
-            lambda mesh: self.constraints(program, mesh),
-            memory,
-            parts,
-            needed if is_all else None,
-            self.report,
-        )
+        finished = needed if is_all else None
+        search = LayoutSearch(program, cluster, bound, memory, parts, finished, self.report)
         return search.run(offered)
 
     def _pipelined(self, laid: Candidate, stages: int, parts: int) -> Iterator[Candidate]:
         """A program with its layouts in so many stages, by every schedule."""
-        asked, axis = self.request, self.request.axis
+        asked, axis, pins = self.request, self.request.axis, self._pins
         assert axis is not None
         mesh = asked.mesh or Mesh(**{axis: stages, **laid.mesh.sizes})
         line = laid.stage_costs(mesh, axis)
         lines = {False: line, True: line.recomputed()}
+        fastest = cache(lambda count, again: choose_stages(lines[again], count, pins=pins))
 
         def piped(made: Schedule, stages: Sequence[StageCost], again: bool) -> Candidate:
-            return laid.changed(pipelining=Pipelining(axis, mesh, made, tuple(stages), again))
+            pipelining = Pipelining(axis, mesh, made, tuple(stages), again)
+            search = laid.search and laid.search.shared(made.ranks)
+            return laid.changed(pipelining=pipelining, search=search)
 
-        fastest: dict[tuple[int, bool], Sequence[StageCost]] = {}
         for made in asked.schedules(stages, parts):
             for again in (False, True) if asked.schedule is None else (asked.recompute,):
-                key = made.stages, again
                 try:
-                    if key not in fastest:
-                        fastest[key] = cut_stages(lines[again], made, pins=self._pins)
+                    way = piped(made, fastest(made.stages, again), again)
                 except InvalidInput:
                     # Schedules with several chunks want more stages than others: only they fail.
                     if made.stages == stages or made is asked.schedule:
                         raise
                     break
-                way = piped(made, fastest[key], again)
                 is_tight = way.memory.peak > self.memory and way.seconds < self._fastest
                 if is_tight:
+                    kept, room = peaks(made, again), self.memory
                     with suppress(InvalidInput):
-                        cut = cut_stages(
-                            lines[again], made, pins=self._pins, memory=self.memory, recompute=again
+                        cut = choose_stages(
+                            lines[again], made.stages, pins=pins, memory=room, peaks=kept
                         )
                         way = piped(made, cut, again)
                 yield way

@@ -12,30 +12,9 @@ from collections.abc import Sequence
 
 from autopar.capture.annotations import Pin
 from autopar.errors import InvalidInput
-from autopar.pipeline.activation_counts import bytes_held, peaks
-from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.stages.costs import StageCost, StageCosts
 from autopar.pipeline.stages.shared_memory import cut_together
 from autopar.pipeline.stages.table import Live
-
-
-def cut_stages(
-    costs: StageCosts,
-    made: Schedule,
-    *,
-    pins: Sequence[Pin] = (),
-    memory: float | None = None,
-    recompute: bool = False,
-) -> list[StageCost]:
-    """Cut a rewritten program into the stages of a schedule, its slowest as fast as can be.
-
-    `memory`: bytes that a rank may take, with what the schedule has it keep, all activations or
-    with `recompute` what stages received.
-    """
-    stages, most = choose_stages(costs, made.stages, pins=pins), peaks(made, recompute)
-    if memory is None or all(bytes_held(stages, live) <= memory for live in most):
-        return stages
-    return choose_stages(costs, made.stages, pins=pins, memory=memory, peaks=most)
 
 
 def choose_stages(
