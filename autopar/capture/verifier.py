@@ -3,7 +3,8 @@
 >>> verify(graph, "captured")        # VerifierError names the broken invariant and the node
 
 Each stage has its own invariants besides those of the stages it contains: "captured" (global
-values), "typed" (layouts are assigned), "moved" (every consumer gets the layouts it wants).
+values), "typed" (layouts are assigned), "moved" (every consumer gets the layouts it wants). What
+one rank runs is "local": any functions in order.
 """
 
 from __future__ import annotations
@@ -195,4 +196,9 @@ CAPTURED: tuple[Invariant, ...] = (
 )
 TYPED: tuple[Invariant, ...] = (*CAPTURED, has_types, has_fitting_layouts, has_wants)
 MOVED: tuple[Invariant, ...] = (*TYPED, has_kept_wishes)
-STAGES: dict[str, tuple[Invariant, ...]] = {"captured": CAPTURED, "typed": TYPED, "moved": MOVED}
+STAGES: dict[str, tuple[Invariant, ...]] = {
+    "captured": CAPTURED,
+    "typed": TYPED,
+    "moved": MOVED,
+    "local": (is_well_formed, is_flat, has_placeholders_first, has_flat_output),
+}

@@ -1,34 +1,42 @@
-"""Passes: graph and decisions in, graph out, one file each, in the order of `PASSES`."""
+"""Passes: graph and setting in, graph out, one file each, in the order of two tables.
+
+`PASSES` rewrite the program that all ranks run. `LOCAL_PASSES` rewrite what one rank runs of a
+stage, once it is localized, where it runs eagerly.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.capture.verifier import verify
 from autopar.collectives import Price
+from autopar.passes.eager_sums import choose_sums
+from autopar.passes.early_sums import settle_small_sums
 from autopar.passes.fusion import fuse_biases
 from autopar.passes.gradient_sync import hoist_gradient_sync
 from autopar.passes.kernels import swap_kernels
 from autopar.passes.localize import localize
+from autopar.passes.recombine import recombine
 from autopar.passes.redistribution import insert_movements, measure_movements
-from autopar.passes.setting import Setting
+from autopar.passes.setting import LocalSetting, Setting
 from autopar.passes.types import assign_types
 from autopar.search.decisions import Decisions
 
-__all__ = ["PASSES", "localize", "rewrite"]
+__all__ = ["LOCAL_PASSES", "PASSES", "LocalSetting", "localize", "quicken", "rewrite"]
 
-Run = Callable[[fx.Graph, Setting], fx.Graph]
+Run = Callable[[fx.Graph, Any], fx.Graph]
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One step of `rewrite`."""
+    """One step of a table."""
 
-    run: Run
+    run: Run  # with the `Setting` of its table
     after: tuple[Run, ...]  # what must come before it
     gives: str  # the stage whose invariants the verifier asks of the graph after it
 
@@ -41,12 +49,25 @@ PASSES = (
     Pass(fuse_biases, (insert_movements,), "moved"),
     Pass(measure_movements, (insert_movements, hoist_gradient_sync), "moved"),
 )
+LOCAL_PASSES = (
+    Pass(recombine, (), "local"),
+    Pass(settle_small_sums, (), "local"),
+    Pass(choose_sums, (settle_small_sums,), "local"),
+)
 
 
 def rewrite(captured: Captured, decisions: Decisions, price: Price) -> fx.Graph:
     """The program that all ranks run: every collective a node, every value with its type."""
-    setting, graph = Setting(captured, decisions, price), captured.graph
-    for step in PASSES:
+    return _run(PASSES, captured.graph, Setting(captured, decisions, price))
+
+
+def quicken(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
+    """What one rank runs, in place: as few calls and as little waiting as eager code needs."""
+    return _run(LOCAL_PASSES, graph, setting)
+
+
+def _run(table: tuple[Pass, ...], graph: fx.Graph, setting: Setting | LocalSetting) -> fx.Graph:
+    for step in table:
         graph = step.run(graph, setting)
         verify(graph, step.gives, setting.mesh)
     return graph

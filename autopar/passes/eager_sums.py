@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from autopar.collectives.eager import identity_then_sum_in_place, sum_in_place, sum_later
+from autopar.passes.setting import LocalSetting
 from autopar.strategies.node_info import info
 
 aten, own = torch.ops.aten, torch.ops.autopar
@@ -20,25 +21,22 @@ aten, own = torch.ops.aten, torch.ops.autopar
 _MAKES_NEW = (aten.linear.default, aten.matmul.default)
 
 
-def choose_sums(graph: fx.Graph, late: int = 0, is_split: bool = False) -> None:
-    """Swap in, in place, the quickest function for every sum.
-
-    Numbers among the first `late` results are left to be summed by the caller, `sum_later`.
-    `is_split`: what operators with weight halves give is not theirs alone.
-    """
+def choose_sums(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
+    """Swap in, in place, the quickest function for every sum; `sum_later` where that is left."""
     for node in graph.nodes:
         if node.target is own.all_reduce.default:
-            if late and _is_returned(node, late):
+            if _is_returned(node, setting.late):
                 node.target = sum_later
-            elif _is_fresh(node.args[0], is_split):
+            elif _is_fresh(node.args[0], setting.is_split):
                 node.target = sum_in_place
         elif node.target is own.identity.default and _has_fresh_gradient(node):
             node.target = identity_then_sum_in_place
+    return graph
 
 
 def _is_returned(node: fx.Node, count: int) -> bool:
-    """Whether a number is summed for nobody but the caller."""
-    if info(node).val.ndim or node.args[2]:
+    """Whether a number is summed for nobody but the caller, who sees to `count` results."""
+    if not count or info(node).val.ndim or node.args[2]:
         return False
     results: Any = node.graph.output_node().args[0]
     return (

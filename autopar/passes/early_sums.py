@@ -12,6 +12,7 @@ from torch import fx
 
 from autopar.collectives.eager import finish_sum, start_sum
 from autopar.mesh import Mesh
+from autopar.passes.setting import LocalSetting
 from autopar.strategies import localize_arguments
 from autopar.strategies.node_info import info
 
@@ -19,16 +20,14 @@ own = torch.ops.autopar
 SMALL_SUM, SMALL_INPUT = 2**10, 2**20  # elements
 
 
-def settle_small_sums(
-    graph: fx.Graph, whole: fx.Graph | None, mesh: Mesh | None
-) -> tuple[str, ...]:
+def settle_small_sums(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
     """Small sums that hang on inputs alone: nobody waits for them in the middle of the program.
 
-    A rank that has the whole inputs computes the sum itself; else it is started first, and waited
-    for at its first use. Returns the inputs of which the whole is read, as further placeholders.
+    A rank that has the whole inputs computes the sum itself, from further placeholders, of origin
+    "whole"; else it is started first, and waited for at its first use.
     """
     inputs: dict[fx.Node, fx.Node] = {}
-    everywhere = {node.name: node for node in whole.nodes} if whole is not None else {}
+    everywhere = {} if setting.whole is None else {node.name: node for node in setting.whole.nodes}
     for node in list(graph.nodes):
         if node.target is not own.all_reduce.default or info(node).differentiable:
             continue
@@ -36,7 +35,9 @@ def settle_small_sums(
         before = _ancestors(value)
         if before is None or info(value).val.numel() > SMALL_SUM:
             continue
-        if info(node).type.layout.is_replicated and _same_on_whole(before, everywhere, mesh):
+        if info(node).type.layout.is_replicated and _same_on_whole(
+            before, everywhere, setting.mesh
+        ):
             with graph.inserting_before(node):
                 calls = [everywhere[call.name] for call in before]
                 total = _on_whole(graph, calls, inputs)[everywhere[value.name]]
@@ -51,7 +52,7 @@ def settle_small_sums(
             for earlier in before:
                 started.prepend(earlier)
             node.target, node.args, node.kwargs = finish_sum, (started,), {}
-    return tuple(node.name for node in inputs)
+    return graph
 
 
 def _ancestors(value: fx.Node) -> list[fx.Node] | None:
@@ -101,7 +102,7 @@ def _on_whole(
         if source not in calls and source not in inputs:
             with graph.inserting_after(_last_placeholder(graph)):
                 inputs[source] = graph.placeholder(f"whole_{source.name}")
-            inputs[source].meta = dict(source.meta)
+            inputs[source].meta = {**source.meta, "origin": ("whole", source.name)}
     for call in calls:
         copies[call] = graph.node_copy(call, lambda n: copies.get(n) or inputs[n])
     return copies

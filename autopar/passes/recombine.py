@@ -1,4 +1,4 @@
-"""Rejoin: what capture took apart, and no cut needed apart, becomes one operator again.
+"""Recombine: what capture took apart, and no cut needed apart, becomes one operator again.
 
 - selections and slices that together are a whole value: one `unbind` or `split`, whose backward is
   one copy instead of a sum of padded ones;
@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from autopar.passes.setting import LocalSetting
 from autopar.strategies import Call
 from autopar.strategies.kernels import count_targets, cross_entropy
 from autopar.strategies.node_info import info
@@ -27,10 +28,10 @@ from autopar.strategies.node_info import info
 aten = torch.ops.aten
 
 
-def recombine(graph: fx.Graph) -> None:
-    """Rejoin what can be, in place."""
-    _rejoin_pieces(graph, aten.select.int, _unbind)
-    _rejoin_pieces(graph, aten.slice.Tensor, _split)
+def recombine(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
+    """Make one operator again of what can be, in place."""
+    _join_pieces(graph, aten.select.int, _unbind)
+    _join_pieces(graph, aten.slice.Tensor, _split)
     for node in list(graph.nodes):
         if node.target is aten.sum.default and _follows(node, cross_entropy) and _plain(node):
             loss = node.all_input_nodes[0]
@@ -42,6 +43,7 @@ def recombine(graph: fx.Graph) -> None:
         elif node.target is aten.div.Tensor and _is_mean(node):
             total = node.all_input_nodes[0]
             _replace(graph, node, torch.mean, total.args, [total])
+    return graph
 
 
 def reduced_cross_entropy(
@@ -118,7 +120,7 @@ def _replace(
 Whole = tuple[Callable[..., Any], tuple, list[fx.Node]]  # function, arguments, pieces in order
 
 
-def _rejoin_pieces(
+def _join_pieces(
     graph: fx.Graph, piece: Any, whole: Callable[[fx.Node, int, int, list[fx.Node]], Whole | None]
 ) -> None:
     """Replace calls of `piece` wherever they are all pieces of a value along a dim not cut."""

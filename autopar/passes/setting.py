@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import fx
+
 from autopar.capture.captured import Captured
 from autopar.collectives import Price
 from autopar.mesh import Mesh
@@ -21,3 +23,13 @@ class Setting:
     @property
     def mesh(self) -> Mesh:
         return self.decisions.mesh
+
+
+@dataclass(frozen=True)
+class LocalSetting:
+    """What a pass on one rank's program is told besides it."""
+
+    whole: fx.Graph | None = None  # the program of all ranks, if this rank has the whole inputs
+    mesh: Mesh | None = None  # of these ranks
+    late: int = 0  # of so many results the caller sees to the sums
+    is_split: bool = False  # what operators with weight halves give is not theirs alone

@@ -18,9 +18,7 @@ from torch import Tensor, fx
 
 from autopar.collectives.eager import EAGER, LateSum, sum_later
 from autopar.mesh import Mesh
-from autopar.passes.eager_sums import choose_sums
-from autopar.passes.early_sums import settle_small_sums
-from autopar.passes.recombine import recombine
+from autopar.passes import LocalSetting, quicken
 from autopar.pipeline.weight_halves import WeightHalves
 from autopar.strategies.node_info import info
 
@@ -62,9 +60,9 @@ def compile_graph(
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         copies[node] = quick.node_copy(node, lambda n: copies[n])
-    recombine(quick)
-    whole_inputs = settle_small_sums(quick, whole, mesh)
-    choose_sums(quick, 0 if late is None else outputs, halves is not None)
+    returned = 0 if late is None else outputs
+    quicken(quick, LocalSetting(whole, mesh, returned, is_split=halves is not None))
+    origins = [info(node).origin for node in quick.nodes if node.op == "placeholder"]
     for node in quick.nodes:
         if node.target is sum_later:
             node.target = sum_for_caller
@@ -72,8 +70,8 @@ def compile_graph(
             node.target = EAGER.get(node.target) or _DIRECT.get(node.target, node.target)
         if halves is not None and (weights := info(node).weight_inputs) is not None:
             node.target = halves.apart(node.target, weights)
-    quick.lint()
-    return Eager(fx.GraphModule({}, quick).forward, whole_inputs)
+    wholes = tuple(name for kind, name in origins if kind == "whole")
+    return Eager(fx.GraphModule({}, quick).forward, wholes)
 
 
 # What stands for an operator in eager code: same arguments in the same order.

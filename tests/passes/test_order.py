@@ -1,11 +1,14 @@
-"""The table of passes."""
+"""The tables of passes."""
+
+import pytest
 
 from autopar.capture.verifier import STAGES
-from autopar.passes import PASSES
+from autopar.passes import LOCAL_PASSES, PASSES
 
 
-def test_what_must_come_before_a_pass_does():
-    runs = [step.run for step in PASSES]
-    for place, step in enumerate(PASSES):
+@pytest.mark.parametrize("table", [PASSES, LOCAL_PASSES], ids=["all ranks", "one rank"])
+def test_what_must_come_before_a_pass_does(table):
+    runs = [step.run for step in table]
+    for place, step in enumerate(table):
         assert set(step.after) <= set(runs[:place]), step.run.__name__
         assert step.gives in STAGES
