@@ -10,13 +10,14 @@ array([1., 6.])
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from autopar.solver.eliminate import LIMIT, Elimination, least_product
-from autopar.solver.fold import Run, interface_entries, nodes_of
+from autopar.solver.fold import Run, interface_entries
 from autopar.solver.graph import Array, Integers, Packed
 
 _MOST_WORK = 1 << 30  # additions in one product of block matrices
@@ -27,42 +28,37 @@ class Power:
     """`count` applications of a block matrix (shared x in x out), and the way through them."""
 
     def __init__(self, step: Array, count: int) -> None:
-        self._squares = [step]
-        self._partial: list[tuple[Array, int]] = []  # product so far, the square it ends with
-        table: Array | None = None
-        for bit in range(count.bit_length()):
-            if bit:
-                self._squares.append(least_product(self._squares[-1], self._squares[-1]))
-            if count >> bit & 1:
-                if table is None:
-                    table = self._squares[bit]
-                else:
-                    table = least_product(table, self._squares[bit])
-                self._partial.append((table, bit))
-        assert table is not None
-        self.table: Array = table
+        self.count = count
+        self._powers = {1: step}
+        self.table = self._power(count)
+
+    def _power(self, count: int) -> Array:
+        if count not in self._powers:
+            first, last = _halves(count)
+            self._powers[count] = least_product(self._power(first), self._power(last))
+        return self._powers[count]
 
     def states(self, shared: int, first: int, last: int) -> list[int]:
         """The states between the blocks, both ends with them."""
-        way: list[int] = []
-        for at in range(len(self._partial) - 1, -1, -1):
-            middle = first
-            if at:
-                before, square = self._partial[at - 1][0], self._squares[self._partial[at][1]]
-                middle = int(np.argmin(before[shared, first] + square[shared, :, last]))
-            way = self._inside(self._partial[at][1], shared, middle, last) + way
-            last = middle
-        return [first, *way]
+        return [first, *self._inside(self.count, shared, first, last)]
 
-    def _inside(self, bit: int, shared: int, first: int, last: int) -> list[int]:
-        """The states after `first` up to `last` through one square."""
-        if bit == 0:
+    def _inside(self, count: int, shared: int, first: int, last: int) -> list[int]:
+        """The states after `first` up to `last` through `count` blocks."""
+        if count == 1:
             return [last]
-        half = self._squares[bit - 1]
-        middle = int(np.argmin(half[shared, first] + half[shared, :, last]))
-        return self._inside(bit - 1, shared, first, middle) + self._inside(
-            bit - 1, shared, middle, last
-        )
+        before, after = _halves(count)
+        ways = self._powers[before][shared, first] + self._powers[after][shared, :, last]
+        middle = int(np.argmin(ways))
+        return [
+            *self._inside(before, shared, first, middle),
+            *self._inside(after, shared, middle, last),
+        ]
+
+
+def _halves(count: int) -> tuple[int, int]:
+    """Two parts of a power, the second the largest power of two that leaves something."""
+    last = 1 << ((count - 1).bit_length() - 1)
+    return count - last, last
 
 
 class Chain:
@@ -71,16 +67,15 @@ class Chain:
     def __init__(self, packed: Packed, run: Run, limit: int = LIMIT) -> None:
         self.packed, self.run, self.limit = packed, run, limit
         # The second block stands for all: what comes in are nodes of the first.
-        self._block = nodes_of(run, 1)
+        begin = run.start + run.period
+        self._block = range(begin, begin + run.period)
         self._in = [run.start + position for position in run.crossing]
-        self._out = [run.start + run.period + position for position in run.crossing]
-        members = set(self._block.tolist())
-        known = members | set(self._in) | set(run.shared)
+        self._out = [begin + position for position in run.crossing]
+        variables = [*self._block, *self._in, *run.shared]
+        self._sizes = {v: int(packed.sizes[v]) for v in variables}
         touched = np.isin(packed.low, self._block) | np.isin(packed.high, self._block)
         edges = [packed.edges[e] for e in np.flatnonzero(touched)]
-        self._edges = [edge for edge in edges if edge[0] in known and edge[1] in known]
-        variables = [*self._block.tolist(), *self._in, *run.shared]
-        self._sizes = {int(v): int(packed.sizes[v]) for v in variables}
+        self._edges = [e for e in edges if e[0] in self._sizes and e[1] in self._sizes]
         self.shared_entries, self.entries = interface_entries(packed, run)
 
     @classmethod
@@ -97,7 +92,7 @@ class Chain:
     def reduce(self, nodes: list[Array], edges: list[Array]) -> Reduced | None:
         """The table for these weights of node and edge tables; None if a block is too tangled."""
         elimination = Elimination(self._sizes, self.limit)
-        for node in self._block.tolist():
+        for node in self._block:
             elimination.add((node,), nodes[self.packed.node_table[node]])
         for low, high, table in self._edges:
             elimination.add((low, high), edges[table])
@@ -111,35 +106,37 @@ class Chain:
     def complete(self, reduced: Reduced, choice: Integers) -> None:
         """Write the choice of every block, given those of the nodes in `scope`."""
         run = self.run
-        shared_sizes = [self._sizes[v] for v in run.shared]
-        sizes = [self._sizes[v] for v in self._out]
-        shared = _flat([int(choice[v]) for v in run.shared], shared_sizes)
-        first = _flat([int(choice[v]) for v in run.inputs], sizes)
-        last = _flat([int(choice[v]) for v in run.outputs], sizes)
-        states = reduced.power.states(shared, first, last)
+
+        def state(nodes: Sequence[int]) -> int:
+            return _flat([int(choice[v]) for v in nodes], self._sizes_of(nodes))
+
+        states = reduced.power.states(state(run.shared), state(run.inputs), state(run.outputs))
         known: dict[tuple[int, int], Integers] = {}
         for block, pair in enumerate(pairwise(states)):
             if pair not in known:
                 ends = {v: int(choice[v]) for v in run.shared}
-                ends |= dict(zip(self._in, _split(pair[0], sizes)))
-                ends |= dict(zip(self._out, _split(pair[1], sizes)))
+                for nodes, number in zip((self._in, self._out), pair):
+                    ends |= dict(zip(nodes, _split(number, self._sizes_of(nodes))))
                 done = reduced.elimination.complete(ends)
-                known[pair] = np.array([done[v] for v in self._block.tolist()], np.int64)
+                known[pair] = np.array([done[v] for v in self._block], np.int64)
             begin = run.start + block * run.period
             choice[begin : begin + run.period] = known[pair]
 
+    def _sizes_of(self, nodes: Sequence[int]) -> list[int]:
+        return [int(self.packed.sizes[v]) for v in nodes]
 
-class Reduced:
+
+class Reduced(NamedTuple):
     """A chain under given weights."""
 
-    def __init__(self, chain: Chain, elimination: Elimination, power: Power) -> None:
-        self.chain, self.elimination, self.power = chain, elimination, power
+    chain: Chain
+    elimination: Elimination
+    power: Power
 
     @property
     def table(self) -> Array:
         """A dim for each node of the chain's scope."""
-        sizes = self.chain.packed.sizes
-        return self.power.table.reshape([int(sizes[v]) for v in self.chain.scope])
+        return self.power.table.reshape(self.chain._sizes_of(self.chain.scope))
 
 
 def _flat(values: list[int], sizes: list[int]) -> int:
@@ -147,7 +144,4 @@ def _flat(values: list[int], sizes: list[int]) -> int:
 
 
 def _split(value: int, sizes: list[int]) -> list[int]:
-    if not sizes:
-        return []
-    assert value < math.prod(sizes)
-    return [int(part) for part in np.unravel_index(value, sizes)]
+    return [int(part) for part in np.unravel_index(value, sizes)] if sizes else []

@@ -1,5 +1,6 @@
 """Repeated blocks, found by structure: nodes and edges that come again, `period` nodes later.
 
+>>> from autopar.solver.graph import CostGraph
 >>> graph = CostGraph()
 >>> cost, move = np.array([1.0, 2.0]), np.array([[0.0, 1.0], [1.0, 0.0]])
 >>> nodes = [graph.add_node(cost) for _ in range(8)]
@@ -20,9 +21,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.solver.graph import CostGraph, Integers, Packed
-
-__all__ = ["CostGraph", "Run", "find_runs"]
+from autopar.solver.graph import Packed
 
 LEAST_BLOCKS = 3
 _MOST_EDGES = 24  # a node with more edges to earlier nodes is not part of a block
@@ -59,14 +58,14 @@ class Run:
         return (self.count - 1) * self.period
 
 
-def find_runs(packed: Packed, least_blocks: int = LEAST_BLOCKS) -> list[Run]:
+def find_runs(packed: Packed) -> list[Run]:
     """Runs of repeated blocks that do not overlap, those that save most first."""
     rows = _Rows(packed)
     found: list[Run] = []
     segments = [(0, len(packed))]
     while segments:
         begin, end = segments.pop()
-        run = _best_run(rows, begin, end, found, least_blocks)
+        run = _best_run(rows, begin, end, found)
         if run is not None:
             found.append(run)
             segments += [(begin, run.start), (run.end, end)]
@@ -131,21 +130,19 @@ class _Rows:
         return alike, shared
 
 
-def _best_run(
-    rows: _Rows, begin: int, end: int, others: list[Run], least_blocks: int
-) -> Run | None:
-    best: Run | None = None
+def _best_run(rows: _Rows, begin: int, end: int, others: list[Run]) -> Run | None:
     drafts = []
     for lag in rows.lags(begin, end):
         alike, shared = rows.alike(lag)
         for start, stop in _stretches(alike[begin : end - lag]):
             draft = Run(begin + start, lag, (stop - start) // lag + 1)
-            if draft.count >= least_blocks:
+            if draft.count >= LEAST_BLOCKS:
                 drafts.append((draft.saved, begin + stop + lag, draft, shared))
+    best: Run | None = None
     for saved, stop, draft, shared in sorted(drafts, key=lambda d: (-d[0], d[2].period)):
         if best is not None and best.saved >= saved:
             break
-        run = _refined(rows.packed, draft, stop, shared, least_blocks)
+        run = _refined(rows.packed, draft, stop, shared)
         if run is None or any(_clash(run, other) or _clash(other, run) for other in others):
             continue
         if best is None or run.saved > best.saved:
@@ -163,14 +160,12 @@ def _clash(run: Run, other: Run) -> bool:
     return any(other.start <= node < other.end for node in run.shared)
 
 
-def _refined(
-    packed: Packed, draft: Run, stop: int, shared: np.ndarray, least_blocks: int
-) -> Run | None:
+def _refined(packed: Packed, draft: Run, stop: int, shared: np.ndarray) -> Run | None:
     """Place the cut between blocks, then leave out blocks until the rest sees the run only
     through the last block's crossing nodes and through nodes that all blocks share."""
     edges = _Edges(packed, draft, stop, shared)
-    run = _placed(packed, edges, draft, stop, least_blocks)
-    while run is not None and run.count >= least_blocks:
+    run = _placed(packed, edges, draft, stop)
+    while run is not None and run.count >= LEAST_BLOCKS:
         smaller = _checked(packed, edges, run)
         if smaller == run:
             return run
@@ -191,13 +186,13 @@ class _Edges:
         self.shared_low, self.shared_high = packed.low[inside][common], high[common]
 
 
-def _placed(packed: Packed, edges: _Edges, draft: Run, stop: int, least_blocks: int) -> Run | None:
+def _placed(packed: Packed, edges: _Edges, draft: Run, stop: int) -> Run | None:
     """Begin the blocks where the fewest strategies cross from one to the next."""
     best: tuple[float, Run] | None = None
     for period in (draft.period, 2 * draft.period):
         for start in range(draft.start, draft.start + period):
             count = (stop - start) // period
-            if count < least_blocks:
+            if count < LEAST_BLOCKS:
                 break
             cut = start + period
             lows = np.unique(edges.low[(edges.low < cut) & (edges.high >= cut)])
@@ -249,8 +244,3 @@ def interface_entries(packed: Packed, run: Run) -> tuple[int, int]:
     """Entries of the shared nodes, and of the nodes that cross between blocks."""
     shared = math.prod(int(packed.sizes[node]) for node in run.shared)
     return shared, math.prod(int(packed.sizes[node]) for node in run.outputs)
-
-
-def nodes_of(run: Run, block: int) -> Integers:
-    """The nodes of one block."""
-    return np.arange(run.period, dtype=np.int64) + run.start + block * run.period

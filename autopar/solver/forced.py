@@ -18,8 +18,6 @@ from autopar.solver.graph import Array, CostGraph
 from autopar.solver.optimum import Optimiser
 from autopar.solver.prune import prune
 
-__all__ = ["CostGraph", "forced"]
-
 
 def forced(
     graph: CostGraph, node: int, multiplier: float = 0.0, limit: float | None = None

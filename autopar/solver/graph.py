@@ -209,10 +209,6 @@ class Packed:
         return of_table[self.node_table]
 
     @cached_property
-    def has_memory(self) -> bool:
-        return any(table.memory is not None for table in self.node_tables + self.edge_tables)
-
-    @cached_property
     def edges(self) -> list[tuple[int, int, int]]:
         """(low, high, table) of each edge."""
         return list(zip(self.low.tolist(), self.high.tolist(), self.edge_table.tolist()))
@@ -239,6 +235,16 @@ class Packed:
             float(node_cost.sum() + edge_cost.sum()),
             float(node_memory.sum() + edge_memory.sum()),
         )
+
+    @cached_property
+    def around(self) -> list[list[tuple[int, Table]]]:
+        """Of each node its edges: the other end, and the table with the node's own in the rows."""
+        found: list[list[tuple[int, Table]]] = [[] for _ in range(len(self))]
+        for low, high, number in self.edges:
+            found[low].append((high, self.edge_tables[number]))
+        for low, high, number in self.edges:
+            found[high].append((low, self.edge_tables[number].transposed))
+        return found
 
     def tables_by_scope(self) -> Iterator[tuple[tuple[int, ...], Table]]:
         """The table of each node and of each edge."""
@@ -325,16 +331,11 @@ def _pack(graph: CostGraph) -> Packed:
     number[origin] = order
     low, high = number[low], number[high]
     edge_tables = list(edge_tables)
-    swapped = np.flatnonzero(low > high)
-    if len(swapped):
-        turned: dict[int, int] = {}
-        for edge in swapped:
-            old = int(edge_table[edge])
-            if old not in turned:
-                turned[old] = len(edge_tables)
-                edge_tables.append(edge_tables[old].transposed)
-            edge_table[edge] = turned[old]
-        low[swapped], high[swapped] = high[swapped], low[swapped]
+    swapped = low > high
+    turned, places = np.unique(edge_table[swapped], return_inverse=True)
+    edge_table[swapped] = len(edge_tables) + places
+    edge_tables += [edge_tables[old].transposed for old in turned]
+    low, high = np.minimum(low, high), np.maximum(low, high)
     by = np.lexsort((edge_table, low, high))
     low, high, edge_table = low[by], high[by], edge_table[by]
     low, high, edge_table = _without_parallels(low, high, edge_table, edge_tables)

@@ -1,5 +1,6 @@
 """The least cost under a memory limit: a multiplier on memory, with a certified bound.
 
+>>> from autopar.solver.graph import CostGraph
 >>> graph = CostGraph()
 >>> nodes = [graph.add_node([1.0, 2.0], memory=[8, 4]) for _ in range(100)]
 >>> for a, b in zip(nodes, nodes[1:]):
@@ -22,11 +23,9 @@ import numpy as np
 
 from autopar.errors import InvalidInput
 from autopar.solver.eliminate import Elimination
-from autopar.solver.graph import Array, CostGraph, Integers, Packed
+from autopar.solver.graph import Array, Integers, Packed
 from autopar.solver.optimum import SECONDS, Optimiser
 from autopar.solver.residual import relative_gap, solve_residual
-
-__all__ = ["CostGraph", "LagrangianSearch", "NoRoom"]
 
 Point = tuple[float, float, Integers]  # seconds, bytes, choice
 
@@ -200,21 +199,16 @@ class LagrangianSearch:
         """Node by node, the cheapest strategy that still fits beside all others as they are."""
         assert self.choice is not None
         packed, choice = self.packed, self.choice.copy()
-        around: list[list[tuple[int, bool, int]]] = [[] for _ in range(len(packed))]
-        for low, high, number in packed.edges:
-            around[low].append((high, True, number))
-            around[high].append((low, False, number))
         free = self.limit - self.memory
         for _ in range(rounds):
             changed = False
             for node in range(len(packed)):
                 own = packed.node_tables[packed.node_table[node]]
                 cost, memory = own.cost, np.zeros(1) if own.memory is None else own.memory
-                for other, is_low, number in around[node]:
-                    table, at = packed.edge_tables[number], choice[other]
-                    cost = cost + (table.cost[:, at] if is_low else table.cost[at])
+                for other, table in packed.around[node]:
+                    cost = cost + table.cost[:, choice[other]]
                     if table.memory is not None:
-                        memory = memory + (table.memory[:, at] if is_low else table.memory[at])
+                        memory = memory + table.memory[:, choice[other]]
                 memory = np.broadcast_to(memory, cost.shape)
                 now = choice[node]
                 allowed = memory - memory[now] <= max(free, 0.0)

@@ -1,5 +1,6 @@
 """The least of cost + multiplier · memory over a whole graph: fold, eliminate, solve the rest.
 
+>>> from autopar.solver.graph import CostGraph
 >>> graph = CostGraph()
 >>> nodes = [graph.add_node([1.0, 2.0], memory=[4, 1]) for _ in range(100)]
 >>> for a, b in zip(nodes, nodes[1:]):
@@ -20,10 +21,8 @@ import numpy as np
 from autopar.solver.chain import Chain, Reduced
 from autopar.solver.eliminate import LIMIT, Elimination
 from autopar.solver.fold import find_runs
-from autopar.solver.graph import Array, CostGraph, Integers, Packed
+from autopar.solver.graph import Array, Integers, Packed
 from autopar.solver.residual import solve_residual
-
-__all__ = ["CostGraph", "Optimiser", "Optimum"]
 
 MOST_ENTRIES = 200_000  # of all tables together that CP-SAT is given, if they can be made smaller
 SECONDS = 20.0  # of CP-SAT, or of branching, at most
@@ -89,23 +88,15 @@ class Optimiser:
     def least_with(self, node: int, multiplier: float = 0.0) -> Array:
         """For each strategy of `node` (one outside all chains), the least weight with it."""
         elimination, _ = self._eliminated(multiplier, keep=(node,))
-        core = [v for v in elimination.core if v != node]
-        if not core:
+        if set(elimination.core) == {node}:
             return elimination.joint((node,))
-        sizes = {v: self.variables[v] for v in core}
-        least = np.full(self.variables[node], elimination.constant)
+        sizes = {v: self.variables[v] for v in elimination.core}
+        own = elimination.factors.get((node,), 0.0)
+        least = np.full(sizes[node], elimination.constant)
         for strategy in range(len(least)):
-            factors: dict[tuple[int, ...], Array] = {}
-            for scope, table in elimination.factors.items():
-                if node in scope:
-                    table = np.asarray(table.take(strategy, axis=scope.index(node)))
-                    scope = tuple(v for v in scope if v != node)
-                if scope:
-                    factors[scope] = factors.get(scope, 0.0) + table
-                else:
-                    least[strategy] += table.item()
-            seconds = SECONDS / len(least)
-            least[strategy] += solve_residual(sizes, factors, seconds=seconds).bound
+            alone = np.where(np.arange(len(least)) == strategy, own, np.inf)
+            factors = {**elimination.factors, (node,): alone}
+            least[strategy] += solve_residual(sizes, factors, seconds=SECONDS / len(least)).bound
         return least
 
     def _eliminated(

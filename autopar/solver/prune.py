@@ -1,5 +1,6 @@
 """Dominated strategies, dropped: those that another one could replace wherever they stand.
 
+>>> from autopar.solver.graph import CostGraph
 >>> graph = CostGraph()
 >>> a = graph.add_node([1.0, 2.0, 0.5], memory=[4, 4, 9])
 >>> b = graph.add_node([0.0, 0.0])
@@ -19,9 +20,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.solver.graph import Array, CostGraph, Integers, Packed, Table
-
-__all__ = ["CostGraph", "prune"]
+from autopar.solver.graph import Array, Integers, Packed, Table
 
 ROUNDS = 2
 _MOST_EDGES = 24  # a node with more is left as it is
@@ -45,11 +44,10 @@ def _round(packed: Packed) -> Packed:
     one replacement after the other then never makes a choice worse."""
     kinds, examples = _surroundings(packed)
     kept: list[Integers] = []
-    incident = _Incident(packed)
     for example in examples:
         table = packed.node_tables[packed.node_table[example]]
-        edges = incident.tables(int(example))
-        if edges is None or len(table.cost) > _MOST_STRATEGIES:
+        edges = [edge for _, edge in packed.around[example]]
+        if len(edges) > _MOST_EDGES or len(table.cost) > _MOST_STRATEGIES:
             kept.append(np.arange(len(table.cost)))
         else:
             kept.append(_undominated(table, edges))
@@ -117,26 +115,6 @@ def _least_difference(row: Array, i: Integers, j: Integers) -> Array:
         for at in range(0, len(i), step)
     ]
     return np.concatenate([np.zeros(0), *parts])
-
-
-class _Incident:
-    """The edges of each node, as tables with the node's own strategies in the rows."""
-
-    def __init__(self, packed: Packed) -> None:
-        self.packed = packed
-        self.by_high = np.searchsorted(packed.high, np.arange(len(packed) + 1))
-        self.order = np.argsort(packed.low, kind="stable")
-        self.by_low = np.searchsorted(packed.low[self.order], np.arange(len(packed) + 1))
-
-    def tables(self, node: int) -> list[Table] | None:
-        """None if there are too many."""
-        as_high = range(self.by_high[node], self.by_high[node + 1])
-        as_low = self.order[self.by_low[node] : self.by_low[node + 1]]
-        if len(as_high) + len(as_low) > _MOST_EDGES:
-            return None
-        tables, numbers = self.packed.edge_tables, self.packed.edge_table
-        turned = [tables[numbers[edge]].transposed for edge in as_high]
-        return [*(tables[numbers[edge]] for edge in as_low), *turned]
 
 
 def _surroundings(packed: Packed) -> tuple[Integers, Integers]:

@@ -24,8 +24,6 @@ from autopar.solver.optimum import Optimiser
 from autopar.solver.prune import prune
 from autopar.solver.residual import relative_gap
 
-__all__ = ["CostGraph", "Sizes", "Solution", "least_memory", "solve"]
-
 
 @dataclass
 class Sizes:

@@ -7,7 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from autopar.solver.forced import CostGraph, forced
+from autopar.solver.forced import forced
+from autopar.solver.graph import CostGraph
 
 
 def random_graph(rng: np.random.Generator) -> CostGraph:
