@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
-from typing import Protocol
+from typing import Any, Protocol
 
 from autopar.collectives.movement import Movement
 from autopar.errors import InvalidInput, VerifierError
@@ -34,12 +34,13 @@ from autopar.mesh import Mesh
 
 # A movement more costs at least this: of two equal ways, the one with fewer movements is taken.
 TIE = 1e-15  # seconds
+FREE = ("identity", "slice")  # kinds that move no data
 
 
 class Price(Protocol):
     """What one collective costs. A price is hashable, and equal prices are interchangeable."""
 
-    def seconds(self, kind: str, axes: tuple[str, ...], size: float) -> float:
+    def seconds(self, kind: str, axes: tuple[str, ...], size: Any) -> Any:
         """`size`: bytes of the larger of the tensors that one rank holds before and after.
 
         Asked for the four kinds that move data: an identity and a slice cost nothing.
@@ -73,7 +74,7 @@ class LinkPrice:
         names = mesh.names
         return cls(mesh, tuple(alpha[n] for n in names), tuple(beta[n] for n in names))
 
-    def seconds(self, kind: str, axes: tuple[str, ...], size: float) -> float:
+    def seconds(self, kind: str, axes: tuple[str, ...], size: Any) -> Any:
         parts = self.mesh.degree(axes)
         places = [self.mesh.names.index(axis) for axis in axes]
         alpha, beta = max(self.alpha[i] for i in places), max(self.beta[i] for i in places)
@@ -149,12 +150,10 @@ def movement_cost(
 
 
 def _edge_cost(movement: Movement, size: float, price: Price, differentiable: bool) -> float:
-    cost = 0.0
-    if movement.kind not in ("identity", "slice"):
-        cost += price.seconds(movement.kind, movement.axes, size)
-    if differentiable and movement.backward not in ("identity", "slice"):
-        cost += price.seconds(movement.backward, movement.axes, size)
-    return cost
+    kinds = (movement.kind, movement.backward) if differentiable else (movement.kind,)
+    return sum(
+        (price.seconds(kind, movement.axes, size) for kind in kinds if kind not in FREE), 0.0
+    )
 
 
 @lru_cache(maxsize=1 << 18)
@@ -196,33 +195,19 @@ def _validate(source: Layout, target: Placement, shape: tuple[int, ...], mesh: M
         )
 
 
-@lru_cache(maxsize=512)
-def _search(
-    source: Layout,
-    shape: tuple[int, ...],
-    itemsize: float,
-    mesh: Mesh,
-    price: Price,
-    differentiable: bool,
-) -> _Search:
-    return _Search(source, shape, itemsize, mesh, price, differentiable)
-
-
+@dataclass(eq=False)
 class _Search:
     """Dijkstra's algorithm from one source, continued as far as each target needs."""
 
-    def __init__(
-        self,
-        source: Layout,
-        shape: tuple[int, ...],
-        itemsize: float,
-        mesh: Mesh,
-        price: Price,
-        differentiable: bool,
-    ) -> None:
-        self.shape, self.itemsize, self.mesh = shape, itemsize, mesh
-        self.price, self.differentiable = price, differentiable
-        self.start = Placement(source)
+    source: Layout
+    shape: tuple[int, ...]
+    itemsize: float
+    mesh: Mesh
+    price: Price
+    differentiable: bool
+
+    def __post_init__(self) -> None:
+        self.start = Placement(self.source)
         self.best: dict[Placement, float] = {self.start: 0.0}
         self.came: dict[Placement, tuple[Placement, Movement, float]] = {}
         self.settled: set[Placement] = set()
@@ -265,17 +250,18 @@ class _Search:
 
     def _cost(self, movement: Movement, size: float) -> float:
         key = (movement.kind, movement.pending, movement.axes, size)
-        cost = self.costs.get(key)
-        if cost is None:
-            cost = _edge_cost(movement, size, self.price, self.differentiable)
-            self.costs[key] = cost
-        return cost
+        if key not in self.costs:
+            self.costs[key] = _edge_cost(movement, size, self.price, self.differentiable)
+        return self.costs[key]
 
     def _bytes(self, dims: tuple[tuple[str, ...], ...]) -> float:
         """What the largest piece takes."""
         if dims not in self.sizes:
             self.sizes[dims] = local_elements(dims, self.shape, self.mesh) * self.itemsize
         return self.sizes[dims]
+
+
+_search = lru_cache(maxsize=512)(_Search)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -23,7 +23,7 @@ from autopar.strategies.rule import Facts
 Storage = tuple[fx.Node, int | str]
 
 
-class Keeping:
+class SavedTensors:
     """Which reader keeps what, in one captured graph."""
 
     def __init__(self, facts: Mapping[str, Facts | None], readers: Mapping[str, Sequence]) -> None:

@@ -23,7 +23,7 @@ from autopar.capture.origins import is_of_parameters
 from autopar.cluster import Cluster
 from autopar.cost.footprint import parameter_bytes
 from autopar.cost.price import ClusterPrice
-from autopar.cost.saved_tensors import Keeping
+from autopar.cost.saved_tensors import SavedTensors
 from autopar.errors import InvalidInput
 from autopar.garbage import collected_later
 from autopar.layout import ParameterPlacement, Placement
@@ -31,11 +31,11 @@ from autopar.mesh import Mesh
 from autopar.search.candidates import Candidates, NodeClasses, storage_states, uncut
 from autopar.search.constraints import Constraints
 from autopar.search.edges import Edges
-from autopar.search.prologue import Prologue, find_prologue, is_whole
+from autopar.search.prologue import find_prologue, is_whole
 from autopar.search.reshard import Placements
 from autopar.solver.graph import CostGraph
 from autopar.strategies.node_info import info
-from autopar.strategies.results import is_result, maker, place_of, values_of
+from autopar.strategies.results import maker, place_of, values_of
 
 Array = NDArray[np.float64]
 
@@ -49,16 +49,15 @@ class Reading:
     position: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class Variable:
-    """What a node of the cost graph decides."""
+    """What a node of the cost graph decides: of an operator, of a value that is stored or shared,
+    or of what some readers of it share."""
 
     number: int
-    kind: str  # "operator", "parameter", "value" (shared layout), "group" (shared by some readers)
-    name: str  # of the operator, placeholder or value
     states: Placements  # of an operator those of its first result
     candidates: Candidates | None = None  # of operators
-    readings: tuple[Reading, ...] = ()  # of a group
+    readings: tuple[Reading, ...] = ()  # of a group of readers
 
 
 @dataclass
@@ -66,7 +65,6 @@ class Built:
     """A cost graph and what its nodes mean."""
 
     graph: CostGraph
-    variables: list[Variable] = field(default_factory=list)
     operators: dict[str, Variable] = field(default_factory=dict)
     parameters: dict[str, Variable] = field(default_factory=dict)
     values: dict[str, Variable] = field(default_factory=dict)
@@ -109,9 +107,7 @@ class _Builder:
         self._shared: dict[tuple, Placements] = {}
         self._stored: dict[tuple, tuple[Placements, Array]] = {}
         self._offers: dict[str, tuple[Candidates, Array]] = {}
-        self.inputs: dict[str, Variable] = {}
-
-        self.prologue = Prologue()
+        self.producers: dict[str, Variable] = {}  # of values, by name
 
     def run(self) -> Built:
         calls = self.captured.operators
@@ -121,7 +117,7 @@ class _Builder:
         for node in calls:
             self._look_at(node)
         facts = {name: candidates.facts for name, (candidates, _) in self._offers.items()}
-        self.keeping = Keeping(facts, self.readings)
+        self.saved = SavedTensors(facts, self.readings)
         # Nodes stand in the order of the program, so that repeated blocks can be found.
         for node in self.captured.graph.nodes:
             if node.op == "placeholder" and node.name in self.captured.parameters:
@@ -142,11 +138,10 @@ class _Builder:
     # Nodes
 
     def _add_parameter(self, node: fx.Node) -> None:
-        name = self.captured.parameters[node.name]
-        value = info(node).val
-        shape = tuple(value.shape)
+        name, known = self.captured.parameters[node.name], info(node)
         constraint = self.constraints.parameters.get(name)
-        key = (shape, value.dtype, info(node).differentiable, constraint and constraint.layout)
+        shape = tuple(known.val.shape)
+        key = shape, known.val.dtype, known.differentiable, constraint and constraint.layout
         if key not in self._stored:
             states = (
                 Placements([Placement(constraint.layout)])
@@ -158,9 +153,7 @@ class _Builder:
             self._stored[key] = states, np.array(held)
         states, memory = self._stored[key]
         number = self.built.graph.add_node(self.edges.zeros(len(states)), memory, name=name)
-        variable = Variable(number, "parameter", node.name, states)
-        self._register(variable)
-        self.built.parameters[node.name] = variable
+        self.producers[node.name] = self.built.parameters[node.name] = Variable(number, states)
 
     def _look_at(self, node: fx.Node) -> None:
         """Find the candidates of an operator, and who reads what."""
@@ -179,23 +172,23 @@ class _Builder:
     def _add_operator(self, node: fx.Node) -> None:
         candidates, cost = self._offers[node.name]
         memory = candidates.extra
-        if self.keeping.keeps_output(node.name):
+        if self.saved.keeps_output(node.name):
             for value in values_of(node):
                 states = candidates.results[place_of(value)]
                 memory = memory + self.edges.bytes(value, states)
         number = self.built.graph.add_node(
             self.edges.same(cost, "cost"), self.edges.same(memory, "memory"), name=node.name
         )
-        variable = Variable(number, "operator", node.name, candidates.outputs, candidates)
-        self._register(variable)
+        variable = Variable(number, candidates.outputs, candidates)
         self.built.operators[node.name] = variable
+        for value in values_of(node):
+            states = candidates.results[place_of(value)]
+            self.producers[value.name] = replace(variable, states=states)
 
     def _add_input(self, node: fx.Node) -> None:
         """An input of the model that wants a gradient: whole on every rank."""
         whole = Placements([Placement.whole(info(node).val.ndim)])
-        number = self.built.graph.add_node(self.edges.zeros(1), name=node.name)
-        self.inputs[node.name] = Variable(number, "input", node.name, whole)
-        self._register(self.inputs[node.name])
+        self.producers[node.name] = self._share(node.name, whole)
 
     def _add_shares(self, value: fx.Node) -> None:
         """A node for the layout that the readers of a value share, and one for each group."""
@@ -204,13 +197,18 @@ class _Builder:
         groups: dict[bool, list[Reading]] = {}
         for reading in readings:
             groups.setdefault(is_parameter or self._sums(reading), []).append(reading)
-        base = self._states(self._producer(value).states, readings, pending=False)
-        self.built.values[value.name] = self._share(value, "value", base, ())
+        base = self._states(self.producers[value.name].states, readings, pending=False)
+        self.built.values[value.name] = self._share(f"{value.name} value", base)
         for members in groups.values():
             if len(members) > 1:
                 states = self._states(base, members, pending=True)
-                group = self._share(value, "group", states, tuple(members))
+                group = self._share(f"{value.name} group", states, tuple(members))
                 self.built.groups.setdefault(value.name, []).append(group)
+
+    def _share(self, name: str, states: Placements, readings: tuple[Reading, ...] = ()) -> Variable:
+        """A layout that costs nothing in itself."""
+        number = self.built.graph.add_node(self.edges.zeros(len(states)), name=name)
+        return Variable(number, states, readings=readings)
 
     def _states(self, given: Placements, readings: Sequence[Reading], pending: bool) -> Placements:
         """The `given` states and those that readers want, found once for all equal blocks."""
@@ -223,18 +221,6 @@ class _Builder:
             self._shared[key] = Placements(found)
         return self._shared[key]
 
-    def _producer(self, value: fx.Node) -> Variable:
-        """What decides the layout of a value; of a result, the call with that result's states."""
-        built = self.built
-        if is_result(value):
-            operator = built.operators[maker(value).name]
-            assert operator.candidates is not None
-            return replace(operator, states=operator.candidates.results[place_of(value)])
-        for variables in (built.parameters, built.operators, self.inputs):
-            if value.name in variables:
-                return variables[value.name]
-        raise KeyError(value.name)
-
     def _add_results(self) -> None:
         """What the output wants: no partial sums; new values of buffers whole."""
         output = self.captured.graph.output_node()
@@ -243,7 +229,7 @@ class _Builder:
         for index, value in enumerate(results):  # type: ignore[arg-type]
             if value.op != "call_function":
                 continue
-            variable = self._producer(value)
+            variable = self.producers[value.name]
             table, seconds = self.edges.seconds(value)
             costs = np.zeros(len(variable.states))
             for number, state in enumerate(variable.states):
@@ -253,15 +239,8 @@ class _Builder:
                 costs[number] = seconds[table.index[state], table.index[target]]
             if costs.any():
                 sink = self.built.graph.add_node(self.edges.zeros(1), name=f"{value.name} out")
-                whole = Placements([Placement.whole(0)])
-                self._register(Variable(sink, "result", variable.name, whole))
-                self.built.graph.add_edge(
-                    variable.number, sink, self.edges.same(costs[:, None], "out")
-                )
-
-    def _register(self, variable: Variable) -> None:
-        assert variable.number == len(self.built.variables)
-        self.built.variables.append(variable)
+                costs = self.edges.same(costs[:, None], "out")
+                self.built.graph.add_edge(variable.number, sink, costs)
 
     def _allowed(self, node: fx.Node, candidates: Candidates) -> Candidates:
         """The candidates that keep the annotations."""
@@ -294,7 +273,7 @@ class _Builder:
     def _connect(self, value: fx.Node, readings: Sequence[Reading]) -> None:
         """Edges from the producer of a value to its readers, by way of what they share."""
         late = is_of_parameters(value, self.captured)
-        producer, shared = self._producer(value), self.built.values.get(value.name)
+        producer, shared = self.producers[value.name], self.built.values.get(value.name)
         if shared is None:
             self._join(value, producer, readings[0], late, "always")
             return
@@ -316,7 +295,7 @@ class _Builder:
             self._join(value, shared, reading, late, "moved")
 
     def _keeps(self, readings: Sequence[Reading]) -> bool:
-        return any(self.keeping.keeps(reading.reader, reading.position) for reading in readings)
+        return any(self.saved.keeps(reading.reader, reading.position) for reading in readings)
 
     def _sums(self, reading: Reading) -> bool:
         """Whether a reader may ask for a summed gradient: it has factors that this input lacks."""
@@ -325,16 +304,6 @@ class _Builder:
             return False
         own = {factor for dim in facts.rule.inputs[reading.position] for factor in dim}
         return not set(facts.rule.cuttable) <= own
-
-    def _share(
-        self, value: fx.Node, kind: str, states: Placements, readings: tuple[Reading, ...]
-    ) -> Variable:
-        number = self.built.graph.add_node(
-            self.edges.zeros(len(states)), name=f"{value.name} {kind}"
-        )
-        variable = Variable(number, kind, value.name, states, readings=readings)
-        self._register(variable)
-        return variable
 
     def _link(
         self, value: fx.Node, first: Variable, second: Variable, late: bool, kept: str
@@ -348,17 +317,13 @@ class _Builder:
         self, value: fx.Node, first: Variable, reading: Reading, late: bool, kept: str
     ) -> None:
         """An edge from a layout of a value to a reader."""
-        reader = self.built.operators[reading.reader]
-        assert reader.candidates is not None
-        wants = reader.candidates.inputs[reading.position]
-        kept = kept if self._keeps([reading]) else ""
-        kept = "moved" if kept and not self._makes(value) else kept
-        cost, memory = self.edges.table(value, first.states, wants, late, kept)
-        self.built.graph.add_edge(first.number, reader.number, cost, memory)
+        wants = self._offers[reading.reader][0].inputs[reading.position]
+        reader = Variable(self.built.operators[reading.reader].number, wants)
+        self._link(value, first, reader, late, kept if self._keeps([reading]) else "")
 
     def _makes(self, value: fx.Node) -> bool:
         """Whether a value has memory that nothing else has counted yet."""
-        if value.op == "placeholder" or self.keeping.keeps_output(maker(value).name):
+        if value.op == "placeholder" or self.saved.keeps_output(maker(value).name):
             return False
         facts = self._offers[maker(value).name][0].facts
         return facts is None or not facts.is_view

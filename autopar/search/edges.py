@@ -48,8 +48,7 @@ class Edges:
         key = (self._type(value), first, second, late, kept)
         if key not in self._tables:
             table, seconds = self.seconds(value)
-            rows = np.array([table.index[state] for state in first])
-            columns = np.array([table.index[state] for state in second])
+            rows, columns = table.rows(first), table.rows(second)
             cost = seconds[np.ix_(rows, columns)]
             same = table.data[rows][:, None] == table.data[columns][None, :]
             if late:
@@ -71,7 +70,7 @@ class Edges:
         whole when backward has gone past it."""
         table = reshard_table(self.mesh, info(value).val.ndim)
         size = self.bytes(value, first)
-        rows = np.array([table.index[state] for state in first])
+        rows = table.rows(first)
         cost = cost.copy()
         kinds: dict[tuple[str, ...], list[int]] = {}
         for j, state in enumerate(second):
@@ -86,7 +85,7 @@ class Edges:
                 if not summed or not info(value).differentiable:
                     continue
                 rest = tuple(axis for axis in pending if axis in axes)
-                columns = np.array([table.index[Placement(second[j].layout, rest)] for j in js])
+                columns = table.rows(Placement(second[j].layout, rest) for j in js)
                 where = np.ix_(rows[members], columns)
                 moved = self.seconds(value, frozen=summed)[1][where]
                 # Where the cheapest way goes over these axes, it is taken as it is.
@@ -101,9 +100,8 @@ class Edges:
         key = ("bytes", states, self._type(value))
         if key not in self._arrays:
             table = reshard_table(self.mesh, info(value).val.ndim)
-            elements = table.elements(tuple(info(value).val.shape))
-            numbers = [table.index[state] for state in states]
-            self._arrays[key] = elements[numbers] * info(value).val.dtype.itemsize
+            elements = table.elements(tuple(info(value).val.shape))[table.rows(states)]
+            self._arrays[key] = elements * info(value).val.dtype.itemsize
         return self._arrays[key]
 
     def from_whole(self, candidates: Candidates, position: int, value: fx.Node) -> Array:
@@ -112,8 +110,7 @@ class Edges:
         if key not in self._arrays:
             table, seconds = self.seconds(value)
             start = table.index[Placement.whole(table.ndim)]
-            columns = [table.index[state] for state in candidates.inputs[position]]
-            self._arrays[key] = seconds[start, columns]
+            self._arrays[key] = seconds[start, table.rows(candidates.inputs[position])]
         return self._arrays[key]
 
     def seconds(self, value: fx.Node, frozen: tuple[str, ...] = ()) -> tuple[ReshardTable, Array]:

@@ -15,13 +15,13 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import cached_property, lru_cache
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.collectives import Price
-from autopar.collectives.redistribution import TIE, local_elements, steps
+from autopar.collectives.redistribution import FREE, TIE, local_elements, steps
 from autopar.layout import Layout, Placement
 from autopar.mesh import Mesh
 
@@ -46,6 +46,15 @@ class Placements(tuple[Placement, ...]):
 def reshard_table(mesh: Mesh, ndim: int) -> ReshardTable:
     """The table for tensors of `ndim` dims on `mesh`."""
     return ReshardTable(mesh, ndim)
+
+
+class _Terms(NamedTuple):
+    """What the seconds between layouts depend on, besides the shape."""
+
+    itemsize: int
+    price: Price
+    differentiable: bool
+    frozen: tuple[str, ...]
 
 
 class ReshardTable:
@@ -99,6 +108,10 @@ class ReshardTable:
         numbers: dict[Layout, int] = {}
         return np.array([numbers.setdefault(s.layout, len(numbers)) for s in self.states])
 
+    def rows(self, states: Iterable[Placement]) -> NDArray[np.int64]:
+        """The numbers of some states."""
+        return np.array([self.index[state] for state in states], np.int64)
+
     @lru_cache(maxsize=4096)  # noqa: B019 (tables live as long as their mesh is planned)
     def elements(self, shape: tuple[int, ...]) -> Array:
         """How many elements the largest piece has, in each state."""
@@ -119,17 +132,17 @@ class ReshardTable:
         No movement goes over the axes that are `frozen`."""
         even = all(size % self.mesh.size == 0 for size in shape)
         whole = float(np.prod(shape, dtype=np.float64) * itemsize)
-        key = (whole if even else shape, itemsize, price, differentiable, frozen)
+        terms = _Terms(itemsize, price, differentiable, frozen)
+        key = (whole if even else shape, terms)
         if key not in self._solved:
             dims = tuple(
                 sorted((d for d in range(self.ndim) if shape[d] > 1), key=shape.__getitem__)
             )
             if even or dims == tuple(range(self.ndim)):
-                self._solved[key] = self._solve(shape, itemsize, price, differentiable, frozen)
+                self._solved[key] = self._solve(shape, terms)
             else:  # the order of the dims says nothing, nor does a dim of one element
                 smaller = reshard_table(self.mesh, len(dims))
-                given = tuple(shape[dim] for dim in dims)
-                seconds = smaller.seconds(given, itemsize, price, differentiable, frozen)
+                seconds = smaller.seconds(tuple(shape[dim] for dim in dims), *terms)
                 self._solved[key] = self._spread(seconds, dims)
         return self._solved[key]
 
@@ -150,15 +163,8 @@ class ReshardTable:
         spread[np.ix_(own, own)] = seconds[np.ix_(other, other)]
         return spread
 
-    def _solve(
-        self,
-        shape: tuple[int, ...],
-        itemsize: int,
-        price: Price,
-        differentiable: bool,
-        frozen: tuple[str, ...],
-    ) -> Array:
-        cost, order = self._steps(shape, itemsize, price, differentiable, frozen), self._order
+    def _solve(self, shape: tuple[int, ...], terms: _Terms) -> Array:
+        cost, order = self._steps(shape, terms), self._order
         possible = order[np.isfinite(cost[order])]
         before, after, cost = self._before[possible], self._after[possible], cost[possible, None]
         starts = np.flatnonzero(np.diff(after, prepend=-1))
@@ -175,28 +181,20 @@ class ReshardTable:
         seconds[sources] = found.T
         return seconds
 
-    def _steps(
-        self,
-        shape: tuple[int, ...],
-        itemsize: int,
-        price: Price,
-        differentiable: bool,
-        frozen: tuple[str, ...],
-    ) -> Array:
+    def _steps(self, shape: tuple[int, ...], terms: _Terms) -> Array:
         """What every single step takes; infinite where it cannot be."""
-        size = self.elements(shape) * itemsize
+        size = self.elements(shape) * terms.itemsize
         larger = np.maximum(size[self._before], size[self._after])
         cost = np.full(len(larger), TIE)
         at = 0
         for (kind, backward, axes), count in self._kinds:
             part = slice(at, at + count)
             at += count
-            if (kind == "identity" and not differentiable) or set(axes) & set(frozen):
+            if (kind == "identity" and not terms.differentiable) or set(axes) & set(terms.frozen):
                 cost[part] = np.inf
                 continue
-            if kind not in ("identity", "slice"):
-                cost[part] += price.seconds(kind, axes, larger[part])  # type: ignore[arg-type]
-            if differentiable and backward not in ("identity", "slice"):
-                cost[part] += price.seconds(backward, axes, larger[part])  # type: ignore[arg-type]
+            for each in (kind, backward) if terms.differentiable else (kind,):
+                if each not in FREE:
+                    cost[part] += terms.price.seconds(each, axes, larger[part])
         even = [all(shape[dim] % degree == 0 for dim, degree in cuts) for cuts in self._evenly]
         return np.where(np.array(even, bool)[self._cuts], cost, np.inf)
