@@ -91,12 +91,12 @@ def _require_rules(captured: Captured) -> None:
         )
 
 
-def _refuse_random(captured: Captured, mesh: Mesh, slices: int, again: bool) -> None:
+def _refuse_random(captured: Captured, mesh: Mesh, microbatches: int, again: bool) -> None:
     """Refuse random numbers where several ranks, or several runs of a step, would draw them."""
-    if mesh.size == slices == 1 and not again:
+    if mesh.size == microbatches == 1 and not again:
         return
     places = "" if mesh.size == 1 else f" on {mesh}"
-    turns = "" if slices == 1 else f" in {slices} micro-batches"
+    turns = "" if microbatches == 1 else f" in {microbatches} micro-batches"
     for node in captured.random:
         raise InvalidInput(
             "a random operator runs on one rank only: its bits would depend on the layout",

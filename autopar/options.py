@@ -103,7 +103,7 @@ def read_request(options: PlanOptions) -> Request:
         )
         return request
     made = _schedule(options, mesh[axis], count)
-    return replace(request, microbatches=made.slices, schedule=made, recompute=options.recompute)
+    return replace(request, microbatches=made.all_parts, schedule=made, recompute=options.recompute)
 
 
 def _refuse_words(

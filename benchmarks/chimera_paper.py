@@ -20,9 +20,10 @@ from dataclasses import asdict, dataclass
 from functools import cache
 
 from autopar.cluster import Cluster
+from autopar.cost.model import COLLECTIVES
 from autopar.pipeline import Schedule, Timeline, schedule, simulate
 from autopar.pipeline.simulator import Sync
-from autopar.pipeline.synchronization import all_reduce_time, synchronize
+from autopar.pipeline.synchronization import synchronize
 
 NODES = (32, 64, 128, 256, 512, 1024, 2048)
 SCHEDULES = ("gpipe", "1f1b", "gems", "chimera")
@@ -234,10 +235,11 @@ def cases(model: Model, name: str, cluster: Cluster, given: Assumptions) -> Iter
                     timeline, memory = timed(name, p, count, form, stages, recompute)
                     if memory > cluster.device.memory:
                         continue
-                    replicas = timeline.schedule.replicas * nodes // p
-                    alpha, beta = link.alpha, 1 / (link.bandwidth * given.bandwidth)
+                    replicas = timeline.schedule.pipes * nodes // p
+                    all_reduce = COLLECTIVES["all_reduce"]
+                    bandwidth = link.bandwidth * given.bandwidth
                     costs = tuple(
-                        all_reduce_time(replicas, 4.0 * count_, alpha, beta)
+                        float(all_reduce(p=replicas, V=4.0 * count_, B=bandwidth, a=link.alpha))
                         for count_ in stages.parameters
                     )
                     synced = synchronize(timeline, given.sync, costs)

@@ -113,7 +113,7 @@ def sleeper(name: str, options: dict[str, Any]) -> tuple[Callable[[], None], flo
     share = made.chunks * made.parts
     torch.manual_seed(0)
     model = Sleeper(made.stages, FORWARD / share, BACKWARD / share)
-    x = torch.randn(made.slices, 4)
+    x = torch.randn(made.all_parts, 4)
     for index, layer in enumerate(model.layers[1:], 1):
         ap.shard(layer, stage=index)
     module = ap.parallelize(

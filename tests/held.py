@@ -189,7 +189,7 @@ def held_in_a_step(module: ap.ParallelModule, case: Case) -> list[int]:
     held, seen = HeldByWorkers(outside), []
 
     def look(_: Worker) -> None:
-        slices = range(backend.schedule.slices)
+        slices = range(backend.schedule.all_parts)
         both = [held.of(w, number) for w in backend.workers.values() for number in slices]
         seen.append(sum(really for really, _ in both))
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.errors import InvalidInput
-from autopar.pipeline.execution import inputs, run
+from autopar.pipeline.execution import run
 from autopar.pipeline.schedule import KINDS, MOST_UNLISTED, Action, Kind, Schedule
 
 SHOWN = 6
@@ -76,58 +76,57 @@ def _placement(schedule: Schedule) -> Iterator[str]:
 
 def _listed(schedule: Schedule) -> Iterator[str]:
     """So that nothing below counts to a number that only stands in a header."""
-    listed = sum(len(action.microbatches) for order in schedule.orders for action in order)
-    wanted = schedule.slices * schedule.stages
+    listed = sum(len(action.microbatches) for _, action in schedule.actions)
+    wanted = schedule.all_parts * schedule.stages
     if wanted > max(MOST_UNLISTED, listed):
-        yield (f"{listed} actions for {schedule.slices} micro-batches on {schedule.stages} stages")
+        yield (
+            f"{listed} actions for {schedule.all_parts} micro-batches on {schedule.stages} stages"
+        )
 
 
 def _named(schedule: Schedule) -> Iterator[str]:
     placement, pipes, stages = schedule.placement, schedule.pipes, schedule.stages
-    slices = schedule.slices
-    for rank, order in enumerate(schedule.orders):
-        for action in order:
-            pipe, stage, microbatches = action.pipe, action.stage, action.microbatches
-            if action.kind not in KINDS:
-                yield f"rank {rank}: {action}: kind is not one of {', '.join(KINDS)}"
-            elif not (0 <= pipe < pipes and 0 <= stage < stages):
-                yield f"rank {rank}: {action}: there are {pipes} pipes of {stages} stages"
-            elif placement[pipe][stage] != rank:
-                yield f"rank {rank}: {action} belongs on rank {placement[pipe][stage]}"
-            elif not microbatches or min(microbatches) < 0 or max(microbatches) >= slices:
-                yield f"rank {rank}: {action}: micro-batches are 0 to {slices - 1}"
-            elif len(set(microbatches)) != len(microbatches):
-                yield f"rank {rank}: {action} names a micro-batch twice"
+    parts = schedule.all_parts
+    for rank, action in schedule.actions:
+        pipe, stage, microbatches = action.pipe, action.stage, action.microbatches
+        if action.kind not in KINDS:
+            yield f"rank {rank}: {action}: kind is not one of {', '.join(KINDS)}"
+        elif not (0 <= pipe < pipes and 0 <= stage < stages):
+            yield f"rank {rank}: {action}: there are {pipes} pipes of {stages} stages"
+        elif placement[pipe][stage] != rank:
+            yield f"rank {rank}: {action} belongs on rank {placement[pipe][stage]}"
+        elif not microbatches or min(microbatches) < 0 or max(microbatches) >= parts:
+            yield f"rank {rank}: {action}: micro-batches are 0 to {parts - 1}"
+        elif len(set(microbatches)) != len(microbatches):
+            yield f"rank {rank}: {action} names a micro-batch twice"
 
 
 def _one_pipe(schedule: Schedule) -> Iterator[str]:
     first: dict[int, tuple[int, Action]] = {}
-    for order in schedule.orders:
-        for action in order:
-            pipe = action.pipe
-            for microbatch in action.microbatches:
-                other = first.setdefault(microbatch, (pipe, action))
-                if other[0] != pipe:
-                    yield f"micro-batch {microbatch}: {other[1]} and {action}"
+    for _, action in schedule.actions:
+        pipe = action.pipe
+        for microbatch in action.microbatches:
+            other = first.setdefault(microbatch, (pipe, action))
+            if other[0] != pipe:
+                yield f"micro-batch {microbatch}: {other[1]} and {action}"
 
 
 def _complete(schedule: Schedule) -> Iterator[str]:
-    slices, stages = schedule.slices, schedule.stages
-    counts = {kind: [0] * (slices * stages) for kind in KINDS}
-    for order in schedule.orders:
-        for action in order:
-            count, base = counts[action.kind], action.stage * slices
-            for microbatch in action.microbatches:
-                count[base + microbatch] += 1
-    ones = [1] * (slices * stages)
+    parts, stages = schedule.all_parts, schedule.stages
+    counts = {kind: [0] * (parts * stages) for kind in KINDS}
+    for _, action in schedule.actions:
+        done, base = counts[action.kind], action.stage * parts
+        for microbatch in action.microbatches:
+            done[base + microbatch] += 1
+    ones = [1] * (parts * stages)
     halves = [whole + half for whole, half in zip(counts["B"], counts["I"])]
     if counts["F"] == halves == ones and counts["I"] == counts["W"]:
         return
-    for key in range(slices * stages):
+    for key in range(parts * stages):
         f, b, i, w = (counts[kind][key] for kind in KINDS)
         if f == 1 and (b, i, w) in ((1, 0, 0), (0, 1, 1)):
             continue
-        stage, microbatch = divmod(key, slices)
+        stage, microbatch = divmod(key, parts)
         pipe = schedule.pipe_of[microbatch]
         rank = f"rank {schedule.placement[pipe][stage]}: " if pipe >= 0 else ""
         given: dict[Kind, int] = {"F": f, "B": b, "I": i, "W": w}
@@ -148,11 +147,11 @@ def _complete(schedule: Schedule) -> Iterator[str]:
 
 
 def _backward_follows(schedule: Schedule) -> Iterator[str]:
-    slices = schedule.slices
+    parts = schedule.all_parts
     for rank, order in enumerate(schedule.orders):
         done: set[int] = set()
         for action in order:
-            keys = [action.stage * slices + microbatch for microbatch in action.microbatches]
+            keys = [action.stage * parts + microbatch for microbatch in action.microbatches]
             if action.kind == "F":
                 done.update(keys)
             elif action.kind != "W" and not done.issuperset(keys):
@@ -175,16 +174,15 @@ def _weight_follows(schedule: Schedule) -> Iterator[str]:
 def _matched(schedule: Schedule) -> Iterator[str]:
     """What is done together on one stage is done together on all stages of the pipe."""
     groups: dict[tuple[bool, int], tuple[Action, int]] = {}
-    for rank, order in enumerate(schedule.orders):
-        for action in order:
-            if action.kind == "W":
-                continue
-            forward = action.kind == "F"
-            for microbatch in action.microbatches:
-                other, there = groups.setdefault((forward, microbatch), (action, rank))
-                if other.microbatches != action.microbatches:
-                    yield f"{other} on rank {there}, {action} on rank {rank}"
-                    break
+    for rank, action in schedule.actions:
+        if action.kind == "W":
+            continue
+        forward = action.kind == "F"
+        for microbatch in action.microbatches:
+            other, there = groups.setdefault((forward, microbatch), (action, rank))
+            if other.microbatches != action.microbatches:
+                yield f"{other} on rank {there}, {action} on rank {rank}"
+                break
 
 
 def _overlaps(schedule: Schedule) -> Iterator[str]:
@@ -203,16 +201,10 @@ def _overlaps(schedule: Schedule) -> Iterator[str]:
 def _deadlock(schedule: Schedule) -> Iterator[str]:
     steps = [0.0] * schedule.stages
     result = run(schedule, dict.fromkeys(KINDS, steps), 0.0)
-    keys = inputs(schedule)
-    senders = {
-        sent: (rank, position)
-        for rank, row in enumerate(keys)
-        for position, (_, sent) in enumerate(row)
-        if sent >= 0
-    }
     for rank, key in sorted(result.waiting.items()):
-        position = next(i for i, (awaited, _) in enumerate(keys[rank]) if awaited == key)
-        there, other = senders[key]
+        rows = enumerate(schedule.messages[rank])
+        position = next(i for i, (awaited, _, _) in rows if awaited == key)
+        there, other = schedule.senders[key]
         yield (
             f"rank {rank}: {schedule.orders[rank][position]} waits for "
             f"{schedule.orders[there][other]} of rank {there}"

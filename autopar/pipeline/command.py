@@ -115,7 +115,7 @@ def figures(timeline: Timeline) -> dict[str, Any]:
         "bubble_ratio": timeline.bubble_ratio,
         "idle": list(timeline.idle),
         "peak_activations": list(timeline.peak_activations),
-        "weights": made.replicas,
+        "weights": made.pipes,
         "critical_path": {
             "forwards": path.forwards,
             "backwards": path.backwards,
@@ -132,7 +132,7 @@ def _summary(timeline: Timeline) -> str:
     path = timeline.critical_path
     split = f" + {path.weights} W" if path.weights else ""
     lines = [
-        f"weights           {timeline.schedule.replicas} copies of each stage",
+        f"weights           {timeline.schedule.pipes} copies of each stage",
         f"peak activations  {' '.join(f'{kept:g}' for kept in timeline.peak_activations)}",
         f"idle              {' '.join(f'{idle:g}' for idle in timeline.idle)}",
         f"critical path     {path.forwards} F + {path.backwards} B{split}, "

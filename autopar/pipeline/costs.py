@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from autopar.errors import InvalidInput
+from autopar.pipeline.schedule import KINDS, Kind
 
 Costs = float | Sequence[float]
+StageTimes = dict[Kind, tuple[float, ...]]  # of one micro-batch on each stage, by kind of action
 
 
 def plain(cost: Costs) -> float | tuple[float, ...]:
@@ -21,19 +22,6 @@ def single(name: str, cost: object) -> float:
     if not isinstance(cost, (int, float)):
         raise InvalidInput(f"{name} is one number", got=f"{name}={cost!r}")
     return per_stage(name, cost, 1)[0]
-
-
-@dataclass(frozen=True)
-class StageTimes:
-    """Time of one micro-batch on each stage, by kind of action."""
-
-    F: tuple[float, ...]
-    B: tuple[float, ...]
-    I: tuple[float, ...]  # noqa: E741 - the name of the action
-    W: tuple[float, ...]
-
-    def by_kind(self) -> dict[str, tuple[float, ...]]:
-        return {"F": self.F, "B": self.B, "I": self.I, "W": self.W}
 
 
 def per_stage(name: str, cost: Costs, stages: int, divisor: float = 1) -> tuple[float, ...]:
@@ -83,5 +71,5 @@ def stage_times(
         )
     forwards = per_stage("forward", forward, stages, chunks)
     rest = (all_ - part for part, all_ in zip(weight, whole))
-    kinds = (forwards, whole, rest, weight)
-    return StageTimes(*(tuple(value / parts for value in values) for values in kinds))
+    kinds = zip(KINDS, (forwards, whole, rest, weight))
+    return {kind: tuple(value / parts for value in values) for kind, values in kinds}

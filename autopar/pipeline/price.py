@@ -10,7 +10,7 @@ from autopar.cost.model import COLLECTIVES
 from autopar.cost.program import Cost
 from autopar.mesh import Mesh
 from autopar.passes.flow import Flow
-from autopar.pipeline.activation_counts import bytes_held, live_microbatches
+from autopar.pipeline.activation_counts import live_microbatches
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.simulator import simulate
 from autopar.pipeline.timeline import Timeline
@@ -21,14 +21,14 @@ def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
     made, stages = pipelining.schedule, pipelining.stages
     link = stage_link(cluster, pipelining.mesh, pipelining.axis)
     sums = [stage.summed for stage in stages]
-    if made.replicas > 1:
+    if made.pipes > 1:
         between = COLLECTIVES["all_reduce"]
         for index, stage in enumerate(stages):
             size, bandwidth = stage.gradients, link.bandwidth
-            sums[index] += float(between(p=made.replicas, V=size, B=bandwidth, a=link.alpha))
+            sums[index] += float(between(p=made.pipes, V=size, B=bandwidth, a=link.alpha))
     largest = max(stage.receives for stage in stages)
     again = pipelining.recompute  # the forward, in B or I: never in W
-    parts = made.parts  # the costs are those of slices, the simulator takes those of micro-batches
+    parts = made.parts  # of micro-batches, whose costs the simulator takes
     return simulate(
         made,
         forward=[parts * stage.forward for stage in stages],
@@ -43,8 +43,8 @@ def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
 
 
 def pipeline_cost(pipelining: Pipelining, once: Cost, timeline: Timeline) -> Cost:
-    """The parts of a simulated step; `once` is one slice of the batch through all stages."""
-    busy, parts = max(timeline.busy), pipelining.schedule.slices
+    """The parts of a simulated step; `once` is one micro-batch (or part) through all stages."""
+    busy, parts = max(timeline.busy), pipelining.schedule.all_parts
     again = once.forward * pipelining.recompute
     work = once.compute + once.communication - once.gradient_sync
     share = once.compute / work if work else 1.0
@@ -82,8 +82,11 @@ def memory_by_place(pipelining: Pipelining, flow: Flow) -> list[Memory]:
         own = {stage for _, stage in made.local_stages(rank)}
         held = [held_bytes(node, mesh) for node, read in users.items() if read & own]
         states = sum(stages[stage].states for stage in own)
-        moments = live_microbatches(made, rank, pipelining.recompute)
-        kept = max((bytes_held(stages, moment) for moment in moments), default=states) - states
+        lives = live_microbatches(made, rank, pipelining.recompute)
+        bytes_ = (
+            sum(stages[stage].bytes(*counts) for stage, counts in live.items()) for live in lives
+        )
+        kept = max(bytes_, default=states) - states
         found.append(Memory.of(held, kept))
     return found
 

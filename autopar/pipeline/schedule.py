@@ -82,38 +82,70 @@ class Schedule:
 
     @property
     def pipes(self) -> int:
-        """How many pipes there are."""
+        """How many pipes there are: each has its own copy of the weights of every stage."""
         return len(self.placement)
 
     @property
-    def replicas(self) -> int:
-        """How many copies of each stage's weights there are: one for each pipe."""
-        return len(self.placement)
-
-    @property
-    def slices(self) -> int:
-        """Into how many slices the batch is cut: what `Action.microbatches` count."""
+    def all_parts(self) -> int:
+        """How many parts of micro-batches a step has: what `Action.microbatches` count."""
         return self.microbatches * self.parts
 
-    @property
-    def length(self) -> int:
-        """How many actions there are on all ranks."""
-        return sum(map(len, self.orders))
+    @cached_property
+    def actions(self) -> tuple[tuple[int, Action], ...]:
+        """Every action with its rank, rank by rank."""
+        return tuple((rank, one) for rank, order in enumerate(self.orders) for one in order)
 
     @cached_property
     def pipe_of(self) -> tuple[int, ...]:
-        """For each slice, the pipe that carries it (-1: no action names it)."""
-        pipes = [-1] * self.slices
-        for order in self.orders:
-            for action in order:
-                for microbatch in action.microbatches:
-                    pipes[microbatch] = action.pipe
+        """For each part of a micro-batch, the pipe that carries it (-1: no action names it)."""
+        pipes = [-1] * self.all_parts
+        for _, action in self.actions:
+            for microbatch in action.microbatches:
+                pipes[microbatch] = action.pipe
         return tuple(pipes)
 
     @cached_property
     def split_stages(self) -> frozenset[int]:
         """The stages whose backward is split into I and W."""
-        return frozenset(one.stage for order in self.orders for one in order if one.kind == "I")
+        return frozenset(action.stage for _, action in self.actions if action.kind == "I")
+
+    @cached_property
+    def messages(self) -> list[list[tuple[int, int, bool]]]:
+        """For each action, the keys of the message it waits for and of the one it sends (-1: none),
+        and whether that goes to another rank.
+
+        The output of F on a stage and of B or I on a stage, by the first of its micro-batches:
+        those that are joined stay joined on all stages.
+        """
+        count, stages = self.all_parts, self.stages
+        found = []
+        for rank, order in enumerate(self.orders):
+            row = []
+            for action in order:
+                if action.kind == "W":
+                    row.append((-1, -1, False))
+                    continue
+                step = 1 if action.kind == "F" else -1
+                key = action.stage * count + action.microbatches[0]
+                key += 0 if action.kind == "F" else stages * count
+                before, after = action.stage - step, action.stage + step
+                row.append((
+                    key - step * count if 0 <= before < stages else -1,
+                    key,
+                    0 <= after < stages and self.placement[action.pipe][after] != rank,
+                ))  # fmt: skip
+            found.append(row)
+        return found
+
+    @cached_property
+    def senders(self) -> dict[int, tuple[int, int]]:
+        """By the key of a message, the rank that sends it and the place of the action there."""
+        return {
+            key: (rank, position)
+            for rank, row in enumerate(self.messages)
+            for position, (_, key, _) in enumerate(row)
+            if key >= 0
+        }
 
     def rank_of(self, pipe: int, stage: int) -> int:
         """The rank that holds `stage` of `pipe`."""

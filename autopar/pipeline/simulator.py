@@ -21,7 +21,7 @@ from autopar.pipeline.costs import Costs, per_stage, single, stage_times
 from autopar.pipeline.execution import run
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.synchronization import synchronize
-from autopar.pipeline.timeline import Timeline, peaks
+from autopar.pipeline.timeline import Timeline
 
 Sync = Literal["after", "eager", "eager-where-it-helps"]
 
@@ -47,14 +47,14 @@ def simulate(
     """
     times = stage_times(
         schedule.stages, forward, backward, backward_weight, schedule.chunks, schedule.parts
-    ).by_kind()
+    )
     delay = single("latency", latency)
     shares = per_stage("activation", activation, schedule.stages, schedule.chunks)
     kept = tuple(share / schedule.parts for share in shares)
     result = run(schedule, times, delay)
-    if sum(map(len, result.ends)) != schedule.length:
+    if sum(map(len, result.ends)) != len(schedule.actions):
         check(schedule)
-    timeline = Timeline(schedule, result.starts, result.ends, delay, peaks(schedule, kept))
+    timeline = Timeline(schedule, result.starts, result.ends, delay, kept)
     if sync is None:
         return timeline
     costs = per_stage("sync_cost", sync_cost, schedule.stages, schedule.chunks)

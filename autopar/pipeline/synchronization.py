@@ -11,20 +11,12 @@ An all-reduce starts when all its ranks are ready. A rank runs one at a time, be
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from autopar.errors import InvalidInput
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.timeline import Synchronization, Timeline
 
 MODES = ("after", "eager", "eager-where-it-helps")
-
-
-def all_reduce_time(replicas: int, size: float, alpha: float, beta: float) -> float:
-    """Rabenseifner's all-reduce of `size` bytes: 2 log2(r) alpha + 2 (r - 1)/r beta size."""
-    if replicas < 2:
-        return 0.0
-    return 2 * math.log2(replicas) * alpha + 2 * (replicas - 1) / replicas * beta * size
 
 
 def last_backwards(schedule: Schedule) -> tuple[dict[tuple[int, int], int], ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autopar.pipeline.execution import hops, inputs
-from autopar.pipeline.schedule import KINDS, Action, Schedule
+from autopar.pipeline.activation_counts import Live, live_microbatches
+from autopar.pipeline.schedule import Action, Schedule
 
 WIDTH = 160  # columns
 
@@ -57,9 +57,8 @@ class Timeline:
     starts: list[list[float]] = field(repr=False)
     ends: list[list[float]] = field(repr=False)
     latency: float
-    # For each rank, the most that it keeps for backward at any time. 1 is one micro-batch on all
-    # the stages that a rank holds of one pipe.
-    peak_activations: tuple[float, ...]
+    # What each stage keeps of a part of a micro-batch for its backward.
+    activations: tuple[float, ...]
     synchronizations: tuple[Synchronization, ...] = ()
 
     @cached_property
@@ -94,17 +93,25 @@ class Timeline:
         return self.step_time - self.makespan
 
     @cached_property
+    def peak_activations(self) -> tuple[float, ...]:
+        """For each rank, the most that it keeps for backward at any time, by order alone.
+
+        1 is one micro-batch on all the stages that a rank holds of one pipe.
+        """
+
+        def kept(live: Live) -> float:
+            return sum(
+                self.activations[stage] * (whole + later)
+                for stage, (whole, _, later) in live.items()
+            )
+
+        moments = (live_microbatches(self.schedule, rank) for rank in range(self.schedule.ranks))
+        return tuple(max(map(kept, live), default=0.0) for live in moments)
+
+    @cached_property
     def critical_path(self) -> CriticalPath:
         """A chain that decides the makespan; among equals, one that follows messages."""
         schedule = self.schedule
-        keys = inputs(schedule)
-        delays = hops(schedule, self.latency)
-        sent = {
-            key[1]: (rank, position)
-            for rank, row in enumerate(keys)
-            for position, key in enumerate(row)
-            if key[1] >= 0
-        }
         tolerance = 1e-9 * max(self.makespan, 1e-300)
         rank = max(range(schedule.ranks), key=lambda r: self.ends[r][-1] if self.ends[r] else 0.0)
         position = len(self.ends[rank]) - 1
@@ -113,18 +120,15 @@ class Timeline:
         while position >= 0:
             chain.append(schedule.orders[rank][position])
             start = self.starts[rank][position]
-            awaited = [keys[rank][position][0]]
-            if chain[-1].overlaps:
-                awaited.append(keys[rank][position + 1][0])
-            elif position and schedule.orders[rank][position - 1].overlaps:
-                awaited.clear()
+            first, past = position, position + 1 + chain[-1].overlaps
+            if position and schedule.orders[rank][position - 1].overlaps:
+                first = past
+            awaited = [key for key, _, _ in schedule.messages[rank][first:past] if key >= 0]
             here, position = rank, position - 1
             for key in awaited:
-                if key < 0:
-                    continue
-                there, other = sent[key]
+                there, other = schedule.senders[key]
                 action = schedule.orders[there][other]
-                delay = delays[action.kind][action.pipe][action.stage]
+                delay = self.latency * (there != here)
                 if self.ends[there][other + action.overlaps] + delay >= start - tolerance:
                     messages += there != here
                     # An overlapped forward sends when the backward that follows it is done.
@@ -134,19 +138,6 @@ class Timeline:
 
     def __str__(self) -> str:
         return draw(self)
-
-
-def peaks(schedule: Schedule, activation: tuple[float, ...]) -> tuple[float, ...]:
-    """The most each rank keeps: from the start of F to the end of B, or of W. By order alone."""
-    found = []
-    gain = dict.fromkeys(KINDS, 0.0) | {"F": 1.0, "B": -1.0, "W": -1.0}
-    for order in schedule.orders:
-        kept = most = 0.0
-        for action in order:
-            kept += gain[action.kind] * activation[action.stage] * len(action.microbatches)
-            most = max(most, kept)
-        found.append(most)
-    return tuple(found)
 
 
 def draw(timeline: Timeline, width: int = WIDTH) -> str:

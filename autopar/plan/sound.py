@@ -58,11 +58,11 @@ def _require_pipeline(saved: SavedValue) -> None:
             "the mesh of a pipeline is that of a stage and the ranks of its schedule",
             f"{mesh} over {axis!r}, {saved.mesh} in a stage, {schedule.ranks} ranks",
         )
-    if len(pipelining.stages) != schedule.stages or slices != schedule.slices:
+    if len(pipelining.stages) != schedule.stages or slices != schedule.all_parts:
         _fail(
             "a plan has the stages and the micro-batches of its schedule",
             f"{len(pipelining.stages)} stages and {slices} micro-batches for {schedule.stages} "
-            f"and {schedule.slices}",
+            f"and {schedule.all_parts}",
         )
 
 

@@ -343,7 +343,7 @@ class TorchBackend(Backend):
             require_living(self.world)
             self._pending = True
             self._sync.start({slot.name for slot in self._sync.slots})
-            self._sync.after(self.schedule.length - 2)
+            self._sync.after(len(self.schedule.actions) - 2)
             call_after_backward(self._finish)
 
     def _finish(self) -> None:

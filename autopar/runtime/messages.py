@@ -120,7 +120,7 @@ class Messages:
     def _tag(self, key: MessageKey, number: int) -> int:
         made = self.schedule
         tag = (number * 2 + key.forward) * made.pipes + key.pipe
-        return (tag * made.stages + key.stage) * made.slices + key.microbatch
+        return (tag * made.stages + key.stage) * made.all_parts + key.microbatch
 
 
 def sends(schedule: Schedule) -> dict[tuple[int, int], list[MessageKey]]:

@@ -32,7 +32,7 @@ class StepLoss:
         """All forwards are done."""
         if self._group is not None:
             dtype = info(self._program.outputs[self._program.loss_index]).val.dtype
-            shares = torch.zeros(self._program.schedule.slices, dtype=dtype, device=self._device)
+            shares = torch.zeros(self._program.schedule.all_parts, dtype=dtype, device=self._device)
             for number, loss in _losses(workers).items():
                 shares[number] = loss
             self._started = shares, dist.all_reduce(shares, group=self._group, async_op=True)

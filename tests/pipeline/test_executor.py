@@ -37,7 +37,7 @@ def run(name, ranks, microbatches, schedule, options, **more):
         **more,
     )
     made = module.plan.pipelining.schedule
-    assert_equal(parallel_outcome(module, case), reference(name, made.slices))
+    assert_equal(parallel_outcome(module, case), reference(name, made.all_parts))
     assert_recorded(module, made)
     return module
 

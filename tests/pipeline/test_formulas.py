@@ -100,7 +100,7 @@ def test_chimera_with_p_microbatches(p):
     for k in ks(p):
         made = made_for("chimera", p, p, pipes=2 * k)
         peaks = simulate(made).peak_activations
-        assert made.replicas == 2 * k
+        assert made.pipes == 2 * k
         assert (min(peaks), max(peaks)) == (p - p / (2 * k) + 1, p)
         if k == 1:
             assert list(peaks) == [p / 2 + 1 + min(w, p - 1 - w) for w in range(p)]

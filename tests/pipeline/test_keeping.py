@@ -77,7 +77,7 @@ def test_ranks_hold_what_is_predicted(name, schedule, options, recompute) -> Non
         (here,) = (key for key, value in workers.items() if value is worker)
         rank, found = made.rank_of(*here), {}
         for pipe, stage in made.local_stages(rank):
-            for slice_ in range(made.slices):
+            for slice_ in range(made.all_parts):
                 really, counted = held.of(workers[pipe, stage], slice_)
                 assert really <= counted
                 found[stage] = found.get(stage, 0) + counted
@@ -89,7 +89,7 @@ def test_ranks_hold_what_is_predicted(name, schedule, options, recompute) -> Non
         assert seen[rank] == predicted_course(module, rank)
     assert not any(held.of(worker, slice_)[0] for worker in workers.values() for slice_ in range(8))
     each = sum(stage.seconds for stage in pipelining.stages)
-    assert sum(module.plan.timeline.busy) == pytest.approx(made.slices * each)
+    assert sum(module.plan.timeline.busy) == pytest.approx(made.all_parts * each)
 
 
 def test_moments_that_another_contains_are_left_out() -> None:

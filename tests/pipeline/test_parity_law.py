@@ -67,12 +67,12 @@ def planned(name: str, batch: int, layers: int, stages: int, slices: int, inner:
 def law(name, ranks, microbatches, form, batch=BATCH, layers=8, inner=ALONE):
     made = schedule(form[0], stages=ranks, microbatches=microbatches, **form[1])
     case = shared(name, batch, layers)
-    plan = planned(name, batch, layers, made.stages, made.slices, inner)
+    plan = planned(name, batch, layers, made.stages, made.all_parts, inner)
     mesh = ap.Mesh(pp=ranks, **dict(zip(inner.names, inner.shape)))
     program = replace(plan.program, pipelining=replace(plan.pipelining, mesh=mesh, schedule=made))
     backend = VirtualBackend(program, torch.device("cpu"), check=inner != ALONE)
     module = ap.ParallelModule(case.model, program, plan, backend)
-    assert_equal(parallel_outcome(module, case), reference(name, made.slices, batch, layers))
+    assert_equal(parallel_outcome(module, case), reference(name, made.all_parts, batch, layers))
     assert_recorded(module, made)
     return module
 

@@ -61,7 +61,7 @@ def test_an_odd_microbatch_goes_down():
 
 def test_sizes_with_chunks():
     made = schedule("interleaved", stages=4, microbatches=8, chunks=3)
-    assert (made.ranks, made.stages, made.chunks, made.replicas) == (4, 12, 3, 1)
+    assert (made.ranks, made.stages, made.chunks, made.pipes) == (4, 12, 3, 1)
     assert [made.rank_of(0, stage) for stage in range(5)] == [0, 1, 2, 3, 0]
     made = schedule("zb-v", stages=3, microbatches=3)
     assert made.placement == ((0, 1, 2, 2, 1, 0),)
@@ -69,7 +69,7 @@ def test_sizes_with_chunks():
 
 def test_halving_counts_halves():
     made = schedule("chimera", stages=4, microbatches=8, scale="halving")
-    assert (made.microbatches, made.parts, made.slices) == (8, 2, 16)
+    assert (made.microbatches, made.parts, made.all_parts) == (8, 2, 16)
     groups = {len(action.microbatches) for order in made.orders for action in order}
     assert groups == {1, 2} or groups == {1}
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from autopar.cost.model import COLLECTIVES
 from autopar.errors import InvalidInput
 from autopar.pipeline import from_text, schedule, simulate
-from autopar.pipeline.synchronization import all_reduce_time, early_stages, last_backwards
+from autopar.pipeline.synchronization import early_stages, last_backwards
 from autopar.pipeline.timeline import draw
 
 
@@ -152,8 +153,9 @@ def test_last_backwards_are_where_a_gradient_is_complete():
 
 
 def test_time_of_an_all_reduce():
-    assert all_reduce_time(1, 100, 1, 1) == 0
-    assert all_reduce_time(8, 800, 0.5, 0.01) == 2 * 3 * 0.5 + 2 * 7 / 8 * 0.01 * 800
+    all_reduce = COLLECTIVES["all_reduce"]
+    assert all_reduce(p=1, V=100, B=1, a=1) == 0
+    assert all_reduce(p=8, V=800, B=100, a=0.5) == 2 * 3 * 0.5 + 2 * 7 / 8 * 0.01 * 800
 
 
 def test_drawing():

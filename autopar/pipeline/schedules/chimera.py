@@ -8,16 +8,16 @@ micro-batches are scaled in one of four ways:
 - direct: units 2p slots apart, one into the other;
 - doubling: units of 2p micro-batches 3p slots apart, forwards in pairs, backwards alone;
 - halving: doubling with half micro-batches, F on the whole and B on each half;
-- list: no units; each rank takes by a fixed rule what is ready (`chimera_list.py`).
+- list: no units; each rank takes by a fixed rule what is ready.
 """
 
 from __future__ import annotations
 
 from autopar.errors import InvalidInput
-from autopar.pipeline.costs import Costs, plain, single, stage_times
+from autopar.pipeline.costs import Costs, StageTimes, plain, single, stage_times
 from autopar.pipeline.schedule import Action, Option, Schedule, make
-from autopar.pipeline.schedules.chimera_list import list_orders
 from autopar.pipeline.schedules.chimera_placement import chimera_placement, shares
+from autopar.pipeline.schedules.list_scheduling import greedy, list_schedule
 from autopar.pipeline.schedules.registry import generator
 
 SCALES = ("direct", "doubling", "halving", "list")
@@ -47,7 +47,7 @@ def chimera(
     if scale == "list":
         times = stage_times(stages, forward, backward, None)
         delay = single("latency", latency)
-        orders = list_orders(placement, shares(0, microbatches, pipes), times.F, times.B, delay)
+        orders = _list(placement, shares(0, microbatches, pipes), times, delay)
         options |= {"forward": plain(forward), "backward": plain(backward), "latency": latency}
     else:
         slots: list[list[Slotted]] = [[] for _ in range(stages)]
@@ -57,10 +57,28 @@ def chimera(
     return make("chimera", microbatches, placement, orders, parts, **options)
 
 
-def _direct(slots: list[list[Slotted]], placement: list[list[int]], slices: int) -> None:
+def _list(
+    placement: list[list[int]], runs: list[range], times: StageTimes, latency: float
+) -> list[list[Action]]:
+    """Each rank runs what is ready: a forward of the deepest stage, then the oldest, while that
+    stage keeps fewer than p - s micro-batches and the rank fewer than p; else a backward of the
+    stage nearest to the input. For even m >= p and B = 2F the makespan exceeds m(F + B) by
+    (p - 2) B with at most p micro-batches on a rank. With latency one more is allowed: it hides the
+    time on the way.
+    """
+    limit = len(placement[0]) + (latency > 0)
+    for reserve in (0, 1):  # without a reserve the ranks may come to wait for each other
+        rule = greedy(placement, ("F", "B"), limit, reserve=reserve, tapers=True)
+        orders = list_schedule(placement, runs, times, latency, rule, ("F", "B"))
+        if orders is not None:
+            return orders
+    raise AssertionError("with a reserve no rank waits forever")
+
+
+def _direct(slots: list[list[Slotted]], placement: list[list[int]], microbatches: int) -> None:
     stages = len(slots)
-    for unit, first in enumerate(range(0, slices, stages)):
-        _plain_unit(slots, placement, first, min(stages, slices - first), 2 * stages * unit)
+    for unit, first in enumerate(range(0, microbatches, stages)):
+        _plain_unit(slots, placement, first, min(stages, microbatches - first), 2 * stages * unit)
 
 
 def _plain_unit(
@@ -76,14 +94,14 @@ def _plain_unit(
                 slots[rank].append((backward, Action("B", pipe, stage, (microbatch,))))
 
 
-def _doubling(slots: list[list[Slotted]], placement: list[list[int]], slices: int) -> None:
+def _doubling(slots: list[list[Slotted]], placement: list[list[int]], microbatches: int) -> None:
     """Units of 2p, a slot for a pair of forwards or one backward; a last unit of up to p is plain.
 
     The first unit's pairs go as single forwards, so that the next rank can start on the first.
     """
     stages = len(slots)
-    for unit, first in enumerate(range(0, slices, 2 * stages)):
-        start, count = 3 * stages * unit, min(2 * stages, slices - first)
+    for unit, first in enumerate(range(0, microbatches, 2 * stages)):
+        start, count = 3 * stages * unit, min(2 * stages, microbatches - first)
         if count <= stages:
             _plain_unit(slots, placement, first, count, start)
             continue

@@ -28,7 +28,7 @@ def chimera_placement(name: str, stages: int, pipes: int) -> list[list[int]]:
 
 
 def shares(first: int, count: int, pipes: int) -> list[range]:
-    """Slices first, ..., first + count - 1 dealt to the pipes in runs, the longer runs first."""
+    """Micro-batches from `first` on dealt to the pipes in runs, the longer runs first."""
     runs = []
     for pipe in range(pipes):
         size = count // pipes + (pipe < count % pipes)

@@ -17,13 +17,7 @@ from autopar.pipeline.costs import Costs, StageTimes, plain, single, stage_times
 from autopar.pipeline.execution import run
 from autopar.pipeline.schedule import Kind, Schedule, make
 from autopar.pipeline.schedules.chimera_placement import chimera_placement, shares
-from autopar.pipeline.schedules.list_scheduling import (
-    Choice,
-    Rule,
-    StageState,
-    list_schedule,
-    rooms,
-)
+from autopar.pipeline.schedules.list_scheduling import greedy, list_schedule
 from autopar.pipeline.schedules.registry import generator, positive
 
 ORDERS: tuple[tuple[Kind, ...], ...] = (("F", "I", "W"), ("I", "F", "W"))
@@ -61,54 +55,21 @@ def chimera_zb(
         "latency": latency,
         "limit": limit,
     }
-    split = {"F": times.F, "I": times.I, "W": times.W}
     bound = _bound(placement, runs, times, delay) * (1 + 1e-9)
     best: tuple[float, Schedule] | None = None
     for order, nearest, reserve in product(ORDERS, (True, False), (0, 1)):
-        rule = _rule(placement, order, nearest, reserve, most)
-        orders = list_schedule(placement, runs, split, delay, rule)
+        rule = greedy(placement, order, most, reserve=reserve, nearest=nearest)
+        orders = list_schedule(placement, runs, times, delay, rule, order)
         if orders is None:
             continue
         plan = make("chimera-zb", microbatches, placement, orders, **options)
-        makespan = max(ends[-1] for ends in run(plan, times.by_kind(), delay).ends if ends)
+        makespan = max(ends[-1] for ends in run(plan, times, delay).ends if ends)
         if best is None or makespan < best[0]:
             best = makespan, plan
         if makespan <= bound:
             break
     assert best is not None  # with a reserve there is no deadlock
     return best[1]
-
-
-def _rule(
-    placement: Sequence[Sequence[int]],
-    order: Sequence[Kind],
-    nearest: bool,
-    reserve: int,
-    limit: int,
-) -> Rule:
-    """Kinds in `order`; forwards of the deepest stage, I of the stage nearest to the input or not.
-
-    Without a reserve plans are often shorter, but may not come to an end.
-    """
-    room = rooms(placement, limit, reserve)
-
-    def choose(rank: int, states: list[StageState]) -> Choice | None:
-        kept = sum(state.in_flight for state in states)
-        for kind in order:
-            ready = [state for state in states if state.ready[kind]]
-            if kind == "F":
-                ready = [state for state in ready if kept < room[state.pipe, state.stage]]
-            if not ready:
-                continue
-            if kind == "F":
-                return kind, max(ready, key=lambda state: (state.stage, -state.ready["F"][0]))
-            if kind == "W":
-                return kind, min(ready, key=lambda state: state.ready["W"][0])
-            pick = min if nearest else max
-            return kind, pick(ready, key=lambda state: state.stage)
-        return None
-
-    return choose
 
 
 def _bound(
@@ -122,6 +83,6 @@ def _bound(
         for stage, rank in enumerate(row):
             if run_:
                 first[rank] = min(first.get(rank, reached), reached)
-            work[rank] = work.get(rank, 0.0) + len(run_) * (times.F[stage] + times.B[stage])
-            reached += times.F[stage] + latency
+            work[rank] = work.get(rank, 0.0) + len(run_) * (times["F"][stage] + times["B"][stage])
+            reached += times["F"][stage] + latency
     return max(first[rank] + work[rank] for rank in first)

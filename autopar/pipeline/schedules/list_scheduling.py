@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from autopar.pipeline.costs import StageTimes
 from autopar.pipeline.schedule import Action, Kind
 
 
@@ -20,51 +21,66 @@ class StageState:
 
     pipe: int
     stage: int
-    # By kind, the slices whose input is there, oldest first.
+    # By kind, the micro-batches whose input is there, oldest first.
     ready: dict[str, deque[int]] = field(default_factory=dict)
     # Forward begun, backward (or W) not ended.
     in_flight: int = 0
-    # How many of its forwards and backwards are not begun.
-    left: dict[str, int] = field(default_factory=dict)
 
 
 Choice = tuple[Kind, StageState]
-Rule = Callable[[int, list[StageState]], Choice | None]
+Rule = Callable[[list[StageState]], Choice | None]
 
 
-def rooms(
-    placement: Sequence[Sequence[int]], limit: int, reserve: int
-) -> dict[tuple[int, int], int]:
-    """For each (pipe, stage): a forward may begin while its rank keeps fewer than this many.
+def greedy(
+    placement: Sequence[Sequence[int]],
+    order: Sequence[Kind],
+    limit: int,
+    *,
+    reserve: int,
+    nearest: bool = True,
+    tapers: bool = False,
+) -> Rule:
+    """Kinds in `order`; forwards of the deepest stage, backwards of the one nearest to the input
+    (or the deepest), the oldest W.
 
-    With a reserve of 1, the deepest stage of a rank may fill it up to `limit`, the next up to one
-    less, and so on. Then the deepest stages always get on, so those before them do, and no rank
-    waits forever whatever the times. `limit` is at least the number of pipes.
+    A forward may begin while its rank keeps fewer than `limit`, at least the number of pipes;
+    `tapers`: also only while its stage s of p keeps fewer than p - s. With a reserve of 1, the
+    deepest stage of a rank may fill it up to `limit`, the next up to one less, and so on. Then the
+    deepest stages always get on, so those before them do, and no rank waits forever whatever the
+    times. Without it plans are often shorter, but may not come to an end.
     """
-    held: dict[int, list[tuple[int, int]]] = {}
+    stages_of: dict[int, list[tuple[int, int]]] = {}
     for pipe, row in enumerate(placement):
         for stage, rank in enumerate(row):
-            held.setdefault(rank, []).append((stage, pipe))
-    return {
+            stages_of.setdefault(rank, []).append((stage, pipe))
+    room = {
         (pipe, stage): limit - reserve * deeper
-        for pairs in held.values()
+        for pairs in stages_of.values()
         for deeper, (stage, pipe) in enumerate(sorted(pairs, reverse=True))
     }
 
+    def choose(states: list[StageState]) -> Choice | None:
+        kept = sum(state.in_flight for state in states)
 
-def list_schedule(
-    placement: Sequence[Sequence[int]],
-    runs: Sequence[range],
-    times: Mapping[str, Sequence[float]],
-    latency: float,
-    choose: Rule,
-) -> list[list[Action]] | None:
-    """The orders of all ranks when `runs[pipe]` go through the pipes and `choose` decides.
+        def may_begin(state: StageState) -> bool:
+            most = len(placement[0]) - state.stage if tapers else limit
+            return kept < room[state.pipe, state.stage] and state.in_flight < most
 
-    `times[kind][stage]`; the backward is split when there are times for I. None when the rule
-    leaves all ranks waiting for each other.
-    """
-    return _Play(placement, runs, times, latency, choose).orders_of_all()
+        for kind in order:
+            ready = [state for state in states if state.ready[kind]]
+            if kind == "F":
+                ready = [state for state in ready if may_begin(state)]
+            if not ready:
+                continue
+            if kind == "F":
+                return kind, max(ready, key=lambda state: (state.stage, -state.ready["F"][0]))
+            if kind == "W":
+                return kind, min(ready, key=lambda state: state.ready["W"][0])
+            pick = min if nearest else max
+            return kind, pick(ready, key=lambda state: state.stage)
+        return None
+
+    return choose
 
 
 class _Event(NamedTuple):
@@ -74,30 +90,46 @@ class _Event(NamedTuple):
     rank: int
     state: StageState
     kind: Kind
-    slice: int
+    microbatch: int
 
 
-class _Play:
+def list_schedule(
+    placement: Sequence[Sequence[int]],
+    runs: Sequence[range],
+    times: StageTimes,
+    latency: float,
+    choose: Rule,
+    kinds: Sequence[Kind],
+) -> list[list[Action]] | None:
+    """The orders of all ranks when `runs[pipe]` go through the pipes and `choose` decides.
+
+    `kinds`: F and B, or F, I and W. None when the rule leaves all ranks waiting for each other.
+    """
+    orders = _Step(placement, runs, times, latency, choose, kinds).orders_of_all()
+    wanted = len(kinds) * len(placement[0]) * sum(map(len, runs))
+    return orders if sum(map(len, orders)) == wanted else None
+
+
+class _Step:
     """A step in progress."""
 
     def __init__(
         self,
         placement: Sequence[Sequence[int]],
         runs: Sequence[range],
-        times: Mapping[str, Sequence[float]],
+        times: StageTimes,
         latency: float,
         choose: Rule,
+        kinds: Sequence[Kind],
     ) -> None:
         self.placement, self.times, self.latency, self.choose = placement, times, latency, choose
         ranks = len(set(placement[0]))
-        self.down: Kind = "I" if "I" in times else "B"
-        self.kinds: tuple[Kind, ...] = ("F", "I", "W") if self.down == "I" else ("F", "B")
+        self.back: Kind = "I" if "I" in kinds else "B"
         self.states: dict[tuple[int, int], StageState] = {}
         self.held: list[list[StageState]] = [[] for _ in range(ranks)]
         for pipe, row in enumerate(placement):
             for stage, rank in enumerate(row):
-                state = StageState(pipe, stage, {kind: deque() for kind in self.kinds})
-                state.left = dict.fromkeys(self.kinds, len(runs[pipe]))
+                state = StageState(pipe, stage, {kind: deque() for kind in kinds})
                 self.states[pipe, stage] = state
                 self.held[rank].append(state)
             self.states[pipe, 0].ready["F"].extend(runs[pipe])
@@ -106,24 +138,21 @@ class _Play:
         self.events: list[tuple[float, int, _Event]] = []  # by time; of equals the first first
         self.count = 0
 
-    def orders_of_all(self) -> list[list[Action]] | None:
-        """Play to the end."""
+    def orders_of_all(self) -> list[list[Action]]:
+        """Play until nothing happens any more."""
         now = 0.0
         touched = set(range(len(self.orders)))
-        while True:
-            while self.events and self.events[0][0] <= now:
-                time, _, event = heapq.heappop(self.events)
-                self.happen(time, event)
-                touched.add(event.rank)
+        while touched:
             for rank in sorted(touched):
                 if not self.busy[rank]:
                     self.start(now, rank)
             touched.clear()
-            if not self.events:
-                break
-            now = self.events[0][0]
-        missing = any(state.left[kind] for state in self.states.values() for kind in self.kinds)
-        return None if missing else self.orders
+            now = self.events[0][0] if self.events else now
+            while self.events and self.events[0][0] <= now:
+                time, _, event = heapq.heappop(self.events)
+                self.happen(time, event)
+                touched.add(event.rank)
+        return self.orders
 
     def push(self, time: float, event: _Event) -> None:
         self.count += 1
@@ -131,12 +160,11 @@ class _Play:
 
     def start(self, time: float, rank: int) -> None:
         """What the rule chooses for a rank that is free, if anything."""
-        choice = self.choose(rank, self.held[rank])
+        choice = self.choose(self.held[rank])
         if choice is None:
             return
         kind, state = choice
         microbatch = state.ready[kind].popleft()
-        state.left[kind] -= 1
         if kind == "F":
             state.in_flight += 1
         self.orders[rank].append(Action(kind, state.pipe, state.stage, (microbatch,)))
@@ -145,7 +173,7 @@ class _Play:
 
     def happen(self, time: float, event: _Event) -> None:
         """What an event makes ready, here and on the next stage."""
-        rank, state, kind, microbatch = event.rank, event.state, event.kind, event.slice
+        rank, state, kind, microbatch = event.rank, event.state, event.kind, event.microbatch
         if not event.is_end:
             state.ready[kind].append(microbatch)
             return
@@ -156,7 +184,7 @@ class _Play:
             state.ready["W"].append(microbatch)
         target = state.stage + 1 if kind == "F" else state.stage - 1
         if kind == "F" and target == len(self.placement[state.pipe]):
-            state.ready[self.down].append(microbatch)
+            state.ready[self.back].append(microbatch)
         elif kind != "W" and target >= 0:
             there = self.placement[state.pipe][target]
             arrival = _Event(False, there, self.states[state.pipe, target], kind, microbatch)

@@ -35,10 +35,7 @@ _NUMBERED = re.compile(r"(.*\.)?\d+(?=\.|$)")
 
 @dataclass(frozen=True)
 class StageCost:
-    """What one stage takes for one slice of the batch, predicted.
-
-    That is a micro-batch, or a part of it where a schedule cuts micro-batches in parts.
-    """
+    """What one stage takes for one micro-batch (or a part, where they are cut), predicted."""
 
     starts: str  # the first operator
     module: str  # where in the model that is
@@ -63,7 +60,7 @@ class StageCost:
         return self.parameters + self.gradients + self.optimizer + self.buffers
 
     def bytes(self, whole: int, received: int, weight_halves: int) -> int:
-        """With its states, what it keeps of so many slices."""
+        """With its states, what it keeps of so many micro-batches."""
         kept = whole * self.activations + received * self.receives
         return self.states + kept + weight_halves * self.weight_halves
 

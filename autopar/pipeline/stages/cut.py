@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from autopar.capture.annotations import Pin
 from autopar.errors import InvalidInput
+from autopar.pipeline.activation_counts import Live
 from autopar.pipeline.stages.costs import StageCost, StageCosts
 from autopar.pipeline.stages.shared_memory import cut_together
-from autopar.pipeline.stages.table import Live
 
 
 def choose_stages(

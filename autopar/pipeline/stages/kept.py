@@ -11,7 +11,7 @@ from autopar.strategies.results import values_of
 
 
 def kept_by_stages(flow: Flow, mesh: Mesh) -> tuple[Spans, Spans]:
-    """What stages keep of one slice from forward to backward, besides what they received.
+    """What stages keep of one micro-batch from forward to backward, besides what they received.
 
     Then what they keep from the gradients of their inputs to those of their weights.
     """

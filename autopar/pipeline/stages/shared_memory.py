@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autopar.pipeline.stages.table import Live, Mask, StageTable
+from autopar.pipeline.activation_counts import Live
+from autopar.pipeline.stages.table import Mask, StageTable
 from autopar.solver.cp_sat import new_model, new_solver, outcome, weighted_sum
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def _narrowed(
 
     Weights move to the peaks that are worst in the cut whose mean is least.
     """
-    kept = np.zeros((len(peaks), len(offered), 4))  # of slices as in LiveCounts, of states
+    kept = np.zeros((len(peaks), len(offered), 4))  # of micro-batches as in LiveCounts, of states
     for number, live in enumerate(peaks):
         for stage, counts in live.items():
             kept[number, stage] = *counts, 1

@@ -13,10 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 Mask = NDArray[np.bool_]  # which of them a stage may be
-# Of how many slices of the batch a stage keeps all that its forward keeps, of how many what it
-# received, and of how many what the gradients of its weights are made of.
-LiveCounts = tuple[int, int, int]
-Live = Mapping[int, LiveCounts]  # what one rank keeps at one time, by stage
 
 
 @dataclass(frozen=True)
@@ -27,7 +23,7 @@ class StageTable:
     empty: Mask  # holds no parameter
     received: NDArray[np.int64]  # bytes, by start alone
     states: NDArray[np.int64]  # bytes
-    kept: NDArray[np.int64]  # bytes for one slice of the batch, until backward
+    kept: NDArray[np.int64]  # bytes for one micro-batch, until backward
     weight_halves: NDArray[np.int64]  # until the gradients of weights
 
     @property
@@ -50,7 +46,7 @@ class StageTable:
     def bytes(
         self, whole: float, received: float, weight_halves: float, states: float = 1
     ) -> NDArray:
-        """With its states, what a stage keeps of so many slices (see LiveCounts)."""
+        """With its states, what a stage keeps of so many micro-batches (see LiveCounts)."""
         kept = whole * self.kept + received * self.received[:, None]
         return states * self.states + kept + weight_halves * self.weight_halves
 
