@@ -1,4 +1,4 @@
-"""Admission: what a program must be to be planned as asked, and what its user is told."""
+"""Admission: what a call and its program must be to be carried out, and what a user is told."""
 
 from __future__ import annotations
 
@@ -11,16 +11,43 @@ from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.capture.listing import operator_of
-from autopar.errors import InvalidInput
+from autopar.errors import InvalidInput, require_one_of
 from autopar.lines import frames_to_caller
 from autopar.mesh import Mesh
 from autopar.options import PlanOptions, read_request
-from autopar.passes.microbatches import batch_statistics
+from autopar.passes.microbatches import Microbatches, batch_statistics
 from autopar.pipeline.schedule import Schedule
 from autopar.planner.candidate import Candidate
 from autopar.planner.request import Request
 from autopar.search.decisions import Fallback
 from autopar.strategies.node_info import info
+
+
+def validate_running(place: str, local_inputs: bool, check: bool) -> None:
+    """Refuse a way to run a program that contradicts itself."""
+    require_one_of("backend", place, ("virtual", "torch"))
+    if place == "virtual" and local_inputs:
+        raise InvalidInput(
+            "local inputs are those of one process of several",
+            got='local_inputs=True with backend="virtual"',
+            remedy="hand the global batch to the virtual mesh",
+        )
+    if local_inputs and check:
+        raise InvalidInput(
+            "what is checked is the global batch, which every rank is given",
+            got="local_inputs=True with check=True",
+            remedy="one of them",
+        )
+
+
+def validate_slices(local_inputs: bool, batches: Microbatches | None) -> None:
+    """Refuse inputs of one rank where a step cuts those of all."""
+    if local_inputs and batches is not None:
+        raise InvalidInput(
+            "a step in micro-batches cuts the global batch, which every rank is given",
+            got=f"local_inputs=True with {batches.count} micro-batches",
+            remedy="hand every rank the global batch, or microbatches=1",
+        )
 
 
 def admit(captured: Captured, request: Request, options: PlanOptions) -> Request:

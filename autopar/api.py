@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.admission import validate_running, validate_slices
 from autopar.capture.failure import check_call
 from autopar.cluster import Cluster
-from autopar.errors import InvalidInput, require_one_of
 from autopar.mesh import Mesh
 from autopar.options import PlanOptions, ScheduleLike
 from autopar.plan.plan import Plan, SavedPlan
@@ -34,7 +34,6 @@ from autopar.runtime.virtual import VirtualBackend
 from autopar.runtime.world import has_failed
 
 BackendName = Literal["virtual", "torch"]  # all ranks in this process, or this process is one
-BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 
 
 @torch.inference_mode(False)  # what is made here learns
@@ -102,7 +101,7 @@ class _Call:
             require_same_call(lambda: self.validate(place), **said)
             decided = self.decide_together()
             require_world_of(decided.whole_mesh)
-            self.validate_slices(decided)
+            validate_slices(self.local_inputs, decided.batches)
         with one_fails_all_stop():
             return self.module(decided, TorchBackend(decided.program, self.local_inputs, device))
 
@@ -131,36 +130,12 @@ class _Call:
         return ParallelModule(self.model, decided.program, decided, backend, checks)
 
     def validate(self, place: str) -> None:
-        """Refuse what this process sees by itself to contradict itself."""
-        require_one_of("backend", place, BACKENDS)
-        if place == "virtual" and self.local_inputs:
-            raise InvalidInput(
-                "local inputs are those of one process of several",
-                got='local_inputs=True with backend="virtual"',
-                remedy="hand the global batch to the virtual mesh",
-            )
-        if self.local_inputs and self.check:
-            raise InvalidInput(
-                "what is checked is the global batch, which every rank is given",
-                got="local_inputs=True with check=True",
-                remedy="one of them",
-            )
+        """Refuse what this process sees by itself."""
+        validate_running(place, self.local_inputs, self.check)
         if self.plan is None or self.args or self.kwargs:  # a plan knows its own inputs
             check_call(self.model, self.args, self.kwargs)
-        if self.plan is not None and self.options.given:
-            raise InvalidInput(
-                "a finished plan leaves nothing to decide",
-                got=f"plan= together with {', '.join(self.options.given)}",
-                remedy="give these to plan() instead",
-            )
-
-    def validate_slices(self, decided: Plan) -> None:
-        if self.local_inputs and decided.batches is not None:
-            raise InvalidInput(
-                "a step in micro-batches cuts the global batch, which every rank is given",
-                got=f"local_inputs=True with {decided.microbatches} micro-batches",
-                remedy="hand every rank the global batch, or microbatches=1",
-            )
+        if self.plan is not None:
+            self.options.refuse_beside_plan()
 
 
 def _device_of(model: nn.Module) -> torch.device:

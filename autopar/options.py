@@ -54,10 +54,13 @@ class PlanOptions:
         """Those of a function that takes them all, from its arguments by name."""
         return cls(**{field.name: arguments[field.name] for field in fields(cls)})
 
-    @property
-    def given(self) -> list[str]:
-        """The names of those that are not as they are without a word."""
-        return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+    def refuse_beside_plan(self) -> None:
+        """Refuse whatever is given."""
+        given = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+        if given:
+            got = f"plan= together with {', '.join(given)}"
+            rule = "a finished plan leaves nothing to decide"
+            raise InvalidInput(rule, got=got, remedy="give these to plan() instead")
 
 
 def read_request(options: PlanOptions) -> Request:

@@ -40,7 +40,7 @@ def explain(plan: PlanValue, name: str) -> Explanation:
 class _Explainer:
     def __init__(self, plan: PlanValue) -> None:
         self.plan, self.captured, self.decisions = plan, plan.captured, plan.decisions
-        self.mesh, self.price = plan.mesh, plan.price
+        self.mesh, self.price = plan.mesh, plan.prices.price
         self.kinds = NodeClasses(self.captured, self.mesh, plan.cluster.device, self.price)
         self.nodes = {node.name: node for node in self.captured.graph.nodes}
         self.constraints = plan.constraints or Constraints()

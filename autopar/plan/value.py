@@ -85,7 +85,7 @@ class PlanValue(Candidate):
             inputs={key: LayoutConstraint(placed[key], "the plan") for key in others},
         )
         decisions = propagate(whole, self.mesh, constraints)
-        return Program(whole, decisions, rewrite(whole, decisions, self.price))
+        return Program(whole, decisions, rewrite(whole, decisions, self.prices.price))
 
     @cached_property
     def types(self) -> dict[str, TensorType]:

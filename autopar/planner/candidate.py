@@ -15,7 +15,6 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.cluster import Cluster
 from autopar.cost.footprint import Memory, program_memory
-from autopar.cost.price import ClusterPrice
 from autopar.cost.program import Cost, NodePrices, program_cost
 from autopar.mesh import Mesh
 from autopar.passes import rewrite
@@ -87,23 +86,19 @@ class Candidate:
         return self.pipelining is not None and self.pipelining.recompute
 
     @cached_property
-    def price(self) -> ClusterPrice:
-        """What movements cost."""
-        return ClusterPrice(self.cluster, self.mesh)
+    def prices(self) -> NodePrices:
+        """What its nodes take."""
+        return NodePrices(self.cluster, self.mesh)
 
     @cached_property
     def rewritten(self) -> fx.Graph:
         """The program of all ranks."""
-        return rewrite(self.captured, self.decisions, self.price)
+        return rewrite(self.captured, self.decisions, self.prices.price)
 
     @cached_property
     def flow(self) -> Flow:
         """The same as a line of activations, to be cut into stages."""
         return flow_of(self.captured, self.rewritten)
-
-    @cached_property
-    def prices(self) -> NodePrices:
-        return NodePrices(self.cluster, self.mesh)
 
     def changed(self, **changes: Any) -> Self:
         """The same program in other circumstances; it is not rewritten again."""
