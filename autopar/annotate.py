@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +26,7 @@ from autopar.capture.annotations import PARAMETERS, STAGE
 from autopar.capture.marker import Annotation, Entry, annotate
 from autopar.errors import InvalidInput
 from autopar.lines import caller
+from autopar.schema import is_count
 
 Dims = Sequence[Entry]
 Target = TypeVar("Target")
@@ -58,62 +59,52 @@ def _shard(
     params: Mapping[str, Dims] | None,
     stage: int | None,
 ) -> Any:
-    source = caller() or ""
     if stage is not None:
-        _pin(target, stage, source)
+        _pin(target, stage)
     if isinstance(target, torch.Tensor):
         if in_strategy is None or out_strategy is not None or params is not None:
             raise InvalidInput(
                 "a tensor takes one strategy, an entry for each dim",
                 got=f"in_strategy={in_strategy}, out_strategy={out_strategy}, params={params}",
                 remedy='shard(x, ("dp", None))',
-                source=source,
             )
-        dims = _dims(in_strategy, "the tensor", source)
-        return _mark(target, Annotation(dims, "value", next(_calls), 0, "tensor", source))
+        return _mark(target, _annotation(_dims(in_strategy, "the tensor"), "tensor"))
     if isinstance(target, nn.Module):
-        return _shard_module(target, in_strategy, out_strategy, params or {}, source)
+        return _shard_module(target, in_strategy, out_strategy, params or {})
     if callable(target):
         if params is not None:
             raise InvalidInput(
                 "params= names parameters of a module; a function has none",
                 got=f"{_name(target)} with params={dict(params)}",
                 remedy="shard the module that owns the parameters",
-                source=source,
             )
-        return _shard_function(target, in_strategy, out_strategy, source)
+        return _shard_function(target, _Marks.of(in_strategy, out_strategy, _name(target), "input"))
     raise InvalidInput(
         "shard() takes a module, a function or a tensor",
         got=f"{type(target).__name__}",
         remedy="shard(model.layer, ...), shard(torch.matmul, ...) or shard(x, ...)",
-        source=source,
     )
 
 
-def _pin(target: Any, stage: int, source: str) -> None:
+def _pin(target: Any, stage: int) -> None:
     if not isinstance(target, nn.Module) or not isinstance(stage, int) or stage < 0:
         raise InvalidInput(
             "stage= is the number of the stage that a module starts, counted from 0",
             got=f"stage={stage!r} for {type(target).__name__}",
             remedy="shard(model.layers[2], stage=1)",
-            source=source,
         )
+    source = caller() or ""
     earlier = target.__dict__.setdefault(STAGE, (stage, source))
     if earlier[0] != stage:
         raise InvalidInput(
             "a module starts one stage",
             got=f"stage {earlier[0]} at {earlier[1]}\nand stage {stage} at {source}",
             remedy="remove one of them",
-            source=source,
         )
 
 
 def _shard_module(
-    module: nn.Module,
-    in_strategy: Any,
-    out_strategy: Any,
-    params: Mapping[str, Dims],
-    source: str,
+    module: nn.Module, in_strategy: Any, out_strategy: Any, params: Mapping[str, Dims]
 ) -> nn.Module:
     what = type(module).__name__
     names = dict(module.named_parameters(remove_duplicate=False))
@@ -122,7 +113,6 @@ def _shard_module(
             "params= maps names of parameters to strategies",
             got=f"{params!r} for {what}",
             remedy='params={"weight": ("tp", None)}',
-            source=source,
         )
     for name, entries in params.items():
         if name not in names:
@@ -130,120 +120,112 @@ def _shard_module(
                 "params= names parameters of the module",
                 got=f"{name!r}; {what} has {', '.join(map(repr, names)) or 'none'}",
                 remedy="use one of these names",
-                source=source,
             )
-        dims = _dims(entries, f"parameter {name!r}", source)
-        if len(dims) != names[name].ndim:
-            raise InvalidInput(
-                "a strategy has one entry for each dim",
-                got=f"{dims} for {name!r} of shape {tuple(names[name].shape)}",
-                remedy=f"give {names[name].ndim} entries, None for a dim that is not cut",
-                source=source,
-            )
-        annotation = Annotation(dims, "value", next(_calls), 0, f"{what}.{name}", source)
+        annotation = _annotation(_dims(entries, f"parameter {name!r}"), f"{what}.{name}")
+        _require_each_dim(annotation, names[name], repr(name))
         module.__dict__.setdefault(PARAMETERS, []).append((name, annotation))
     # The inputs of a leaf bind the operators that read them. Those of a composite are values.
     role = "value" if any(module.children()) else "leaf"
-    inputs = _strategies(in_strategy, "in_strategy", what, source)
-    outputs = _strategies(out_strategy, "out_strategy", what, source)
-    # Partials of functions of this file, so that an annotated model can be copied and pickled.
-    if inputs is not None:
-        before = functools.partial(_mark_inputs, inputs, role, what, source)
-        module.register_forward_pre_hook(before, with_kwargs=True)
-    if outputs is not None:
-        module.register_forward_hook(functools.partial(_mark_outputs, outputs, what, source))
+    marks = _Marks.of(in_strategy, out_strategy, what, role)
+    if marks.inputs is not None:
+        module.register_forward_pre_hook(marks.before, with_kwargs=True)
+    if marks.outputs is not None:
+        module.register_forward_hook(marks.after)
     return module
 
 
-def _mark_inputs(
-    inputs: tuple, role: str, what: str, source: str, module: nn.Module, args: tuple, kwargs: dict
-) -> tuple[tuple, dict] | None:
-    if not torch.compiler.is_exporting():
-        return None
-    return _mark_all((args, kwargs), inputs, role, what, source)
-
-
-def _mark_outputs(
-    outputs: tuple, what: str, source: str, module: nn.Module, args: tuple, result: Any
-) -> Any:
-    if not torch.compiler.is_exporting():
-        return result
-    return _mark_all(result, outputs, "output", what, source)
-
-
-def _shard_function(
-    function: Callable, in_strategy: Any, out_strategy: Any, source: str
-) -> Callable:
-    what = _name(function)
-    inputs = _strategies(in_strategy, "in_strategy", what, source)
-    outputs = _strategies(out_strategy, "out_strategy", what, source)
-
+def _shard_function(function: Callable, marks: _Marks) -> Callable:
     @functools.wraps(function, updated=())
     def annotated(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_exporting():
-            return _call_marked(function, inputs, outputs, what, source, args, kwargs)
+            return marked(args, kwargs)
         if _any_dtensor(args, kwargs):
             from autopar.region import run_region
 
-            region = functools.partial(_call_marked, function, inputs, outputs, what, source)
-            return run_region(annotated, region, args, kwargs)
+            return run_region(annotated, marked, args, kwargs)
         return function(*args, **kwargs)
+
+    def marked(args: tuple, kwargs: dict) -> Any:
+        args, kwargs = marks.on((args, kwargs), marks.inputs, marks.role)
+        return marks.on(function(*args, **kwargs), marks.outputs, "output")
 
     return annotated
 
 
-def _call_marked(
-    function: Callable,
-    inputs: tuple | None,
-    outputs: tuple | None,
-    what: str,
-    source: str,
-    args: tuple,
-    kwargs: dict,
-) -> Any:
-    if inputs is not None:
-        args, kwargs = _mark_all((args, kwargs), inputs, "input", what, source)
-    result = function(*args, **kwargs)
-    if outputs is not None:
-        result = _mark_all(result, outputs, "output", what, source)
-    return result
+@dataclass(frozen=True)
+class _Marks:
+    """The strategies for what goes into a module or function, and for what comes out.
 
+    Its methods are the hooks of a module, which can be copied and pickled."""
 
-def _mark_all(tree: Any, strategies: tuple, role: str, what: str, source: str) -> Any:
-    """Mark the tensors of `tree`, in order, with one strategy each."""
-    leaves, spec = pytree.tree_flatten(tree)
-    tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    plural = "outputs" if role == "output" else "inputs"
-    if len(tensors) != len(strategies):
-        raise InvalidInput(
-            f"a strategy has one entry for each of the tensor {plural}, in order",
-            got=f"{len(strategies)} for {what} with {len(tensors)} tensor {plural}",
-            remedy=f"give {len(tensors)}, None for one without a wish",
-            source=source,
+    inputs: tuple | None
+    outputs: tuple | None
+    what: str  # how it is called in messages
+    role: str  # of its inputs
+    source: str  # the line with the call of shard()
+
+    @classmethod
+    def of(cls, in_strategy: Any, out_strategy: Any, what: str, role: str) -> _Marks:
+        inputs = _strategies(in_strategy, "in_strategy", what)
+        return cls(
+            inputs, _strategies(out_strategy, "out_strategy", what), what, role, caller() or ""
         )
-    call = next(_calls)
-    for position, (index, dims) in enumerate(zip(tensors, strategies)):
-        if dims is not None:
-            annotation = Annotation(dims, role, call, position, what, source)
-            leaves[index] = _mark(leaves[index], annotation)
-    return pytree.tree_unflatten(leaves, spec)
+
+    def before(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        is_seen = torch.compiler.is_exporting()
+        return self.on((args, kwargs), self.inputs, self.role) if is_seen else None
+
+    def after(self, module: nn.Module, args: tuple, result: Any) -> Any:
+        return self.on(result, self.outputs, "output") if torch.compiler.is_exporting() else result
+
+    def on(self, tree: Any, strategies: tuple | None, role: str) -> Any:
+        """Mark the tensors of `tree`, in order, with one strategy each."""
+        if strategies is None:
+            return tree
+        leaves, spec = pytree.tree_flatten(tree)
+        tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        plural = "outputs" if role == "output" else "inputs"
+        if len(tensors) != len(strategies):
+            raise InvalidInput(
+                f"a strategy has one entry for each of the tensor {plural}, in order",
+                got=f"{len(strategies)} for {self.what} with {len(tensors)} tensor {plural}",
+                remedy=f"give {len(tensors)}, None for one without a wish",
+                source=self.source,
+            )
+        call = next(_calls)
+        for position, (index, dims) in enumerate(zip(tensors, strategies)):
+            if dims is not None:
+                annotation = Annotation(dims, role, call, position, self.what, self.source)
+                leaves[index] = _mark(leaves[index], annotation)
+        return pytree.tree_unflatten(leaves, spec)
+
+
+def _annotation(dims: tuple[Entry, ...], what: str) -> Annotation:
+    """That of one value, by the line that called shard()."""
+    return Annotation(dims, "value", next(_calls), 0, what, caller() or "")
 
 
 def _mark(tensor: torch.Tensor, annotation: Annotation) -> torch.Tensor:
     if not torch.compiler.is_exporting():
         return tensor
-    if tensor.ndim != len(annotation.dims):
-        raise InvalidInput(
-            "a strategy has one entry for each dim",
-            got=f"{annotation.dims} for a tensor of shape {tuple(tensor.shape)}"
-            f" ({annotation.role} {annotation.index} of {annotation.what})",
-            remedy=f"give {tensor.ndim} entries, None or 1 for a dim that is not cut",
-            source=annotation.source,
-        )
+    where = f"({annotation.role} {annotation.index} of {annotation.what})"
+    _require_each_dim(annotation, tensor, "a tensor", where)
     return annotate(tensor, annotation.encode())
 
 
-def _strategies(given: Any, argument: str, what: str, source: str) -> tuple | None:
+def _require_each_dim(
+    annotation: Annotation, tensor: torch.Tensor, name: str, where: str = ""
+) -> None:
+    if tensor.ndim != len(annotation.dims):
+        raise InvalidInput(
+            "a strategy has one entry for each dim",
+            got=f"{annotation.dims} for {name} of shape {tuple(tensor.shape)} {where}".rstrip(),
+            remedy=f"give {tensor.ndim} entries, None or 1 for a dim that is not cut",
+            source=annotation.source,
+        )
+
+
+def _strategies(given: Any, argument: str, what: str) -> tuple | None:
     if given is None:
         return None
     if isinstance(given, str | int) or not all(
@@ -253,27 +235,25 @@ def _strategies(given: Any, argument: str, what: str, source: str) -> tuple | No
             f"{argument} is a tuple with one tuple for each tensor, in order",
             got=f"{given!r} for {what}",
             remedy=f'{argument}=(("dp", None),) for one tensor of two dims',
-            source=source,
         )
-    return tuple(None if entry is None else _dims(entry, what, source) for entry in given)
+    return tuple(None if entry is None else _dims(entry, what) for entry in given)
 
 
-def _dims(given: Any, what: str, source: str) -> tuple[Entry, ...]:
+def _dims(given: Any, what: str) -> tuple[Entry, ...]:
     entries: list[Entry] = []
     for entry in given if isinstance(given, tuple | list) else (given,):
-        names = tuple(entry) if isinstance(entry, tuple | list) else entry
-        if isinstance(entry, Integral) and not isinstance(entry, bool):
-            names = entry = int(entry)  # numpy's too
-        is_number = isinstance(entry, int) and not isinstance(entry, bool) and entry >= 1
-        is_names = isinstance(names, tuple) and all(isinstance(name, str) for name in names)
-        if not (entry is None or isinstance(entry, str) or is_number or is_names):
+        if entry is None or isinstance(entry, str):
+            entries.append(entry)
+        elif is_count(entry):
+            entries.append(int(entry))
+        elif isinstance(entry, tuple | list) and all(isinstance(name, str) for name in entry):
+            entries.append(tuple(entry))
+        else:
             raise InvalidInput(
                 "each dim takes None, an axis, a tuple of axes, or a number of slices from 1",
                 got=f"{entry!r} for {what}",
                 remedy='("dp", None, ("sp", "tp")) or (2, 1, 4)',
-                source=source,
             )
-        entries.append(names)
     return tuple(entries)
 
 
