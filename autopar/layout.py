@@ -126,10 +126,6 @@ class Layout:
         """The shape of the largest piece: rank 0's."""
         return self.local_shape(shape, mesh, 0)
 
-    def is_even(self, shape: Sequence[int], mesh: Mesh) -> bool:
-        """Whether all pieces have one shape."""
-        return all(size % mesh.degree(axes) == 0 for size, axes in zip(shape, self.dims))
-
     def validate(self, shape: Sequence[int], mesh: Mesh, source: str | None = None) -> None:
         """Refuse a layout that does not fit the tensor or the mesh."""
         if len(shape) != self.ndim:
@@ -201,13 +197,6 @@ class Layout:
                 )
             dims[dim].insert(at, axis)
         return cls(*map(tuple, dims), partial=partial)
-
-    def to_json(self) -> dict[str, object]:
-        return {"dims": [list(dim) for dim in self.dims], "partial": list(self.partial)}
-
-    @classmethod
-    def from_json(cls, data: dict) -> Layout:
-        return cls(*(tuple(dim) for dim in data["dims"]), partial=data["partial"])
 
     def __eq__(self, other: object) -> bool:
         return (

@@ -155,7 +155,7 @@ def _forward(
     In micro-batches the first one is run, which has no output but its share of the loss.
     """
     program, captured = plan.program, plan.captured
-    given = dict(program.split(program.bind(*call, program.shapes(program.whole_shapes)))[0])
+    given = dict(program.split(program.bind(*call, program.whole_shapes))[0])
     named = dict(model.named_parameters()) | dict(model.named_buffers())
     given |= {key: named[n] for key, n in (captured.parameters | captured.buffers).items()}
     expected: dict[str, Tensor] = {}

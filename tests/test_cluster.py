@@ -10,6 +10,7 @@ from autopar.cluster import Cluster, Device, Link, Node
 from autopar.cluster.presets import preset
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
+from autopar.schema import read, write
 
 NAMES = ("dgx-a100", "dgx-h100", "dgx-v100", "h200", "piz-daint")
 
@@ -19,7 +20,7 @@ def test_presets(name: str) -> None:
     cluster = Cluster.preset(name, nodes=3)
     assert cluster.devices == 3 * (1 if name == "piz-daint" else 8)
     assert cluster.device.peak("f32") > 1e12
-    assert Cluster.from_json(cluster.to_json()) == cluster
+    assert read(Cluster, write(cluster)) == cluster
     assert f"{cluster.devices} devices in 3 nodes" in str(cluster)
 
 

@@ -37,10 +37,21 @@ _ALPHAS = {
 _VOLUMES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
 
 
+# A plain guess at such a machine, the same everywhere.
+_GUESS: dict[str, Any] = {
+    "flops": {"f64": 20e9, "f32": 40e9, "f16": 40e9, "bf16": 40e9},
+    "bandwidth": 8e9,
+    "overhead": 5e-6,
+    "half_flops": 0.0,
+    "collectives": [],
+}
+_GUESSED_LINK = (200e-6, 2e9)
+
+
 def local_node(devices: int, measure: bool = True) -> Node:
     """This machine as a node of `devices` processes that share it."""
     if not measure:
-        return default_node(devices)
+        return measured_node(devices, devices, _GUESS)
     processes = min(devices, MOST_PROCESSES)
     with _kept(f"local-{processes}-{_machine()}.json") as path:
         if not path.exists():
@@ -49,27 +60,13 @@ def local_node(devices: int, measure: bool = True) -> Node:
     return measured_node(devices, processes, figures)
 
 
-def default_node(devices: int) -> Node:
-    """A plain guess at such a machine, the same everywhere."""
-    device = Device(
-        "CPU process",
-        {"f64": 20e9, "f32": 40e9, "f16": 40e9, "bf16": 40e9},
-        memory=_memory() / devices,
-        bandwidth=8e9,
-        overhead=5e-6,
-        efficiency=1.0,
-        overlap=0.0,  # messages are carried by the cores that compute
-    )
-    return Node(device, devices, Link(200e-6, 2e9))
-
-
 def measured_node(devices: int, processes: int, figures: dict[str, Any]) -> Node:
     """Turn the figures that `measure.py` printed into a node."""
     crowd = devices / processes
     device = Device(
         "CPU process",
         {dtype: rate / crowd for dtype, rate in figures["flops"].items()},
-        memory=_memory() / devices,
+        memory=host_memory() / devices,
         bandwidth=figures["bandwidth"] / crowd,
         overhead=figures["overhead"] * crowd,
         efficiency=1.0,
@@ -77,8 +74,7 @@ def measured_node(devices: int, processes: int, figures: dict[str, Any]) -> Node
         half_flops=figures["half_flops"],
     )
     measured = fit(figures["collectives"])
-    default = default_node(devices).link
-    alpha, bandwidth = measured.get(("all_reduce", 2), (default.alpha, default.bandwidth))
+    alpha, bandwidth = measured.get(("all_reduce", 2), _GUESSED_LINK)
     return Node(device, devices, Link(alpha, bandwidth / crowd, measured))
 
 
@@ -130,5 +126,6 @@ def _machine() -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 
-def _memory() -> float:
+def host_memory() -> float:
+    """The bytes of this machine's memory."""
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from autopar.cluster.machines import AxisLink, Device, Link, Node
 from autopar.cluster.presets import preset
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
-from autopar.schema import MOST, Count, read, write
+from autopar.schema import MOST, Count, is_count
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,12 @@ class Cluster:
         the machine has GPUs are those of several such machines; under torchrun, it knows how many
         ranks of a machine share them.
         """
-        _require_count(devices)
+        if not is_count(devices):
+            raise InvalidInput(
+                "a cluster has a whole number of devices, at least 1",
+                got=f"Cluster.local({devices!r})",
+                remedy="Cluster.local(8)",
+            )
         if torch.cuda.is_available():
             return cls(*local_gpus(devices), "local")
         node = local_node(devices, measure)
@@ -187,15 +192,6 @@ class Cluster:
         )
         return AxisLink(name, size, "between", link, min(float(exchange), inside.bandwidth))
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data, for plans on disk."""
-        return write(self)
-
-    @classmethod
-    def from_json(cls, data: Any) -> Cluster:
-        """The inverse of `to_json`."""
-        return read(cls, data)
-
     def to_form(self) -> ClusterForm:
         runs = (EqualNodes(n.device, n.devices, n.link, count) for n, count in self._runs())
         return ClusterForm(self.name, self.network, tuple(runs))
@@ -222,15 +218,6 @@ class Cluster:
         if len(self.nodes) > 1:
             lines.append(f"  between: {_link_text(self.network)} for each node")
         return "\n".join(lines)
-
-
-def _require_count(devices: int) -> None:
-    if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
-        raise InvalidInput(
-            "a cluster has a whole number of devices, at least 1",
-            got=f"Cluster.local({devices!r})",
-            remedy="Cluster.local(8)",
-        )
 
 
 def _link_text(link: Link) -> str:

@@ -97,7 +97,7 @@ def read_cluster(path: Path, make: Callable[[tuple[Node, ...], Link, str], Made]
             f"in a cluster file, {error.key} {error.rule}",
             got=repr(error.got) if not isinstance(error.got, int) else str(error),
             remedy=error.remedy,
-            source=f"{path}:{_Lines(text).line(error.at)}",
+            source=f"{path}:{_line(text, error.at)}",
         ) from None
 
 
@@ -148,36 +148,23 @@ def _nodes(
     return own.count, Node(devices[own.device], own.devices, link), None
 
 
-class _Lines:
-    """Knows where a key stands."""
-
-    def __init__(self, text: str) -> None:
-        self.lines = text.splitlines()
-
-    def line(self, at: At) -> int:
-        """The line where the last part of the key that the file has stands."""
-        names = [part for part in at if isinstance(part, str)]
-        table = next((part for part in at if isinstance(part, int)), 0)
-        header: list[str] = []
-        nodes, best, depth = -1, 1, 0
-        for number, text in enumerate(self.lines, 1):
-            bare = text.split("#")[0].strip()
-            if match := re.fullmatch(r"\[+([^\[\]]+)\]+", bare):
-                header = [part.strip(" \"'") for part in match[1].split(".")]
-                nodes += bare.startswith("[[")
-            keys = [] if match else re.findall(r"([\w-]+)\s*=", bare)
-            if header[:1] == names[:1] == ["nodes"] and nodes != table:
-                continue
-            matched = _common(names, header + keys)
-            if matched > depth:
-                best, depth = number, matched
-        return best
-
-
-def _common(names: list[str], found: list[str]) -> int:
-    """How many of `names`, from the first, occur in `found` in order."""
-    position = 0
-    for part in found:
-        if position < len(names) and part == names[position]:
-            position += 1
-    return position
+def _line(text: str, at: At) -> int:
+    """The line where the last part of the key that the file has stands."""
+    names = [part for part in at if isinstance(part, str)]
+    table = next((part for part in at if isinstance(part, int)), 0)
+    header: list[str] = []
+    nodes, best, depth = -1, 1, 0
+    for number, line in enumerate(text.splitlines(), 1):
+        bare = line.split("#")[0].strip()
+        if match := re.fullmatch(r"\[+([^\[\]]+)\]+", bare):
+            header = [part.strip(" \"'") for part in match[1].split(".")]
+            nodes += bare.startswith("[[")
+        keys = [] if match else re.findall(r"([\w-]+)\s*=", bare)
+        if header[:1] == names[:1] == ["nodes"] and nodes != table:
+            continue
+        matched = 0  # how many of `names`, from the first, occur here in order
+        for part in header + keys:
+            matched += names[matched : matched + 1] == [part]
+        if matched > depth:
+            best, depth = number, matched
+    return best

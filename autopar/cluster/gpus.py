@@ -22,8 +22,9 @@ from functools import lru_cache
 
 import torch
 
+from autopar.cluster.calibration import host_memory
 from autopar.cluster.machines import Device, Link, Node
-from autopar.cluster.presets import A100, H100, H200, P100, V100, preset
+from autopar.cluster.presets import A100, H100, H200, P100, V100, data_sheet, preset, rates
 
 # The machines that GPUs of a kind stand in: their links are those of the preset.
 MACHINES = {"V100": "dgx-v100", "A100": "dgx-a100", "H100": "dgx-h100", "H200": "h200"}
@@ -32,38 +33,30 @@ PCIE = Link(8e-6, 20e9)  # what peers reach over 16 lanes of the fourth generati
 NETWORK = Link(6e-6, 25e9)  # one adapter of 200 Gbit/s: a guess, where nothing is known of it
 
 
-def _device(name: str, f64: float, f32: float, half: float, memory: float, rate: float) -> Device:
-    flops = {"f64": f64 * 1e12, "f32": f32 * 1e12, "f16": half * 1e12, "bf16": half * 1e12}
-    return Device(name, flops, memory * 1e9, rate * 1e9, half_flops=5e9, half_bytes=4e6)
-
-
 # The first whose words all stand in the name of the device is its kind.
 _KINDS: tuple[tuple[str, Device], ...] = (
-    ("B200", _device("B200 180 GB", 37, 75, 2250, 180, 7700)),
+    ("B200", data_sheet("B200 180 GB", rates(37, 75, 2250), 180, 7700)),
     ("H200", H200),
     ("GH200", replace(H100, name="GH200 96 GB", memory=96e9, bandwidth=4.0e12)),
-    ("H100 PCIe", _device("H100 PCIe 80 GB", 51, 51, 756, 80, 2000)),
-    ("H100 NVL", _device("H100 NVL 94 GB", 60, 60, 835, 94, 3900)),
+    ("H100 PCIe", data_sheet("H100 PCIe 80 GB", rates(51, 51, 756), 80, 2000)),
+    ("H100 NVL", data_sheet("H100 NVL 94 GB", rates(60, 60, 835), 94, 3900)),
     ("H100", H100),
     ("A100 PCIe 40GB", replace(A100, name="A100 PCIe 40 GB", memory=40e9, bandwidth=1.555e12)),
     ("A100 PCIe", replace(A100, name="A100 PCIe 80 GB", bandwidth=1.935e12)),
     ("A100 40GB", replace(A100, name="A100 40 GB", memory=40e9, bandwidth=1.555e12)),
     ("A100", A100),
-    (
-        "V100 PCIe",
-        replace(V100, name="V100 PCIe", flops={"f64": 7e12, "f32": 14e12, "f16": 112e12}),
-    ),
+    ("V100 PCIe", data_sheet("V100 PCIe", rates(7, 14, 112, 0), 32, 900, 5, 2)),
     ("V100", V100),
     ("P100", P100),
-    ("A30", _device("A30", 10.3, 10.3, 165, 24, 933)),
-    ("A10G", _device("A10G", 0.49, 31.2, 125, 24, 600)),
-    ("A10", _device("A10", 0.49, 31.2, 125, 24, 600)),
-    ("A6000", _device("RTX A6000", 0.6, 38.7, 155, 48, 768)),
-    ("L40S", _device("L40S", 1.4, 91.6, 362, 48, 864)),
-    ("L4", _device("L4", 0.47, 30.3, 121, 24, 300)),
-    ("T4", Device("T4", {"f64": 0.25e12, "f32": 8.1e12, "f16": 65e12}, 16e9, 320e9)),
-    ("RTX 4090", _device("RTX 4090", 1.3, 82.6, 165, 24, 1008)),
-    ("RTX 3090", _device("RTX 3090", 0.56, 35.6, 71, 24, 936)),
+    ("A30", data_sheet("A30", rates(10.3, 10.3, 165), 24, 933)),
+    ("A10G", data_sheet("A10G", rates(0.49, 31.2, 125), 24, 600)),
+    ("A10", data_sheet("A10", rates(0.49, 31.2, 125), 24, 600)),
+    ("A6000", data_sheet("RTX A6000", rates(0.6, 38.7, 155), 48, 768)),
+    ("L40S", data_sheet("L40S", rates(1.4, 91.6, 362), 48, 864)),
+    ("L4", data_sheet("L4", rates(0.47, 30.3, 121), 24, 300)),
+    ("T4", data_sheet("T4", rates(0.25, 8.1, 65, 0), 16, 320, 0, 0)),
+    ("RTX 4090", data_sheet("RTX 4090", rates(1.3, 82.6, 165), 24, 1008)),
+    ("RTX 3090", data_sheet("RTX 3090", rates(0.56, 35.6, 71), 24, 936)),
 )
 
 
@@ -135,12 +128,9 @@ def measured(device: torch.device, name: str) -> Device:
     bandwidth = 2 * large.nbytes / timed(lambda: copy.copy_(large), device)
     small = torch.ones(1, device=device)
     overhead = timed(lambda: [small + small for _ in range(100)], device) / 100
-    memory = (
-        float(torch.cuda.get_device_properties(device).total_memory)
-        if device.type == "cuda"
-        else float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    )
-    return Device(name, flops, memory, bandwidth, overhead=overhead, efficiency=1.0)
+    is_gpu = device.type == "cuda"
+    memory = torch.cuda.get_device_properties(device).total_memory if is_gpu else host_memory()
+    return Device(name, flops, float(memory), bandwidth, overhead=overhead, efficiency=1.0)
 
 
 def timed(work: Callable[[], object], device: torch.device, runs: int = 10, warm: int = 3) -> float:

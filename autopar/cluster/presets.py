@@ -7,49 +7,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from autopar.cluster.machines import Device, Link, Node
 from autopar.errors import InvalidInput
 
-P100 = Device(
-    "P100 16 GB",
-    {"f64": 4.7e12, "f32": 9.3e12, "f16": 18.7e12},
-    memory=16e9,
-    bandwidth=0.732e12,
-    half_flops=2e9,
-    half_bytes=2e6,
-)
-V100 = Device(
-    "V100 32 GB",
-    {"f64": 7.8e12, "f32": 15.7e12, "f16": 125e12},
-    memory=32e9,
-    bandwidth=0.9e12,
-    half_flops=5e9,
-    half_bytes=2e6,
-)
-A100 = Device(
-    "A100 80 GB",
-    {"f64": 19.5e12, "f32": 19.5e12, "f16": 312e12, "bf16": 312e12},
-    memory=80e9,
-    bandwidth=2.039e12,
-    half_flops=5e9,
-    half_bytes=4e6,
-)
-H100 = Device(
-    "H100 SXM 80 GB",
-    {"f64": 67e12, "f32": 67e12, "f16": 989e12, "bf16": 989e12},
-    memory=80e9,
-    bandwidth=3.35e12,
-    half_flops=10e9,
-    half_bytes=6e6,
-)
-H200 = Device(
-    "H200 141 GB",
-    {"f64": 67e12, "f32": 67e12, "f16": 989e12, "bf16": 989e12},
-    memory=141e9,
-    bandwidth=4.8e12,
-    half_flops=10e9,
-    half_bytes=8e6,
-)
+
+def data_sheet(
+    name: str,
+    rates: Mapping[str, float],
+    memory: float,
+    bandwidth: float,
+    half_flops: float = 5,
+    half_bytes: float = 4,
+) -> Device:
+    """A device in the units of its data sheet: TFLOP/s, GB, GB/s; its halves in GFLOP and MB."""
+    flops = {dtype: rate * 1e12 for dtype, rate in rates.items()}
+    sizes = {"half_flops": half_flops * 1e9, "half_bytes": half_bytes * 1e6}
+    return Device(name, flops, memory * 1e9, bandwidth * 1e9, **sizes)
+
+
+def rates(f64: float, f32: float, f16: float, bf16: float | None = None) -> dict[str, float]:
+    """By dtype; bf16 as f16 if it is not given. 0: the device has none, and runs it as f32."""
+    known = {"f64": f64, "f32": f32, "f16": f16, "bf16": f16 if bf16 is None else bf16}
+    return {dtype: rate for dtype, rate in known.items() if rate}
+
+
+P100 = data_sheet("P100 16 GB", rates(4.7, 9.3, 18.7, 0), 16, 732, 2, 2)
+V100 = data_sheet("V100 32 GB", rates(7.8, 15.7, 125, 0), 32, 900, 5, 2)
+A100 = data_sheet("A100 80 GB", rates(19.5, 19.5, 312), 80, 2039, 5, 4)
+H100 = data_sheet("H100 SXM 80 GB", rates(67, 67, 989), 80, 3350, 10, 6)
+H200 = data_sheet("H200 141 GB", rates(67, 67, 989), 141, 4800, 10, 8)
 
 # The link of each device inside its node, and all the ways out of a node taken together.
 _PRESETS = {

@@ -16,13 +16,9 @@ from autopar.strategies.node_info import info
 
 
 @dataclass(frozen=True)
-class FallbackCost:
+class FallbackCost(Fallback):
     """One operator that runs replicated, and the seconds of a step that this costs."""
 
-    node: str
-    operator: str
-    reason: str
-    source: str | None
     seconds: float  # of the operator, forward and backward
     moved: float  # seconds of the movements that bring its inputs whole
 
@@ -37,19 +33,16 @@ def fallback_costs(
 ) -> tuple[FallbackCost, ...]:
     """The costs of all fallbacks of the rewritten `graph`."""
     nodes = {node.name: node for node in graph.nodes}
-    found = []
-    for fallback in fallbacks:
-        node = nodes.get(fallback.node)
-        if node is None:
-            continue
-        whole = prices(node).seconds * (1 - 1 / prices.mesh.size)
-        moved = sum(_brought(value, prices) for value in node.all_input_nodes)
-        found.append(
-            FallbackCost(
-                fallback.node, fallback.operator, fallback.reason, fallback.source, whole, moved
-            )
+    share = 1 - 1 / prices.mesh.size
+    return tuple(
+        FallbackCost(
+            **vars(fallback),
+            seconds=prices(node).seconds * share,
+            moved=sum(_brought(value, prices) for value in node.all_input_nodes),
         )
-    return tuple(found)
+        for fallback in fallbacks
+        if (node := nodes.get(fallback.node)) is not None
+    )
 
 
 def _brought(value: fx.Node, prices: NodePrices) -> float:

@@ -80,13 +80,8 @@ class Program:
     def has_loss(self) -> bool:
         """Whether a step knows what to differentiate."""
         with suppress(InvalidInput):
-            return self.loss_index >= 0
+            return self.captured.loss_index >= 0
         return False
-
-    @property
-    def loss_index(self) -> int:
-        """Which output is the loss."""
-        return self.captured.loss_index
 
     @cached_property
     def learned(self) -> tuple[frozenset[str], ...]:
@@ -109,20 +104,10 @@ class Program:
 
     @property
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the program's inputs on all ranks together."""
-        names = [name for name in self.captured.inputs if name is not None]
-        return {name: self.type_of(name).shape for name in names}
-
-    def shapes(self, of_backend: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """The shapes that a caller's inputs have: those of the backend, or of a whole batch."""
-        if self.batches is None:
-            return dict(of_backend)
-        nodes = {node.name: node for node in self.batches.whole.graph.nodes}
-        return {
-            name: tuple(info(nodes[name]).val.shape)
-            for name in self.captured.inputs
-            if name is not None
-        }
+        """The shapes of a whole batch's inputs, on all ranks together."""
+        whole = self.captured if self.batches is None else self.batches.whole
+        inputs = [node for node in whole.graph.nodes if node.name in whole.inputs]
+        return {node.name: tuple(info(node).val.shape) for node in inputs}
 
     def structure(self, outputs: Sequence[Any]) -> Any:
         """The user's own output structure around `outputs`."""
@@ -134,17 +119,11 @@ class Program:
         return pytree.tree_unflatten(leaves, self.captured.output_spec)
 
     @cached_property
-    def _keyword_names(self) -> tuple[str, ...]:
-        return tuple(self.captured.input_spec.children()[1].context or ())
-
-    @cached_property
-    def _is_flat(self) -> bool:
-        """Whether no argument is a container of others."""
-        return all(
-            argument.is_leaf()
-            for group in self.captured.input_spec.children()
-            for argument in group.children()
-        )
+    def _keywords(self) -> tuple[tuple[str, ...], bool]:
+        """The names of keyword arguments, and whether no argument is a container of others."""
+        groups = self.captured.input_spec.children()
+        is_flat = all(argument.is_leaf() for group in groups for argument in group.children())
+        return tuple(groups[1].context or ()), is_flat
 
     def bind(
         self, args: tuple, kwargs: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
@@ -153,14 +132,11 @@ class Program:
 
         `shapes` are those expected here (a rank's own, with local inputs).
         """
-        names = self._keyword_names
+        names, is_flat = self._keywords
         if kwargs.keys() == set(names):
             kwargs = {name: kwargs[name] for name in names}
-        if (
-            self._is_flat
-            and len(args) + len(kwargs) == len(self.captured.inputs)
-            and (tuple(kwargs) == names)
-        ):
+        count = len(args) + len(kwargs)
+        if is_flat and count == len(self.captured.inputs) and tuple(kwargs) == names:
             leaves = [*args, *kwargs.values()]  # what flattening gives, in a tenth of the time
         else:
             leaves, spec = pytree.tree_flatten((args, dict(kwargs)))

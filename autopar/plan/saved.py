@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -77,19 +77,13 @@ class SavedValue:
 def values_to_save(plan: PlanValue) -> dict[str, Any]:
     """What of a plan goes to disk, by field."""
     placeholders = plan.decisions.placeholders
-    return {
-        "mode": plan.mode,
-        "limit": plan.limit,
+    made = {
         "slices": None if plan.batches is None else plan.batches.count,
         "typed": TypedDecisions.of(plan.decisions, plan.types),
-        "cluster": plan.cluster,
-        "pipelining": plan.pipelining,
-        "search": plan.search,
-        "alternatives": plan.alternatives,
-        "annotated": plan.annotated,
         "others": {name: t for name, t in plan.types.items() if name not in placeholders},
-        "fingerprint": plan.fingerprint,
     }
+    names = (field.name for field in fields(SavedValue))
+    return {name: made[name] if name in made else getattr(plan, name) for name in names}
 
 
 def read_file(path: str | Path) -> Any:

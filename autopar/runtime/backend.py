@@ -203,7 +203,7 @@ class WholeRun(StageRun):
         self.stage = Stage(0, program.graph, (), (), program.has_loss, (), None)
         self.run = backend.prepare_graph(program.graph, is_whole=True)
         self.kept, self.batches = {}, ()
-        self._loss = program.loss_index if program.has_loss else None
+        self._loss = program.captured.loss_index if program.has_loss else None
         self._mutations, self._count = tuple(program.captured.mutations), len(program.outputs)
         self._types = [info(node).type for node in program.results]
 

@@ -185,7 +185,7 @@ class TorchBackend(Backend):
 
     def _run(self) -> Tensor:
         sync, (runner,) = self._follow_leaves(), self.runners
-        reached = self.program.learned[self.program.loss_index]
+        reached = self.program.learned[self.program.captured.loss_index]
         sync.clear()
         sync.start(reached)
         sync.after(-1)

@@ -77,7 +77,7 @@ class ParallelModule(nn.Module):
         self._modes = Modes(self, plan.original)
         self._tensors = Tensors(self, captured.tied, program.learns)
         backend.bind(self._tensors.values)
-        self._shapes = program.shapes(backend.input_shapes())
+        self._shapes = backend.input_shapes()
         _tell_of_state_hooks(model)
 
     def close(self) -> None:
@@ -150,7 +150,7 @@ class ParallelModule(nn.Module):
         """Forward and backward of one global batch, all micro-batches of it: the batch's loss."""
         with torch.inference_mode(False), torch.enable_grad():
             with self.backend.local_checks():
-                _ = self.program.loss_index  # a program without one is refused
+                _ = self.program.captured.loss_index  # a program without one is refused
                 inputs, kept = self._accept(self.program, args, kwargs, step=True)
                 self._require_learning(inputs)
             self._check_together(args, kwargs)

@@ -31,7 +31,7 @@ class StepLoss:
     def start(self, workers: Collection[Worker]) -> None:
         """All forwards are done."""
         if self._group is not None:
-            dtype = info(self._program.outputs[self._program.loss_index]).val.dtype
+            dtype = info(self._program.outputs[self._program.captured.loss_index]).val.dtype
             shares = torch.zeros(self._program.schedule.all_parts, dtype=dtype, device=self._device)
             for number, loss in _losses(workers).items():
                 shares[number] = loss

@@ -21,6 +21,7 @@ from autopar.pipeline import load, schedule, simulate, to_csv, to_text
 from autopar.plan.plan import SavedPlan
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.virtual import VirtualBackend
+from autopar.schema import read, write
 from tests.mutations import bytes_of, file_of
 
 SECONDS = 30  # for one file, before it is called a hang
@@ -116,7 +117,7 @@ def a_cluster(plans: Plans, path: Path, chance: random.Random) -> None:
     cluster = ap.Cluster.load(path)
     str(cluster)
     cluster.axis_links(ap.Mesh(dp=2, tp=2))
-    assert ap.Cluster.from_json(cluster.to_json()) == cluster
+    assert read(ap.Cluster, write(cluster)) == cluster
 
 
 def outcomes(kind: Any, plans: Plans, path: Path, count: int, seed: int) -> Counter[str]:
