@@ -25,7 +25,7 @@ from autopar.pipeline.schedule import KINDS, MOST_UNLISTED, Action, Kind, Schedu
 SHOWN = 6
 
 
-def check(schedule: Schedule, source: str | None = None) -> None:
+def check(schedule: Schedule) -> None:
     """Raise `InvalidInput` with the offending actions unless `schedule` is sound."""
     for rule, remedy, offences in (
         ("every stage of every pipe is on one rank", "correct the placement", _placement),
@@ -53,7 +53,7 @@ def check(schedule: Schedule, source: str | None = None) -> None:
                 given[-1] = "..."
                 break
         if given:
-            raise InvalidInput(rule, got="\n".join(given), remedy=remedy, source=source)
+            raise InvalidInput(rule, got="\n".join(given), remedy=remedy)
 
 
 def _placement(schedule: Schedule) -> Iterator[str]:

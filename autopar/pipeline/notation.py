@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -30,7 +32,6 @@ from typing import cast
 from autopar.errors import InvalidInput
 from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import (
-    MOST_UNLISTED,
     Action,
     Kind,
     Option,
@@ -47,7 +48,7 @@ OVERLAP = re.compile(r"\(([^;]+);([^;]+)\)OVERLAP_F_B")
 REMEDY = "write stage, kind and micro-batch as in 1F2, with +3 for more and @1 for pipe 1"
 
 
-def parse_action(text: str, source: str | None = None) -> Action:
+def parse_action(text: str) -> Action:
     """The action that `text` stands for: the inverse of `str(action)`."""
     match = ACTION.fullmatch(text.strip())
     if match is None:
@@ -55,31 +56,30 @@ def parse_action(text: str, source: str | None = None) -> Action:
             "an action is written as stage, kind (F, B, I or W) and micro-batches",
             got=repr(text[:80]),
             remedy=REMEDY,
-            source=source,
         )
     stage, kind, microbatches, pipe = match.groups()
     numbers = tuple(map(int, microbatches.split("+")))
     return Action(cast(Kind, kind), int(pipe or 0), int(stage), numbers)
 
 
-def parse_cell(text: str, source: str | None = None) -> list[Action]:
+def parse_cell(text: str) -> list[Action]:
     """The one action, or the two that overlap, in a cell of an order."""
     match = OVERLAP.fullmatch(text.strip())
     if match is None:
-        return [parse_action(text, source)]
-    first, second = (parse_action(part, source) for part in match.groups())
+        return [parse_action(text)]
+    first, second = (parse_action(part) for part in match.groups())
     return [replace(first, overlaps=True), second]
 
 
-def read_option(text: str, source: str | None = None) -> Option:
+def read_option(text: str) -> Option:
     """The value of an option as it is written: a number, numbers joined by +, or a word."""
     if text in ("None", "True", "False"):
         return {"None": None, "True": True, "False": False}[text]
     if re.fullmatch(r"-?[0-9]{1,18}", text):
         return int(text)
     if re.fullmatch(r"[0-9.e-]+(\+[0-9.e-]+)+", text) and not _is_number(text):
-        return tuple(float(_finite(part, source)) for part in text.split("+"))
-    return float(_finite(text, source)) if _is_number(text) else text
+        return tuple(float(_finite(part)) for part in text.split("+"))
+    return float(_finite(text)) if _is_number(text) else text
 
 
 def _is_number(text: str) -> bool:
@@ -90,16 +90,25 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _finite(text: str, source: str | None) -> str:
+def _finite(text: str) -> str:
     """Text of a finite number."""
     if not _is_number(text) or not math.isfinite(float(text)):
         raise InvalidInput(
             "the numbers of a schedule's options are finite",
             got=repr(text[:80]),
             remedy="write options: backward=2.0 or the like",
-            source=source,
         )
     return text
+
+
+@contextmanager
+def _told_of(source: str | None) -> Iterator[None]:
+    """Around what reads a file: its errors name it."""
+    try:
+        yield
+    except InvalidInput as error:
+        error.source = source or error.source
+        raise
 
 
 def from_text(text: str, source: str | None = None) -> Schedule:
@@ -117,12 +126,13 @@ def from_text(text: str, source: str | None = None) -> Schedule:
                 source=f"{source or 'text'}:{number}",
             )
         fields[key] = value
-    orders = _numbered(fields, "rank", source)
-    return _assemble(fields, [_order(row.split(), source) for row in orders], source)
+    with _told_of(source):
+        orders = _numbered(fields, "rank")
+        return _assemble(fields, [_order(row.split()) for row in orders])
 
 
-def _order(words: Iterable[str], source: str | None) -> list[Action]:
-    return [action for word in words if word.strip() for action in parse_cell(word, source)]
+def _order(words: Iterable[str]) -> list[Action]:
+    return [action for word in words if word.strip() for action in parse_cell(word)]
 
 
 def to_csv(schedule: Schedule, header: bool = True) -> str:
@@ -137,6 +147,11 @@ def to_csv(schedule: Schedule, header: bool = True) -> str:
 
 def from_csv(text: str, source: str | None = None, name: str = "csv") -> Schedule:
     """The schedule in `text`, checked. Without a header, placement comes from the actions."""
+    with _told_of(source):
+        return _from_csv(text, name)
+
+
+def _from_csv(text: str, name: str) -> Schedule:
     try:
         rows = list(csv.reader(io.StringIO(text)))
     except csv.Error as error:
@@ -144,7 +159,6 @@ def from_csv(text: str, source: str | None = None, name: str = "csv") -> Schedul
             "a schedule is CSV with one row for each rank",
             got=str(error),
             remedy="write one action in a cell",
-            source=source,
         ) from None
     fields = {"name": name}
     if rows and rows[0] and rows[0][0].startswith("#"):
@@ -155,13 +169,12 @@ def from_csv(text: str, source: str | None = None, name: str = "csv") -> Schedul
                     "the first row of a schedule has each key once",
                     got=key[:80],
                     remedy="keep one of them",
-                    source=source,
                 )
             fields[key] = value
-    orders = [_order(row, source) for row in rows]
+    orders = [_order(row) for row in rows]
     if "microbatches" not in fields:
-        fields |= _derive(orders, source)
-    return _assemble(fields, orders, source)
+        fields |= _derive(orders)
+    return _assemble(fields, orders)
 
 
 def save(schedule: Schedule, path: str | Path) -> None:
@@ -184,50 +197,41 @@ def load(path: str | Path) -> Schedule:
     return read(text, str(path))
 
 
-def _derive(orders: list[list[Action]], source: str | None) -> dict[str, str]:
+def _derive(orders: list[list[Action]]) -> dict[str, str]:
     """Micro-batches and placement, from the actions alone."""
-    holders: dict[tuple[int, int], int] = {}
+    ranks: dict[tuple[int, int], int] = {}
     last = -1
     for rank, order in enumerate(orders):
         for action in order:
-            held = holders.setdefault((action.pipe, action.stage), rank)
-            if held != rank:
+            first = ranks.setdefault((action.pipe, action.stage), rank)
+            if first != rank:
                 raise InvalidInput(
                     "each stage of a pipe is on one rank",
-                    got=f"{action} on rank {rank}, others of this stage on rank {held}",
+                    got=f"{action} on rank {rank}, others of this stage on rank {first}",
                     remedy="move the action, or write another copy of the stage as another pipe",
-                    source=source,
                 )
             last = max(last, *action.microbatches)
-    pipes = 1 + max((pipe for pipe, _ in holders), default=-1)
-    stages = 1 + max((stage for _, stage in holders), default=-1)
-    if pipes * stages > max(MOST_UNLISTED, len(holders)):
+    pipes = 1 + max((pipe for pipe, _ in ranks), default=-1)
+    stages = 1 + max((stage for _, stage in ranks), default=-1)
+    every = itertools.product(range(pipes), range(stages))
+    missing = (
+        f"stage {stage} of pipe {pipe}" for pipe, stage in every if (pipe, stage) not in ranks
+    )
+    named = ", ".join(itertools.islice(missing, 8))  # of many: a number may be far too large
+    if named or not ranks:
         raise InvalidInput(
             "every stage of every pipe has actions on some rank",
-            got=f"{stages} stages of {pipes} pipes, of which {len(holders)} have actions",
-            remedy="correct the numbers of the actions",
-            source=source,
-        )
-    missing = [
-        f"stage {stage} of pipe {pipe}"
-        for pipe in range(pipes)
-        for stage in range(stages)
-        if (pipe, stage) not in holders
-    ]
-    if missing or not holders:
-        raise InvalidInput(
-            "every stage of every pipe has actions on some rank",
-            got=", ".join(missing[:8]) or "no action",
-            remedy="add the missing actions, or a header row that gives the placement",
-            source=source,
+            got=named or "no action",
+            remedy="correct the numbers, add the missing actions, or a header row that gives the "
+            "placement",
         )
     fields = {"microbatches": str(last + 1)}
     for pipe in range(pipes):
-        fields[f"pipe {pipe}"] = " ".join(str(holders[pipe, stage]) for stage in range(stages))
+        fields[f"pipe {pipe}"] = " ".join(str(ranks[pipe, stage]) for stage in range(stages))
     return fields
 
 
-def _numbered(fields: dict[str, str], word: str, source: str | None) -> list[str]:
+def _numbered(fields: dict[str, str], word: str) -> list[str]:
     """The values of `word 0`, `word 1`, ...: at least one, with no number left out."""
     found = {key for key in fields if re.fullmatch(rf"{word} \d+", key)}
     expected = [f"{word} {number}" for number in range(len(found))]
@@ -236,33 +240,29 @@ def _numbered(fields: dict[str, str], word: str, source: str | None) -> list[str
             f"a schedule has one line `{word} N` for each {word}, counted from 0",
             got=", ".join(sorted(found)) or "none",
             remedy=f"add `{word} 0: ...` and so on",
-            source=source,
         )
     return [fields[key] for key in expected]
 
 
-def _integers(text: str, key: str, source: str | None) -> tuple[int, ...]:
+def _integers(text: str, key: str) -> tuple[int, ...]:
     words = text.split()
     if not words or not all(re.fullmatch(_NUMBER, word) for word in words):
         raise InvalidInput(
             f"`{key}` is given in whole numbers",
             got=repr(text[:80]),
             remedy=f"write `{key}: 4` or the like",
-            source=source,
         )
     return tuple(map(int, words))
 
 
-def _integer(text: str, key: str, source: str | None) -> int:
-    numbers = _integers(text, key, source)
+def _integer(text: str, key: str) -> int:
+    numbers = _integers(text, key)
     if len(numbers) > 1:
-        _integers("", key, source)
+        _integers("", key)
     return numbers[0]
 
 
-def _assemble(
-    fields: dict[str, str], orders: Iterable[Iterable[Action]], source: str | None
-) -> Schedule:
+def _assemble(fields: dict[str, str], orders: Iterable[Iterable[Action]]) -> Schedule:
     known = re.compile(r"name|microbatches|parts|options|(pipe|rank) \d+")
     unknown = [key for key in fields if not known.fullmatch(key)]
     if unknown or "microbatches" not in fields:
@@ -270,7 +270,6 @@ def _assemble(
             "a schedule says its microbatches, and only keys that are known",
             got=", ".join(unknown)[:80] or "no microbatches",
             remedy="keys are name, microbatches, parts, options, pipe 0, ..., rank 0, ...",
-            source=source,
         )
     options: dict[str, Option] = {}
     for word in fields.get("options", "").split():
@@ -280,18 +279,17 @@ def _assemble(
                 "the options of a schedule are name=value, each name once",
                 got=word[:80],
                 remedy="write options: pipes=2 or the like",
-                source=source,
             )
-        options[key] = read_option(value, source)
-    microbatches = _integer(fields["microbatches"], "microbatches", source)
-    parts = _integer(fields.get("parts", "1"), "parts", source)
+        options[key] = read_option(value)
+    microbatches = _integer(fields["microbatches"], "microbatches")
+    parts = _integer(fields.get("parts", "1"), "parts")
     schedule = make(
         fields.get("name", "text"),
         microbatches,
-        [_integers(row, "pipe", source) for row in _numbered(fields, "pipe", source)],
+        [_integers(row, "pipe") for row in _numbered(fields, "pipe")],
         orders,
         parts,
         **options,
     )
-    check(schedule, source=source)
+    check(schedule)
     return schedule
