@@ -34,39 +34,14 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.nn.modules import module as _modules
 from torch.utils.checkpoint import _checkpoint_hook as CheckpointHook
 
-__all__ = [
+__all__ = [  # of what is imported here for others
     "CheckpointHook",
     "StridedShard",
-    "abort_groups",
     "active_modes",
-    "all_gather_single",
-    "all_reduce_now",
-    "another_connection",
-    "backward_hooks",
     "below_autograd",
-    "call_after_backward",
-    "global_backward_hooks",
-    "gradient_hooks",
-    "groups_known",
-    "has_hooks",
-    "have_gradient_hooks",
-    "holds_store",
     "joined_flat",
-    "local_of",
-    "memory_of",
-    "moves_on_host",
-    "placed_like",
     "plain_attributes",
-    "process_group",
-    "raised_while_waiting",
-    "reduce_scatter_single",
     "split_like",
-    "state_hooks",
-    "state_names",
-    "wait_for",
-    "will_reach",
-    "world_store",
-    "world_timeout",
 ]
 
 # torch 2.13 renamed two public collectives and warns at each call of the old names.

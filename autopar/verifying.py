@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from autopar.verification.references import (
     difference_of,
     first_module,
     in_double,
-    loss_of,
+    run_step,
     same_numbers,
     train,
     train_module,
@@ -70,12 +70,12 @@ def verify(
         raise InvalidInput("verify takes at least one step", got=f"steps={steps!r}")
     inspect.signature(parallelize).bind(model, args, kwargs, **options)
     if options.get("backend", "virtual") != "virtual" or options.get("local_inputs"):
+        given = [name for name in ("backend", "local_inputs") if name in options]
         raise InvalidInput(
             "verify runs all ranks in this process, on the virtual mesh",
-            got=", ".join(f"{name}={options[name]!r}" for name in ("backend", "local_inputs")
-                          if name in options),
+            got=", ".join(f"{name}={options[name]!r}" for name in given),
             remedy="leave it out: a plan gives the same numbers on every backend",
-        )  # fmt: skip
+        )
     if not options.keys() & {"mesh", "cluster", "plan"}:
         options["cluster"] = Cluster.local(RANKS, measure=False)
     refuse_meta(model, (args, kwargs or {}))
@@ -126,25 +126,15 @@ def _train_plain(model: nn.Module, call: Call, steps: int) -> tuple[Trained, flo
 
 
 def _train_parallel(module: ParallelModule, call: Call, steps: int, rate: float) -> Trained:
-    has_loss = module.program.has_loss
-
     def step() -> tuple[Tensor, Tensors]:
-        if has_loss:
+        if module.program.has_loss:
             return module.step(*call[0], **call[1]), {}
-        outputs = module(*call[0], **call[1])
-        loss = loss_of(outputs)
-        if loss.requires_grad:
-            loss.backward()
-        return loss, {}
+        return run_step(module, call)[0], {}
 
-    def buffers() -> dict[str, Tensor]:
-        return module.backend.collect(dict(module.named_buffers()))
+    def collect(values: Iterable[tuple[str, Tensor]]) -> Tensors:
+        return module.backend.collect(dict(values))
 
-    def state() -> Tensors:
-        return module.backend.collect(dict(module.named_parameters())) | buffers()
-
-    parameters, gradients = module.parameters(), module.full_grads
-    return train(step, parameters, gradients, buffers, state, steps, rate)[0]
+    return train(module, step, module.full_grads, collect, steps, rate)[0]
 
 
 def _forward(

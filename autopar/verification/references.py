@@ -62,6 +62,17 @@ class Trained:
     first_buffers: Tensors  # after the first step
     state: Tensors  # parameters and buffers at the end
 
+    @property
+    def results(self) -> dict[str, Tensors]:
+        """All of it, by kind and name."""
+        return {
+            "loss": {str(number): loss for number, loss in enumerate(self.losses, 1)},
+            "output": self.outputs,
+            "gradient": self.gradients,
+            "buffer": self.first_buffers,
+            "state at the end": self.state,
+        }
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -153,98 +164,84 @@ def sum_of(values: Iterable[Tensor]) -> Tensor:
 
 
 def train(
-    step: Callable[[], tuple[Tensor, Mapping[str, Tensor]]],
-    parameters: Iterable[nn.Parameter],
+    module: nn.Module,
+    step: Callable[[], tuple[Tensor, Tensors]],
     gradients: Callable[[], Tensors],
-    buffers: Callable[[], Tensors],
-    state: Callable[[], Tensors],
+    collect: Callable[[Iterable[tuple[str, Tensor]]], Tensors],
     steps: int,
     rate: float | None,
 ) -> tuple[Trained, float]:
     """Some steps of plain descent with momentum and decay; and the rate that was taken.
 
-    `step` runs forward and backward: the loss, and the outputs. The rate is such that a step
-    changes the parameters by about a hundredth, unless given.
+    `module` holds parameters and buffers, `collect` makes whole copies of them. `step` runs forward
+    and backward: the loss, and the outputs. The rate is such that a step changes the parameters by
+    about a hundredth, unless given.
     """
-    held = list(parameters)
+    held = list(module.parameters())
     losses: list[Tensor] = []
-    outputs, first, first_buffers = {}, {}, {}
+    outputs, first, buffers = {}, {}, {}
     optimizer: torch.optim.Optimizer | None = None
     for number in range(steps):
         with same_numbers(number):
             loss, given = step()
         losses.append(loss.detach().clone())
         if number == 0:
-            outputs, first, first_buffers = dict(given), dict(gradients()), dict(buffers())
+            outputs, first = dict(given), dict(gradients())
+            buffers = dict(collect(module.named_buffers()))
             rate = rate or _rate(held, first.values())
             if any(parameter.requires_grad for parameter in held):
                 optimizer = torch.optim.SGD(held, rate, momentum=0.9, weight_decay=1e-2)
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
-    return Trained(losses, outputs, first, first_buffers, dict(state())), rate or 0.0
+    state = {**collect(module.named_parameters()), **collect(module.named_buffers())}
+    return Trained(losses, outputs, first, buffers, state), rate or 0.0
 
 
 def train_module(
-    module: nn.Module,
-    model: nn.Module,
-    call: Call,
-    steps: int,
-    rate: float | None = None,
+    module: nn.Module, model: nn.Module, call: Call, steps: int, rate: float | None = None
 ) -> tuple[Trained, float]:
     """Train a module on one device; `model` is the one that holds its parameters and buffers."""
 
     def step() -> tuple[Tensor, Tensors]:
-        outputs = module(*call[0], **call[1])
-        loss = loss_of(outputs)
-        if loss.requires_grad:
-            loss.backward()
+        loss, outputs = run_step(module, call)
         leaves = enumerate(pytree.tree_leaves(outputs))
         return loss, {f"{i}": v.detach() for i, v in leaves if isinstance(v, Tensor)}
 
     def gradients() -> Tensors:
-        named = model.named_parameters()
-        return {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
+        return copies((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
 
-    def copies(values: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    def copies(values: Iterable[tuple[str, Tensor]]) -> Tensors:
         return {name: value.detach().clone() for name, value in values}
 
-    def buffers() -> Tensors:
-        return copies(model.named_buffers())
+    return train(model, step, gradients, copies, steps, rate)
 
-    def state() -> Tensors:
-        return copies(model.named_parameters()) | copies(model.named_buffers())
 
-    return train(step, model.parameters(), gradients, buffers, state, steps, rate)
+def run_step(module: nn.Module, call: Call) -> tuple[Tensor, Any]:
+    """Forward and backward: the loss, and the outputs."""
+    outputs = module(*call[0], **call[1])
+    loss = loss_of(outputs)
+    if loss.requires_grad:
+        loss.backward()
+    return loss, outputs
 
 
 def compare(found: Trained, expected: Trained, tolerances: Tolerances) -> list[Comparison]:
     """Everything that two trainings left behind, side by side."""
-
-    def pairs(kind: str, ours: Tensors, theirs: Tensors, size: float) -> Iterator[Comparison]:
-        for name in dict.fromkeys([*theirs, *ours]):
-            tolerance = tolerances.of(kind, name)
-            yield _comparison(kind, name, ours.get(name), theirs.get(name), size, tolerance)
-
     largest = max((_largest(grad) for grad in expected.gradients.values()), default=1.0)
-    outputs = {name: value for name, value in expected.outputs.items() if name in found.outputs}
-    ours, theirs = (
-        {str(i + 1): one for i, one in enumerate(trained.losses)} for trained in (found, expected)
-    )
-    return [
-        *pairs("loss", ours, theirs, 0.0),
-        *pairs("output", found.outputs, outputs, 1.0),
-        *pairs("gradient", found.gradients, expected.gradients, largest),
-        *pairs("buffer", found.first_buffers, expected.first_buffers, 1.0),
-        *pairs("state at the end", found.state, expected.state, 1.0),
-    ]
+    sizes = {"loss": 0.0, "gradient": largest}  # by which floors are measured
+    rows = []
+    for (kind, ours), theirs in zip(found.results.items(), expected.results.values()):
+        for name in dict.fromkeys([*theirs, *ours]):
+            if kind == "output" and name not in ours:
+                continue
+            size, tolerance = sizes.get(kind, 1.0), tolerances.of(kind, name)
+            rows.append(_comparison(kind, name, ours.get(name), theirs.get(name), size, tolerance))
+    return rows
 
 
 def first_module(
-    model: nn.Module,
-    captured: Captured,
-    call: Call,
-    tolerances: Tolerances,
+    model: nn.Module, captured: Captured, call: Call, tolerances: Tolerances
 ) -> Difference | None:
     """The first module whose result no value of the captured program is equal to.
 
@@ -335,7 +332,6 @@ def _comparison(
     size: float,
     tolerance: Tolerance,
 ) -> Comparison:
-    """`size` is that by which floors are measured."""
     error = math.inf
     if found is not None and expected is not None:
         error = _relative(found, expected, tolerance.floor * size)

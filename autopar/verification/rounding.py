@@ -52,16 +52,9 @@ def _at_least_one_unit(
     moved: Mapping[Result, float], exact: Trained, eps: float
 ) -> dict[Result, float]:
     """A coarse result is itself rounded."""
-    of_kind = {
-        "loss": {str(i + 1): loss for i, loss in enumerate(exact.losses)},
-        "output": exact.outputs,
-        "gradient": exact.gradients,
-        "buffer": exact.first_buffers,
-        "state at the end": exact.state,
-    }
     units = {
         (kind, name): eps_of(value.dtype)
-        for kind, values in of_kind.items()
+        for kind, values in exact.results.items()
         for name, value in values.items()
         if eps_of(value.dtype) > eps
     }

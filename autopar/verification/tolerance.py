@@ -74,14 +74,11 @@ class Tolerances:
         coarse = Tolerance(min(self.coarse.relative, TELLING), self.coarse.floor)
         found: dict[str, Tolerance] = {}
         for node in graph.nodes:
-            is_coarse = node.op == "call_function" and self._is_coarse(node)
+            made = _dtypes(node) if node.op == "call_function" else []
+            is_coarse = any(eps_of(dtype) > self.eps for dtype in made)
             reached = is_coarse or any(found[n.name] is coarse for n in node.all_input_nodes)
             found[node.name] = coarse if reached else self.strict
         return found
-
-    def _is_coarse(self, node: fx.Node) -> bool:
-        leaves = pytree.tree_leaves(info(node).val)
-        return any(isinstance(v, Tensor) and eps_of(v.dtype) > self.eps for v in leaves)
 
 
 def eps_of(dtype: torch.dtype) -> float:
@@ -97,10 +94,10 @@ def widened(value: Tensor) -> Tensor:
 def _rounded(captured: Captured) -> set[torch.dtype]:
     """The dtypes of what a program computes, its parameters and buffers among it."""
     kept = captured.parameters.keys() | captured.buffers.keys()
-    return {
-        leaf.dtype
-        for node in captured.graph.nodes
-        if node.op == "call_function" or node.name in kept
-        for leaf in pytree.tree_leaves(info(node).val)
-        if isinstance(leaf, Tensor)
-    }
+    made = (n for n in captured.graph.nodes if n.op == "call_function" or n.name in kept)
+    return {dtype for node in made for dtype in _dtypes(node)}
+
+
+def _dtypes(node: fx.Node) -> list[torch.dtype]:
+    leaves = pytree.tree_leaves(info(node).val)
+    return [leaf.dtype for leaf in leaves if isinstance(leaf, Tensor)]

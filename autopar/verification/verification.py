@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from autopar.mesh import Mesh
+from autopar.plan.units import listed
 from autopar.verification.references import Comparison, Difference
 
 _LISTED = 12  # tensors that differ, of each program
@@ -48,17 +49,12 @@ class Verification:
         return {
             "ok": self.ok,
             "unverified": self.unverified,
+            **vars(self),
             "mesh": self.mesh.sizes,
-            "how": self.how,
             "dtype": str(self.dtype).removeprefix("torch."),
-            "tolerance": self.tolerance,
-            "steps": self.steps,
             "captured": [row.to_json() for row in self.captured],
             "parallel": [row.to_json() for row in self.parallel],
-            "differences": [
-                {"between": d.between, "where": d.where, "values": d.values, "source": d.source}
-                for d in self.differences
-            ],
+            "differences": [asdict(difference) for difference in self.differences],
         }
 
     def __str__(self) -> str:
@@ -81,9 +77,7 @@ class Verification:
             wrong = [row for row in rows if not row.ok and (row.kind, row.name) not in known]
             if wrong:
                 lines.append(f"{name}, beside the plain model:")
-                lines += [f"  {row}" for row in wrong[:_LISTED]]
-            if len(wrong) > _LISTED:
-                lines.append(f"  and {len(wrong) - _LISTED} more; to_json() has all")
+                lines += listed([f"  {row}" for row in wrong], _LISTED, "; to_json() has all")
         return "\n".join([*lines, *map(str, self.differences)])
 
     def _verdict(self) -> str:
@@ -108,15 +102,12 @@ class Verification:
     def _kinds(self) -> Iterator[str]:
         """The largest error of each kind of tensor."""
         for kind in ("output", "gradient", "buffer", "state at the end"):
-            columns = [[row for row in rows if row.kind == kind] for rows in self._both]
+            both = self.captured, self.parallel
+            columns = [[row for row in rows if row.kind == kind] for rows in both]
             if columns[0]:
                 count = f"{len(columns[0])} tensors"
                 shown = "".join(f"{_worst(rows):>14}" for rows in columns)
                 yield f"  {f'{kind}, error':<24}{count:>14}{shown}"
-
-    @property
-    def _both(self) -> Sequence[Sequence[Comparison]]:
-        return self.captured, self.parallel
 
 
 def _worst(rows: Sequence[Comparison]) -> str:
