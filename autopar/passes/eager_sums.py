@@ -13,12 +13,10 @@ from torch import fx
 
 from autopar.collectives.eager import identity_then_sum_in_place, sum_in_place, sum_later
 from autopar.passes.setting import LocalSetting
+from autopar.strategies import traits_of
 from autopar.strategies.node_info import info
 
-aten, own = torch.ops.aten, torch.ops.autopar
-# Operators whose output is new memory that their own backward does not read, and whose gradient
-# for their first input is new memory.
-_MAKES_NEW = (aten.linear.default, aten.matmul.default)
+own = torch.ops.autopar
 
 
 def choose_sums(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
@@ -48,11 +46,11 @@ def _is_returned(node: fx.Node, count: int) -> bool:
 
 def _is_fresh(value: Any, is_split: bool) -> bool:
     is_apart = is_split and info(value).weight_inputs is not None
-    return value.target in _MAKES_NEW and len(value.users) == 1 and not is_apart
+    return traits_of(value).makes_new and len(value.users) == 1 and not is_apart
 
 
 def _has_fresh_gradient(value: fx.Node) -> bool:
     return bool(value.users) and all(
-        reader.target in _MAKES_NEW and reader.args[0] is value and value not in reader.args[1:]
+        traits_of(reader).makes_new and reader.args[0] is value and value not in reader.args[1:]
         for reader in value.users
     )

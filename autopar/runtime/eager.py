@@ -12,17 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 
+from autopar._torch import python_function
 from autopar.collectives.eager import EAGER, LateSum, sum_later
 from autopar.mesh import Mesh
 from autopar.passes import LocalSetting, quicken
 from autopar.pipeline.weight_halves import WeightHalves
 from autopar.strategies.node_info import info
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -67,35 +64,8 @@ def compile_graph(
         if node.target is sum_later:
             node.target = sum_for_caller
         elif node.op == "call_function":
-            node.target = EAGER.get(node.target) or _DIRECT.get(node.target, node.target)
+            node.target = EAGER.get(node.target) or python_function(node.target)
         if halves is not None and (weights := info(node).weight_inputs) is not None:
             node.target = halves.apart(node.target, weights)
     wholes = tuple(name for kind, name in origins if kind == "whole")
     return Eager(fx.GraphModule({}, quick).forward, wholes)
-
-
-# What stands for an operator in eager code: same arguments in the same order.
-_DIRECT: dict[object, Callable[..., Any]] = {
-    aten.add.Tensor: torch.add,
-    aten.cat.default: torch.cat,
-    aten.conv2d.default: F.conv2d,
-    aten.div.Tensor: torch.div,
-    aten.embedding.default: torch.embedding,
-    aten.gelu.default: F.gelu,
-    aten.layer_norm.default: torch.layer_norm,
-    aten.linear.default: F.linear,
-    aten.matmul.default: torch.matmul,
-    aten.mul.Tensor: torch.mul,
-    aten.permute.default: torch.permute,
-    aten.relu.default: torch.relu,
-    aten.reshape.default: torch.reshape,
-    aten.rsqrt.default: torch.rsqrt,
-    aten.scaled_dot_product_attention.default: F.scaled_dot_product_attention,
-    aten.select.int: torch.select,
-    aten.silu.default: F.silu,
-    aten.softmax.int: torch.softmax,
-    aten.sub.Tensor: torch.sub,
-    aten.sum.default: torch.sum,
-    aten.transpose.int: torch.transpose,
-    aten.unsqueeze.default: torch.unsqueeze,
-}

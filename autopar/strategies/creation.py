@@ -23,10 +23,13 @@ def _constant(call: Call, *, counted: bool = False, random: bool = False) -> Rul
 register_rule(
     aten("zeros ones full empty new_zeros new_ones new_full new_empty"),
     _constant,
-    traits=Traits(of_piece={"size": shape_of_piece}),
+    traits=Traits(of_piece={"size": shape_of_piece}, shape_only=True),
 )
 register_rule(
-    aten("zeros_like ones_like full_like empty_like zero fill.Scalar"), "... -> ...", cost=0
+    aten("zeros_like ones_like full_like empty_like zero fill.Scalar"),
+    "... -> ...",
+    cost=0,
+    traits=Traits(shape_only=True),
 )
 register_rule("aten.fill.Tensor", "..., -> ...", cost=0)
 register_rule(aten("arange linspace eye scalar_tensor"), partial(_constant, counted=True))

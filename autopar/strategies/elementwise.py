@@ -29,6 +29,8 @@ COMPARISONS = aten(
 )
 PAIRS = aten("maximum minimum max.other min.other atan2 remainder fmod fmax fmin logaddexp")
 
+LEADING = Traits(leading="")
+
 
 def elementwise(call: Call, **options: Unpack[Options]) -> Rule:
     """All tensor inputs broadcast to the output."""
@@ -89,7 +91,7 @@ def _dropout(call: Call) -> Rule | None:
 
 
 register_rule(SAVES_OUTPUT, "... -> ...", saved="output")
-register_rule(SAVES_INPUT, "... -> ...", saved="0")
+register_rule(SAVES_INPUT, "... -> ...", saved="0", traits=LEADING)
 register_rule(SAVES_NOTHING, "... -> ...")
 register_rule(LINEAR, "... -> ...", passes="all", cost=0)
 register_rule(VIEWS, "... -> ...", passes="all", cost=0, traits=Traits(view=True))
@@ -108,7 +110,7 @@ register_rule("aten.mul", _product)
 register_rule("aten.div", _scaled)
 register_rule("aten.div.Tensor_mode", "..., ... -> ...", saved="0 1")
 register_rule("aten.div.Scalar_mode", "... -> ...")
-register_rule(aten("to _to_copy type_as"), _converted)
+register_rule(aten("to _to_copy type_as"), _converted, traits=LEADING)
 register_rule("aten.clamp", "..., ..., ... -> ...", saved="0 1 2")
 register_rule(aten("clamp_min clamp_max"), "..., ... -> ...", saved="0 1")
 register_rule("aten.addcmul", "..., ..., ... -> ...", saved="1 2")
@@ -117,5 +119,5 @@ register_rule("aten.lerp", "..., ..., ... -> ...", saved="0 1 2")
 register_rule("aten.lerp.Scalar", "..., ... -> ...", passes="all")
 register_rule("aten.where", _where)
 register_rule("aten.masked_fill", _masked_fill)
-register_rule("aten.dropout", _dropout)
+register_rule("aten.dropout", _dropout, traits=LEADING)
 register_rule(aten("bernoulli rand_like randn_like"), "... -> ...", random=True)

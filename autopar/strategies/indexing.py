@@ -10,9 +10,9 @@ import itertools
 import torch
 
 from autopar.strategies.node_info import info
-from autopar.strategies.registry import Call, aten, register_rule
+from autopar.strategies.registry import Call, Traits, aten, register_rule
 from autopar.strategies.rule import Dim, Rule, Saved, broadcast, names
-from autopar.strategies.shapes import VIEW, moved, same_dims
+from autopar.strategies.shapes import moved, same_dims
 
 
 def _slice(call: Call) -> Rule:
@@ -121,8 +121,9 @@ def _added(call: Call) -> Rule:
     return call.rule(inputs, out, whole=whole, saved=Saved((1, 2)))
 
 
-register_rule(aten("slice narrow"), _slice, traits=VIEW)
-register_rule("aten.select", _select, traits=VIEW)
+_PIECE = Traits(view=True, leading="dim")
+register_rule(aten("slice narrow"), _slice, traits=_PIECE)
+register_rule("aten.select", _select, traits=_PIECE)
 register_rule("aten.index_select", _index_select)
 register_rule("aten.gather", _gather)
 register_rule("aten.index", _index)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autopar.strategies.registry import Call, aten, register_rule
+from autopar.strategies.registry import Call, Traits, aten, register_rule
 from autopar.strategies.rule import Dim, Rule, Saved, broadcast
 
 
@@ -85,8 +85,10 @@ def _without_broadcast(
     return found
 
 
-register_rule("aten.linear", _linear)
-register_rule(aten("matmul dot vdot mv"), _matmul)
+_PRODUCT = Traits(leading="", makes_new=True)
+register_rule("aten.linear", _linear, traits=_PRODUCT)
+register_rule("aten.matmul", _matmul, traits=_PRODUCT)
+register_rule(aten("dot vdot mv"), _matmul)
 register_rule("aten.mm", "m k, k n -> m n", passes="each", saved="0 1")
 register_rule("aten.bmm", "b m k, b k n -> b m n", passes="each", saved="0 1")
 register_rule("aten.outer", "m, n -> m n", passes="each", saved="0 1")

@@ -18,7 +18,7 @@ from autopar.strategies.kernels import (
     running_mean,
     running_var,
 )
-from autopar.strategies.registry import Call, Traits, aten, register_rule
+from autopar.strategies.registry import Call, Traits, register_rule
 from autopar.strategies.rule import Dim, Extra, Rule, Saved, broadcast, names
 
 
@@ -96,7 +96,8 @@ def _instance_norm(call: Call) -> Rule:
     return call.rule([dims, *vectors], dims, whole=dims[2:], saved=Saved((0,), extra=kept))
 
 
-register_rule(aten("layer_norm native_layer_norm"), _over_last_dims)
+register_rule("aten.layer_norm", _over_last_dims, traits=Traits(leading=""))
+register_rule("aten.native_layer_norm", _over_last_dims)
 register_rule(rms_norm, partial(_over_last_dims, stats=1))
 register_rule(
     "aten.group_norm", _group_norm, traits=Traits(of_piece={"num_groups": _groups_of_piece})

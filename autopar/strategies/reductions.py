@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from autopar.strategies.registry import Call, aten, register_rule
+from autopar.strategies.registry import Call, Traits, aten, register_rule
 from autopar.strategies.rule import Rule, Saved, names
 from autopar.strategies.shapes import FIRST, along
 
@@ -37,4 +37,5 @@ register_rule(aten("argmax argmin any all"), _reduction)
 register_rule(
     aten("softmax log_softmax _softmax _log_softmax"),
     partial(along, passes=(), flops=None, saved=Saved(output=True)),
+    traits=Traits(leading="dim"),
 )

@@ -168,6 +168,11 @@ class Traits:
     count: int | None = None  # the argument that counts the elements behind a statistic
     statistics: bool = False  # sums over the batch; each micro-batch has its own
     order: Callable[[Call], list[int]] | None = None  # permutes dims: where each comes from
+    # More dims may stand before those of its input; the arguments that number dims.
+    leading: str | None = None
+    # Its output, and the gradient of its first input, are new memory; backward reads no output.
+    makes_new: bool = False
+    shape_only: bool = False  # reads no values of its first input, only shape and dtype
 
 
 _RULES: dict[Operator, tuple[RuleFunction, Traits]] = {}

@@ -249,8 +249,11 @@ register_rule("aten.unsqueeze", _reshape, traits=VIEW)
 register_rule(aten("view unflatten squeeze"), _reshape, traits=Traits(view=True, as_reshape=True))
 register_rule("aten._unsafe_view", _reshape, traits=Traits(as_reshape=True))
 register_rule(
-    aten("transpose.int t permute"), _permuted, traits=Traits(view=True, order=order_of_dims)
+    "aten.transpose.int",
+    _permuted,
+    traits=Traits(view=True, order=order_of_dims, leading="dim0 dim1"),
 )
+register_rule(aten("t permute"), _permuted, traits=Traits(view=True, order=order_of_dims))
 register_rule(
     aten("swapaxes swapdims mT movedim moveaxis"), _permuted, traits=Traits(order=order_of_dims)
 )

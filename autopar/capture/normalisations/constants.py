@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.graph_builder import GraphBuilder
 from autopar.capture.listing import operator_name
 from autopar.capture.randomness import may_be_random
+from autopar.strategies import traits_of
 from autopar.strategies.node_info import info
 from autopar.strategies.results import has_results, maker, tensors_of
 
@@ -18,18 +19,6 @@ aten = torch.ops.aten
 
 LARGEST_CONSTANT = 1 << 20  # bytes kept with the graph
 LARGEST_EVALUATED = 1 << 28  # bytes of any value computed on the way
-
-# Operators that read only the shape and dtype of their argument.
-_OF_SHAPES = {
-    aten.ones_like.default,
-    aten.zeros_like.default,
-    aten.full_like.default,
-    aten.zero.default,
-    aten.fill.Scalar,
-    aten.new_ones.default,
-    aten.new_zeros.default,
-    aten.new_full.default,
-}
 
 
 def fold_constants(draft: GraphBuilder) -> None:
@@ -77,7 +66,7 @@ class Evaluator:
             return False
         if may_be_random(node) or "empty" in str(target):
             return False
-        if target in _OF_SHAPES:
+        if traits_of(node).shape_only:
             return not info(node).differentiable  # a gradient of zeros is one
         return all(self.constant[source] for source in node.all_input_nodes)
 
@@ -97,8 +86,8 @@ class Evaluator:
         args, kwargs = node.args, {k: v for k, v in node.kwargs.items() if k != "pin_memory"}
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("cpu")
-        if node.target in _OF_SHAPES:
-            source = info(args[0]).val  # type: ignore[arg-type]
+        if traits_of(node).shape_only and isinstance(args[0], fx.Node):
+            source = info(args[0]).val
             args = (torch.zeros((), dtype=source.dtype).expand(source.shape), *args[1:])
         inputs = {
             source: self.value(source)

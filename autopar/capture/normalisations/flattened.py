@@ -15,6 +15,8 @@ import torch
 from torch import fx
 
 from autopar.capture.graph_builder import GraphBuilder, argument, shape_of
+from autopar.strategies import Call, rule_of, tensor_inputs, traits_of
+from autopar.strategies.elementwise import elementwise
 from autopar.strategies.node_info import info
 
 aten = torch.ops.aten
@@ -71,48 +73,24 @@ def _unflattened(
 ) -> list[Any] | None:
     """The arguments of `node` with `lead` in the place of dim 0, or None if it needs dim 0."""
     args: list[Any] = list(node.args)
-    if any(isinstance(value, fx.Node) for value in node.kwargs.values()):
+    leading = traits_of(node).leading
+    places = [index for index, value in enumerate(args) if isinstance(value, fx.Node)]
+    if leading is None and torch.Tag.pointwise not in getattr(node.target, "tags", ()):
         return None
-    if node.target is aten.matmul.default and len(shape_of(args[1])) > 2:
-        flat = [0, 1]  # both sides of a batched product
-    elif node.target in (aten.linear.default, aten.matmul.default, aten.layer_norm.default):
-        flat = [0]
-        if _lead(args[1]) or (node.target is aten.layer_norm.default and len(args[1]) >= rank):
-            return None
-    elif node.target in _DIMS and not node.kwargs:
-        flat = [0]
-        dims = [argument(node, name) % rank for name in _DIMS[node.target]]
-        if 0 in dims:
-            return None
-        args[1 : 1 + len(dims)] = [dim + len(lead) - 1 for dim in dims]
-    elif node.target is aten.dropout.default or _is_elementwise(node):
-        tensors = [index for index, value in enumerate(args) if isinstance(value, fx.Node)]
-        flat = [index for index in tensors if len(shape_of(args[index])) >= rank]
-        if any(isinstance(value, list | tuple) for value in args):
-            return None
-    else:
+    if [args[index] for index in places] != list(tensor_inputs(node)) or (leading and node.kwargs):
+        return None  # some stand in a list, or have a name
+    rule = rule_of(node) or elementwise(Call(node))
+    factor = next(dims[0] for index, dims in zip(places, rule.inputs) if _lead(args[index]))
+    if rule.outputs[0][:1] != (factor,) or not rule.whole.isdisjoint(factor):
         return None
-    if not all(_lead(args[index]) == lead and len(shape_of(args[index])) == rank for index in flat):
-        return None
-    for index in flat:
-        args[index] = _apart(draft, args[index])
+    for index, dims in zip(places, rule.inputs):
+        if factor in dims:
+            if dims[0] != factor or _lead(args[index]) != lead:
+                return None
+            args[index] = _apart(draft, args[index])
+    for index, name in enumerate((leading or "").split(), 1):
+        args[index] = argument(node, name) % rank + len(lead) - 1
     return args
-
-
-# Operators that are given dims by number: any but the first may be among them.
-_DIMS: dict[object, tuple[str, ...]] = {
-    aten.softmax.int: ("dim",),
-    aten.log_softmax.int: ("dim",),
-    aten.transpose.int: ("dim0", "dim1"),
-    aten.slice.Tensor: ("dim",),
-    aten.select.int: ("dim",),
-}
-
-
-def _is_elementwise(node: fx.Node) -> bool:
-    if node.target in (aten.to.dtype, aten.gelu.default, aten.silu.default):
-        return True
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _embed(draft: GraphBuilder, node: fx.Node) -> None:
