@@ -26,10 +26,11 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from autopar.capture.failure import VALUES, VALUES_REMEDY
-from autopar.capture.graph_builder import GraphBuilder, argument, fake_like
+from autopar.capture.graph_builder import GraphBuilder, fake_like
 from autopar.capture.listing import operator_name
 from autopar.capture.source import of_stack
 from autopar.errors import InvalidInput, unforeseen
+from autopar.strategies import Call
 from autopar.strategies.node_info import info
 
 aten = torch.ops.aten
@@ -264,10 +265,9 @@ def _require_dense(node: fx.Node, value: Any, region: Region) -> None:
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
             what = f"a tensor of layout {leaf.layout}"
-    declared = getattr(node.target, "_schema", None)
-    names = [argument.name for argument in declared.arguments] if declared is not None else []
-    if region.gradients and "sparse" in names and argument(node, "sparse"):
-        weight = argument(node, "weight")
+    call = Call(node)
+    if region.gradients and call.get("sparse"):
+        weight = call["weight"]
         if weight.op != "placeholder" or info(weight).val.requires_grad:
             what, remedy = "a sparse gradient", "sparse=False"
     if what is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from autopar.strategies import Call
 from autopar.strategies.node_info import info
 
 INHERITED = ("source", "module", "no_grad")
@@ -46,18 +48,19 @@ class GraphBuilder:
         return self.graph.output_node()
 
     def calls(self, *targets: object) -> Iterator[fx.Node]:
-        """The calls of any of `targets` (all calls if none are named), first to last."""
+        """The calls of any of `targets`, first to last: overloads, or operators with all of theirs.
+
+        All calls if none are named."""
         for node in list(self.graph.nodes):
-            if node.op == "call_function" and (not targets or node.target in targets):
+            named = {node.target, getattr(node.target, "overloadpacket", node.target)}
+            if node.op == "call_function" and (not targets or not named.isdisjoint(targets)):
                 self.looked_at = node
                 yield node
 
     def call(self, like: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """A new node at the insertion point, with the origin of `like`."""
         node = self.graph.call_function(target, args, kwargs)
-        for key in INHERITED:
-            if key in like.meta:
-                node.meta[key] = like.meta[key]
+        _inherit(node, like)
         info(node).val = self.evaluate(target, args, kwargs)
         return node
 
@@ -92,7 +95,7 @@ class GraphBuilder:
 
     def constant(self, name: str, value: torch.Tensor, like: fx.Node) -> fx.Node:
         """A placeholder for a constant, after those that exist."""
-        names = {node.name for node in self.graph.nodes if node.op == "placeholder"}
+        names = {node.name for node in self.graph.find_nodes(op="placeholder")}
         unique, count = f"c_{name}", 0
         while unique in names:
             count += 1
@@ -104,9 +107,7 @@ class GraphBuilder:
         )
         with self.graph.inserting_before(first_input):
             node = self.graph.placeholder(unique)
-        for key in INHERITED:
-            if key in like.meta:
-                node.meta[key] = like.meta[key]
+        _inherit(node, like)
         info(node).update(val=fake_like(self.mode, value), differentiable=False)
         self.constants[node.name] = value
         return node
@@ -117,6 +118,10 @@ class GraphBuilder:
     @property
     def outputs(self) -> tuple[fx.Node, ...]:
         return tuple(self.output.args[0])  # type: ignore[arg-type]
+
+
+def _inherit(node: fx.Node, like: fx.Node) -> None:
+    node.meta.update({key: like.meta[key] for key in INHERITED if key in like.meta})
 
 
 def fake_like(
@@ -139,14 +144,42 @@ def shape_of(node: object) -> tuple[int, ...]:
     return tuple(info(node).val.shape)
 
 
-def argument(node: fx.Node, name: str) -> Any:
-    """The argument of a call by its name in the schema, or its default there."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    for index, declared in enumerate(schema.arguments):
-        if declared.name == name:
-            if name in node.kwargs:
-                return node.kwargs[name]
-            if index < len(node.args) and not declared.kwarg_only:
-                return node.args[index]
-            return declared.default_value if declared.has_default_value() else None
-    raise KeyError(f"{node.target} has no argument {name!r}")
+class Site(Call):
+    """A call that a normalisation looks at: its arguments by name, and a place to make others."""
+
+    def __init__(self, draft: GraphBuilder, node: fx.Node) -> None:
+        super().__init__(node)
+        self.draft = draft
+
+    def make(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """Another call before it, with its origin."""
+        return self.draft.call(self.node, target, *args, **kwargs)
+
+    def canonical(self, target: Callable[..., Any], *args: Any) -> fx.Node | None:
+        """The one form of the call; None where it has that already."""
+        is_canonical = (self.node.target, self.node.args, self.node.kwargs) == (target, args, {})
+        return None if is_canonical else self.make(target, *args)
+
+
+def rewrites(
+    *targets: object,
+) -> Callable[[Callable[[Site], fx.Node | None]], Callable[[GraphBuilder], None]]:
+    """Makes a normalisation of a function that says what stands for a call of any of `targets`.
+
+    The call stays where it gives None.
+    """
+
+    def normalisation(
+        function: Callable[[Site], fx.Node | None],
+    ) -> Callable[[GraphBuilder], None]:
+        @wraps(function)
+        def rewrite(draft: GraphBuilder) -> None:
+            for node in draft.calls(*targets):
+                with draft.graph.inserting_before(node):
+                    new = function(Site(draft, node))
+                if new is not None:
+                    draft.substitute(node, new)
+
+        return rewrite
+
+    return normalisation

@@ -52,6 +52,7 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
     shapes.canonical_transposes,
     shapes.canonical_expands,
     shapes.canonical_slices,
+    shapes.canonical_selections,
     indexing.own_elements_are_gathered,
     cleanup.drop_identities,
     # one form for each product and loss
@@ -66,6 +67,7 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
     flattened.move_flattening_down,
     shapes.merge_reshapes,
     losses.losses_of_elements,
+    losses.pools_of_one_point_are_means,
     losses.means_are_sums,
     losses.cross_entropies,
     shapes.merge_reshapes,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from autopar.strategies.language import ELLIPSIS
 from autopar.strategies.registry import Call, Traits, aten, register_rule
 from autopar.strategies.rule import Dim, Rule, Saved, broadcast
 
@@ -40,27 +41,31 @@ def _product_and_sum(call: Call) -> Rule:
 
 
 def _einsum(call: Call) -> Rule | None:
-    left, arrow, right = call["equation"].replace(" ", "").partition("->")
-    terms = left.split(",")
-    if not arrow:
-        letters = left.replace(",", "").replace("...", "")
-        right = "..." * ("..." in left) + "".join(
-            sorted(letter for letter in set(letters) if letters.count(letter) == 1)
-        )
+    terms, right = subscripts(call["equation"])
     if any(len(set(term)) != len(term) for term in (t.replace("...", "") for t in terms)):
         return None  # a diagonal
 
-    subscripts = _without_broadcast([list(t.replace("...", "\0")) for t in terms], call.shapes)
-    common = set.intersection(*map(set, subscripts))
+    names = _without_broadcast([list(t.replace("...", "\0")) for t in terms], call.shapes)
+    common = set.intersection(*map(set, names))
 
     def written(term: Sequence[str]) -> str:
         # All are linear in each term, so each may be summed in pieces.
         marked = [name + "+" * (name not in [*common, *right, "\0"]) for name in term]
         return " ".join(marked).replace("\0", "...")
 
-    line = f"{', '.join(map(written, subscripts))} -> {written(right.replace('...', chr(0)))}"
+    line = f"{', '.join(map(written, names))} -> {written(right.replace('...', chr(0)))}"
     kept = " ".join(str(index) for index in range(len(terms)))
     return call.parse(line, passes="each", saved=kept)
+
+
+def subscripts(equation: str) -> tuple[list[str], str]:
+    """Those of each operand of an einsum, and of its output, which may have none given."""
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    if not arrow:
+        letters = left.replace(",", "").replace(ELLIPSIS, "")
+        once = sorted(letter for letter in set(letters) if letters.count(letter) == 1)
+        right = ELLIPSIS * (ELLIPSIS in left) + "".join(once)
+    return left.split(","), right
 
 
 def _without_broadcast(

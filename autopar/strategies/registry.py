@@ -15,7 +15,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from types import MappingProxyType
 from typing import Any, Unpack
 
@@ -92,8 +92,8 @@ class Call:
     def dims(self) -> list[int]:
         """Those that the argument `dim` or `dims` numbers; all where it is not given."""
         given = self.get("dim", self.get("dims"))
-        given = [given] if isinstance(given, int) else given
-        return [self.dim(dim) for dim in given or range(len(self.shapes[0]))]
+        given, every = [given] if isinstance(given, int) else given, range(len(self.shapes[0]))
+        return [self.dim(dim) for dim in given or every] if every else []
 
     def parse(self, line: str | Pattern, **options: Unpack[Options]) -> Rule:
         """The rule of this call by a line."""
@@ -163,7 +163,8 @@ class Traits:
     view: bool | Callable[[Call], bool] = False  # its output lies in the memory of its input
     # Arguments that a piece has others of, from the shape of the piece of its (first) output.
     of_piece: Mapping[str, Callable[[Call, Sequence[int]], Any]] = field(default_factory=dict)
-    as_reshape: bool = False  # looks at sizes or strides, of which a piece has others
+    in_order: bool = False  # gives the elements of its input in their order, in another shape
+    as_reshape: bool = False  # besides, looks at sizes or strides, of which a piece has others
     shift: int | None = None  # the argument that is read to keep digits: one of any age will do
     count: int | None = None  # the argument that counts the elements behind a statistic
     statistics: bool = False  # sums over the batch; each micro-batch has its own
@@ -336,24 +337,23 @@ def _is_tensor_node(value: object) -> bool:
     return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
 
 
+@cache
+def _declared(target: torch._ops.OpOverload) -> tuple[dict[str, Any], frozenset[str]]:
+    """The arguments of an operator with their defaults, and those that take tensors."""
+    arguments = target._schema.arguments
+    defaults = {a.name: a.default_value if a.has_default_value() else None for a in arguments}
+    return defaults, frozenset(a.name for a in arguments if "Tensor" in str(a.type))
+
+
 def _bind(node: fx.Node) -> tuple[dict[str, Any], frozenset[str]]:
     """Arguments by name in the order of the schema, and the names that take tensors."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
-        arguments: dict[str, Any] = {}
-        tensors = set()
-        for index, argument in enumerate(target._schema.arguments):
-            if not argument.kwarg_only and index < len(node.args):
-                arguments[argument.name] = node.args[index]
-            elif argument.name in node.kwargs:
-                arguments[argument.name] = node.kwargs[argument.name]
-            else:
-                arguments[argument.name] = (
-                    argument.default_value if argument.has_default_value() else None
-                )
-            if "Tensor" in str(argument.type):
-                tensors.add(argument.name)
-        return arguments, frozenset(tensors)
+        defaults, tensors = _declared(target)
+        given = dict(zip(defaults, node.args))
+        return {
+            name: given.get(name, node.kwargs.get(name, value)) for name, value in defaults.items()
+        }, tensors
     try:
         signature = inspect.signature(target)  # type: ignore[arg-type]
         bound = signature.bind(*node.args, **node.kwargs)

@@ -20,7 +20,6 @@ from autopar.strategies.registry import Call, Traits, aten, register_rule, shape
 from autopar.strategies.rule import Dim, Extra, Rule, Saved, broadcast, names
 
 FIRST = ((0,),)  # the first input may be a partial sum
-VIEW = Traits(view=True)
 
 
 def moved(
@@ -241,13 +240,16 @@ def _triangle(call: Call) -> Rule:
     return same_dims(call, [len(call.shape) - 2, len(call.shape) - 1])
 
 
-register_rule(aten("flatten ravel view_as reshape_as"), _reshape)
+register_rule(aten("flatten ravel view_as reshape_as"), _reshape, traits=Traits(in_order=True))
 register_rule(
-    "aten.reshape", _reshape, traits=Traits(view=_in_order, of_piece={"shape": shape_of_piece})
+    "aten.reshape",
+    _reshape,
+    traits=Traits(view=_in_order, in_order=True, of_piece={"shape": shape_of_piece}),
 )
-register_rule("aten.unsqueeze", _reshape, traits=VIEW)
-register_rule(aten("view unflatten squeeze"), _reshape, traits=Traits(view=True, as_reshape=True))
-register_rule("aten._unsafe_view", _reshape, traits=Traits(as_reshape=True))
+register_rule("aten.unsqueeze", _reshape, traits=Traits(view=True, in_order=True))
+_VIEW = Traits(view=True, in_order=True, as_reshape=True)
+register_rule(aten("view unflatten squeeze"), _reshape, traits=_VIEW)
+register_rule("aten._unsafe_view", _reshape, traits=Traits(in_order=True, as_reshape=True))
 register_rule(
     "aten.transpose.int",
     _permuted,

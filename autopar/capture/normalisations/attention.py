@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopar.capture.graph_builder import GraphBuilder, argument, shape_of
+from autopar.capture.graph_builder import GraphBuilder, shape_of
 from autopar.capture.normalisations.constants import Evaluator
+from autopar.strategies import Call
 
 aten = torch.ops.aten
 
 SDPA = aten.scaled_dot_product_attention.default
-_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 def recognise_masks(draft: GraphBuilder) -> None:
@@ -19,7 +19,7 @@ def recognise_masks(draft: GraphBuilder) -> None:
     evaluator = Evaluator(draft)
     kinds: dict[tuple[fx.Node, int, int], str | None] = {}
     for node in draft.calls(SDPA):
-        query, key, value, mask, dropout, causal = (argument(node, name) for name in _NAMES)
+        query, key, value, mask, dropout, causal, *rest = Call(node).arguments.values()
         if isinstance(mask, fx.Node) and evaluator.is_constant(mask):
             size = shape_of(query)[-2], shape_of(key)[-2]
             if (mask, *size) not in kinds:
@@ -28,12 +28,8 @@ def recognise_masks(draft: GraphBuilder) -> None:
             if kind is not None:
                 mask, causal = None, kind == "causal"
         node.args = (query, key, value, mask, dropout, causal)
-        kwargs = {name: argument(node, name) for name in ("scale", "enable_gqa")}
-        node.kwargs = {
-            name: given
-            for name, given in kwargs.items()
-            if given is not None and given is not False
-        }
+        given = zip(("scale", "enable_gqa"), rest)
+        node.kwargs = {name: v for name, v in given if v is not None and v is not False}
 
 
 def _kind(mask: torch.Tensor | None, queries: int, keys: int) -> str | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopar.capture.graph_builder import GraphBuilder, argument
-from autopar.capture.normalisations.shapes import permutation
+from autopar.capture.graph_builder import GraphBuilder, Site, rewrites
 from autopar.capture.randomness import may_be_random
 from autopar.strategies.node_info import info
+from autopar.strategies.registry import permutation
 
 aten = torch.ops.aten
 
@@ -34,12 +34,10 @@ def drop_dead_code(draft: GraphBuilder) -> None:
             del draft.constants[node.name]
 
 
-def drop_dropout(draft: GraphBuilder) -> None:
+@rewrites(aten.dropout, aten.dropout_, aten.feature_dropout, aten.feature_dropout_)
+def drop_dropout(call: Site) -> fx.Node | None:
     """Dropout with probability 0, or in eval mode, does nothing."""
-    kinds = (aten.dropout, aten.dropout_, aten.feature_dropout, aten.feature_dropout_)
-    for node in draft.calls(*(kind.default for kind in kinds)):
-        if not argument(node, "train") or argument(node, "p") == 0:
-            draft.substitute(node, node.args[0])  # type: ignore[arg-type]
+    return call.inputs[0] if not call["train"] or call["p"] == 0 else None
 
 
 _NAMES = {
@@ -63,20 +61,14 @@ def canonical_names(draft: GraphBuilder) -> None:
         node.target = _NAMES[node.target]  # type: ignore[index]
 
 
-def canonical_casts(draft: GraphBuilder) -> None:
+@rewrites(aten.to, aten._to_copy, aten.type_as)
+def canonical_casts(call: Site) -> fx.Node | None:
     """Every cast is to.dtype; one to the dtype that a tensor has does nothing."""
-    for node in draft.calls():
-        if not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        if node.target.overloadpacket not in (aten.to, aten._to_copy, aten.type_as):
-            continue
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        dtype = info(node).val.dtype
-        if info(source).val.dtype == dtype:
-            draft.substitute(node, source)
-        elif node.target is not aten.to.dtype or len(node.args) != 2 or node.kwargs:
-            draft.replace(node, aten.to.dtype, source, dtype)
+    source: fx.Node = call["self"]
+    dtype = call.outputs[0].dtype
+    if info(source).val.dtype == dtype:
+        return source
+    return call.canonical(aten.to.dtype, source, dtype)
 
 
 _CREATIONS = {
@@ -89,90 +81,78 @@ _CREATIONS = {
 }
 
 
-def creations_read_no_tensor(draft: GraphBuilder) -> None:
+@rewrites(*_CREATIONS)
+def creations_read_no_tensor(call: Site) -> fx.Node:
     """What a tensor lent its dtype is made without it; fresh memory is zero on every rank."""
-    for node in draft.calls(*_CREATIONS):
-        value = info(node).val
-        fill = (argument(node, "fill_value"),) if node.target is aten.new_full.default else ()
-        made = _CREATIONS[node.target]  # type: ignore[index]
-        kind = {"dtype": value.dtype, "device": value.device}
-        draft.replace(node, made, list(value.shape), *fill, **kind)
+    (value,), target = call.outputs, call.node.target
+    fill = (call["fill_value"],) if target is aten.new_full.default else ()
+    kind = {"dtype": value.dtype, "device": value.device}
+    return call.make(_CREATIONS[target], list(value.shape), *fill, **kind)  # type: ignore[index]
 
 
-_COUNTS = (aten.linspace, aten.logspace)
 _NORMS = {aten.linalg_vector_norm: "ord", aten.norm: "p", aten.dist: "p"}
 
 
-def norms_of_vectors(draft: GraphBuilder) -> None:
+@rewrites(aten.linalg_norm.default)
+def norms_of_vectors(call: Site) -> fx.Node | None:
     """A norm that torch takes of vectors says so; those of matrices stay."""
-    for node in draft.calls(aten.linalg_norm.default):
-        value, order, dim = (argument(node, name) for name in ("self", "ord", "dim"))
-        whole = order is None and dim is None
-        if whole or len(info(value).val.shape if dim is None else dim) == 1:
-            keep, dtype = argument(node, "keepdim"), argument(node, "dtype")
-            call = (value, 2 if order is None else order, dim, keep)
-            draft.replace(node, aten.linalg_vector_norm.default, *call, dtype=dtype)
+    value, order, dim, keep, dtype = call.arguments.values()
+    whole = order is None and dim is None
+    if not whole and len(call.shapes[0] if dim is None else dim) != 1:
+        return None
+    order = 2 if order is None else order
+    return call.make(aten.linalg_vector_norm.default, value, order, dim, keep, dtype=dtype)
 
 
-def values_alone_are_read(draft: GraphBuilder) -> None:
+@rewrites(aten.linspace, aten.logspace, *_NORMS)
+def values_alone_are_read(call: Site) -> None:
     """Of ends of a count that are tensors, and of norms of order 0, torch has no gradient."""
-    for node in draft.calls():
-        packet = getattr(node.target, "overloadpacket", None)
-        if packet in _COUNTS or (packet in _NORMS and argument(node, _NORMS[packet]) == 0):
-            for value in node.all_input_nodes:
-                with draft.graph.inserting_before(node):
-                    alone = draft.call(node, aten.detach.default, value)
-                node.replace_input_with(value, alone)
+    order = _NORMS.get(call.node.target.overloadpacket)  # type: ignore[union-attr]
+    if order is None or call[order] == 0:
+        for value in call.node.all_input_nodes:
+            call.node.replace_input_with(value, call.make(aten.detach.default, value))
 
 
-def drop_copies(draft: GraphBuilder) -> None:
+@rewrites(
+    aten.contiguous.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten.lift_fresh_copy.default,
+    aten.lift_fresh.default,
+    aten.positive.default,
+)
+def drop_copies(call: Site) -> fx.Node:
     """Copies and aliases: values of a functional program are never written to."""
-    copies = (
-        aten.contiguous.default,
-        aten.alias.default,
-        aten.clone.default,
-        aten.lift_fresh_copy.default,
-        aten.lift_fresh.default,
-        aten.positive.default,
-    )
-    for node in draft.calls(*copies):
-        draft.substitute(node, node.args[0])  # type: ignore[arg-type]
+    return call.inputs[0]
 
 
-def drop_identities(draft: GraphBuilder) -> None:
+_NEUTRAL = {aten.mul.Tensor: 1, aten.div.Tensor: 1, aten.add.Tensor: 0, aten.sub.Tensor: 0}
+_OF_SHAPES = (aten.expand.default, aten.reshape.default, aten.slice.Tensor, aten.squeeze.dim)
+
+
+@rewrites(*_NEUTRAL, *_OF_SHAPES, aten.transpose.int, aten.permute.default, aten.pad.default)
+def drop_identities(call: Site) -> fx.Node | None:
     """Operators that give back their first argument: x * 1, x + 0, full slices, same shapes."""
-    for node in draft.calls():
-        if node.args and isinstance(node.args[0], fx.Node) and _is_identity(node):
-            draft.substitute(node, node.args[0])
+    source, (value,), target = call.node.args[0], call.outputs, call.node.target
+    if not isinstance(source, fx.Node) or info(source).val.dtype != value.dtype:
+        return None
+    if info(source).val.shape != value.shape:
+        return None
+    order = permutation(call.node)
+    is_identity = (
+        target in _OF_SHAPES
+        or (target in _NEUTRAL and call["other"] == _NEUTRAL[target])
+        or (order is not None and order == sorted(order))
+        or (target is aten.pad.default and not any(call["pad"]))
+    )
+    return source if is_identity else None
 
 
-def _is_identity(node: fx.Node) -> bool:
-    source, value = info(node.args[0]).val, info(node).val  # type: ignore[arg-type]
-    if not isinstance(source, torch.Tensor) or not isinstance(value, torch.Tensor):
-        return False
-    if source.shape != value.shape or source.dtype != value.dtype:
-        return False
-    target = node.target
-    if target in (aten.expand.default, aten.reshape.default, aten.slice.Tensor, aten.squeeze.dim):
-        return True
-    if target in (aten.mul.Tensor, aten.div.Tensor) and not isinstance(node.args[1], fx.Node):
-        return bool(node.args[1] == 1)
-    if target in (aten.add.Tensor, aten.sub.Tensor) and not isinstance(node.args[1], fx.Node):
-        return bool(node.args[1] == 0)
-    if target in (aten.transpose.int, aten.permute.default):
-        return permutation(node) == list(range(source.ndim))
-    if target is aten.pad.default:
-        return not any(argument(node, "pad"))
-    return False
-
-
-def drop_detaches(draft: GraphBuilder) -> None:
+@rewrites(aten.detach.default)
+def drop_detaches(call: Site) -> fx.Node | None:
     """A detach of what has no gradient does nothing."""
-    for node in draft.calls(aten.detach.default):
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        if not info(source).differentiable:
-            draft.substitute(node, source)
+    (source,) = call.inputs
+    return None if info(source).differentiable else source
 
 
 def merge_duplicates(draft: GraphBuilder) -> None:

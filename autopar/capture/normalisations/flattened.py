@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.graph_builder import GraphBuilder, argument, shape_of
+from autopar.capture.graph_builder import GraphBuilder, shape_of
 from autopar.strategies import Call, rule_of, tensor_inputs, traits_of
 from autopar.strategies.elementwise import elementwise
 from autopar.strategies.node_info import info
@@ -79,7 +79,8 @@ def _unflattened(
         return None
     if [args[index] for index in places] != list(tensor_inputs(node)) or (leading and node.kwargs):
         return None  # some stand in a list, or have a name
-    rule = rule_of(node) or elementwise(Call(node))
+    call = Call(node)
+    rule = rule_of(node) or elementwise(call)
     factor = next(dims[0] for index, dims in zip(places, rule.inputs) if _lead(args[index]))
     if rule.outputs[0][:1] != (factor,) or not rule.whole.isdisjoint(factor):
         return None
@@ -89,7 +90,7 @@ def _unflattened(
                 return None
             args[index] = _apart(draft, args[index])
     for index, name in enumerate((leading or "").split(), 1):
-        args[index] = argument(node, name) % rank + len(lead) - 1
+        args[index] = call[name] % rank + len(lead) - 1
     return args
 
 

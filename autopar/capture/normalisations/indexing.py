@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopar.capture.graph_builder import GraphBuilder, argument, shape_of
+from autopar.capture.graph_builder import GraphBuilder, Site, shape_of
 from autopar.capture.normalisations.constants import Evaluator
 from autopar.strategies.node_info import info
 
@@ -14,16 +14,16 @@ aten = torch.ops.aten
 
 def own_elements_are_gathered(draft: GraphBuilder) -> None:
     """x[arange(rows), places] names all rows by number; a gather leaves them as they lie."""
-    calls = [node for node in draft.calls(aten.index.Tensor) if len(argument(node, "indices")) == 2]
-    evaluator = Evaluator(draft) if calls else None
-    for node in calls:
-        rows, places = argument(node, "indices")
-        if evaluator is None or rows is None or places is None:
+    evaluator = None
+    for node in draft.calls(aten.index.Tensor):
+        call = Site(draft, node)
+        if len(call["indices"]) != 2 or None in call["indices"]:
             continue
-        shape = shape_of(node.args[0])
-        if _counts(evaluator, rows, shape[0]) and _is_for_rows(places, shape[0]):
+        (rows, places), size = call["indices"], call.shapes[0][0]
+        evaluator = evaluator or Evaluator(draft)
+        if _counts(evaluator, rows, size) and _is_for_rows(places, size):
             with draft.graph.inserting_before(node):
-                new = _gathered(draft, node, places, shape)
+                new = _gathered(call, places)
             draft.substitute(node, new)
 
 
@@ -40,17 +40,15 @@ def _is_for_rows(places: fx.Node, rows: int) -> bool:
     return is_number and shape_of(places) in ((), (1,), (rows,))
 
 
-def _gathered(
-    draft: GraphBuilder, node: fx.Node, places: fx.Node, shape: tuple[int, ...]
-) -> fx.Node:
-    rows, size, *rest = shape
+def _gathered(call: Site, places: fx.Node) -> fx.Node:
+    rows, size, *rest = call.shapes[0]
     if info(places).val.dtype != torch.int64:
-        places = draft.call(node, aten.to.dtype, places, torch.int64)
-    is_from_the_end = draft.call(node, aten.lt.Scalar, places, 0)
-    moved = draft.call(node, aten.add.Tensor, places, size)
-    places = draft.call(node, aten.where.self, is_from_the_end, moved, places)
-    places = draft.call(node, aten.expand.default, places, [rows])
-    places = draft.call(node, aten.reshape.default, places, [rows, 1, *(1 for _ in rest)])
-    places = draft.call(node, aten.expand.default, places, [rows, 1, *rest])
-    found = draft.call(node, aten.gather.default, node.args[0], 1, places)
-    return draft.call(node, aten.reshape.default, found, [rows, *rest])
+        places = call.make(aten.to.dtype, places, torch.int64)
+    is_from_the_end = call.make(aten.lt.Scalar, places, 0)
+    moved = call.make(aten.add.Tensor, places, size)
+    places = call.make(aten.where.self, is_from_the_end, moved, places)
+    places = call.make(aten.expand.default, places, [rows])
+    places = call.make(aten.reshape.default, places, [rows, 1, *(1 for _ in rest)])
+    places = call.make(aten.expand.default, places, [rows, 1, *rest])
+    found = call.make(aten.gather.default, call["self"], 1, places)
+    return call.make(aten.reshape.default, found, [rows, *rest])

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.graph_builder import GraphBuilder, argument, shape_of
-from autopar.capture.normalisations.shapes import PERMUTATIONS, as_call, permutation
+from autopar.capture.graph_builder import GraphBuilder, shape_of
+from autopar.capture.normalisations.shapes import as_call
 from autopar.capture.values import refresh
 from autopar.errors import InvalidInput
+from autopar.strategies import Call, traits_of
 from autopar.strategies.node_info import info
+from autopar.strategies.registry import permutation
 
 aten = torch.ops.aten
 
@@ -28,35 +30,11 @@ _FUNCTIONAL: dict[object, Callable[..., Any]] = {
     aten.transpose_.default: aten.transpose.int,
     aten.normal_.default: aten.normal_functional.default,
 }
-_RESHAPES = (
-    aten.view.default,
-    aten.view_as.default,
-    aten.reshape.default,
-    aten.reshape_as.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.squeeze.default,
-    aten.flatten.using_ints,
-    aten.unflatten.int,
-)
-_REGENERATED = (  # views that can be taken anew from a changed base
-    *_RESHAPES,
-    *PERMUTATIONS,
-    aten.select.int,
-    aten.slice.Tensor,
-    aten.narrow.default,
-    aten.diagonal.default,
-    aten.expand.default,
-    aten.expand_as.default,
-    aten.broadcast_to.default,
-    aten.alias.default,
-    aten.detach.default,
-    aten.contiguous.default,
-    aten.view.dtype,
-    aten.to.dtype,
-    aten.to.dtype_layout,
-)
+_SCATTERS: dict[object, Callable[..., Any]] = {  # with the arguments of the view
+    aten.select.int: aten.select_scatter.default,
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.diagonal.default: aten.diagonal_scatter.default,
+}
 
 
 def functionalise(draft: GraphBuilder) -> None:
@@ -129,15 +107,15 @@ class _Functionaliser:
         if at == version:
             return current
         parent = self._latest(self.parent[node], reader)
-        if node.target not in _REGENERATED:
+        if not _is_view(node.target):
             raise InvalidInput(
                 "a view of a tensor that is changed in place can be taken anew",
                 got=f"{node.target}, read after the change",
                 remedy="change a copy: x = x.clone() before, or x = x + y in place of x += y",
                 source=info(reader).source,
             )
-        args = (parent, *node.args[1:])
-        new = self.draft.call(node, node.target, *args, **node.kwargs)
+        assert callable(node.target)
+        new = self.draft.call(node, node.target, parent, *node.args[1:], **node.kwargs)
         self.value[node] = (new, version)
         return new
 
@@ -189,23 +167,16 @@ class _Functionaliser:
     def _scatter(self, view: fx.Node, base: fx.Node, new: fx.Node, write: fx.Node) -> fx.Node:
         """`base` with the part that `view` shows replaced by `new`."""
         target, call = view.target, self.draft.call
-        if target is aten.select.int:
-            dim, index = argument(view, "dim"), argument(view, "index")
-            return call(write, aten.select_scatter.default, base, new, dim, index)
-        if target is aten.slice.Tensor:
-            place = tuple(argument(view, name) for name in ("dim", "start", "end", "step"))
-            return call(write, aten.slice_scatter.default, base, new, *place)
-        if target in PERMUTATIONS:
-            order = permutation(view)
+        if target in _SCATTERS:
+            _, *place = Call(view).arguments.values()
+            return call(write, _SCATTERS[target], base, new, *place)
+        if (order := permutation(view)) is not None:
             return call(write, *as_call(new, [order.index(dim) for dim in range(len(order))]))
         if target in (aten.alias.default, aten.contiguous.default, aten.to.dtype):
             return new
         if target is aten.detach.default and self.root[view].name in self.draft.buffers:
             return new  # a buffer has no gradient that would have to stay
-        if target is aten.diagonal.default:
-            places = (argument(view, name) for name in ("offset", "dim1", "dim2"))
-            return call(write, aten.diagonal_scatter.default, base, new, *places)
-        if target in _RESHAPES:
+        if traits_of(view).in_order:
             return call(write, aten.reshape.default, new, shape_of(base))
         raise InvalidInput(
             "a write to a view can be carried over to the tensor it views",
@@ -299,8 +270,8 @@ def _functional_of(node: fx.Node) -> Any:
 
 def _is_view(target: Any) -> bool:
     """Whether an operator returns a view of its argument."""
-    returns = () if target is None else target._schema.returns
-    return any(result.alias_info is not None for result in returns)
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
 def _without_out(target: Any) -> Callable[..., Any]:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.graph_builder import GraphBuilder, argument, shape_of
+from autopar.capture.graph_builder import GraphBuilder, Site, rewrites, shape_of
+from autopar.strategies import Call
 from autopar.strategies.kernels import count_targets, cross_entropy
 from autopar.strategies.node_info import info
 
@@ -20,77 +21,60 @@ aten = torch.ops.aten
 NONE, MEAN = 0, 1  # how torch numbers its reductions
 
 
-def means_are_sums(draft: GraphBuilder) -> None:
-    """mean is sum / count; pooling to one point is a mean."""
-    for node in draft.calls(aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default):
-        size = argument(node, "output_size")
-        if all(n == 1 for n in size):
-            rank = len(shape_of(node.args[0]))
-            dims = list(range(rank - len(size), rank))
-            draft.replace(node, aten.mean.dim, node.args[0], dims, True)
-    for node in draft.calls(aten.mean.default, aten.mean.dim):
-        x = node.args[0]
-        dtype = info(node).val.dtype
-        wide = torch.float32 if dtype.itemsize < 4 else dtype
-        rank = len(shape_of(x))
-        given = argument(node, "dim") if node.target is aten.mean.dim else None
-        dims = [dim % rank for dim in given] if given and rank else list(range(rank))
-        count = prod(shape_of(x)[dim] for dim in dims)
-        keep = node.target is aten.mean.dim and argument(node, "keepdim")
-        kwargs = {} if info(x).val.dtype == wide else {"dtype": wide}  # type: ignore[arg-type]
-        with draft.graph.inserting_before(node):
-            if len(dims) == rank and not keep:
-                total = draft.call(node, aten.sum.default, x, **kwargs)
-            else:
-                total = draft.call(node, aten.sum.dim_IntList, x, dims, bool(keep), **kwargs)
-            mean = draft.call(node, aten.div.Tensor, total, count)
-            if wide != dtype:
-                mean = draft.call(node, aten.to.dtype, mean, dtype)
-        draft.substitute(node, mean)
+@rewrites(aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default)
+def pools_of_one_point_are_means(call: Site) -> fx.Node | None:
+    """Pooling to one point is a mean."""
+    size, rank = call["output_size"], len(call.shape)
+    if any(n != 1 for n in size):
+        return None
+    return call.make(aten.mean.dim, call["self"], list(range(rank - len(size), rank)), True)
+
+
+@rewrites(aten.mean.default, aten.mean.dim)
+def means_are_sums(call: Site) -> fx.Node:
+    """mean is sum / count."""
+    x, dims, dtype = call["self"], call.dims(), call.outputs[0].dtype
+    wide = torch.float32 if dtype.itemsize < 4 else dtype
+    count = prod(call.shapes[0][dim] for dim in dims) if call.shapes[0] else 1
+    keep = bool(call.get("keepdim"))
+    kwargs = {} if info(x).val.dtype == wide else {"dtype": wide}
+    if len(dims) == len(call.shapes[0]) and not keep:
+        total = call.make(aten.sum.default, x, **kwargs)
+    else:
+        total = call.make(aten.sum.dim_IntList, x, dims, keep, **kwargs)
+    mean = call.make(aten.div.Tensor, total, count)
+    return mean if wide == dtype else call.make(aten.to.dtype, mean, dtype)
 
 
 def losses_of_elements(draft: GraphBuilder) -> None:
     """A loss with a reduction is the loss without, then the reduction."""
     for node in draft.calls():
-        names = _argument_names(node)
-        if "reduction" not in names or node.target in _CLASS_LOSSES:
+        call = Site(draft, node)
+        reduction, names = call.get("reduction", NONE), list(call.arguments)
+        if reduction == NONE or node.target in _CLASS_LOSSES:
             continue
-        reduction = argument(node, "reduction")
-        if reduction == NONE:
-            continue
-        before = [argument(node, name) for name in names[: names.index("reduction")]]
-        after = node.args[len(before) + 1 :]
-        kwargs = {
-            name: value
-            for name, value in node.kwargs.items()
-            if name not in names[: len(before) + 1]
-        }
+        place = names.index("reduction")
+        before, after = [call[name] for name in names[:place]], node.args[place + 1 :]
+        kwargs = {name: v for name, v in node.kwargs.items() if name not in names[: place + 1]}
         with draft.graph.inserting_before(node):
-            losses = draft.call(node, node.target, *before, NONE, *after, **kwargs)  # type: ignore[arg-type]
-        draft.replace(node, *_reduced(losses, reduction))
+            losses = call.make(node.target, *before, NONE, *after, **kwargs)  # type: ignore[arg-type]
+        draft.replace(node, aten.mean.default if reduction == MEAN else aten.sum.default, losses)
 
 
-def cross_entropies(draft: GraphBuilder) -> None:
+_CLASS_LOSSES = (
+    aten.cross_entropy_loss.default,
+    aten.nll_loss_nd.default,
+    aten.nll_loss.default,
+    aten.nll_loss2d.default,
+)
+
+
+@rewrites(*_CLASS_LOSSES)
+def cross_entropies(site: Site) -> fx.Node:
     """Cross-entropy on n-d logits with the classes last, whatever form it was called in."""
-    for node in draft.calls(aten.cross_entropy_loss.default, aten.nll_loss_nd.default, *_NLL):
-        with draft.graph.inserting_before(node):
-            result = _class_loss(draft, node)
-        draft.substitute(node, result)
-
-
-_NLL = (aten.nll_loss.default, aten.nll_loss2d.default)
-_CLASS_LOSSES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default, *_NLL)
-
-
-def _class_loss(draft: GraphBuilder, node: fx.Node) -> fx.Node:
-    def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return draft.call(node, target, *args, **kwargs)
-
-    logits, target = argument(node, "self"), argument(node, "target")
-    weight, reduction = argument(node, "weight"), argument(node, "reduction")
-    is_logits = node.target is aten.cross_entropy_loss.default
-    smoothing = argument(node, "label_smoothing") if is_logits else 0.0
-    ignored = argument(node, "ignore_index")
+    call = site.make
+    logits, target, weight, reduction, ignored, *smoothings = site.arguments.values()
+    is_logits, smoothing = bool(smoothings), sum(smoothings)
     rank, shape = len(shape_of(logits)), shape_of(target)
     if rank > 2:
         logits = call(aten.permute.default, logits, [0, *range(2, rank), 1])
@@ -144,7 +128,7 @@ def _negative_likelihood(
 ) -> fx.Node:
     """-scores[target], 0 where the target is ignored; of log_softmax(z) the cross-entropy of z."""
     last = len(shape_of(scores)) - 1
-    if scores.target is aten.log_softmax.int and argument(scores, "dim") % (last + 1) == last:
+    if scores.target is aten.log_softmax.int and Call(scores)["dim"] % (last + 1) == last:
         return call(cross_entropy, scores.args[0], target, weight, ignored, 0.0)
     outside = call(aten.eq.Scalar, target, ignored)
     safe = call(aten.masked_fill.Scalar, target, outside, 0)
@@ -154,13 +138,3 @@ def _negative_likelihood(
     if weight is not None:
         losses = call(aten.mul.Tensor, losses, call(aten.index.Tensor, weight, [safe]))
     return call(aten.masked_fill.Scalar, losses, outside, 0)
-
-
-def _reduced(losses: fx.Node, reduction: int) -> tuple[Any, ...]:
-    """The call that reduces `losses`."""
-    return (aten.mean.default if reduction == MEAN else aten.sum.default, losses)
-
-
-def _argument_names(node: fx.Node) -> list[str]:
-    schema = getattr(node.target, "_schema", None)
-    return [declared.name for declared in schema.arguments] if schema is not None else []

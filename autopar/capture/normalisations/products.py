@@ -12,43 +12,30 @@ from functools import cache
 import torch
 from torch import fx
 
-from autopar.capture.graph_builder import GraphBuilder, argument, shape_of
+from autopar.capture.graph_builder import Site, rewrites, shape_of
+from autopar.strategies.linear import ELLIPSIS, subscripts
 
 aten = torch.ops.aten
 
-ELLIPSIS = "..."
 
-
-def products_of_two(draft: GraphBuilder) -> None:
+@rewrites(aten.einsum.default)
+def products_of_two(call: Site) -> fx.Node | None:
     """einsum of more than two operands: what is in no other operand is summed with each pair."""
-    for node in draft.calls(aten.einsum.default):
-        operands = list(argument(node, "tensors"))
-        left, arrow, right = argument(node, "equation").replace(" ", "").partition("->")
-        if len(operands) < 3 or (arrow and ELLIPSIS in left and ELLIPSIS not in right):
-            continue
-        terms = left.split(",")
-        right = right if arrow else _implicit(terms)
-        path = argument(node, "path") or [0, 1] * (len(operands) - 1)
-        with draft.graph.inserting_before(node):
-            for first, second in zip(path[::2], path[1::2]):
-                places = sorted((first, second), reverse=True)
-                (second_term, b), (first_term, a) = [
-                    (terms.pop(p), operands.pop(p)) for p in places
-                ]
-                kept = _kept(first_term, second_term, [right, *terms]) if terms else right
-                equation = f"{first_term},{second_term}->{kept}"
-                product = draft.call(node, aten.einsum.default, equation, [a, b])
-                at = len(terms) if argument(node, "path") else 0
-                operands.insert(at, product)
-                terms.insert(at, kept)
-        draft.substitute(node, operands[0])
-
-
-def _implicit(terms: Sequence[str]) -> str:
-    """The subscripts of an output that none are given for."""
-    letters = "".join(terms).replace(ELLIPSIS, "")
-    once = sorted(letter for letter in set(letters) if letters.count(letter) == 1)
-    return ELLIPSIS * any(ELLIPSIS in term for term in terms) + "".join(once)
+    operands = list(call["tensors"])
+    terms, right = subscripts(call["equation"])
+    if len(operands) < 3 or (ELLIPSIS in "".join(terms) and ELLIPSIS not in right):
+        return None
+    path = call["path"] or [0, 1] * (len(operands) - 1)
+    for first, second in zip(path[::2], path[1::2]):
+        places = sorted((first, second), reverse=True)
+        (second_term, b), (first_term, a) = [(terms.pop(p), operands.pop(p)) for p in places]
+        kept = _kept(first_term, second_term, [right, *terms]) if terms else right
+        product = call.make(aten.einsum.default, f"{first_term},{second_term}->{kept}", [a, b])
+        at = len(terms) if call["path"] else 0
+        operands.insert(at, product)
+        terms.insert(at, kept)
+    made: fx.Node = operands[0]
+    return made
 
 
 def _kept(first: str, second: str, others: Sequence[str]) -> str:
@@ -59,41 +46,35 @@ def _kept(first: str, second: str, others: Sequence[str]) -> str:
     return dots + "".join(letter for letter in read if letter in own)
 
 
-def dims_contracted_together(draft: GraphBuilder) -> None:
-    """tensordot, and the sum of a batch of products, are an einsum of two operands."""
-    for node in draft.calls(aten.tensordot.default):
-        x, y = argument(node, "self"), argument(node, "other")
-        letters = iter(string.ascii_letters)
-        left = [next(letters) for _ in shape_of(x)]
-        right = [next(letters) for _ in shape_of(y)]
-        summed = set()
-        for dim, other in zip(argument(node, "dims_self"), argument(node, "dims_other")):
-            right[other] = left[dim]
-            summed.add(left[dim])
-        out = "".join(letter for letter in left + right if letter not in summed)
-        equation = f"{''.join(left)},{''.join(right)}->{out}"
-        draft.replace(node, aten.einsum.default, equation, [x, y])
+@rewrites(aten.tensordot.default)
+def dims_contracted_together(call: Site) -> fx.Node:
+    """tensordot is an einsum of two operands."""
+    letters = iter(string.ascii_letters)
+    left, right = ([next(letters) for _ in shape] for shape in call.shapes)
+    summed = set()
+    for dim, other in zip(call["dims_self"], call["dims_other"]):
+        right[other] = left[dim]
+        summed.add(left[dim])
+    out = "".join(letter for letter in left + right if letter not in summed)
+    equation = f"{''.join(left)},{''.join(right)}->{out}"
+    return call.make(aten.einsum.default, equation, list(call.inputs))
 
 
-def chains_of_products(draft: GraphBuilder) -> None:
+@rewrites(aten.linalg_multi_dot.default, aten.chain_matmul.default)
+def chains_of_products(call: Site) -> fx.Node:
     """multi_dot: products of two, in the order that takes the fewest FLOPs."""
-    for node in draft.calls(aten.linalg_multi_dot.default, aten.chain_matmul.default):
-        matrices = list(node.args[0])  # type: ignore[arg-type]
-        with draft.graph.inserting_before(node):
-            if len(shape_of(matrices[0])) == 1:
-                row = [1, *shape_of(matrices[0])]
-                matrices[0] = draft.call(node, aten.reshape.default, matrices[0], row)
-            if len(shape_of(matrices[-1])) == 1:
-                column = [*shape_of(matrices[-1]), 1]
-                matrices[-1] = draft.call(node, aten.reshape.default, matrices[-1], column)
-            product = _chain(draft, node, matrices)
-            shape = list(shape_of(node))
-            if list(shape_of(product)) != shape:
-                product = draft.call(node, aten.reshape.default, product, shape)
-        draft.substitute(node, product)
+    matrices = list(call.inputs)
+    if len(call.shapes[0]) == 1:
+        matrices[0] = call.make(aten.reshape.default, matrices[0], [1, *call.shapes[0]])
+    if len(call.shapes[-1]) == 1:
+        matrices[-1] = call.make(aten.reshape.default, matrices[-1], [*call.shapes[-1], 1])
+    product = _chain(call, matrices)
+    if shape_of(product) == call.shape:
+        return product
+    return call.make(aten.reshape.default, product, list(call.shape))
 
 
-def _chain(draft: GraphBuilder, node: fx.Node, matrices: Sequence[fx.Node]) -> fx.Node:
+def _chain(call: Site, matrices: Sequence[fx.Node]) -> fx.Node:
     sizes = [shape_of(matrix)[0] for matrix in matrices] + [shape_of(matrices[-1])[1]]
 
     @cache
@@ -117,7 +98,7 @@ def _chain(draft: GraphBuilder, node: fx.Node, matrices: Sequence[fx.Node]) -> f
         _, at = best(first, last)
         if len(matrices) == 3 and best(0, 2)[0] == _from_left(sizes):
             at = last - 1  # as torch, which takes the left product first if both orders are even
-        return draft.call(node, aten.matmul.default, made(first, at), made(at + 1, last))
+        return call.make(aten.matmul.default, made(first, at), made(at + 1, last))
 
     return made(0, len(matrices) - 1)
 

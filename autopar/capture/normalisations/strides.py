@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from autopar.capture.graph_builder import GraphBuilder, argument, shape_of
+from autopar.capture.graph_builder import Site, rewrites
 from autopar.capture.normalisations.shapes import as_call
 from autopar.errors import InvalidInput
 from autopar.strategies import Call, Rule, register_rule
@@ -15,34 +15,31 @@ from autopar.strategies.shapes import same_dims
 aten = torch.ops.aten
 
 
-def strides_are_written_out(draft: GraphBuilder) -> None:
+@rewrites(aten.as_strided.default)
+def strides_are_written_out(call: Site) -> fx.Node:
     """as_strided reads the elements in the order in which the model had them in memory."""
-    for node in draft.calls(aten.as_strided.default):
-        x, size, stride, offset = (
-            argument(node, name) for name in ("self", "size", "stride", "storage_offset")
+    x, size, stride, offset = call.arguments.values()
+    value: Tensor = info(x).val
+    order = sorted(range(value.ndim), key=lambda dim: -value.stride()[dim])
+    offset = 0 if offset is None else offset - value.storage_offset()
+    last = offset + sum((length - 1) * step for length, step in zip(size, stride))
+    if not value.permute(order).is_contiguous() or offset < 0 or last >= value.numel():
+        raise InvalidInput(
+            "as_strided reads elements of its input",
+            got=f"{tuple(size)} with strides {tuple(stride)} of {call.shapes[0]} with strides "
+            f"{value.stride()}, a part of a larger tensor",
+            remedy="slice or index the tensor, or make it contiguous() before",
+            source=call.source,
         )
-        value: Tensor = info(x).val
-        order = sorted(range(value.ndim), key=lambda dim: -value.stride()[dim])
-        offset = 0 if offset is None else offset - value.storage_offset()
-        last = offset + sum((length - 1) * step for length, step in zip(size, stride))
-        if not value.permute(order).is_contiguous() or offset < 0 or last >= value.numel():
-            raise InvalidInput(
-                "as_strided reads elements of its input",
-                got=f"{tuple(size)} with strides {tuple(stride)} of {shape_of(x)} with strides "
-                f"{value.stride()}, a part of a larger tensor",
-                remedy="slice or index the tensor, or make it contiguous() before",
-                source=info(node).source,
-            )
-        if order != sorted(order):
-            with draft.graph.inserting_before(node):
-                x = draft.call(node, *as_call(x, order))
-        draft.replace(node, strided, x, size, stride, offset)
+    if order != sorted(order):
+        x = call.make(*as_call(x, order))
+    return call.make(strided, x, size, stride, offset)
 
 
-def bits_are_of_pieces(draft: GraphBuilder) -> None:
+@rewrites(aten.view.dtype)
+def bits_are_of_pieces(call: Site) -> fx.Node:
     """view(dtype) takes values of any strides."""
-    for node in draft.calls(aten.view.dtype):
-        draft.replace(node, bits, *node.args, **node.kwargs)
+    return call.make(bits, *call.arguments.values())
 
 
 def strided(x: Tensor, size: list[int], stride: list[int], offset: int) -> Tensor:

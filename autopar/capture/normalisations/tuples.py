@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.graph_builder import GraphBuilder, argument, shape_of
+from autopar.capture.graph_builder import GraphBuilder, Site, shape_of
 from autopar.errors import InvalidInput
+from autopar.strategies import Call
 from autopar.strategies.node_info import flat, info
 from autopar.strategies.results import result
 
@@ -33,7 +34,7 @@ def split_into_slices(draft: GraphBuilder) -> None:
 
 
 def _pieces_of_split(node: fx.Node) -> list[tuple[Any, ...]]:
-    return _pieces_along(node, argument(node, "dim") % len(shape_of(node.args[0])))
+    return _pieces_along(node, Call(node).dims()[0])
 
 
 def _pieces_of_columns(node: fx.Node) -> list[tuple[Any, ...]]:
@@ -47,14 +48,13 @@ def _pieces_along(node: fx.Node, dim: int) -> list[tuple[Any, ...]]:
 
 
 def _pieces_of_unbind(node: fx.Node) -> list[tuple[Any, ...]]:
-    x = node.args[0]
-    dim = argument(node, "dim") % len(shape_of(x))
+    x, (dim,) = node.args[0], Call(node).dims()
     return [(aten.select.int, x, dim, index) for index in range(shape_of(x)[dim])]
 
 
 def _broadcast(node: fx.Node) -> list[tuple[Any, ...]]:
     shape = list(info(node).val[0].shape)
-    return [(aten.expand.default, x, shape) for x in argument(node, "tensors")]
+    return [(aten.expand.default, x, shape) for x in Call(node).inputs]
 
 
 # The calls that stand for each of the results.
@@ -105,7 +105,7 @@ def _give_results(draft: GraphBuilder, node: fx.Node, used: dict[fx.Node, int]) 
             if single is None:
                 new = draft.call(node, result, node, place)
             else:
-                new = single(draft, node, place)
+                new = single(Site(draft, node), place)
         user.replace_all_uses_with(new)
     for taken in reversed(list(draft.calls(operator.getitem))):
         if not taken.users:
@@ -124,38 +124,30 @@ def _used(node: fx.Node, values: Any, first: int = 0) -> Iterator[tuple[fx.Node,
             yield user, place
 
 
-def _extreme(draft: GraphBuilder, node: fx.Node, index: int) -> fx.Node:
+def _extreme(call: Site, index: int) -> fx.Node:
     """max.dim and min.dim: the index by argmax, the value gathered there."""
-    x, dim = node.args[0], argument(node, "dim")
-    keep = bool(argument(node, "keepdim"))
-    is_max = node.target is aten.max.dim
-    place = aten.argmax.default if is_max else aten.argmin.default
+    x, dim, keep = call.arguments.values()
+    place = aten.argmax.default if call.node.target is aten.max.dim else aten.argmin.default
     if index == 1:
-        return draft.call(node, place, x, dim, keep)
-    at = draft.call(node, place, x, dim, True)
-    value = draft.call(node, aten.gather.default, x, dim, at)
-    return value if keep else draft.call(node, aten.squeeze.dim, value, dim)
+        return call.make(place, x, dim, bool(keep))
+    value = call.make(aten.gather.default, x, dim, call.make(place, x, dim, True))
+    return value if keep else call.make(aten.squeeze.dim, value, dim)
 
 
-def _variance_mean(draft: GraphBuilder, node: fx.Node, index: int) -> fx.Node:
-    x, dims, keep = node.args[0], None, False
-    if node.target is not aten.var_mean.default:
-        dims, keep = argument(node, "dim"), argument(node, "keepdim")
-    dims = list(range(len(shape_of(x)))) if dims is None else dims
+def _variance_mean(call: Site, index: int) -> fx.Node:
+    x, dims, keep = call["self"], call.get("dim"), call.get("keepdim", False)
+    dims = list(range(len(call.shapes[0]))) if dims is None else dims
     if index == 1:
-        return draft.call(node, aten.mean.dim, x, dims, keep)
-    if node.target is aten.var_mean.correction:
-        correction = argument(node, "correction")
-    else:
-        correction = int(argument(node, "unbiased"))
-    return draft.call(node, aten.var.correction, x, dims, correction=correction, keepdim=keep)
+        return call.make(aten.mean.dim, x, dims, keep)
+    correction = call["correction"] if "correction" in call.arguments else int(call["unbiased"])
+    return call.make(aten.var.correction, x, dims, correction=correction, keepdim=keep)
 
 
-def _layer_norm(draft: GraphBuilder, node: fx.Node, index: int) -> fx.Node:
-    return draft.call(node, aten.layer_norm.default, *node.args)
+def _layer_norm(call: Site, index: int) -> fx.Node:
+    return call.make(aten.layer_norm.default, *call.arguments.values())
 
 
-_SINGLE: dict[object, Callable[[GraphBuilder, fx.Node, int], fx.Node]] = {
+_SINGLE: dict[object, Callable[[Site, int], fx.Node]] = {
     aten.max.dim: _extreme,
     aten.min.dim: _extreme,
     aten.var_mean.default: _variance_mean,
