@@ -64,7 +64,8 @@ def admit(captured: Captured, request: Request, options: PlanOptions) -> Request
 
 def tell(captured: Captured, best: Candidate) -> None:
     """Refuse or tell what is wrong with a plan that was chosen."""
-    _refuse_random(captured, best.whole_mesh, best.microbatches, best.recomputes)
+    again = best.pipelining is not None and best.pipelining.recompute
+    _refuse_random(captured, best.whole_mesh, best.microbatches, again)
     statistics = batch_statistics(captured)
     if statistics and best.microbatches > 1:
         _warn(

@@ -154,9 +154,10 @@ def _forward(
     made: dict[str, Tensor] = {}
     found: list[Difference] = []
 
-    def note(node: fx.Node, value: Any) -> None:
+    def note(node: fx.Node, value: Any) -> Any:
         if isinstance(value, Tensor):
             expected[node.name] = value.detach()
+        return value
 
     def look(node: fx.Node, values: list[Tensor]) -> None:
         compares = not found and node.name in expected

@@ -16,7 +16,18 @@ LONGEST = 450  # lines
 
 # A room imports from its own floor and from those below.
 FLOORS = (
-    {"_torch", "cluster", "mesh", "layout", "lines", "garbage", "errors", "schema", "progress"},
+    {
+        "_torch",
+        "cluster",
+        "mesh",
+        "layout",
+        "lines",
+        "garbage",
+        "errors",
+        "schema",
+        "progress",
+        "units",
+    },
     {"solver"},
     {"strategies", "collectives"},
     {"capture"},

@@ -21,25 +21,23 @@ def run(
     buffers: Mapping[str, Tensor],
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
-    watch: Callable[[fx.Node, Any], None] | None = None,
     change: Callable[[fx.Node, Any], Any] | None = None,
 ) -> tuple[Any, dict[str, Tensor]]:
     """The model's outputs, in the user's structure, and the new values of mutated buffers.
 
-    `watch` is shown every value as it is made; `change` gives another in its place.
+    `change` is shown every value as it is made, and gives this or another in its place.
     """
     flat = pytree.tree_leaves((args, dict(kwargs or {})))
     given = {name: value for name, value in zip(captured.inputs, flat) if name is not None}
     given |= {key: parameters[name] for key, name in captured.parameters.items()}
     given |= {key: buffers[name] for key, name in captured.buffers.items()}
     held = {**captured.constants, **given}
-    return _outputs(captured, evaluate(captured.graph, held, watch, change))
+    return _outputs(captured, evaluate(captured.graph, held, change))
 
 
 def evaluate(
     graph: fx.Graph,
     given: Mapping[str, Tensor],
-    watch: Callable[[fx.Node, Any], None] | None = None,
     change: Callable[[fx.Node, Any], Any] | None = None,
 ) -> Any:
     """All results, as the output of a graph holds them, from tensors by placeholder."""
@@ -56,8 +54,6 @@ def evaluate(
             values[node] = node.target(*args, **kwargs)
         if change is not None:
             values[node] = change(node, values[node])
-        if watch is not None:
-            watch(node, values[node])
     raise AssertionError("a graph ends with its output")
 
 

@@ -34,6 +34,7 @@ from autopar.cluster.presets import preset
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.schema import MOST, Count, is_count
+from autopar.units import scaled
 
 
 @dataclass(frozen=True)
@@ -155,11 +156,8 @@ class Cluster:
             )
         own = [mesh.names.index(axis) for axis in axes]
         other = [i for i in range(len(mesh.names)) if i not in own]
-        ranks = np.arange(mesh.size).reshape(mesh.shape or (1,))
-        if mesh.names:
-            ranks = ranks.transpose(other + own).reshape(-1, math.prod(mesh.shape[i] for i in own))
-        else:
-            ranks = ranks.reshape(1, 1)
+        ranks = np.arange(mesh.size).reshape(mesh.shape).transpose(other + own)
+        ranks = ranks.reshape(-1, math.prod(mesh.shape[i] for i in own))
         return self._link_of_groups("*".join(axes), ranks)
 
     def link_between(self, first: int, second: int) -> Link:
@@ -208,10 +206,10 @@ class Cluster:
         lines = [f"{self.name}: {self.devices} devices in {len(self.nodes)} nodes"]
         for node, count in self._runs():
             device = node.device
-            rates = ", ".join(f"{t} {_si(rate, 'FLOP/s')}" for t, rate in device.flops.items())
+            rates = ", ".join(f"{t} {scaled(rate, 'FLOP/s')}" for t, rate in device.flops.items())
             lines += [
-                f"  {count} x {node.devices} {device.name}: {_si(device.memory, 'B')} "
-                f"at {_si(device.bandwidth, 'B/s')}",
+                f"  {count} x {node.devices} {device.name}: {scaled(device.memory, 'B')} "
+                f"at {scaled(device.bandwidth, 'B/s')}",
                 f"      {rates}; {device.efficiency:.0%} of it reached",
                 f"      inside:  {_link_text(node.link)} for each device",
             ]
@@ -221,11 +219,4 @@ class Cluster:
 
 
 def _link_text(link: Link) -> str:
-    return f"{_si(link.bandwidth, 'B/s')}, {link.alpha * 1e6:.3g} µs"
-
-
-def _si(value: float, unit: str) -> str:
-    for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
-        if value >= 10**power:
-            return f"{value / 10**power:.4g} {prefix}{unit}"
-    return f"{value:.4g} {unit}"
+    return f"{scaled(link.bandwidth, 'B/s')}, {link.alpha * 1e6:.3g} µs"

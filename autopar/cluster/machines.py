@@ -97,11 +97,6 @@ class AxisLink:
     def bandwidth(self) -> float:
         return self.link.bandwidth
 
-    @property
-    def beta(self) -> float:
-        """Seconds per byte."""
-        return 1 / self.link.bandwidth
-
     def of(self, kind: str) -> tuple[float, float]:
         """Alpha and bandwidth of one kind of collective over this axis."""
         alpha, bandwidth = self.link.of(kind, self.size)

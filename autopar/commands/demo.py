@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from autopar.api import parallelize
 from autopar.mesh import Mesh
 from autopar.report.page import Section, write_page
 from autopar.runtime.launch import Say, launch
+from autopar.units import table
 
 MESH = Mesh(pp=2, dp=2)
 SCHEDULE, MICROBATCHES = "chimera", 4
@@ -79,38 +80,41 @@ def batches(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
-def train_alone(steps: int) -> list[float]:
-    """The losses of the single program."""
-    model = gpt()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+def train(
+    parameters: Iterable[nn.Parameter],
+    step: Callable[[Tensor, Tensor], Tensor],
+    steps: int,
+    say: Say = lambda value: None,
+) -> list[float]:
+    """The losses of some steps, each forward and backward; `say` is told of each."""
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
     losses = []
     for ids, labels in batches(steps):
-        loss = model(ids, labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def train_in_parallel(say: Say, steps: int) -> tuple[list[float], list[Section]]:
-    """The losses of the parallel program on this rank, and what its page shows."""
-    model = parallelize(
-        gpt(),
-        next(batches(1)),
-        mesh=MESH,
-        mode="auto",
-        schedule=SCHEDULE,
-        microbatches=MICROBATCHES,
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for ids, labels in batches(steps):
-        loss = model.step(ids, labels)
+        loss = step(ids, labels)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
         say((len(losses), losses[-1]))
+    return losses
+
+
+def train_alone(steps: int) -> list[float]:
+    """The losses of the single program."""
+    model = gpt()
+
+    def step(ids: Tensor, labels: Tensor) -> Tensor:
+        loss = model(ids, labels)
+        loss.backward()
+        return loss
+
+    return train(model.parameters(), step, steps)
+
+
+def train_in_parallel(say: Say, steps: int) -> tuple[list[float], list[Section]]:
+    """The losses of the parallel program on this rank, and what its page shows."""
+    batch = next(batches(1))
+    model = parallelize(gpt(), batch, mesh=MESH, schedule=SCHEDULE, microbatches=MICROBATCHES)
+    losses = train(model.parameters(), model.step, steps, say)
     programs = [Section(f"Stage {i}", str(graph)) for i, graph in enumerate(model.graphs)]
     return losses, [
         Section("Plan", str(model.plan)),
@@ -180,12 +184,9 @@ def _progress(steps: int, quiet: bool) -> Iterator[Callable[[int, float], None]]
 
 
 def _print_table(parallel: list[float], single: list[float], difference: float) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="loss of each step", caption=f"largest difference {difference:.1e}")
-    for name in ("step", "parallel", "single", "difference"):
-        table.add_column(name, justify="right")
-    for step, (one, other) in enumerate(zip(parallel, single), start=1):
-        table.add_row(str(step), f"{one:.12f}", f"{other:.12f}", f"{abs(one - other):.1e}")
-    Console().print(table)
+    print(f"loss of each step, largest difference {difference:.1e}")
+    rows = [
+        (str(step), f"{one:.12f}", f"{other:.12f}", f"{abs(one - other):.1e}")
+        for step, (one, other) in enumerate(zip(parallel, single), start=1)
+    ]
+    print(*table([("step", "parallel", "single", "difference"), *rows]), sep="\n")

@@ -15,8 +15,8 @@ from typing import Any
 
 from autopar.plan.grouping import grouped
 from autopar.plan.saved import SavedValue
-from autopar.plan.units import bytes_text, listed, seconds_text
 from autopar.plan.value import PlanValue
+from autopar.units import bytes_text, listed, seconds_text
 
 Pair = tuple[Any, Any]
 _LISTED = 40

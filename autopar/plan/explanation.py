@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autopar.plan.formulas import Edge
-from autopar.plan.units import listed, seconds_text, table
+from autopar.units import listed, seconds_text, table
 
 _IN_DETAIL = 3  # candidates whose formulas a text shows
 _LISTED = 24  # candidates that a text lists

@@ -24,9 +24,8 @@ from autopar.capture.captured import Captured
 from autopar.capture.fingerprint import Fingerprint, fingerprint_of
 from autopar.errors import AutoparError, InvalidInput
 from autopar.passes.microbatches import cut_batch
-from autopar.plan.diff import PlanDiff, compare
+from autopar.plan.diff import compare
 from autopar.plan.explain import explain
-from autopar.plan.explanation import Explanation
 from autopar.plan.saved import SavedValue, malformed, read_file, values_to_save
 from autopar.plan.sound import require_fitting, require_sound, require_types
 from autopar.plan.text import plan_data, plan_text, saved_text
@@ -41,17 +40,7 @@ FORMAT, VERSION = "autopar plan", 4
 class Plan(PlanValue):
     """What was decided. `program` is what runs; `movements()` lists what moves."""
 
-    def explain(self, name: str) -> Explanation:
-        """Why a parameter, a module's operator or a node is laid out as it is."""
-        return explain(self, name)
-
-    def diff(self, other: Plan | SavedPlan) -> PlanDiff:
-        """Two plans side by side."""
-        return compare(self, other)
-
-    def to_json(self) -> dict[str, Any]:
-        """What `print` shows, as plain data. (`save` writes what can be loaded again.)"""
-        return plan_data(self)
+    explain, diff, to_json, __str__ = explain, compare, plan_data, plan_text
 
     def save(self, path: str | Path) -> None:
         """Write every decision to a file; equal plans give equal files."""
@@ -79,12 +68,21 @@ class Plan(PlanValue):
             return self
         return saved.attach_captured(captured)
 
-    def __str__(self) -> str:
-        return plan_text(self)
+
+class _OfModel:
+    """What of a plan is computed for its model, and never saved."""
+
+    def __set_name__(self, plan: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, saved: SavedPlan, kind: type) -> NoReturn:
+        raise _without_model(self.name)
 
 
 class SavedPlan(SavedValue):
     """Everything that was decided, and the fingerprint of the model it was decided for."""
+
+    diff, __str__ = compare, saved_text
 
     @classmethod
     def of(cls, plan: PlanValue) -> SavedPlan:
@@ -170,34 +168,15 @@ class SavedPlan(SavedValue):
         require_types(self, plan.types)
         return plan
 
-    def diff(self, other: Plan | SavedPlan) -> PlanDiff:
-        """Two plans side by side."""
-        return compare(self, other)
-
-    @property
-    def cost(self) -> NoReturn:
-        raise self._without_model("its cost")
-
-    @property
-    def memory(self) -> NoReturn:
-        raise self._without_model("its memory")
-
-    @property
-    def program(self) -> NoReturn:
-        raise self._without_model("its program")
-
-    def explain(self, name: str) -> NoReturn:
-        raise self._without_model(f"an explanation of {name}")
+    cost, memory, program, explain = _OfModel(), _OfModel(), _OfModel(), _OfModel()
 
     def movements(self) -> NoReturn:
-        raise self._without_model("its movements")
+        raise _without_model("movements")
 
-    def _without_model(self, what: str) -> InvalidInput:
-        return InvalidInput(
-            "what depends on the model is computed for the model, and never saved",
-            got=f"{what} of a plan without its model",
-            remedy="attach it: Plan.load(path).attach(model, args, kwargs)",
-        )
 
-    def __str__(self) -> str:
-        return saved_text(self)
+def _without_model(what: str) -> InvalidInput:
+    return InvalidInput(
+        "what depends on the model is computed for the model, and never saved",
+        got=f"{what} of a plan without its model",
+        remedy="attach it: Plan.load(path).attach(model, args, kwargs)",
+    )

@@ -17,12 +17,12 @@ from typing import Any
 from autopar.cluster import Cluster
 from autopar.plan.grouping import grouped
 from autopar.plan.saved import SavedValue
-from autopar.plan.units import bytes_text, listed, seconds_text, share_text, table
 from autopar.plan.value import PlanValue
 from autopar.planner.candidate import Alternative
 from autopar.schema import write
 from autopar.search.auto import Search
 from autopar.strategies.node_info import info
+from autopar.units import bytes_text, listed, seconds_text, share_text, table
 
 _LISTED = 8  # meshes, and ways to run a step
 

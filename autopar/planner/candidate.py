@@ -80,11 +80,6 @@ class Candidate:
         """How many micro-batches a step runs, one after another."""
         return 1 if self.batches is None else self.batches.count
 
-    @property
-    def recomputes(self) -> bool:
-        """Whether every stage runs its forward again before its backward."""
-        return self.pipelining is not None and self.pipelining.recompute
-
     @cached_property
     def prices(self) -> NodePrices:
         """What its nodes take."""
@@ -154,7 +149,7 @@ class Candidate:
             seconds=self.seconds,
             memory=self.memory.peak,
             fits=self.memory.peak <= limit,
-            recompute=self.recomputes,
+            recompute=self.pipelining is not None and self.pipelining.recompute,
         )
 
     def footprint(self, figures: Alternative) -> SmallestFootprint:

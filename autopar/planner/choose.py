@@ -50,6 +50,7 @@ class Planner:
         self._annotations, self._pins = parameter_annotations(model), stage_pins(model)
         self._batches = cache(partial(cut_batch, captured))
         self._best: Candidate | None = None  # the fastest that fits
+        self._fastest = math.inf  # its seconds
         self._weighed: list[Alternative] = []
         self._too_large: list[SmallestFootprint] = []
         self._is_interrupted = False  # then the best so far is taken, though something is left
@@ -93,17 +94,13 @@ class Planner:
             return Constraints()
         return read_constraints(program, mesh, self._annotations)
 
-    @property
-    def _fastest(self) -> float:
-        return math.inf if self._best is None else self._best.seconds
-
     def _weigh(self, candidate: Candidate) -> None:
         figures = candidate.alternative(self.memory)
         self._weighed.append(figures)
         if not figures.fits:
             self._too_large.append(candidate.footprint(figures))
         elif figures.seconds < self._fastest:
-            self._best = candidate
+            self._best, self._fastest = candidate, figures.seconds
         if candidate.search is not None and candidate.search.interrupted:
             self._is_interrupted = True
 
@@ -121,8 +118,6 @@ class Planner:
             got="\n".join(dict.fromkeys(reasons)),
             remedy="fix fewer of mesh, pipeline, microbatches and memory",
         )
-
-    # Candidates
 
     def _candidates(self, stages: int, parts: int) -> Iterator[Candidate]:
         """Every way with this many stages and micro-batches."""
@@ -163,10 +158,9 @@ class Planner:
     def _laid_out(
         self, program: Captured, offered: Sequence[Mesh], memory: float, parts: int, is_all: bool
     ) -> SearchResult:
-        """Where tensors live: by search, or spread from annotations or the batch.
+        """Where tensors live, on the best of some meshes within some bytes on each device.
 
-        On the best of some meshes, within some bytes on each device, for the program of one of so
-        many micro-batches; whether that is all that each device is asked to hold.
+        By search (`is_all`: devices hold no more than this), or spread from annotations or batch.
         """
         bound, cluster = partial(self.constraints, program), self.request.cluster
         if self.request.mode != "auto":

@@ -22,10 +22,11 @@ from autopar.search.build import Built, build
 from autopar.search.constraints import Constraints
 from autopar.search.decide import decide
 from autopar.search.decisions import Decisions
-from autopar.search.smallest_footprint import NothingFits, SmallestFootprint, bytes_text
+from autopar.search.smallest_footprint import NothingFits, SmallestFootprint
 from autopar.solver.lagrangian import NoRoom
 from autopar.solver.residual import relative_gap
 from autopar.solver.solve import Sizes, Solution, least_memory, solve
+from autopar.units import bytes_text
 
 MOST_OF_A_KIND = 8  # meshes with the same number of axes that are all tried
 MOST_REFINED = 2  # meshes whose axes are split, where there are more
@@ -185,7 +186,7 @@ class LayoutSearch:
             if self._leanest is None or least < self._leanest.memory:
                 states, how = _states(built, choice), str(mesh)
                 self._leanest = SmallestFootprint(how, mesh.size, least, states, self.microbatches)
-            why = f"needs at least {bytes_text(least)}"
+            why = f"needs at least {bytes_text(least, 4)}"
             self._considered.append(Considered(mesh, None, least, why))
             return False
         if solution.bound >= so_far:
@@ -221,7 +222,7 @@ class LayoutSearch:
             solution = solved()
         raise NoRoom(
             "the finished program fits into memory",
-            got=f"{bytes_text(needed)} with a limit of {bytes_text(memory)}",
+            got=f"{bytes_text(needed, 4)} with a limit of {bytes_text(memory, 4)}",
             remedy="a little more memory",
         )
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from autopar.errors import InvalidInput
+from autopar.units import bytes_text
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,13 @@ class SmallestFootprint:
             devices = math.ceil(self.devices * self.states / limit)
             return (
                 f"more devices: parameters, gradients and optimizer alone take "
-                f"{bytes_text(self.states)} on each, {devices} or more devices could hold them; "
+                f"{bytes_text(self.states, 4)} on each, {devices} or more devices could hold them; "
                 "or devices with more memory"
             )
         count = math.ceil(self.microbatches * activations / (limit - self.states))
         recompute = "recompute=True may make room; " if self.may_recompute else ""
         return (
-            f"{bytes_text(activations)} of it are activations: {recompute}microbatches={count} "
+            f"{bytes_text(activations, 4)} of it are activations: {recompute}microbatches={count} "
             "(or a smaller batch) would make room; else more devices, or devices with more memory"
         )
 
@@ -59,17 +60,9 @@ class NothingFits(InvalidInput):
         """The error that says the least, and what would help."""
         error = cls(
             "a plan fits into the memory of every device",
-            got=f"a limit of {bytes_text(limit)}; the least that any plan needs is "
-            f"{bytes_text(leanest.memory)}, on {leanest.how}",
+            got=f"a limit of {bytes_text(limit, 4)}; the least that any plan needs is "
+            f"{bytes_text(leanest.memory, 4)}, on {leanest.how}",
             remedy=leanest.remedy(limit),
         )
         error.leanest = leanest
         return error
-
-
-def bytes_text(count: float) -> str:
-    """A number of bytes for people."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= unit:
-            return f"{count / unit:.4g} {name}"
-    return f"{count:.0f} bytes"

@@ -36,16 +36,13 @@ class CapturedModule(nn.Module):
     def __init__(self, model: nn.Module, captured: Captured) -> None:
         super().__init__()
         self.model, self.captured = model, captured
-        self.watch: Callable[[fx.Node, Any], None] | None = None
         self.change: Callable[[fx.Node, Any], Any] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         parameters, buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
         # Backward may still read what a buffer was before its new value is written.
         read = buffers | {name: buffers[name].clone() for name in self.captured.mutations}
-        outputs, mutated = run(
-            self.captured, parameters, read, args, kwargs, self.watch, self.change
-        )
+        outputs, mutated = run(self.captured, parameters, read, args, kwargs, self.change)
         with torch.no_grad():
             for name, value in mutated.items():
                 buffers[name].copy_(value)
@@ -254,11 +251,12 @@ def first_module(
         model(*call[0], **call[1])
     known: dict[torch.Size, list[tuple[fx.Node, Tensor]]] = {}
 
-    def watch(node: fx.Node, value: Any) -> None:
+    def note(node: fx.Node, value: Any) -> Any:
         if isinstance(value, Tensor):
             known.setdefault(value.shape, []).append((node, value.detach()))
+        return value
 
-    program.watch = watch
+    program.change = note
     with same_numbers(0):
         program(*call[0], **call[1])
     nodes = {id(node): node for pairs in known.values() for node, _ in pairs}.values()

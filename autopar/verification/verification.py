@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autopar.mesh import Mesh
-from autopar.plan.units import listed
+from autopar.units import listed
 from autopar.verification.references import Comparison, Difference
 
 _LISTED = 12  # tensors that differ, of each program

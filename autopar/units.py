@@ -11,7 +11,7 @@ from collections.abc import Sequence
 _WIDEST = 64  # characters of a column
 
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-_BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def seconds_text(seconds: float) -> str:
@@ -22,12 +22,15 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds / 1e-6:.3g} µs" if seconds else "0 s"
 
 
-def bytes_text(count: float) -> str:
+def bytes_text(count: float, digits: int = 3) -> str:
     """`3.2 GB`."""
-    for unit, name in _BYTES:
-        if abs(count) >= unit:
-            return f"{count / unit:.3g} {name}"
-    return f"{count:.0f} bytes"
+    return f"{count:.0f} bytes" if abs(count) < 1e3 else scaled(count, "B", digits)
+
+
+def scaled(value: float, unit: str, digits: int = 4) -> str:
+    """`312 TFLOP/s`."""
+    size, prefix = next((known for known in _PREFIXES if abs(value) >= known[0]), (1.0, ""))
+    return f"{value / size:.{digits}g} {prefix}{unit}"
 
 
 def share_text(part: float) -> str:
