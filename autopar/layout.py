@@ -284,7 +284,7 @@ class ParameterPlacement:
         return cls(layout, layout, layout, layout)
 
 
-_DTYPES = {
+DTYPE_NAMES = {
     torch.float64: "f64",
     torch.float32: "f32",
     torch.float16: "f16",
@@ -298,7 +298,7 @@ _DTYPES = {
     torch.complex64: "c64",
     torch.complex128: "c128",
 }
-_DTYPES_BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _TYPE = re.compile(r"(?P<dtype>\w+)\[(?P<dims>[^\]]*)\](?:\{(?P<partial>[^}]*)\})?")
 
 
@@ -328,7 +328,7 @@ class TensorType:
     def parse(cls, text: str) -> TensorType:
         """The inverse of `str`."""
         match = _TYPE.fullmatch(text.strip())
-        if match is None or match["dtype"] not in _DTYPES_BY_NAME:
+        if match is None or match["dtype"] not in DTYPES:
             raise InvalidInput(
                 "a type is written dtype[size@axis, ...]{+axis}",
                 got=repr(text),
@@ -347,11 +347,11 @@ class TensorType:
             dims.append(tuple(axes))
         partial = [axis.strip().removeprefix("+") for axis in (match["partial"] or "").split(",")]
         layout = Layout(*dims, partial=filter(None, partial))
-        return cls(tuple(shape), _DTYPES_BY_NAME[match["dtype"]], layout)
+        return cls(tuple(shape), DTYPES[match["dtype"]], layout)
 
     def __str__(self) -> str:
         dims = ", ".join("@".join((str(n), *a)) for n, a in zip(self.shape, self.layout.dims))
-        return f"{_DTYPES[self.dtype]}[{dims}]{_partial_suffix(self.layout.partial)}"
+        return f"{DTYPE_NAMES[self.dtype]}[{dims}]{_partial_suffix(self.layout.partial)}"
 
 
 def _partial_suffix(partial: tuple[str, ...]) -> str:

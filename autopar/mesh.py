@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -83,33 +83,29 @@ class Mesh:
             rank, place[name] = divmod(rank, size)
         return {name: place[name] for name in self.names}
 
-    def rank(self, coordinate: dict[str, int]) -> int:
+    def rank(self, coordinate: Mapping[str, int]) -> int:
         """The rank that stands at `coordinate`."""
-        rank = 0
-        for name, size in zip(self.names, self.shape):
-            rank = rank * size + coordinate[name]
-        return rank
+        return self._index(coordinate, self.names)
 
     def position(self, rank: int, axes: tuple[str, ...]) -> int:
         """The index of `rank` inside its group over `axes` (outermost first)."""
-        place, index = self.coordinate(rank), 0
+        return self._index(self.coordinate(rank), axes)
+
+    def _index(self, place: Mapping[str, int], axes: tuple[str, ...]) -> int:
+        index = 0
         for axis in axes:
             index = index * self[axis] + place[axis]
         return index
 
     def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """All groups of ranks that differ only along `axes`, members ordered outermost first."""
-        others = [name for name in self.names if name not in axes]
-        found = []
-        for outside in itertools.product(*(range(self[name]) for name in others)):
-            fixed = dict(zip(others, outside))
-            found.append(
-                tuple(
-                    self.rank(fixed | dict(zip(axes, inside)))
-                    for inside in itertools.product(*(range(self[name]) for name in axes))
-                )
-            )
-        return tuple(found)
+
+        def places(names: Sequence[str]) -> list[dict[str, int]]:
+            sizes = [range(self[name]) for name in names]
+            return [dict(zip(names, place)) for place in itertools.product(*sizes)]
+
+        fixed = places([name for name in self.names if name not in axes])
+        return tuple(tuple(self.rank(at | inside) for inside in places(axes)) for at in fixed)
 
     def without(self, *axes: str) -> Mesh:
         """The mesh that is left when `axes` are taken away."""

@@ -89,7 +89,7 @@ def read(kind: Any, data: Any, at: At = ()) -> Any:
     if origin is Annotated:
         value = read(args[0], data, at)
         if not args[1].holds(value):
-            raise Mismatch(at, f"{_NUMBERS[args[0]]}, {args[1]}", data, "give such a number")
+            raise Mismatch(at, f"{_PLAIN[args[0]][1]}, {args[1]}", data, "give such a number")
         return value
     if origin in (Union, types.UnionType):
         return _one_of(args, data, at)
@@ -110,7 +110,7 @@ def read(kind: Any, data: Any, at: At = ()) -> Any:
             for key, value in _table(data, at).items()
         }
     if kind in _PLAIN:
-        return _PLAIN[kind](data, at)
+        return _plain(kind, data, at)
     if hasattr(kind, "FORM"):
         return _sound(kind.of_form, read(kind.FORM, data, at), at)
     if is_dataclass(kind) and not hasattr(kind, "parse"):
@@ -120,7 +120,7 @@ def read(kind: Any, data: Any, at: At = ()) -> Any:
 
 def _parsed(parse: Callable[[str], Any], data: Any, at: At) -> Any:
     try:
-        return parse(_text(data, at))
+        return parse(_plain(str, data, at))
     except AutoparError as error:
         raise Mismatch(at, f"is text of its kind ({error.rule})", data, str(error.remedy)) from None
 
@@ -249,33 +249,29 @@ def _table(data: Any, at: At) -> Mapping[str, Any]:
     return data
 
 
-def _text(data: Any, at: At) -> str:
-    if not isinstance(data, str):
-        raise Mismatch(at, "is text", data, "put it in quotes")
-    return data
+def _is_whole(data: Any) -> bool:
+    return is_count(data, -LARGEST) and data <= LARGEST
 
 
-def _whole(data: Any, at: At) -> int:
-    if isinstance(data, bool) or not isinstance(data, int) or abs(data) > LARGEST:
-        raise Mismatch(at, "is a whole number", data, "give a count")
-    return data
-
-
-def _number(data: Any, at: At) -> float:
+def _is_number(data: Any) -> bool:
     is_number = isinstance(data, int | float) and not isinstance(data, bool)
-    if not (is_number and abs(data) <= 1e300):  # NaN is not
-        raise Mismatch(at, "is a number", data, "give it in seconds, bytes or FLOP/s")
-    return float(data)
+    return is_number and abs(data) <= 1e300  # NaN is not
 
 
-def _truth(data: Any, at: At) -> bool:
-    if not isinstance(data, bool):
-        raise Mismatch(at, "is true or false", data, "write true or false")
-    return data
+# Of each plain type: what holds of the data, and how to say so.
+_PLAIN: dict[type, tuple[Callable[[Any], bool], str, str]] = {
+    str: (lambda data: isinstance(data, str), "is text", "put it in quotes"),
+    int: (_is_whole, "is a whole number", "give a count"),
+    float: (_is_number, "is a number", "give it in seconds, bytes or FLOP/s"),
+    bool: (lambda data: isinstance(data, bool), "is true or false", "write true or false"),
+}
 
 
-_PLAIN = {str: _text, int: _whole, float: _number, bool: _truth}
-_NUMBERS = {int: "is a whole number", float: "is a number"}
+def _plain(kind: type, data: Any, at: At) -> Any:
+    holds, rule, remedy = _PLAIN[kind]
+    if not holds(data):
+        raise Mismatch(at, rule, data, remedy)
+    return kind(data)
 
 
 def _short(value: object) -> str:

@@ -25,6 +25,7 @@ import torch
 from autopar.cluster.calibration import host_memory
 from autopar.cluster.machines import Device, Link, Node
 from autopar.cluster.presets import A100, H100, H200, P100, V100, data_sheet, preset, rates
+from autopar.layout import DTYPES
 
 # The machines that GPUs of a kind stand in: their links are those of the preset.
 MACHINES = {"V100": "dgx-v100", "A100": "dgx-a100", "H100": "dgx-h100", "H200": "h200"}
@@ -114,14 +115,9 @@ def measured(device: torch.device, name: str) -> Device:
     """Rates of large work on a device, and the time to start an operator."""
     size = 4096 if device.type == "cuda" else 256
     flops = {}
-    for key, dtype in (
-        ("f64", torch.float64),
-        ("f32", torch.float32),
-        ("f16", torch.float16),
-        ("bf16", torch.bfloat16),
-    ):
-        half = 2 if dtype == torch.float64 else 1
-        matrix = torch.randn(size // half, size // half, device=device).to(dtype)
+    for key in ("f64", "f32", "f16", "bf16"):
+        half = 2 if key == "f64" else 1
+        matrix = torch.randn(size // half, size // half, device=device).to(DTYPES[key])
         flops[key] = 2 * (size // half) ** 3 / timed(lambda m=matrix: m @ m, device)  # type: ignore[misc]
     large = torch.randn((1 << 27 if device.type == "cuda" else 1 << 22) // 4, device=device)
     copy = torch.empty_like(large)

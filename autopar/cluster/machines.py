@@ -9,14 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from autopar.errors import InvalidInput
+from autopar.layout import DTYPE_NAMES
 from autopar.schema import Count, NotNegative, Part, Positive
-
-_DTYPE_NAMES = {
-    torch.float64: "f64",
-    torch.float32: "f32",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-}
 
 
 @dataclass(frozen=True)
@@ -43,7 +37,7 @@ class Device:
 
     def peak(self, dtype: torch.dtype | str) -> float:
         """FLOP/s that large work of `dtype` reaches; a dtype without an entry runs as f32."""
-        name = dtype if isinstance(dtype, str) else _DTYPE_NAMES.get(dtype, "f32")
+        name = dtype if isinstance(dtype, str) else DTYPE_NAMES.get(dtype, "f32")
         return self.flops.get(name, self.flops["f32"]) * self.efficiency
 
     def half(self, dtype: torch.dtype | str) -> float:

@@ -7,6 +7,7 @@ All devices work at the same time, as they will in training: what they share, th
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -112,21 +113,14 @@ def main(ranks: int) -> None:
     """Fork the processes, wait for them, print what the first one wrote."""
     with tempfile.TemporaryDirectory() as folder:
         store, answer = os.path.join(folder, "store"), os.path.join(folder, "answer")
-        children = []
-        for rank in range(ranks):
-            child = os.fork()
-            if child == 0:
-                status = 1
-                try:
-                    work(rank, ranks, store, answer)
-                    status = 0
-                finally:
-                    sys.stdout.flush()
-                    os._exit(status)
-            children.append(child)
-        failed = [child for child in children if os.waitpid(child, 0)[1]]
-        if failed:
-            sys.exit(f"{len(failed)} of {ranks} measuring processes failed")
+        fork = multiprocessing.get_context("fork").Process
+        children = [fork(target=work, args=(rank, ranks, store, answer)) for rank in range(ranks)]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join()
+        if failed := sum(child.exitcode != 0 for child in children):
+            sys.exit(f"{failed} of {ranks} measuring processes failed")
         with open(answer) as file:
             print(file.read())
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -32,14 +32,7 @@ from autopar.plan.plan import Plan, SavedPlan
 _UNITS = {"": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _UNITS |= {"KIB": 2.0**10, "MIB": 2.0**20, "GIB": 2.0**30, "TIB": 2.0**40}
 SPEC = "file.py:function or package.module:function"
-
-
-class Call(NamedTuple):
-    """A model, and an example of a global batch."""
-
-    model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+Call = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]  # with an example of a global batch
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -111,7 +104,7 @@ def load_call(spec: str) -> Call:
     if isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
         model, args, kwargs = (*made, {}) if len(made) == 2 else made
         if isinstance(args, tuple | list) and isinstance(kwargs, Mapping):
-            return Call(model, tuple(args), dict(kwargs))
+            return model, tuple(args), dict(kwargs)
     raise InvalidInput(
         "the function of a model returns (model, args) or (model, args, kwargs)",
         got=f"{type(made).__name__} from {spec}",
