@@ -13,7 +13,7 @@ from autopar.progress import reporter
 
 
 @pytest.mark.parametrize(
-    "module", ["autopar.plan.grouping", "autopar.plan.units", "autopar.solver.forced"]
+    "module", ["autopar.plan.grouping", "autopar.units", "autopar.solver.forced"]
 )
 def test_the_tours_in_the_docstrings(module):
     found = doctest.testmod(importlib.import_module(module))
