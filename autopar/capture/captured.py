@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -80,21 +80,24 @@ class Captured:
     @cached_property
     def rules(self) -> dict[str, Rule | None]:
         """The rule of each call, found once for all that are alike; None: it runs replicated."""
-        found: dict[int, Rule | None] = {}
-        for node in self.graph.nodes:
-            if node.name in self.alike and self.alike[node.name] not in found:
-                found[self.alike[node.name]] = rule_of(node)
-        return {name: found[number] for name, number in self.alike.items()}
+        return self._of_each_kind(rule_of)
 
     @cached_property
     def priced(self) -> dict[str, Rule | None]:
         """What each call costs: its rule, or what is seen of a call without; None: of a mark."""
+
+        def price(node: fx.Node) -> Rule | None:
+            is_seen = self.rules[node.name] is None and node.target is not ANNOTATE
+            return observed_rule(node) if is_seen else self.rules[node.name]
+
+        return self._of_each_kind(price)
+
+    def _of_each_kind(self, ask: Callable[[fx.Node], Rule | None]) -> dict[str, Rule | None]:
+        """What is said of the first of those calls that are alike."""
         found: dict[int, Rule | None] = {}
         for node in self.operators:
-            number = self.alike[node.name]
-            if number not in found:
-                seen = self.rules[node.name] is None and node.target is not ANNOTATE
-                found[number] = observed_rule(node) if seen else self.rules[node.name]
+            if self.alike[node.name] not in found:
+                found[self.alike[node.name]] = ask(node)
         return {name: found[number] for name, number in self.alike.items()}
 
     @cached_property

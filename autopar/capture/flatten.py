@@ -58,19 +58,8 @@ def flatten(
     `fakes` holds a fake tensor for every parameter and buffer by its name, in the order wanted;
     `names` leads from every name, alias or not, to the name in `fakes`.
     """
-    draft = GraphBuilder(
-        graph=fx.Graph(),
-        mode=mode,
-        parameters={},
-        buffers={},
-        constants={},
-        inputs=(),
-        static_inputs={},
-        tied={alias: name for alias, name in names.items() if alias != name},
-        input_spec=input_spec,
-        output_spec=program.call_spec.out_spec,
-        output_constants={},
-    )
+    tied = {alias: name for alias, name in names.items() if alias != name}
+    draft = GraphBuilder(mode, tied, input_spec, program.call_spec.out_spec)
     values = _placeholders(draft, program, names, fakes, flat_inputs)
     results = _Inliner(draft).inline(program.graph_module, values, Region())
     tensors = []
@@ -95,8 +84,8 @@ def _placeholders(
     for name, fake in fakes.items():
         is_parameter = isinstance(fake, nn.Parameter)
         prefix = "p" if is_parameter else "b"
-        node = made[name] = draft.graph.placeholder(f"{prefix}_{name.replace('.', '_')}")
-        info(node).update(val=fake, module=name.rpartition(".")[0], source=None)
+        node = draft.placeholder(f"{prefix}_{name.replace('.', '_')}", fake)
+        info(node).module, made[name] = name.rpartition(".")[0], node
         (draft.parameters if is_parameter else draft.buffers)[node.name] = name
     placeholders = program.graph.find_nodes(op="placeholder")
     specs = dict(zip(placeholders, program.graph_signature.input_specs))
@@ -117,8 +106,7 @@ def _placeholders(
                     remedy="write x.detach() in place of x.data",
                     source=user and of_stack(user.meta.get("stack_trace")),
                 )
-            node = values[old] = draft.graph.placeholder(old.name)
-            info(node).update(val=fake_like(draft.mode, value), module="", source=None)
+            node = values[old] = draft.placeholder(old.name, fake_like(draft.mode, value))
             # The user's own tensor may change later; a constant is what it was.
             is_held = not isinstance(value, FakeTensor)
             draft.constants[node.name] = value.detach().clone() if is_held else value
@@ -133,8 +121,7 @@ def _placeholders(
     inputs: list[str | None] = []
     for index, (old, given) in enumerate(zip(users, flat_inputs, strict=True)):
         if isinstance(given, torch.Tensor):
-            node = values[old] = draft.graph.placeholder(old.name)
-            info(node).update(val=given, module="", source=None)
+            node = values[old] = draft.placeholder(old.name, given)
             inputs.append(node.name)
         else:
             values[old] = given

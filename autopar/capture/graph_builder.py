@@ -29,17 +29,18 @@ class GraphBuilder:
     """What `Captured` will freeze. The output node holds one flat tuple of tensors: the user's
     outputs, then the new values of the buffers named in `mutated`, in that order."""
 
-    graph: fx.Graph
     mode: FakeTensorMode
-    parameters: dict[str, str]
-    buffers: dict[str, str]
-    constants: dict[str, torch.Tensor]
-    inputs: tuple[str | None, ...]
-    static_inputs: dict[int, object]
     tied: dict[str, str]
     input_spec: pytree.TreeSpec
     output_spec: pytree.TreeSpec
-    output_constants: dict[int, object]  # position among the flat outputs -> value
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    parameters: dict[str, str] = field(default_factory=dict)
+    buffers: dict[str, str] = field(default_factory=dict)
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    inputs: tuple[str | None, ...] = ()
+    static_inputs: dict[int, object] = field(default_factory=dict)
+    # Position among the flat outputs -> value.
+    output_constants: dict[int, object] = field(default_factory=dict)
     mutated: list[str] = field(default_factory=list)
     looked_at: fx.Node | None = None  # for errors that nobody foresaw
 
@@ -56,6 +57,12 @@ class GraphBuilder:
             if node.op == "call_function" and (not targets or not named.isdisjoint(targets)):
                 self.looked_at = node
                 yield node
+
+    def placeholder(self, name: str, value: torch.Tensor) -> fx.Node:
+        """A new one at the insertion point."""
+        node = self.graph.placeholder(name)
+        info(node).update(val=value, module="", source=None)
+        return node
 
     def call(self, like: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """A new node at the insertion point, with the origin of `like`."""
@@ -144,6 +151,10 @@ def shape_of(node: object) -> tuple[int, ...]:
     return tuple(info(node).val.shape)
 
 
+Normalisation = Callable[[GraphBuilder], None]
+Rewrite = Callable[["Site"], fx.Node | None]
+
+
 class Site(Call):
     """A call that a normalisation looks at: its arguments by name, and a place to make others."""
 
@@ -161,17 +172,13 @@ class Site(Call):
         return None if is_canonical else self.make(target, *args)
 
 
-def rewrites(
-    *targets: object,
-) -> Callable[[Callable[[Site], fx.Node | None]], Callable[[GraphBuilder], None]]:
+def rewrites(*targets: object) -> Callable[[Rewrite], Normalisation]:
     """Makes a normalisation of a function that says what stands for a call of any of `targets`.
 
     The call stays where it gives None.
     """
 
-    def normalisation(
-        function: Callable[[Site], fx.Node | None],
-    ) -> Callable[[GraphBuilder], None]:
+    def normalisation(function: Rewrite) -> Normalisation:
         @wraps(function)
         def rewrite(draft: GraphBuilder) -> None:
             for node in draft.calls(*targets):

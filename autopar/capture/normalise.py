@@ -6,9 +6,7 @@ each operator gets its one form; what nothing uses is dropped at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from autopar.capture.graph_builder import GraphBuilder
+from autopar.capture.graph_builder import GraphBuilder, Normalisation
 from autopar.capture.normalisations import (
     attention,
     cleanup,
@@ -26,8 +24,6 @@ from autopar.capture.normalisations import (
 )
 from autopar.capture.values import refresh_with_gradients
 from autopar.errors import unforeseen
-
-Normalisation = Callable[[GraphBuilder], None]
 
 NORMALISATIONS: tuple[Normalisation, ...] = (
     cleanup.drop_assertions,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
+
+from autopar.strategies import Call
 
 
 def may_be_random(node: fx.Node) -> bool:
@@ -17,8 +17,6 @@ def is_random(node: fx.Node) -> bool:
     """Whether a call draws random numbers: not with a probability of 0, nor out of training."""
     if not may_be_random(node):
         return False
-    operator: Any = node.target
-    names = [declared.name for declared in operator._schema.arguments]
-    given = {**dict(zip(names, node.args)), **node.kwargs}
-    is_off = any(given.get(name) is False for name in ("train", "training"))
-    return not is_off and all(given.get(name) != 0 for name in ("p", "dropout", "dropout_p"))
+    call = Call(node)
+    is_off = any(call.get(name) is False for name in ("train", "training"))
+    return not is_off and all(call.get(name) != 0 for name in ("p", "dropout", "dropout_p"))

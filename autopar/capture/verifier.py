@@ -56,11 +56,9 @@ def is_flat(graph: fx.Graph, mesh: Mesh | None) -> None:
 
 def has_placeholders_first(graph: fx.Graph, mesh: Mesh | None) -> None:
     """Placeholders precede all calls."""
-    called = False
-    for node in graph.nodes:
-        if node.op == "placeholder" and called:
+    for node in graph.find_nodes(op="placeholder"):
+        if node.prev.op == "call_function":
             _fail("placeholders come before all calls", node, "a call stands before it")
-        called = called or node.op == "call_function"
 
 
 def has_known_targets(graph: fx.Graph, mesh: Mesh | None) -> None:

@@ -111,8 +111,8 @@ class NodeClasses:
             return _mark(node, inputs)
         facts = facts_of(node, rule, inputs)
         strategies = rule.strategies(self.mesh, ordered=every)
-        if not every:
-            strategies = self._sensible(node, rule, strategies)
+        if rule.is_heavy and not every:
+            strategies = [strategy for strategy in strategies if not strategy.passes]
         pieces = ShardSizes(rule, strategies, self.mesh)
         done = work(facts, pieces)
         forward, backward = seconds(facts, done, self.device)
@@ -136,12 +136,6 @@ class NodeClasses:
             kept_extra(facts, pieces),
             done,
         )
-
-    def _sensible(self, node: fx.Node, rule: Rule, strategies: list[Strategy]) -> list[Strategy]:
-        """Heavy operators do not pass partial sums on: all ranks would do all of their work."""
-        if rule.flops > 4 * sum(info(i).val.numel() for i in node.all_input_nodes):
-            return [strategy for strategy in strategies if not strategy.passes]
-        return strategies
 
     def _inside(
         self, node: fx.Node, rule: Rule, strategy: Strategy, pieces: ShardSizes, index: int

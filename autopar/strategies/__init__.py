@@ -12,21 +12,12 @@ the rules, `observed.py` has what is seen of calls without one, `local.py` makes
 family of operators. A new operator is one line there.
 """
 
-from autopar.strategies import (
-    attention,
-    convolution,
-    creation,
-    elementwise,
-    embedding_and_loss,
-    indexing,
-    linear,
-    normalisation,
-    reductions,
-    shapes,
-)
+import importlib
+import pkgutil
+
 from autopar.strategies.kernels import KERNELS, Expansion, Kernel
 from autopar.strategies.language import Pattern, parse
-from autopar.strategies.local import local_call, localize_arguments, piece_call
+from autopar.strategies.local import localize_arguments, piece_call
 from autopar.strategies.observed import observed_rule
 from autopar.strategies.registry import (
     Call,
@@ -40,21 +31,11 @@ from autopar.strategies.registry import (
 )
 from autopar.strategies.rule import Dim, Extra, Rule, Saved, Signature, Strategy
 
-FAMILIES = (
-    attention,
-    convolution,
-    creation,
-    elementwise,
-    embedding_and_loss,
-    indexing,
-    linear,
-    normalisation,
-    reductions,
-    shapes,
-)
+# Each family registers its rules.
+for _file in pkgutil.iter_modules(__path__, f"{__name__}."):
+    importlib.import_module(_file.name)
 
 __all__ = [
-    "FAMILIES",
     "KERNELS",
     "Call",
     "Dim",
@@ -68,7 +49,6 @@ __all__ = [
     "Strategy",
     "Traits",
     "has_rule",
-    "local_call",
     "localize_arguments",
     "observed_rule",
     "parse",

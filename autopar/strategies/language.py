@@ -166,20 +166,16 @@ def _saved(
     )
 
 
+@dataclass
 class _Binding:
     """The sizes of a line's factors, found from shapes."""
 
-    def __init__(
-        self,
-        pattern: Pattern,
-        input_shapes: Sequence[Shape],
-        output_shapes: Sequence[Shape] | None,
-        sizes: dict[str, int],
-        source: str | None,
-    ) -> None:
-        self.pattern, self.sizes, self.source = pattern, sizes, source
-        self.input_shapes, self.output_shapes = input_shapes, output_shapes
-        self.hidden: tuple[str, ...] = ()  # the factors of `...`
+    pattern: Pattern
+    input_shapes: Sequence[Shape]
+    output_shapes: Sequence[Shape] | None
+    sizes: dict[str, int]
+    source: str | None
+    hidden: tuple[str, ...] = ()  # the factors of `...`
 
     def collect(self, used: Sequence[tuple[Dim, ...]]) -> None:
         """Find every size, or say which shapes disagree."""

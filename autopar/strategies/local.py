@@ -14,26 +14,20 @@ from torch import fx
 
 from autopar.layout import TensorType
 from autopar.mesh import Mesh
-from autopar.strategies.kernels import KERNELS, no_results, nothing
+from autopar.strategies.kernels import no_results, nothing
 from autopar.strategies.node_info import flat, info
 from autopar.strategies.registry import Call, traits_of
 from autopar.strategies.results import has_results
 from autopar.strategies.rule import Rule, Strategy
 
-aten = torch.ops.aten
 Types = TensorType | tuple[TensorType, ...]
 LocalCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-
-
-def local_function(node: fx.Node) -> Any:
-    """The function to call on pieces: every reshape that looks at sizes becomes `reshape`."""
-    return aten.reshape.default if traits_of(node).as_reshape else node.target
 
 
 def localize_arguments(
     node: fx.Node, types: Types, mesh: Mesh, rank: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of `local_function(node)` on `rank`, tensors still the nodes' own.
+    """Arguments of a call on `rank`, tensors still the nodes' own.
 
     `types` are the global shapes of the outputs and their layouts.
     """
@@ -43,35 +37,13 @@ def localize_arguments(
     if traits.as_reshape:
         return (args[0], list(shape)), {}
     for name, of_piece in traits.of_piece.items():
-        value = of_piece(Call(node), shape)
-        if value == Call(node)[name]:
-            continue
-        declared = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-        place = declared.index(name)
+        call = Call(node)
+        value, place = of_piece(call, shape), list(call.arguments).index(name)
         if name not in kwargs and place < len(args):
             args[place] = value
-        else:
+        elif value != call[name]:
             kwargs[name] = value
     return tuple(args), kwargs
-
-
-def local_call(node: fx.Node, rule: Rule, strategy: Strategy, mesh: Mesh, rank: int) -> LocalCall:
-    """Function and arguments on `rank`; not for strategies whose kernel expands."""
-    types = tuple(
-        TensorType.of(value, layout)
-        for value, layout in zip(Call(node).outputs, rule.signature(strategy).outputs)
-    )
-    output_types = types if has_results(node) else types[0]
-    needed = rule.kernel(strategy)
-    if needed is None:
-        return piece_call(node, rule, strategy, output_types, mesh, rank)
-    factor, name = needed
-    kernel = KERNELS[name]
-    if kernel.expand is not None:
-        raise ValueError(f"{name} expands into several nodes; see autopar/strategies/kernels")
-    args, kwargs = localize_arguments(node, output_types, mesh, rank)
-    start, _ = rule.bounds(factor, strategy, mesh, rank)
-    return kernel.function, args, {**kwargs, "start": start}
 
 
 def piece_call(
@@ -82,7 +54,7 @@ def piece_call(
     mesh: Mesh,
     rank: int,
 ) -> LocalCall:
-    """The same for calls without a kernel of their own; without a rule, whole on every rank."""
+    """Function and arguments on `rank`; without a rule, whole on every rank."""
     if rule is not None and strategy is not None and node.all_input_nodes:
         lengths = [rule.bounds(factor, strategy, mesh, rank)[1] for factor, _ in strategy.cuts]
         if 0 in lengths:
@@ -92,4 +64,6 @@ def piece_call(
             if has_results(node):
                 return no_results, (shapes, dtypes, learns, *node.all_input_nodes), {}
             return nothing, (shapes[0], dtypes[0], learns, *node.all_input_nodes), {}
-    return local_function(node), *localize_arguments(node, types, mesh, rank)
+    # Every reshape that looks at sizes becomes `reshape`.
+    function = torch.ops.aten.reshape.default if traits_of(node).as_reshape else node.target
+    return function, *localize_arguments(node, types, mesh, rank)  # type: ignore[return-value]

@@ -150,6 +150,13 @@ class Rule:
         lost = any(not any(factor in dim for dim in given) for factor in self.factors)
         return lost and len(self.inputs) > 1
 
+    @property
+    def is_heavy(self) -> bool:
+        """Whether it takes far more work than reading its inputs: sums that pass through it would
+        let all ranks do all of that."""
+        read = sum(math.prod(self.sizes[f] for dim in dims for f in dim) for dims in self.inputs)
+        return self.flops > 4 * read
+
     def why_whole(self, factor: str) -> str | None:
         """Why no axis may cut `factor`; None if one may."""
         if factor not in self.factors:
@@ -170,28 +177,18 @@ class Rule:
         """The layouts of inputs, of their gradients and of outputs under `strategy`."""
         cuts = strategy.by_factor
         passed = {axis: self.passes[index] for axis, index in strategy.passes}
+        summed = {f: axes for f, axes in cuts.items() if f not in self.gathered}
         inputs, gradients = [], []
         for index, dims in enumerate(self.inputs):
             layout = _layout(dims, cuts)
-            lacking = [
-                axis
-                for factor, axes in cuts.items()
-                if not any(factor in dim for dim in dims)
-                for axis in axes
-            ]
             through = [axis for axis, members in passed.items() if index in members]
             beside = [axis for axis, members in passed.items() if index not in members]
             inputs.append(layout.with_partial(through))
-            gradients.append(layout.with_partial([*lacking, *beside]))
-        outputs = []
-        for dims in self.outputs:
-            summed = [
-                axis
-                for factor, axes in cuts.items()
-                if factor not in self.gathered and not any(factor in dim for dim in dims)
-                for axis in axes
-            ]
-            outputs.append(_layout(dims, cuts).with_partial([*summed, *passed]))
+            gradients.append(layout.with_partial([*_lacking(dims, cuts), *beside]))
+        outputs = (
+            _layout(dims, cuts).with_partial([*_lacking(dims, summed), *passed])
+            for dims in self.outputs
+        )
         return Signature(tuple(inputs), tuple(gradients), tuple(outputs))
 
     def strategies(self, mesh: Mesh, *, ordered: bool = True) -> list[Strategy]:
@@ -235,49 +232,34 @@ class Rule:
 
     def validate(self, strategy: Strategy, mesh: Mesh, source: str | None = None) -> None:
         """Refuse a strategy that this rule does not allow on `mesh`."""
-        given = f"{strategy} for {self.text!r} with {dict(self.sizes)} on {mesh}"
+
+        def refusal(rule: str, remedy: str, got: str = "") -> InvalidInput:
+            given = f"{strategy} for {self.text!r} with {dict(self.sizes)} on {mesh}"
+            return InvalidInput(rule, got=got + given, remedy=remedy, source=source)
+
         for axis in strategy.axes:
             mesh[axis]
         if len(set(strategy.axes)) != len(strategy.axes):
-            raise InvalidInput(
-                "a strategy gives each axis to one factor or pass",
-                got=given,
-                remedy="name each axis once",
-                source=source,
-            )
+            rule = "a strategy gives each axis to one factor or pass"
+            raise refusal(rule, "name each axis once")
         if self.random and strategy.axes:
-            raise InvalidInput(
-                "an operator that draws random numbers runs whole on every rank",
-                got=given,
-                remedy="give it no axis, or set the dropout probability to 0",
-                source=source,
-            )
+            rule = "an operator that draws random numbers runs whole on every rank"
+            raise refusal(rule, "give it no axis, or set the dropout probability to 0")
         for factor, axes in strategy.cuts:
-            reason = self.why_whole(factor)
-            if reason is not None:
-                raise InvalidInput(
-                    f"this factor cannot be cut: {reason}",
-                    got=given,
-                    remedy=f"cut one of {', '.join(self.cuttable) or 'none: all are whole'}",
-                    source=source,
-                )
+            if (reason := self.why_whole(factor)) is not None:
+                remedy = f"cut one of {', '.join(self.cuttable) or 'none: all are whole'}"
+                raise refusal(f"this factor cannot be cut: {reason}", remedy)
             degree = mesh.degree(axes)
             if not self._fits(factor, degree):
                 wanted = "divide" if self.must_be_even(factor) else "be at most"
-                raise InvalidInput(
-                    f"the number of pieces must {wanted} the size of the factor",
-                    got=f"{degree} pieces of {factor!r} of size {self.sizes[factor]}; {given}",
-                    remedy="use fewer axes on it",
-                    source=source,
-                )
+                rule = f"the number of pieces must {wanted} the size of the factor"
+                got = f"{degree} pieces of {factor!r} of size {self.sizes[factor]}; "
+                raise refusal(rule, "use fewer axes on it", got)
         for axis, index in strategy.passes:
             if not 0 <= index < len(self.passes):
-                raise InvalidInput(
-                    "a partial sum goes only through one of the rule's passes",
-                    got=f"pass {index} over {axis!r}; the rule has {len(self.passes)}; {given}",
-                    remedy="reduce the partial sum first",
-                    source=source,
-                )
+                rule = "a partial sum goes only through one of the rule's passes"
+                got = f"pass {index} over {axis!r}; the rule has {len(self.passes)}; "
+                raise refusal(rule, "reduce the partial sum first", got)
 
     def bounds(self, factor: str, strategy: Strategy, mesh: Mesh, rank: int) -> tuple[int, int]:
         """Start and length of the piece of `factor` that `rank` works on."""
@@ -294,13 +276,6 @@ class Rule:
             if factor in self.kernels:
                 return factor, self.kernels[factor]
         return None
-
-    def local_flops(self, strategy: Strategy, mesh: Mesh) -> float:
-        """The work of the busiest rank: that of rank 0, whose pieces are the largest."""
-        share = 1.0
-        for factor, _ in strategy.cuts:
-            share *= self.bounds(factor, strategy, mesh, 0)[1] / self.sizes[factor]
-        return self.flops * share
 
 
 @dataclass(frozen=True, eq=False)
@@ -354,6 +329,12 @@ def product(sizes: Mapping[str, int]) -> int:
 
 def _layout(dims: tuple[Dim, ...], cuts: Mapping[str, tuple[str, ...]]) -> Layout:
     return Layout(*(cuts.get(dim[0], ()) if dim else () for dim in dims))
+
+
+def _lacking(dims: tuple[Dim, ...], cuts: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """The axes that cut factors which a tensor has not."""
+    own = {factor for dim in dims for factor in dim}
+    return [axis for factor, axes in cuts.items() if factor not in own for axis in axes]
 
 
 def _has(tensors: Sequence[Sequence[Dim]], factor: str, quantifier: Quantifier) -> bool:

@@ -19,12 +19,13 @@ from autopar.strategies import (
     KERNELS,
     Rule,
     Strategy,
-    local_call,
     localize_arguments,
+    piece_call,
     rule_of,
     tensor_inputs,
 )
 from autopar.strategies.node_info import flat
+from autopar.strategies.results import has_results
 
 Slopes = list[dict[int, Tensor]]  # of each rank: gradients of its results, by their places
 
@@ -166,11 +167,26 @@ class Reference:
     ) -> tuple[list[tuple[Tensor, ...]], list[list[Tensor]]]:
         outputs, found = [], []
         for rank, leaves in enumerate(local):
-            call = local_call(self.node, self.rule, strategy, mesh, rank)
+            call = self.local_call(strategy, mesh, rank)
             outputs.append(run_call(*call, dict(zip(self.nodes, leaves))))
             if slopes[rank]:
                 found.append(gradients(outputs[-1], leaves, slopes[rank]))
         return outputs, found
+
+    def local_call(self, strategy: Strategy, mesh: Mesh, rank: int) -> Any:
+        """Function and arguments on `rank`."""
+        layouts, needed = self.rule.signature(strategy).outputs, self.rule.kernel(strategy)
+        types = tuple(
+            TensorType(tuple(value.shape), value.dtype, layout)
+            for value, layout in zip(self.outputs, layouts)
+        )
+        if needed is None:
+            kinds = types if has_results(self.node) else types[0]
+            return piece_call(self.node, self.rule, strategy, kinds, mesh, rank)
+        factor, name = needed
+        args, kwargs = localize_arguments(self.node, types, mesh, rank)
+        start, _ = self.rule.bounds(factor, strategy, mesh, rank)
+        return KERNELS[name].function, args, {**kwargs, "start": start}
 
     def expanded(
         self, strategy: Strategy, mesh: Mesh, local: list[list[Tensor]], slopes: Slopes

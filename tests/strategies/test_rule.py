@@ -128,7 +128,8 @@ def test_bounds_and_work_of_a_piece() -> None:
         (4, 1),
     ]
     assert rule.bounds("y", strategy, mesh, 3) == (0, 4)
-    assert rule.local_flops(strategy, mesh) == 20 * 2 / 5
+    share = rule.bounds("x", strategy, mesh, 0)[1] / rule.sizes["x"]
+    assert rule.flops * share == 20 * 2 / 5
 
 
 def test_random_operators_have_one_candidate() -> None:

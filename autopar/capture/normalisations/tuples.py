@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.graph_builder import GraphBuilder, Site, shape_of
+from autopar.capture.graph_builder import GraphBuilder, Site
 from autopar.errors import InvalidInput
 from autopar.strategies import Call
 from autopar.strategies.node_info import flat, info
@@ -19,63 +19,46 @@ from autopar.strategies.results import result
 aten = torch.ops.aten
 
 
+_PIECES = (
+    aten.broadcast_tensors,
+    aten.split,
+    aten.split_with_sizes,
+    aten.chunk,
+    aten.tensor_split,
+    aten.hsplit,
+    aten.vsplit,
+    aten.dsplit,
+    aten.unsafe_split,
+    aten.unsafe_chunk,
+    aten.unbind,
+)
+_DIMS = {aten.vsplit: 0, aten.dsplit: 2}  # in which those without an argument for it split
+
+
 def split_into_slices(draft: GraphBuilder) -> None:
     """split, chunk, unbind, broadcast_tensors: a slice, selection or expansion for each result."""
-    for node in draft.calls():
-        if isinstance(info(node).val, list | tuple) and node.target in _PIECES:
-            pieces = _PIECES[node.target](node)
-            for user in list(node.users):
-                index = user.args[1]
-                assert isinstance(index, int)
-                with draft.graph.inserting_before(user):
-                    new = draft.call(node, *pieces[index])
-                draft.substitute(user, new)
-            draft.graph.erase_node(node)
+    for node in draft.calls(*_PIECES):
+        pieces = _pieces(Call(node))
+        for user in list(node.users):
+            index = user.args[1]
+            assert isinstance(index, int)
+            with draft.graph.inserting_before(user):
+                new = draft.call(node, *pieces[index])
+            draft.substitute(user, new)
+        draft.graph.erase_node(node)
 
 
-def _pieces_of_split(node: fx.Node) -> list[tuple[Any, ...]]:
-    return _pieces_along(node, Call(node).dims()[0])
-
-
-def _pieces_of_columns(node: fx.Node) -> list[tuple[Any, ...]]:
-    return _pieces_along(node, min(len(shape_of(node.args[0])) - 1, 1))
-
-
-def _pieces_along(node: fx.Node, dim: int) -> list[tuple[Any, ...]]:
-    x = node.args[0]
-    ends = list(accumulate(value.shape[dim] for value in info(node).val))
+def _pieces(call: Call) -> list[tuple[Any, ...]]:
+    """The calls that stand for each of the results."""
+    packet, x = call.node.target.overloadpacket, call.inputs[0]  # type: ignore[union-attr]
+    if packet is aten.broadcast_tensors:
+        return [(aten.expand.default, each, list(call.shape)) for each in call.inputs]
+    columns = min(len(call.shapes[0]) - 1, 1)
+    dim = call.dim(call.get("dim", _DIMS.get(packet, columns)))
+    if packet is aten.unbind:
+        return [(aten.select.int, x, dim, index) for index in range(call.shapes[0][dim])]
+    ends = list(accumulate(value.shape[dim] for value in call.outputs))
     return [(aten.slice.Tensor, x, dim, start, end) for start, end in zip([0, *ends], ends)]
-
-
-def _pieces_of_unbind(node: fx.Node) -> list[tuple[Any, ...]]:
-    x, (dim,) = node.args[0], Call(node).dims()
-    return [(aten.select.int, x, dim, index) for index in range(shape_of(x)[dim])]
-
-
-def _broadcast(node: fx.Node) -> list[tuple[Any, ...]]:
-    shape = list(info(node).val[0].shape)
-    return [(aten.expand.default, x, shape) for x in Call(node).inputs]
-
-
-# The calls that stand for each of the results.
-_PIECES: dict[object, Callable[[fx.Node], list[tuple[Any, ...]]]] = {
-    aten.broadcast_tensors.default: _broadcast,
-    aten.split.Tensor: _pieces_of_split,
-    aten.split.sizes: _pieces_of_split,
-    aten.split_with_sizes.default: _pieces_of_split,
-    aten.chunk.default: _pieces_of_split,
-    aten.tensor_split.sections: _pieces_of_split,
-    aten.tensor_split.indices: _pieces_of_split,
-    aten.hsplit.int: _pieces_of_columns,
-    aten.hsplit.array: _pieces_of_columns,
-    aten.vsplit.int: lambda node: _pieces_along(node, 0),
-    aten.vsplit.array: lambda node: _pieces_along(node, 0),
-    aten.dsplit.int: lambda node: _pieces_along(node, 2),
-    aten.dsplit.array: lambda node: _pieces_along(node, 2),
-    aten.unsafe_split.Tensor: _pieces_of_split,
-    aten.unsafe_chunk.default: _pieces_of_split,
-    aten.unbind.int: _pieces_of_unbind,
-}
 
 
 def single_results(draft: GraphBuilder) -> None:
