@@ -106,24 +106,25 @@ class Call:
         output: Sequence[Dim],
         sizes: Mapping[str, int] = MappingProxyType({}),
         *,
-        more: Sequence[Sequence[Dim]] = (),
+        more: Sequence[Sequence[Dim]] | None = None,
         whole: Iterable[str | Dim] = (),
         passes: Iterable[Iterable[int]] = (),
-        flops: float | None = None,
         saved: Saved = Saved(),  # noqa: B008 (frozen)
         **options: Any,
     ) -> Rule:
         """The rule of this call from factors found by a function, those of size 1 left out.
 
         `sizes` are those that shapes do not tell: of all factors of a dim but one. `more` are
-        further results; what is `whole` are factors or dims.
+        further results, like the first if not given; what is `whole` are factors or dims. FLOPs
+        are the points of all factors, if `options` have none.
         """
-        outputs = (output, *more)
+        outputs = (output, *([output] * (len(self.outputs) - 1) if more is None else more))
         sizes = self._sizes([*inputs, *outputs], dict(sizes))
 
         def large(dims: Sequence[Dim]) -> tuple[Dim, ...]:
             return tuple(tuple(f for f in dim if sizes[f] != 1) for dim in dims)
 
+        flops = options.get("flops")
         into, out = tuple(map(large, inputs)), tuple(map(large, outputs))
         kept = {name: size for name, size in sizes.items() if size != 1}
         held = {f for part in whole for f in ((part,) if isinstance(part, str) else part)}
@@ -135,10 +136,9 @@ class Call:
             kept,
             whole=marked,
             passes=tuple(map(frozenset, passes)),
-            flops=float(product(kept)) if flops is None else flops,
             text=render(into, out, marked),
             saved=saved,
-            **options,
+            **{**options, "flops": float(product(kept)) if flops is None else flops},
         )
 
     def _sizes(self, tensors: Sequence[Sequence[Dim]], sizes: dict[str, int]) -> dict[str, int]:

@@ -29,7 +29,7 @@ def moved(
     return call.rule(inputs, output, **{"passes": FIRST, "flops": 0.0, **options})
 
 
-def same_dims(call: Call, whole: Iterable[int], results: int = 1, **options: Any) -> Rule:
+def same_dims(call: Call, whole: Iterable[int], **options: Any) -> Rule:
     """The results have the dims of the input; those in `whole` stay whole, and may change size."""
     dims = names(len(call.shape))
     out, held = list(dims), {f"d{dim}" for dim in whole}
@@ -37,7 +37,7 @@ def same_dims(call: Call, whole: Iterable[int], results: int = 1, **options: Any
         if before != after:
             out[index] = (f"n{index}",)
             held |= {f"d{index}", f"n{index}"}
-    return moved(call, [dims], out, more=[out] * (results - 1), whole=held, **options)
+    return moved(call, [dims], out, whole=held, **options)
 
 
 def along(call: Call, **options: Any) -> Rule:
@@ -224,7 +224,7 @@ def _pad(call: Call) -> Rule:
 
 def _values_and_places(call: Call, inputs: tuple[int, ...] = ()) -> Rule:
     """Values along one dim and where they stand: two results, of which backward keeps places."""
-    rule = along(call, results=2, passes=())
+    rule = along(call, passes=())
     return replace(rule, saved=Saved(inputs, extra=(Extra(rule.outputs[0], torch.int64),)))
 
 
