@@ -145,7 +145,7 @@ class _Inliner:
         if not region.gradients:
             for key, value in values.items():
                 if isinstance(value, fx.Node) and not info(value).no_grad:
-                    values[key] = self._detach(value, detached, region)
+                    values[key] = self._detach(value, detached)
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 continue
@@ -208,7 +208,7 @@ class _Inliner:
             )
         return region, None, ()
 
-    def _detach(self, value: fx.Node, detached: dict[fx.Node, fx.Node], region: Region) -> fx.Node:
+    def _detach(self, value: fx.Node, detached: dict[fx.Node, fx.Node]) -> fx.Node:
         """Cut `value` from its gradient, once for each region."""
         fake = info(value).val
         if not isinstance(fake, torch.Tensor) or not (

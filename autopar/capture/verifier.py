@@ -19,7 +19,7 @@ from autopar.errors import InvalidInput, VerifierError
 from autopar.layout import TensorType
 from autopar.mesh import Mesh
 from autopar.strategies.node_info import flat, info
-from autopar.strategies.results import has_results, is_result
+from autopar.strategies.results import has_results, is_result, tensor_arguments
 
 Invariant = Callable[[fx.Graph, Mesh | None], None]
 
@@ -171,11 +171,8 @@ def _calls(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _inputs(node: fx.Node) -> list[fx.Node]:
-    """The tensor inputs of a node in the order of its arguments, repetitions kept."""
-    found: list[fx.Node] = []
-    if not is_result(node):
-        fx.map_arg((node.args, node.kwargs), found.append)
-    return found
+    """The tensor inputs of a call in the order of its arguments, repetitions kept."""
+    return [] if is_result(node) else tensor_arguments(node)
 
 
 def _fail(invariant: str, node: fx.Node, got: str) -> None:

@@ -73,12 +73,6 @@ def _triplet_loss(call: Call) -> Rule | None:
     return _loss_of_elements(call, "... e!, ... e!, ... e! -> ...", saved="", extra=extra)
 
 
-def _hinge_loss(call: Call) -> Rule | None:
-    """What a margin leaves, and where the targets are 1 and -1."""
-    saved = "..., bool: ..., bool: ..."
-    return _loss_of_elements(call, "..., ... -> ...", saved="", extra=saved)
-
-
 def _cross_entropy(call: Call) -> Rule:
     """The kernel: kept are the log-softmax, a number, and with smoothing what is ignored."""
     extra = "... v, " + ", bool: ..." * (call["label_smoothing"] > 0)
@@ -116,27 +110,28 @@ register_rule(count_targets, "...+, v! -> ")
 register_rule(aten("mse_loss huber_loss smooth_l1_loss"), _pointwise_loss)
 register_rule("aten.l1_loss", partial(_pointwise_loss, absolute=True))
 register_rule(aten("cross_entropy_loss nll_loss nll_loss_nd"), _class_loss)
-for _names, _line in {
-    "binary_cross_entropy binary_cross_entropy_with_logits": "..., ..., ..., ... -> ...",
-    "soft_margin_loss": "..., ... -> ...",
-    "multi_margin_loss": "... c!, ..., c! -> ...",
-}.items():
-    register_rule(aten(_names), partial(_loss_of_elements, line=_line))
-# torch makes these of parts, of which some keep values in between.
-register_rule("aten.kl_div", _divergence)
-register_rule("aten.poisson_nll_loss", _count_loss)
-register_rule("aten.triplet_margin_loss", _triplet_loss)
-register_rule("aten.hinge_embedding_loss", _hinge_loss)
-for _name, _line, _kept, _extra in (
+# torch makes most of these of parts, of which some keep values in between.
+for _names, _line, _kept, _extra in (
+    (
+        "binary_cross_entropy binary_cross_entropy_with_logits",
+        "..., ..., ..., ... -> ...",
+        None,
+        "",
+    ),
+    ("soft_margin_loss", "..., ... -> ...", None, ""),
+    ("multi_margin_loss", "... c!, ..., c! -> ...", None, ""),
+    ("multilabel_margin_loss", "... c!, ... c! -> ...", "0 1", "... c"),
     ("margin_ranking_loss", "..., ..., ... -> ...", "", "..., ..."),
+    # What a margin leaves, and where the targets are 1 and -1.
+    ("hinge_embedding_loss", "..., ... -> ...", "", "..., bool: ..., bool: ..."),
     (
         "cosine_embedding_loss",
         "... e!, ... e!, ... -> ...",
         "0 1",
-        ", ".join(["..."] * 5 + ["bool: ..."] * 2),
+        "..., ..., ..., ..., ..., bool: ..., bool: ...",
     ),
-    ("multilabel_margin_loss", "... c!, ... c! -> ...", "0 1", "... c"),
 ):
-    register_rule(
-        f"aten.{_name}", partial(_loss_of_elements, line=_line, saved=_kept, extra=_extra)
-    )
+    register_rule(aten(_names), partial(_loss_of_elements, line=_line, saved=_kept, extra=_extra))
+register_rule("aten.kl_div", _divergence)
+register_rule("aten.poisson_nll_loss", _count_loss)
+register_rule("aten.triplet_margin_loss", _triplet_loss)

@@ -26,7 +26,7 @@ def move_flattening_down(draft: GraphBuilder) -> None:
     """Operators see the leading dims apart; what they give is flattened after them."""
     for node in draft.calls():
         flat = next(filter(_lead, node.all_input_nodes), None)
-        if flat is not None:
+        if flat is not None and isinstance(info(node).val, torch.Tensor):
             _move(draft, node, flat)
         elif node.target is aten.embedding.default:
             _embed(draft, node)
@@ -57,8 +57,6 @@ def _apart(draft: GraphBuilder, flat: fx.Node) -> fx.Node:
 def _move(draft: GraphBuilder, node: fx.Node, flat: fx.Node) -> None:
     lead = _lead(flat)
     assert lead is not None
-    if not isinstance(info(node).val, torch.Tensor):
-        return
     with draft.graph.inserting_before(node):
         args = _unflattened(draft, node, lead, len(shape_of(flat)))
         if args is None:

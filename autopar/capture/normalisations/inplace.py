@@ -87,15 +87,9 @@ class _Functionaliser:
             if storage not in roots:
                 roots[storage] = node
             elif node.op == "call_function":
-                self.parent[node] = self._first_input_of(node, storage)
+                sources = [s for s in node.all_input_nodes if self.root.get(s) is roots[storage]]
+                self.parent[node] = (sources or node.all_input_nodes)[0]
             self.root[node] = roots[storage]
-
-    def _first_input_of(self, node: fx.Node, storage: int) -> fx.Node:
-        for source in node.all_input_nodes:
-            value = info(source).val
-            if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == storage:
-                return source
-        return node.all_input_nodes[0]
 
     def _latest(self, node: fx.Node, reader: fx.Node) -> fx.Node:
         """The node that holds the value of `node` now."""
