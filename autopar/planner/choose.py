@@ -1,9 +1,9 @@
 """Choose: how many stages, which layouts inside them, how many micro-batches, which schedule.
 
 Every candidate has the layouts that the search finds for its own mesh and micro-batch, is cut into
-stages by their predicted seconds, and priced by simulating its schedule. Where that does not fit
-into memory, so are stages that recompute, and stages cut so that every rank keeps within it. The
-fastest one that fits is taken; the figures of all are kept.
+stages by predicted seconds, and priced by simulating its schedule; where that does not fit into
+memory, so are stages that recompute, and stages cut so that every rank keeps within it. The fastest
+that fits is taken; the figures of all are kept.
 """
 
 from __future__ import annotations
@@ -109,9 +109,8 @@ class Planner:
         if self._is_interrupted:
             return too_early()
         if self._too_large:
-            request = self.request
             least = min(self._too_large, key=lambda leanest: leanest.memory)
-            may_recompute = request.schedule is not None and not request.recompute
+            may_recompute = self.request.schedule is not None and not self.request.recompute
             return NothingFits.of(self.memory, replace(least, may_recompute=may_recompute))
         return InvalidInput(
             "a model can be run in some number of stages and micro-batches",
