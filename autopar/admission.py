@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from torch import fx
+import torch
+from torch import fx, nn
 
 from autopar.capture.captured import Captured
 from autopar.capture.listing import operator_of
@@ -21,6 +22,12 @@ from autopar.planner.candidate import Candidate
 from autopar.planner.request import Request
 from autopar.search.decisions import Fallback
 from autopar.strategies.node_info import info
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's parameters are; what is no model is refused by all ranks together."""
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
 
 def validate_running(place: str, local_inputs: bool, check: bool) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.admission import validate_running, validate_slices
+from autopar.admission import device_of, validate_running, validate_slices
 from autopar.capture.failure import check_call
 from autopar.cluster import Cluster
 from autopar.mesh import Mesh
@@ -93,9 +93,9 @@ class _Call:
             self.validate(place)
         if place == "virtual":
             decided = self.decide(self.plan)
-            backend = VirtualBackend(decided.program, _device_of(self.model), self.check)
+            backend = VirtualBackend(decided.program, device_of(self.model), self.check)
             return self.module(decided, backend)
-        device = enter_world(_device_of(self.model))
+        device = enter_world(device_of(self.model))
         with one_fails_all_stop(agreed=True):
             said = {"local_inputs": bool(self.local_inputs), "check": bool(self.check)}
             require_same_call(lambda: self.validate(place), **said)
@@ -136,9 +136,3 @@ class _Call:
             check_call(self.model, self.args, self.kwargs)
         if self.plan is not None:
             self.options.refuse_beside_plan()
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    """Where the model's parameters are; what is no model is refused by all ranks together."""
-    parameters = model.parameters() if isinstance(model, nn.Module) else ()
-    return next((parameter.device for parameter in parameters), torch.device("cpu"))
