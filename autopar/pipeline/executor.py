@@ -99,12 +99,17 @@ class RankRunner:
         self._outputs = [sent_by(schedule, action) for action in self.order]
         self._kept = [worker.kept for worker in workers.values()]
         self._whole = schedule.chunks * schedule.parts
-        self.recorded, self._position = Recorded(), 0
+        self.recorded = Recorded()
 
     def start(self) -> None:
         """A step begins."""
-        self.recorded, self._position = Recorded(), 0
+        self.recorded = Recorded()
         self.transport.start()
+
+    @property
+    def _position(self) -> int:
+        """Of the next action."""
+        return len(self.recorded.order)
 
     @property
     def done(self) -> bool:
@@ -131,7 +136,6 @@ class RankRunner:
                 transport.send(*outputs[number], values)
         self.recorded.order.append(action)
         self.after(position)
-        self._position += 1
 
     def _do(self, action: Action, microbatch: int, received: list[Value]) -> list[Value]:
         """Run one micro-batch; what is sent on."""

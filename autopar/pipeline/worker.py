@@ -96,9 +96,16 @@ class Worker:
     def backward_inputs(self, microbatch: int, of_sent: Sequence[Value]) -> list[Value]:
         """The gradients of what was received; those of weights that wait stay for later."""
         kept = self._ready(microbatch)
-        roots, seeds = _paired(kept.roots, [*of_sent, *([kept.seed] if kept.seed else [])])
-        if roots:
-            torch.autograd.backward(roots, seeds)  # type: ignore[arg-type]
+        given = [*of_sent, *([kept.seed] if kept.seed else [])]
+        pairs = [
+            (root, seed)
+            for ends, seeds in zip(kept.roots, given)
+            for root, seed in zip(ends, seeds)
+            if root is not None
+        ]
+        if pairs:
+            roots, gradients_of_roots = zip(*pairs)
+            torch.autograd.backward(roots, gradients_of_roots)
         gradients = [
             [_or_zeros(tensor.grad, tensor) for tensor in value]
             for value, learns in zip(kept.received, self.run.stage.learns_received)
@@ -145,19 +152,6 @@ def sum_in_order(values: Mapping[int, Tensor]) -> Tensor:
 
 def _edge(tensor: Tensor) -> GradientEdge | None:
     return get_gradient_edge(tensor) if tensor.requires_grad else None
-
-
-def _paired(
-    roots: Sequence[list[GradientEdge | Tensor | None]], seeds: Sequence[Value]
-) -> tuple[list[GradientEdge | Tensor], list[Tensor]]:
-    ends: list[GradientEdge | Tensor] = []
-    given: list[Tensor] = []
-    for value, gradient in zip(roots, seeds):
-        for root, seed in zip(value, gradient):
-            if root is not None:
-                ends.append(root)
-                given.append(seed)
-    return ends, given
 
 
 def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:

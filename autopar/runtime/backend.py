@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, fx
@@ -77,9 +77,9 @@ class Backend(ABC):
     def cut(self, whole: Tensor, layout: Layout) -> Tensor:
         """The same of a tensor that all ranks have."""
 
-    @abstractmethod
     def bind(self, kept: Mapping[str, Tensor]) -> None:
-        """What runs from now on read."""
+        """What runs from now on read, where they are not handed it."""
+        return
 
     @abstractmethod
     def collect(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -89,17 +89,17 @@ class Backend(ABC):
     def norm(self, gradients: Mapping[str, Tensor], norm_type: float) -> Tensor:
         """The norm of the gradients of the whole model."""
 
-    @abstractmethod
     def input_shapes(self) -> dict[str, tuple[int, ...]]:
-        """What a caller hands in."""
+        """What a caller hands in: whole tensors."""
+        return self.program.whole_shapes
 
-    @abstractmethod
     def local_checks(self) -> AbstractContextManager[None]:
         """Around what looks at a call in this process alone, before it runs."""
+        return nullcontext()
 
-    @abstractmethod
     def guard(self, agreed: bool = False) -> AbstractContextManager[None]:
-        """Around everything in which ranks wait for one another."""
+        """Around everything in which ranks wait for one another. In one process nobody does."""
+        return nullcontext()
 
     @abstractmethod
     def of(self, program: Program) -> Backend:

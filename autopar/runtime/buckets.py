@@ -48,7 +48,6 @@ class Summed:
     """What parameters have in common that are summed over the same ranks."""
 
     group: dist.ProcessGroup
-    name: str  # under which torch's registry knows the group
     ready: int  # the action of the step after which their gradients are complete; -1: before all
     in_backward: bool  # that is one backward pass, which makes each gradient once
 
@@ -197,7 +196,7 @@ class GradientSync:
             if (
                 not bucket.alone
                 and late.tensor.dtype == bucket.slots[0].leaf.dtype
-                and late.group == self._sums[bucket.key].name
+                and late.group == self._sums[bucket.key].group.group_name
             ):
                 bucket.riders.append(late.tensor)
                 return True

@@ -149,7 +149,7 @@ class TorchBackend(Backend):
     def input_shapes(self) -> dict[str, tuple[int, ...]]:
         """Whole tensors, or with local inputs this rank's pieces."""
         if not self.local_inputs:
-            return self.program.whole_shapes
+            return super().input_shapes()
         types = {name: self.program.type_of(name) for name in self.program.whole_shapes}
         return {
             name: type_.layout.local_shape(type_.shape, self.mesh, self.ranks.inner)

@@ -168,17 +168,17 @@ class ParallelModule(nn.Module):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole tensors under the names of the original model's state dict; the caller's own."""
-        with self.backend.guard():
-            found = self.backend.collect(self.state_dict())
-        return {name: found[name] for name in self._names if name in found}
+        return self._whole(self.state_dict())
 
     def full_grads(self) -> dict[str, Tensor]:
         """Whole gradients under the original names, where there are some; the caller's own."""
-        held = {
-            name: parameter.grad
-            for name, parameter in self.named_parameters()
-            if parameter.grad is not None
-        }
+        return self._whole(self._gradients())
+
+    def _gradients(self) -> dict[str, Tensor]:
+        every = ((name, parameter.grad) for name, parameter in self.named_parameters())
+        return {name: gradient for name, gradient in every if gradient is not None}
+
+    def _whole(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
         with self.backend.guard():
             found = self.backend.collect(held)
         return {name: found[name] for name in self._names if name in found}
@@ -198,13 +198,8 @@ class ParallelModule(nn.Module):
                     got=f"norm_type={norm_type!r}",
                     remedy="norm_type=2.0",
                 )
-        gradients = {
-            name: parameter.grad
-            for name, parameter in self.named_parameters()
-            if parameter.grad is not None
-        }
         with self.backend.guard():
-            total = self.backend.norm(gradients, float(norm_type))
+            total = self.backend.norm(self._gradients(), float(norm_type))
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
         return total
 

@@ -8,7 +8,7 @@ rank that disagrees, or that refuses what it was called with, is named on all ra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -16,17 +16,15 @@ from autopar.errors import AutoparError, InvalidInput
 from autopar.plan.diff import compare
 from autopar.plan.plan import Plan, SavedPlan
 
+T = TypeVar("T")
+
 
 def require_same_call(check_alone: Callable[[], None], **alike: bool) -> None:
     """Before rank 0 plans: what `check_alone` raises on one rank is refused on all.
 
     `alike`: options that are equal on all ranks, since they say when ranks wait for one another.
     """
-    error: Exception | None = None
-    try:
-        check_alone()
-    except Exception as failure:
-        error = failure
+    _, error = _alone(check_alone)
     everyones = _everyones((None if error is None else _text(error), alike))
     if error is not None:
         raise error
@@ -48,28 +46,29 @@ def require_same_call(check_alone: Callable[[], None], **alike: bool) -> None:
 
 def agree(make: Callable[[], Plan], attach: Callable[[SavedPlan], Plan]) -> Plan:
     """The plan of this rank. Rank 0 calls `make`, the others `attach` what it made."""
-    error: Exception | None = None
-    plan: Plan | None = None
+    plan: Plan | None
     if dist.get_rank() == 0:
-        try:
+
+        def first() -> tuple[Plan, Any]:
             plan = make()
-            _send(SavedPlan.of(plan).to_json())
-        except Exception as failure:
-            error = failure
-            _send({"error": _text(failure)})
+            return plan, SavedPlan.of(plan).to_json()
+
+        made, error = _alone(first)
+        plan, data = made or (None, {"error": "" if error is None else _text(error)})
+        _send(data)
     else:
         received = _send(None)
-        if "error" in received:
-            error = InvalidInput(
+
+        def other() -> Plan:
+            if "error" not in received:
+                return attach(SavedPlan.from_json(received, "the plan of rank 0"))
+            raise InvalidInput(
                 "rank 0 makes the plan for all ranks",
                 got=f"on rank 0: {received['error']}",
                 remedy="mend what failed there",
             )
-        else:
-            try:
-                plan = attach(SavedPlan.from_json(received, "the plan of rank 0"))
-            except Exception as failure:
-                error = failure
+
+        plan, error = _alone(other)
     texts = _everyones(None if error is None else _text(error))
     if error is not None and (dist.get_rank() == 0 or texts[0] is not None):
         raise error
@@ -98,6 +97,14 @@ def require_equal(own: Plan, first: SavedPlan) -> Plan:
             remedy="plan in the same way on every rank, or leave planning to parallelize()",
         )
     return own
+
+
+def _alone(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What this rank makes, or why not: the others are to hear of that before it is raised."""
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
 
 
 def _send(data: Any) -> Any:

@@ -48,16 +48,11 @@ class StageRanks:
         if self.pipelining is None:
             return None
         mesh, axis = self.pipelining.mesh, self.pipelining.axis
-        fixed = [name for name in mesh if name != axis and name not in axes]
-        members: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(mesh.size):
-            coordinate = mesh.coordinate(rank)
-            if coordinate[axis] in places:
-                members.setdefault(tuple(coordinate[name] for name in fixed), []).append(rank)
         own = None
-        for ranks in members.values():
-            if len(ranks) > 1:
-                own = world().group_of(ranks, purpose=purpose) or own
+        for ranks in mesh.groups((axis, *axes)):
+            members = [rank for rank in ranks if mesh.coordinate(rank)[axis] in places]
+            if len(members) > 1:
+                own = world().group_of(members, purpose=purpose) or own
         return own
 
 
@@ -104,6 +99,6 @@ def gradient_sums(
             ready = max(last.get(pair, -1) for pair in held if pair[1] in stages)
             is_one = ready >= 0 and len(order[ready].microbatches) == 1
             sums[stages, axes] = Summed(
-                group, group.group_name, ready, is_one and schedule.split_stages.isdisjoint(stages)
+                group, ready, is_one and schedule.split_stages.isdisjoint(stages)
             )
     return sums

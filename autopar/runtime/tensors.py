@@ -101,25 +101,20 @@ class Tensors:
     def _check_kind(self, name: str, value: Tensor | nn.Module | None) -> None:
         planned = self._planned.get(name)
         if isinstance(planned, nn.Module) or isinstance(value, nn.Module):
-            if value is not planned:
-                raise InvalidInput(
-                    "the modules of a parallel module are those of the model",
-                    got=f"{name} is {_change(planned, value)}",
-                    remedy=AGAIN,
-                )
+            rule = "the modules of a parallel module are those of the model"
         elif planned is None or value is None:
-            if value is not planned:
-                raise InvalidInput(
-                    "a parallel module has the parameters and buffers of the model",
-                    got=f"{name} is {_change(planned, value)}",
-                    remedy=AGAIN,
-                )
+            rule = "a parallel module has the parameters and buffers of the model"
         elif _kind(value) != self._kinds[name]:
             raise InvalidInput(
                 "what takes the place of a tensor is of its kind",
                 got=f"{name}: {_kind(value)}; planned was {self._kinds[name]}",
                 remedy=LOAD,
             )
+        else:
+            return
+        if value is not planned:
+            got = f"{name} is {_change(planned, value)}"
+            raise InvalidInput(rule, got=got, remedy=AGAIN)
 
     def _check_gradient(self, name: str, value: Tensor) -> None:
         is_parameter = isinstance(value, nn.Parameter)

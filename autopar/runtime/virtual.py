@@ -8,7 +8,6 @@ its piece of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -141,9 +140,6 @@ class VirtualBackend(Backend):
         pairs = zip(values, types)
         return [from_ranks(value, type_.layout, self.mesh, type_.shape) for value, type_ in pairs]
 
-    def bind(self, kept: Mapping[str, Tensor]) -> None:
-        """Nothing to do: every run is handed what it reads."""
-
     def collect(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors: they are."""
         return {name: value.detach().clone() for name, value in values.items()}
@@ -151,17 +147,6 @@ class VirtualBackend(Backend):
     def norm(self, gradients: Mapping[str, Tensor], norm_type: float) -> Tensor:
         """The norm of whole gradients."""
         return nn.utils.get_total_norm(gradients.values(), norm_type)
-
-    def input_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Whole tensors."""
-        return self.program.whole_shapes
-
-    def local_checks(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def guard(self, agreed: bool = False) -> AbstractContextManager[None]:
-        """Nobody waits for anybody in one process."""
-        return nullcontext()
 
     def of(self, program: Program) -> VirtualBackend:
         return VirtualBackend(program, self.device, self.check)

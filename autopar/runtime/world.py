@@ -67,7 +67,7 @@ class World:
                 group = None
             self.groups[key] = group
             if group is not None:
-                use_collective(group, self.carrier)
+                dist.all_reduce(torch.zeros(1, device=self.carrier), group=group)
         return self.groups[key]
 
     def channel(self, sender: int, receiver: int) -> Group | None:
@@ -76,7 +76,11 @@ class World:
         if key not in self.groups:
             group = new_group((sender, receiver))
             self.groups[key] = group if self.rank in (sender, receiver) else None
-            use_channel(group, self.rank, sender, receiver, self.carrier)
+            value = torch.zeros(1, device=self.carrier)
+            if self.rank == sender:
+                dist.send(value, receiver, group)
+            elif self.rank == receiver:
+                dist.recv(value, sender, group)
         return self.groups[key]
 
     def mesh_of(self, mesh: Mesh, device_type: str) -> DeviceMesh:
@@ -166,17 +170,3 @@ def new_group(ranks: Sequence[int], **how: Any) -> Any:
     if done is None:
         raise dist.DistStoreError("timed out: the store of the world does not answer")
     return done.result()
-
-
-def use_collective(group: Group, carrier: torch.device) -> None:
-    """The first use of a group for collectives."""
-    dist.all_reduce(torch.zeros(1, device=carrier), group=group)
-
-
-def use_channel(group: Any, rank: int, sender: int, receiver: int, carrier: torch.device) -> None:
-    """The first use of a group for messages."""
-    value = torch.zeros(1, device=carrier)
-    if rank == sender:
-        dist.send(value, receiver, group)
-    elif rank == receiver:
-        dist.recv(value, sender, group)
