@@ -30,24 +30,14 @@ class MessageKey:
     microbatch: int
 
 
-def received_by(schedule: Schedule, action: Action) -> list[tuple[MessageKey, int]]:
-    """The messages that an action waits for, and the rank that sends each."""
-    return _crossing(schedule, action, arrives=True)
-
-
-def sent_by(schedule: Schedule, action: Action) -> list[tuple[MessageKey, int]]:
-    """The messages that an action sends, and the rank that receives each."""
-    return _crossing(schedule, action, arrives=False)
-
-
-def _crossing(schedule: Schedule, action: Action, arrives: bool) -> list[tuple[MessageKey, int]]:
-    """The messages between an action and its stage's neighbour, with that one's rank."""
+def messages_of(schedule: Schedule, action: Action, *, sent: bool) -> list[tuple[MessageKey, int]]:
+    """The messages that an action sends, or waits for; the rank that receives or sends each."""
     forward, pipe = action.kind == "F", action.pipe
-    other = action.stage + (1 if forward != arrives else -1)
+    other = action.stage + (1 if forward == sent else -1)
     if action.kind == "W" or not 0 <= other < schedule.stages:
         return []
     neighbour = schedule.rank_of(pipe, other)
-    stage = action.stage if arrives else other
+    stage = other if sent else action.stage
     return [(MessageKey(forward, pipe, stage, one), neighbour) for one in action.microbatches]
 
 
@@ -95,8 +85,8 @@ class RankRunner:
         """`workers` by (pipe, stage). `after(i)` is called when action i is done."""
         self.schedule, self.rank, self.workers = schedule, rank, workers
         self.order, self.transport, self.after = schedule.orders[rank], transport, after
-        self._inputs = [*(received_by(schedule, action) for action in self.order), []]
-        self._outputs = [sent_by(schedule, action) for action in self.order]
+        self._inputs = [*(messages_of(schedule, one, sent=False) for one in self.order), []]
+        self._outputs = [messages_of(schedule, one, sent=True) for one in self.order]
         self._kept = [worker.kept for worker in workers.values()]
         self._whole = schedule.chunks * schedule.parts
         self.recorded = Recorded()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.errors import InvalidInput
+from autopar.errors import require_one_of
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.timeline import Synchronization, Timeline
 
@@ -57,12 +57,7 @@ def early_stages(timeline: Timeline) -> tuple[int, ...]:
 
 def synchronize(timeline: Timeline, mode: str, costs: tuple[float, ...]) -> Timeline:
     """The timeline with the all-reduces of all stages, first ready first."""
-    if mode not in MODES:
-        raise InvalidInput(
-            "gradients are synchronised after, eagerly, or eagerly where it helps",
-            got=f"sync={mode!r}",
-            remedy=f"choose one of {', '.join(MODES)}",
-        )
+    require_one_of("sync, when gradients are synchronised", mode, MODES)
     schedule = timeline.schedule
     last = last_backwards(schedule)
     done = [ends[-1] if ends else 0.0 for ends in timeline.ends]

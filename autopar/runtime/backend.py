@@ -144,6 +144,10 @@ class Backend(ABC):
         for worker in self.workers.values():
             worker.clear()
 
+    def _losses(self) -> dict[int, Tensor]:
+        """The shares of the loss that were made here, by micro-batch."""
+        return {n: one[0] for worker in self.workers.values() for n, one in worker.losses.items()}
+
     def _update_buffers(self) -> None:
         """The changes that stages leave to the end of a step."""
         found: list[tuple[Tensor, Tensor]] = []

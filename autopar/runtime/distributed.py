@@ -30,7 +30,7 @@ from autopar.passes.localize import axes_used
 from autopar.passes.stages import Stage
 from autopar.pipeline.executor import MessageKey
 from autopar.pipeline.weight_halves import WeightHalves
-from autopar.pipeline.worker import Value
+from autopar.pipeline.worker import Value, sum_in_order
 from autopar.plan.program import Program
 from autopar.runtime.backend import Backend, Batch
 from autopar.runtime.buckets import GradientSync, Slot
@@ -42,7 +42,6 @@ from autopar.runtime.messages import Messages, Shape
 from autopar.runtime.norm import norm_over_world
 from autopar.runtime.placing import Placing, wrapper
 from autopar.runtime.stage_ranks import StageRanks, Users, gradient_sums
-from autopar.runtime.step_loss import StepLoss
 from autopar.runtime.world import require_living, world
 from autopar.strategies.node_info import info
 
@@ -67,7 +66,7 @@ class TorchBackend(Backend):
         self._statistics_groups = self._replica_groups()
         self._users = Users(program)
         self._sums = gradient_sums(program, self._users, ranks, self.groups)
-        self._loss = StepLoss(program, device, self._line)
+        self._loss: tuple[Tensor, dist.Work] | None = None  # the shares of all ranks, being summed
         # All forwards of a rank are done before its last action.
         self._last_forward = len(self.schedule.orders[ranks.place]) - 2
         self._sync: GradientSync | None = None
@@ -197,7 +196,7 @@ class TorchBackend(Backend):
             self._wait_for_sums()
             self._give(sync.finish(reached))
         self.messages.finish()
-        return self._loss.total(self.workers.values())
+        return self._total_loss()
 
     def _after(self, position: int) -> None:
         """The action of a step at `position` is done: start the sums of what it completes."""
@@ -209,8 +208,21 @@ class TorchBackend(Backend):
             if not (is_last and sync.takes_along(late)):
                 self._works.append(late.start())
         self._late.clear()
-        if is_last:
-            self._loss.start(self.workers.values())
+        if is_last and self._line is not None:
+            # Only the last stages know the loss: its sum travels beside the last action.
+            dtype = info(self.program.outputs[self.program.captured.loss_index]).val.dtype
+            shares = torch.zeros(self.schedule.all_parts, dtype=dtype, device=self.device)
+            for number, loss in self._losses().items():
+                shares[number] = loss
+            self._loss = shares, dist.all_reduce(shares, group=self._line, async_op=True)
+
+    def _total_loss(self) -> Tensor:
+        """The sum of all shares in the order of the micro-batches, the same on every rank."""
+        if self._loss is None:
+            return sum_in_order(self._losses())
+        (shares, work), self._loss = self._loss, None
+        wait_for(work)
+        return sum_in_order(dict(enumerate(shares))).clone()
 
     def _wait_for_sums(self) -> None:
         for work in self._works:

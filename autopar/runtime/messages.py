@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar._torch import wait_for
-from autopar.pipeline.executor import MessageKey, sent_by
+from autopar.pipeline.executor import MessageKey, messages_of
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.worker import Value
 from autopar.runtime.world import world
@@ -43,7 +43,11 @@ class Messages:
         `shapes` of the values of a message to this rank.
         """
         self.schedule, self.shapes, self.device = schedule, shapes, device
-        orders = sends(schedule)
+        orders: dict[tuple[int, int], list[MessageKey]] = {}  # of a step, by sender and receiver
+        for sender, action in schedule.actions:
+            for key, receiver in messages_of(schedule, action, sent=True):
+                if receiver != sender:
+                    orders.setdefault((sender, receiver), []).append(key)
         self._groups: dict[tuple[int, int], Any] = {}  # by sender and receiver
         self._carrier = world().carrier
         for line in lines:
@@ -54,9 +58,8 @@ class Messages:
         self.line = next(line for line in lines if dist.get_rank() in line)
         self.place = self.line.index(dist.get_rank())
         self._orders = {sender: keys for (sender, to), keys in orders.items() if to == self.place}
-        self._due: dict[
-            int, Iterator[MessageKey]
-        ] = {}  # by sender: what is not yet expected of a step
+        # By sender: what is not yet expected of a step.
+        self._due: dict[int, Iterator[MessageKey]] = {}
         self._own: dict[MessageKey, list[Value]] = {}  # to another stage of this rank
         self._expected: dict[MessageKey, list[tuple[Tensor, dist.Work | None]]] = {}
         self._sent: list[tuple[dist.Work, Tensor]] = []
@@ -121,14 +124,3 @@ class Messages:
         made = self.schedule
         tag = (number * 2 + key.forward) * made.pipes + key.pipe
         return (tag * made.stages + key.stage) * made.all_parts + key.microbatch
-
-
-def sends(schedule: Schedule) -> dict[tuple[int, int], list[MessageKey]]:
-    """By places of sender and receiver: what a step sends between them, in order."""
-    found: dict[tuple[int, int], list[MessageKey]] = {}
-    for sender, order in enumerate(schedule.orders):
-        for action in order:
-            for key, receiver in sent_by(schedule, action):
-                if receiver != sender:
-                    found.setdefault((sender, receiver), []).append(key)
-    return found

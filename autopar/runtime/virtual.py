@@ -157,13 +157,8 @@ class VirtualBackend(Backend):
 
     def _run(self) -> Tensor:
         run_together(self.runners)
-        losses = {
-            number: value[0]
-            for worker in self.workers.values()
-            for number, value in worker.losses.items()
-        }
         self._update_buffers()
-        return sum_in_order(losses)
+        return sum_in_order(self._losses())
 
 
 class _Call:

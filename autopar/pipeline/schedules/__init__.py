@@ -20,7 +20,7 @@ from typing import Any
 from autopar.errors import InvalidInput
 from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import Schedule
-from autopar.pipeline.schedules.registry import GENERATORS
+from autopar.pipeline.schedules.registry import GENERATORS, positive
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -41,12 +41,7 @@ def schedule(name: str, *, stages: int, microbatches: int, **options: Any) -> Sc
             remedy=f"choose one of {', '.join(NAMES)}; autopar.pipeline.load reads one from a file",
         )
     for label, value in (("stages", stages), ("microbatches", microbatches)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InvalidInput(
-                f"a schedule has a whole number of {label}, at least 1",
-                got=f"{label}={value!r}",
-                remedy=f"give {label} as 1, 2, ...",
-            )
+        positive("a schedule", label, value)
     known = option_names(name)
     unknown = [option for option in options if option not in known]
     if unknown:

@@ -10,6 +10,7 @@ from typing import Any
 
 from autopar.errors import InvalidInput
 from autopar.pipeline.schedule import Action, Schedule
+from autopar.schema import is_count
 
 Generate = Callable[..., Schedule]
 
@@ -55,9 +56,9 @@ def even_stages(name: str, stages: int) -> None:
 
 def positive(name: str, option: str, value: object) -> None:
     """Refuse an option that is not a whole number of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_count(value):
         raise InvalidInput(
-            f"{name}'s {option} is a whole number, at least 1",
+            f"{option} of {name}: a whole number, at least 1",
             got=f"{option}={value!r}",
             remedy=f"give {option} as 1, 2, ...",
         )
