@@ -132,7 +132,8 @@ class RankRunner:
         worker = self.workers[action.pipe, action.stage]
         if action.kind == "F":
             sent = worker.forward(microbatch, received)
-            self._record()
+            share = sum(map(len, self._kept)) / self._whole
+            self.recorded.peak_activations = max(self.recorded.peak_activations, share)
             return sent
         if action.kind == "B":
             return worker.backward(microbatch, received)
@@ -140,10 +141,6 @@ class RankRunner:
             return worker.backward_inputs(microbatch, received)
         worker.backward_weights(microbatch)
         return []
-
-    def _record(self) -> None:
-        share = sum(map(len, self._kept)) / self._whole
-        self.recorded.peak_activations = max(self.recorded.peak_activations, share)
 
 
 class InProcessTransport:

@@ -21,14 +21,6 @@ class Pipelining:
     stages: tuple[StageCost, ...]
     recompute: bool = False
 
-    def ranks_at(self, coordinate: int) -> list[int]:
-        """The ranks that stand at one place of the pipeline, in the order of the inner mesh."""
-        return [
-            rank
-            for rank in range(self.mesh.size)
-            if self.mesh.coordinate(rank)[self.axis] == coordinate
-        ]
-
     def __str__(self) -> str:
         made = self.schedule
         options = "".join(f", {name}={value}" for name, value in made.options)

@@ -75,7 +75,7 @@ class TorchBackend(Backend):
         self._reached: frozenset[str] = frozenset()  # parameters that it leads to
         # Of passes that are restricted to some inputs, none reaches it.
         self._anchor = torch.empty(0, requires_grad=True)
-        self.messages = Messages(self.schedule, list(zip(*ranks.meshes)), self._shapes, device)
+        self.messages = Messages(ranks, self._shapes, device)
         self._prepare(self.messages, self._after)
 
     def graph(self, stage: int | None = None) -> fx.Graph:

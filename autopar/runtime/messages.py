@@ -21,8 +21,8 @@ from torch import Tensor
 
 from autopar._torch import wait_for
 from autopar.pipeline.executor import MessageKey, messages_of
-from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.worker import Value
+from autopar.runtime.stage_ranks import StageRanks
 from autopar.runtime.world import world
 
 Shape = tuple[tuple[int, ...], torch.dtype]
@@ -33,30 +33,25 @@ class Messages:
 
     def __init__(
         self,
-        schedule: Schedule,
-        lines: Sequence[Sequence[int]],
+        ranks: StageRanks,
         shapes: Callable[[MessageKey], Sequence[Shape]],
         device: torch.device,
     ) -> None:
-        """`lines`: for each pipeline of the world, the global ranks at its places.
-
-        `shapes` of the values of a message to this rank.
-        """
-        self.schedule, self.shapes, self.device = schedule, shapes, device
+        """`shapes` of the values of a message to this rank."""
+        self.schedule, self.place, self.line = ranks.schedule, ranks.place, ranks.line
+        self.shapes, self.device = shapes, device
         orders: dict[tuple[int, int], list[MessageKey]] = {}  # of a step, by sender and receiver
-        for sender, action in schedule.actions:
-            for key, receiver in messages_of(schedule, action, sent=True):
+        for sender, action in self.schedule.actions:
+            for key, receiver in messages_of(self.schedule, action, sent=True):
                 if receiver != sender:
                     orders.setdefault((sender, receiver), []).append(key)
         self._groups: dict[tuple[int, int], Any] = {}  # by sender and receiver
         self._carrier = world().carrier
-        for line in lines:
+        for line in ranks.lines:
             for sender, receiver in orders:
                 group = world().channel(line[sender], line[receiver])
                 if group is not None:
                     self._groups[sender, receiver] = group
-        self.line = next(line for line in lines if dist.get_rank() in line)
-        self.place = self.line.index(dist.get_rank())
         self._orders = {sender: keys for (sender, to), keys in orders.items() if to == self.place}
         # By sender: what is not yet expected of a step.
         self._due: dict[int, Iterator[MessageKey]] = {}

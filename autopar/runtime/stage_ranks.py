@@ -14,23 +14,24 @@ from autopar.runtime.groups import Groups
 from autopar.runtime.world import world
 from autopar.strategies.node_info import info
 
-Key = tuple[tuple[int, ...], Axes]  # the stages that read a parameter; the axes of its sum inside
+SumKey = tuple[
+    tuple[int, ...], Axes
+]  # the stages that read a parameter; the axes of its sum inside
 
 
 class StageRanks:
     """Where this rank stands, and who holds which stages. Without a pipeline there is one place."""
 
     def __init__(self, program: Program, rank: int) -> None:
-        self.pipelining, mesh = program.pipelining, program.whole_mesh
+        pipelining, self.mesh = program.pipelining, program.whole_mesh
         self.rank, self.schedule = rank, program.schedule
-        if self.pipelining is None:
-            self.meshes: Sequence[Sequence[int]] = [range(mesh.size)]  # the ranks at each place
-        else:
-            self.meshes = [self.pipelining.ranks_at(place) for place in range(self.schedule.ranks)]
+        self.axes: Axes = () if pipelining is None else (pipelining.axis,)
+        # The ranks that stand alike in every place of the pipeline; those at each place.
+        self.lines = self.mesh.groups(self.axes)
+        self.meshes = list(zip(*self.lines))
         self.place = next(at for at, ranks in enumerate(self.meshes) if rank in ranks)
         self.inner = self.meshes[self.place].index(rank)
-        # The ranks that stand where this one stands, in every place of the pipeline.
-        self.line = [ranks[self.inner] for ranks in self.meshes]
+        self.line = self.lines[self.inner]
 
     def of(self, stages: Sequence[int]) -> tuple[int, ...]:
         """The places of the pipeline that hold one of `stages` in any pipe."""
@@ -45,12 +46,9 @@ class StageRanks:
         All ranks make all groups together: torch names a group after how many there are. None if
         this rank is in none, or alone.
         """
-        if self.pipelining is None:
-            return None
-        mesh, axis = self.pipelining.mesh, self.pipelining.axis
-        own = None
-        for ranks in mesh.groups((axis, *axes)):
-            members = [rank for rank in ranks if mesh.coordinate(rank)[axis] in places]
+        own, there = None, {rank for place in places for rank in self.meshes[place]}
+        for ranks in self.mesh.groups((*self.axes, *axes)):
+            members = [rank for rank in ranks if rank in there]
             if len(members) > 1:
                 own = world().group_of(members, purpose=purpose) or own
         return own
@@ -70,7 +68,7 @@ class Users:
         """What nobody reads lies with the first stage."""
         return tuple(self._stages.get(name, (0,)))
 
-    def key(self, placeholder: str) -> Key:
+    def key(self, placeholder: str) -> SumKey:
         """What a parameter has in common with those that are summed over the same ranks."""
         name = self._program.captured.parameters[placeholder]
         return self.stages(name), info(self._program.placeholders[placeholder]).sync
@@ -78,7 +76,7 @@ class Users:
 
 def gradient_sums(
     program: Program, users: Users, ranks: StageRanks, groups: Groups
-) -> dict[Key, Summed]:
+) -> dict[SumKey, Summed]:
     """The sums that this rank has a part in.
 
     Ranks of several places may complete theirs in different orders, so these share no group.

@@ -166,9 +166,10 @@ class _Call:
 
     def __init__(self, function: Any, args: tuple, kwargs: dict) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
-        self.flat = not any(isinstance(a, list | tuple) and _has_node(a) for a in args)
-        self.flat = self.flat and not any(map(_has_node, kwargs.values()))
         self.tensors = [(i, a) for i, a in enumerate(args) if isinstance(a, fx.Node)]
+        every: list[fx.Node] = []
+        fx.map_arg((args, kwargs), every.append)
+        self.flat = every == [node for _, node in self.tensors]
 
     def __call__(self, values: Environment, rank: int) -> Tensor:
         if self.flat:
@@ -181,9 +182,3 @@ class _Call:
             return values[node][rank]
 
         return self.function(*fx.map_arg(self.args, read), **fx.map_arg(self.kwargs, read))
-
-
-def _has_node(argument: Any) -> bool:
-    found: list[fx.Node] = []
-    fx.map_arg(argument, lambda node: found.append(node))
-    return bool(found)

@@ -7,7 +7,7 @@ When p divides m the makespan exceeds m(F + B) by (p - 1)(F + B) / chunks.
 from __future__ import annotations
 
 from autopar.pipeline.schedule import Action, Schedule, make
-from autopar.pipeline.schedules.registry import generator, leave_out, positive
+from autopar.pipeline.schedules.registry import generator, in_turn, leave_out, positive
 
 
 @generator("interleaved", {"chunks": 2})
@@ -27,10 +27,6 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
             Action("B", 0, (chunks - 1 - chunk) * stages + rank, (m,)) for chunk, m in walk
         ]
         ahead = min(2 * (stages - 1 - rank) + (chunks - 1) * stages, len(walk))
-        order = forwards[:ahead]
-        for forward, backward in zip(forwards[ahead:], backwards):
-            order += forward, backward
-        order += backwards[len(walk) - ahead :]
-        orders.append(leave_out(order, microbatches))
+        orders.append(leave_out(in_turn(forwards, backwards, ahead), microbatches))
     placement = [stage % stages for stage in range(stages * chunks)]
     return make("interleaved", microbatches, [placement], orders, chunks=chunks)

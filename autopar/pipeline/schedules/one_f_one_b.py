@@ -6,7 +6,7 @@ Stage s starts with p - 1 - s forwards. Makespan as GPipe; stage s keeps min(p -
 from __future__ import annotations
 
 from autopar.pipeline.schedule import Action, Schedule, make
-from autopar.pipeline.schedules.registry import generator, straight
+from autopar.pipeline.schedules.registry import generator, in_turn, straight
 
 
 @generator("1f1b", {})
@@ -16,8 +16,5 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
         forwards = [Action("F", 0, stage, (m,)) for m in range(microbatches)]
         backwards = [Action("B", 0, stage, (m,)) for m in range(microbatches)]
         ahead = min(stages - 1 - stage, microbatches)
-        order = forwards[:ahead]
-        for forward, backward in zip(forwards[ahead:], backwards):
-            order += forward, backward
-        orders.append(order + backwards[microbatches - ahead :])
+        orders.append(in_turn(forwards, backwards, ahead))
     return make("1f1b", microbatches, [straight(stages)], orders)

@@ -64,6 +64,14 @@ def positive(name: str, option: str, value: object) -> None:
         )
 
 
+def in_turn(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
+    """So many forwards, then a backward and a forward in turn, then what is left of backwards."""
+    order = forwards[:ahead]
+    for forward, backward in zip(forwards[ahead:], backwards):
+        order += forward, backward
+    return order + backwards[len(forwards) - ahead :]
+
+
 def straight(ranks: int) -> list[int]:
     """Stage s on rank s."""
     return list(range(ranks))
