@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 from autopar.errors import InvalidInput
 from autopar.pipeline.execution import run
-from autopar.pipeline.schedule import KINDS, MOST_UNLISTED, Action, Kind, Schedule
+from autopar.pipeline.schedule import KINDS, MOST_UNLISTED, Action, Schedule
 
 SHOWN = 6
 
@@ -129,18 +129,16 @@ def _complete(schedule: Schedule) -> Iterator[str]:
         stage, microbatch = divmod(key, parts)
         pipe = schedule.pipe_of[microbatch]
         rank = f"rank {schedule.placement[pipe][stage]}: " if pipe >= 0 else ""
-        given: dict[Kind, int] = {"F": f, "B": b, "I": i, "W": w}
+        named = {kind: Action(kind, max(pipe, 0), stage, (microbatch,)) for kind in KINDS}
         faults = [
-            f"{Action(kind, max(pipe, 0), stage, (microbatch,))} {count} times"
-            for kind, count in given.items()
-            if count > 1
+            f"{named[kind]} {counts[kind][key]} times" for kind in KINDS if counts[kind][key] > 1
         ]
         if not f:
-            faults.append(f"no {Action('F', max(pipe, 0), stage, (microbatch,))}")
+            faults.append(f"no {named['F']}")
         if not b + i:
-            faults.append(f"no {Action('B', max(pipe, 0), stage, (microbatch,))}")
+            faults.append(f"no {named['B']}")
         if b and i + w:
-            faults.append(f"{Action('B', max(pipe, 0), stage, (microbatch,))} beside its I or W")
+            faults.append(f"{named['B']} beside its I or W")
         if not b and i != w:
             faults.append(f"{i} I but {w} W of micro-batch {microbatch} on stage {stage}")
         yield rank + ", ".join(faults)

@@ -95,9 +95,8 @@ def _collect(
                 heard(rank, value)
             elif kind == "done":
                 results[rank] = value
-            elif any(
-                text in value for text in _ENDED_BY_OTHER
-            ):  # the one that failed first will speak, or be missed
+            elif any(text in value for text in _ENDED_BY_OTHER):
+                # The one that failed first will speak, or be missed.
                 followers[rank] = value
             else:
                 raise _failure(rank, value)

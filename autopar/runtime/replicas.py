@@ -112,9 +112,6 @@ def _shapes(node: fx.Node, mesh: Mesh) -> list[tuple[int, ...]]:
 
 def _leaders(mesh: Mesh, axes: Sequence[str]) -> list[int]:
     """For each rank, the first rank that stands at the same place on `axes`."""
-    first: dict[tuple[int, ...], int] = {}
-    places = (mesh.coordinate(rank) for rank in range(mesh.size))
-    return [
-        first.setdefault(tuple(place[axis] for axis in axes), rank)
-        for rank, place in enumerate(places)
-    ]
+    others = tuple(name for name in mesh if name not in axes)
+    first = {rank: ranks[0] for ranks in mesh.groups(others) for rank in ranks}
+    return [first[rank] for rank in range(mesh.size)]

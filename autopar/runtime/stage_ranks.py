@@ -24,7 +24,7 @@ class StageRanks:
 
     def __init__(self, program: Program, rank: int) -> None:
         pipelining, self.mesh = program.pipelining, program.whole_mesh
-        self.rank, self.schedule = rank, program.schedule
+        self.schedule = program.schedule
         self.axes: Axes = () if pipelining is None else (pipelining.axis,)
         # The ranks that stand alike in every place of the pipeline; those at each place.
         self.lines = self.mesh.groups(self.axes)
