@@ -1,4 +1,4 @@
-"""Micro-batches: the program of one slice of the batch, whose results add up to the whole batch's.
+"""Micro-batches: the program of one part of the batch, whose results add up to the whole batch's.
 
     parts = cut_batch(captured, count=4)
     totals = parts.totals(inputs)                    # counts over the whole batch, e.g. of targets
@@ -8,7 +8,7 @@
 
 Comes before all decisions: `parts.captured` is what they are made about. That the shares add up is
 shown by the rules, as if the micro-batches were ranks that cut the batch: each value is then the
-same for all, a slice, or a term of a sum. What is the same for all and is added to such a sum (a
+same for all, a part, or a term of a sum. What is the same for all and is added to such a sum (a
 regulariser, a number) is added by each in part. A sum that takes no gradient and comes from the
 inputs alone (the count under a mean) is a *total*, computed before the step from the whole batch.
 Any other place where samples meet before the loss is refused. Batch norm is the exception: each

@@ -156,8 +156,8 @@ class Schedule:
         return tuple(
             (pipe, stage)
             for pipe, ranks in enumerate(self.placement)
-            for stage, holder in enumerate(ranks)
-            if holder == rank
+            for stage, its_rank in enumerate(ranks)
+            if its_rank == rank
         )
 
     def replicas_of(self, stage: int) -> tuple[int, ...]:

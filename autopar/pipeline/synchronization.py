@@ -67,17 +67,17 @@ def synchronize(timeline: Timeline, mode: str, costs: tuple[float, ...]) -> Time
     )
     ready = []
     for stage in stages:
-        moments = []
+        completed = []
         for pipe, rank in enumerate(schedule.replicas_of(stage)):
             position = last[rank].get((pipe, stage), -1)
             gradient = timeline.ends[rank][position] if position >= 0 else 0.0
-            moments.append(gradient if stage in eager else done[rank])
-        ready.append((max(moments), stage))
+            completed.append(gradient if stage in eager else done[rank])
+        ready.append((max(completed), stage))
     free = [0.0] * schedule.ranks
     found = []
-    for moment, stage in sorted(ready):
+    for begins, stage in sorted(ready):
         ranks = schedule.replicas_of(stage)
-        start = max([moment, *(free[rank] for rank in ranks)])
+        start = max([begins, *(free[rank] for rank in ranks)])
         end = start + costs[stage]
         for rank in ranks:
             free[rank] = end

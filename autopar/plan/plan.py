@@ -146,7 +146,9 @@ class SavedPlan(SavedValue):
 
     def attach_captured(self, captured: Captured) -> Plan:
         """The plan of a model that was captured and is the same."""
-        batches = None if self.slices is None else cut_batch(captured, self.slices)
+        batches = (
+            None if self.microbatch_count is None else cut_batch(captured, self.microbatch_count)
+        )
         captured = captured if batches is None else batches.captured
         require_fitting(self, captured)
         decisions = self.decisions

@@ -35,7 +35,7 @@ class SavedValue:
     # Bytes of each device that the search kept to.
     limit: Positive | None = field(metadata={"key": "memory_limit"})
     # Micro-batches of a step; None: the batch was not cut.
-    slices: Count | None = field(metadata={"key": "microbatches"})
+    microbatch_count: Count | None = field(metadata={"key": "microbatches"})
     typed: TypedDecisions = field(metadata={"key": "decisions"})
     cluster: Cluster
     pipelining: Pipelining | None = field(metadata={"key": "pipeline"})
@@ -71,14 +71,14 @@ class SavedValue:
 
     @property
     def microbatches(self) -> int:
-        return self.slices or 1
+        return self.microbatch_count or 1
 
 
 def values_to_save(plan: PlanValue) -> dict[str, Any]:
     """What of a plan goes to disk, by field."""
     placeholders = plan.decisions.placeholders
     made = {
-        "slices": None if plan.batches is None else plan.batches.count,
+        "microbatch_count": None if plan.batches is None else plan.batches.count,
         "typed": TypedDecisions.of(plan.decisions, plan.types),
         "others": {name: t for name, t in plan.types.items() if name not in placeholders},
     }

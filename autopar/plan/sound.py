@@ -50,7 +50,7 @@ def require_sound(saved: SavedValue) -> None:
 
 
 def _require_pipeline(saved: SavedValue) -> None:
-    pipelining, slices = saved.pipelining, saved.slices
+    pipelining, count = saved.pipelining, saved.microbatch_count
     assert pipelining is not None
     schedule, axis, mesh = pipelining.schedule, pipelining.axis, pipelining.mesh
     if axis not in mesh or mesh.without(axis) != saved.mesh or mesh[axis] != schedule.ranks:
@@ -58,10 +58,10 @@ def _require_pipeline(saved: SavedValue) -> None:
             "the mesh of a pipeline is that of a stage and the ranks of its schedule",
             f"{mesh} over {axis!r}, {saved.mesh} in a stage, {schedule.ranks} ranks",
         )
-    if len(pipelining.stages) != schedule.stages or slices != schedule.all_parts:
+    if len(pipelining.stages) != schedule.stages or count != schedule.all_parts:
         _fail(
             "a plan has the stages and the micro-batches of its schedule",
-            f"{len(pipelining.stages)} stages and {slices} micro-batches for {schedule.stages} "
+            f"{len(pipelining.stages)} stages and {count} micro-batches for {schedule.stages} "
             f"and {schedule.all_parts}",
         )
 

@@ -43,16 +43,16 @@ class Backend(ABC):
 
     def _prepare(self, transport: Transport, after: Callable[[int], None]) -> None:
         """Make the stages of this process, and what runs them."""
-        held = {place: self.schedule.local_stages(place) for place in self.places}
+        local = {place: self.schedule.local_stages(place) for place in self.places}
         pipelining = self.program.pipelining
-        for index in sorted({stage for pairs in held.values() for _, stage in pairs}):
+        for index in sorted({stage for pairs in local.values() for _, stage in pairs}):
             self.stages[index] = (
                 StageRun(self, self.program.stages[index], index in self.schedule.split_stages)
                 if pipelining is not None
                 else WholeRun(self)
             )
         recompute = pipelining is not None and pipelining.recompute
-        for place, pairs in held.items():
+        for place, pairs in local.items():
             own = {pair: Worker(self.stages[pair[1]], recompute) for pair in pairs}
             self.workers |= own
             self.runners.append(RankRunner(self.schedule, place, own, transport, after))

@@ -77,7 +77,7 @@ class Bucket:
 
     def gather(self) -> Tensor:
         """All gradients in one tensor, ready to be summed; those that nobody made are zero."""
-        grads = taken([slot.leaf for slot in self.slots]) + self.riders
+        grads = take_gradients([slot.leaf for slot in self.slots]) + self.riders
         # What is one tensor is not copied.
         self.buffer = joined_flat(grads if len(grads) > 1 else in_own_memory(grads))
         return self.buffer
@@ -111,7 +111,7 @@ def make_buckets(slots: Sequence[tuple[Slot, Hashable]]) -> list[Bucket]:
     return buckets
 
 
-def taken(leaves: Iterable[Tensor]) -> list[Tensor]:
+def take_gradients(leaves: Iterable[Tensor]) -> list[Tensor]:
     """Gradients off the leaves of parameters that get one; zero where this rank made none."""
     gradients = []
     for leaf in leaves:
@@ -187,7 +187,7 @@ class GradientSync:
                 wait_for(bucket.work)
                 grads |= bucket.give()
         alone = [slot for slot in self._alone if slot.name in reached]
-        grads |= placed(alone, in_own_memory(taken([slot.leaf for slot in alone])))
+        grads |= placed(alone, in_own_memory(take_gradients([slot.leaf for slot in alone])))
         return {name: grad for name, grad in grads.items() if name in reached}
 
     def takes_along(self, late: LateSum) -> bool:

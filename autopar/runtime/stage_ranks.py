@@ -83,7 +83,7 @@ def gradient_sums(
     """
     schedule, place = program.schedule, ranks.place
     last, order = last_backwards(schedule)[place], schedule.orders[place]
-    held = schedule.local_stages(place)
+    local = schedule.local_stages(place)
     learned = frozenset().union(*program.learned)
     parameters = [key for key, name in program.captured.parameters.items() if name in learned]
     sums, keys = {}, dict.fromkeys(map(users.key, parameters))
@@ -94,7 +94,7 @@ def gradient_sums(
         else:
             group = groups[axes] if axes else None
         if group is not None and place in places:
-            ready = max(last.get(pair, -1) for pair in held if pair[1] in stages)
+            ready = max(last.get(pair, -1) for pair in local if pair[1] in stages)
             is_one = ready >= 0 and len(order[ready].microbatches) == 1
             sums[stages, axes] = Summed(
                 group, ready, is_one and schedule.split_stages.isdisjoint(stages)

@@ -19,12 +19,12 @@ def dualpipe(stages: int, microbatches: int, overlap: bool = True) -> Schedule:
     counts = down, microbatches - down
     orders = []
     for rank in range(stages):
-        held = (rank, stages - 1 - rank)
+        local = (rank, stages - 1 - rank)
         near = int(rank >= stages // 2)  # the pipe that enters at this rank's end: lane 0
         lanes = counts[near], counts[1 - near]
         orders.append([
-            Action(kind, lane ^ near, held[lane ^ near], ((lane ^ near) * down + number,), joint)
-            for kind, lane, number, joint in two_lanes(min(held), stages // 2, lanes, overlap)
+            Action(kind, lane ^ near, local[lane ^ near], ((lane ^ near) * down + number,), joint)
+            for kind, lane, number, joint in two_lanes(min(local), stages // 2, lanes, overlap)
         ])  # fmt: skip
     placement = [straight(stages), reverse(stages)]
     return make("dualpipe", microbatches, placement, orders, overlap=overlap)

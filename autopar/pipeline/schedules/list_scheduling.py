@@ -126,12 +126,12 @@ class _Step:
         ranks = len(set(placement[0]))
         self.back: Kind = "I" if "I" in kinds else "B"
         self.states: dict[tuple[int, int], StageState] = {}
-        self.held: list[list[StageState]] = [[] for _ in range(ranks)]
+        self.local_stages: list[list[StageState]] = [[] for _ in range(ranks)]
         for pipe, row in enumerate(placement):
             for stage, rank in enumerate(row):
                 state = StageState(pipe, stage, {kind: deque() for kind in kinds})
                 self.states[pipe, stage] = state
-                self.held[rank].append(state)
+                self.local_stages[rank].append(state)
             self.states[pipe, 0].ready["F"].extend(runs[pipe])
         self.orders: list[list[Action]] = [[] for _ in range(ranks)]
         self.busy = [False] * ranks
@@ -160,7 +160,7 @@ class _Step:
 
     def start(self, time: float, rank: int) -> None:
         """What the rule chooses for a rank that is free, if anything."""
-        choice = self.choose(self.held[rank])
+        choice = self.choose(self.local_stages[rank])
         if choice is None:
             return
         kind, state = choice

@@ -19,11 +19,11 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
 
 def _order(stages: int, rank: int, microbatches: int) -> list[Action]:
     order: list[Action] = []
-    held = (rank, 2 * stages - 1 - rank)
+    local = (rank, 2 * stages - 1 - rank)
     counts = {(kind, chunk): 0 for kind in ("F", "I", "W") for chunk in (0, 1)}
 
     def do(kind: Kind, chunk: int) -> None:
-        order.append(Action(kind, 0, held[chunk], (counts[kind, chunk],)))
+        order.append(Action(kind, 0, local[chunk], (counts[kind, chunk],)))
         counts[kind, chunk] += 1
 
     def backward(chunk: int) -> None:

@@ -114,7 +114,7 @@ def _narrowed(
             table.weight_halves[starts, ends],
             table.states[starts, ends],
         ]
-        taken = (kept * np.stack(held, 1)).sum((1, 2))
-        weights *= np.exp(_PACE * (taken / taken.max() - 1))
+        used = (kept * np.stack(held, 1)).sum((1, 2))
+        weights *= np.exp(_PACE * (used / used.max() - 1))
         weights /= weights.sum()
     return offered
