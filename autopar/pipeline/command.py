@@ -22,6 +22,7 @@ from autopar.pipeline.timeline import Timeline, draw
 # Options of schedules that are also costs of the simulation: a plan is made for the same times.
 COSTS = ("forward", "backward", "backward_weight", "latency")
 NARROWEST = 60
+PATH = ("forwards", "backwards", "weights", "messages")  # what is told of the critical one
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -116,12 +117,7 @@ def figures(timeline: Timeline) -> dict[str, Any]:
         "idle": list(timeline.idle),
         "peak_activations": list(timeline.peak_activations),
         "weights": made.pipes,
-        "critical_path": {
-            "forwards": path.forwards,
-            "backwards": path.backwards,
-            "weights": path.weights,
-            "messages": path.messages,
-        },
+        "critical_path": {name: getattr(path, name) for name in PATH},
     }
     if timeline.synchronizations:
         found |= {"uncovered_sync": timeline.uncovered_sync, "step_time": timeline.step_time}

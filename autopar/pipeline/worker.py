@@ -95,7 +95,9 @@ class Worker:
 
     def backward_inputs(self, microbatch: int, of_sent: Sequence[Value]) -> list[Value]:
         """The gradients of what was received; those of weights that wait stay for later."""
-        kept = self._ready(microbatch)
+        kept = self.kept[microbatch]
+        if self.recompute:
+            self._run(microbatch, kept)
         given = [*of_sent, *([kept.seed] if kept.seed else [])]
         pairs = [
             (root, seed)
@@ -107,7 +109,7 @@ class Worker:
             roots, gradients_of_roots = zip(*pairs)
             torch.autograd.backward(roots, gradients_of_roots)
         gradients = [
-            [_or_zeros(tensor.grad, tensor) for tensor in value]
+            [torch.zeros_like(x) if x.grad is None else x.grad for x in value]
             for value, learns in zip(kept.received, self.run.stage.learns_received)
             if learns
         ]
@@ -118,19 +120,16 @@ class Worker:
         """The gradients of weights, after those of inputs."""
         finish(self.kept.pop(microbatch).halves)
 
-    def _ready(self, microbatch: int) -> Kept:
-        """What a micro-batch kept, with its graph: made now under recomputation."""
-        kept = self.kept[microbatch]
-        if self.recompute:
-            self._run(microbatch, kept)
-        return kept
-
     def _run(self, microbatch: int, kept: Kept) -> list[Value]:
         results = self.run(microbatch, kept.received)
         kept.halves = self.run.weight_halves()
         sent = len(self.run.stage.sends)
         values = zip(results[:sent], self.run.stage.learns_sent)
-        kept.roots = [list(map(_edge, value)) for value, learns in values if learns]
+        kept.roots = [
+            [get_gradient_edge(x) if x.requires_grad else None for x in value]
+            for value, learns in values
+            if learns
+        ]
         if self.run.stage.has_loss:
             kept.roots.append([loss if loss.requires_grad else None for loss in results[sent]])
             kept.seed = [torch.ones_like(loss) for loss in results[sent]]
@@ -148,11 +147,3 @@ def sum_in_order(values: Mapping[int, Tensor]) -> Tensor:
     for other in others:
         first = first + other
     return first
-
-
-def _edge(tensor: Tensor) -> GradientEdge | None:
-    return get_gradient_edge(tensor) if tensor.requires_grad else None
-
-
-def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if gradient is None else gradient

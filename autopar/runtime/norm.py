@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import reduce
 
 import torch
 import torch.distributed as dist
@@ -40,18 +41,12 @@ def norm_over_world(
         if all(at == 0 for axis, at in coordinate.items() if axis not in axes_of.get(name, ()))
     ]
     norm = nn.utils.get_total_norm([piece for piece in counted if piece.numel()], norm_type)
-    norm = norm.to(device, _dtype(program))
+    # The same on all ranks, whatever parameters they hold; at least single precision.
+    dtypes = (program.type_of(placeholder).dtype for placeholder in program.captured.parameters)
+    norm = norm.to(device, reduce(torch.promote_types, dtypes, torch.float32))
     if math.isinf(norm_type):
         dist.all_reduce(norm, dist.ReduceOp.MAX)
         return norm
     power = norm**norm_type
     dist.all_reduce(power)
     return power ** (1 / norm_type)
-
-
-def _dtype(program: Program) -> torch.dtype:
-    """The same on all ranks, whatever parameters they hold; at least single precision."""
-    found = torch.float32
-    for placeholder in program.captured.parameters:
-        found = torch.promote_types(found, program.type_of(placeholder).dtype)
-    return found

@@ -41,7 +41,10 @@ class Placing:
 
         Parameters, and buffers that are cut, are DTensors.
         """
-        whole = self._of_first_rank(value.detach())
+        whole = torch.empty(value.shape, dtype=value.dtype, device=self.device)
+        if dist.get_rank() == 0:
+            whole.copy_(value.detach())
+        dist.broadcast(whole, src=0)
         if layout.is_replicated and not isinstance(value, nn.Parameter):
             return whole
         return self.cut(whole, layout)
@@ -50,13 +53,6 @@ class Placing:
         """A DTensor of a whole tensor that every rank has."""
         wrap = wrapper(layout, tuple(whole.shape), self.device_mesh)
         return wrap(self.piece(whole, layout))
-
-    def _of_first_rank(self, value: Tensor) -> Tensor:
-        whole = torch.empty(value.shape, dtype=value.dtype, device=self.device)
-        if dist.get_rank() == 0:
-            whole.copy_(value)
-        dist.broadcast(whole, src=0)
-        return whole
 
 
 def in_own_memory(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -17,7 +17,7 @@ from autopar.errors import InvalidInput
 from autopar.pipeline.costs import Costs, StageTimes, plain, single, stage_times
 from autopar.pipeline.schedule import Action, Option, Schedule, make
 from autopar.pipeline.schedules.chimera_placement import chimera_placement, shares
-from autopar.pipeline.schedules.list_scheduling import greedy, list_schedule
+from autopar.pipeline.schedules.list_scheduling import ListSchedule, greedy
 from autopar.pipeline.schedules.registry import generator
 
 SCALES = ("direct", "doubling", "halving", "list")
@@ -69,7 +69,7 @@ def _list(
     limit = len(placement[0]) + (latency > 0)
     for reserve in (0, 1):  # without a reserve the ranks may come to wait for each other
         rule = greedy(placement, ("F", "B"), limit, reserve=reserve, tapers=True)
-        orders = list_schedule(placement, runs, times, latency, rule, ("F", "B"))
+        orders = ListSchedule(placement, runs, times, latency, rule, ("F", "B")).play()
         if orders is not None:
             return orders
     raise AssertionError("with a reserve no rank waits forever")

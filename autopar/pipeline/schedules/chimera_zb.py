@@ -17,7 +17,7 @@ from autopar.pipeline.costs import Costs, StageTimes, plain, single, stage_times
 from autopar.pipeline.execution import run
 from autopar.pipeline.schedule import Kind, Schedule, make
 from autopar.pipeline.schedules.chimera_placement import chimera_placement, shares
-from autopar.pipeline.schedules.list_scheduling import greedy, list_schedule
+from autopar.pipeline.schedules.list_scheduling import ListSchedule, greedy
 from autopar.pipeline.schedules.registry import generator, positive
 
 ORDERS: tuple[tuple[Kind, ...], ...] = (("F", "I", "W"), ("I", "F", "W"))
@@ -59,7 +59,7 @@ def chimera_zb(
     best: tuple[float, Schedule] | None = None
     for order, nearest, reserve in product(ORDERS, (True, False), (0, 1)):
         rule = greedy(placement, order, most, reserve=reserve, nearest=nearest)
-        orders = list_schedule(placement, runs, times, delay, rule, order)
+        orders = ListSchedule(placement, runs, times, delay, rule, order).play()
         if orders is None:
             continue
         plan = make("chimera-zb", microbatches, placement, orders, **options)

@@ -93,53 +93,35 @@ class _Event(NamedTuple):
     microbatch: int
 
 
-def list_schedule(
-    placement: Sequence[Sequence[int]],
-    runs: Sequence[range],
-    times: StageTimes,
-    latency: float,
-    choose: Rule,
-    kinds: Sequence[Kind],
-) -> list[list[Action]] | None:
-    """The orders of all ranks when `runs[pipe]` go through the pipes and `choose` decides.
+@dataclass
+class ListSchedule:
+    """A step in progress, when `runs[pipe]` go through the pipes and `choose` decides."""
 
-    `kinds`: F and B, or F, I and W. None when the rule leaves all ranks waiting for each other.
-    """
-    orders = _Step(placement, runs, times, latency, choose, kinds).orders_of_all()
-    wanted = len(kinds) * len(placement[0]) * sum(map(len, runs))
-    return orders if sum(map(len, orders)) == wanted else None
+    placement: Sequence[Sequence[int]]
+    runs: Sequence[range]
+    times: StageTimes
+    latency: float
+    choose: Rule
+    kinds: Sequence[Kind]  # F and B, or F, I and W
 
-
-class _Step:
-    """A step in progress."""
-
-    def __init__(
-        self,
-        placement: Sequence[Sequence[int]],
-        runs: Sequence[range],
-        times: StageTimes,
-        latency: float,
-        choose: Rule,
-        kinds: Sequence[Kind],
-    ) -> None:
-        self.placement, self.times, self.latency, self.choose = placement, times, latency, choose
-        ranks = len(set(placement[0]))
-        self.back: Kind = "I" if "I" in kinds else "B"
+    def __post_init__(self) -> None:
+        ranks = len(set(self.placement[0]))
+        self.back: Kind = "I" if "I" in self.kinds else "B"
         self.states: dict[tuple[int, int], StageState] = {}
         self.local_stages: list[list[StageState]] = [[] for _ in range(ranks)]
-        for pipe, row in enumerate(placement):
+        for pipe, row in enumerate(self.placement):
             for stage, rank in enumerate(row):
-                state = StageState(pipe, stage, {kind: deque() for kind in kinds})
+                state = StageState(pipe, stage, {kind: deque() for kind in self.kinds})
                 self.states[pipe, stage] = state
                 self.local_stages[rank].append(state)
-            self.states[pipe, 0].ready["F"].extend(runs[pipe])
+            self.states[pipe, 0].ready["F"].extend(self.runs[pipe])
         self.orders: list[list[Action]] = [[] for _ in range(ranks)]
         self.busy = [False] * ranks
         self.events: list[tuple[float, int, _Event]] = []  # by time; of equals the first first
         self.count = 0
 
-    def orders_of_all(self) -> list[list[Action]]:
-        """Play until nothing happens any more."""
+    def play(self) -> list[list[Action]] | None:
+        """The orders of all ranks; None when the rule leaves all waiting for each other."""
         now = 0.0
         touched = set(range(len(self.orders)))
         while touched:
@@ -152,7 +134,8 @@ class _Step:
                 time, _, event = heapq.heappop(self.events)
                 self.happen(time, event)
                 touched.add(event.rank)
-        return self.orders
+        wanted = len(self.kinds) * len(self.placement[0]) * sum(map(len, self.runs))
+        return self.orders if sum(map(len, self.orders)) == wanted else None
 
     def push(self, time: float, event: _Event) -> None:
         self.count += 1
