@@ -24,14 +24,10 @@ def last_backwards(schedule: Schedule) -> tuple[dict[tuple[int, int], int], ...]
 
     From there on the gradient is complete. A pipe without micro-batches has no entry.
     """
-    found = []
-    for order in schedule.orders:
-        last: dict[tuple[int, int], int] = {}
-        for position, action in enumerate(order):
-            if action.kind in ("B", "W"):
-                last[action.pipe, action.stage] = position
-        found.append(last)
-    return tuple(found)
+    return tuple(
+        {(one.pipe, one.stage): at for at, one in enumerate(order) if one.kind in ("B", "W")}
+        for order in schedule.orders
+    )
 
 
 def early_stages(timeline: Timeline) -> tuple[int, ...]:
@@ -41,11 +37,9 @@ def early_stages(timeline: Timeline) -> tuple[int, ...]:
     tolerance = 1e-9 * timeline.makespan
 
     def idles(pipe: int, stage: int, rank: int) -> bool:
-        position = last[rank].get((pipe, stage), -1)
-        starts, ends = timeline.starts[rank], timeline.ends[rank]
-        gaps = zip(
-            starts[position + 1 :], ends[max(position, 0) :] if position >= 0 else [0.0, *ends]
-        )
+        after = last[rank].get((pipe, stage), -1) + 1
+        ends = [0.0, *timeline.ends[rank]]
+        gaps = zip(timeline.starts[rank][after:], ends[after:])
         return any(start - end > tolerance for start, end in gaps)
 
     return tuple(

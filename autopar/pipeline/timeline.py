@@ -160,20 +160,13 @@ def draw(timeline: Timeline, width: int = WIDTH) -> str:
 def _rows(timeline: Timeline, width: int) -> list[str]:
     schedule = timeline.schedule
     span = timeline.makespan or 1.0
-    shortest = min(
-        (
-            end - start
-            for starts, ends in zip(timeline.starts, timeline.ends)
-            for start, end in zip(starts, ends)
-            if end > start
-        ),
-        default=span,
+    durations = (
+        end - start
+        for starts, ends in zip(timeline.starts, timeline.ends)
+        for start, end in zip(starts, ends)
     )
-    label = max(
-        len("+".join(map(str, action.microbatches)))
-        for order in schedule.orders
-        for action in order
-    )
+    shortest = min(filter(None, durations), default=span)
+    label = max(len("+".join(map(str, action.microbatches))) for _, action in schedule.actions)
     # One column more than the label, so that neighbours stay apart.
     scale = (label + 2) / shortest
     labelled = round(scale * span) <= width
