@@ -34,7 +34,8 @@ LEADING = Traits(leading="")
 
 def elementwise(call: Call, **options: Unpack[Options]) -> Rule:
     """All tensor inputs broadcast to the output."""
-    return call.parse(", ".join(["..."] * len(call.shapes)) + " -> ...", **options)
+    count = max(call.slots, default=-1) + 1
+    return call.parse(", ".join(["..."] * count) + " -> ...", **options)
 
 
 def _sum_of_inputs(call: Call) -> Rule:
