@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from autopar.cluster import Device
-from autopar.cost.model import operator_formula, operator_values
+from autopar.cost.model import operator_seconds
 from autopar.mesh import Mesh
 from autopar.strategies import Extra, Rule, Strategy
 from autopar.strategies.node_info import info
@@ -114,10 +114,11 @@ def seconds(facts: Facts, done: Work, device: Device) -> tuple[Array, Array]:
     """Seconds forward and backward of each strategy."""
     if facts.is_view:
         return done.flops, done.backward_flops
-    forward = _roofline(device, facts.dtype, done.flops, done.moved)
+    forward = operator_seconds(device, facts.dtype, flops=done.flops, moved=done.moved)
     if not any(facts.differentiable):
         return forward, np.zeros_like(forward)
-    return forward, _roofline(device, facts.dtype, done.backward_flops, done.backward_moved)
+    flops, moved = done.backward_flops, done.backward_moved
+    return forward, operator_seconds(device, facts.dtype, flops=flops, moved=moved)
 
 
 def _elements(rule: Rule, dims: Sequence[Dim]) -> int:
@@ -131,13 +132,6 @@ def kept_extra(facts: Facts, pieces: ShardSizes) -> Array:
         for extra in facts.rule.saved.extra:
             total = total + pieces.bytes(extra, facts.dtype)
     return total
-
-
-def _roofline(device: Device, dtype: torch.dtype, flops: Array, moved: Array) -> Array:
-    formula = operator_formula(flops)
-    return np.asarray(formula(**operator_values(device, dtype, flops, moved))) + np.zeros_like(
-        flops
-    )
 
 
 def facts_of(node: fx.Node, rule: Rule, inputs: Sequence[fx.Node]) -> Facts:

@@ -19,7 +19,7 @@ from autopar.capture.node_classes import number_calls
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
-from autopar.passes.flow import ancestors
+from autopar.passes.flow import ancestors, part_of
 from autopar.search.propagate import propagate
 from autopar.strategies import localize_arguments, tensor_inputs, traits_of
 from autopar.strategies.node_info import info
@@ -130,14 +130,9 @@ class Cutter:
         """From the inputs of a whole batch to the totals, as a graph of its own."""
         if not self.summed:
             return None
-        graph = fx.Graph()
-        needed = ancestors(list(self.summed))
-        copies: dict[fx.Node, fx.Node] = {}
-        for node in self.captured.graph.nodes:
-            if node in needed:
-                copies[node] = graph.node_copy(node, copies.__getitem__)
-                copies[node].name = node.name
-        graph.output({total.name: copies[node] for node, total in self.summed.items()})
+        graph = part_of(self.captured.graph, self.summed)
+        copies = {node.name: node for node in graph.nodes}
+        graph.output({total.name: copies[node.name] for node, total in self.summed.items()})
         return graph
 
     def _enter(self, node: fx.Node, dim: int | None) -> None:

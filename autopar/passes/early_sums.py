@@ -12,6 +12,7 @@ from torch import fx
 
 from autopar.collectives.eager import finish_sum, start_sum
 from autopar.mesh import Mesh
+from autopar.passes.flow import ancestors
 from autopar.passes.setting import LocalSetting
 from autopar.strategies import localize_arguments
 from autopar.strategies.node_info import info
@@ -32,7 +33,7 @@ def settle_small_sums(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
         if node.target is not own.all_reduce.default or info(node).differentiable:
             continue
         value: Any = node.args[0]
-        before = _ancestors(value)
+        before = _calls_behind(value)
         if before is None or info(value).val.numel() > SMALL_SUM:
             continue
         if info(node).type.layout.is_replicated and _same_on_whole(
@@ -55,19 +56,13 @@ def settle_small_sums(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
     return graph
 
 
-def _ancestors(value: fx.Node) -> list[fx.Node] | None:
+def _calls_behind(value: fx.Node) -> list[fx.Node] | None:
     """The calls behind `value` in order; None if a movement or a gradient is among them."""
-    found = {value}
-    waiting = [value]
-    while waiting:
-        node = waiting.pop()
-        if node.op == "call_function" and (
-            info(node).movement is not None or info(node).differentiable
-        ):
-            return None
-        found.add(node)
-        waiting.extend(node.all_input_nodes)
-    return [node for node in value.graph.nodes if node in found and node.op == "call_function"]
+    found = ancestors([value])
+    calls = [node for node in value.graph.nodes if node in found and node.op == "call_function"]
+    if any(info(node).movement is not None or info(node).differentiable for node in calls):
+        return None
+    return calls
 
 
 def _same_on_whole(calls: list[fx.Node], everywhere: dict[str, fx.Node], mesh: Mesh | None) -> bool:

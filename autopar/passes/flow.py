@@ -1,17 +1,18 @@
-"""Flow: a rewritten program as one line of activations, and what crosses every place of it.
+"""Flow: a rewritten program as one row of activations, and what crosses each point of it.
 
     inputs, constants ──▶ free        made again in each stage that reads them (masks, positions)
     parameters        ──▶ weights     made again in each stage that reads them (casts, gathers)
     both              ──▶ activations in one stage, sent on to the stages that read them
     changed buffers   ──▶ updates     done once a step, from the statistics of all micro-batches
 
-A value that depends on inputs and on parameters is an activation. The line is the order of the
-graph. A place is a number i: between activation i - 1 and activation i.
+A value that depends on inputs and on parameters is an activation. They stand in the order of the
+graph. A cut point is a number i: between activation i - 1 and activation i.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -66,7 +67,7 @@ class Flow:
 
     @cached_property
     def activations(self) -> tuple[fx.Node, ...]:
-        """The line: operators, each with all the values that it gives."""
+        """Operators, each with all the values that it gives."""
         wanted = [self.loss, *(v for node in self.updates for v in node.all_input_nodes)]
         live = ancestors([*wanted, *self.new_values.values()]) - self.updates
         return tuple(
@@ -79,8 +80,8 @@ class Flow:
         )
 
     @cached_property
-    def place(self) -> dict[fx.Node, int]:
-        """Where the operator of each activation stands on the line."""
+    def position(self) -> dict[fx.Node, int]:
+        """Where the operator of each activation stands among them."""
         return {
             value: index
             for index, node in enumerate(self.activations)
@@ -92,16 +93,16 @@ class Flow:
         """The activations that updates read."""
         last = set(self.new_values.values())
         return tuple(
-            node for node in self.place if node in last or node.users.keys() & self.updates
+            node for node in self.position if node in last or node.users.keys() & self.updates
         )
 
     @cached_property
     def read_at(self) -> dict[fx.Node, tuple[int, ...]]:
-        """The places of the line at which each value is made that the results need.
+        """The positions at which each value is made that the results need.
 
         An activation is made at its own; what is made again where it is read, at those that read
         it; an update at the last of its statistics."""
-        last = dict(self.place)
+        last = dict(self.position)
         for node in self.updates:
             last[node] = 0
         for node in self.graph.nodes:
@@ -109,10 +110,10 @@ class Flow:
                 last[node] = max((last.get(v, 0) for v in node.all_input_nodes), default=0)
         found: dict[fx.Node, set[int]] = {}
         for node in reversed(self.graph.nodes):
-            if node in self.place:
+            if node in self.position:
                 found[node] = {last[node]}
                 continue
-            readers = [user for user in node.users if node not in last or user in self.place]
+            readers = [user for user in node.users if node not in last or user in self.position]
             places = [{last[node]}] if node in last else []
             if places or readers:
                 found[node] = set().union(*places, *(found.get(user, {0}) for user in readers))
@@ -120,7 +121,7 @@ class Flow:
 
     @cached_property
     def held_at(self) -> dict[fx.Node, tuple[int, ...]]:
-        """The places that need each parameter and buffer; what none needs lies at the first."""
+        """The positions that need each parameter and buffer; what none needs lies at the first."""
         return {
             node: self.read_at.get(node, (0,))
             for node in self.graph.nodes
@@ -129,34 +130,24 @@ class Flow:
 
     def read_by(self, new_value: fx.Node) -> set[fx.Node]:
         """The statistics that the new value of one buffer is made of."""
-        found: set[fx.Node] = set()
-        waiting = [new_value]
-        while waiting:
-            node = waiting.pop()
-            if node in self.place:
-                found.add(node)
-            elif node in self.updates:
-                waiting.extend(node.all_input_nodes)
-        return found
 
-    def crossing(self, place: int) -> list[fx.Node]:
-        """The activations before `place` that are read after it, in their order."""
-        if place >= len(self.activations):
-            return []
-        return [n for n, at in self.place.items() if at < place <= self._last_reader[n]]
+        def reads(node: fx.Node) -> list[fx.Node]:
+            return node.all_input_nodes if node in self.updates else []
+
+        return {node for node in ancestors([new_value], reads) if node in self.position}
+
+    def crossing(self, point: int) -> list[fx.Node]:
+        """The activations before a cut point that are read after it, in their order."""
+        return [n for n, at in self.position.items() if at < point <= self._last_reader[n]]
 
     @cached_property
     def crossings(self) -> list[int]:
-        """How many values cross each place."""
+        """How many values cross each cut point."""
         change = [0] * (len(self.activations) + 2)
         for node, last in self._last_reader.items():
-            change[self.place[node] + 1] += 1
+            change[self.position[node] + 1] += 1
             change[last + 1] -= 1
-        counts, count = [], 0
-        for step in change[:-1]:
-            count += step
-            counts.append(count)
-        return counts
+        return list(itertools.accumulate(change[:-1]))
 
     @cached_property
     def _results(self) -> tuple[fx.Node, ...]:
@@ -165,8 +156,8 @@ class Flow:
     @cached_property
     def _last_reader(self) -> dict[fx.Node, int]:
         return {
-            node: max((self.place.get(user, index) for user in node.users), default=index)
-            for node, index in self.place.items()
+            node: max((self.position.get(user, index) for user in node.users), default=index)
+            for node, index in self.position.items()
         }
 
     @cached_property
@@ -220,10 +211,6 @@ def flow_of(captured: Captured, graph: fx.Graph) -> Flow:
     return Flow(graph, tuple(placeholders[name] for name in captured.mutations))
 
 
-def _all_inputs(node: fx.Node) -> list[fx.Node]:
-    return node.all_input_nodes
-
-
 def _evolving(node: fx.Node) -> list[fx.Node]:
     """The inputs of an operator without the one whose age does not matter."""
     shift = traits_of(node).shift
@@ -234,7 +221,8 @@ def _evolving(node: fx.Node) -> list[fx.Node]:
 
 
 def ancestors(
-    nodes: Sequence[fx.Node], reads: Callable[[fx.Node], list[fx.Node]] = _all_inputs
+    nodes: Iterable[fx.Node],
+    reads: Callable[[fx.Node], list[fx.Node]] = lambda node: node.all_input_nodes,
 ) -> set[fx.Node]:
     """The nodes and all that they are made of, as `reads` says of each."""
     found: set[fx.Node] = set()
@@ -245,3 +233,25 @@ def ancestors(
             found.add(node)
             waiting.extend(reads(node))
     return found
+
+
+def part_of(source: fx.Graph, wanted: Iterable[fx.Node], given: Iterable[fx.Node] = ()) -> fx.Graph:
+    """A copy of the part of `source` that makes `wanted`, with `given` as placeholders."""
+    given = list(given)
+    needed = ancestors(
+        [*wanted, *given], lambda node: [] if node in given else node.all_input_nodes
+    )
+    kept = [node for node in source.nodes if node in needed and node not in given]
+    placeholders = [node for node in kept if node.op == "placeholder"]
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in [*placeholders, *given, *(n for n in kept if n.op != "placeholder")]:
+        if node in given and node.op != "placeholder":
+            copy = graph.placeholder(node.name)
+        else:
+            copy = graph.node_copy(node, copies.__getitem__)
+        copy.name, copy.meta = node.name, dict(node.meta)
+        if copy.op == "placeholder":
+            copy.meta.pop("movement", None)  # what is given has moved
+        copies[node] = copy
+    return graph

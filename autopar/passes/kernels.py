@@ -18,14 +18,7 @@ from autopar.layout import Layout, Placement, TensorType
 from autopar.mesh import Mesh
 from autopar.passes.redistribution import insert_movement
 from autopar.passes.setting import Setting
-from autopar.strategies import (
-    KERNELS,
-    Expansion,
-    Rule,
-    Strategy,
-    piece_call,
-    tensor_inputs,
-)
+from autopar.strategies import KERNELS, Expansion, piece_call, tensor_inputs
 from autopar.strategies.node_info import info
 
 
@@ -47,12 +40,12 @@ def swap_kernels(graph: fx.Graph, setting: Setting) -> fx.Graph:
             continue
         factor, name = needed
         kernel = KERNELS[name]
+        info(node).start_of = rule, strategy, factor
         if kernel.expand is not None:
-            _expand(graph, node, kernel.expand, rule, strategy, factor, setting.mesh)
+            _expand(graph, node, kernel.expand, setting.mesh)
         else:
             node.target = kernel.function
             node.kwargs = {**node.kwargs, "start": START}
-            info(node).start_of = (rule, strategy, factor)
     return graph
 
 
@@ -76,16 +69,11 @@ def local_call(
     return node.target, args, kwargs
 
 
-def _expand(
-    graph: fx.Graph,
-    node: fx.Node,
-    expansion: Expansion,
-    rule: Rule,
-    strategy: Strategy,
-    factor: str,
-    mesh: Mesh,
-) -> None:
+def _expand(graph: fx.Graph, node: fx.Node, expansion: Expansion, mesh: Mesh) -> None:
     """Replace `node` by its part on each rank, an all-gather, and their combination."""
+    start_of = info(node).start_of
+    assert start_of is not None
+    rule, strategy, factor = start_of
     axes = strategy.by_factor[factor]
     parts, before = mesh.degree(axes), info(node).type
     dtype = torch.promote_types(before.dtype, torch.float32)
@@ -100,7 +88,6 @@ def _expand(
         info(part).update(
             type=TensorType(shape, dtype, cut),
             val=info(node).val.new_empty(shape, dtype=dtype),
-            start_of=(rule, strategy, factor),
             saved=(0, 1),
             saves_output=True,
         )
@@ -113,7 +100,8 @@ def _expand(
         )
         combined = graph.call_function(expansion.combine, args, kwargs)
     combined.meta = dict(node.meta)
-    info(combined).update(rule=None, saved=(0, 1), calls=())  # the part has them
+    # The part has its calls and start.
+    info(combined).update(rule=None, saved=(0, 1), calls=(), start_of=None)
     inputs, wants = tensor_inputs(node), info(node).wants
     wanted = {value: Placement(want.layout) for value, want in zip(inputs, wants)}
     wanted[gathered] = Placement(info(gathered).type.layout)

@@ -13,6 +13,7 @@ from torch import fx
 
 from autopar.collectives import operator_call
 from autopar.mesh import Mesh
+from autopar.passes.flow import part_of
 from autopar.passes.kernels import local_call
 from autopar.strategies.node_info import info
 
@@ -24,23 +25,17 @@ def localize(
     graph: fx.Graph, mesh: Mesh, rank: int, device: torch.device, group_name: GroupName
 ) -> fx.Graph:
     """A copy of `graph` for `rank` on `device`; `group_name` names its group over some axes."""
-    local = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        copy = local.node_copy(node, lambda n: copies[n])
-        copy.name, copy.meta = node.name, dict(node.meta)
-        copies[node] = copy
+    local = part_of(graph, graph.nodes)
+    for node in local.nodes:
         if (movement := info(node).movement) is not None:
             (value,) = node.all_input_nodes
             before = info(value).type
-            copy.target, arguments = operator_call(
+            node.target, arguments = operator_call(
                 movement, before.layout, before.shape, mesh, rank, group_name(movement.axes)
             )
-            copy.args = (copies[value], *arguments)
+            node.args = (value, *arguments)
         elif node.op == "call_function":
-            copy.target, args, kwargs = local_call(node, mesh, rank, device)
-            copy.args = fx.map_arg(args, lambda n: copies[n])
-            copy.kwargs = fx.map_arg(kwargs, lambda n: copies[n])
+            node.target, node.args, node.kwargs = local_call(node, mesh, rank, device)
     local.lint()
     return local
 

@@ -22,7 +22,7 @@ from autopar.capture.verifier import verify
 from autopar.errors import InvalidInput
 from autopar.layout import Placement
 from autopar.mesh import Mesh
-from autopar.passes.flow import Flow, ancestors
+from autopar.passes.flow import Flow, ancestors, part_of
 from autopar.strategies import traits_of
 from autopar.strategies.node_info import info
 
@@ -62,11 +62,11 @@ class Stage:
 
 def split_stages(flow: Flow, starts: Sequence[str], mesh: Mesh) -> tuple[Stage, ...]:
     """The stages that begin at the activations `starts`; the first is that of the first stage."""
-    names = {node.name: place for node, place in flow.place.items()}
-    places = [0, *(names[start] for start in starts[1:]), len(flow.activations)]
+    names = {node.name: position for node, position in flow.position.items()}
+    points = [0, *(names[start] for start in starts[1:]), len(flow.activations)]
     stages = []
     for index in range(len(starts)):
-        stage = _cut(flow, index, places[index], places[index + 1])
+        stage = _cut(flow, index, points[index], points[index + 1])
         verify(stage.graph, "moved", mesh)
         stages.append(stage)
     _all_updated(flow, stages)
@@ -74,12 +74,12 @@ def split_stages(flow: Flow, starts: Sequence[str], mesh: Mesh) -> tuple[Stage, 
 
 
 def _cut(flow: Flow, index: int, start: int, end: int) -> Stage:
-    own = [node for node, place in flow.place.items() if start <= place < end]
+    own = [node for node, position in flow.position.items() if start <= position < end]
     received, sent = flow.crossing(start), flow.crossing(end)
     statistics = [node for node in own if node in flow.statistics]
     has_loss = end == len(flow.activations)
     results = [*sent, *([flow.loss] if has_loss else []), *statistics]
-    graph = _program(flow.graph, [*results, *own], received)
+    graph = part_of(flow.graph, [*results, *own], received)
     copies = {node.name: node for node in graph.nodes}
     for node in received:
         info(copies[node.name]).origin = ("received", node.name)
@@ -107,7 +107,7 @@ def _update(flow: Flow, statistics: set[fx.Node], is_first: bool) -> fx.Graph | 
             changed[buffer] = value
     if not changed:
         return None
-    graph = _program(flow.graph, changed.values(), statistics)
+    graph = part_of(flow.graph, changed.values(), statistics)
     copies = {node.name: node for node in graph.nodes}
     for node in statistics:
         info(copies[node.name]).origin = ("received", node.name)
@@ -164,33 +164,6 @@ def _all_updated(flow: Flow, stages: Iterable[Stage]) -> None:
                 got=f"{buffer} is changed from several",
                 remedy="other stages (shard(module, stage=...)), or no pipeline",
             )
-
-
-def _program(source: fx.Graph, wanted: Iterable[fx.Node], given: Iterable[fx.Node]) -> fx.Graph:
-    """The part of `source` that makes `wanted`, with `given` as placeholders."""
-    given = list(given)
-    needed: set[fx.Node] = set()
-    waiting = list(wanted)
-    while waiting:
-        node = waiting.pop()
-        if node not in needed:
-            needed.add(node)
-            waiting.extend(node.all_input_nodes if node not in given else ())
-    needed |= set(given)
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    kept = [node for node in source.nodes if node in needed and node not in given]
-    placeholders = [node for node in kept if node.op == "placeholder"]
-    for node in [*placeholders, *given, *(n for n in kept if n.op != "placeholder")]:
-        if node in given and node.op != "placeholder":
-            copy = graph.placeholder(node.name)
-        else:
-            copy = graph.node_copy(node, copies.__getitem__)
-        copy.name, copy.meta = node.name, dict(node.meta)
-        if copy.op == "placeholder":
-            copy.meta.pop("movement", None)  # what is given has moved
-        copies[node] = copy
-    return graph
 
 
 def _end(graph: fx.Graph, results: list[fx.Node]) -> None:

@@ -15,6 +15,7 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.cost.operators import facts_of
 from autopar.layout import Layout, Placement, TensorType
+from autopar.passes.flow import part_of
 from autopar.passes.setting import Setting
 from autopar.search.decisions import Decisions
 from autopar.strategies import Strategy, tensor_inputs
@@ -26,12 +27,7 @@ from autopar.strategies.rule import Facts
 def assign_types(source: fx.Graph, setting: Setting) -> fx.Graph:
     """A copy of the captured graph with the decisions written on its nodes."""
     captured, decisions = setting.captured, setting.decisions
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in source.nodes:
-        copies[node] = graph.node_copy(node, lambda n: copies[n])
-        copies[node].meta = dict(node.meta)
-        copies[node].name = node.name
+    graph = part_of(source, source.nodes)
     facts: dict[int, Facts] = {}  # of calls that are alike
     for node in graph.nodes:
         if node.op == "placeholder":

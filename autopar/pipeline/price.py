@@ -71,7 +71,7 @@ def memory_by_place(pipelining: Pipelining, flow: Flow) -> list[Memory]:
     of its stages read, and what is in flight."""
     made, stages = pipelining.schedule, pipelining.stages
     mesh = pipelining.mesh.without(pipelining.axis)
-    places = {node.name: place for node, place in flow.place.items()}
+    places = {node.name: place for node, place in flow.position.items()}
     starts = [0, *(places[stage.starts] for stage in stages[1:])]
     users = {
         node: {bisect_right(starts, place) - 1 for place in places}

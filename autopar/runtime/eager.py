@@ -18,6 +18,7 @@ from autopar._torch import python_function
 from autopar.collectives.eager import EAGER, LateSum, sum_later
 from autopar.mesh import Mesh
 from autopar.passes import LocalSetting, quicken
+from autopar.passes.flow import part_of
 from autopar.pipeline.weight_halves import WeightHalves
 from autopar.strategies.node_info import info
 
@@ -53,10 +54,7 @@ def compile_graph(
         assert late is not None
         return sum_later(x, group, late)
 
-    quick = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        copies[node] = quick.node_copy(node, lambda n: copies[n])
+    quick = part_of(graph, graph.nodes)
     returned = 0 if late is None else outputs
     quicken(quick, LocalSetting(whole, mesh, returned, is_split=halves is not None))
     origins = [info(node).origin for node in quick.nodes if node.op == "placeholder"]

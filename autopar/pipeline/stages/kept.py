@@ -18,7 +18,7 @@ def kept_by_stages(flow: Flow, mesh: Mesh) -> tuple[Spans, Spans]:
     keepers: dict[Storage, set[int]] = {}  # where it is read
     later: dict[Storage, set[int]] = {}
     sizes: dict[Storage, float] = {}
-    put_off = {flow.place[node] for node in flow.weight_inputs}
+    put_off = {flow.position[node] for node in flow.weight_inputs}
     for node, positions in flow.read_at.items():
         kept, weights = kept_by(node, mesh), flow.weight_inputs.get(node)
         sizes |= kept
@@ -34,7 +34,7 @@ def kept_by_stages(flow: Flow, mesh: Mesh) -> tuple[Spans, Spans]:
                 later[key], sizes[key] = set(positions), local_bytes(value, mesh)
     whole, weight_halves = Spans(), Spans()
     for key, readers in keepers.items():
-        made = flow.place.get(key[0])
+        made = flow.position.get(key[0])
         if made is not None:  # a stage after that received it
             whole.all_of((made, min(readers)), sizes[key])
         else:
