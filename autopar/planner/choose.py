@@ -20,7 +20,7 @@ from autopar.capture.annotations import parameter_annotations, stage_pins
 from autopar.capture.captured import Captured
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.mesh import Mesh
-from autopar.passes.microbatches import cut_batch
+from autopar.passes.microbatches import Microbatches, cut_batch
 from autopar.pipeline.activation_counts import peaks
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.schedule import Schedule
@@ -29,7 +29,7 @@ from autopar.pipeline.stages.cut import choose_stages
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.planner.request import Request
 from autopar.progress import Report
-from autopar.search.auto import LayoutSearch, SearchResult, too_early, was_interrupted
+from autopar.search.auto import LayoutSearch, too_early, was_interrupted
 from autopar.search.constraints import Constraints, read_constraints
 from autopar.search.decisions import Decisions
 from autopar.search.propagate import propagate
@@ -77,7 +77,7 @@ class Planner:
                 self._is_interrupted = True
                 break
             except NothingFits as error:
-                self._too_large.append(error.leanest.in_stages(stages))
+                self._too_large.append(error.smallest.in_stages(stages))
             except InvalidInput as error:
                 if len(sizes) == 1:
                     raise
@@ -109,7 +109,7 @@ class Planner:
         if self._is_interrupted:
             return too_early()
         if self._too_large:
-            least = min(self._too_large, key=lambda leanest: leanest.memory)
+            least = min(self._too_large, key=lambda footprint: footprint.memory)
             may_recompute = self.request.schedule is not None and not self.request.recompute
             return NothingFits.of(self.memory, replace(least, may_recompute=may_recompute))
         return InvalidInput(
@@ -122,21 +122,19 @@ class Planner:
         """Every way with this many stages and micro-batches."""
         is_straight = stages == 1 and self.request.schedule is None
         batches = None if is_straight and parts == 1 else self._batches(parts)
-        captured = batches.captured if batches else self.captured
         offered = self.request.meshes(stages)
         # Each stage has a share of the states, and at least the activations of one micro-batch.
-        limit = leanest = self.memory * stages
+        limit = least = self.memory * stages
         impossible = 0.0  # bytes that no layouts fit in
         for attempt in range(ATTEMPTS):
             try:
-                found = self._laid_out(captured, offered, limit, parts, is_straight)
+                laid, needed = self._laid_out(batches, offered, limit, is_straight)
             except NothingFits:
                 if not attempt:
                     raise
-                impossible, limit = limit, (limit + leanest) / 2
+                impossible, limit = limit, (limit + least) / 2
                 continue
-            cluster, search = self.request.cluster, found.search
-            laid = Candidate(captured, cluster, found.decisions, batches, search=search)
+            search = laid.search
             if is_straight:
                 yield laid
                 return
@@ -151,26 +149,34 @@ class Planner:
                 return
             # Stages are uneven, and keep several micro-batches: leaner layouts may leave room.
             offered = [laid.mesh]
-            leanest = min(limit, found.memory)
-            limit = max(LEANER * leanest * self.memory / taken, (impossible + leanest) / 2)
+            least = min(limit, needed)
+            limit = max(LEANER * least * self.memory / taken, (impossible + least) / 2)
 
     def _laid_out(
-        self, program: Captured, offered: Sequence[Mesh], memory: float, parts: int, is_all: bool
-    ) -> SearchResult:
+        self, batches: Microbatches | None, offered: Sequence[Mesh], memory: float, is_all: bool
+    ) -> tuple[Candidate, float]:
         """Where tensors live, on the best of some meshes within some bytes on each device.
 
         By search (`is_all`: devices hold no more than this), or spread from annotations or batch.
+        With the bytes that the search found.
         """
+        program, parts = (batches.captured, batches.count) if batches else (self.captured, 1)
         bound, cluster = partial(self.constraints, program), self.request.cluster
+        made = partial(Candidate, program, cluster, batches=batches)
         if self.request.mode != "auto":
-            return SearchResult(propagate(program, offered[0], bound(offered[0])))
+            return made(decisions=propagate(program, offered[0], bound(offered[0]))), 0.0
+        asked: list[Candidate] = []  # the last whose memory was asked for: it is not made again
 
         def needed(decisions: Decisions) -> float:
-            return Candidate(program, cluster, decisions).memory.peak
+            asked[:] = [made(decisions=decisions)]
+            return asked[0].memory.peak
 
         finished = needed if is_all else None
         search = LayoutSearch(program, cluster, bound, memory, parts, finished, self.report)
-        return search.run(offered)
+        found = search.run(offered)
+        if asked and asked[0].decisions is found.decisions:
+            return asked[0].changed(search=found.search), found.memory
+        return made(decisions=found.decisions, search=found.search), found.memory
 
     def _pipelined(self, laid: Candidate, stages: int, parts: int) -> Iterator[Candidate]:
         """A program with its layouts in so many stages, by every schedule."""

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from functools import cached_property
 
 from autopar.capture.captured import Captured
 from autopar.cluster import Cluster
@@ -81,13 +81,21 @@ class SearchResult:
     memory: float = 0.0  # bytes on each device, as the search adds them up
 
 
-class _Solved(NamedTuple):
+@dataclass(frozen=True)
+class _Solved:
     """The best plan on one mesh."""
 
-    mesh: Mesh
-    constraints: Constraints
     built: Built
     solution: Solution
+
+    @cached_property
+    def decisions(self) -> Decisions:
+        return decide(self.built, self.solution.choice)
+
+    @property
+    def memory(self) -> float:
+        """Bytes on each device, as the search adds them up."""
+        return self.solution.memory + self.built.fixed_bytes
 
 
 @dataclass
@@ -99,13 +107,14 @@ class LayoutSearch:
     constraints: Callable[[Mesh], Constraints]
     memory: float | None = None  # bytes that a plan may need on each device
     microbatches: int = 1  # `captured` is the program of one of these
-    # Tells the bytes that the finished program needs: the last word on what fits.
+    # Tells the bytes that the finished program needs: the last word on what fits. The result has
+    # the very decisions that it was asked about, if it was.
     finished: Callable[[Decisions], float] | None = None
     report: Report = lambda phase, detail: None
     _best: _Solved | None = None
     _bound: float = math.inf  # the least of all meshes that were weighed
     _considered: list[Considered] = field(default_factory=list)
-    _leanest: SmallestFootprint | None = None  # when nothing fits
+    _smallest: SmallestFootprint | None = None  # when nothing fits
 
     def run(self, meshes: Sequence[Mesh]) -> SearchResult:
         """The fastest plan over all `meshes` that keeps to the memory."""
@@ -114,9 +123,9 @@ class LayoutSearch:
         if self._best is None:
             if is_interrupted:
                 raise too_early()
-            assert self._leanest is not None
+            assert self._smallest is not None
             assert self.memory is not None
-            raise NothingFits.of(self.memory, self._leanest)
+            raise NothingFits.of(self.memory, self._smallest)
         solution, count = self._best.solution, self.microbatches
         bound = min(self._bound, solution.objective)
         account = Search(
@@ -130,8 +139,7 @@ class LayoutSearch:
             multiplier=solution.multiplier,
         )
         account = account.cut_short() if left else account
-        needed = solution.memory + self._best.built.fixed_bytes
-        return SearchResult(self._decided(self._best), account, needed)
+        return SearchResult(self._best.decisions, account, self._best.memory)
 
     def _weigh_all(self, meshes: Sequence[Mesh]) -> tuple[bool, Sequence[Mesh]]:
         """Whether Ctrl-C came, and the meshes that it left."""
@@ -179,47 +187,50 @@ class LayoutSearch:
             self._cannot_beat(alone, built.slack)
             return False
         try:
-            solution = self._fitting(mesh, constraints, built)
+            solved = self._fitting(built)
         except NoRoom:
             least, choice = least_memory(built.graph)
             least += built.fixed_bytes
-            if self._leanest is None or least < self._leanest.memory:
+            if self._smallest is None or least < self._smallest.memory:
                 states, how = _states(built, choice), str(mesh)
-                self._leanest = SmallestFootprint(how, mesh.size, least, states, self.microbatches)
+                self._smallest = SmallestFootprint(how, mesh.size, least, states, self.microbatches)
             why = f"needs at least {bytes_text(least, 4)}"
             self._considered.append(Considered(mesh, None, least, why))
             return False
+        solution = solved.solution
         if solution.bound >= so_far:
             bound = solution.bound * self.microbatches
             self._considered.append(Considered(mesh, bound, None, "takes at least that"))
             return solution.interrupted
-        needed = solution.memory + built.fixed_bytes
-        self._considered.append(Considered(mesh, solution.objective * self.microbatches, needed))
+        seconds = solution.objective * self.microbatches
+        self._considered.append(Considered(mesh, seconds, solved.memory))
         if solution.objective < so_far * (1 - _TIE):
-            self._best = _Solved(mesh, constraints, built, solution)
+            self._best = solved
         return solution.interrupted
 
-    def _fitting(self, mesh: Mesh, constraints: Constraints, built: Built) -> Solution:
+    def _fitting(self, built: Built) -> _Solved:
         """The best solution whose finished program fits; an error if there is none."""
         memory, so_far = self.memory, self._objective
         limit = None if memory is None else memory - built.fixed_bytes
         guess = 0.0 if self._best is None else self._best.solution.multiplier
 
-        def solved() -> Solution:
-            return solve(built.graph, limit, self.report, cutoff=so_far, multiplier=guess)
+        def solved() -> _Solved:
+            how = {"cutoff": so_far, "multiplier": guess}
+            return _Solved(built, solve(built.graph, limit, self.report, **how))
 
-        solution = solved()
-        self._cannot_beat(solution.bound, built.slack)
+        found = solved()
+        self._cannot_beat(found.solution.bound, built.slack)
         if memory is None or limit is None or self.finished is None:
-            return solution
+            return found
         for _ in range(_TIGHTENED):
+            solution = found.solution
             if solution.memory <= _SURE * limit or solution.objective >= so_far:
-                return solution
-            needed = self.finished(self._decided(_Solved(mesh, constraints, built, solution)))
+                return found
+            needed = self.finished(found.decisions)
             if needed <= memory:
-                return solution
+                return found
             limit = min(limit, solution.memory) - (needed - memory)
-            solution = solved()
+            found = solved()
         raise NoRoom(
             "the finished program fits into memory",
             got=f"{bytes_text(needed, 4)} with a limit of {bytes_text(memory, 4)}",
@@ -230,10 +241,6 @@ class LayoutSearch:
     def _objective(self) -> float:
         """The seconds of the best so far."""
         return math.inf if self._best is None else self._best.solution.objective
-
-    def _decided(self, solved: _Solved) -> Decisions:
-        mesh, constraints, built, solution = solved
-        return decide(self.captured, mesh, built, solution.choice, constraints)
 
     def _cannot_beat(self, bound: float, slack: float) -> None:
         """No plan on some mesh is below `bound`, but for what a cut prologue would save."""
@@ -266,8 +273,6 @@ def _splits(mesh: Mesh, coarse: Mesh) -> bool:
 def _states(built: Built, choice: Sequence[int]) -> float:
     """The bytes of parameters with gradients and optimizer states."""
     tables, _, numbers, _ = built.graph.tables()
-    total = 0.0
-    for variable in built.parameters.values():
-        memory = tables[numbers[variable.number]].memory
-        total += 0.0 if memory is None else float(memory[choice[variable.number]])
-    return total
+    places = [variable.number for variable in built.parameters.values()]
+    memories = [(tables[numbers[place]].memory, choice[place]) for place in places]
+    return sum(float(memory[at]) for memory, at in memories if memory is not None)

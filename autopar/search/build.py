@@ -59,12 +59,19 @@ class Variable:
     candidates: Candidates | None = None  # of operators
     readings: tuple[Reading, ...] = ()  # of a group of readers
 
+    def chosen(self, choice: Sequence[int]) -> Placement:
+        """What a choice of strategies says of it."""
+        return self.states[choice[self.number]]
+
 
 @dataclass
 class Built:
     """A cost graph and what its nodes mean."""
 
-    graph: CostGraph
+    captured: Captured
+    mesh: Mesh
+    constraints: Constraints
+    graph: CostGraph = field(default_factory=CostGraph)
     operators: dict[str, Variable] = field(default_factory=dict)
     parameters: dict[str, Variable] = field(default_factory=dict)
     values: dict[str, Variable] = field(default_factory=dict)
@@ -101,7 +108,7 @@ class _Builder:
         price = ClusterPrice(cluster, mesh)
         self.kinds = NodeClasses(captured, mesh, cluster.device, price)
         self.edges = Edges(mesh, cluster, price, microbatches)
-        self.built = Built(CostGraph())
+        self.built = Built(captured, mesh, constraints)
         self.nodes = {node.name: node for node in captured.graph.nodes}
         self.readings: dict[str, list[Reading]] = {}
         self._shared: dict[tuple, Placements] = {}

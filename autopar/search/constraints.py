@@ -41,6 +41,11 @@ class Constraints:
     bound: Mapping[str, Mapping[int, LayoutConstraint]] = field(default_factory=dict)
 
     @property
+    def fixed(self) -> dict[str, Layout]:
+        """The layout of each marker."""
+        return {name: constraint.layout for name, constraint in self.values.items()}
+
+    @property
     def axes(self) -> frozenset[str]:
         """Every axis that some annotation names."""
         constraints = [*self.values.values(), *self.parameters.values(), *self.inputs.values()]
@@ -218,7 +223,14 @@ def _axes(
                 source=annotation.source,
             )
         return tuple(axis for axis in _names(entry) if mesh[axis] > 1)
-    _check_number(entry, size, annotation)
+    if size % entry:
+        raise InvalidInput(
+            "a number of slices must divide the dim",
+            got=f"{entry} slices of a dim of size {size}, in {annotation.dims} for "
+            f"{annotation.what}",
+            remedy=f"a divisor of {size}; or name the axes, which may cut unevenly",
+            source=annotation.source,
+        )
     free = [axis for axis in mesh.names if axis not in used and mesh[axis] > 1]
     for count in range(len(free) + 1):
         for axes in itertools.combinations(free, count):
@@ -231,14 +243,3 @@ def _axes(
         remedy="use such a number, or another mesh",
         source=annotation.source,
     )
-
-
-def _check_number(entry: Entry, size: int, annotation: Annotation) -> None:
-    if isinstance(entry, int) and size % entry:
-        raise InvalidInput(
-            "a number of slices must divide the dim",
-            got=f"{entry} slices of a dim of size {size}, in {annotation.dims} for "
-            f"{annotation.what}",
-            remedy=f"a divisor of {size}; or name the axes, which may cut unevenly",
-            source=annotation.source,
-        )

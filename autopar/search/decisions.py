@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from torch import fx
+
+from autopar.capture.listing import operator_of
 from autopar.layout import Layout, ParameterPlacement, Placement, TensorType
 from autopar.mesh import Mesh
 from autopar.schema import Index
 from autopar.strategies import Strategy
+from autopar.strategies.node_info import info
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,11 @@ class Fallback:
     operator: str
     reason: str
     source: str | None
+
+    @classmethod
+    def of(cls, node: fx.Node) -> Fallback:
+        """Of an operator without a rule."""
+        return cls(node.name, operator_of(node), "no rule", info(node).source)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from torch import fx
 
 from autopar.capture.captured import Captured
-from autopar.capture.listing import operator_of
 from autopar.errors import InvalidInput
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -64,9 +63,7 @@ class _Propagation:
         for node in captured.operators:
             rule = captured.rules[node.name]
             if rule is None:
-                self.fallbacks.append(
-                    Fallback(node.name, operator_of(node), "no rule", info(node).source)
-                )
+                self.fallbacks.append(Fallback.of(node))
             else:
                 self.rules[node] = rule
                 self.arguments[node] = tensor_inputs(node)
@@ -178,7 +175,7 @@ class _Propagation:
             mesh=self.mesh,
             placeholders=placeholders,
             strategies=strategies,
-            fixed={name: constraint.layout for name, constraint in self.constraints.values.items()},
+            fixed=self.constraints.fixed,
             fallbacks=tuple(self.fallbacks),
         )
 

@@ -53,16 +53,16 @@ class SmallestFootprint:
 class NothingFits(InvalidInput):
     """A memory limit that nothing meets."""
 
-    leanest: SmallestFootprint  # the least of what was weighed
+    smallest: SmallestFootprint  # the least of what was weighed
 
     @classmethod
-    def of(cls, limit: float, leanest: SmallestFootprint) -> NothingFits:
+    def of(cls, limit: float, smallest: SmallestFootprint) -> NothingFits:
         """The error that says the least, and what would help."""
         error = cls(
             "a plan fits into the memory of every device",
             got=f"a limit of {bytes_text(limit, 4)}; the least that any plan needs is "
-            f"{bytes_text(leanest.memory, 4)}, on {leanest.how}",
-            remedy=leanest.remedy(limit),
+            f"{bytes_text(smallest.memory, 4)}, on {smallest.how}",
+            remedy=smallest.remedy(limit),
         )
-        error.leanest = leanest
+        error.smallest = smallest
         return error
