@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +29,7 @@ Array = NDArray[np.float64]
 HEAVY = 4  # FLOPs per element: with more, what is no product is priced by its arithmetic, too
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """FLOPs and bytes of each strategy, forward and backward, on the busiest rank."""
 
     flops: Array

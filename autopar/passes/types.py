@@ -62,14 +62,12 @@ def _type_operator(node: fx.Node, facts: Facts | None, decisions: Decisions) -> 
     else:
         signature = rule.signature(strategy)
         layouts = signature.outputs
-        info(node).wants = tuple(
-            Placement(wanted, gradient.partial if info(argument).differentiable else ())
-            for argument, wanted, gradient in zip(inputs, signature.inputs, signature.gradients)
-        )
+        learns = [info(value).differentiable for value in inputs]
         info(node).update(
+            wants=signature.wants(learns),
             rule=rule,
             strategy=strategy,
-            saved=rule.saved.inputs_for([info(value).differentiable for value in inputs]),
+            saved=rule.saved.inputs_for(learns),
             saves_output=rule.saved.output,
         )
     info(node).ways = {

@@ -38,7 +38,7 @@ class Candidates:
     backward: Array
     inside: Array  # seconds of movements that a kernel brings along
     extra: Array  # bytes kept for backward besides inputs and output
-    work: Work | None
+    work: Work
 
     @property
     def outputs(self) -> Placements:
@@ -64,9 +64,7 @@ class Candidates:
             self.backward[kept],
             self.inside[kept],
             self.extra[kept],
-            None
-            if self.work is None
-            else Work(*(getattr(self.work, f)[kept] for f in self.work.__dataclass_fields__)),
+            Work(*(part[kept] for part in self.work)),
         )
 
 
@@ -116,20 +114,13 @@ class NodeClasses:
         pieces = ShardSizes(rule, strategies, self.mesh)
         done = work(facts, pieces)
         forward, backward = seconds(facts, done, self.device)
-        wants: list[list[Placement]] = [[] for _ in inputs]
-        gives: list[list[Placement]] = [[] for _ in rule.outputs]
-        for strategy in strategies:
-            signature = rule.signature(strategy)
-            for index, (layout, gradient) in enumerate(zip(signature.inputs, signature.gradients)):
-                pending = gradient.partial if info(inputs[index]).differentiable else ()
-                wants[index].append(Placement(layout, pending))
-            for states, layout in zip(gives, signature.outputs):
-                states.append(Placement(layout))
+        signatures = [rule.signature(strategy) for strategy in strategies]
+        learns = [info(value).differentiable for value in inputs]
         return Candidates(
             facts,
             tuple(strategies),
-            tuple(map(Placements, wants)),
-            tuple(map(Placements, gives)),
+            tuple(map(Placements, zip(*(each.wants(learns) for each in signatures)))),
+            tuple(map(Placements, zip(*(map(Placement, each.outputs) for each in signatures)))),
             forward,
             backward,
             np.array([self._inside(node, rule, s, pieces, i) for i, s in enumerate(strategies)]),
@@ -166,7 +157,7 @@ def _mark(node: fx.Node, inputs: tuple[fx.Node, ...]) -> Candidates:
         nothing,
         nothing,
         nothing,
-        None,
+        Work(nothing, nothing, nothing, nothing),
     )
 
 

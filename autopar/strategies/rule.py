@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 
 from autopar.errors import InvalidInput
-from autopar.layout import Layout, chunk
+from autopar.layout import Layout, Placement, chunk
 from autopar.mesh import Mesh
 from autopar.schema import Index
 
@@ -79,6 +79,13 @@ class Signature:
     inputs: tuple[Layout, ...]
     gradients: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
+
+    def wants(self, learns: Sequence[bool]) -> tuple[Placement, ...]:
+        """What is wanted of each input, those pending that take a gradient."""
+        return tuple(
+            Placement(layout, gradient.partial if learned else ())
+            for layout, gradient, learned in zip(self.inputs, self.gradients, learns)
+        )
 
 
 class Extra(NamedTuple):
