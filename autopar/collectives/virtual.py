@@ -58,7 +58,7 @@ def to_ranks(whole: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
 
     The gradient assembles those of the pieces; replicas count once.
     """
-    return list(_ToRanks.apply(layout, mesh, whole))
+    return list(_ToRanks.apply(layout, mesh, whole, None))
 
 
 def from_ranks(
@@ -77,10 +77,7 @@ class _Move(torch.autograd.Function):
         ctx.movement, ctx.mesh = movement, mesh
         if movement.kind == "identity":
             return tuple(value.view_as(value) for value in values)
-        groups = _groups(mesh, movement.axes)
-        return _carry_out(
-            movement.kind, movement.dim, movement.to_dim, values, groups, Tensor.detach
-        )
+        return _carry_out(movement, values, mesh, Tensor.detach)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -89,21 +86,24 @@ class _Move(torch.autograd.Function):
             return None, None, *_Move.apply(back, ctx.mesh, *grads)
         if back.kind == "identity":
             return None, None, *grads
-        groups = _groups(ctx.mesh, back.axes)
         # Each rank has its gradient for itself: a leaf keeps it, and may add to it in place.
-        moved = _carry_out(back.kind, back.dim, back.to_dim, grads, groups, Tensor.clone)
-        return None, None, *moved
+        return None, None, *_carry_out(back, grads, ctx.mesh, Tensor.clone)
 
 
 class _ToRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layout: Layout, mesh: Mesh, whole: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, layout: Layout, mesh: Mesh, whole: Tensor, own: Callable[[Tensor], Tensor] | None
+    ) -> tuple[Tensor, ...]:
+        """`own`, if given, makes each rank's piece its own."""
         ctx.layout, ctx.mesh, ctx.shape = layout, mesh, tuple(whole.shape)
-        return _cut(whole, layout, mesh)
+        pieces = _cut(whole, layout, mesh)
+        return pieces if own is None else tuple(map(own, pieces))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, _FromRanks.apply(ctx.layout.gradient, ctx.mesh, ctx.shape, *grads)
+        whole = _FromRanks.apply(ctx.layout.gradient, ctx.mesh, ctx.shape, *grads)
+        return None, None, whole, None
 
 
 class _FromRanks(torch.autograd.Function):
@@ -116,35 +116,18 @@ class _FromRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *_ToAll.apply(ctx.layout, ctx.mesh, grad)
-
-
-class _ToAll(torch.autograd.Function):
-    """The gradient of what was assembled: every replica, and every term of a sum, has all of it."""
-
-    @staticmethod
-    def forward(ctx: Any, layout: Layout, mesh: Mesh, grad: Tensor) -> tuple[Tensor, ...]:
-        ctx.layout, ctx.mesh, ctx.shape = layout, mesh, tuple(grad.shape)
-        return tuple(piece.clone() for piece in _cut(grad, layout.gradient, mesh))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, _FromRanks.apply(ctx.layout, ctx.mesh, ctx.shape, *grads)
+        # Every replica, and every term of a sum, has all of it.
+        return None, None, None, *_ToRanks.apply(ctx.layout.gradient, ctx.mesh, grad, Tensor.clone)
 
 
 def _carry_out(
-    kind: str,
-    dim: int | None,
-    to_dim: int | None,
-    values: Sequence[Tensor],
-    groups: tuple[tuple[int, ...], ...],
-    another: Callable[[Tensor], Tensor],
+    movement: Movement, values: Sequence[Tensor], mesh: Mesh, another: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, ...]:
     """One collective in every group; `another` makes the further replicas of a shared result."""
-    collective = _COLLECTIVES[kind]
+    collective = _COLLECTIVES[movement.kind]
     moved: list[Any] = [None] * len(values)
-    for group in groups:
-        result = collective([values[rank] for rank in group], dim, to_dim)
+    for group in _groups(mesh, movement.axes):
+        result = collective([values[rank] for rank in group], movement.dim, movement.to_dim)
         if isinstance(result, Tensor):
             result = [result, *(another(result) for _ in group[1:])]
         for rank, piece in zip(group, result):

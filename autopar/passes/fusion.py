@@ -32,14 +32,11 @@ def fuse_biases(graph: fx.Graph, setting: Setting) -> fx.Graph:
             and info(bias).val.shape[0] == info(product).val.shape[-1]
             and info(bias).val.dtype == info(product).val.dtype
         ):
-            with graph.inserting_before(node):
-                fused = graph.call_function(aten.linear.default, (*product.args, bias))
-            fused.meta = dict(node.meta)
-            info(fused).calls = (*info(product).calls, *info(node).calls)
-            info(fused).saved = info(product).saved
-            info(fused).wants = (*info(product).wants, info(node).wants[1])
-            node.replace_all_uses_with(fused)
-            graph.erase_node(node)
+            node.target, node.args = aten.linear.default, (*product.args, bias)
+            info(node).update(
+                calls=(*info(product).calls, *info(node).calls),
+                saved=info(product).saved,
+                wants=(*info(product).wants, info(node).wants[1]),
+            )
             graph.erase_node(product)
-            fused.name = node.name
     return graph

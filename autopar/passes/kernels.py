@@ -95,17 +95,13 @@ def _expand(graph: fx.Graph, node: fx.Node, expansion: Expansion, mesh: Mesh) ->
         for axis in reversed(axes):
             movement = Movement("all_gather", (axis,), dim=len(before.shape))
             gathered = insert_movement(graph, gathered, movement)
-        args, kwargs = expansion.combine_call(
-            gathered, tuple(node.args), dict(node.kwargs), parts, before.dtype
-        )
-        combined = graph.call_function(expansion.combine, args, kwargs)
-    combined.meta = dict(node.meta)
-    # The part has its calls and start.
-    info(combined).update(rule=None, saved=(0, 1), calls=(), start_of=None)
     inputs, wants = tensor_inputs(node), info(node).wants
     wanted = {value: Placement(want.layout) for value, want in zip(inputs, wants)}
     wanted[gathered] = Placement(info(gathered).type.layout)
-    info(combined).wants = tuple(wanted[value] for value in combined.all_input_nodes)
-    node.replace_all_uses_with(combined)
-    graph.erase_node(node)
-    combined.name = node.name
+    node.target = expansion.combine
+    node.args, node.kwargs = expansion.combine_call(
+        gathered, tuple(node.args), dict(node.kwargs), parts, before.dtype
+    )
+    # The part has its calls and its start.
+    info(node).update(rule=None, saved=(0, 1), calls=(), start_of=None)
+    info(node).wants = tuple(wanted[value] for value in node.all_input_nodes)

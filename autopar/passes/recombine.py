@@ -35,14 +35,14 @@ def recombine(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
     for node in list(graph.nodes):
         if node.target is aten.sum.default and _follows(node, cross_entropy) and _plain(node):
             loss = node.all_input_nodes[0]
-            _replace(graph, node, reduced_cross_entropy, ("sum", *loss.args), [loss])
+            _become(node, reduced_cross_entropy, ("sum", *loss.args), [loss])
     for node in list(graph.nodes):
         if node.target is aten.div.Tensor and _is_mean_loss(node):
             total, count = node.all_input_nodes
-            _replace(graph, node, reduced_cross_entropy, ("mean", *total.args[1:]), [total, count])
+            _become(node, reduced_cross_entropy, ("mean", *total.args[1:]), [total, count])
         elif node.target is aten.div.Tensor and _is_mean(node):
             total = node.all_input_nodes[0]
-            _replace(graph, node, torch.mean, total.args, [total])
+            _become(node, torch.mean, total.args, [total])
     return graph
 
 
@@ -105,16 +105,11 @@ def _is_mean(node: fx.Node) -> bool:
     return node.args[1] == count and info(x).type.dtype == info(node).type.dtype
 
 
-def _replace(
-    graph: fx.Graph, node: fx.Node, function: Any, args: tuple, dead: Iterable[fx.Node]
-) -> None:
-    with graph.inserting_before(node):
-        new = graph.call_function(function, args)
-    new.meta = dict(node.meta)
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
+def _become(node: fx.Node, function: Any, args: tuple, dead: Iterable[fx.Node]) -> None:
+    """Let a call be another, which reads no more what is `dead`."""
+    node.target, node.args, node.kwargs = function, args, {}
     for value in dead:
-        graph.erase_node(value)
+        node.graph.erase_node(value)
 
 
 Whole = tuple[Callable[..., Any], tuple, list[fx.Node]]  # function, arguments, pieces in order
