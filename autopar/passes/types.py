@@ -49,34 +49,37 @@ def assign_types(source: fx.Graph, setting: Setting) -> fx.Graph:
     return graph
 
 
+def take_strategy(node: fx.Node, facts: Facts, strategy: Strategy) -> None:
+    """Write on an operator what its rule says under a strategy."""
+    rule, signature = facts.rule, facts.rule.signature(strategy)
+    learns = [info(value).differentiable for value in tensor_inputs(node)]
+    info(node).update(
+        wants=signature.wants(learns),
+        rule=rule,
+        strategy=strategy,
+        saved=rule.saved.inputs_for(learns),
+        saves_output=rule.saved.output,
+        calls=((facts, strategy),),
+    )
+    _set_type(node, *signature.outputs)
+
+
 def _type_operator(node: fx.Node, facts: Facts | None, decisions: Decisions) -> None:
-    inputs, rule = tensor_inputs(node), None if facts is None else facts.rule
-    strategy = decisions.strategies.get(node.name, Strategy())
-    if node.name in decisions.fixed:
-        layouts: tuple[Layout, ...] = (decisions.fixed[node.name],)
-        info(node).wants = (Placement(layouts[0]),)
-    elif rule is None:
-        values = info(node).values
-        layouts = tuple(Layout.replicated(getattr(value, "ndim", 0)) for value in values)
-        info(node).wants = tuple(Placement.whole(info(i).val.ndim) for i in inputs)
+    inputs, fixed = tensor_inputs(node), decisions.fixed.get(node.name)
+    if fixed is not None:
+        info(node).wants = (Placement(fixed),)
+        _set_type(node, fixed)
+    elif facts is not None:
+        take_strategy(node, facts, decisions.strategies.get(node.name, Strategy()))
     else:
-        signature = rule.signature(strategy)
-        layouts = signature.outputs
-        learns = [info(value).differentiable for value in inputs]
-        info(node).update(
-            wants=signature.wants(learns),
-            rule=rule,
-            strategy=strategy,
-            saved=rule.saved.inputs_for(learns),
-            saves_output=rule.saved.output,
-        )
+        info(node).wants = tuple(Placement.whole(info(value).val.ndim) for value in inputs)
+        whole = (Layout.replicated(getattr(value, "ndim", 0)) for value in info(node).values)
+        _set_type(node, *whole)
     info(node).ways = {
         (value.name, want): way
         for position, (value, want) in enumerate(zip(inputs, info(node).wants))
         if (way := decisions.ways.get((value.name, node.name, position)))
     }
-    info(node).calls = ((facts, strategy),) if facts is not None else ()
-    _set_type(node, *layouts)
 
 
 def _type_output(captured: Captured, graph: fx.Graph, decisions: Decisions) -> None:

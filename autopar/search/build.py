@@ -95,21 +95,20 @@ def build(
     return _Builder(captured, mesh, cluster, constraints, microbatches).run()
 
 
+@dataclass
 class _Builder:
-    def __init__(
-        self,
-        captured: Captured,
-        mesh: Mesh,
-        cluster: Cluster,
-        constraints: Constraints,
-        microbatches: int,
-    ) -> None:
-        self.captured, self.mesh, self.constraints = captured, mesh, constraints
-        price = ClusterPrice(cluster, mesh)
-        self.kinds = NodeClasses(captured, mesh, cluster.device, price)
-        self.edges = Edges(mesh, cluster, price, microbatches)
-        self.built = Built(captured, mesh, constraints)
-        self.nodes = {node.name: node for node in captured.graph.nodes}
+    captured: Captured
+    mesh: Mesh
+    cluster: Cluster
+    constraints: Constraints
+    microbatches: int
+
+    def __post_init__(self) -> None:
+        price = ClusterPrice(self.cluster, self.mesh)
+        self.kinds = NodeClasses(self.captured, self.mesh, self.cluster.device, price)
+        self.edges = Edges(self.mesh, self.cluster, price, self.microbatches)
+        self.built = Built(self.captured, self.mesh, self.constraints)
+        self.nodes = {node.name: node for node in self.captured.graph.nodes}
         self.readings: dict[str, list[Reading]] = {}
         self._shared: dict[tuple, Placements] = {}
         self._stored: dict[tuple, tuple[Placements, Array]] = {}

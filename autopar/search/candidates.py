@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,9 +15,9 @@ from autopar.cluster import Device
 from autopar.collectives import Price
 from autopar.cost.operators import ShardSizes, Work, facts_of, kept_extra, seconds, work
 from autopar.errors import unforeseen
-from autopar.layout import Layout, Placement
+from autopar.layout import Placement
 from autopar.mesh import Mesh
-from autopar.search.reshard import Placements
+from autopar.search.reshard import Placements, reshard_table
 from autopar.strategies import KERNELS, Rule, Strategy, tensor_inputs
 from autopar.strategies.node_info import info
 from autopar.strategies.rule import Facts
@@ -168,12 +167,9 @@ def uncut(candidates: Candidates) -> int:
 
 def storage_states(shape: tuple[int, ...], mesh: Mesh) -> Placements:
     """The layouts in which a parameter may be stored: each axis cuts one dim, or none."""
-    states: list[Placement] = []
-    for choice in itertools.product([None, *range(len(shape))], repeat=len(mesh.names)):
-        dims: list[tuple[str, ...]] = [() for _ in shape]
-        for axis, where in zip(mesh.names, choice):
-            if where is not None:
-                dims[where] += (axis,)
-        if all(not axes or mesh.degree(axes) <= size for axes, size in zip(dims, shape)):
-            states.append(Placement(Layout(*dims)))
-    return Placements(states)
+    return Placements(
+        state
+        for state in reshard_table(mesh, len(shape)).starts
+        if not state.partial
+        and all(not axes or mesh.degree(axes) <= size for axes, size in zip(state.dims, shape))
+    )

@@ -62,7 +62,8 @@ class ReshardTable:
 
     def __init__(self, mesh: Mesh, ndim: int) -> None:
         self.mesh, self.ndim = mesh, ndim
-        found = list(dict.fromkeys(self._starts()))
+        self.starts = tuple(dict.fromkeys(self._starts()))
+        found = list(self.starts)
         self.index = {state: number for number, state in enumerate(found)}
         grouped: dict[tuple[str, str, tuple[str, ...]], list[tuple[int, int, int]]]
         grouped = defaultdict(list)

@@ -65,43 +65,6 @@ def solve_residual(
     """The least sum of `factors` over all choices whose sum of `memory` is at most `limit`."""
     if memory is None:
         return _by_components(sizes, factors, tolerance, seconds)
-    return _solve(sizes, factors, memory, limit, hint or {}, tolerance, seconds)
-
-
-def _by_components(
-    sizes: Mapping[int, int], factors: Factors, tolerance: float, seconds: float
-) -> Residual:
-    """Without a limit, parts that no factor joins are solved apart."""
-    import networkx as nx  # takes a while to load
-
-    graph = nx.Graph()
-    graph.add_nodes_from(sizes)
-    for scope in factors:
-        nx.add_path(graph, scope)
-    deadline = time.monotonic() + seconds
-    choice: dict[int, int] = {}
-    value = bound = 0.0
-    missing = False
-    for members in sorted(map(sorted, nx.connected_components(graph))):
-        inside = {scope: t for scope, t in factors.items() if scope and scope[0] in members}
-        own = {v: sizes[v] for v in members}
-        left = max(0.1, deadline - time.monotonic())
-        part = _solve(own, inside, {}, np.inf, {}, tolerance, left)
-        missing |= part.choice is None
-        choice |= part.choice or {}
-        value, bound = value + part.value, bound + part.bound
-    return Residual(None if missing else choice, value, bound)
-
-
-def _solve(
-    sizes: Mapping[int, int],
-    factors: Factors,
-    memory: Factors,
-    limit: float,
-    hint: Mapping[int, int],
-    tolerance: float,
-    seconds: float,
-) -> Residual:
     factors, base = _reduced(sizes, factors)
     scale = _scale(factors, RANGE)
     memory_scale = _scale(memory, MEMORY_RANGE)
@@ -127,7 +90,7 @@ def _solve(
     if used and np.isfinite(limit):
         model.add(weighted_sum(used, amounts) <= int(np.floor(limit * memory_scale)))
     model.minimize(weighted_sum(bits, costs))
-    for v, strategy in hint.items():
+    for v, strategy in (hint or {}).items():
         for s, bit in enumerate(takes[v]):
             model.add_hint(bit, int(s == strategy))
     solver = new_solver(seconds)
@@ -147,6 +110,31 @@ def _solve(
     )
     bound = solver.best_objective_bound / scale + base
     return Residual(choice, value, min(bound, value))
+
+
+def _by_components(
+    sizes: Mapping[int, int], factors: Factors, tolerance: float, seconds: float
+) -> Residual:
+    """Without a limit, parts that no factor joins are solved apart."""
+    import networkx as nx  # takes a while to load
+
+    graph = nx.Graph()
+    graph.add_nodes_from(sizes)
+    for scope in factors:
+        nx.add_path(graph, scope)
+    deadline = time.monotonic() + seconds
+    choice: dict[int, int] = {}
+    value = bound = 0.0
+    missing = False
+    for members in sorted(map(sorted, nx.connected_components(graph))):
+        inside = {scope: t for scope, t in factors.items() if scope and scope[0] in members}
+        own = {v: sizes[v] for v in members}
+        left = max(0.1, deadline - time.monotonic())
+        part = solve_residual(own, inside, memory={}, tolerance=tolerance, seconds=left)
+        missing |= part.choice is None
+        choice |= part.choice or {}
+        value, bound = value + part.value, bound + part.bound
+    return Residual(None if missing else choice, value, bound)
 
 
 def _entries(
