@@ -64,9 +64,9 @@ def measure(name: str, problem: Problem, algorithm: str, memory: bool) -> dict[s
     if parts > 1:
         captured = cut_batch(captured, parts).captured
     clock, wall = time.process_time(), time.perf_counter()
-    wishes = Constraints()
+    constraints = Constraints()
     auto.solve = SOLVERS[algorithm]
-    search = auto.LayoutSearch(captured, problem.cluster, lambda mesh: wishes, limit, parts)
+    search = auto.LayoutSearch(captured, problem.cluster, lambda mesh: constraints, limit, parts)
     found = search.run([problem.mesh]).search
     return {
         "case": name,

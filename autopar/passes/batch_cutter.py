@@ -173,7 +173,7 @@ class Cutter:
             elif wanted is None and isinstance(status, int):
                 _refuse(node, f"{operator_of(node)} lets samples of different micro-batches meet")
             elif wanted is not None and status != wanted:
-                _refuse(node, f"{value.name} holds the whole batch where a slice is needed")
+                _refuse(node, f"{value.name} holds the whole batch where a part is needed")
         lacking = OWN if traits_of(node).statistics else SUM
         return tuple(
             next((d for d, dim in enumerate(dims) if factor in dim), lacking)

@@ -105,7 +105,7 @@ class _Builder:
 
     def __post_init__(self) -> None:
         price = ClusterPrice(self.cluster, self.mesh)
-        self.kinds = NodeClasses(self.captured, self.mesh, self.cluster.device, price)
+        self.classes = NodeClasses(self.captured, self.mesh, self.cluster.device, price)
         self.edges = Edges(self.mesh, self.cluster, price, self.microbatches)
         self.built = Built(self.captured, self.mesh, self.constraints)
         self.nodes = {node.name: node for node in self.captured.graph.nodes}
@@ -118,7 +118,7 @@ class _Builder:
     def run(self) -> Built:
         calls = self.captured.operators
         asked = {*self.constraints.values, *self.constraints.bound}
-        self.prologue = find_prologue(self.captured, calls, self.kinds, asked)
+        self.prologue = find_prologue(self.captured, calls, self.classes, asked)
         self.built.prologue, self.built.slack = self.prologue.names, self.prologue.slack
         for node in calls:
             self._look_at(node)
@@ -163,11 +163,11 @@ class _Builder:
 
     def _look_at(self, node: fx.Node) -> None:
         """Find the candidates of an operator, and who reads what."""
-        candidates = self._allowed(node, self.kinds.candidates(node))
+        candidates = self._allowed(node, self.classes.candidates(node))
         if node.name in self.prologue.names:
             candidates = candidates.taken([uncut(candidates)])
         cost = candidates.cost
-        for position, value in enumerate(self.kinds.inputs(node)):
+        for position, value in enumerate(self.classes.inputs(node)):
             if is_whole(value, self.captured, self.prologue):
                 cost = cost + self.edges.from_whole(candidates, position, value)
             else:
@@ -254,7 +254,7 @@ class _Builder:
         bound = self.constraints.bound.get(node.name, {})
         if constraint is None and not bound:
             return candidates
-        for offered in (candidates, self.kinds.candidates(node, every=True)):
+        for offered in (candidates, self.classes.candidates(node, every=True)):
             kept = [
                 index
                 for index in range(len(offered.strategies))

@@ -30,16 +30,16 @@ class Prologue:
 
 
 def find_prologue(
-    captured: Captured, calls: Sequence[fx.Node], kinds: NodeClasses, asked: Collection[str]
+    captured: Captured, calls: Sequence[fx.Node], classes: NodeClasses, asked: Collection[str]
 ) -> Prologue:
     """The prologue of a program, without what annotations ask about."""
-    offers = [kinds.candidates(node) for node in calls]
+    offers = [classes.candidates(node) for node in calls]
     budget = MOST_SLACK * sum(candidates.least for candidates in offers)
     prologue = Prologue()
     for node, candidates in zip(calls, offers):
         if node.name in asked or info(node).differentiable:
             continue
-        if all(is_whole(value, captured, prologue) for value in kinds.inputs(node)):
+        if all(is_whole(value, captured, prologue) for value in classes.inputs(node)):
             cost = candidates.cost
             more = float(cost[uncut(candidates)]) - candidates.least
             if prologue.slack + more <= budget:
