@@ -126,21 +126,7 @@ class Cluster:
         """The weakest in each respect of the devices of `ranks`."""
         node_of = self._node_of()
         kinds = list(dict.fromkeys(self.nodes[node_of[rank]].device for rank in ranks))
-        if len(kinds) == 1:
-            return kinds[0]
-        dtypes = set().union(*(kind.flops for kind in kinds))
-        efficiency = min(kind.efficiency for kind in kinds)
-        return Device(
-            name=" | ".join(kind.name for kind in kinds),
-            flops={t: min(kind.peak(t) for kind in kinds) / efficiency for t in sorted(dtypes)},
-            memory=min(kind.memory for kind in kinds),
-            bandwidth=min(kind.bandwidth for kind in kinds),
-            overhead=max(kind.overhead for kind in kinds),
-            efficiency=efficiency,
-            half_flops=max(kind.half_flops for kind in kinds),
-            half_bytes=max(kind.half_bytes for kind in kinds),
-            overlap=min(kind.overlap for kind in kinds),
-        )
+        return kinds[0] if len(kinds) == 1 else Device.weakest(kinds)
 
     def axis_links(self, mesh: Mesh) -> dict[str, AxisLink]:
         """For each axis of `mesh`, what its groups have between their members."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 
 import torch
 
 from autopar.errors import InvalidInput
 from autopar.layout import DTYPE_NAMES
 from autopar.schema import Count, NotNegative, Part, Positive
+
+COST = {"worst": max}  # of what is worse the more there is of it
 
 
 @dataclass(frozen=True)
@@ -21,10 +23,12 @@ class Device:
     flops: Mapping[str, Positive] = field(hash=False)  # FLOP/s by dtype: {"f32": 67e12, ...}
     memory: Positive  # bytes
     bandwidth: Positive  # bytes/s of its memory
-    overhead: NotNegative = 5e-6  # seconds to start an operator
+    overhead: NotNegative = field(default=5e-6, metadata=COST)  # seconds to start an operator
     efficiency: Positive = 0.7  # the part of `flops` that large matrix products reach
-    half_flops: NotNegative = 0.0  # FLOPs of a product in the fastest dtype that reaches half
-    half_bytes: NotNegative = 0.0  # bytes of an operator that reaches half of `bandwidth`
+    # FLOPs of a product in the fastest dtype that reaches half; bytes of an operator that reaches
+    # half of `bandwidth`.
+    half_flops: NotNegative = field(default=0.0, metadata=COST)
+    half_bytes: NotNegative = field(default=0.0, metadata=COST)
     overlap: Part = 0.7  # the part of gradient synchronisation that backward hides
 
     def __post_init__(self) -> None:
@@ -34,6 +38,20 @@ class Device:
                 got=f"{self.name} with {', '.join(self.flops) or 'none'}",
                 remedy="add f32 = ...",
             )
+
+    @classmethod
+    def weakest(cls, kinds: Sequence[Device]) -> Device:
+        """As weak in each respect as the weakest of several."""
+        worst = {
+            part.name: part.metadata.get("worst", min)(getattr(kind, part.name) for kind in kinds)
+            for part in fields(cls)
+            if part.name not in ("name", "flops")
+        }
+        flops = {
+            dtype: min(kind.peak(dtype) for kind in kinds) / worst["efficiency"]
+            for dtype in sorted(set().union(*(kind.flops for kind in kinds)))
+        }
+        return cls(" | ".join(kind.name for kind in kinds), flops, **worst)
 
     def peak(self, dtype: torch.dtype | str) -> float:
         """FLOP/s that large work of `dtype` reaches; a dtype without an entry runs as f32."""
