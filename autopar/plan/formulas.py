@@ -77,7 +77,7 @@ def edge(
 def operator_formulas(candidates: Candidates, index: int, device: Device) -> tuple[str, ...]:
     """The roofline of one strategy, forward and backward."""
     facts, work = candidates.facts, candidates.work
-    if facts is None or work is None:
+    if facts is None:
         return ("a mark: nothing is computed",)
     if facts.is_view:
         return ("a view: nothing is computed",)

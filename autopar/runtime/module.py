@@ -53,27 +53,27 @@ class ParallelModule(nn.Module):
             name: program.type_of(placeholder).layout
             for placeholder, name in (captured.parameters | captured.buffers).items()
         }
+        values = [*model.named_parameters(), *model.named_buffers()]
         self._layouts = {
-            name: layouts.get(name) or Layout.replicated(value.ndim)
-            for name, value in [*model.named_parameters(), *model.named_buffers()]
+            name: layouts.get(name) or Layout.replicated(value.ndim) for name, value in values
         }
         self._names = tuple(_torch.state_names(model))
         names = {name: [name] for name in self._layouts}
         for alias, name in captured.tied.items():
             names[name].append(alias)
         add_parts(self, model)
-        for name, parameter in model.named_parameters():
-            placed = backend.place_tensor(name, parameter, self._layouts[name])
-            if placed is not None:
-                kept = nn.Parameter(placed, requires_grad=parameter.requires_grad)
-                for own in names[name]:
-                    _owner(self, own).register_parameter(own.rpartition(".")[2], kept)
-        for name, buffer in model.named_buffers():
-            placed = backend.place_tensor(name, buffer, self._layouts[name])
-            if placed is not None:
-                for own in names[name]:
-                    key, persistent = own.rpartition(".")[2], own in self._names
-                    _owner(self, own).register_buffer(key, placed, persistent=persistent)
+        for name, value in values:
+            placed = backend.place_tensor(name, value, self._layouts[name])
+            if placed is None:
+                continue
+            if isinstance(value, nn.Parameter):
+                placed = nn.Parameter(placed, requires_grad=value.requires_grad)
+            for own in names[name]:
+                owner, key = _owner(self, own), own.rpartition(".")[2]
+                if isinstance(placed, nn.Parameter):
+                    owner.register_parameter(key, placed)
+                else:
+                    owner.register_buffer(key, placed, persistent=own in self._names)
         self._modes = Modes(self, plan.original)
         self._tensors = Tensors(self, captured.tied, program.learns)
         backend.bind(self._tensors.values)
