@@ -40,6 +40,7 @@ class Layout:
     """A frozen value; equal layouts are interchangeable."""
 
     __slots__ = ("_hash", "dims", "partial")
+    FORM: ClassVar = tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]  # in files
     dims: tuple[tuple[str, ...], ...]
     partial: tuple[str, ...]
 
@@ -55,6 +56,14 @@ class Layout:
                 got=f"{self}, which uses {', '.join(map(repr, twice))} more than once",
                 remedy="keep one of the uses",
             )
+
+    def to_form(self) -> tuple[object, ...]:
+        return self.dims, self.partial
+
+    @classmethod
+    def of_form(cls, form: tuple) -> Layout:
+        dims, partial = form
+        return cls(*dims, partial=partial)
 
     @classmethod
     def replicated(cls, ndim: int) -> Layout:
@@ -207,7 +216,7 @@ class Layout:
         return self._hash
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (self.dims, self.partial)
+        return Layout.of_form, (self.to_form(),)
 
     def __repr__(self) -> str:
         dims = ", ".join("@".join(("", *dim)) if dim else "_" for dim in self.dims)
@@ -282,6 +291,10 @@ class ParameterPlacement:
     @classmethod
     def tied(cls, layout: Layout) -> ParameterPlacement:
         return cls(layout, layout, layout, layout)
+
+    @property
+    def is_tied(self) -> bool:
+        return self == ParameterPlacement.tied(self.working)
 
 
 DTYPE_NAMES = {
@@ -362,7 +375,3 @@ def _axis_names(dim: AxisNames) -> tuple[str, ...]:
     if dim is None:
         return ()
     return (dim,) if isinstance(dim, str) else tuple(dim)
-
-
-def _rebuild(dims: tuple[tuple[str, ...], ...], partial: tuple[str, ...]) -> Layout:
-    return Layout(*dims, partial=partial)

@@ -29,7 +29,8 @@ FLOORS = (
         "units",
     },
     {"solver"},
-    {"strategies", "collectives"},
+    {"collectives"},
+    {"strategies"},
     {"capture"},
     {"cost"},
     {"search"},
@@ -68,7 +69,9 @@ def imported(path: Path) -> set[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports name their module in full, so that this page sees them"
+            assert node.module is not None
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 found.add(inner if inner in MODULES else node.module)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import fx
 
 from autopar.cluster import Device
-from autopar.cost.model import operator_seconds
+from autopar.cost.formula import Formula
+from autopar.cost.model import operator_formula, operator_values
 from autopar.mesh import Mesh
 from autopar.strategies import Extra, Rule, Strategy
 from autopar.strategies.node_info import info
@@ -25,6 +26,7 @@ from autopar.strategies.results import tensors_of
 from autopar.strategies.rule import Dim, Facts
 
 Array = NDArray[np.float64]
+Values = dict[str, Any]  # by symbol: a number, or one for each strategy
 
 HEAVY = 4  # FLOPs per element: with more, what is no product is priced by its arithmetic, too
 
@@ -109,15 +111,22 @@ def work(facts: Facts, pieces: ShardSizes) -> Work:
     return Work(flops, moved, backward_flops, passes * output + kept + written)
 
 
+def rooflines(facts: Facts, done: Work, device: Device) -> dict[str, tuple[Formula, Values]]:
+    """What is computed, "forward" and "backward": the formula, and what its symbols stand for."""
+    ways = {} if facts.is_view else {"forward": (done.flops, done.moved)}
+    if ways and any(facts.differentiable):
+        ways["backward"] = done.backward_flops, done.backward_moved
+    return {
+        way: (operator_formula(flops), operator_values(device, facts.dtype, flops, moved))
+        for way, (flops, moved) in ways.items()
+    }
+
+
 def seconds(facts: Facts, done: Work, device: Device) -> tuple[Array, Array]:
     """Seconds forward and backward of each strategy."""
-    if facts.is_view:
-        return done.flops, done.backward_flops
-    forward = operator_seconds(device, facts.dtype, flops=done.flops, moved=done.moved)
-    if not any(facts.differentiable):
-        return forward, np.zeros_like(forward)
-    flops, moved = done.backward_flops, done.backward_moved
-    return forward, operator_seconds(device, facts.dtype, flops=flops, moved=moved)
+    taken = {way: line(**values) for way, (line, values) in rooflines(facts, done, device).items()}
+    nothing = np.zeros_like(done.flops)
+    return taken.get("forward", nothing), taken.get("backward", nothing)
 
 
 def _elements(rule: Rule, dims: Sequence[Dim]) -> int:

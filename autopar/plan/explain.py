@@ -19,7 +19,7 @@ from autopar.capture.marker import ANNOTATE
 from autopar.capture.origins import is_of_parameters
 from autopar.cost.footprint import parameter_bytes
 from autopar.errors import InvalidInput
-from autopar.layout import ParameterPlacement, Placement, TensorType
+from autopar.layout import Placement, TensorType
 from autopar.plan.explanation import Explanation, PricedCandidate
 from autopar.plan.formulas import Edge, edge, operator_formulas
 from autopar.plan.value import PlanValue
@@ -218,7 +218,7 @@ class _Explainer:
         candidates = []
         for state, step in zip(states, steps):
             kept = str(TensorType.of(info(node).val, state.layout))
-            places = ParameterPlacement.tied(state.layout)
+            places = self.constraints.places(state.layout)
             candidates.append(
                 PricedCandidate(
                     strategy=f"kept as {kept}",

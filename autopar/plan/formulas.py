@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 from torch import fx
 
 from autopar.cluster import Device
 from autopar.collectives import redistribute
-from autopar.cost.model import COLLECTIVES, collective_values, operator_formula, operator_values
+from autopar.cost.model import COLLECTIVES, collective_values
+from autopar.cost.operators import rooflines
 from autopar.cost.price import BUCKET_BYTES, ClusterPrice
 from autopar.layout import Placement, TensorType
 from autopar.search.candidates import Candidates
@@ -82,15 +84,9 @@ def operator_formulas(candidates: Candidates, index: int, device: Device) -> tup
     if facts.is_view:
         return ("a view: nothing is computed",)
     lines = []
-    for way, flops, moved in (
-        ("forward", work.flops, work.moved),
-        ("backward", work.backward_flops, work.backward_moved),
-    ):
-        if way == "backward" and not any(facts.differentiable):
-            continue
-        formula = operator_formula(flops)
-        values = operator_values(device, facts.dtype, flops[index], moved[index])
-        lines.append(f"{way}: {formula.explain(**values)} s")
+    for way, (formula, values) in rooflines(facts, work, device).items():
+        here = {name: value[index] if np.ndim(value) else value for name, value in values.items()}
+        lines.append(f"{way}: {formula.explain(**here)} s")
     if candidates.inside[index]:
         lines.append(f"movements inside its kernel: {candidates.inside[index]:.6g} s")
     return tuple(lines)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,12 @@ class SavedValue:
     @cached_property
     def types(self) -> dict[str, TensorType]:
         """The type of every parameter and buffer by its name, of every value by its node's."""
-        return {**self.typed.placeholders, **self.typed.fixed, **self.others}
+        placed = self.typed.placeholders
+        stored = {
+            name: replace(placed[name], layout=places.storage)
+            for name, places in self.typed.apart.items()
+        }
+        return {**placed, **stored, **self.typed.fixed, **self.others}
 
     @property
     def layouts(self) -> dict[str, Layout]:

@@ -14,7 +14,7 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.capture.marker import ANNOTATE
 from autopar.errors import InvalidInput
-from autopar.layout import TensorType
+from autopar.layout import ParameterPlacement, TensorType
 from autopar.plan.saved import SavedValue
 from autopar.strategies import tensor_inputs
 from autopar.strategies.node_info import info
@@ -33,6 +33,8 @@ def require_sound(saved: SavedValue) -> None:
         type_.layout.validate(type_.shape, saved.mesh)
         if name in saved.decisions.placeholders and type_.layout.partial:
             _fail("what goes into a program is no partial sum", f"{name}: {type_}")
+    for name, places in saved.decisions.apart.items():
+        _require_places(saved, name, places)
     for (value, reader, _), way in saved.decisions.ways.items():
         for at in way:
             if any(axis not in saved.mesh for axis in (*at.layout.axes, *at.pending)):
@@ -47,6 +49,17 @@ def require_sound(saved: SavedValue) -> None:
             "a mesh has at most as many ranks as the cluster has devices",
             f"{ranks} ranks on {saved.cluster.devices} devices",
         )
+
+
+def _require_places(saved: SavedValue, name: str, places: ParameterPlacement) -> None:
+    """Of a parameter that has more than one place."""
+    type_ = saved.types[name]
+    for layout in (places.storage, places.working):
+        layout.validate(type_.shape, saved.mesh)
+    is_so = places.working == saved.decisions.placeholders[name] and not places.storage.partial
+    if not is_so or not places.storage == places.gradient == places.optimizer:
+        rule = "a parameter is read where the plan says; its gradient and states lie where it does"
+        _fail(rule, f"{name}: {places}")
 
 
 def _require_pipeline(saved: SavedValue) -> None:
@@ -74,6 +87,7 @@ def require_fitting(saved: SavedValue, captured: Captured) -> None:
     decisions = saved.decisions
     placeholders = {name for name, node in nodes.items() if node.op == "placeholder"}
     _require_names("values that go in", decisions.placeholders, placeholders, placeholders)
+    _require_names("parameters", decisions.apart, captured.parameters, ())
     _require_names("annotations", decisions.fixed, markers, markers)
     _require_names("operators", decisions.strategies, calls, ())
     _require_names("annotated parameters", saved.annotated, set(captured.parameters.values()), ())

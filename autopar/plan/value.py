@@ -85,6 +85,7 @@ class PlanValue(Candidate):
             inputs={key: LayoutConstraint(placed[key], "the plan") for key in others},
         )
         decisions = propagate(whole, self.mesh, constraints)
+        decisions = replace(decisions, apart=self.decisions.apart)
         return Program(whole, decisions, rewrite(whole, decisions, self.prices.price))
 
     @cached_property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Self
 
 from torch import fx
 
@@ -95,9 +95,9 @@ class Candidate:
         """The same as a line of activations, to be cut into stages."""
         return flow_of(self.captured, self.rewritten)
 
-    def changed(self, **changes: Any) -> Self:
-        """The same program in other circumstances; it is not rewritten again."""
-        made = replace(self, **changes)
+    def changed(self, search: Search | None, pipelining: Pipelining | None = None) -> Self:
+        """The same program, found so and in these stages; it is not rewritten again."""
+        made = replace(self, search=search, pipelining=pipelining or self.pipelining)
         vars(made).update(rewritten=self.rewritten, flow=self.flow)
         return made
 
@@ -111,7 +111,7 @@ class Candidate:
         line = self.stage_costs(given.mesh, given.axis)
         starts = [stage.starts for stage in given.stages]
         stages = price_stages(line.recomputed() if given.recompute else line, starts)
-        return self.changed(pipelining=replace(given, stages=tuple(stages)))
+        return self.changed(self.search, replace(given, stages=tuple(stages)))
 
     @cached_property
     def timeline(self) -> Timeline | None:

@@ -86,7 +86,7 @@ class Planner:
         if self._best is None:
             raise self._nothing(reasons)
         search = self._best.search
-        return self._best.changed(search=search.cut_short()) if search and left else self._best
+        return self._best.changed(search.cut_short()) if search and left else self._best
 
     def constraints(self, program: Captured, mesh: Mesh) -> Constraints:
         """What annotations ask for."""
@@ -175,7 +175,7 @@ class Planner:
         search = LayoutSearch(program, cluster, bound, memory, parts, finished, self.report)
         found = search.run(offered)
         if asked and asked[0].decisions is found.decisions:
-            return asked[0].changed(search=found.search), found.memory
+            return asked[0].changed(found.search), found.memory
         return made(decisions=found.decisions, search=found.search), found.memory
 
     def _pipelined(self, laid: Candidate, stages: int, parts: int) -> Iterator[Candidate]:
@@ -190,7 +190,7 @@ class Planner:
         def piped(made: Schedule, stages: Sequence[StageCost], again: bool) -> Candidate:
             pipelining = Pipelining(axis, mesh, made, tuple(stages), again)
             search = laid.search and laid.search.shared(made.ranks)
-            return laid.changed(pipelining=pipelining, search=search)
+            return laid.changed(search, pipelining)
 
         for made in asked.schedules(stages, parts):
             for again in (False, True) if asked.schedule is None else (asked.recompute,):

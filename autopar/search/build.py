@@ -26,7 +26,7 @@ from autopar.cost.price import ClusterPrice
 from autopar.cost.saved_tensors import SavedTensors
 from autopar.errors import InvalidInput
 from autopar.garbage import collected_later
-from autopar.layout import ParameterPlacement, Placement
+from autopar.layout import Placement
 from autopar.mesh import Mesh
 from autopar.search.candidates import Candidates, NodeClasses, storage_states, uncut
 from autopar.search.constraints import Constraints
@@ -154,7 +154,7 @@ class _Builder:
                 if constraint is not None
                 else storage_states(shape, self.mesh)
             )
-            places = [ParameterPlacement.tied(state.layout) for state in states]
+            places = [self.constraints.places(state.layout) for state in states]
             held = [float(sum(parameter_bytes(node, at, self.mesh))) for at in places]
             self._stored[key] = states, np.array(held)
         states, memory = self._stored[key]

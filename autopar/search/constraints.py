@@ -16,7 +16,7 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.capture.marker import ANNOTATE, Annotation, Entry
 from autopar.errors import InvalidInput
-from autopar.layout import Layout
+from autopar.layout import Layout, ParameterPlacement
 from autopar.mesh import Mesh
 from autopar.strategies import Rule, rule_of, tensor_inputs
 from autopar.strategies.node_info import info
@@ -44,6 +44,15 @@ class Constraints:
     def fixed(self) -> dict[str, Layout]:
         """The layout of each marker."""
         return {name: constraint.layout for name, constraint in self.values.items()}
+
+    def places(self, working: Layout) -> ParameterPlacement:
+        """The four places of a parameter that is worked with there: they are one."""
+        return ParameterPlacement.tied(working)
+
+    def apart(self, working: Mapping[str, Layout]) -> dict[str, ParameterPlacement]:
+        """Of parameters, the places of those that have more than one."""
+        found = {name: self.places(layout) for name, layout in working.items()}
+        return {name: places for name, places in found.items() if not places.is_tied}
 
     @property
     def axes(self) -> frozenset[str]:

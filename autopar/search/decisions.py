@@ -35,16 +35,19 @@ class Decisions:
     """What the passes need to know: where every tensor of a captured graph lives."""
 
     mesh: Mesh
-    placeholders: Mapping[str, Layout]  # parameters, buffers, constants and inputs
+    placeholders: Mapping[str, Layout]  # where each parameter, buffer, constant and input is read
     strategies: Mapping[str, Strategy]  # operators; one that is missing runs replicated
     fixed: Mapping[str, Layout] = field(default_factory=dict)  # markers -> layout
     fallbacks: tuple[Fallback, ...] = ()
     # (value, reader, which input) -> the placements that readers share on the way to what it wants
     ways: Mapping[tuple[str, str, int], tuple[Placement, ...]] = field(default_factory=dict)
+    # Parameters that are stored, summed or optimized in other places than they are read.
+    apart: Mapping[str, ParameterPlacement] = field(default_factory=dict)
 
     def parameter(self, placeholder: str) -> ParameterPlacement:
         """The places of a parameter."""
-        return ParameterPlacement.tied(self.placeholders[placeholder])
+        working = self.placeholders[placeholder]
+        return self.apart.get(placeholder) or ParameterPlacement.tied(working)
 
 
 @dataclass(frozen=True)
@@ -57,17 +60,21 @@ class TypedDecisions:
     fixed: Mapping[str, TensorType]
     fallbacks: tuple[Fallback, ...]
     ways: Mapping[tuple[str, str, Index], tuple[Placement, ...]]
+    apart: Mapping[str, ParameterPlacement]
 
     @classmethod
     def of(cls, decisions: Decisions, types: Mapping[str, TensorType]) -> TypedDecisions:
         """`types` are those of the placeholders and markers."""
+        laid = {**decisions.placeholders, **decisions.fixed}
+        typed = {name: replace(types[name], layout=layout) for name, layout in laid.items()}
         return cls(
             decisions.mesh,
-            {name: types[name] for name in decisions.placeholders},
+            {name: typed[name] for name in decisions.placeholders},
             decisions.strategies,
-            {name: replace(types[name], layout=fixed) for name, fixed in decisions.fixed.items()},
+            {name: typed[name] for name in decisions.fixed},
             decisions.fallbacks,
             decisions.ways,
+            decisions.apart,
         )
 
     @property
@@ -80,4 +87,5 @@ class TypedDecisions:
             {name: type_.layout for name, type_ in self.fixed.items()},
             self.fallbacks,
             self.ways,
+            self.apart,
         )

@@ -6,7 +6,8 @@ import pytest
 
 import autopar as ap
 from autopar.layout import Layout, ParameterPlacement
-from autopar.search.decisions import Decisions
+from autopar.plan.plan import SavedPlan
+from autopar.search.constraints import Constraints
 from autopar.strategies.node_info import info
 from tests import models
 from tests.annotations import megatron
@@ -16,21 +17,21 @@ MESH = ap.Mesh(dp=2, tp=2)
 
 
 def cut_over_dp(layout: Layout) -> Layout:
-    """The same with its first dim also cut over the ranks of `dp`, if there is one."""
+    """The same with its first dim also cut over the ranks of `dp`, if that may be."""
     first, *others = layout.dims or ((),)
-    return Layout((*first, "dp"), *others) if layout.dims else layout
+    may_be = layout.dims and "dp" not in layout.axes
+    return Layout((*first, "dp"), *others) if may_be else layout
 
 
 @pytest.fixture
 def apart(monkeypatch):
     """Parameters are stored in pieces over `dp`, and gathered for those who read them."""
 
-    def places(self: Decisions, placeholder: str) -> ParameterPlacement:
-        working = self.placeholders[placeholder]
+    def places(self: Constraints, working: Layout) -> ParameterPlacement:
         stored = cut_over_dp(working)
         return ParameterPlacement(stored, working, stored, stored)
 
-    monkeypatch.setattr(Decisions, "parameter", places)
+    monkeypatch.setattr(Constraints, "places", places)
 
 
 @pytest.mark.parametrize("name", ["gpt", "resnet"])
@@ -49,13 +50,49 @@ def test_what_is_stored_apart_is_gathered_once_for_its_readers(apart, name, anno
     assert sorted(gathered) == sorted(read)
 
 
+@pytest.mark.parametrize("options", [{"mode": "auto"}, {"microbatches": 2}], ids=str)
+def test_whatever_decides_the_places_hold(apart, options):
+    assert_parity(models.gpt(), MESH, **options)
+
+
+def test_in_stages(apart):
+    mesh = ap.Mesh(pp=2, dp=2)
+    assert_parity(models.gpt(), mesh, schedule="1f1b", microbatches=2)
+
+
+def test_a_file_has_all_places(apart, monkeypatch):
+    case = models.gpt()
+    plan = ap.plan(case.model, case.args, case.kwargs, mesh=MESH, mode="propagate")
+    saved = SavedPlan.from_json(SavedPlan.of(plan).to_json())
+    monkeypatch.undo()
+    again = saved.attach(case.model, case.args, case.kwargs)
+    assert again.decisions == plan.decisions
+    assert again.types == plan.types == saved.types
+    assert again.memory == plan.memory
+
+
+@pytest.mark.parametrize("place", ["storage", "working", "gradient", "optimizer"])
+def test_places_that_contradict_one_another_are_refused(apart, place):
+    case = models.gpt()
+    plan = ap.plan(case.model, case.args, case.kwargs, mesh=MESH, mode="propagate")
+    data = SavedPlan.of(plan).to_json()
+    name = next(
+        name for name, places in plan.decisions.apart.items() if len(places.storage.dims) > 1
+    )
+    data["decisions"]["apart"][name][place] = data["decisions"]["apart"][name]["working"]
+    if place == "working":
+        data["decisions"]["apart"][name][place] = data["decisions"]["apart"][name]["storage"]
+    with pytest.raises(ap.InvalidInput, match="a parameter is read where the plan says"):
+        SavedPlan.from_json(data)
+
+
 def test_what_an_optimizer_keeps_follows_its_own_place(monkeypatch):
     def memory(*apart: str):
-        def places(self: Decisions, placeholder: str) -> ParameterPlacement:
-            tied = ParameterPlacement.tied(self.placeholders[placeholder])
-            return replace(tied, **dict.fromkeys(apart, cut_over_dp(tied.storage)))
+        def places(self: Constraints, working: Layout) -> ParameterPlacement:
+            tied = ParameterPlacement.tied(working)
+            return replace(tied, **dict.fromkeys(apart, cut_over_dp(working)))
 
-        monkeypatch.setattr(Decisions, "parameter", places)
+        monkeypatch.setattr(Constraints, "places", places)
         return ap.plan(case.model, case.args, case.kwargs, mesh=MESH, mode="propagate").memory
 
     case = models.gpt()
