@@ -53,7 +53,7 @@ class Captured:
     constants: dict[str, torch.Tensor]  # placeholder -> value
     inputs: tuple[str | None, ...]  # placeholder of each flat user argument; None if not a tensor
     tied: dict[str, str]  # alias -> the name under which the parameter or buffer is kept
-    alike: dict[str, int]  # a number for each call; equal for those that cost the same anywhere
+    classes: dict[str, int]  # a number for each call; equal for those that cost the same anywhere
     mutations: dict[str, str]  # name of buffer -> name of the node with its new value
     input_spec: pytree.TreeSpec  # of (args, kwargs)
     output_spec: pytree.TreeSpec
@@ -75,7 +75,7 @@ class Captured:
     @cached_property
     def operators(self) -> tuple[fx.Node, ...]:
         """The calls of operators, in order: what takes one of several results is none."""
-        return tuple(node for node in self.graph.nodes if node.name in self.alike)
+        return tuple(node for node in self.graph.nodes if node.name in self.classes)
 
     @cached_property
     def rules(self) -> dict[str, Rule | None]:
@@ -96,9 +96,9 @@ class Captured:
         """What is said of the first of those calls that are alike."""
         found: dict[int, Rule | None] = {}
         for node in self.operators:
-            if self.alike[node.name] not in found:
-                found[self.alike[node.name]] = ask(node)
-        return {name: found[number] for name, number in self.alike.items()}
+            if self.classes[node.name] not in found:
+                found[self.classes[node.name]] = ask(node)
+        return {name: found[number] for name, number in self.classes.items()}
 
     @cached_property
     def random(self) -> tuple[fx.Node, ...]:

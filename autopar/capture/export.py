@@ -67,9 +67,9 @@ def capture(
         with changes_seen() as changes, hooks_refused() as lines:
             program = _export(copy, mode, *call)
         held = dict(copy.named_parameters()) | dict(copy.named_buffers())
-        draft = flatten(program, mode, _canonical(copy), held, input_spec, fakes)
-        normalise(draft)
-        captured = _freeze(draft, Example(copy, call[0], call[1], device))
+        builder = flatten(program, mode, _canonical(copy), held, input_spec, fakes)
+        normalise(builder)
+        captured = _freeze(builder, Example(copy, call[0], call[1], device))
         warn_of_counters(copy, mode, call, changes)
     warn_of_memory(lines)
     verify(captured.graph, "captured")
@@ -98,38 +98,38 @@ def _canonical(model: nn.Module) -> dict[str, str]:
     return names
 
 
-def _freeze(draft: GraphBuilder, example: Example) -> Captured:
+def _freeze(builder: GraphBuilder, example: Example) -> Captured:
     """A fresh graph, its nodes named by their operators in order, and all that goes with it."""
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
-    for node in draft.graph.nodes:
+    for node in builder.graph.nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), new.__getitem__)
         is_call = node.op == "call_function"
         name = operator_name(node.target).replace(".", "_") if is_call else node.name
         new[node] = graph.create_node(node.op, node.target, args, kwargs, name)
         new[node].meta = {key: node.meta[key] for key in KEPT if key in node.meta}
-    outputs = [new[node] for node in draft.outputs]
+    outputs = [new[node] for node in builder.outputs]
     info(graph.output_node()).end(outputs)
-    count = len(outputs) - len(draft.mutated)
+    count = len(outputs) - len(builder.mutated)
     tensors = iter(outputs[:count])
     leaves = [
-        draft.output_constants[index] if index in draft.output_constants else next(tensors)
-        for index in range(draft.output_spec.num_leaves)
+        builder.output_constants[index] if index in builder.output_constants else next(tensors)
+        for index in range(builder.output_spec.num_leaves)
     ]
     return Captured(
         graph=graph,
-        parameters=draft.parameters,
-        buffers=draft.buffers,
-        constants=draft.constants,
-        inputs=draft.inputs,
-        tied=draft.tied,
-        alike=number_calls(graph),
-        mutations={name: node.name for name, node in zip(draft.mutated, outputs[count:])},
-        input_spec=draft.input_spec,
-        output_spec=draft.output_spec,
+        parameters=builder.parameters,
+        buffers=builder.buffers,
+        constants=builder.constants,
+        inputs=builder.inputs,
+        tied=builder.tied,
+        classes=number_calls(graph),
+        mutations={name: node.name for name, node in zip(builder.mutated, outputs[count:])},
+        input_spec=builder.input_spec,
+        output_spec=builder.output_spec,
         output_leaves=tuple(leaves),
         example=example,
-        static_inputs=draft.static_inputs,
+        static_inputs=builder.static_inputs,
     )
 
 

@@ -59,21 +59,21 @@ def flatten(
     `names` leads from every name, alias or not, to the name in `fakes`.
     """
     tied = {alias: name for alias, name in names.items() if alias != name}
-    draft = GraphBuilder(mode, tied, input_spec, program.call_spec.out_spec)
-    values = _placeholders(draft, program, names, fakes, flat_inputs)
-    results = _Inliner(draft).inline(program.graph_module, values, Region())
+    builder = GraphBuilder(mode, tied, input_spec, program.call_spec.out_spec)
+    values = _placeholders(builder, program, names, fakes, flat_inputs)
+    results = _Inliner(builder).inline(program.graph_module, values, Region())
     tensors = []
     for index, result in enumerate(results):
         if isinstance(result, fx.Node):
             tensors.append(result)
         else:
-            draft.output_constants[index] = result
-    draft.graph.output(tuple(tensors))
-    return draft
+            builder.output_constants[index] = result
+    builder.graph.output(tuple(tensors))
+    return builder
 
 
 def _placeholders(
-    draft: GraphBuilder,
+    builder: GraphBuilder,
     program: ExportedProgram,
     names: dict[str, str],
     fakes: dict[str, torch.Tensor],
@@ -84,9 +84,9 @@ def _placeholders(
     for name, fake in fakes.items():
         is_parameter = isinstance(fake, nn.Parameter)
         prefix = "p" if is_parameter else "b"
-        node = draft.placeholder(f"{prefix}_{name.replace('.', '_')}", fake)
+        node = builder.placeholder(f"{prefix}_{name.replace('.', '_')}", fake)
         info(node).module, made[name] = name.rpartition(".")[0], node
-        (draft.parameters if is_parameter else draft.buffers)[node.name] = name
+        (builder.parameters if is_parameter else builder.buffers)[node.name] = name
     placeholders = program.graph.find_nodes(op="placeholder")
     specs = dict(zip(placeholders, program.graph_signature.input_specs))
     values: dict[fx.Node, Any] = {}
@@ -106,10 +106,10 @@ def _placeholders(
                     remedy="write x.detach() in place of x.data",
                     source=user and of_stack(user.meta.get("stack_trace")),
                 )
-            node = values[old] = draft.placeholder(old.name, fake_like(draft.mode, value))
+            node = values[old] = builder.placeholder(old.name, fake_like(builder.mode, value))
             # The user's own tensor may change later; a constant is what it was.
             is_held = not isinstance(value, FakeTensor)
-            draft.constants[node.name] = value.detach().clone() if is_held else value
+            builder.constants[node.name] = value.detach().clone() if is_held else value
         elif spec.kind is InputKind.USER_INPUT:
             users.append(old)
         else:
@@ -121,21 +121,21 @@ def _placeholders(
     inputs: list[str | None] = []
     for index, (old, given) in enumerate(zip(users, flat_inputs, strict=True)):
         if isinstance(given, torch.Tensor):
-            node = values[old] = draft.placeholder(old.name, given)
+            node = values[old] = builder.placeholder(old.name, given)
             inputs.append(node.name)
         else:
             values[old] = given
-            draft.static_inputs[index] = given
+            builder.static_inputs[index] = given
             inputs.append(None)
-    draft.inputs = tuple(inputs)
+    builder.inputs = tuple(inputs)
     return values
 
 
 @dataclass
 class _Inliner:
-    """Copies graphs into the draft's, one into the other."""
+    """Copies graphs into one, those inside others too."""
 
-    draft: GraphBuilder
+    builder: GraphBuilder
 
     def inline(
         self, module: fx.GraphModule, values: dict[fx.Node, Any], region: Region
@@ -168,13 +168,13 @@ class _Inliner:
             return self.inline(module, dict(zip(placeholders, operands)), inner)
         if region.is_autocast:
             args, kwargs = self._cast(node, args, kwargs, region)
-        new = self.draft.graph.create_node("call_function", node.target, args, kwargs)
+        new = self.builder.graph.create_node("call_function", node.target, args, kwargs)
         stack = node.meta.get("nn_module_stack") or {}
         info(new).module = next(reversed(stack.values()), ("",))[0] if stack else ""
         info(new).source = of_stack(node.meta.get("stack_trace"))
         info(new).no_grad = not region.gradients
         try:
-            value = self.draft.evaluate(node.target, args, kwargs)  # type: ignore[arg-type]
+            value = self.builder.evaluate(node.target, args, kwargs)  # type: ignore[arg-type]
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             got = f"{operator_name(node.target)}, whose result depends on values"
             source = info(new).source
@@ -216,26 +216,26 @@ class _Inliner:
         ):
             return value
         if value not in detached:
-            detached[value] = self.draft.call(value, aten.detach.default, value)
+            detached[value] = self.builder.call(value, aten.detach.default, value)
             info(detached[value]).no_grad = True
         return detached[value]
 
     def _cast(self, node: fx.Node, args: Any, kwargs: Any, region: Region) -> tuple[Any, Any]:
         """Cast what autocast casts for this operator, seen from the dtype of its result."""
         with region.autocast():
-            result = self.draft.evaluate(node.target, args, kwargs)  # type: ignore[arg-type]
+            result = self.builder.evaluate(node.target, args, kwargs)  # type: ignore[arg-type]
         tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if not tensors or not tensors[0].is_floating_point():
             return args, kwargs
         wanted = tensors[0].dtype
-        if _plain_dtype(self.draft, node, args, kwargs) == wanted:
+        if _plain_dtype(self.builder, node, args, kwargs) == wanted:
             return args, kwargs
 
         def cast(value: fx.Node) -> fx.Node:
             fake = info(value).val
             if not fake.is_floating_point() or fake.dtype in (wanted, torch.float64):
                 return value
-            new = self.draft.call(node, aten.to.dtype, value, wanted)
+            new = self.builder.call(node, aten.to.dtype, value, wanted)
             info(new).update(
                 module=info(value).module,
                 source=of_stack(node.meta.get("stack_trace")),
@@ -266,10 +266,12 @@ def _require_dense(node: fx.Node, value: Any, region: Region) -> None:
         )
 
 
-def _plain_dtype(draft: GraphBuilder, node: fx.Node, args: Any, kwargs: Any) -> torch.dtype | None:
+def _plain_dtype(
+    builder: GraphBuilder, node: fx.Node, args: Any, kwargs: Any
+) -> torch.dtype | None:
     """The dtype that the operator would give without autocast, if it would run at all."""
     try:
-        result = draft.evaluate(node.target, args, kwargs)  # type: ignore[arg-type]
+        result = builder.evaluate(node.target, args, kwargs)  # type: ignore[arg-type]
     except RuntimeError:
         return None
     leaf = pytree.tree_leaves(result)[0]

@@ -3,7 +3,7 @@
 Every node that is made here has its fake value at once, and inherits the module and the source
 line of the node it stands for.
 
->>> draft.replace(node, aten.reshape.default, x, (8, 16))    # its users now use the reshape
+>>> builder.replace(node, aten.reshape.default, x, (8, 16))    # its users now use the reshape
 """
 
 from __future__ import annotations
@@ -158,13 +158,13 @@ Rewrite = Callable[["Site"], fx.Node | None]
 class Site(Call):
     """A call that a normalisation looks at: its arguments by name, and a place to make others."""
 
-    def __init__(self, draft: GraphBuilder, node: fx.Node) -> None:
+    def __init__(self, builder: GraphBuilder, node: fx.Node) -> None:
         super().__init__(node)
-        self.draft = draft
+        self.builder = builder
 
     def make(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Another call before it, with its origin."""
-        return self.draft.call(self.node, target, *args, **kwargs)
+        return self.builder.call(self.node, target, *args, **kwargs)
 
     def canonical(self, target: Callable[..., Any], *args: Any) -> fx.Node | None:
         """The one form of the call; None where it has that already."""
@@ -180,12 +180,12 @@ def rewrites(*targets: object) -> Callable[[Rewrite], Normalisation]:
 
     def normalisation(function: Rewrite) -> Normalisation:
         @wraps(function)
-        def rewrite(draft: GraphBuilder) -> None:
-            for node in draft.calls(*targets):
-                with draft.graph.inserting_before(node):
-                    new = function(Site(draft, node))
+        def rewrite(builder: GraphBuilder) -> None:
+            for node in builder.calls(*targets):
+                with builder.graph.inserting_before(node):
+                    new = function(Site(builder, node))
                 if new is not None:
-                    draft.substitute(node, new)
+                    builder.substitute(node, new)
 
         return rewrite
 

@@ -80,10 +80,10 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
 )
 
 
-def normalise(draft: GraphBuilder) -> None:
+def normalise(builder: GraphBuilder) -> None:
     """Apply every normalisation, in order."""
     for normalisation in NORMALISATIONS:
         try:
-            normalisation(draft)
+            normalisation(builder)
         except Exception as error:
-            raise unforeseen("capture gives one form to", draft.looked_at, error) from error
+            raise unforeseen("capture gives one form to", builder.looked_at, error) from error

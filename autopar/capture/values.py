@@ -19,22 +19,22 @@ from autopar.strategies.node_info import flat, info
 from autopar.strategies.results import is_result
 
 
-def refresh(draft: GraphBuilder) -> None:
+def refresh(builder: GraphBuilder) -> None:
     """Renew `val` alone, in a program that may still write to its values."""
-    for node in draft.calls():
+    for node in builder.calls():
         assert callable(node.target)
-        info(node).val = draft.evaluate(node.target, node.args, node.kwargs)
+        info(node).val = builder.evaluate(node.target, node.args, node.kwargs)
 
 
-def refresh_with_gradients(draft: GraphBuilder) -> None:
+def refresh_with_gradients(builder: GraphBuilder) -> None:
     """Renew `val` and set `differentiable` on all nodes.
 
     An input that autograd passes over, as a weight of classes, is detached: else a gradient flows.
     """
     live: dict[fx.Node, Any] = {}
     silent: list[tuple[fx.Node, fx.Node]] = []  # operators and such inputs
-    with draft.mode, torch.enable_grad():
-        for node in draft.graph.nodes:
+    with builder.mode, torch.enable_grad():
+        for node in builder.graph.nodes:
             if node.op == "placeholder":
                 value = info(node).val
                 # A leaf of its own: the graph of autograd ends here.
@@ -58,7 +58,7 @@ def refresh_with_gradients(draft: GraphBuilder) -> None:
             value = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, made)
             info(node).update(val=flat(value) if isinstance(value, list | tuple) else value)
     for node, read in silent:
-        with draft.graph.inserting_before(node):
-            detached = draft.call(node, torch.ops.aten.detach.default, read)
+        with builder.graph.inserting_before(node):
+            detached = builder.call(node, torch.ops.aten.detach.default, read)
         info(detached).differentiable = False
         node.replace_input_with(read, detached)

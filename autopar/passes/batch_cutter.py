@@ -108,7 +108,7 @@ class Cutter:
             self.captured,
             graph=self.graph,
             constants=self.constants,
-            alike=number_calls(self.graph),
+            classes=number_calls(self.graph),
             mutations=mutations,
             output_spec=pytree.tree_structure(0),
             output_leaves=(self.copies[self.loss],),

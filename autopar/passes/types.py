@@ -41,7 +41,7 @@ def assign_types(source: fx.Graph, setting: Setting) -> fx.Graph:
             call, place = maker(node), place_of(node)
             info(node).update(type=flat(info(call).type)[place], wants=())
         elif node.op == "call_function":
-            rule, kind = captured.priced[node.name], captured.alike[node.name]
+            rule, kind = captured.priced[node.name], captured.classes[node.name]
             if rule is not None and kind not in facts:
                 facts[kind] = facts_of(node, rule, tensor_inputs(node))
             _type_operator(node, facts.get(kind), decisions)

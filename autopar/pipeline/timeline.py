@@ -105,8 +105,8 @@ class Timeline:
                 for stage, (whole, _, later) in live.items()
             )
 
-        moments = (live_microbatches(self.schedule, rank) for rank in range(self.schedule.ranks))
-        return tuple(max(map(kept, live), default=0.0) for live in moments)
+        by_rank = (live_microbatches(self.schedule, rank) for rank in range(self.schedule.ranks))
+        return tuple(max(map(kept, live), default=0.0) for live in by_rank)
 
     @cached_property
     def critical_path(self) -> CriticalPath:

@@ -132,7 +132,7 @@ class _Builder:
                 self.built.fixed_bytes += info(node).val.numel() * info(node).val.itemsize
                 if node.name in self.readings:
                     self._add_input(node)
-            elif node.name in self.captured.alike:
+            elif node.name in self.captured.classes:
                 self._add_operator(node)
             if len(self.readings.get(node.name, ())) > 1:
                 self._add_shares(node)
@@ -288,11 +288,11 @@ class _Builder:
         alone = [reading for reading in readings if reading not in grouped]
         kept_at_all = self._keeps(readings)
         # What several readers keep is counted once: where they part.
-        keeping = [group for group in groups if self._keeps(group.readings)]
-        early = self._keeps(alone) or len(keeping) > 1 or not self._makes(value)
+        storing = [group for group in groups if self._keeps(group.readings)]
+        early = self._keeps(alone) or len(storing) > 1 or not self._makes(value)
         self._link(value, producer, shared, late, "always" if early and kept_at_all else "")
         for group in groups:
-            kept = "" if group not in keeping else "moved" if early else "always"
+            kept = "" if group not in storing else "moved" if early else "always"
             self._link(value, shared, group, late, kept)
         for group in groups:
             for reading in group.readings:

@@ -72,13 +72,13 @@ class NodeClasses:
 
     def __init__(self, captured: Captured, mesh: Mesh, device: Device, price: Price) -> None:
         self.mesh, self.device, self.price = mesh, device, price
-        self._alike, self._rules = captured.alike, captured.priced
+        self._classes, self._rules = captured.classes, captured.priced
         self._candidates: dict[tuple[int, bool], Candidates] = {}
         self._places: dict[int, list[int]] = {}
 
     def inputs(self, node: fx.Node) -> list[fx.Node]:
         """The tensor inputs of a call, in the order of its rule."""
-        kind, given = self._alike[node.name], node.all_input_nodes
+        kind, given = self._classes[node.name], node.all_input_nodes
         if kind not in self._places:
             found: list[fx.Node] = []
             if self.rule(node) is not None:
@@ -94,7 +94,7 @@ class NodeClasses:
 
     def candidates(self, node: fx.Node, every: bool = False) -> Candidates:
         """The candidates of a call; `every` strategy, in every order, if asked."""
-        kind = (self._alike[node.name], every)
+        kind = (self._classes[node.name], every)
         if kind not in self._candidates:
             try:
                 self._candidates[kind] = self._make(node, every)

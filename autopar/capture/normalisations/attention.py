@@ -14,11 +14,11 @@ aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
 
 
-def recognise_masks(draft: GraphBuilder) -> None:
+def recognise_masks(builder: GraphBuilder) -> None:
     """A mask proved to be all true is dropped; one proved to be causal becomes is_causal."""
-    evaluator = Evaluator(draft)
+    evaluator = Evaluator(builder)
     kinds: dict[tuple[fx.Node, int, int], str | None] = {}
-    for node in draft.calls(SDPA):
+    for node in builder.calls(SDPA):
         query, key, value, mask, dropout, causal, *rest = Call(node).arguments.values()
         if isinstance(mask, fx.Node) and evaluator.is_constant(mask):
             size = shape_of(query)[-2], shape_of(key)[-2]

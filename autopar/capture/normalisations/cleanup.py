@@ -15,23 +15,23 @@ aten = torch.ops.aten
 _ASSERTIONS = ("_assert", "sym_constrain", "_functional_assert", "_functional_sym_constrain")
 
 
-def drop_assertions(draft: GraphBuilder) -> None:
+def drop_assertions(builder: GraphBuilder) -> None:
     """Assertions hold for the shapes that were captured."""
-    for node in reversed(list(draft.calls())):
+    for node in reversed(list(builder.calls())):
         name = getattr(node.target, "__name__", str(node.target))
         if name.startswith(_ASSERTIONS):
-            draft.graph.erase_node(node)
+            builder.graph.erase_node(node)
 
 
-def drop_dead_code(draft: GraphBuilder) -> None:
+def drop_dead_code(builder: GraphBuilder) -> None:
     """Calls that nothing uses; placeholders of parameters, buffers and inputs stay."""
-    for node in reversed(list(draft.calls())):
+    for node in reversed(list(builder.calls())):
         if not node.users:
-            draft.graph.erase_node(node)
-    for node in list(draft.graph.find_nodes(op="placeholder")):
-        if node.name in draft.constants and not node.users:
-            draft.graph.erase_node(node)
-            del draft.constants[node.name]
+            builder.graph.erase_node(node)
+    for node in list(builder.graph.find_nodes(op="placeholder")):
+        if node.name in builder.constants and not node.users:
+            builder.graph.erase_node(node)
+            del builder.constants[node.name]
 
 
 @rewrites(aten.dropout, aten.dropout_, aten.feature_dropout, aten.feature_dropout_)
@@ -55,9 +55,9 @@ _NAMES = {
 }
 
 
-def canonical_names(draft: GraphBuilder) -> None:
+def canonical_names(builder: GraphBuilder) -> None:
     """Operators with several names have one."""
-    for node in draft.calls(*_NAMES):
+    for node in builder.calls(*_NAMES):
         node.target = _NAMES[node.target]  # type: ignore[index]
 
 
@@ -155,15 +155,15 @@ def drop_detaches(call: Site) -> fx.Node | None:
     return None if info(source).differentiable else source
 
 
-def merge_duplicates(draft: GraphBuilder) -> None:
+def merge_duplicates(builder: GraphBuilder) -> None:
     """Equal calls without gradient and without randomness are made once."""
     seen: dict[tuple, fx.Node] = {}
-    for node in draft.calls():
+    for node in builder.calls():
         is_operator = isinstance(node.target, torch._ops.OpOverload)
         if not is_operator or may_be_random(node) or info(node).differentiable:
             continue
         key = (node.target, str(node.args), str(node.kwargs))
         if key in seen:
-            draft.substitute(node, seen[key])
+            builder.substitute(node, seen[key])
         else:
             seen[key] = node

@@ -21,10 +21,10 @@ LARGEST_CONSTANT = 1 << 20  # bytes kept with the graph
 LARGEST_EVALUATED = 1 << 28  # bytes of any value computed on the way
 
 
-def fold_constants(draft: GraphBuilder) -> None:
+def fold_constants(builder: GraphBuilder) -> None:
     """Small values that depend on no input become constants."""
-    evaluator = Evaluator(draft)
-    for node in draft.calls():
+    evaluator = Evaluator(builder)
+    for node in builder.calls():
         value = info(node).val
         is_small = isinstance(value, torch.Tensor) and value.nbytes <= LARGEST_CONSTANT
         if not is_small or not evaluator.is_constant(node):
@@ -33,7 +33,7 @@ def fold_constants(draft: GraphBuilder) -> None:
             continue  # an inner value of a larger constant, unless that one is too large
         real = evaluator.value(node)
         if real is not None:
-            constant = draft.constant(operator_name(node.target), real.contiguous(), node)
+            constant = builder.constant(operator_name(node.target), real.contiguous(), node)
             info(constant).val = value
             evaluator.know(constant, real)
             node.replace_all_uses_with(constant)
@@ -46,11 +46,11 @@ class Evaluator:
     expanded. A causal mask of a large batch is so computed once, not for each sequence.
     """
 
-    def __init__(self, draft: GraphBuilder) -> None:
-        self.draft = draft
+    def __init__(self, builder: GraphBuilder) -> None:
+        self.builder = builder
         self.values: dict[fx.Node, torch.Tensor | None] = {}
         self.constant: dict[fx.Node, bool] = {}
-        for node in draft.graph.nodes:
+        for node in builder.graph.nodes:
             self.constant[node] = self._is_constant(node)
 
     def is_constant(self, node: fx.Node) -> bool:
@@ -59,7 +59,7 @@ class Evaluator:
 
     def _is_constant(self, node: fx.Node) -> bool:
         if node.op == "placeholder":
-            value = self.draft.constants.get(node.name)
+            value = self.builder.constants.get(node.name)
             return value is not None and value.device.type == "cpu" and type(value) is torch.Tensor
         target = maker(node).target
         if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
@@ -82,7 +82,7 @@ class Evaluator:
 
     def _evaluate(self, node: fx.Node) -> torch.Tensor | None:
         if node.op == "placeholder":
-            return self.draft.constants[node.name]
+            return self.builder.constants[node.name]
         args, kwargs = node.args, {k: v for k, v in node.kwargs.items() if k != "pin_memory"}
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("cpu")

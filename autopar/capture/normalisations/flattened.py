@@ -22,14 +22,14 @@ from autopar.strategies.node_info import info
 aten = torch.ops.aten
 
 
-def move_flattening_down(draft: GraphBuilder) -> None:
+def move_flattening_down(builder: GraphBuilder) -> None:
     """Operators see the leading dims apart; what they give is flattened after them."""
-    for node in draft.calls():
+    for node in builder.calls():
         flat = next(filter(_lead, node.all_input_nodes), None)
         if flat is not None and isinstance(info(node).val, torch.Tensor):
-            _move(draft, node, flat)
+            _move(builder, node, flat)
         elif node.target is aten.embedding.default:
-            _embed(draft, node)
+            _embed(builder, node)
 
 
 def _lead(node: object) -> tuple[int, ...] | None:
@@ -43,7 +43,7 @@ def _lead(node: object) -> tuple[int, ...] | None:
     return before[:count] if count > 1 else None
 
 
-def _apart(draft: GraphBuilder, flat: fx.Node) -> fx.Node:
+def _apart(builder: GraphBuilder, flat: fx.Node) -> fx.Node:
     """The value of a flattening reshape with its leading dims apart."""
     lead = _lead(flat)
     assert lead is not None
@@ -51,23 +51,23 @@ def _apart(draft: GraphBuilder, flat: fx.Node) -> fx.Node:
     assert isinstance(source, fx.Node)
     if list(shape_of(source)) == shape:
         return source
-    return draft.call(flat, aten.reshape.default, source, shape)
+    return builder.call(flat, aten.reshape.default, source, shape)
 
 
-def _move(draft: GraphBuilder, node: fx.Node, flat: fx.Node) -> None:
+def _move(builder: GraphBuilder, node: fx.Node, flat: fx.Node) -> None:
     lead = _lead(flat)
     assert lead is not None
-    with draft.graph.inserting_before(node):
-        args = _unflattened(draft, node, lead, len(shape_of(flat)))
+    with builder.graph.inserting_before(node):
+        args = _unflattened(builder, node, lead, len(shape_of(flat)))
         if args is None:
             return
-        new = draft.call(node, node.target, *args, **node.kwargs)  # type: ignore[arg-type]
+        new = builder.call(node, node.target, *args, **node.kwargs)  # type: ignore[arg-type]
     assert shape_of(new) == (*lead, *shape_of(node)[1:]), (node, shape_of(new))
-    draft.replace(node, aten.reshape.default, new, list(shape_of(node)))
+    builder.replace(node, aten.reshape.default, new, list(shape_of(node)))
 
 
 def _unflattened(
-    draft: GraphBuilder, node: fx.Node, lead: tuple[int, ...], rank: int
+    builder: GraphBuilder, node: fx.Node, lead: tuple[int, ...], rank: int
 ) -> list[Any] | None:
     """The arguments of `node` with `lead` in the place of dim 0, or None if it needs dim 0."""
     args: list[Any] = list(node.args)
@@ -86,17 +86,17 @@ def _unflattened(
         if factor in dims:
             if dims[0] != factor or _lead(args[index]) != lead:
                 return None
-            args[index] = _apart(draft, args[index])
+            args[index] = _apart(builder, args[index])
     for index, name in enumerate((leading or "").split(), 1):
         args[index] = call[name] % rank + len(lead) - 1
     return args
 
 
-def _embed(draft: GraphBuilder, node: fx.Node) -> None:
+def _embed(builder: GraphBuilder, node: fx.Node) -> None:
     """An embedding of flattened ids is a flattened embedding."""
     weight, ids, *rest = node.args
     if isinstance(ids, fx.Node) and ids.target is aten.reshape.default:
         shape = list(shape_of(node))
-        with draft.graph.inserting_before(node):
-            new = draft.call(node, aten.embedding.default, weight, ids.args[0], *rest)
-        draft.replace(node, aten.reshape.default, new, shape)
+        with builder.graph.inserting_before(node):
+            new = builder.call(node, aten.embedding.default, weight, ids.args[0], *rest)
+        builder.replace(node, aten.reshape.default, new, shape)

@@ -12,19 +12,19 @@ from autopar.strategies.node_info import info
 aten = torch.ops.aten
 
 
-def own_elements_are_gathered(draft: GraphBuilder) -> None:
+def own_elements_are_gathered(builder: GraphBuilder) -> None:
     """x[arange(rows), places] names all rows by number; a gather leaves them as they lie."""
     evaluator = None
-    for node in draft.calls(aten.index.Tensor):
-        call = Site(draft, node)
+    for node in builder.calls(aten.index.Tensor):
+        call = Site(builder, node)
         if len(call["indices"]) != 2 or None in call["indices"]:
             continue
         (rows, places), size = call["indices"], call.shapes[0][0]
-        evaluator = evaluator or Evaluator(draft)
+        evaluator = evaluator or Evaluator(builder)
         if _counts(evaluator, rows, size) and _is_for_rows(places, size):
-            with draft.graph.inserting_before(node):
+            with builder.graph.inserting_before(node):
                 new = _gathered(call, places)
-            draft.substitute(node, new)
+            builder.substitute(node, new)
 
 
 def _counts(evaluator: Evaluator, node: fx.Node, rows: int) -> bool:

@@ -37,16 +37,16 @@ _SCATTERS: dict[object, Callable[..., Any]] = {  # with the arguments of the vie
 }
 
 
-def functionalise(draft: GraphBuilder) -> None:
+def functionalise(builder: GraphBuilder) -> None:
     """In-place operators become functional; writes to buffers become mutations."""
-    if any(_is_mutable(node) for node in draft.calls()):
-        _Functionaliser(draft).run()
-        refresh(draft)
+    if any(_is_mutable(node) for node in builder.calls()):
+        _Functionaliser(builder).run()
+        refresh(builder)
 
 
 @dataclass
 class _Functionaliser:
-    draft: GraphBuilder
+    builder: GraphBuilder
     parent: dict[fx.Node, fx.Node] = field(default_factory=dict)  # a view -> what it views
     root: dict[fx.Node, fx.Node] = field(default_factory=dict)
     version: dict[fx.Node, int] = field(default_factory=dict)  # of a root: writes so far
@@ -55,10 +55,10 @@ class _Functionaliser:
 
     def run(self) -> None:
         self._find_families()
-        for node in list(self.draft.graph.nodes):
+        for node in list(self.builder.graph.nodes):
             if node.op == "placeholder":
                 continue
-            with self.draft.graph.inserting_before(node):
+            with self.builder.graph.inserting_before(node):
                 if node in self.parent:
                     self.parent[node] = self._tensor(self.parent[node])
                 if node.op == "call_function" and _is_mutable(node):
@@ -67,19 +67,19 @@ class _Functionaliser:
                 latest = partial(self._read, reader=node)
                 node.args = fx.map_arg(node.args, latest)
                 node.kwargs = fx.map_arg(node.kwargs, latest)
-        for node in reversed(list(self.draft.calls())):
+        for node in reversed(list(self.builder.calls())):
             if _is_mutable(node):
-                self.draft.graph.erase_node(node)
-        for placeholder, name in self.draft.buffers.items():
-            node = next(n for n in self.draft.graph.nodes if n.name == placeholder)
+                self.builder.graph.erase_node(node)
+        for placeholder, name in self.builder.buffers.items():
+            node = next(n for n in self.builder.graph.nodes if n.name == placeholder)
             if self.version.get(node, 0):
-                self.draft.mutated.append(name)
-                self.draft.set_outputs((*self.draft.outputs, self.value[node][0]))
+                self.builder.mutated.append(name)
+                self.builder.set_outputs((*self.builder.outputs, self.value[node][0]))
 
     def _find_families(self) -> None:
         """Who views whom, by shared storage."""
         roots: dict[int, fx.Node] = {}
-        for node in self.draft.graph.nodes:
+        for node in self.builder.graph.nodes:
             value = node.meta.get("val")
             if not isinstance(value, torch.Tensor):
                 continue
@@ -109,7 +109,7 @@ class _Functionaliser:
                 source=info(reader).source,
             )
         assert callable(node.target)
-        new = self.draft.call(node, node.target, parent, *node.args[1:], **node.kwargs)
+        new = self.builder.call(node, node.target, parent, *node.args[1:], **node.kwargs)
         self.value[node] = (new, version)
         return new
 
@@ -124,7 +124,7 @@ class _Functionaliser:
         if _is_view(_functional_of(node)):
             became = self._view(node, target)
         else:
-            self._check(node, self.root[target], self.draft.buffers)
+            self._check(node, self.root[target], self.builder.buffers)
             self._store(target, self._functional(node), node)
         for name, tensor in self.now.items():
             self.now[name] = became if tensor is target else tensor
@@ -133,8 +133,8 @@ class _Functionaliser:
     def _view(self, node: fx.Node, target: fx.Node) -> fx.Node:
         """The view of its argument that an operator such as t_ makes of it, in its place."""
         detaches = node.target is aten.detach_.default
-        self._check(node, target, self.draft.buffers if detaches else ())
-        new = self.draft.call(node, _functional_of(node), *node.args, **node.kwargs)
+        self._check(node, target, self.builder.buffers if detaches else ())
+        new = self.builder.call(node, _functional_of(node), *node.args, **node.kwargs)
         root = self.root[new] = self.root[target]
         self.parent[new], self.value[new] = target, (new, self.version.get(root, 0))
         return new
@@ -160,7 +160,7 @@ class _Functionaliser:
 
     def _scatter(self, view: fx.Node, base: fx.Node, new: fx.Node, write: fx.Node) -> fx.Node:
         """`base` with the part that `view` shows replaced by `new`."""
-        target, call = view.target, self.draft.call
+        target, call = view.target, self.builder.call
         if target in _SCATTERS:
             _, *place = Call(view).arguments.values()
             return call(write, _SCATTERS[target], base, new, *place)
@@ -168,7 +168,7 @@ class _Functionaliser:
             return call(write, *as_call(new, [order.index(dim) for dim in range(len(order))]))
         if target in (aten.alias.default, aten.contiguous.default, aten.to.dtype):
             return new
-        if target is aten.detach.default and self.root[view].name in self.draft.buffers:
+        if target is aten.detach.default and self.root[view].name in self.builder.buffers:
             return new  # a buffer has no gradient that would have to stay
         if traits_of(view).in_order:
             return call(write, aten.reshape.default, new, shape_of(base))
@@ -181,7 +181,7 @@ class _Functionaliser:
 
     def _functional(self, node: fx.Node) -> fx.Node:
         """The operator of `node` without the write."""
-        call, (x, *rest) = self.draft.call, node.args
+        call, (x, *rest) = self.builder.call, node.args
         if node.target is aten.copy_.default:
             new = self._copy(node, x, rest[0])
             if not (isinstance(x, fx.Node) and _may_learn(x)):
@@ -205,18 +205,18 @@ class _Functionaliser:
         """`value` in the dtype and shape of `x`."""
         old, given = info(x).val, info(value).val
         if given.dtype != old.dtype:
-            value = self.draft.call(node, aten.to.dtype, value, old.dtype)
+            value = self.builder.call(node, aten.to.dtype, value, old.dtype)
         if given.shape != old.shape:
-            value = self.draft.call(node, aten.expand.default, value, list(old.shape))
+            value = self.builder.call(node, aten.expand.default, value, list(old.shape))
         return value
 
     def _check(self, node: fx.Node, root: fx.Node, allowed: Container[str]) -> None:
         """Which tensors may be changed: `allowed` ones, and those that forward has made."""
         if root.op == "placeholder" and root.name not in allowed:
-            kind = "a parameter" if root.name in self.draft.parameters else "an input"
-            if root.name in self.draft.buffers:
+            kind = "a parameter" if root.name in self.builder.parameters else "an input"
+            if root.name in self.builder.buffers:
                 kind = "the shape of a buffer"
-            if root.name in self.draft.constants:
+            if root.name in self.builder.constants:
                 kind = "a tensor that is a plain attribute"
             raise InvalidInput(
                 "forward changes only buffers and its own intermediate values",

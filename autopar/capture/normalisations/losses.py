@@ -46,19 +46,19 @@ def means_are_sums(call: Site) -> fx.Node:
     return mean if wide == dtype else call.make(aten.to.dtype, mean, dtype)
 
 
-def losses_of_elements(draft: GraphBuilder) -> None:
+def losses_of_elements(builder: GraphBuilder) -> None:
     """A loss with a reduction is the loss without, then the reduction."""
-    for node in draft.calls():
-        call = Site(draft, node)
+    for node in builder.calls():
+        call = Site(builder, node)
         reduction, names = call.get("reduction", NONE), list(call.arguments)
         if reduction == NONE or node.target in _CLASS_LOSSES:
             continue
         place = names.index("reduction")
         before, after = [call[name] for name in names[:place]], node.args[place + 1 :]
         kwargs = {name: v for name, v in node.kwargs.items() if name not in names[: place + 1]}
-        with draft.graph.inserting_before(node):
+        with builder.graph.inserting_before(node):
             losses = call.make(node.target, *before, NONE, *after, **kwargs)  # type: ignore[arg-type]
-        draft.replace(node, aten.mean.default if reduction == MEAN else aten.sum.default, losses)
+        builder.replace(node, aten.mean.default if reduction == MEAN else aten.sum.default, losses)
 
 
 _CLASS_LOSSES = (

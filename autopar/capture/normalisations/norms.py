@@ -23,12 +23,12 @@ from autopar.strategies.node_info import info
 aten = torch.ops.aten
 
 
-def batch_norms(draft: GraphBuilder) -> None:
+def batch_norms(builder: GraphBuilder) -> None:
     """Statistics of the batch as sums, then the normalisation; with given statistics, a scale."""
-    if any(draft.calls(aten.batch_norm.default)):
-        _in_steps(draft)
-        refresh(draft)  # in-place operators after a norm share the storage of its new result
-    for node in draft.calls(aten.instance_norm.default):
+    if any(builder.calls(aten.batch_norm.default)):
+        _in_steps(builder)
+        refresh(builder)  # in-place operators after a norm share the storage of its new result
+    for node in builder.calls(aten.instance_norm.default):
         if Call(node)["running_mean"] is not None:
             raise InvalidInput(
                 "instance norm is captured without running statistics",

@@ -35,17 +35,17 @@ _PIECES = (
 _DIMS = {aten.vsplit: 0, aten.dsplit: 2}  # in which those without an argument for it split
 
 
-def split_into_slices(draft: GraphBuilder) -> None:
+def split_into_slices(builder: GraphBuilder) -> None:
     """split, chunk, unbind, broadcast_tensors: a slice, selection or expansion for each result."""
-    for node in draft.calls(*_PIECES):
+    for node in builder.calls(*_PIECES):
         pieces = _pieces(Call(node))
         for user in list(node.users):
             index = user.args[1]
             assert isinstance(index, int)
-            with draft.graph.inserting_before(user):
-                new = draft.call(node, *pieces[index])
-            draft.substitute(user, new)
-        draft.graph.erase_node(node)
+            with builder.graph.inserting_before(user):
+                new = builder.call(node, *pieces[index])
+            builder.substitute(user, new)
+        builder.graph.erase_node(node)
 
 
 def _pieces(call: Call) -> list[tuple[Any, ...]]:
@@ -61,17 +61,17 @@ def _pieces(call: Call) -> list[tuple[Any, ...]]:
     return [(aten.slice.Tensor, x, dim, start, end) for start, end in zip([0, *ends], ends)]
 
 
-def single_results(draft: GraphBuilder) -> None:
+def single_results(builder: GraphBuilder) -> None:
     """A node for each result that is used; some operators have others that give it alone."""
-    for node in draft.calls():
+    for node in builder.calls():
         if isinstance(info(node).val, list | tuple) and node.target is not operator.getitem:
             info(node).update(val=flat(values := info(node).val))
-            _give_results(draft, node, dict(_used(node, values)))
+            _give_results(builder, node, dict(_used(node, values)))
             if not node.users:
-                draft.graph.erase_node(node)
+                builder.graph.erase_node(node)
 
 
-def _give_results(draft: GraphBuilder, node: fx.Node, used: dict[fx.Node, int]) -> None:
+def _give_results(builder: GraphBuilder, node: fx.Node, used: dict[fx.Node, int]) -> None:
     single = _SINGLE.get(node.target)
     if node.target is aten.native_layer_norm.default and any(used.values()):
         single = None  # its statistics come from the same call
@@ -84,15 +84,15 @@ def _give_results(draft: GraphBuilder, node: fx.Node, used: dict[fx.Node, int]) 
                 remedy="use the results that are tensors",
                 source=info(node).source,
             )
-        with draft.graph.inserting_before(after):
+        with builder.graph.inserting_before(after):
             if single is None:
-                new = draft.call(node, result, node, place)
+                new = builder.call(node, result, node, place)
             else:
-                new = single(Site(draft, node), place)
+                new = single(Site(builder, node), place)
         user.replace_all_uses_with(new)
-    for taken in reversed(list(draft.calls(operator.getitem))):
+    for taken in reversed(list(builder.calls(operator.getitem))):
         if not taken.users:
-            draft.graph.erase_node(taken)
+            builder.graph.erase_node(taken)
 
 
 def _used(node: fx.Node, values: Any, first: int = 0) -> Iterator[tuple[fx.Node, int]]:
