@@ -15,9 +15,10 @@ from autopar.capture.listing import operator_of
 from autopar.errors import InvalidInput, require_one_of
 from autopar.lines import frames_to_caller
 from autopar.mesh import Mesh
-from autopar.options import PlanOptions, read_request
+from autopar.options import Kind, PlanOptions, read_request
 from autopar.passes.microbatches import Microbatches, batch_statistics
 from autopar.pipeline.schedule import Schedule
+from autopar.plan.plan import Plan, SavedPlan
 from autopar.planner.candidate import Candidate
 from autopar.planner.request import Request
 from autopar.search.decisions import Fallback
@@ -30,9 +31,17 @@ def device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
 
-def validate_running(place: str, local_inputs: bool, check: bool) -> None:
+PLAN = Kind(
+    "what plan() made, or one from a file",
+    lambda given: isinstance(given, Plan | SavedPlan | None),
+    'ap.Plan.load("plan.json")',
+)
+
+
+def validate_running(place: str, plan: object, local_inputs: bool, check: bool) -> None:
     """Refuse a way to run a program that contradicts itself."""
     require_one_of("backend", place, ("virtual", "torch"))
+    PLAN("plan", plan)
     if place == "virtual" and local_inputs:
         raise InvalidInput(
             "local inputs are those of one process of several",

@@ -66,10 +66,11 @@ def parallelize(
     each rank will bring its own slice of the inputs. `check`: the first step compares the captured
     program with the plain model; every step, on the virtual mesh, at every value the ranks that
     should agree, and on processes their batches. Both are equal on all ranks, and a call that one
-    rank refuses is refused on all. Everything else is as in `plan`.
+    rank refuses is refused on all. Under torchrun an output that is cut comes as a DTensor, which
+    `full_tensor()` makes whole. Everything else is as in `plan`.
     """
     options = PlanOptions.among(locals())
-    call = _Call(model, args, kwargs or {}, plan, options, backend, local_inputs, check)
+    call = _Call(model, args, kwargs, plan, options, backend, local_inputs, check)
     return call.carry_out()
 
 
@@ -79,7 +80,7 @@ class _Call:
 
     model: nn.Module
     args: tuple
-    kwargs: Mapping[str, Any]
+    kwargs: Mapping[str, Any] | None
     plan: Plan | SavedPlan | None  # or what is asked of one:
     options: PlanOptions
     backend: BackendName | None
@@ -131,7 +132,7 @@ class _Call:
 
     def validate(self, place: str) -> None:
         """Refuse what this process sees by itself."""
-        validate_running(place, self.local_inputs, self.check)
+        validate_running(place, self.plan, self.local_inputs, self.check)
         if self.plan is None or self.args or self.kwargs:  # a plan knows its own inputs
             check_call(self.model, self.args, self.kwargs)
         if self.plan is not None:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 
 from torch import fx
@@ -55,7 +56,8 @@ def require_one_of(what: str, value: object, known: Sequence[str]) -> None:
     """Refuse a word that is none of those that are known."""
     if value not in known:
         names = ", ".join(map(repr, known))
-        raise InvalidInput(f"{what} is one of {names}", got=repr(value), remedy=repr(known[0]))
+        meant = [*difflib.get_close_matches(str(value), known, 1), *known][0]
+        raise InvalidInput(f"{what} is one of {names}", got=repr(value), remedy=repr(meant))
 
 
 class ExecutionError(AutoparError, RuntimeError):

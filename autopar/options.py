@@ -8,8 +8,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
+from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
@@ -18,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.cluster import Cluster
 from autopar.errors import InvalidInput, require_one_of
+from autopar.lines import shorten
 from autopar.mesh import AXIS_NAMES, Mesh
 from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import Schedule
@@ -31,6 +34,80 @@ DEFAULT = "1f1b"
 MODES: tuple[Mode, ...] = get_args(Mode)
 ScheduleLike = str | Mapping[str, Any] | Schedule | None
 _OF_A_SCHEDULE = ("schedule_options", "recompute")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an argument may be: in words, as a test, and by an example."""
+
+    words: str
+    holds: Callable[[Any], bool]
+    example: str
+
+    def __call__(self, name: str, value: object) -> None:
+        """Refuse a value that is something else."""
+        if not self.holds(value):
+            got = f"{shorten(f'{name}={value!r}')}, of type {type(value).__name__}"
+            remedy = f"{name}={self.example}"
+            raise InvalidInput(f"{name} is {self.words}", got=got, remedy=remedy)
+
+
+def _is_size(given: object) -> bool:
+    return isinstance(given, Real) and not isinstance(given, bool) and float(given) > 0
+
+
+def _is_named(given: object) -> bool:
+    return isinstance(given, Mapping) and all(isinstance(name, str) for name in given)
+
+
+FLAG = Kind("True or False", lambda given: isinstance(given, bool), "True")
+# By option what refuses a value that is never one, whatever the other options are.
+KINDS: Mapping[str, Callable[[str, Any], None]] = {
+    "cluster": Kind(
+        "a Cluster, or None for this machine",
+        lambda given: isinstance(given, Cluster | None),
+        'ap.Cluster.preset("dgx-a100")',
+    ),
+    "mesh": Kind(
+        "a Mesh or a torch DeviceMesh",
+        lambda given: isinstance(given, Mesh | DeviceMesh | None),
+        "ap.Mesh(dp=2, tp=4)",
+    ),
+    "mode": partial(require_one_of, known=MODES),
+    "memory": Kind(
+        "a number of bytes above 0",
+        lambda given: given is None or _is_size(given),
+        "40e9, or None for what the devices have",
+    ),
+    "strict": FLAG,
+    "microbatches": Kind(
+        'a number from 1, or "auto"',
+        lambda given: is_count(given) or (isinstance(given, str) and given == "auto"),
+        "8",
+    ),
+    "pipeline": Kind(
+        "the name of an axis of the mesh, a number of ranks, or None",
+        lambda given: isinstance(given, str | None) or is_count(given),
+        "4",
+    ),
+    "schedule": Kind(
+        "given by its name, as a mapping with name and options, or finished",
+        lambda given: isinstance(given, str | Schedule | None) or _is_named(given),
+        '"chimera", {"name": "chimera", "pipes": 4}, or what autopar.pipeline.load reads '
+        "from a file",
+    ),
+    "schedule_options": Kind(
+        "a mapping of names to values",
+        lambda given: given is None or _is_named(given),
+        '{"pipes": 4}',
+    ),
+    "recompute": FLAG,
+    "progress": Kind(
+        "True, False, None or a function of phase and detail",
+        lambda given: isinstance(given, bool | None) or callable(given),
+        "print",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -54,6 +131,11 @@ class PlanOptions:
         """Those of a function that takes them all, from its arguments by name."""
         return cls(**{field.name: arguments[field.name] for field in fields(cls)})
 
+    def require_kinds(self) -> None:
+        """Refuse an option that is not what it may be."""
+        for name, require in KINDS.items():
+            require(name, getattr(self, name))
+
     def refuse_beside_plan(self) -> None:
         """Refuse whatever is given."""
         given = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
@@ -69,7 +151,10 @@ def read_request(options: PlanOptions) -> Request:
     A pipeline whose schedule is not named is weighed by simulation, in all forms that are left
     open. One that is named takes twice as many micro-batches as ranks if no number is given.
     """
-    mesh = _validated_mesh(options)
+    options.require_kinds()
+    mesh = options.mesh
+    if isinstance(mesh, DeviceMesh):
+        mesh = Mesh.from_device_mesh(mesh)
     count = None if options.microbatches == "auto" else int(options.microbatches)
     axis, stages = None, None
     if mesh is not None:
@@ -116,25 +201,6 @@ def _refuse_words(
     said = {word: getattr(options, word) for word in words}
     if named := ", ".join(f"{name}={v!r}" for name, v in said.items() if v and v != "auto"):
         raise InvalidInput(rule, got=f"{named}{where}", remedy=remedy)
-
-
-def _validated_mesh(options: PlanOptions) -> Mesh | None:
-    """The mesh, when this and the words beside it are what they have to be."""
-    mesh, microbatches = options.mesh, options.microbatches
-    require_one_of("mode", options.mode, MODES)
-    if isinstance(mesh, DeviceMesh):
-        mesh = Mesh.from_device_mesh(mesh)
-    if not isinstance(mesh, Mesh | None):
-        raise InvalidInput(
-            "mesh is a Mesh or a torch DeviceMesh",
-            got=f"{type(mesh).__name__}: {mesh!r}",
-            remedy="mesh=ap.Mesh(dp=2, tp=4)",
-        )
-    if not (microbatches == "auto" or isinstance(microbatches, int)):
-        raise InvalidInput(
-            'microbatches is a number or "auto"', got=repr(microbatches), remedy="microbatches=8"
-        )
-    return mesh
 
 
 def _devices_here() -> int:
@@ -201,13 +267,6 @@ def _schedule(options: PlanOptions, ranks: int, count: int | None) -> Schedule:
         words = {**given, **words}
         given = words.pop("name", DEFAULT)
     name = DEFAULT if given is None else given
-    if not isinstance(name, str):
-        raise InvalidInput(
-            "a schedule is given by its name, as a mapping with name and options, or finished",
-            got=repr(given),
-            remedy='schedule="chimera", {"name": "chimera", "pipes": 4}, or what '
-            "autopar.pipeline.load reads from a file",
-        )
     count = 2 * ranks if count is None else count
     made = make_schedule(name, stages=ranks, microbatches=count, **words)
     check(made)

@@ -56,17 +56,17 @@ def plan(
     terminal.
     """
     options = PlanOptions.among(locals())
-    return make_plan(model, args, kwargs or {}, options)
+    return make_plan(model, args, kwargs, options)
 
 
 def make_plan(
-    model: nn.Module, args: tuple, kwargs: Mapping[str, Any], options: PlanOptions
+    model: nn.Module, args: tuple, kwargs: Mapping[str, Any] | None, options: PlanOptions
 ) -> Plan:
     """The same with the options as one value."""
     request = read_request(options)
     with reporter(options.progress) as report:
         report("capture", type(model).__name__)
-        captured = capture(model, args, dict(kwargs))
+        captured = capture(model, args, kwargs)
         planner = Planner(model, captured, admit(captured, request, options), report)
         best = planner.best()
     tell(captured, best)

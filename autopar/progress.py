@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from autopar.errors import InvalidInput
-
 Report = Callable[[str, str], None]  # phase, detail
 _PATIENCE = 0.5  # seconds before a terminal shows anything: short work stays silent
 
@@ -23,12 +21,6 @@ _PATIENCE = 0.5  # seconds before a terminal shows anything: short work stays si
 @contextmanager
 def reporter(progress: Report | bool | None) -> Iterator[Report]:
     """What tells of each phase, in the way that `progress` asks for."""
-    if not (progress is None or isinstance(progress, bool) or callable(progress)):
-        raise InvalidInput(
-            "progress is True, False, None or a function of phase and detail",
-            got=repr(progress),
-            remedy="progress=print",
-        )
     terminal = sys.stderr.isatty()
     if progress is False or (progress is None and not terminal):
         yield lambda phase, detail: None

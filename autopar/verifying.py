@@ -4,22 +4,27 @@ parallel program on the virtual mesh, trained side by side on copies."""
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.api import parallelize
+from autopar.api import BackendName, parallelize
 from autopar.capture import capture
 from autopar.capture.execute import evaluate
+from autopar.capture.failure import check_call
 from autopar.capture.source import of_traceback
 from autopar.cluster import Cluster
 from autopar.collectives import from_ranks
 from autopar.errors import InvalidInput
-from autopar.plan.plan import Plan
+from autopar.mesh import Mesh
+from autopar.options import PlanOptions, ScheduleLike
+from autopar.plan.plan import Plan, SavedPlan
+from autopar.planner.request import Mode
+from autopar.progress import Report
 from autopar.runtime.module import ParallelModule, refuse_meta
 from autopar.runtime.virtual import VirtualGraph
 from autopar.strategies.node_info import info
@@ -57,29 +62,52 @@ def verify(
     kwargs: Mapping[str, Any] | None = None,
     *,
     steps: int = 3,
-    **options: Any,
+    plan: Plan | SavedPlan | None = None,
+    backend: BackendName = "virtual",
+    local_inputs: bool = False,
+    check: bool = False,
+    cluster: Cluster | None = None,
+    mesh: Mesh | DeviceMesh | None = None,
+    mode: Mode = "auto",
+    memory: float | None = None,
+    strict: bool = False,
+    microbatches: int | Literal["auto"] = "auto",
+    pipeline: str | int | None = "auto",
+    schedule: ScheduleLike = "auto",
+    schedule_options: Mapping[str, Any] | None = None,
+    recompute: bool = False,
+    progress: Report | bool | None = None,
 ) -> Verification:
     """Train the plain model, its captured program and the parallel program for a few `steps`.
 
     All start from `model`'s values, in float64 where the model can, and see the same batch; the
-    model itself is not touched. `options` are those of `parallelize`; without mesh, cluster or plan
-    four local ranks are planned for. The answer tells loss, gradients, buffers and parameters side
+    model itself is not touched. All else is as in `parallelize`; without mesh, cluster or plan four
+    local ranks are planned for. The answer tells loss, gradients, buffers and parameters side
     by side, and for what differs the first value that does, with its source line.
     """
     if not isinstance(steps, int) or steps < 1:
         raise InvalidInput("verify takes at least one step", got=f"steps={steps!r}")
-    inspect.signature(parallelize).bind(model, args, kwargs, **options)
-    if options.get("backend", "virtual") != "virtual" or options.get("local_inputs"):
-        given = [name for name in ("backend", "local_inputs") if name in options]
+    options = PlanOptions.among(locals())
+    options.require_kinds()
+    if backend != "virtual" or local_inputs:
         raise InvalidInput(
             "verify runs all ranks in this process, on the virtual mesh",
-            got=", ".join(f"{name}={options[name]!r}" for name in given),
+            got=f"backend={backend!r}, local_inputs={local_inputs!r}",
             remedy="leave it out: a plan gives the same numbers on every backend",
         )
-    if not options.keys() & {"mesh", "cluster", "plan"}:
-        options["cluster"] = Cluster.local(RANKS, measure=False)
+    if mesh is None and cluster is None and plan is None:
+        options = replace(options, cluster=Cluster.local(RANKS, measure=False))
+    check_call(model, args, kwargs)
     refuse_meta(model, (args, kwargs or {}))
-    original, call, dtype = in_double(model, (args, kwargs or {}), "plan" in options)
+    asked = {"plan": plan, "backend": backend, "check": check, **vars(options)}
+    return _side_by_side(model, (args, kwargs or {}), steps, asked)
+
+
+def _side_by_side(
+    model: nn.Module, call: Call, steps: int, asked: Mapping[str, Any]
+) -> Verification:
+    """All three on copies, the parallel one as it is asked of `parallelize`."""
+    original, call, dtype = in_double(model, call, asked["plan"] is not None)
     plain, rate = _train_plain(copy.deepcopy(original), call, steps)
     captured = capture(original, *call)
     second = copy.deepcopy(original)
@@ -89,7 +117,7 @@ def verify(
     differences: list[Difference | None] = []
     if any(row.differs for row in from_captured):
         differences.append(first_module(copy.deepcopy(original), captured, call, tolerances))
-    module = parallelize(copy.deepcopy(original), *call, **{**options, "backend": "virtual"})
+    module = parallelize(copy.deepcopy(original), *call, **asked)
     outputs, difference = _forward(module.plan, original, call, tolerances)
     trained = replace(_train_parallel(module, call, steps, rate), outputs=outputs)
     if any(row.differs for row in compare(trained, exported, tolerances)):

@@ -316,6 +316,78 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: parallel(Two(), mesh={"dp": 2}),
         ["mesh is a Mesh or a torch DeviceMesh", "dict", "ap.Mesh(dp=2, tp=4)"],
     ),
+    "a cluster by its name alone": (
+        lambda: parallel(Two(), cluster="dgx-a100"),
+        ["cluster is a Cluster", "'dgx-a100', of type str", 'ap.Cluster.preset("dgx-a100")'],
+    ),
+    "a number of machines": (lambda: parallel(Two(), cluster=4), ["cluster is a Cluster", "int"]),
+    "memory as text": (
+        lambda: parallel(Two(), memory="40GB"),
+        ["memory is a number of bytes above 0", "memory='40GB', of type str", "memory=40e9"],
+    ),
+    "no memory": (lambda: parallel(Two(), memory=0), ["a number of bytes above 0", "memory=0"]),
+    "less than no memory": (lambda: parallel(Two(), memory=-1.0), ["above 0", "memory=-1.0"]),
+    "memory that is a flag": (lambda: parallel(Two(), memory=True), ["above 0", "memory=True"]),
+    "strict as text": (
+        lambda: parallel(Two(), strict="no"),
+        ["strict is True or False", "strict='no', of type str", "strict=True"],
+    ),
+    "micro-batches as a flag": (
+        lambda: parallel(Two(), microbatches=True),
+        ['microbatches is a number from 1, or "auto"', "microbatches=True", "microbatches=8"],
+    ),
+    "no micro-batches": (
+        lambda: parallel(Two(), microbatches=0),
+        ["microbatches is a number from 1", "microbatches=0", "microbatches=8"],
+    ),
+    "a pipeline of a part": (
+        lambda: parallel(Two(), pipeline=2.5),
+        ["pipeline is the name of an axis", "pipeline=2.5, of type float", "pipeline=4"],
+    ),
+    "a list of schedules": (
+        lambda: parallel(Two(), mesh=Mesh(pp=2), schedule=["1f1b"]),
+        ["schedule is given by its name", "['1f1b'], of type list", 'schedule="chimera"'],
+    ),
+    "a schedule with a number for a name": (
+        lambda: parallel(Two(), mesh=Mesh(pp=2), schedule={"name": [5]}),
+        ["a schedule is known by its name", "[5]", "choose one of"],
+    ),
+    "options of a schedule as text": (
+        lambda: parallel(Two(), mesh=Mesh(pp=2), schedule="chimera", schedule_options="pipes=2"),
+        ["schedule_options is a mapping", "'pipes=2', of type str", 'schedule_options={"pipes"'],
+    ),
+    "recompute left to itself": (
+        lambda: parallel(Two(), mesh=Mesh(pp=2), schedule="1f1b", recompute="auto"),
+        ["recompute is True or False", "recompute='auto'", "recompute=True"],
+    ),
+    "progress as text": (
+        lambda: parallel(Two(), progress="yes"),
+        ["progress is True, False, None or a function", "'yes', of type str", "progress=print"],
+    ),
+    "the name of a plan's file": (
+        lambda: ap.parallelize(Two(), (ones(),), plan="plan.json"),  # type: ignore[arg-type]
+        ["plan is what plan() made", "'plan.json', of type str", "plan=ap.Plan.load"],
+    ),
+    "a mesh in the place of inputs": (
+        lambda: ap.plan(Two(), (ones(),), D4),  # type: ignore[arg-type]
+        ["inputs by name are a mapping", "kwargs=Mesh(d=4)", "options by name, as in mesh="],
+    ),
+    "a mesh in the place of inputs of parallelize": (
+        lambda: ap.parallelize(Two(), (ones(),), D4),  # type: ignore[arg-type]
+        ["inputs by name are a mapping", "kwargs=Mesh(d=4)", "options by name, as in mesh="],
+    ),
+    "a mesh in the place of inputs of verify": (
+        lambda: ap.verify(Two(), (ones(),), D4),  # type: ignore[arg-type]
+        ["inputs by name are a mapping", "kwargs=Mesh(d=4)", "options by name, as in mesh="],
+    ),
+    "inputs whose names are none": (
+        lambda: ap.plan(Two(), (), {1: ones()}, mesh=D4),  # type: ignore[dict-item]
+        ["inputs by name are a mapping", "kwargs={1: tensor(", 'write {"labels": labels}'],
+    ),
+    "a mode with two letters changed": (
+        lambda: parallel(Two(), mode="porpagate"),
+        ["mode is one of", "'porpagate'", "remedy: 'propagate'"],
+    ),
     "a mesh without ranks": (lambda: Mesh(d=0), ["at least 1", "d=0", "Mesh(dp=2, tp=4)"]),
     "local inputs on the virtual mesh": (
         lambda: parallel(Two(), backend="virtual", local_inputs=True),

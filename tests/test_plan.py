@@ -12,7 +12,7 @@ from torch import nn
 
 import autopar as ap
 from autopar.cluster import Device, Link, Node
-from autopar.options import PlanOptions
+from autopar.options import KINDS, PlanOptions
 from autopar.plan.plan import SavedPlan
 from autopar.search.smallest_footprint import SmallestFootprint
 from tests.models import gpt, mlp
@@ -43,14 +43,26 @@ def spread() -> ap.Plan:
     return ap.plan(wide(), (WIDE_INPUT,), cluster=CLUSTER, mesh=MESH, mode="data")
 
 
-@pytest.mark.parametrize("door", [ap.plan, ap.parallelize])
+@pytest.mark.parametrize("door", [ap.plan, ap.parallelize, ap.verify])
 def test_the_doors_spell_out_the_same_options(door):
     shown = inspect.signature(door).parameters
     for option in fields(PlanOptions):
         assert shown[option.name].default == option.default
         assert shown[option.name].annotation == option.type
-    with pytest.raises(TypeError, match="mash"):
+    assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in shown.values())
+    with pytest.raises(TypeError, match=rf"{door.__name__}\(\) got .*mash"):
         door(wide(), (WIDE_INPUT,), mash=MESH)
+
+
+def test_every_option_has_a_kind_which_its_default_is_of():
+    assert list(KINDS) == [option.name for option in fields(PlanOptions)]
+    PlanOptions().require_kinds()
+
+
+def test_verify_takes_what_parallelize_takes():
+    taken = inspect.signature(ap.parallelize).parameters
+    shown = inspect.signature(ap.verify).parameters
+    assert {name for name in shown if name != "steps"} == taken.keys()
 
 
 def test_the_account_of_the_search(made, spread):

@@ -54,8 +54,8 @@ def capture(
     model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Captured:
     """The normalised program of `model(*args, **kwargs)`, in the mode (train, eval) it is in."""
-    kwargs = dict(kwargs or {})
     check_call(model, args, kwargs)
+    kwargs = dict(kwargs or {})
     refuse_hooks(model)
     with outside_fake_mode(), torch.inference_mode(False), torch.enable_grad():
         mode = new_mode()

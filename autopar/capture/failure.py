@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.fake import FakeTensorMode
 from autopar.capture.source import is_users, lines_before, of_traceback, passes_through
 from autopar.errors import AutoparError, InvalidInput
-from autopar.lines import describe
+from autopar.lines import describe, shorten
 
 VALUES = "forward must not depend on the values of tensors, only on their shapes"
 # torch's own text names unknowns that mean nothing to users.
@@ -32,7 +32,7 @@ _WITHOUT_VALUES = ("data pointer", "data is not allocated", "FakeTensor")
 VALUES_REMEDY = "compute with tensors (torch.where, masks), or decide outside forward"
 
 
-def check_call(model: object, args: object, kwargs: Mapping[str, Any]) -> None:
+def check_call(model: object, args: object, kwargs: object) -> None:
     """Refuse what is not a model with arguments for its forward."""
     if not isinstance(model, nn.Module):
         raise InvalidInput(
@@ -46,8 +46,15 @@ def check_call(model: object, args: object, kwargs: Mapping[str, Any]) -> None:
             got=f"{type(args).__name__}",
             remedy="write (x,) for one input",
         )
+    named = {} if kwargs is None else kwargs
+    if not isinstance(named, Mapping) or not all(isinstance(name, str) for name in named):
+        raise InvalidInput(
+            "the example inputs by name are a mapping of names to values",
+            got=f"kwargs={shorten(repr(kwargs))}",
+            remedy='write {"labels": labels} for one input, and options by name, as in mesh=...',
+        )
     try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
+        inspect.signature(model.forward).bind(*args, **named)
     except TypeError as error:
         raise InvalidInput(
             "the example inputs fit the signature of forward",

@@ -32,7 +32,7 @@ def index_of_loss(outputs: Any, learned: Sequence[bool]) -> int:
     ]
     if not numbers:
         _refuse(leaves, "return the loss from forward, or call the parallel module and "
-                "differentiate")  # fmt: skip
+                "differentiate: under torchrun full_tensor() makes a cut output whole")  # fmt: skip
     paths = [path for path, _ in leaves]
     named = sorted((path for path in paths if path[-1:] == (NAME,)), key=len)
     is_one = len(named) == 1 or (len(named) > 1 and len(named[0]) < len(named[1]))

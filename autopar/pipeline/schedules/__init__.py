@@ -34,7 +34,7 @@ def schedule(name: str, *, stages: int, microbatches: int, **options: Any) -> Sc
     `microbatches` counts all pipes together. A schedule with several chunks on a rank cuts the
     model into `stages` x chunks stages.
     """
-    if name not in GENERATORS:
+    if not isinstance(name, str) or name not in GENERATORS:
         raise InvalidInput(
             "a schedule is known by its name",
             got=repr(name),
