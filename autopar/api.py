@@ -66,8 +66,8 @@ def parallelize(
     each rank will bring its own slice of the inputs. `check`: the first step compares the captured
     program with the plain model; every step, on the virtual mesh, at every value the ranks that
     should agree, and on processes their batches. Both are equal on all ranks, and a call that one
-    rank refuses is refused on all. Under torchrun an output that is cut comes as a DTensor, which
-    `full_tensor()` makes whole. Everything else is as in `plan`.
+    rank refuses is refused on all. Under torchrun a call of the module gives each cut output as a
+    DTensor, which `full_tensor()` makes whole. Everything else is as in `plan`.
     """
     options = PlanOptions.among(locals())
     call = _Call(model, args, kwargs, plan, options, backend, local_inputs, check)

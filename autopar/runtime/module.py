@@ -30,8 +30,8 @@ class ParallelModule(nn.Module):
     """Called and differentiated like the original; `step` takes a whole global batch.
 
     A call runs the batch in one go, a step in the micro-batches of the plan: what the plan says of
-    memory is for steps. A pipeline runs steps only. On processes a call gives an output that is
-    cut as a DTensor, which `full_tensor()`, called on every rank, makes whole.
+    memory is for steps. A pipeline runs steps only. On processes a call gives each output that
+    is cut as a DTensor, which `full_tensor()`, called on every rank, makes whole.
 
     Parameters and buffers stand under their original names, tied ones under all their names. Freeze
     and replace them on all ranks alike: `check=True` compares what is frozen. On processes, where
