@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 import torch
@@ -87,7 +87,7 @@ KINDS: Mapping[str, Callable[[str, Any], None]] = {
     ),
     "pipeline": Kind(
         "the name of an axis of the mesh, a number of ranks, or None",
-        lambda given: isinstance(given, str | None) or is_count(given),
+        lambda given: isinstance(given, str | Integral | None) and not isinstance(given, bool),
         "4",
     ),
     "schedule": Kind(
