@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 import types
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import timedelta
 from operator import attrgetter
 from pathlib import Path
@@ -209,14 +209,24 @@ def memory_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def python_function(operator: Any) -> Any:
-    """The function of torch's Python interface that is generated from an operator's declaration.
+def python_call(operator: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """What calls an operator with less work, and the arguments that it takes by name.
 
-    It takes the same arguments, and binds them with less work; without one, the operator itself.
+    The function of torch's Python interface that is generated from the operator's declaration;
+    where none reads all arguments as the operator does, the operator itself.
     """
     if isinstance(operator, torch._ops.OpOverload) and operator.namespace == "aten":
-        for module in (torch, torch._C._nn):
+        declared = operator._schema.arguments
+        # Of a list of tensors it takes no None.
+        mixed = any("List[Optional[Tensor]]" in str(argument.type) for argument in declared)
+        # A default with a name in C++, such as the mean of a loss, it reads as 0.
+        left_out = {
+            argument.name: argument.default_value
+            for argument in declared[len(args) :]
+            if str(argument.type) == "int" and argument.default_value
+        }
+        for module in () if mixed else (torch._C._VariableFunctions, torch._C._nn):
             found = getattr(module, operator._schema.name.removeprefix("aten::"), None)
             if isinstance(found, types.BuiltinFunctionType):
-                return found
-    return operator
+                return found, {**left_out, **kwargs}
+    return operator, dict(kwargs)

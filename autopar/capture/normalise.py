@@ -62,6 +62,7 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
     linear.set_biases_apart,
     flattened.move_flattening_down,
     shapes.merge_reshapes,
+    losses.single_samples_are_batches,
     losses.losses_of_elements,
     losses.pools_of_one_point_are_means,
     losses.means_are_sums,

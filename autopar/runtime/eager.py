@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from autopar._torch import python_function
+from autopar._torch import python_call
 from autopar.collectives.eager import EAGER, LateSum, sum_later
 from autopar.mesh import Mesh
 from autopar.passes import LocalSetting, quicken
@@ -61,8 +61,10 @@ def compile_graph(
     for node in quick.nodes:
         if node.target is sum_later:
             node.target = sum_for_caller
+        elif node.target in EAGER:
+            node.target = EAGER[node.target]
         elif node.op == "call_function":
-            node.target = EAGER.get(node.target) or python_function(node.target)
+            node.target, node.kwargs = python_call(node.target, node.args, node.kwargs)
         if halves is not None and (weights := info(node).weight_inputs) is not None:
             node.target = halves.apart(node.target, weights)
     wholes = tuple(name for kind, name in origins if kind == "whole")

@@ -36,6 +36,8 @@ def localize_arguments(
     shape = output_type.layout.local_shape(output_type.shape, mesh, rank)
     if traits.as_reshape:
         return (args[0], list(shape)), {}
+    if shape == output_type.shape:
+        return node.args, dict(node.kwargs)
     for name, of_piece in traits.of_piece.items():
         call = Call(node)
         value, place = of_piece(call, shape), list(call.arguments).index(name)

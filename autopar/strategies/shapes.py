@@ -143,6 +143,11 @@ def order_of_dims(call: Call) -> list[int]:
     return order
 
 
+def _order_of_real(call: Call) -> list[int] | None:
+    """Complex numbers change besides."""
+    return None if info(call.inputs[0]).val.is_complex() else order_of_dims(call)
+
+
 def _reversed(call: Call) -> list[int]:
     return list(reversed(range(len(call.shape))))
 
@@ -248,7 +253,7 @@ register_rule(
 )
 register_rule("aten.unsqueeze", _reshape, traits=Traits(view=True, in_order=True))
 _VIEW = Traits(view=True, in_order=True, as_reshape=True)
-register_rule(aten("view unflatten squeeze"), _reshape, traits=_VIEW)
+register_rule(aten("view.default unflatten squeeze"), _reshape, traits=_VIEW)
 register_rule("aten._unsafe_view", _reshape, traits=Traits(in_order=True, as_reshape=True))
 register_rule(
     "aten.transpose.int",
@@ -260,7 +265,7 @@ register_rule(
     aten("swapaxes swapdims mT movedim moveaxis"), _permuted, traits=Traits(order=order_of_dims)
 )
 register_rule("aten.numpy_T", _permuted, traits=Traits(order=_reversed))
-register_rule(aten("adjoint matrix_H"), _permuted)
+register_rule(aten("adjoint matrix_H"), _permuted, traits=Traits(order=_order_of_real))
 register_rule("aten.expand", _expand, traits=Traits(view=True, of_piece={"size": shape_of_piece}))
 register_rule("aten.expand_as", "..., ... -> ...", passes=[(0,)], cost=0)
 register_rule("aten.repeat", _repeat, traits=Traits(of_piece={"repeats": _repeats_of_piece}))

@@ -46,6 +46,21 @@ def means_are_sums(call: Site) -> fx.Node:
     return mean if wide == dtype else call.make(aten.to.dtype, mean, dtype)
 
 
+@rewrites(aten.multi_margin_loss.default, aten.multilabel_margin_loss.default)
+def single_samples_are_batches(call: Site) -> fx.Node | None:
+    """Of a single sample's loss torch predicts one dim, and gives none: of a batch of one, one."""
+    x, target, *rest = call.arguments.values()
+    if len(call.shapes[0]) > 1:
+        return None
+    row = [1, *shape_of(x)]
+    given = [1] if call.node.target is aten.multi_margin_loss.default else row
+    batch = (
+        call.make(aten.reshape.default, x, row),
+        call.make(aten.reshape.default, target, given),
+    )
+    return call.make(call.node.target, *batch, *rest)  # type: ignore[arg-type]
+
+
 def losses_of_elements(builder: GraphBuilder) -> None:
     """A loss with a reduction is the loss without, then the reduction."""
     for node in builder.calls():
