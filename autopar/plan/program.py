@@ -37,6 +37,11 @@ class Program:
     stages: tuple[Stage, ...] = ()  # of a pipeline
 
     @property
+    def whole(self) -> Captured:
+        """The captured program of a whole batch."""
+        return self.captured if self.batches is None else self.batches.whole
+
+    @property
     def mesh(self) -> Mesh:
         return self.decisions.mesh
 
@@ -63,11 +68,9 @@ class Program:
 
     @cached_property
     def learns(self) -> dict[str, bool]:
-        """Of every parameter that the program reads, whether it takes a gradient."""
-        return {
-            name: info(self.placeholders[placeholder]).differentiable
-            for placeholder, name in self.captured.parameters.items()
-        }
+        """Of every parameter of the model, whether it took a gradient when it was planned."""
+        names, nodes = self.whole.parameters, self.whole.graph.nodes
+        return {names[n.name]: info(n).differentiable for n in nodes if n.name in names}
 
     @property
     def outputs(self) -> tuple[fx.Node, ...]:
@@ -105,8 +108,7 @@ class Program:
     @property
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of a whole batch's inputs, on all ranks together."""
-        whole = self.captured if self.batches is None else self.batches.whole
-        inputs = [node for node in whole.graph.nodes if node.name in whole.inputs]
+        inputs = [node for node in self.whole.graph.nodes if node.name in self.whole.inputs]
         return {node.name: tuple(info(node).val.shape) for node in inputs}
 
     def structure(self, outputs: Sequence[Any]) -> Any:
