@@ -353,3 +353,36 @@ def test_a_step_of_frozen_parameters_alone_is_refused(options):
     module.row[0].requires_grad_(True)
     module.step(x)
     assert set(module.full_grads()) == {"row.0.weight", "row.0.bias"}
+
+
+class OneUnread(nn.Module):
+    """Three layers, and a parameter that nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unread = nn.Parameter(torch.ones(3))
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mesh": Mesh(dp=2)}, {"mesh": Mesh(pp=2), "schedule": "1f1b", "microbatches": 2}],
+    ids=["whole", "pipeline"],
+)
+def test_beside_an_unread_parameter_others_may_be_frozen_between_steps(options):
+    x = torch.ones(4, 4)
+    module = ap.parallelize(OneUnread(), (x,), backend="virtual", **options)
+    module.step(x)
+    frozen = dict(module.named_parameters())["layers.1.weight"].requires_grad_(False)
+    frozen.grad = None
+    module.step(x)
+    assert frozen.grad is None
+    assert sorted(module.full_grads()) == [
+        f"layers.{layer}.{name}"
+        for layer in range(3)
+        for name in ("bias", "weight")
+        if (layer, name) != (1, "weight")
+    ]
