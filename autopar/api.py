@@ -133,7 +133,9 @@ class _Call:
     def validate(self, place: str) -> None:
         """Refuse what this process sees by itself."""
         validate_running(place, self.plan, self.local_inputs, self.check)
-        if self.plan is None or self.args or self.kwargs:  # a plan knows its own inputs
+        given = (v for v in (self.args, self.kwargs) if v is not None)
+        is_empty = all(isinstance(value, tuple | Mapping) and not value for value in given)
+        if self.plan is None or not is_empty:  # a plan knows its own inputs
             check_call(self.model, self.args, self.kwargs)
         if self.plan is not None:
             self.options.refuse_beside_plan()

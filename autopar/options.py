@@ -53,7 +53,7 @@ class Kind:
 
 
 def _is_size(given: object) -> bool:
-    return isinstance(given, Real) and not isinstance(given, bool) and float(given) > 0
+    return isinstance(given, int | float | Real) and not isinstance(given, bool) and given > 0  # type: ignore[operator]
 
 
 def _is_named(given: object) -> bool:

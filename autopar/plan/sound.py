@@ -24,6 +24,8 @@ _REMEDY = "make the plan again, and save it"
 
 def require_sound(saved: SavedValue) -> None:
     """Refuse a plan that contradicts itself."""
+    placed = saved.decisions.placeholders
+    _require_names("parameters with places apart", saved.decisions.apart, placed, ())
     kept = (*saved.fingerprint.parameters, *saved.fingerprint.buffers)
     _require_names("parameters and buffers", saved.annotated, kept, ())
     for name in kept:

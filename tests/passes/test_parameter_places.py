@@ -86,6 +86,15 @@ def test_places_that_contradict_one_another_are_refused(apart, place):
         SavedPlan.from_json(data)
 
 
+def test_places_of_no_parameter_are_refused(apart):
+    case = models.gpt()
+    plan = ap.plan(case.model, case.args, case.kwargs, mesh=MESH, mode="propagate")
+    data = SavedPlan.of(plan).to_json()
+    data["decisions"]["apart"]["nobody"] = next(iter(data["decisions"]["apart"].values()))
+    with pytest.raises(ap.InvalidInput, match="nobody"):
+        SavedPlan.from_json(data)
+
+
 def test_what_an_optimizer_keeps_follows_its_own_place(monkeypatch):
     def memory(*apart: str):
         def places(self: Constraints, working: Layout) -> ParameterPlacement:

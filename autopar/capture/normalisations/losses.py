@@ -48,9 +48,11 @@ def means_are_sums(call: Site) -> fx.Node:
 
 @rewrites(aten.multi_margin_loss.default, aten.multilabel_margin_loss.default)
 def single_samples_are_batches(call: Site) -> fx.Node | None:
-    """Of a single sample's loss torch predicts one dim, and gives none: of a batch of one, one."""
+    """Of a single sample's loss torch predicts one dim, and gives none: of a batch of one, one.
+
+    One that is not reduced stays as it is: what comes after it was made for the shape predicted."""
     x, target, *rest = call.arguments.values()
-    if len(call.shapes[0]) > 1:
+    if len(call.shapes[0]) != 1 or call["reduction"] == 0:
         return None
     row = [1, *shape_of(x)]
     given = [1] if call.node.target is aten.multi_margin_loss.default else row
