@@ -52,8 +52,9 @@ class Kind:
             raise InvalidInput(f"{name} is {self.words}", got=got, remedy=remedy)
 
 
-def _is_size(given: object) -> bool:
-    return isinstance(given, int | float | Real) and not isinstance(given, bool) and given > 0  # type: ignore[operator]
+def _is_size(given: Any) -> bool:
+    is_number = isinstance(given, Real) and not isinstance(given, bool)
+    return is_number and given > 0
 
 
 def _is_named(given: object) -> bool:

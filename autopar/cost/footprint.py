@@ -6,7 +6,6 @@ keep counts once, and a view is the tensor it looks at.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from autopar.collectives.redistribution import local_elements
 from autopar.cost.saved_tensors import Storage, kept_by
 from autopar.layout import Layout, ParameterPlacement
 from autopar.mesh import Mesh
@@ -85,7 +85,7 @@ def parameter_bytes(node: fx.Node, places: ParameterPlacement, mesh: Mesh) -> tu
     value = info(node).val
 
     def elements(layout: Layout) -> int:
-        return math.prod(layout.largest_shape(tuple(value.shape), mesh))
+        return local_elements(layout.dims, tuple(value.shape), mesh)
 
     stored = elements(places.storage) * value.itemsize
     if not info(node).differentiable:

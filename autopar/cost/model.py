@@ -19,6 +19,7 @@ from typing import Any
 from sympy import Max, Symbol, log
 
 from autopar.cluster import AxisLink, Device, Link
+from autopar.collectives.redistribution import FREE
 from autopar.cost.formula import Formula
 
 p, V, B, a = (Symbol(name) for name in ("p", "V", "B", "a"))
@@ -57,7 +58,7 @@ def collective_values(kind: str, link: AxisLink, size: Any) -> dict[str, Any]:
 
 def collective_seconds(kind: str, link: AxisLink, size: Any) -> Any:
     """Seconds of one collective; moving over one rank, or within it, takes none."""
-    if link.size == 1 or kind in ("identity", "slice"):
+    if link.size == 1 or kind in FREE:
         return 0.0 * size
     return COLLECTIVES[kind](**collective_values(kind, link, size))
 

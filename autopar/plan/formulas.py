@@ -10,6 +10,7 @@ from torch import fx
 
 from autopar.cluster import Device
 from autopar.collectives import redistribute
+from autopar.collectives.redistribution import FREE
 from autopar.cost.model import COLLECTIVES, collective_values
 from autopar.cost.operators import rooflines
 from autopar.cost.price import BUCKET_BYTES, ClusterPrice
@@ -17,8 +18,6 @@ from autopar.layout import Placement, TensorType
 from autopar.search.candidates import Candidates
 from autopar.search.reshard import reshard_table
 from autopar.strategies.node_info import info
-
-FREE = ("identity", "slice")
 
 
 @dataclass(frozen=True)
