@@ -100,6 +100,13 @@ class Layout:
         """The same cuts with exactly `axes` as partial sums."""
         return Layout(*self.dims, partial=axes)
 
+    def cuts_into(self, finer: Layout) -> bool:
+        """Whether `finer` is the same, or cuts one dim of its pieces further."""
+        if self.partial != finer.partial or self.ndim != finer.ndim:
+            return False
+        pairs = [(own, other) for own, other in zip(self.dims, finer.dims) if own != other]
+        return len(pairs) <= 1 and all(other[: len(own)] == own for own, other in pairs)
+
     def only(self, axes: Iterable[str]) -> Layout:
         """What this layout says of `axes`; the others replicated."""
         kept = set(axes)
@@ -281,12 +288,16 @@ class Placement:
 
 @dataclass(frozen=True)
 class ParameterPlacement:
-    """The four places of a parameter: they may differ, and `tied` is where they do not."""
+    """The four places of a parameter: they may differ, and `tied` is where they do not.
 
-    storage: Layout  # from step to step: what an optimizer is handed
-    working: Layout  # what its readers start from
-    gradient: Layout  # once it is summed
-    optimizer: Layout  # what an optimizer keeps of it
+    Each is at most as cut as `optimizer`, and at least as `working`. From one to the next it is
+    one all-gather, of a gradient one reduce-scatter.
+    """
+
+    storage: Layout  # the copy that lives through a step: gathered at its start where it differs
+    working: Layout  # what its readers start from: gathered for each use where it differs
+    gradient: Layout  # where the gradients of micro-batches are summed, and add up
+    optimizer: Layout  # from step to step: what an optimizer is handed, and what it keeps of it
 
     @classmethod
     def tied(cls, layout: Layout) -> ParameterPlacement:
@@ -295,6 +306,12 @@ class ParameterPlacement:
     @property
     def is_tied(self) -> bool:
         return self == ParameterPlacement.tied(self.working)
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether from each place one collective leads to the next: all cut one dim further."""
+        between = (self.storage, self.gradient)
+        return all(at.cuts_into(self.optimizer) and self.working.cuts_into(at) for at in between)
 
 
 DTYPE_NAMES = {

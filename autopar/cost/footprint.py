@@ -19,38 +19,41 @@ from autopar.layout import Layout, ParameterPlacement
 from autopar.mesh import Mesh
 from autopar.strategies.node_info import info
 
-HELD = ("parameters", "gradients", "optimizer", "buffers")  # what stays from step to step
-Held = tuple[int, int, int, int]  # bytes of these
+# What parameters and buffers take all through a step.
+HELD = ("parameters", "gradients", "optimizer", "buffers", "gathered")
+Held = tuple[int, int, int, int, int]  # bytes of these
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes that training keeps for each element of a parameter that learns."""
+    """Bytes that training keeps for each element of a parameter, in each of its places."""
 
-    master: int  # the copy that an optimizer updates, where it is not the parameter itself
+    master: int  # what an optimizer updates
+    copy: int  # what a step works with: the master itself, where it lies there in the same dtype
     gradient: int
     optimizer: int  # its states
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> StateBytes:
-        """As Adam keeps them: two moments in the dtype of the parameter, and no other copy."""
-        return cls(0, dtype.itemsize, 2 * dtype.itemsize)
+        """As Adam keeps them: all in the dtype of the parameter, and two moments."""
+        return cls(dtype.itemsize, dtype.itemsize, dtype.itemsize, 2 * dtype.itemsize)
 
 
 @dataclass(frozen=True)
 class Memory:
     """Predicted bytes on the fullest device, at the end of forward."""
 
-    parameters: float
+    parameters: float  # from step to step
     gradients: float
     optimizer: float  # what it keeps of all that learns
     buffers: float
+    gathered: float  # copies of parameters that are gathered for a step
     activations: float  # what forward keeps for backward
     inputs: float
 
     @classmethod
     def of(cls, held: Iterable[Held], activations: float, inputs: float = 0.0) -> Memory:
-        states = np.sum([(0, 0, 0, 0), *held], axis=0).astype(float).tolist()
+        states = np.sum([(0,) * len(HELD), *held], axis=0).astype(float).tolist()
         return cls(**dict(zip(HELD, states)), activations=activations, inputs=inputs)
 
     @property
@@ -75,24 +78,25 @@ def program_memory(graph: fx.Graph, mesh: Mesh) -> Memory:
 def held_bytes(node: fx.Node, mesh: Mesh) -> Held:
     """Of a parameter or buffer on one rank; of anything else nothing."""
     if node.op == "placeholder" and info(node).origin[0] == "buffer":
-        return 0, 0, 0, info(node).type.local_bytes(mesh)
+        return 0, 0, 0, info(node).type.local_bytes(mesh), 0
     places = info(node).places
-    return (0, 0, 0, 0) if places is None else (*parameter_bytes(node, places, mesh), 0)
+    return (0,) * 5 if places is None else parameter_bytes(node, places, mesh)
 
 
-def parameter_bytes(node: fx.Node, places: ParameterPlacement, mesh: Mesh) -> tuple[int, int, int]:
-    """Of a parameter with its places, of its gradient and of what an optimizer keeps."""
+def parameter_bytes(
+    node: fx.Node, places: ParameterPlacement, mesh: Mesh, kept: StateBytes | None = None
+) -> Held:
+    """Of a parameter with its places, of its gradient, of what an optimizer keeps and of copies."""
     value = info(node).val
+    kept = kept or StateBytes.of(value.dtype)
 
     def elements(layout: Layout) -> int:
         return local_elements(layout.dims, tuple(value.shape), mesh)
 
-    stored = elements(places.storage) * value.itemsize
+    is_copied = places.storage != places.optimizer or kept.copy != kept.master
+    copy = elements(places.storage) * kept.copy if is_copied else 0
+    own = elements(places.optimizer)
     if not info(node).differentiable:
-        return stored, 0, 0
-    kept = StateBytes.of(value.dtype)
-    return (
-        stored,
-        elements(places.gradient) * kept.gradient,
-        elements(places.optimizer) * (kept.master + kept.optimizer),
-    )
+        return own * kept.master, 0, 0, 0, copy
+    gradient = elements(places.gradient) * kept.gradient
+    return own * kept.master, gradient, own * kept.optimizer, 0, copy

@@ -56,11 +56,14 @@ def require_sound(saved: SavedValue) -> None:
 def _require_places(saved: SavedValue, name: str, places: ParameterPlacement) -> None:
     """Of a parameter that has more than one place."""
     type_ = saved.types[name]
-    for layout in (places.storage, places.working):
+    for layout in (places.storage, places.working, places.gradient, places.optimizer):
         layout.validate(type_.shape, saved.mesh)
-    is_so = places.working == saved.decisions.placeholders[name] and not places.storage.partial
-    if not is_so or not places.storage == places.gradient == places.optimizer:
-        rule = "a parameter is read where the plan says; its gradient and states lie where it does"
+    is_read = places.working == saved.decisions.placeholders[name]
+    if not is_read or not places.is_nested or places.optimizer.partial:
+        rule = (
+            "a parameter is read where the plan says; where it is stored, summed and optimized, "
+            "one dim is cut further"
+        )
         _fail(rule, f"{name}: {places}")
 
 

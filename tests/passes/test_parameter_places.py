@@ -79,9 +79,11 @@ def test_places_that_contradict_one_another_are_refused(apart, place):
     name = next(
         name for name, places in plan.decisions.apart.items() if len(places.storage.dims) > 1
     )
-    data["decisions"]["apart"][name][place] = data["decisions"]["apart"][name]["working"]
-    if place == "working":
-        data["decisions"]["apart"][name][place] = data["decisions"]["apart"][name]["storage"]
+    at = data["decisions"]["apart"][name]
+    dims, _ = at[place]
+    at[place] = [[*dims[:-1], ["dp"]] if place != "working" else at["storage"][0], []]
+    if place != "working":
+        at[place][0][0] = []
     with pytest.raises(ap.InvalidInput, match="a parameter is read where the plan says"):
         SavedPlan.from_json(data)
 
@@ -105,8 +107,22 @@ def test_what_an_optimizer_keeps_follows_its_own_place(monkeypatch):
         return ap.plan(case.model, case.args, case.kwargs, mesh=MESH, mode="propagate").memory
 
     case = models.gpt()
-    tied, optimizer, gradient = memory(), memory("optimizer"), memory("gradient", "optimizer")
+    tied, zero1, zero2 = memory(), memory("optimizer"), memory("gradient", "optimizer")
+    cut, whole = zero2.gradients, tied.gradients
     assert tied.optimizer == 2 * tied.gradients == 2 * tied.parameters
-    assert gradient.gradients < 0.51 * tied.gradients
-    assert optimizer == replace(tied, optimizer=2 * gradient.gradients)
-    assert gradient == replace(optimizer, gradients=gradient.gradients)
+    assert cut < 0.51 * whole
+    assert zero1 == replace(tied, parameters=cut, optimizer=2 * cut, gathered=whole)
+    assert zero2 == replace(zero1, gradients=cut)
+    zero3 = memory("storage", "gradient", "optimizer")
+    assert zero3 == replace(zero2, gathered=0, activations=zero3.activations)
+
+
+def test_places_are_nested():
+    working, cut, further = Layout("tp"), Layout(("tp", "dp")), Layout(("tp", "dp", "x"))
+    assert ParameterPlacement(cut, working, working, further).is_nested
+    assert ParameterPlacement(working, working, cut, further).is_nested
+    assert not ParameterPlacement(further, working, working, cut).is_nested
+    assert not ParameterPlacement(cut, working, working, Layout(("tp", "x"))).is_nested
+    two = Layout("tp", None)
+    assert not ParameterPlacement(Layout("tp", "x"), two, two, Layout(("tp", "x"), None)).is_nested
+    assert not ParameterPlacement(two, two, two, Layout(("tp", "x"), "dp")).is_nested

@@ -46,6 +46,7 @@ class StageCost:
     gradients: int  # bytes of those of parameters that learn
     optimizer: int  # bytes that an optimizer keeps of these
     buffers: int  # bytes
+    gathered: int  # bytes of copies of parameters that live a step
     activations: int  # bytes kept from forward to backward, besides what comes from before
     receives: int  # bytes that come from the stage before
     weight_halves: int  # bytes kept from the gradients of inputs to those of weights
@@ -56,8 +57,8 @@ class StageCost:
 
     @property
     def states(self) -> int:
-        """Bytes that stay from step to step."""
-        return self.parameters + self.gradients + self.optimizer + self.buffers
+        """Bytes that stay all through a step."""
+        return sum(getattr(self, kind) for kind in HELD)
 
     def bytes(self, whole: int, received: int, weight_halves: int) -> int:
         """With its states, what it keeps of so many micro-batches."""
