@@ -9,6 +9,7 @@ from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.planning import plan
+from autopar.precision import Precision
 from autopar.runtime.module import ParallelModule
 from autopar.strategies import register_rule
 from autopar.verifying import verify
@@ -24,6 +25,7 @@ __all__ = [
     "Mesh",
     "ParallelModule",
     "Plan",
+    "Precision",
     "TensorType",
     "parallelize",
     "pipeline",

@@ -34,6 +34,7 @@ from torch.distributed.distributed_c10d import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.nn.modules import module as _modules
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import _checkpoint_hook as CheckpointHook
 
 __all__ = [  # of what is imported here for others
@@ -151,6 +152,11 @@ def has_hooks(module: nn.Module) -> bool:
     """Whether a module has hooks that run around its forward or backward."""
     around = module._forward_pre_hooks or module._forward_hooks
     return bool(around or module._backward_pre_hooks or module._backward_hooks)
+
+
+def keeps_statistics(module: nn.Module) -> bool:
+    """Whether a module normalises by statistics that it keeps from call to call."""
+    return isinstance(module, _NormBase) and module.track_running_stats
 
 
 def state_hooks(module: nn.Module) -> bool:

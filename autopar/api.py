@@ -22,6 +22,7 @@ from autopar.options import PlanOptions, ScheduleLike
 from autopar.plan.plan import Plan, SavedPlan
 from autopar.planner.request import Mode
 from autopar.planning import make_plan
+from autopar.precision import Precision
 from autopar.progress import Report
 from autopar.runtime.backend import Backend
 from autopar.runtime.checks import Checks
@@ -56,6 +57,7 @@ def parallelize(
     schedule: ScheduleLike = "auto",
     schedule_options: Mapping[str, Any] | None = None,
     recompute: bool = False,
+    precision: Precision | None = None,
     progress: Report | bool | None = None,
 ) -> ParallelModule:
     """The same model as a parallel program.

@@ -26,6 +26,7 @@ from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import schedule as make_schedule
 from autopar.planner.request import Mode, Request
+from autopar.precision import Precision
 from autopar.progress import Report
 from autopar.schema import is_count
 
@@ -103,6 +104,11 @@ KINDS: Mapping[str, Callable[[str, Any], None]] = {
         '{"pipes": 4}',
     ),
     "recompute": FLAG,
+    "precision": Kind(
+        "a Precision, or None for that of the model",
+        lambda given: isinstance(given, Precision | None),
+        "ap.Precision(compute=torch.bfloat16)",
+    ),
     "progress": Kind(
         "True, False, None or a function of phase and detail",
         lambda given: isinstance(given, bool | None) or callable(given),
@@ -125,6 +131,7 @@ class PlanOptions:
     schedule: ScheduleLike = "auto"
     schedule_options: Mapping[str, Any] | None = None
     recompute: bool = False
+    precision: Precision | None = None
     progress: Report | bool | None = None
 
     @classmethod

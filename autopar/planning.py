@@ -19,6 +19,7 @@ from autopar.options import PlanOptions, ScheduleLike, read_request
 from autopar.plan.plan import Plan
 from autopar.planner.choose import Planner
 from autopar.planner.request import Mode
+from autopar.precision import Precision
 from autopar.progress import Report, reporter
 
 
@@ -37,6 +38,7 @@ def plan(
     schedule: ScheduleLike = "auto",
     schedule_options: Mapping[str, Any] | None = None,
     recompute: bool = False,
+    precision: Precision | None = None,
     progress: Report | bool | None = None,
 ) -> Plan:
     """Decide where every tensor of `model`, called with `args` and `kwargs`, lives.
@@ -51,7 +53,8 @@ def plan(
     mapping with a name and options, or a schedule, as `ap.pipeline.load("mine.csv")` reads one;
     `recompute`: run each stage's forward again before its backward. Without a mesh, or with a
     pipeline whose schedule is "auto", mode="auto" weighs stages, micro-batches and schedules by
-    simulation, and recomputation where they do not fit into memory. `progress` is told of each
+    simulation, and recomputation where they do not fit into memory. `precision`: in which dtypes it
+    computes and sums gradients, with parameters kept in more digits. `progress` is told of each
     phase of a search and its detail; True shows them, False is silent, None shows them on a
     terminal.
     """
@@ -66,7 +69,7 @@ def make_plan(
     request = read_request(options)
     with reporter(options.progress) as report:
         report("capture", type(model).__name__)
-        captured = capture(model, args, kwargs)
+        captured = capture(model, args, kwargs, options.precision)
         planner = Planner(model, captured, admit(captured, request, options), report)
         best = planner.best()
     tell(captured, best)

@@ -24,6 +24,7 @@ from autopar.mesh import Mesh
 from autopar.options import PlanOptions, ScheduleLike
 from autopar.plan.plan import Plan, SavedPlan
 from autopar.planner.request import Mode
+from autopar.precision import Precision
 from autopar.progress import Report
 from autopar.runtime.module import ParallelModule, refuse_meta
 from autopar.runtime.virtual import VirtualGraph
@@ -76,6 +77,7 @@ def verify(
     schedule: ScheduleLike = "auto",
     schedule_options: Mapping[str, Any] | None = None,
     recompute: bool = False,
+    precision: Precision | None = None,
     progress: Report | bool | None = None,
 ) -> Verification:
     """Train the plain model, its captured program and the parallel program for a few `steps`.
@@ -94,6 +96,13 @@ def verify(
             "verify runs all ranks in this process, on the virtual mesh",
             got=f"backend={backend!r}, local_inputs={local_inputs!r}",
             remedy="leave it out: a plan gives the same numbers on every backend",
+        )
+    used = precision if plan is None else getattr(plan, "precision", None)
+    if used is not None:
+        raise InvalidInput(
+            "verify compares programs in float64, where they round nothing away",
+            got=f"a precision that {used}",
+            remedy="leave the precision out: what a plan does with its layouts stays the same",
         )
     if mesh is None and cluster is None and plan is None:
         options = replace(options, cluster=Cluster.local(RANKS, measure=False))

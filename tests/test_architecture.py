@@ -21,6 +21,7 @@ FLOORS = (
         "cluster",
         "mesh",
         "layout",
+        "precision",
         "lines",
         "garbage",
         "errors",

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.loss import index_of_loss
 from autopar.capture.marker import ANNOTATE
 from autopar.capture.randomness import is_random
+from autopar.precision import Precision
 from autopar.strategies import Rule, observed_rule, rule_of
 from autopar.strategies.node_info import info
 
@@ -26,6 +27,7 @@ class Example:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     device: torch.device  # where the program runs
+    precision: Precision | None = None
 
     @property
     def modes(self) -> dict[str, bool]:

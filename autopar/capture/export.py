@@ -25,12 +25,14 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.captured import Captured, Example
 from autopar.capture.counters import changes_seen, warn_of_counters
-from autopar.capture.failure import check_call, explain
+from autopar.capture.failure import check_call, explain, require_one_dtype
 from autopar.capture.fake import (
     FakeTensorMode,
+    computing,
     fake_inputs,
     fake_model,
     home,
+    masters,
     new_mode,
     outside_fake_mode,
 )
@@ -44,6 +46,7 @@ from autopar.capture.normalise import normalise
 from autopar.capture.source import whole_stacks
 from autopar.capture.verifier import verify
 from autopar.garbage import collected_later
+from autopar.precision import Precision
 from autopar.strategies.node_info import info
 
 KEPT = ("val", "source", "module", "differentiable")
@@ -51,9 +54,14 @@ KEPT = ("val", "source", "module", "differentiable")
 
 @collected_later()
 def capture(
-    model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    precision: Precision | None = None,
 ) -> Captured:
-    """The normalised program of `model(*args, **kwargs)`, in the mode (train, eval) it is in."""
+    """The normalised program of `model(*args, **kwargs)`, in the mode (train, eval) it is in.
+
+    With a `precision` it begins with casts of what is kept and given to what it computes in."""
     check_call(model, args, kwargs)
     kwargs = dict(kwargs or {})
     refuse_hooks(model)
@@ -64,15 +72,20 @@ def capture(
         copy = fake_model(model, mode, device)
         fakes = fake_inputs(leaves, mode, device)
         call = pytree.tree_unflatten(fakes, input_spec)
+        run, inputs = (
+            (copy, fakes) if precision is None else computing(copy, fakes, mode, precision)
+        )
         with changes_seen() as changes, hooks_refused() as lines:
-            program = _export(copy, mode, *call)
-        held = dict(copy.named_parameters()) | dict(copy.named_buffers())
+            program = _export(run, mode, *pytree.tree_unflatten(inputs, input_spec))
+        held = masters(copy, mode, precision) | dict(copy.named_buffers())
         builder = flatten(program, mode, _canonical(copy), held, input_spec, fakes)
         normalise(builder)
-        captured = _freeze(builder, Example(copy, call[0], call[1], device))
-        warn_of_counters(copy, mode, call, changes)
+        captured = _freeze(builder, Example(copy, call[0], call[1], device, precision))
+        warn_of_counters(run, mode, pytree.tree_unflatten(inputs, input_spec), changes)
     warn_of_memory(lines)
     verify(captured.graph, "captured")
+    if precision is not None:
+        require_one_dtype(captured)
     return captured
 
 

@@ -17,10 +17,14 @@ from typing import Any
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autopar.capture.captured import Captured
 from autopar.capture.fake import FakeTensorMode
+from autopar.capture.listing import operator_of
 from autopar.capture.source import is_users, lines_before, of_traceback, passes_through
 from autopar.errors import AutoparError, InvalidInput
 from autopar.lines import describe, shorten
+from autopar.strategies import tensor_inputs
+from autopar.strategies.node_info import info
 
 VALUES = "forward must not depend on the values of tensors, only on their shapes"
 # torch's own text names unknowns that mean nothing to users.
@@ -98,6 +102,25 @@ def explain(
         "way while it is followed: write this line without asking for that",
         source=of_traceback(error.__traceback__),
     )
+
+
+def require_one_dtype(captured: Captured) -> None:
+    """Refuse products of tensors in several dtypes, which torch finds out when they run."""
+    for node in captured.operators:
+        rule = captured.rules[node.name]
+        is_own = getattr(node.target, "namespace", "") == "autopar"  # says itself what it takes
+        if rule is None or is_own or not (rule.is_contraction or rule.is_heavy):
+            continue
+        dtypes = [info(value).val.dtype for value in tensor_inputs(node)]
+        if len({dtype for dtype in dtypes if dtype.is_floating_point}) > 1:
+            raise InvalidInput(
+                "a layer is given its input in the dtype that it computes in",
+                got=f"{operator_of(node)} of {', '.join(map(str, dtypes))}, in "
+                f"{info(node).module or 'the model'}",
+                remedy="buffers keep their dtype: cast them, or what is made of them, where they "
+                "are read (table.to(x.dtype)); or leave the precision out",
+                source=info(node).source,
+            )
 
 
 def _of_values(error: Exception) -> InvalidInput | None:

@@ -19,10 +19,21 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
+from autopar._torch import keeps_statistics
 from autopar.capture.graph_builder import fake_like
 from autopar.errors import InvalidInput
+from autopar.precision import Precision
 
-__all__ = ["FakeTensor", "FakeTensorMode", "fake_inputs", "fake_model", "home", "outside_fake_mode"]
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "computing",
+    "fake_inputs",
+    "fake_model",
+    "home",
+    "masters",
+    "outside_fake_mode",
+]
 
 
 def outside_fake_mode() -> AbstractContextManager[Any]:
@@ -77,6 +88,47 @@ def fake_inputs(leaves: Iterable[Any], mode: FakeTensorMode, device: torch.devic
             leaf = _fake(mode, leaf.detach(), device).requires_grad_(leaf.requires_grad)
         result.append(leaf)
     return result
+
+
+def computing(
+    model: nn.Module, inputs: list[Any], mode: FakeTensorMode, precision: Precision
+) -> tuple[nn.Module, list[Any]]:
+    """A copy of a fake `model`, and its inputs, in the dtype that a program computes in.
+
+    Batch norm keeps its parameters: its statistics are no place for few digits.
+    """
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return _as(mode, tensor, precision.compute) if tensor.is_floating_point() else tensor
+
+    memo: dict[int, Any] = {id(tensor): tensor for _, tensor in _tensors(model)}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if not keeps_statistics(module):
+                made = nn.Parameter(cast(parameter.detach()), parameter.requires_grad)
+                memo[id(parameter)] = made
+    leaves = [cast(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in inputs]
+    return copy.deepcopy(model, memo), leaves
+
+
+def masters(
+    model: nn.Module, mode: FakeTensorMode, precision: Precision | None
+) -> dict[str, torch.Tensor]:
+    """The parameters of a fake model, by name, in the dtypes in which they are kept."""
+    named: dict[str, torch.Tensor] = dict(model.named_parameters())
+    if precision is None:
+        return named
+    return {
+        name: nn.Parameter(
+            _as(mode, value.detach(), precision.master_of(value.dtype)), value.requires_grad
+        )
+        for name, value in named.items()
+    }
+
+
+def _as(mode: FakeTensorMode, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    with mode:
+        return tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
 
 
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

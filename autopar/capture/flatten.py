@@ -128,6 +128,19 @@ def _placeholders(
             builder.static_inputs[index] = given
             inputs.append(None)
     builder.inputs = tuple(inputs)
+    return _cast_to(builder, values)
+
+
+def _cast_to(builder: GraphBuilder, values: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
+    """Behind every placeholder that is kept, or given, in another dtype than the program reads it
+    in, its cast: once for all its names."""
+    casts: dict[fx.Node, fx.Node] = {}
+    for old, node in values.items():
+        if not isinstance(node, fx.Node) or info(node).val.dtype == info(old).val.dtype:
+            continue
+        if node not in casts:
+            casts[node] = builder.call(node, aten.to.dtype, node, info(old).val.dtype)
+        values[old] = casts[node]
     return values
 
 

@@ -21,7 +21,7 @@ def in_modes(captured: Captured, training: Mapping[str, bool]) -> Captured:
     try:
         for path, is_training in training.items():
             modules[path].training = is_training
-        return capture(example.model, example.args, example.kwargs)
+        return capture(example.model, example.args, example.kwargs, example.precision)
     finally:
         for path, was_training in before.items():
             modules[path].training = was_training

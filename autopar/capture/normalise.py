@@ -78,6 +78,7 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
     cleanup.drop_dead_code,
     constants.fold_constants,
     cleanup.drop_dead_code,
+    cleanup.casts_stand_where_they_are_read,
 )
 
 

@@ -32,6 +32,11 @@ class StageFunction(Protocol):
     @property
     def stage(self) -> Stage: ...
 
+    @property
+    def seed(self) -> float:
+        """The gradient of the loss."""
+        ...
+
     def weight_halves(self) -> list[WeightHalf]:
         """What the last run has put off; empty if backward is not split."""
 
@@ -132,7 +137,7 @@ class Worker:
         ]
         if self.run.stage.has_loss:
             kept.roots.append([loss if loss.requires_grad else None for loss in results[sent]])
-            kept.seed = [torch.ones_like(loss) for loss in results[sent]]
+            kept.seed = [torch.full_like(loss, self.run.seed) for loss in results[sent]]
         return results
 
 

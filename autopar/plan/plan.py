@@ -60,7 +60,7 @@ class Plan(PlanValue):
         example = self.original.example
         if not args and not kwargs:
             args, kwargs = example.args, example.kwargs
-        captured = capture(model, args, kwargs)
+        captured = capture(model, args, kwargs, self.precision)
         saved, found = SavedPlan.of(self), fingerprint_of(captured)
         saved.require_same(found)
         is_same = found == self.fingerprint and found.is_complete
@@ -130,7 +130,7 @@ class SavedPlan(SavedValue):
         self, model: nn.Module, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Plan:
         """The plan of this very model: another model, shape or torch is refused by name."""
-        captured = capture(model, args, dict(kwargs or {}))
+        captured = capture(model, args, dict(kwargs or {}), self.precision)
         self.require_same(fingerprint_of(captured))
         return self.attach_captured(captured)
 

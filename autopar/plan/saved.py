@@ -22,6 +22,7 @@ from autopar.pipeline.pipelining import Pipelining
 from autopar.plan.value import PlanValue
 from autopar.planner.candidate import Alternative
 from autopar.planner.request import Mode
+from autopar.precision import Precision
 from autopar.schema import Count, Positive
 from autopar.search.auto import Search
 from autopar.search.decisions import Decisions, TypedDecisions
@@ -38,6 +39,7 @@ class SavedValue:
     microbatch_count: Count | None = field(metadata={"key": "microbatches"})
     typed: TypedDecisions = field(metadata={"key": "decisions"})
     cluster: Cluster
+    precision: Precision | None
     pipelining: Pipelining | None = field(metadata={"key": "pipeline"})
     search: Search | None
     alternatives: tuple[Alternative, ...]  # ways to run a step that were weighed

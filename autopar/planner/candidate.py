@@ -25,6 +25,7 @@ from autopar.pipeline.price import pipeline_cost, pipeline_memory, price_step, s
 from autopar.pipeline.schedule import Option
 from autopar.pipeline.stages.costs import StageCosts, price_stages
 from autopar.pipeline.timeline import Timeline
+from autopar.precision import Precision
 from autopar.schema import Count
 from autopar.search.auto import Search
 from autopar.search.decisions import Decisions
@@ -74,6 +75,11 @@ class Candidate:
     def whole_mesh(self) -> Mesh:
         """The mesh of all ranks, the axis of a pipeline among its axes."""
         return self.mesh if self.pipelining is None else self.pipelining.mesh
+
+    @property
+    def precision(self) -> Precision | None:
+        """In which dtypes it computes, if not in those of the model."""
+        return self.captured.example.precision
 
     @property
     def microbatches(self) -> int:

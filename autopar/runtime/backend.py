@@ -40,6 +40,7 @@ class Backend(ABC):
         self.workers: dict[tuple[int, int], Worker] = {}
         self.stages: dict[int, StageRun] = {}
         self.runners: list[RankRunner] = []
+        self.seed = 1.0  # the gradient of a step's loss
 
     def _prepare(self, transport: Transport, after: Callable[[int], None]) -> None:
         """Make the stages of this process, and what runs them."""
@@ -70,8 +71,10 @@ class Backend(ABC):
         return {runner.rank: runner.recorded for runner in self.runners}
 
     @abstractmethod
-    def place_tensor(self, name: str, value: Tensor, layout: Layout) -> Tensor | None:
-        """What is kept here of a parameter or buffer of rank 0's model."""
+    def place_tensor(
+        self, name: str, value: Tensor, layout: Layout, dtype: torch.dtype
+    ) -> Tensor | None:
+        """What is kept here, in a dtype, of a parameter or buffer of rank 0's model."""
 
     @abstractmethod
     def cut(self, whole: Tensor, layout: Layout) -> Tensor:
@@ -176,6 +179,10 @@ class StageRun:
         return self.run(
             self.kept, self.batches[microbatch], dict(zip(self.stage.receives, received))
         )
+
+    @property
+    def seed(self) -> float:
+        return self.backend.seed
 
     def weight_halves(self) -> list[WeightHalf]:
         return self._halves.take() if self._halves is not None else []

@@ -96,9 +96,11 @@ class TorchBackend(Backend):
             self, graph, late=self._late, outputs=outputs, whole=whole, mesh=self.mesh
         )
 
-    def place_tensor(self, name: str, value: Tensor, layout: Layout) -> Tensor | None:
+    def place_tensor(
+        self, name: str, value: Tensor, layout: Layout, dtype: torch.dtype
+    ) -> Tensor | None:
         """This rank's piece, if a stage of it reads that."""
-        placed = self.placing.place(value, layout)
+        placed = self.placing.place(value, layout, dtype)
         return placed if self.ranks.place in self.ranks.of(self._users.stages(name)) else None
 
     def cut(self, whole: Tensor, layout: Layout) -> Tensor:

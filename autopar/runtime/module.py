@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.program import Program
 from autopar.runtime.backend import Backend
 from autopar.runtime.checks import Checks
+from autopar.runtime.loss_scale import LossScale, give_back, taken
 from autopar.runtime.modes import Modes
 from autopar.runtime.part import add_parts, part_at, refuse_late_hooks
 from autopar.runtime.tensors import Tensors
@@ -50,13 +51,14 @@ class ParallelModule(nn.Module):
         super().__init__()
         self.program, self.plan, self.backend, self._check = program, plan, backend, check
         captured = program.captured
-        layouts = {
-            name: program.type_of(placeholder).layout
+        types = {
+            name: program.type_of(placeholder)
             for placeholder, name in (captured.parameters | captured.buffers).items()
         }
         values = [*model.named_parameters(), *model.named_buffers()]
         self._layouts = {
-            name: layouts.get(name) or Layout.replicated(value.ndim) for name, value in values
+            name: types[name].layout if name in types else Layout.replicated(value.ndim)
+            for name, value in values
         }
         self._names = tuple(_torch.state_names(model))
         names = {name: [name] for name in self._layouts}
@@ -64,7 +66,8 @@ class ParallelModule(nn.Module):
             names[name].append(alias)
         add_parts(self, model)
         for name, value in values:
-            placed = backend.place_tensor(name, value, self._layouts[name])
+            dtype = types[name].dtype if name in types else value.dtype
+            placed = backend.place_tensor(name, value, self._layouts[name], dtype)
             if placed is None:
                 continue
             if isinstance(value, nn.Parameter):
@@ -75,6 +78,9 @@ class ParallelModule(nn.Module):
                     owner.register_parameter(key, placed)
                 else:
                     owner.register_buffer(key, placed, persistent=own in self._names)
+        scaled = plan.precision is not None and plan.precision.loss_scale is not None
+        # What the loss of a step is scaled by; None: it is not.
+        self.loss_scale = LossScale() if scaled else None
         self._modes = Modes(self, plan.original)
         self._tensors = Tensors(self, captured.tied, program.learns)
         backend.bind(self._tensors.values)
@@ -156,7 +162,25 @@ class ParallelModule(nn.Module):
                 self._require_learning(inputs)
             self._check_together(args, kwargs)
             with self.backend.guard():
-                return self.backend.step(kept, self.program.split(inputs))
+                return self._scaled(kept, self.program.split(inputs))
+
+    def _scaled(
+        self, kept: Mapping[str, Tensor], batches: Sequence[Mapping[str, Tensor]]
+    ) -> Tensor:
+        """A step whose loss is scaled, if that was asked for."""
+        if self.loss_scale is None:
+            return self.backend.step(kept, batches)
+        before, scale = taken(self.parameters()), self.loss_scale.value
+        self.backend.seed = scale
+        try:
+            loss = self.backend.step(kept, batches)
+            is_good = bool(self.backend.norm(self._gradients(), 1.0).isfinite())
+        except BaseException:
+            give_back(before, scale, is_good=False)
+            raise
+        give_back(before, scale, is_good)
+        self.loss_scale.update(is_good)
+        return loss
 
     def _require_learning(self, inputs: Mapping[str, Tensor]) -> None:
         """Before anything runs. A rank that holds some of the stages does not know."""

@@ -36,12 +36,12 @@ class Placing:
         """This rank's piece in memory of its own: the whole may go."""
         return in_own_memory([self.view(whole, layout).to(self.device)])[0]
 
-    def place(self, value: Tensor, layout: Layout) -> Tensor:
+    def place(self, value: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
         """This rank's piece of rank 0's `value`; all ranks place together.
 
         Parameters, and buffers that are cut, are DTensors.
         """
-        whole = torch.empty(value.shape, dtype=value.dtype, device=self.device)
+        whole = torch.empty(value.shape, dtype=dtype, device=self.device)
         if dist.get_rank() == 0:
             whole.copy_(value.detach())
         dist.broadcast(whole, src=0)

@@ -127,9 +127,9 @@ class VirtualBackend(Backend):
         constants = self.program.captured.constants
         return VirtualGraph(graph, self.mesh, self.device, constants, watch, halves)
 
-    def place_tensor(self, name: str, value: Tensor, layout: Layout) -> Tensor:
+    def place_tensor(self, name: str, value: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
         """The whole value: each rank reads its piece of it."""
-        return value.detach().clone()
+        return value.detach().to(dtype, copy=True)
 
     def cut(self, whole: Tensor, layout: Layout) -> Tensor:
         """The same: nothing is cut here before it is read."""

@@ -40,6 +40,15 @@ def drop_dropout(call: Site) -> fx.Node | None:
     return call.inputs[0] if not call["train"] or call["p"] == 0 else None
 
 
+def casts_stand_where_they_are_read(builder: GraphBuilder) -> None:
+    """What is kept in one dtype and read in another is cast when it is first read."""
+    places = {node: place for place, node in enumerate(builder.graph.nodes)}
+    for node in builder.calls(aten.to.dtype):
+        (value,) = node.all_input_nodes
+        if value.op == "placeholder" and node.users:
+            min(node.users, key=places.__getitem__).prepend(node)
+
+
 _NAMES = {
     aten.__and__.Tensor: aten.bitwise_and.Tensor,
     aten.__and__.Scalar: aten.bitwise_and.Scalar,

@@ -1,0 +1,49 @@
+"""LossScale: how far a loss is scaled up so that small gradients do not vanish."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+FIRST = 2.0**16
+PATIENCE = 2000  # steps without an overflow after which more is tried
+
+
+@dataclass
+class LossScale:
+    """Doubles after many good steps, halves when a gradient overflows. The same on every rank."""
+
+    value: float = FIRST
+    good: int = 0  # steps since it changed
+    skipped: int = 0  # steps that gave no gradients
+
+    def update(self, is_good: bool) -> None:
+        """A step is over; whether all its gradients are numbers, on all ranks."""
+        self.good = self.good + 1 if is_good else 0
+        self.skipped += not is_good
+        if not is_good:
+            self.value /= 2
+        elif self.good == PATIENCE:
+            self.value, self.good = self.value * 2, 0
+
+
+def taken(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor | None]]:
+    """Parameters with the gradients that they had; now they have none."""
+    found = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter, _ in found:
+        parameter.grad = None
+    return found
+
+
+def give_back(
+    before: Iterable[tuple[nn.Parameter, Tensor | None]], scale: float, is_good: bool
+) -> None:
+    """Scale gradients down and add them to those from before, or drop them."""
+    for parameter, earlier in before:
+        made, parameter.grad = parameter.grad, earlier
+        if made is None or not is_good:
+            continue
+        made.div_(scale)
+        parameter.grad = made if earlier is None else earlier.add_(made)
