@@ -148,13 +148,14 @@ def assert_recorded(module: ap.ParallelModule, made: Schedule) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def share_captures():
     """A model is captured once, however often it is planned."""
-    captured: dict[int, object] = {}
+    captured: dict[tuple[object, ...], object] = {}
     capture = planning.capture
 
-    def once(model, args, kwargs):
-        if id(model) not in captured:
-            captured[id(model)] = model, capture(model, args, kwargs)
-        return captured[id(model)][1]
+    def once(model, args, kwargs, precision=None):
+        key = id(model), precision
+        if key not in captured:
+            captured[key] = model, capture(model, args, kwargs, precision)
+        return captured[key][1]
 
     planning.capture = once
     yield
