@@ -11,6 +11,7 @@ from autopar.plan.plan import Plan
 from autopar.planning import plan
 from autopar.precision import Precision
 from autopar.runtime.module import ParallelModule
+from autopar.states import States
 from autopar.strategies import register_rule
 from autopar.verifying import verify
 
@@ -26,6 +27,7 @@ __all__ = [
     "ParallelModule",
     "Plan",
     "Precision",
+    "States",
     "TensorType",
     "parallelize",
     "pipeline",

@@ -18,7 +18,7 @@ from autopar.admission import device_of, validate_running, validate_slices
 from autopar.capture.failure import check_call
 from autopar.cluster import Cluster
 from autopar.mesh import Mesh
-from autopar.options import PlanOptions, ScheduleLike
+from autopar.options import PlanOptions, ScheduleLike, StatesLike
 from autopar.plan.plan import Plan, SavedPlan
 from autopar.planner.request import Mode
 from autopar.planning import make_plan
@@ -58,6 +58,7 @@ def parallelize(
     schedule_options: Mapping[str, Any] | None = None,
     recompute: bool = False,
     precision: Precision | None = None,
+    states: StatesLike = "auto",
     progress: Report | bool | None = None,
 ) -> ParallelModule:
     """The same model as a parallel program.

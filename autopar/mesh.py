@@ -107,6 +107,30 @@ class Mesh:
         fixed = places([name for name in self.names if name not in axes])
         return tuple(tuple(self.rank(at | inside) for inside in places(axes)) for at in fixed)
 
+    def split(self, axis: str, outer: int) -> Mesh:
+        """The same grid with an axis in two: `outer` groups of neighbours, and the ranks of one.
+
+        The parts of an axis `dp` are called `dp.0`, `dp.1`, ..., outermost first.
+        """
+        base, sizes = axis.partition(".")[0], {}
+        parts = [
+            size
+            for name in self.parts(base)
+            for size in ((outer, self[axis] // outer) if name == axis else (self[name],))
+        ]
+        for name in self.names:
+            if name not in self.parts(base):
+                sizes[name] = self[name]
+            elif f"{base}.0" not in sizes:
+                sizes |= {f"{base}.{number}": size for number, size in enumerate(parts)}
+        return Mesh(**sizes)
+
+    def parts(self, axis: str) -> tuple[str, ...]:
+        """What an axis was split into, outermost first: itself, if it was not."""
+        if axis in self:
+            return (axis,)
+        return tuple(name for name in self.names if name.partition(".")[0] == axis)
+
     def without(self, *axes: str) -> Mesh:
         """The mesh that is left when `axes` are taken away."""
         return Mesh(**{name: size for name, size in self.sizes.items() if name not in axes})

@@ -29,10 +29,12 @@ from autopar.planner.request import Mode, Request
 from autopar.precision import Precision
 from autopar.progress import Report
 from autopar.schema import is_count
+from autopar.states import NAMED, States
 
 AXIS = "pp"
 DEFAULT = "1f1b"
 MODES: tuple[Mode, ...] = get_args(Mode)
+StatesLike = Literal["auto", "whole", "zero1", "zero2", "zero3"] | States
 ScheduleLike = str | Mapping[str, Any] | Schedule | None
 _OF_A_SCHEDULE = ("schedule_options", "recompute")
 
@@ -109,6 +111,11 @@ KINDS: Mapping[str, Callable[[str, Any], None]] = {
         lambda given: isinstance(given, Precision | None),
         "ap.Precision(compute=torch.bfloat16)",
     ),
+    "states": Kind(
+        f'"auto", {", ".join(map(repr, NAMED))}, or numbers of parts',
+        lambda given: isinstance(given, States) or given in ("auto", *NAMED),
+        '"zero1", or ap.States(parameters=1, gradients=4, optimizer=8)',
+    ),
     "progress": Kind(
         "True, False, None or a function of phase and detail",
         lambda given: isinstance(given, bool | None) or callable(given),
@@ -132,6 +139,7 @@ class PlanOptions:
     schedule_options: Mapping[str, Any] | None = None
     recompute: bool = False
     precision: Precision | None = None
+    states: StatesLike = "auto"
     progress: Report | bool | None = None
 
     @classmethod
@@ -173,6 +181,9 @@ def read_request(options: PlanOptions) -> Request:
     limit = cluster.device.memory if options.memory is None else options.memory
     is_limited = options.mode == "auto" or options.memory is not None
     request = Request(cluster, options.mode, limit, is_limited, microbatches=count)
+    if options.states != "auto":
+        given = options.states
+        request = replace(request, states=given if isinstance(given, States) else States.of(given))
     is_weighed = options.mode == "auto" and options.schedule in ("auto", None)
     if mesh is None and is_weighed and options.pipeline is not None:
         axis, stages = _axis_to_make(options.pipeline)

@@ -15,7 +15,7 @@ from autopar.admission import admit, tell
 from autopar.capture import capture
 from autopar.cluster import Cluster
 from autopar.mesh import Mesh
-from autopar.options import PlanOptions, ScheduleLike, read_request
+from autopar.options import PlanOptions, ScheduleLike, StatesLike, read_request
 from autopar.plan.plan import Plan
 from autopar.planner.choose import Planner
 from autopar.planner.request import Mode
@@ -39,6 +39,7 @@ def plan(
     schedule_options: Mapping[str, Any] | None = None,
     recompute: bool = False,
     precision: Precision | None = None,
+    states: StatesLike = "auto",
     progress: Report | bool | None = None,
 ) -> Plan:
     """Decide where every tensor of `model`, called with `args` and `kwargs`, lives.
@@ -51,12 +52,15 @@ def plan(
     `pipeline`: the axis of a pipeline ("auto": `pp`, if the mesh has it; without a mesh, what such
     an axis shall be called), a number of ranks, or None for no pipeline; `schedule`: a name, a
     mapping with a name and options, or a schedule, as `ap.pipeline.load("mine.csv")` reads one;
-    `recompute`: run each stage's forward again before its backward. Without a mesh, or with a
-    pipeline whose schedule is "auto", mode="auto" weighs stages, micro-batches and schedules by
-    simulation, and recomputation where they do not fit into memory. `precision`: in which dtypes it
-    computes and sums gradients, with parameters kept in more digits. `progress` is told of each
-    phase of a search and its detail; True shows them, False is silent, None shows them on a
-    terminal.
+    `recompute`: run each stage's forward again before its backward. `states`: into how many parts
+    parameters, their gradients and what an optimizer keeps are cut over ranks that hold replicas:
+    "whole", "zero1" (what an optimizer keeps), "zero2" (gradients too), "zero3" (parameters too),
+    a `States` of numbers, or "auto": whole if that fits, else the fastest that does. Without a
+    mesh, or with a pipeline whose schedule is "auto", mode="auto" weighs stages, micro-batches and
+    schedules by simulation, and recomputation where they do not fit into memory. `precision`: in
+    which dtypes it computes and sums gradients, with parameters kept in more digits. `progress` is
+    told of each phase of a search and its detail; True shows them, False is silent, None shows them
+    on a terminal.
     """
     options = PlanOptions.among(locals())
     return make_plan(model, args, kwargs, options)

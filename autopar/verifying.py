@@ -21,7 +21,7 @@ from autopar.cluster import Cluster
 from autopar.collectives import from_ranks
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
-from autopar.options import PlanOptions, ScheduleLike
+from autopar.options import PlanOptions, ScheduleLike, StatesLike
 from autopar.plan.plan import Plan, SavedPlan
 from autopar.planner.request import Mode
 from autopar.precision import Precision
@@ -78,6 +78,7 @@ def verify(
     schedule_options: Mapping[str, Any] | None = None,
     recompute: bool = False,
     precision: Precision | None = None,
+    states: StatesLike = "auto",
     progress: Report | bool | None = None,
 ) -> Verification:
     """Train the plain model, its captured program and the parallel program for a few `steps`.

@@ -26,6 +26,7 @@ FLOORS = (
         "garbage",
         "errors",
         "schema",
+        "states",
         "progress",
         "units",
     },

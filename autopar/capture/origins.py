@@ -25,6 +25,17 @@ def is_made_of_parameters(value: fx.Node) -> bool:
     return _comes_from(value, lambda placeholder: info(placeholder).origin[0] == "parameter")
 
 
+def gathered_parameter(node: fx.Node) -> fx.Node | None:
+    """The parameter that a movement gathers from where it is stored for those who read it."""
+    passed = []
+    while info(node).movement is not None:
+        (node,) = node.all_input_nodes
+        passed.append(node)
+    places = info(node).places
+    is_there = places is None or any(info(v).type.layout == places.working for v in passed)
+    return None if is_there else node
+
+
 def _comes_from(
     value: fx.Node, is_parameter: Callable[[fx.Node], bool], steps: int = MOST_STEPS
 ) -> bool:

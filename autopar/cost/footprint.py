@@ -6,8 +6,10 @@ keep counts once, and a view is the tensor it looks at.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ from autopar.strategies.node_info import info
 # What parameters and buffers take all through a step.
 HELD = ("parameters", "gradients", "optimizer", "buffers", "gathered")
 Held = tuple[int, int, int, int, int]  # bytes of these
+LIVE_GROUPS = 2  # of parameters that are gathered for a use: the one in use, and the next
 
 
 @dataclass(frozen=True)
@@ -47,14 +50,19 @@ class Memory:
     gradients: float
     optimizer: float  # what it keeps of all that learns
     buffers: float
-    gathered: float  # copies of parameters that are gathered for a step
+    gathered: float  # copies of parameters that live a step, or a use
     activations: float  # what forward keeps for backward
     inputs: float
 
     @classmethod
-    def of(cls, held: Iterable[Held], activations: float, inputs: float = 0.0) -> Memory:
+    def of(
+        cls, nodes: Sequence[fx.Node], mesh: Mesh, activations: float, inputs: float = 0.0
+    ) -> Memory:
+        """With all that the parameters and buffers among `nodes` take."""
+        held = [held_bytes(node, mesh) for node in nodes]
         states = np.sum([(0,) * len(HELD), *held], axis=0).astype(float).tolist()
-        return cls(**dict(zip(HELD, states)), activations=activations, inputs=inputs)
+        found = cls(**dict(zip(HELD, states)), activations=activations, inputs=inputs)
+        return replace(found, gathered=found.gathered + used_bytes(nodes, mesh))
 
     @property
     def peak(self) -> float:
@@ -71,8 +79,7 @@ def program_memory(graph: fx.Graph, mesh: Mesh) -> Memory:
         kept |= kept_by(node, mesh)
         if node.op == "placeholder" and info(node).origin[0] not in ("parameter", "buffer"):
             inputs += info(node).type.local_bytes(mesh)
-    held = [held_bytes(node, mesh) for node in graph.nodes]
-    return Memory.of(held, sum(kept.values()), inputs)
+    return Memory.of(list(graph.nodes), mesh, sum(kept.values()), inputs)
 
 
 def held_bytes(node: fx.Node, mesh: Mesh) -> Held:
@@ -81,6 +88,23 @@ def held_bytes(node: fx.Node, mesh: Mesh) -> Held:
         return 0, 0, 0, info(node).type.local_bytes(mesh), 0
     places = info(node).places
     return (0,) * 5 if places is None else parameter_bytes(node, places, mesh)
+
+
+def used_bytes(nodes: Iterable[fx.Node], mesh: Mesh) -> float:
+    """Of the copies of parameters that are gathered for each use: those of two groups live."""
+    groups: Counter[str] = Counter()
+    for node in nodes:
+        places = info(node).places
+        if places is not None and places.storage != places.working:
+            size = local_elements(places.working.dims, tuple(info(node).val.shape), mesh)
+            groups[_group(info(node).origin[1])] += size * info(node).val.itemsize
+    return float(sum(size for _, size in groups.most_common(LIVE_GROUPS)))
+
+
+def _group(parameter: str) -> str:
+    """What is gathered together: a block, where blocks are numbered, else a module."""
+    match = re.match(r"(.*?\.)?\d+(?=\.)", parameter)
+    return match[0] if match else parameter.rpartition(".")[0]
 
 
 def parameter_bytes(

@@ -45,8 +45,8 @@ class ClusterPrice:
         """Seconds of one collective with `size` bytes on the rank that holds most; arrays too."""
         return collective_seconds(kind, self.link(axes), size)
 
-    def bucketed(self, axes: tuple[str, ...], size: Any) -> Any:
-        """Seconds of summing a gradient of `size` bytes as its part of a bucket: the latency is
-        shared by all gradients of the bucket."""
-        whole, latency = (self.seconds("all_reduce", axes, x) for x in (size, 0.0 * size))
+    def bucketed(self, axes: tuple[str, ...], size: Any, kind: str = "all_reduce") -> Any:
+        """Seconds of a collective of `size` bytes, as of a gradient, as its part of a bucket: the
+        latency is shared by all that is in the bucket."""
+        whole, latency = (self.seconds(kind, axes, x) for x in (size, 0.0 * size))
         return whole - latency * np.maximum(0.0, 1.0 - size / BUCKET_BYTES)

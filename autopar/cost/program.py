@@ -10,11 +10,12 @@ from dataclasses import asdict, dataclass
 
 from torch import fx
 
-from autopar.capture.origins import is_made_of_parameters
+from autopar.capture.origins import gathered_parameter, is_made_of_parameters
 from autopar.cluster import Cluster
 from autopar.collectives import Movement, movement_cost
 from autopar.cost.operators import ShardSizes, seconds, work
 from autopar.cost.price import ClusterPrice
+from autopar.cost.state_price import NodeCost, StatePrice
 from autopar.layout import TensorType
 from autopar.mesh import Mesh
 from autopar.strategies import Strategy
@@ -31,48 +32,38 @@ class Cost:
     exposed: float  # the part of communication that nothing hides
     forward: float  # compute alone
     backward: float
-    gradient_sync: float  # the part of communication that sums gradients
+    gradient_sync: float  # the part of communication that sums gradients, once a step
+    gathered: float = 0.0  # the part of communication that gathers parameters once a step
+    hidden: float = 0.0  # the part of what is moved for each micro-batch that computing hides
     bubble: float = 0.0  # how long the busiest rank of a pipeline waits
 
     @property
     def seconds(self) -> float:
         return self.compute + self.exposed + self.bubble
 
-    def times(self, microbatches: int) -> Cost:
-        """Of a step in micro-batches: gradients are summed once."""
-        moved = (self.communication - self.gradient_sync) * microbatches
-        hidden = self.communication - self.exposed
-        return Cost(
-            compute=self.compute * microbatches,
-            communication=moved + self.gradient_sync,
-            exposed=moved + self.gradient_sync - hidden,
-            forward=self.forward * microbatches,
-            backward=self.backward * microbatches,
-            gradient_sync=self.gradient_sync,
+    @property
+    def shown(self) -> float:
+        """The part of what is moved for each micro-batch that nothing hides."""
+        return self.communication - self.hidden - self.gradient_sync - self.gathered
+
+    @classmethod
+    def of(cls, worked: NodeCost, moved: NodeCost, overlap: float, microbatches: int = 1) -> Cost:
+        """Of a step in micro-batches, of each what its operators and its movements take: gradients
+        are summed once, which computing hides in part, and parameters are gathered once."""
+        shown = (moved.forward + moved.backward) * microbatches + moved.gathered
+        return cls(
+            compute=(worked.forward + worked.backward) * microbatches,
+            communication=shown + moved.hidden * microbatches + moved.summed,
+            exposed=shown + moved.summed * (1 - overlap),
+            forward=worked.forward * microbatches,
+            backward=worked.backward * microbatches,
+            gradient_sync=moved.summed,
+            gathered=moved.gathered,
+            hidden=moved.hidden * microbatches,
         )
 
     def to_json(self) -> dict[str, float]:
         return {"seconds": self.seconds, **asdict(self)}
-
-
-@dataclass(frozen=True)
-class NodeCost:
-    """Predicted seconds of one node of a rewritten program, each time that it runs."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-    summed: float = 0.0  # once a step: its part in summing the gradients of parameters
-
-    @property
-    def seconds(self) -> float:
-        return self.forward + self.backward + self.summed
-
-    def __add__(self, other: NodeCost) -> NodeCost:
-        return NodeCost(
-            self.forward + other.forward,
-            self.backward + other.backward,
-            self.summed + other.summed,
-        )
 
 
 class NodePrices:
@@ -81,13 +72,14 @@ class NodePrices:
     def __init__(self, cluster: Cluster, mesh: Mesh) -> None:
         self.mesh, self.device = mesh, cluster.device
         self.price = ClusterPrice(cluster, mesh)
+        self.states = StatePrice(self.price, self.device.overlap)
         self._known: dict[tuple[Facts, Strategy], NodeCost] = {}
 
     def __call__(self, node: fx.Node) -> NodeCost:
         if (movement := info(node).movement) is not None:
             return self._movement(node, movement)
-        if info(node).sync:
-            return self._summed(info(node).sync, info(node).type)
+        if (places := info(node).places) is not None:
+            return self.states.kept(places, _about(node), info(node).sync)
         return sum((self._call(*call) for call in info(node).calls), NodeCost())
 
     def _call(self, facts: Facts, strategy: Strategy) -> NodeCost:
@@ -101,6 +93,12 @@ class NodePrices:
     def _movement(self, node: fx.Node, movement: Movement) -> NodeCost:
         (value,) = node.all_input_nodes
         before: TensorType = info(value).type
+        if (parameter := gathered_parameter(node)) is not None:
+            places = info(parameter).places
+            assert places is not None
+            summed = places.storage.axes if movement.pending else ()
+            is_first = value is parameter
+            return self.states.used(places, _about(parameter), summed) if is_first else NodeCost()
         if movement.kind == "identity" and is_made_of_parameters(value):
             return self._summed(movement.axes, before)
 
@@ -116,22 +114,19 @@ class NodePrices:
         return NodeCost(summed=float(self.price.bucketed(axes, type_.local_bytes(self.mesh))))
 
 
-def program_cost(graph: fx.Graph, mesh: Mesh, cluster: Cluster) -> Cost:
-    """The cost of one run of the rewritten `graph`: the sum of its nodes' prices."""
+def _about(parameter: fx.Node) -> tuple[tuple[int, ...], int, bool]:
+    """Shape, bytes of an element, and whether it learns."""
+    value = info(parameter).val
+    return tuple(value.shape), value.itemsize, info(parameter).differentiable
+
+
+def program_cost(graph: fx.Graph, mesh: Mesh, cluster: Cluster, microbatches: int = 1) -> Cost:
+    """The cost of so many runs of the rewritten `graph` in a step: the sum of its nodes' prices."""
     prices = NodePrices(cluster, mesh)
     worked, moved = NodeCost(), NodeCost()
     for node in graph.nodes:
-        if info(node).movement is not None:
+        if info(node).movement is not None or info(node).places is not None:
             moved += prices(node)
         else:
             worked += prices(node)
-    summed = worked.summed + moved.summed
-    communication = moved.seconds + worked.summed
-    return Cost(
-        compute=worked.forward + worked.backward,
-        communication=communication,
-        exposed=communication - summed * cluster.device.overlap,
-        forward=worked.forward,
-        backward=worked.backward,
-        gradient_sync=summed,
-    )
+    return Cost.of(worked, moved, cluster.device.overlap, microbatches)

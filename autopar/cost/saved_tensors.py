@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
+from autopar.capture.origins import gathered_parameter
 from autopar.cost.operators import ShardSizes
 from autopar.mesh import Mesh
 from autopar.strategies.node_info import flat, info
@@ -69,7 +70,7 @@ def kept_by(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
     """The bytes that an operator keeps for its backward, by storage.
 
     A storage is a call and which of its results it is of, or a further tensor of the operator. What
-    comes from outside the program is held anyway.
+    comes from outside the program is held anyway, and a gathered parameter is gathered again.
     """
     if node.op != "call_function" or not info(node).differentiable:
         return {}
@@ -80,7 +81,7 @@ def kept_by(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
     kept: dict[Storage, float] = {
         (maker(value), place): float(type_.local_bytes(mesh))
         for value in values
-        if value.op != "placeholder"
+        if value.op != "placeholder" and gathered_parameter(value) is None
         for place, type_ in enumerate(flat(info(value).type), place_of(value))
     }
     rule, strategy = info(node).rule, info(node).strategy

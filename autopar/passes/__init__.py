@@ -21,6 +21,7 @@ from autopar.passes.fusion import fuse_biases
 from autopar.passes.gradient_sync import hoist_gradient_sync
 from autopar.passes.kernels import swap_kernels
 from autopar.passes.localize import localize
+from autopar.passes.parameter_gathers import gather_parameters
 from autopar.passes.recombine import recombine
 from autopar.passes.redistribution import insert_movements, measure_movements
 from autopar.passes.setting import LocalSetting, Setting
@@ -47,7 +48,8 @@ PASSES = (
     Pass(insert_movements, (assign_types, swap_kernels), "moved"),
     Pass(hoist_gradient_sync, (insert_movements,), "moved"),
     Pass(fuse_biases, (insert_movements,), "moved"),
-    Pass(measure_movements, (insert_movements, hoist_gradient_sync), "moved"),
+    Pass(gather_parameters, (hoist_gradient_sync, fuse_biases), "moved"),
+    Pass(measure_movements, (insert_movements, gather_parameters), "moved"),
 )
 LOCAL_PASSES = (
     Pass(recombine, (), "local"),

@@ -30,7 +30,7 @@ def insert_movements(graph: fx.Graph, setting: Setting) -> fx.Graph:
         for value, want in zip(inputs, info(node).wants):
             # What the search made readers share comes first; the rest of the way is from there.
             before: Placement | None = None
-            for at in (*_working(value), *info(node).ways.get((value.name, want), ()), want):
+            for at in (*info(node).ways.get((value.name, want), ()), want):
                 moved[value, want] = insertion.bring(node, value, at, before)
                 before = at
         _rewire(node, inputs, [moved[value, want] for value, want in zip(inputs, info(node).wants)])
@@ -38,14 +38,6 @@ def insert_movements(graph: fx.Graph, setting: Setting) -> fx.Graph:
         if node.target is ANNOTATE:
             graph.erase_node(node)
     return graph
-
-
-def _working(value: fx.Node) -> tuple[Placement, ...]:
-    """Where the readers of a parameter start, if that is not where it is stored."""
-    places = info(value).places
-    if places is None or places.working == places.storage:
-        return ()
-    return (Placement(places.working),)
 
 
 class _Insertion:

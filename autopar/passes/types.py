@@ -33,10 +33,8 @@ def assign_types(source: fx.Graph, setting: Setting) -> fx.Graph:
         if node.op == "placeholder":
             info(node).origin = _origin(captured, node.name)
             if node.name in captured.parameters:
-                info(node).places = places = decisions.parameter(node.name)
-                _set_type(node, places.storage)
-            else:
-                _set_type(node, decisions.placeholders[node.name])
+                info(node).places = decisions.parameter(node.name)
+            _set_type(node, decisions.placeholders[node.name])
         elif is_result(node):
             call, place = maker(node), place_of(node)
             info(node).update(type=flat(info(call).type)[place], wants=())

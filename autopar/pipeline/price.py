@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from autopar.cluster import AxisLink, Cluster
-from autopar.cost.footprint import Memory, held_bytes
+from autopar.cost.footprint import Memory
 from autopar.cost.model import COLLECTIVES
 from autopar.cost.program import Cost
 from autopar.mesh import Mesh
@@ -46,17 +46,18 @@ def pipeline_cost(pipelining: Pipelining, once: Cost, timeline: Timeline) -> Cos
     """The parts of a simulated step; `once` is one micro-batch (or part) through all stages."""
     busy, parts = max(timeline.busy), pipelining.schedule.all_parts
     again = once.forward * pipelining.recompute
-    work = once.compute + once.communication - once.gradient_sync
+    work = once.compute + once.shown
     share = once.compute / work if work else 1.0
-    moved = busy * (1 - share)
+    moved, hidden = busy * (1 - share), once.hidden * parts / pipelining.schedule.ranks
     sums = sum(sync.end - sync.start for sync in timeline.synchronizations)
     return Cost(
         compute=busy * share,
-        communication=moved + sums,
+        communication=moved + hidden + sums,
         exposed=moved + timeline.uncovered_sync,
         forward=once.forward * parts / pipelining.schedule.ranks,
         backward=(once.backward + again) * parts / pipelining.schedule.ranks,
         gradient_sync=sums,
+        hidden=hidden,
         bubble=timeline.makespan - busy,
     )
 
@@ -80,14 +81,14 @@ def memory_by_place(pipelining: Pipelining, flow: Flow) -> list[Memory]:
     found = []
     for rank in range(made.ranks):
         own = {stage for _, stage in made.local_stages(rank)}
-        held = [held_bytes(node, mesh) for node, read in users.items() if read & own]
+        held = [node for node, read in users.items() if read & own]
         states = sum(stages[stage].states for stage in own)
         lives = live_microbatches(made, rank, pipelining.recompute)
         bytes_ = (
             sum(stages[stage].bytes(*counts) for stage, counts in live.items()) for live in lives
         )
         kept = max(bytes_, default=states) - states
-        found.append(Memory.of(held, kept))
+        found.append(Memory.of(held, mesh, kept))
     return found
 
 

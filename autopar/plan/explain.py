@@ -19,7 +19,7 @@ from autopar.capture.marker import ANNOTATE
 from autopar.capture.origins import is_of_parameters
 from autopar.cost.footprint import parameter_bytes
 from autopar.errors import InvalidInput
-from autopar.layout import Placement, TensorType
+from autopar.layout import Layout, ParameterPlacement, Placement, TensorType
 from autopar.plan.explanation import Explanation, PricedCandidate
 from autopar.plan.formulas import Edge, edge, operator_formulas
 from autopar.plan.value import PlanValue
@@ -218,7 +218,7 @@ class _Explainer:
         candidates = []
         for state, step in zip(states, steps):
             kept = str(TensorType.of(info(node).val, state.layout))
-            places = self.constraints.places(state.layout)
+            places = self._places(node, state.layout)
             candidates.append(
                 PricedCandidate(
                     strategy=f"kept as {kept}",
@@ -239,6 +239,16 @@ class _Explainer:
             candidates=tuple(candidates),
             others=tuple(dict.fromkeys(reader.name for reader in node.users)),
             step_is_lower_bound=self._multiplier > 0,
+        )
+
+    def _places(self, node: fx.Node, layout: Layout) -> ParameterPlacement:
+        """Of a parameter, if it were read there."""
+        decided = self.decisions.parameter(node.name)
+        if layout == decided.working:
+            return decided
+        axes = [axis for axis in self.mesh if axis not in layout.axes]
+        return self.plan.states.places(
+            layout, tuple(info(node).val.shape), axes, self.mesh, info(node).differentiable
         )
 
     # The whole step with one decision forced

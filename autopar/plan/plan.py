@@ -152,7 +152,8 @@ class SavedPlan(SavedValue):
         captured = captured if batches is None else batches.captured
         require_fitting(self, captured)
         decisions = self.decisions
-        candidate = Candidate(captured, self.cluster, decisions, batches, search=self.search)
+        about = captured, self.cluster, decisions, batches
+        candidate = Candidate(*about, search=self.search, states=self.states)
         if self.pipelining is not None:
             candidate = candidate.cut_as(self.pipelining)
         names = {name: placeholder for placeholder, name in captured.parameters.items()}

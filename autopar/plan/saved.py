@@ -26,6 +26,7 @@ from autopar.precision import Precision
 from autopar.schema import Count, Positive
 from autopar.search.auto import Search
 from autopar.search.decisions import Decisions, TypedDecisions
+from autopar.states import States
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class SavedValue:
     precision: Precision | None
     pipelining: Pipelining | None = field(metadata={"key": "pipeline"})
     search: Search | None
+    states: States  # what the places of parameters follow from
     alternatives: tuple[Alternative, ...]  # ways to run a step that were weighed
     annotated: Mapping[str, str]  # parameter -> the user's line
     # Of parameters and buffers by name, of all values but placeholders by node.

@@ -108,7 +108,8 @@ class PlanValue(Candidate):
     def cost_graph(self) -> Built:
         """All that the search had to choose from; built again when it is first asked for."""
         constraints = self.constraints or Constraints()
-        return build(self.captured, self.mesh, self.cluster, constraints, self.microbatches)
+        about = self.captured, self.mesh, self.cluster, constraints, self.microbatches
+        return build(*about, self.states)
 
     @property
     def graph(self) -> Listing:

@@ -25,11 +25,13 @@ from autopar.pipeline.price import pipeline_cost, pipeline_memory, price_step, s
 from autopar.pipeline.schedule import Option
 from autopar.pipeline.stages.costs import StageCosts, price_stages
 from autopar.pipeline.timeline import Timeline
+from autopar.planner.state_places import state_places
 from autopar.precision import Precision
 from autopar.schema import Count
 from autopar.search.auto import Search
 from autopar.search.decisions import Decisions
 from autopar.search.smallest_footprint import SmallestFootprint
+from autopar.states import WHOLE, States
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Candidate:
     batches: Microbatches | None = None  # `captured` is then the program of one micro-batch
     pipelining: Pipelining | None = None  # `mesh` is then the mesh inside each stage
     search: Search | None = None  # the account of the search, where there was one
+    states: States = WHOLE  # what the places of `decisions` follow from
 
     @property
     def mesh(self) -> Mesh:
@@ -107,6 +110,16 @@ class Candidate:
         vars(made).update(rewritten=self.rewritten, flow=self.flow)
         return made
 
+    def placed(self, states: States) -> Self:
+        """The same program, of whole states so far, with the states of its parameters cut."""
+        if states.is_whole:
+            return self
+        apart = state_places(self.rewritten, states, self.mesh)
+        made = replace(self, decisions=replace(self.decisions, apart=apart), states=states)
+        if not apart:
+            vars(made).update(rewritten=self.rewritten)
+        return made
+
     def stage_costs(self, mesh: Mesh, axis: str) -> StageCosts:
         """The program, to be cut into stages along `axis` of the `mesh` of all ranks."""
         link = stage_link(self.cluster, mesh, axis)
@@ -127,10 +140,10 @@ class Candidate:
     @cached_property
     def cost(self) -> Cost:
         """The predicted seconds of one step, and their parts."""
-        once = program_cost(self.rewritten, self.mesh, self.cluster)
+        about = self.rewritten, self.mesh, self.cluster
         if self.pipelining is not None and self.timeline is not None:
-            return pipeline_cost(self.pipelining, once, self.timeline)
-        return once.times(self.microbatches)
+            return pipeline_cost(self.pipelining, program_cost(*about), self.timeline)
+        return program_cost(*about, self.microbatches)
 
     @cached_property
     def memory(self) -> Memory:

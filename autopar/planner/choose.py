@@ -20,20 +20,20 @@ from autopar.capture.annotations import parameter_annotations, stage_pins
 from autopar.capture.captured import Captured
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.mesh import Mesh
-from autopar.passes.microbatches import Microbatches, cut_batch
+from autopar.passes.microbatches import cut_batch
 from autopar.pipeline.activation_counts import peaks
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.stages.costs import StageCost
 from autopar.pipeline.stages.cut import choose_stages
 from autopar.planner.candidate import Alternative, Candidate
+from autopar.planner.layouts import LayoutRequest, Layouts
 from autopar.planner.request import Request
 from autopar.progress import Report
-from autopar.search.auto import LayoutSearch, too_early, was_interrupted
+from autopar.search.auto import too_early, was_interrupted
 from autopar.search.constraints import Constraints, read_constraints
-from autopar.search.decisions import Decisions
-from autopar.search.propagate import propagate
 from autopar.search.smallest_footprint import NothingFits, SmallestFootprint
+from autopar.states import States
 
 ATTEMPTS = 4  # at layouts so lean that the stages fit
 LEANER = 0.9  # than their memory asks for: few layouts are in between
@@ -53,6 +53,8 @@ class Planner:
         self._fastest = math.inf  # its seconds
         self._weighed: list[Alternative] = []
         self._too_large: list[SmallestFootprint] = []
+        self._layouts = Layouts(request, self.constraints, report)
+        self._is_bound = False  # memory kept the last layouts from what would be faster
         self._is_interrupted = False  # then the best so far is taken, though something is left
 
     @property
@@ -119,23 +121,45 @@ class Planner:
         )
 
     def _candidates(self, stages: int, parts: int) -> Iterator[Candidate]:
-        """Every way with this many stages and micro-batches."""
+        """Every way with this many stages and micro-batches.
+
+        Of the settings of states, those after one that memory does not slow down are slower."""
+        refused: list[NothingFits] = []
+        settings = self.request.settings(stages)
+        for states in settings:
+            self._is_bound = False
+            try:
+                yield from self._with_states(stages, parts, states)
+            except NothingFits as error:
+                refused.append(error)
+                continue
+            if self._is_interrupted or not self._is_bound:
+                return
+        if len(refused) == len(settings):
+            raise min(refused, key=lambda error: error.smallest.memory)
+
+    def _with_states(self, stages: int, parts: int, states: States) -> Iterator[Candidate]:
+        """Every way with one setting of states."""
         is_straight = stages == 1 and self.request.schedule is None
         batches = None if is_straight and parts == 1 else self._batches(parts)
+        program = self.captured if batches is None else batches.captured
         offered = self.request.meshes(stages)
         # Each stage has a share of the states, and at least the activations of one micro-batch.
         limit = least = self.memory * stages
         impossible = 0.0  # bytes that no layouts fit in
         for attempt in range(ATTEMPTS):
+            asked = LayoutRequest(program, batches, offered, limit, is_straight, states)
             try:
-                laid, needed = self._laid_out(batches, offered, limit, is_straight)
+                laid, needed = self._layouts.find(asked)
             except NothingFits:
                 if not attempt:
                     raise
                 impossible, limit = limit, (limit + least) / 2
                 continue
             search = laid.search
+            self._is_bound |= search is not None and search.multiplier > 0
             if is_straight:
+                self._is_bound |= laid.memory.peak > self.memory
                 yield laid
                 return
             # A pipeline without bubbles gives every stage its part of the work.
@@ -152,37 +176,11 @@ class Planner:
             least = min(limit, needed)
             limit = max(LEANER * least * self.memory / taken, (impossible + least) / 2)
 
-    def _laid_out(
-        self, batches: Microbatches | None, offered: Sequence[Mesh], memory: float, is_all: bool
-    ) -> tuple[Candidate, float]:
-        """Where tensors live, on the best of some meshes within some bytes on each device.
-
-        By search (`is_all`: devices hold no more than this), or spread from annotations or batch.
-        With the bytes that the search found.
-        """
-        program, parts = (batches.captured, batches.count) if batches else (self.captured, 1)
-        bound, cluster = partial(self.constraints, program), self.request.cluster
-        made = partial(Candidate, program, cluster, batches=batches)
-        if self.request.mode != "auto":
-            return made(decisions=propagate(program, offered[0], bound(offered[0]))), 0.0
-        asked: list[Candidate] = []  # the last whose memory was asked for: it is not made again
-
-        def needed(decisions: Decisions) -> float:
-            asked[:] = [made(decisions=decisions)]
-            return asked[0].memory.peak
-
-        finished = needed if is_all else None
-        search = LayoutSearch(program, cluster, bound, memory, parts, finished, self.report)
-        found = search.run(offered)
-        if asked and asked[0].decisions is found.decisions:
-            return asked[0].changed(found.search), found.memory
-        return made(decisions=found.decisions, search=found.search), found.memory
-
     def _pipelined(self, laid: Candidate, stages: int, parts: int) -> Iterator[Candidate]:
         """A program with its layouts in so many stages, by every schedule."""
         asked, axis, pins = self.request, self.request.axis, self._pins
         assert axis is not None
-        mesh = asked.mesh or Mesh(**{axis: stages, **laid.mesh.sizes})
+        mesh = asked.whole_mesh(laid.mesh, stages)
         line = laid.stage_costs(mesh, axis)
         lines = {False: line, True: line.recomputed()}
         fastest = cache(lambda count, again: choose_stages(lines[again], count, pins=pins))
@@ -202,6 +200,7 @@ class Planner:
                         raise
                     break
                 is_tight = way.memory.peak > self.memory and way.seconds < self._fastest
+                self._is_bound |= is_tight
                 if is_tight:
                     kept, room = peaks(made, again), self.memory
                     with suppress(InvalidInput):

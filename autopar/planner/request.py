@@ -11,6 +11,7 @@ from autopar.cluster import Cluster
 from autopar.mesh import Mesh, meshes
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import weighed_schedules
+from autopar.states import NAMED, WHOLE, States
 
 Mode = Literal["auto", "propagate", "data"]
 
@@ -34,6 +35,7 @@ class Request:
     microbatches: int | None = None
     schedule: Schedule | None = None
     recompute: bool = False  # with that schedule
+    states: States | None = None
 
     @property
     def memory(self) -> float:
@@ -59,6 +61,19 @@ class Request:
             return [self.mesh if self.axis is None else self.mesh.without(self.axis)]
         most = MOST_AXES if stages == 1 else MOST_INNER_AXES
         return meshes(self.cluster.devices // stages, most, self.cluster.devices_per_node)
+
+    def settings(self, stages: int) -> Sequence[States]:
+        """The settings of states to try, the fastest first: a rank alone has nothing to cut."""
+        if self.states is not None:
+            return [self.states]
+        return [WHOLE] if self.meshes(stages)[0].size == 1 else list(NAMED.values())
+
+    def whole_mesh(self, inner: Mesh, stages: int) -> Mesh:
+        """The mesh of all ranks, where that inside each of so many stages is `inner`."""
+        if self.mesh is None:
+            return Mesh(**{str(self.axis): stages, **inner.sizes})
+        parts = [part for axis in self.mesh for part in inner.parts(axis) or (axis,)]
+        return Mesh(**{part: (inner if part in inner else self.mesh)[part] for part in parts})
 
     def schedules(self, stages: int, microbatches: int) -> Sequence[Schedule]:
         """The schedules to try, those that exist for these numbers."""

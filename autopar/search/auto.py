@@ -26,6 +26,7 @@ from autopar.search.smallest_footprint import NothingFits, SmallestFootprint
 from autopar.solver.lagrangian import NoRoom
 from autopar.solver.residual import relative_gap
 from autopar.solver.solve import Sizes, Solution, least_memory, solve
+from autopar.states import WHOLE, States
 from autopar.units import bytes_text
 
 MOST_OF_A_KIND = 8  # meshes with the same number of axes that are all tried
@@ -107,6 +108,7 @@ class LayoutSearch:
     constraints: Callable[[Mesh], Constraints]
     memory: float | None = None  # bytes that a plan may need on each device
     microbatches: int = 1  # `captured` is the program of one of these
+    states: States = WHOLE  # how those of parameters are cut
     # Tells the bytes that the finished program needs: the last word on what fits. The result has
     # the very decisions that it was asked about, if it was.
     finished: Callable[[Decisions], float] | None = None
@@ -176,7 +178,8 @@ class LayoutSearch:
         """Solve one mesh, unless it cannot be the best; keep it if it is. Whether Ctrl-C came."""
         self.report("build", f"the cost graph of {mesh}")
         constraints = self.constraints(mesh)
-        built = build(self.captured, mesh, self.cluster, constraints, self.microbatches)
+        about = self.captured, mesh, self.cluster, constraints, self.microbatches
+        built = build(*about, self.states)
         so_far = self._objective
         tables, _, numbers, _ = built.graph.tables()
         fastest = [float(table.cost.min()) for table in tables]

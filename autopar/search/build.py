@@ -30,10 +30,11 @@ from autopar.layout import Placement
 from autopar.mesh import Mesh
 from autopar.search.candidates import Candidates, NodeClasses, storage_states, uncut
 from autopar.search.constraints import Constraints
-from autopar.search.edges import Edges
+from autopar.search.edges import Edges, Late
 from autopar.search.prologue import find_prologue, is_whole
 from autopar.search.reshard import Placements
 from autopar.solver.graph import CostGraph
+from autopar.states import WHOLE, States
 from autopar.strategies.node_info import info
 from autopar.strategies.results import maker, place_of, values_of
 
@@ -88,11 +89,12 @@ def build(
     cluster: Cluster,
     constraints: Constraints,
     microbatches: int = 1,
+    states: States = WHOLE,
 ) -> Built:
-    """The cost graph of `captured` on `mesh`, with `constraints` kept.
+    """The cost graph of `captured` on `mesh`, with `constraints` kept and `states` cut.
 
     `captured` is the program of one of the step's `microbatches`; the costs are those of one."""
-    return _Builder(captured, mesh, cluster, constraints, microbatches).run()
+    return _Builder(captured, mesh, cluster, constraints, microbatches, states).run()
 
 
 @dataclass
@@ -102,11 +104,12 @@ class _Builder:
     cluster: Cluster
     constraints: Constraints
     microbatches: int
+    states: States
 
     def __post_init__(self) -> None:
         price = ClusterPrice(self.cluster, self.mesh)
         self.classes = NodeClasses(self.captured, self.mesh, self.cluster.device, price)
-        self.edges = Edges(self.mesh, self.cluster, price, self.microbatches)
+        self.edges = Edges(self.mesh, self.cluster, price, self.microbatches, self.states)
         self.built = Built(self.captured, self.mesh, self.constraints)
         self.nodes = {node.name: node for node in self.captured.graph.nodes}
         self.readings: dict[str, list[Reading]] = {}
@@ -154,7 +157,7 @@ class _Builder:
                 if constraint is not None
                 else storage_states(shape, self.mesh)
             )
-            places = [self.constraints.places(state.layout) for state in states]
+            places = [self.edges.places(node, state.layout) for state in states]
             held = [float(sum(parameter_bytes(node, at, self.mesh))) for at in places]
             self._stored[key] = states, np.array(held)
         states, memory = self._stored[key]
@@ -278,10 +281,12 @@ class _Builder:
 
     def _connect(self, value: fx.Node, readings: Sequence[Reading]) -> None:
         """Edges from the producer of a value to its readers, by way of what they share."""
-        late = is_of_parameters(value, self.captured)
+        is_stored = value.name in self.built.parameters
+        late: Late = "derived" if is_of_parameters(value, self.captured) else ""
+        last: Late = "parameter" if is_stored else late  # on the way where readers ask for the sum
         producer, shared = self.producers[value.name], self.built.values.get(value.name)
         if shared is None:
-            self._join(value, producer, readings[0], late, "always")
+            self._join(value, producer, readings[0], last, "always")
             return
         groups = self.built.groups.get(value.name, [])
         grouped = {reading for group in groups for reading in group.readings}
@@ -293,7 +298,7 @@ class _Builder:
         self._link(value, producer, shared, late, "always" if early and kept_at_all else "")
         for group in groups:
             kept = "" if group not in storing else "moved" if early else "always"
-            self._link(value, shared, group, late, kept)
+            self._link(value, shared, group, last, kept)
         for group in groups:
             for reading in group.readings:
                 self._join(value, group, reading, late, "moved")
@@ -312,7 +317,7 @@ class _Builder:
         return not set(facts.rule.cuttable) <= own
 
     def _link(
-        self, value: fx.Node, first: Variable, second: Variable, late: bool, kept: str
+        self, value: fx.Node, first: Variable, second: Variable, late: Late, kept: str
     ) -> None:
         """An edge between two layouts of one value; `kept` "always", or only if it is "moved"."""
         kept = "moved" if kept and not self._makes(value) else kept
@@ -320,7 +325,7 @@ class _Builder:
         self.built.graph.add_edge(first.number, second.number, cost, memory)
 
     def _join(
-        self, value: fx.Node, first: Variable, reading: Reading, late: bool, kept: str
+        self, value: fx.Node, first: Variable, reading: Reading, late: Late, kept: str
     ) -> None:
         """An edge from a layout of a value to a reader."""
         wants = self._offers[reading.reader][0].inputs[reading.position]

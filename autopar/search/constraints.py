@@ -16,7 +16,7 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.capture.marker import ANNOTATE, Annotation, Entry
 from autopar.errors import InvalidInput
-from autopar.layout import Layout, ParameterPlacement
+from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.strategies import Rule, rule_of, tensor_inputs
 from autopar.strategies.node_info import info
@@ -44,15 +44,6 @@ class Constraints:
     def fixed(self) -> dict[str, Layout]:
         """The layout of each marker."""
         return {name: constraint.layout for name, constraint in self.values.items()}
-
-    def places(self, working: Layout) -> ParameterPlacement:
-        """The four places of a parameter that is worked with there: they are one."""
-        return ParameterPlacement.tied(working)
-
-    def apart(self, working: Mapping[str, Layout]) -> dict[str, ParameterPlacement]:
-        """Of parameters, the places of those that have more than one."""
-        found = {name: self.places(layout) for name, layout in working.items()}
-        return {name: places for name, places in found.items() if not places.is_tied}
 
     @property
     def axes(self) -> frozenset[str]:
@@ -188,7 +179,8 @@ def _bind(
 def _resolve(annotation: Annotation, shape: Sequence[int], mesh: Mesh) -> Layout:
     """The layout that one annotation asks of one tensor."""
     dims: list[tuple[str, ...]] = []
-    named = [axis for entry in annotation.dims for axis in _names(entry)]
+    said = [axis for entry in annotation.dims for axis in _names(entry)]
+    named = [part for axis in said for part in mesh.parts(axis) or (axis,)]
     for axis in named:
         if named.count(axis) > 1:
             raise InvalidInput(
@@ -215,7 +207,7 @@ def _axes(
 ) -> tuple[str, ...]:
     """The axes of one entry: as named, or the first free ones that multiply to the number."""
     for axis in _names(entry):
-        if axis not in mesh:
+        if not mesh.parts(axis):
             raise InvalidInput(
                 "an axis of a strategy must be one of the mesh's",
                 got=f"{axis!r} in {annotation.dims} for {annotation.what}; the mesh is {mesh}",
@@ -223,15 +215,16 @@ def _axes(
                 source=annotation.source,
             )
     if not isinstance(entry, int):
-        if mesh.degree(_names(entry)) > size:
+        named = tuple(part for axis in _names(entry) for part in mesh.parts(axis))
+        if mesh.degree(named) > size:
             raise InvalidInput(
                 "a dim is cut into at most as many pieces as it has elements",
                 got=f"{entry!r} in {annotation.dims} for {annotation.what} cuts {size} into "
-                f"{mesh.degree(_names(entry))}",
+                f"{mesh.degree(named)}",
                 remedy="use fewer or smaller axes on this dim",
                 source=annotation.source,
             )
-        return tuple(axis for axis in _names(entry) if mesh[axis] > 1)
+        return tuple(axis for axis in named if mesh[axis] > 1)
     if size % entry:
         raise InvalidInput(
             "a number of slices must divide the dim",
@@ -241,8 +234,10 @@ def _axes(
             source=annotation.source,
         )
     free = [axis for axis in mesh.names if axis not in used and mesh[axis] > 1]
-    for count in range(len(free) + 1):
-        for axes in itertools.combinations(free, count):
+    whole = dict.fromkeys(axis.partition(".")[0] for axis in free)  # a split axis counts as one
+    for count in range(len(whole) + 1):
+        for chosen in itertools.combinations(whole, count):
+            axes = tuple(axis for axis in free if axis.partition(".")[0] in chosen)
             if mesh.degree(axes) == entry:
                 return axes
     raise InvalidInput(

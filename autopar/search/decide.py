@@ -50,7 +50,6 @@ def decide(built: Built, choice: Sequence[int]) -> Decisions:
         fixed=built.constraints.fixed,
         fallbacks=tuple(fallbacks),
         ways=ways,
-        apart=built.constraints.apart({name: placeholders[name] for name in built.parameters}),
     )
 
 

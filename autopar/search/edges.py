@@ -5,32 +5,46 @@ Tables that are equal are one object, so that the cost graph knows them again at
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Literal
+
 import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
 from autopar.cluster import Cluster
+from autopar.cost.footprint import parameter_bytes
 from autopar.cost.price import ClusterPrice
-from autopar.layout import Placement
+from autopar.cost.state_price import NodeCost, StatePrice
+from autopar.layout import Layout, ParameterPlacement, Placement
 from autopar.mesh import Mesh
 from autopar.search.candidates import Candidates
 from autopar.search.reshard import Placements, ReshardTable, reshard_table
+from autopar.states import States
 from autopar.strategies.node_info import info
 
 Array = NDArray[np.float64]
+# How the gradient of a value is summed: inside the program; after backward; as a parameter's.
+Late = Literal["", "derived", "parameter"]
 
 
 class Edges:
     """The tables of one mesh; a step runs the program once for each of its `microbatches`."""
 
     def __init__(
-        self, mesh: Mesh, cluster: Cluster, price: ClusterPrice, microbatches: int
+        self,
+        mesh: Mesh,
+        cluster: Cluster,
+        price: ClusterPrice,
+        microbatches: int,
+        states: States,
     ) -> None:
-        self.mesh, self.price = mesh, price
+        self.mesh, self.price, self.microbatches, self.states = mesh, price, microbatches, states
         # Gradients are summed once a step, behind backward as far as the device lets it.
         self.shown = (1 - cluster.device.overlap) / microbatches
+        self.state_price = StatePrice(price, cluster.device.overlap)
         self._arrays: dict[tuple, Array] = {}
-        self._tables: dict[tuple, tuple[Array, Array]] = {}
+        self._tables: dict[tuple, tuple[Array, Array | None]] = {}
         self._types: dict[fx.Node, tuple] = {}
 
     def table(
@@ -38,12 +52,13 @@ class Edges:
         value: fx.Node,
         first: Placements,
         second: Placements,
-        late: bool,
+        late: Late,
         kept: str,
     ) -> tuple[Array, Array | None]:
         """Seconds and bytes from each of the `first` states to each of the `second`.
 
-        `late`: the gradient of the value is summed late. `kept`: whether what arrives is kept for
+        `late`: the gradient of the value is summed late; of a "parameter" its states are cut over
+        the axes of the sum. `kept`: whether what arrives is kept for
         backward: "always", or only if it was "moved"."""
         key = (self._type(value), first, second, late, kept)
         if key not in self._tables:
@@ -56,12 +71,48 @@ class Edges:
             # From a pending copy nothing but that copy can be had.
             stuck = table.pending[rows][:, None] & (rows[:, None] != columns[None, :])
             size = np.broadcast_to(self.bytes(value, second), cost.shape)
-            self._tables[key] = (
-                np.where(stuck, np.inf, cost),
-                np.where(same & (kept != "always"), 0.0, size),
-            )
-        cost, memory = self._tables[key]
-        return cost, memory if kept else None
+            memory = np.where(same & (kept != "always"), 0.0, size) if kept else None
+            if late == "parameter" and not self.states.is_whole:
+                more = self._states(value, first, second)
+                cost, memory = cost + more[0], more[1] + (0.0 if memory is None else memory)
+            self._tables[key] = np.where(stuck, np.inf, cost), memory
+        return self._tables[key]
+
+    def places(
+        self, value: fx.Node, layout: Layout, pending: Iterable[str] | None = None
+    ) -> ParameterPlacement:
+        """Of a parameter that is read at `layout`, with a gradient to sum over `pending`; None:
+        over all axes on which it is a replica."""
+        shape, learns = tuple(info(value).val.shape), info(value).differentiable
+        asked = self.mesh.names if pending is None or not learns else tuple(pending)
+        axes = [axis for axis in self.mesh if axis in asked and axis not in layout.axes]
+        return self.states.places(layout, shape, axes, self.mesh, learns)
+
+    def _states(self, value: fx.Node, first: Placements, second: Placements) -> tuple[Array, Array]:
+        """Seconds that cutting the states of a parameter adds to summing its gradient, and bytes
+        that are more than those of states that are cut over all replicas."""
+        val, learns = info(value).val, info(value).differentiable
+        about = tuple(val.shape), val.itemsize, learns
+        cost, memory = (np.zeros((len(first), len(second))) for _ in range(2))
+        for i, start in enumerate(first):
+            least = sum(parameter_bytes(value, self.places(value, start.layout), self.mesh))
+            found: dict[tuple[str, ...], tuple[float, float]] = {}
+            for j, state in enumerate(second):
+                if (pending := state.pending) not in found:
+                    summed = [axis for axis in pending if axis not in start.layout.axes]
+                    places = self.places(value, start.layout, summed)
+                    tied = ParameterPlacement.tied(start.layout)
+                    more = self._seconds(self.state_price.whole(places, about, summed))
+                    more -= self._seconds(self.state_price.whole(tied, about, summed))
+                    held = sum(parameter_bytes(value, places, self.mesh))
+                    found[pending] = more, float(held - least)
+                cost[i, j], memory[i, j] = found[pending]
+        return cost, memory
+
+    def _seconds(self, cost: NodeCost) -> float:
+        """Of one micro-batch, what nothing hides."""
+        once = cost.summed * self.shown + cost.gathered / self.microbatches
+        return cost.forward + cost.backward + once
 
     def _summed_late(
         self, value: fx.Node, first: Placements, second: Placements, cost: Array

@@ -177,7 +177,6 @@ class _Propagation:
             strategies=strategies,
             fixed=self.constraints.fixed,
             fallbacks=tuple(self.fallbacks),
-            apart=self.constraints.apart({n: placeholders[n] for n in self.captured.parameters}),
         )
 
     def _settle(self) -> None:

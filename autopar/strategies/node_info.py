@@ -65,7 +65,7 @@ class NodeInfo:
 
     # From assign_types
     origin = _Key[tuple[str, str]]()  # of a placeholder: its kind ("parameter", ...) and name
-    places = _Key[ParameterPlacement | None](None)  # of a parameter: its type is that in storage
+    places = _Key[ParameterPlacement | None](None)  # of a parameter; its type is that in storage
     type = _Key[TensorType]()  # shape, dtype and layout; of several results a flat tuple
     wants = _Key[tuple[Placement, ...]]()  # of each tensor input
     ways = _Key[Ways]({})  # what readers share on the way to what they want

@@ -7,7 +7,6 @@ import pytest
 import autopar as ap
 from autopar.layout import Layout, ParameterPlacement
 from autopar.plan.plan import SavedPlan
-from autopar.search.constraints import Constraints
 from autopar.strategies.node_info import info
 from tests import models
 from tests.annotations import megatron
@@ -16,105 +15,71 @@ from tests.parity import assert_parity
 MESH = ap.Mesh(dp=2, tp=2)
 
 
-def cut_over_dp(layout: Layout) -> Layout:
-    """The same with its first dim also cut over the ranks of `dp`, if that may be."""
-    first, *others = layout.dims or ((),)
-    may_be = layout.dims and "dp" not in layout.axes
-    return Layout((*first, "dp"), *others) if may_be else layout
-
-
-@pytest.fixture
-def apart(monkeypatch):
-    """Parameters are stored in pieces over `dp`, and gathered for those who read them."""
-
-    def places(self: Constraints, working: Layout) -> ParameterPlacement:
-        stored = cut_over_dp(working)
-        return ParameterPlacement(stored, working, stored, stored)
-
-    monkeypatch.setattr(Constraints, "places", places)
+def planned(**options) -> ap.Plan:
+    case = models.gpt()
+    options = {"mesh": MESH, "mode": "propagate", **options}
+    return ap.plan(case.model, case.args, case.kwargs, **options)
 
 
 @pytest.mark.parametrize("name", ["gpt", "resnet"])
 @pytest.mark.parametrize("annotate", [lambda case: case, megatron], ids=["plain", "megatron"])
-def test_what_is_stored_apart_is_gathered_once_for_its_readers(apart, name, annotate):
-    module = assert_parity(annotate(models.ZOO[name]()), MESH)
+def test_what_is_stored_apart_is_gathered_once_for_its_readers(name, annotate):
+    module = assert_parity(annotate(models.ZOO[name]()), MESH, states="zero3")
     nodes = list(module.program.graph.nodes)
-    read = [node.name for node in nodes if info(node).places and node.users]
-    gathered = [
-        node.all_input_nodes[0].name
-        for node in nodes
-        if info(node).movement is not None
-        and info(node).movement.kind == "all_gather"
-        and info(node).movement.axes == ("dp",)
-    ]
-    assert sorted(gathered) == sorted(read)
+    apart = [n for n in nodes if info(n).places and info(n).places.storage != info(n).type.layout]
+    assert not apart
+    stored = [n for n in nodes if info(n).places and not info(n).places.is_tied]
+    assert stored
+    for node in stored:
+        (gather,) = node.users
+        while info(gather).type.layout != info(node).places.working:
+            (gather,) = gather.users
+        assert info(gather).movement.backward == "reduce_scatter"
+        assert not info(node).sync
 
 
-@pytest.mark.parametrize("options", [{"mode": "auto"}, {"microbatches": 2}], ids=str)
-def test_whatever_decides_the_places_hold(apart, options):
-    assert_parity(models.gpt(), MESH, **options)
-
-
-def test_in_stages(apart):
-    mesh = ap.Mesh(pp=2, dp=2)
-    assert_parity(models.gpt(), mesh, schedule="1f1b", microbatches=2)
-
-
-def test_a_file_has_all_places(apart, monkeypatch):
-    case = models.gpt()
-    plan = ap.plan(case.model, case.args, case.kwargs, mesh=MESH, mode="propagate")
+def test_a_file_has_all_places():
+    case, plan = models.gpt(), planned(states=ap.States(1, 2, 4))
     saved = SavedPlan.from_json(SavedPlan.of(plan).to_json())
-    monkeypatch.undo()
     again = saved.attach(case.model, case.args, case.kwargs)
     assert again.decisions == plan.decisions
     assert again.types == plan.types == saved.types
-    assert again.memory == plan.memory
+    assert (again.memory, again.cost, again.states) == (plan.memory, plan.cost, plan.states)
 
 
 @pytest.mark.parametrize("place", ["storage", "working", "gradient", "optimizer"])
-def test_places_that_contradict_one_another_are_refused(apart, place):
-    case = models.gpt()
-    plan = ap.plan(case.model, case.args, case.kwargs, mesh=MESH, mode="propagate")
+def test_places_that_contradict_one_another_are_refused(place):
+    plan = planned(states="zero3")
     data = SavedPlan.of(plan).to_json()
     name = next(
         name for name, places in plan.decisions.apart.items() if len(places.storage.dims) > 1
     )
     at = data["decisions"]["apart"][name]
-    dims, _ = at[place]
-    at[place] = [[*dims[:-1], ["dp"]] if place != "working" else at["storage"][0], []]
-    if place != "working":
-        at[place][0][0] = []
+    dims, _ = at["storage"]
+    at[place] = [dims if place == "working" else dims[::-1], []]
     with pytest.raises(ap.InvalidInput, match="a parameter is read where the plan says"):
         SavedPlan.from_json(data)
 
 
-def test_places_of_no_parameter_are_refused(apart):
-    case = models.gpt()
-    plan = ap.plan(case.model, case.args, case.kwargs, mesh=MESH, mode="propagate")
-    data = SavedPlan.of(plan).to_json()
+def test_places_of_no_parameter_are_refused():
+    data = SavedPlan.of(planned(states="zero1")).to_json()
     data["decisions"]["apart"]["nobody"] = next(iter(data["decisions"]["apart"].values()))
     with pytest.raises(ap.InvalidInput, match="nobody"):
         SavedPlan.from_json(data)
 
 
-def test_what_an_optimizer_keeps_follows_its_own_place(monkeypatch):
-    def memory(*apart: str):
-        def places(self: Constraints, working: Layout) -> ParameterPlacement:
-            tied = ParameterPlacement.tied(working)
-            return replace(tied, **dict.fromkeys(apart, cut_over_dp(working)))
-
-        monkeypatch.setattr(Constraints, "places", places)
-        return ap.plan(case.model, case.args, case.kwargs, mesh=MESH, mode="propagate").memory
-
-    case = models.gpt()
-    tied, zero1, zero2 = memory(), memory("optimizer"), memory("gradient", "optimizer")
-    cut, whole = zero2.gradients, tied.gradients
-    assert tied.optimizer == 2 * tied.gradients == 2 * tied.parameters
-    assert cut < 0.51 * whole
-    assert zero1 == replace(tied, parameters=cut, optimizer=2 * cut, gathered=whole)
+def test_what_is_kept_follows_its_own_place():
+    whole, zero1, zero2, zero3 = (
+        planned(mesh=ap.Mesh(dp=2), states=f"{name}").memory
+        for name in ("whole", "zero1", "zero2", "zero3")
+    )
+    full, cut = whole.gradients, zero2.gradients
+    assert whole.optimizer == 2 * whole.gradients == 2 * whole.parameters
+    assert cut < 0.51 * full
+    assert zero1 == replace(whole, parameters=cut, optimizer=2 * cut, gathered=full)
     assert zero2 == replace(zero1, gradients=cut)
-    zero3 = memory("storage", "gradient", "optimizer")
-    assert zero3 == replace(zero2, gathered=0, activations=zero3.activations)
+    assert zero3 == replace(zero2, gathered=zero3.gathered)  # two groups at a time
+    assert zero3.gathered < full
 
 
 def test_places_are_nested():

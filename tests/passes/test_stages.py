@@ -9,7 +9,8 @@ import pytest
 from torch import nn
 
 import autopar as ap
-from autopar.cost.program import NodeCost, NodePrices
+from autopar.cost.program import NodePrices
+from autopar.cost.state_price import NodeCost
 from autopar.passes.flow import flow_of
 from autopar.pipeline.stages.costs import StageCosts, imbalance
 from autopar.pipeline.stages.cut import choose_stages

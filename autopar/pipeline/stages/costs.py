@@ -19,7 +19,7 @@ from torch import fx
 
 from autopar.capture.annotations import Pin
 from autopar.cost.footprint import HELD, held_bytes
-from autopar.cost.program import NodeCost
+from autopar.cost.state_price import NodeCost
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes.flow import Flow, ancestors
@@ -41,7 +41,8 @@ class StageCost:
     module: str  # where in the model that is
     forward: float  # seconds
     backward: float
-    summed: float  # seconds that summing its gradients over the mesh takes, once a step
+    # Seconds once a step: of summing its gradients over the mesh, and gathering its parameters.
+    summed: float
     parameters: int  # bytes
     gradients: int  # bytes of those of parameters that learn
     optimizer: int  # bytes that an optimizer keeps of these
@@ -124,7 +125,8 @@ class StageCosts:
         shared: dict[tuple[int, ...], Array] = {}
         for node, readers in (self.flow.read_at | self.flow.held_at).items():
             price, held = cost(node), held_bytes(node, self.mesh)
-            row = np.array([price.forward, price.backward, price.summed, *held])
+            once = price.summed + price.gathered
+            row = np.array([price.forward, price.backward, once, *held])
             if len(readers) == 1:
                 alone[readers[0] + 1] += row
             elif row.any():

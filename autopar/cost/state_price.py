@@ -1,0 +1,99 @@
+"""StatePrice: what keeping a parameter in its four places takes, beside what its readers take.
+
+Once a step: gathering the copy that lives through it, and the rest of the way of the gradient. For
+each micro-batch: gathering what readers start from, in forward and again in backward, and bringing
+the gradient to where it adds up. The latency of all is shared in groups, as in a bucket.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields
+
+from autopar.collectives.redistribution import local_elements
+from autopar.cost.price import ClusterPrice
+from autopar.layout import Layout, ParameterPlacement
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class NodeCost:
+    """Predicted seconds of one node of a rewritten program, each time that it runs."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    hidden: float = 0.0  # movements that run behind forward and backward
+    summed: float = 0.0  # once a step: its part in summing the gradients of parameters
+    gathered: float = 0.0  # once a step: its part in gathering parameters
+
+    @property
+    def seconds(self) -> float:
+        return math.fsum(getattr(self, field.name) for field in fields(self))
+
+    def __add__(self, other: NodeCost) -> NodeCost:
+        return NodeCost(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.hidden + other.hidden,
+            self.summed + other.summed,
+            self.gathered + other.gathered,
+        )
+
+
+@dataclass(frozen=True)
+class StatePrice:
+    """The price of the states of parameters whose gradients are summed behind backward."""
+
+    price: ClusterPrice
+    overlap: float  # the part of a movement that runs behind computing
+
+    def whole(self, places: ParameterPlacement, about: tuple, summed: Collection[str]) -> NodeCost:
+        """Of a parameter whose readers leave its gradient a partial sum over `summed`."""
+        cut = _between(places.working, places.storage)
+        left = tuple(axis for axis in summed if axis not in cut)
+        return self.kept(places, about, left) + self.used(places, about, summed)
+
+    def kept(self, places: ParameterPlacement, about: tuple, sync: Collection[str]) -> NodeCost:
+        """What its gradient and its copy take, from and to where readers' gathers start."""
+        shape, itemsize, learns = about
+        once = _between(places.storage, places.optimizer)
+        gathered = self._moved("all_gather", once, places.storage, shape, itemsize)
+        if not learns:
+            return NodeCost(gathered=gathered)
+        first = [axis for axis in _between(places.storage, places.gradient) if axis in sync]
+        last = [a for a in _between(places.gradient, places.optimizer) if a in {*sync} - {*first}]
+        rest = [axis for axis in sync if axis not in (*first, *last)]
+        early = self._moved("reduce_scatter", first, places.storage, shape, itemsize)
+        late = self._moved("reduce_scatter", last, places.gradient, shape, itemsize)
+        late += self._moved("all_reduce", rest, places.optimizer, shape, itemsize)
+        shown = 1 - self.overlap
+        return NodeCost(
+            backward=early * shown, hidden=early * self.overlap, summed=late, gathered=gathered
+        )
+
+    def used(self, places: ParameterPlacement, about: tuple, summed: Collection[str]) -> NodeCost:
+        """What gathering it for its readers takes, and what brings the gradient back there."""
+        shape, itemsize, learns = about
+        cut = _between(places.working, places.storage)
+        gather = self._moved("all_gather", cut, places.working, shape, itemsize)
+        own = [axis for axis in cut if axis in summed]
+        scatter = self._moved("reduce_scatter", own, places.working, shape, itemsize)
+        backward = gather + scatter * learns
+        shown = 1 - self.overlap
+        return NodeCost(gather * shown, backward * shown, (gather + backward) * self.overlap)
+
+    def _moved(
+        self, kind: str, axes: Sequence[str], whole: Layout, shape: tuple[int, ...], itemsize: int
+    ) -> float:
+        """Of a collective over `axes` of what is at `whole` before or after."""
+        if not axes:
+            return 0.0
+        size = float(local_elements(whole.dims, shape, self.price.mesh) * itemsize)
+        return float(self.price.bucketed(tuple(axes), size, kind))
+
+
+def _between(coarse: Layout, fine: Layout) -> Axes:
+    """The axes that cut `fine` besides those that cut `coarse`."""
+    return tuple(axis for axis in fine.axes if axis not in coarse.axes)

@@ -1,0 +1,62 @@
+"""Parameter gathers: a parameter that is stored more cut than its readers start from is gathered.
+
+Comes after what reads parameters as they are worked with: up to here they have that layout. Behind
+the placeholder, which now has the layout of the storage, stands the gather that all readers share.
+Its backward scatters the sum of the gradient over the axes in the parameter's `sync`, which no
+longer names them.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autopar.collectives import redistribute
+from autopar.layout import Placement, TensorType
+from autopar.passes.redistribution import insert_movement
+from autopar.passes.setting import Setting
+from autopar.strategies.node_info import info
+
+
+def gather_parameters(graph: fx.Graph, setting: Setting) -> fx.Graph:
+    """Insert the gathers of parameters before their first readers."""
+    gathered: dict[fx.Node, fx.Node] = {}
+    for node in list(graph.nodes):
+        for value in node.all_input_nodes:
+            if _is_apart(value) and value not in gathered:
+                gathered[value] = _gather(graph, setting, value, node)
+            if value in gathered:
+                node.replace_input_with(value, gathered[value])
+    for node in graph.find_nodes(op="placeholder"):
+        if node not in gathered and _is_apart(node):
+            _store(node)  # nobody reads it
+    return graph
+
+
+def _is_apart(node: fx.Node) -> bool:
+    places = info(node).places
+    return places is not None and places.storage != places.working
+
+
+def _store(node: fx.Node) -> None:
+    places, before = info(node).places, info(node).type
+    assert places is not None
+    info(node).type = TensorType(before.shape, before.dtype, places.storage)
+
+
+def _gather(graph: fx.Graph, setting: Setting, node: fx.Node, reader: fx.Node) -> fx.Node:
+    """The last of the movements from where a parameter is stored to where it is worked with."""
+    places, type_ = info(node).places, info(node).type
+    assert places is not None
+    cut = set(places.storage.axes) - set(places.working.axes)
+    summed = cut & set(info(node).sync)
+    info(node).sync = tuple(axis for axis in info(node).sync if axis not in summed)
+    _store(node)
+    about = type_.shape, type_.dtype.itemsize, setting.mesh, setting.price
+    path = redistribute(
+        places.storage, Placement(places.working, summed), *about, info(node).differentiable
+    )
+    with graph.inserting_before(reader):
+        for movement in path:
+            node = insert_movement(graph, node, movement)
+            info(node).module, info(node).source = info(reader).module, info(reader).source
+    return node

@@ -1,0 +1,93 @@
+"""Layouts: where the tensors of a program live, found by search or spread from what is known.
+
+Then the states of its parameters are cut, over the ranks that turn out to hold replicas of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from autopar.capture.captured import Captured
+from autopar.errors import InvalidInput
+from autopar.mesh import Mesh
+from autopar.passes.microbatches import Microbatches
+from autopar.planner.candidate import Candidate
+from autopar.planner.request import Request
+from autopar.planner.state_places import main_axes, require_something_to_cut, split_for
+from autopar.progress import Report
+from autopar.search.auto import LayoutSearch
+from autopar.search.constraints import Constraints
+from autopar.search.decisions import Decisions
+from autopar.search.propagate import propagate
+from autopar.states import States
+
+
+@dataclass(frozen=True)
+class LayoutRequest:
+    """What is asked of the layouts of one program."""
+
+    captured: Captured
+    batches: Microbatches | None  # `captured` is then the program of one micro-batch
+    offered: Sequence[Mesh]  # to choose from
+    memory: float  # bytes on each device
+    is_all: bool  # devices hold no more than this program
+    states: States
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Finds layouts for the programs of one request."""
+
+    request: Request
+    constraints: Callable[[Captured, Mesh], Constraints]
+    report: Report
+
+    def find(self, asked: LayoutRequest) -> tuple[Candidate, float]:
+        """The program with its layouts and states, and the bytes that the search found.
+
+        Where the parts of states are fewer than the ranks of an axis that they are cut over, this
+        is on the mesh with that axis split.
+        """
+        while True:
+            found, memory = self._found(asked)
+            if asked.states.is_whole:
+                return found, memory
+            graph, mesh = found.rewritten, found.mesh
+            try:
+                split = split_for(asked.states, main_axes(graph, mesh), mesh)
+            except InvalidInput:
+                others = [other for other in asked.offered if other != mesh]
+                if not others:
+                    raise
+                asked = replace(asked, offered=others)
+                continue
+            if split is None:
+                break
+            asked = replace(asked, offered=[mesh.split(*split)])
+        if self.request.states is not None:
+            require_something_to_cut(graph, asked.states, mesh)
+        return found.placed(asked.states), memory
+
+    def _found(self, asked: LayoutRequest) -> tuple[Candidate, float]:
+        """With states that are whole yet."""
+        program, cluster = asked.captured, self.request.cluster
+        bound = partial(self.constraints, program)
+        made = partial(Candidate, program, cluster, batches=asked.batches)
+        if self.request.mode != "auto":
+            (mesh,) = asked.offered
+            return made(decisions=propagate(program, mesh, bound(mesh))), 0.0
+        last: list[Candidate] = []  # whose memory was asked for: it is not made again
+
+        def needed(decisions: Decisions) -> float:
+            last[:] = [made(decisions=decisions)]
+            return last[0].placed(asked.states).memory.peak
+
+        parts = 1 if asked.batches is None else asked.batches.count
+        search = LayoutSearch(program, cluster, bound, asked.memory, parts, asked.states)
+        search.finished, search.report = needed if asked.is_all else None, self.report
+        found = search.run(asked.offered)
+        if last and last[0].decisions is found.decisions:
+            return last[0].changed(found.search), found.memory
+        return made(decisions=found.decisions, search=found.search), found.memory

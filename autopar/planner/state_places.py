@@ -1,0 +1,89 @@
+"""State places: over which axes the states of each parameter of a program are cut.
+
+A parameter's data axes are those over which its gradient is summed last: it is a replica there.
+They are read from the rewritten program, whatever decided its layouts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import fx
+
+from autopar.errors import InvalidInput
+from autopar.layout import ParameterPlacement
+from autopar.mesh import Mesh
+from autopar.states import States, innermost
+from autopar.strategies.node_info import info
+
+Axes = tuple[str, ...]
+
+
+def state_places(graph: fx.Graph, states: States, mesh: Mesh) -> dict[str, ParameterPlacement]:
+    """The places of the parameters of a program that have more than one."""
+    axes, main = data_axes(graph, mesh), main_axes(graph, mesh)
+    found = {}
+    for node in graph.find_nodes(op="placeholder"):
+        places = info(node).places
+        if places is None:
+            continue
+        shape, learns = tuple(info(node).val.shape), info(node).differentiable
+        order = sorted(axes[node], key=main.__contains__)  # those of most parameters innermost
+        found[node.name] = states.places(places.working, shape, order, mesh, learns)
+    return {name: places for name, places in found.items() if not places.is_tied}
+
+
+def data_axes(graph: fx.Graph, mesh: Mesh) -> dict[fx.Node, Axes]:
+    """By parameter; one that learns nothing is cut where others are, if it is a replica there."""
+    nodes = [n for n in graph.find_nodes(op="placeholder") if info(n).places is not None]
+    every = {axis for node in nodes for axis in info(node).sync}
+
+    def of(node: fx.Node) -> Axes:
+        used = info(node).type.layout.axes
+        own = info(node).sync if info(node).differentiable else every - set(used)
+        return tuple(axis for axis in mesh if axis in own and mesh[axis] > 1)
+
+    return {node: of(node) for node in nodes}
+
+
+def main_axes(graph: fx.Graph, mesh: Mesh) -> Axes:
+    """The data axes of most elements of parameters."""
+    count: Counter[Axes] = Counter()
+    for node, axes in data_axes(graph, mesh).items():
+        if info(node).differentiable:
+            count[axes] += info(node).val.numel()
+    return max(count, key=lambda axes: (bool(axes), count[axes]), default=())
+
+
+def split_for(states: States, axes: Axes, mesh: Mesh) -> tuple[str, int] | None:
+    """An axis of `mesh` to be split, and the ranks of its outer part, so that the last of `axes`
+    have one of the numbers of `states`."""
+    for number in states.numbers:
+        own = innermost(number, axes, mesh)
+        left, outer = number // mesh.degree(own), axes[: len(axes) - len(own)]
+        if left == 1:
+            continue
+        if not outer or mesh[outer[-1]] % left:
+            degree = mesh.degree(axes)
+            raise InvalidInput(
+                "states are cut into as many parts as ranks with replicas can be grouped into: "
+                "the number of parts divides theirs",
+                got=f"{states}, with {degree} ranks over which gradients are summed"
+                f" ({', '.join(f'{a}={mesh[a]}' for a in axes) or 'none'}) on {mesh}",
+                remedy=f'a number of parts that divides {degree}, or "all"'
+                if degree > 1
+                else 'states="whole", or a mesh whose axes cut the batch',
+            )
+        return outer[-1], mesh[outer[-1]] // left
+    return None
+
+
+def require_something_to_cut(graph: fx.Graph, states: States, mesh: Mesh) -> None:
+    """Refuse states that are asked for and cannot be cut at all, where there are ranks."""
+    if states.is_whole or mesh.size == 1 or any(data_axes(graph, mesh).values()):
+        return
+    raise InvalidInput(
+        "states are cut over ranks that hold replicas of parameters and sum their gradients",
+        got=f"{states} on {mesh}, where no parameter has a gradient to sum",
+        remedy='states="whole", or a mesh with an axis that cuts the batch',
+    )

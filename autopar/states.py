@@ -1,0 +1,132 @@
+"""States: into how many parts a parameter, its gradient and what an optimizer keeps of it are cut.
+
+They are cut over the ranks that hold replicas of a parameter and sum its gradient. A factor smaller
+than their number cuts over the innermost of them, and leaves replicas over the others.
+
+>>> mesh = Mesh(dp=4, tp=2)
+>>> zero1 = States.of("zero1").places(Layout("tp", None), (8, 6), ("dp",), mesh)
+>>> zero1.storage == zero1.gradient == zero1.working, zero1.optimizer
+(True, [@tp@dp, _])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, get_args
+
+from autopar.errors import InvalidInput, require_one_of
+from autopar.layout import Layout, ParameterPlacement
+from autopar.mesh import Mesh
+from autopar.schema import Count, is_count
+
+Factor = Count | Literal["all"]  # "all": as many as there are replicas
+Lifetime = Literal["use", "step"]
+
+
+@dataclass(frozen=True)
+class States:
+    """Three numbers of parts, each of which divides the next, and how long a gathered copy lives.
+
+    `parameters`: of the copy that lives through a step; `gradients`: of what adds up over
+    micro-batches; `optimizer`: from step to step, of the parameter and of what an optimizer keeps.
+    """
+
+    parameters: Factor = 1
+    gradients: Factor = 1
+    optimizer: Factor = 1
+    lifetime: Lifetime = "use"  # of a gathered parameter: gathered again in backward; or "step"
+
+    def __post_init__(self) -> None:
+        for name, factor in self._factors.items():
+            if not is_count(factor) and factor != "all":
+                raise InvalidInput(
+                    "states are cut into a number of parts from 1, or over all replicas",
+                    got=f"{name}={factor!r}",
+                    remedy=f'{name}=4, or "all"',
+                )
+        require_one_of("lifetime", self.lifetime, get_args(Lifetime))
+        for (name, factor), (other, finer) in pairwise(self._factors.items()):
+            if finer != "all" and (factor == "all" or finer % factor):
+                raise InvalidInput(
+                    "each part of states is cut further by the next: the parts of parameters "
+                    "divide those of gradients, and these those of the optimizer",
+                    got=f"{name}={factor!r}, {other}={finer!r}",
+                    remedy=f"{name}={finer!r}, or a larger number for {other}",
+                )
+
+    @property
+    def _factors(self) -> dict[str, Factor]:
+        own = (self.parameters, self.gradients, self.optimizer)
+        return dict(zip(("parameters", "gradients", "optimizer"), own))
+
+    @classmethod
+    def of(cls, name: str) -> States:
+        """The setting of a name."""
+        return NAMED[name]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The factors that are given as numbers above 1, in the order of the fields."""
+        return tuple(f for f in self._factors.values() if f != "all" and f > 1)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.optimizer == 1
+
+    def places(
+        self,
+        working: Layout,
+        shape: Sequence[int],
+        axes: Sequence[str],
+        mesh: Mesh,
+        learns: bool = True,
+    ) -> ParameterPlacement:
+        """Where a parameter is that readers start from at `working`, cut over some of `axes`."""
+        axes = tuple(axis for axis in axes if mesh[axis] > 1)
+        stored = 1 if self.lifetime == "step" else self.parameters
+        factors = (stored, self.gradients, self.optimizer) if learns else (stored,) * 3
+        levels = [innermost(factor, axes, mesh) for factor in factors]
+        if not levels[-1] or not shape:
+            return ParameterPlacement.tied(working)
+        dim = _dim_to_cut(working.largest_shape(shape, mesh), mesh.degree(levels[-1]))
+        cuts: tuple[str, ...] = ()  # further axes cut further inside
+        found = []
+        for level in levels:
+            cuts += tuple(axis for axis in level if axis not in cuts)
+            found.append(working.with_dim(dim, (*working.dims[dim], *cuts)))
+        storage, gradient, optimizer = found
+        return ParameterPlacement(storage, working, gradient, optimizer)
+
+    def __str__(self) -> str:
+        for name, setting in NAMED.items():
+            if self == setting:
+                return name
+        parts = ", ".join(f"{name} in {factor}" for name, factor in self._factors.items())
+        return f"{parts}, gathered for a {self.lifetime}"
+
+
+WHOLE = States()
+NAMED: Mapping[str, States] = {
+    "whole": WHOLE,
+    "zero1": States(optimizer="all"),
+    "zero2": States(gradients="all", optimizer="all"),
+    "zero3": States("all", "all", "all"),
+}
+
+
+def innermost(factor: Factor, axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
+    """The last of `axes`, in their order, that together have `factor` ranks, or as many as can."""
+    if factor == "all":
+        return tuple(axes)
+    count = 0
+    while count < len(axes) and factor % mesh.degree(axes[len(axes) - count - 1 :]) == 0:
+        count += 1
+    return tuple(axes[len(axes) - count :])
+
+
+def _dim_to_cut(sizes: Sequence[int], parts: int) -> int:
+    """The first dim that is cut evenly, else the largest."""
+    even = (dim for dim, size in enumerate(sizes) if size and size % parts == 0)
+    return next(even, max(range(len(sizes)), key=sizes.__getitem__))
