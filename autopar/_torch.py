@@ -215,6 +215,20 @@ def memory_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def is_view(operator: Any) -> bool:
+    """Whether an operator only looks at its arguments in another way."""
+    given = operator._schema.arguments
+    return any(a.alias_info is not None and not a.alias_info.is_write for a in given)
+
+
+def written_arguments(operator: Any, args: tuple, kwargs: Mapping[str, Any]) -> list[Any]:
+    """What an operator changes in place."""
+    declared = operator._schema.arguments
+    given = {a.name: value for a, value in zip(declared, args)} | dict(kwargs)
+    is_written = {a.name for a in declared if a.alias_info is not None and a.alias_info.is_write}
+    return [value for name, value in given.items() if name in is_written]
+
+
 def python_call(operator: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """What calls an operator with less work, and the arguments that it takes by name.
 

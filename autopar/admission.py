@@ -26,9 +26,9 @@ from autopar.strategies.node_info import info
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model's parameters are; what is no model is refused by all ranks together."""
+    """Where the model's parameters are, or will be; no model is refused by all ranks together."""
     parameters = model.parameters() if isinstance(model, nn.Module) else ()
-    return next((parameter.device for parameter in parameters), torch.device("cpu"))
+    return next((p.device for p in parameters if not p.is_meta), torch.device("cpu"))
 
 
 PLAN = Kind(

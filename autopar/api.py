@@ -5,13 +5,14 @@ model ──capture──▶ graph ──search──▶ plan ──passes──
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.admission import device_of, validate_running, validate_slices
@@ -29,8 +30,9 @@ from autopar.runtime.checks import Checks
 from autopar.runtime.distributed import TorchBackend
 from autopar.runtime.failures import one_fails_all_stop
 from autopar.runtime.groups import enter_world, require_world_of
-from autopar.runtime.module import ParallelModule, refuse_meta
-from autopar.runtime.plan_broadcast import agree, require_equal, require_same_call
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.plan_broadcast import agree, of_first, require_equal, require_same_call
+from autopar.runtime.values import Values, require_constants, require_data
 from autopar.runtime.virtual import VirtualBackend
 from autopar.runtime.world import has_failed
 
@@ -47,6 +49,8 @@ def parallelize(
     backend: BackendName | None = None,
     local_inputs: bool = False,
     check: bool = False,
+    init: Callable[[nn.Module], object] | None = None,
+    weights: str | Path | Mapping[str, Tensor] | None = None,
     cluster: Cluster | None = None,
     mesh: Mesh | DeviceMesh | None = None,
     mode: Mode = "auto",
@@ -71,9 +75,16 @@ def parallelize(
     should agree, and on processes their batches. Both are equal on all ranks, and a call that one
     rank refuses is refused on all. Under torchrun a call of the module gives each cut output as a
     DTensor, which `full_tensor()` makes whole. Everything else is as in `plan`.
+
+    Values are those of rank 0's model, which sends each rank its pieces. What lies on the meta
+    device there is made on each rank, module by module, by the model's own `reset_parameters()` or
+    `_init_weights(module)`, and `init(module)` after these, as `model.apply(init)` would: so values
+    are those of a model built on the CPU from the same state of random numbers. `weights`: a
+    safetensors file, a folder of such, or a mapping of names to tensors, of which each rank reads
+    its slices in place of both.
     """
-    options = PlanOptions.among(locals())
-    call = _Call(model, args, kwargs, plan, options, backend, local_inputs, check)
+    options, values = PlanOptions.among(locals()), Values(model, init, weights)
+    call = _Call(model, args, kwargs, plan, options, backend, local_inputs, check, values)
     return call.carry_out()
 
 
@@ -89,6 +100,7 @@ class _Call:
     backend: BackendName | None
     local_inputs: bool
     check: bool
+    values: Values
 
     def carry_out(self) -> ParallelModule:
         is_rank = dist.is_initialized() or dist.is_torchelastic_launched() or has_failed()
@@ -103,6 +115,7 @@ class _Call:
         with one_fails_all_stop(agreed=True):
             said = {"local_inputs": bool(self.local_inputs), "check": bool(self.check)}
             require_same_call(lambda: self.validate(place), **said)
+            self.values.told = of_first(self.values.told)
             decided = self.decide_together()
             require_world_of(decided.whole_mesh)
             validate_slices(self.local_inputs, decided.batches)
@@ -111,10 +124,13 @@ class _Call:
 
     def decide(self, plan: Plan | SavedPlan | None) -> Plan:
         """The plan that this process carries out, by itself."""
-        refuse_meta(self.model)
+        self.values.accept()
         if plan is None:
-            return make_plan(self.model, self.args, self.kwargs, self.options)
-        return plan.attach(self.model, self.args, self.kwargs)
+            decided = make_plan(self.model, self.args, self.kwargs, self.options)
+        else:
+            decided = plan.attach(self.model, self.args, self.kwargs)
+        require_constants(decided.original)
+        return decided
 
     def decide_together(self) -> Plan:
         """The plan of rank 0, on all ranks."""
@@ -131,7 +147,7 @@ class _Call:
     def module(self, decided: Plan, backend: Backend) -> ParallelModule:
         on_processes = not isinstance(backend, VirtualBackend)
         checks = Checks(self.model, decided.original, on_processes) if self.check else None
-        return ParallelModule(self.model, decided.program, decided, backend, checks)
+        return ParallelModule(self.model, decided.program, decided, backend, checks, self.values)
 
     def validate(self, place: str) -> None:
         """Refuse what this process sees by itself."""
@@ -140,5 +156,10 @@ class _Call:
         is_empty = all(isinstance(value, tuple | Mapping) and not value for value in given)
         if self.plan is None or not is_empty:  # a plan knows its own inputs
             check_call(self.model, self.args, self.kwargs)
+        self.values.validate()
+        if self.check:
+            require_data(
+                self.model, (), "check=True, which compares with the plain model,", "check=False"
+            )
         if self.plan is not None:
             self.options.refuse_beside_plan()

@@ -26,7 +26,8 @@ from autopar.plan.plan import Plan, SavedPlan
 from autopar.planner.request import Mode
 from autopar.precision import Precision
 from autopar.progress import Report
-from autopar.runtime.module import ParallelModule, refuse_meta
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.values import require_data
 from autopar.runtime.virtual import VirtualGraph
 from autopar.strategies.node_info import info
 from autopar.verification.references import (
@@ -108,7 +109,13 @@ def verify(
     if mesh is None and cluster is None and plan is None:
         options = replace(options, cluster=Cluster.local(RANKS, measure=False))
     check_call(model, args, kwargs)
-    refuse_meta(model, (args, kwargs or {}))
+    require_data(
+        model,
+        (args, kwargs or {}),
+        "verify, which trains copies of the model,",
+        "a small model of the same kind with values; plan() needs none, and parallelize() makes "
+        "them",
+    )
     asked = {"plan": plan, "backend": backend, "check": check, **vars(options)}
     return _side_by_side(model, (args, kwargs or {}), steps, asked)
 

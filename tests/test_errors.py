@@ -289,11 +289,11 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["fit the signature of forward", "too many positional", "def forward(self, x"],
     ),
     "parameters without data": (
-        lambda: parallel(on_meta()),
+        lambda: ap.verify(on_meta(), (ones(),)),
         [
             "needs parameters and inputs with data",
             "up.weight is on the meta device",
-            "plan() alone",
+            "parallelize() makes them",
         ],
     ),
     "a plan of another model": (

@@ -64,7 +64,7 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> 
             memo[id(tensor)] = nn.Parameter(
                 _fake(mode, tensor.detach(), device), tensor.requires_grad
             )
-        elif name in dict(model.named_buffers(remove_duplicate=False)) or _has_no_data(tensor):
+        elif name in dict(model.named_buffers(remove_duplicate=False)) or has_no_data(tensor):
             memo[id(tensor)] = _fake(mode, tensor.detach(), device)
         else:
             memo[id(tensor)] = tensor.detach()  # a plain attribute: a constant, kept by value
@@ -149,7 +149,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                     yield f"{prefix}.{name}", leaf
 
 
-def _has_no_data(tensor: torch.Tensor) -> bool:
+def has_no_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one in shape only."""
     return tensor.device.type == "meta" or isinstance(tensor, FakeTensor)
 
 

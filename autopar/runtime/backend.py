@@ -23,6 +23,7 @@ from autopar.pipeline.executor import RankRunner, Recorded, Transport
 from autopar.pipeline.weight_halves import WeightHalf, WeightHalves
 from autopar.pipeline.worker import Value, Worker
 from autopar.plan.program import Program
+from autopar.runtime.placing import Read
 from autopar.strategies.node_info import info
 
 Batch = Mapping[str, Tensor]
@@ -71,14 +72,16 @@ class Backend(ABC):
         return {runner.rank: runner.recorded for runner in self.runners}
 
     @abstractmethod
-    def place_tensor(
-        self, name: str, value: Tensor, layout: Layout, dtype: torch.dtype
-    ) -> Tensor | None:
-        """What is kept here, in a dtype, of a parameter or buffer of rank 0's model."""
+    def place_tensor(self, name: str, value: Tensor, type_: TensorType) -> Tensor | None:
+        """What is kept here of a parameter or buffer of rank 0's model, in the dtype of a type."""
+
+    @abstractmethod
+    def place_part(self, name: str, like: Tensor, type_: TensorType, read: Read) -> Tensor | None:
+        """The same of a tensor like `like`, of which `read` gives a part in its own memory."""
 
     @abstractmethod
     def cut(self, whole: Tensor, layout: Layout) -> Tensor:
-        """The same of a tensor that all ranks have."""
+        """The same of a whole tensor that all ranks have."""
 
     def bind(self, kept: Mapping[str, Tensor]) -> None:
         """What runs from now on read, where they are not handed it."""

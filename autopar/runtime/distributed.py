@@ -40,7 +40,7 @@ from autopar.runtime.groups import Groups
 from autopar.runtime.leaves import Leaves
 from autopar.runtime.messages import Messages, Shape
 from autopar.runtime.norm import norm_over_world
-from autopar.runtime.placing import Placing, wrapper
+from autopar.runtime.placing import Placing, Read, wrapper
 from autopar.runtime.stage_ranks import StageRanks, Users, gradient_sums
 from autopar.runtime.world import require_living, world
 from autopar.strategies.node_info import info
@@ -96,12 +96,14 @@ class TorchBackend(Backend):
             self, graph, late=self._late, outputs=outputs, whole=whole, mesh=self.mesh
         )
 
-    def place_tensor(
-        self, name: str, value: Tensor, layout: Layout, dtype: torch.dtype
-    ) -> Tensor | None:
+    def place_tensor(self, name: str, value: Tensor, type_: TensorType) -> Tensor | None:
         """This rank's piece, if a stage of it reads that."""
-        placed = self.placing.place(value, layout, dtype)
-        return placed if self.ranks.place in self.ranks.of(self._users.stages(name)) else None
+        places = self.ranks.of(self._users.stages(name))
+        return self.placing.receive(value, type_, [self.ranks.meshes[place] for place in places])
+
+    def place_part(self, name: str, like: Tensor, type_: TensorType, read: Read) -> Tensor | None:
+        is_here = self.ranks.place in self.ranks.of(self._users.stages(name))
+        return self.placing.read(like, type_, read) if is_here else None
 
     def cut(self, whole: Tensor, layout: Layout) -> Tensor:
         return self.placing.cut(whole, layout)

@@ -10,12 +10,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from autopar import _torch
 from autopar.capture.listing import Listing
 from autopar.errors import InvalidInput
-from autopar.layout import Layout
+from autopar.layout import Layout, TensorType
 from autopar.lines import frames_to_caller
 from autopar.plan.plan import Plan
 from autopar.plan.program import Program
@@ -25,6 +24,7 @@ from autopar.runtime.loss_scale import LossScale, give_back, taken
 from autopar.runtime.modes import Modes
 from autopar.runtime.part import add_parts, part_at, refuse_late_hooks
 from autopar.runtime.tensors import Tensors
+from autopar.runtime.values import Values
 
 
 class ParallelModule(nn.Module):
@@ -47,7 +47,9 @@ class ParallelModule(nn.Module):
         plan: Plan,
         backend: Backend,
         check: Checks | None = None,
+        values: Values | None = None,
     ) -> None:
+        """`values`: where those of its tensors come from; if not given, from the model."""
         super().__init__()
         self.program, self.plan, self.backend, self._check = program, plan, backend, check
         captured = program.captured
@@ -55,19 +57,18 @@ class ParallelModule(nn.Module):
             name: program.type_of(placeholder)
             for placeholder, name in (captured.parameters | captured.buffers).items()
         }
-        values = [*model.named_parameters(), *model.named_buffers()]
-        self._layouts = {
-            name: types[name].layout if name in types else Layout.replicated(value.ndim)
-            for name, value in values
-        }
+        values = values or Values(model)
+        for name, value in values.tensors.items():
+            types.setdefault(name, TensorType.of(value, Layout.replicated(value.ndim)))
+        self._layouts = {name: types[name].layout for name in values.tensors}
         self._names = tuple(_torch.state_names(model))
         names = {name: [name] for name in self._layouts}
         for alias, name in captured.tied.items():
             names[name].append(alias)
         add_parts(self, model)
-        for name, value in values:
-            dtype = types[name].dtype if name in types else value.dtype
-            placed = backend.place_tensor(name, value, self._layouts[name], dtype)
+        found = values.place(backend, types)
+        for name, value in values.tensors.items():
+            placed = found.pop(name)
             if placed is None:
                 continue
             if isinstance(value, nn.Parameter):
@@ -315,16 +316,3 @@ def _is_whole_of(value: Any, own: Any) -> bool:
     """Whether `value` is a whole tensor of which a rank has `own`."""
     is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
     return is_plain and isinstance(own, DTensor) and value.shape == own.shape
-
-
-def refuse_meta(model: nn.Module, inputs: Any = ()) -> None:
-    given = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    named = [*model.named_parameters(), *model.named_buffers()]
-    for name, value in [*named, *(("an input", leaf) for leaf in given)]:
-        if value.device.type == "meta":
-            raise InvalidInput(
-                "a program that runs needs parameters and inputs with data",
-                got=f"{name} is on the meta device",
-                remedy="materialise the model first (model.to_empty, then initialise); "
-                "plan() alone needs no data",
-            )

@@ -1,18 +1,23 @@
-"""Placing: from a model's whole tensors to the pieces that one rank of a mesh holds."""
+"""Placing: from whole tensors to the pieces that one rank of a mesh holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import P2POp, irecv, isend
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.layout import Layout
+from autopar._torch import wait_for
+from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
+
+Bounds = tuple[tuple[int, int], ...]  # start and length in each dim
+Read = Callable[[Bounds], Tensor]  # a part of a tensor that need not lie here in whole
 
 
 class Placing:
@@ -25,34 +30,97 @@ class Placing:
 
     def view(self, whole: Tensor, layout: Layout) -> Tensor:
         """This rank's piece, as a view of the whole."""
-        for dim, (start, length) in enumerate(
-            layout.local_bounds(whole.shape, self.mesh, self.rank)
-        ):
-            if length != whole.shape[dim]:
-                whole = whole.narrow(dim, start, length)
-        return whole
+        return part_of(whole, layout.local_bounds(whole.shape, self.mesh, self.rank))
 
     def piece(self, whole: Tensor, layout: Layout) -> Tensor:
         """This rank's piece in memory of its own: the whole may go."""
         return in_own_memory([self.view(whole, layout).to(self.device)])[0]
 
-    def place(self, value: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
-        """This rank's piece of rank 0's `value`; all ranks place together.
+    def read(self, like: Tensor, type_: TensorType, read: Read) -> Tensor:
+        """This rank's piece of a tensor of which `read` gives a part."""
+        part = read(type_.layout.local_bounds(type_.shape, self.mesh, self.rank))
+        piece = in_own_memory([part.to(self.device, type_.dtype)])[0]
+        return self._wrapped(piece, like, type_.layout)
 
-        Parameters, and buffers that are cut, are DTensors.
+    def receive(
+        self, value: Tensor, type_: TensorType, copies: Sequence[Sequence[int]]
+    ) -> Tensor | None:
+        """This rank's piece of rank 0's `value`, if it holds one; all ranks take part.
+
+        `copies`: the ranks at the places of each mesh like this one that holds the tensor. Rank 0
+        sends every piece to each of these once; from there it goes to the replicas, axis by axis.
         """
-        whole = torch.empty(value.shape, dtype=dtype, device=self.device)
-        if dist.get_rank() == 0:
-            whole.copy_(value.detach())
-        dist.broadcast(whole, src=0)
-        if layout.is_replicated and not isinstance(value, nn.Parameter):
-            return whole
-        return self.cut(whole, layout)
+        here, layout = dist.get_rank(), type_.layout
+        mine = next((ranks for ranks in copies if here in ranks), None)
+        shape = layout.local_shape(type_.shape, self.mesh, self.rank)
+        piece = torch.empty(shape, dtype=type_.dtype, device=self.device)
+        if layout.is_replicated and len(copies) == 1 and len(copies[0]) == dist.get_world_size():
+            if here == 0:
+                piece.copy_(value.detach())
+            dist.broadcast(_bytes(piece), src=0)
+            return self._wrapped(piece, value, layout)
+        replicated = [axis for axis in self.mesh if axis not in layout.axes]
+        firsts = [group[0] for group in self.mesh.groups(tuple(replicated))]
+        if here == 0:
+            self._send(value.detach(), type_, [(ranks, at) for ranks in copies for at in firsts])
+            if mine is not None:
+                piece.copy_(self.view(value.detach(), layout))
+        elif mine is not None and self.rank in firsts and piece.numel():
+            _together([P2POp(irecv, _bytes(piece), 0)])
+        if mine is None:
+            return None
+        place = self.mesh.coordinate(self.rank)
+        for number, axis in enumerate(replicated):
+            is_there = not any(place[later] for later in replicated[number + 1 :])
+            if is_there and self.mesh[axis] > 1 and piece.numel():
+                group = self.device_mesh.get_group(axis)
+                dist.broadcast(_bytes(piece), group=group, group_src=0)
+        return self._wrapped(piece, value, layout)
+
+    def _send(
+        self, whole: Tensor, type_: TensorType, to: Sequence[tuple[Sequence[int], int]]
+    ) -> None:
+        """Send the pieces of places to other ranks, each made once."""
+        pieces: dict[int, Tensor] = {}
+        sends = []
+        for ranks, at in to:
+            if ranks[at] == dist.get_rank():
+                continue
+            if at not in pieces:
+                part = part_of(whole, type_.layout.local_bounds(type_.shape, self.mesh, at))
+                pieces[at] = part.to(self.device, type_.dtype).contiguous()
+            if pieces[at].numel():
+                sends.append(P2POp(isend, _bytes(pieces[at]), ranks[at]))
+        _together(sends)
+
+    def _wrapped(self, piece: Tensor, like: Tensor, layout: Layout) -> Tensor:
+        """Parameters, and buffers that are cut, are DTensors."""
+        if layout.is_replicated and not isinstance(like, nn.Parameter):
+            return piece
+        return wrapper(layout, tuple(like.shape), self.device_mesh)(piece)
 
     def cut(self, whole: Tensor, layout: Layout) -> DTensor:
         """A DTensor of a whole tensor that every rank has."""
         wrap = wrapper(layout, tuple(whole.shape), self.device_mesh)
         return wrap(self.piece(whole, layout))
+
+
+def part_of(whole: Tensor, bounds: Bounds) -> Tensor:
+    """A view of what lies inside some bounds."""
+    for dim, (start, length) in enumerate(bounds):
+        if length != whole.shape[dim]:
+            whole = whole.narrow(dim, start, length)
+    return whole
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor: not every backend moves every dtype."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _together(moves: Sequence[P2POp]) -> None:
+    for work in dist.batch_isend_irecv(list(moves)) if moves else ():
+        wait_for(work)
 
 
 def in_own_memory(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -55,9 +55,9 @@ def agree(make: Callable[[], Plan], attach: Callable[[SavedPlan], Plan]) -> Plan
 
         made, error = _alone(first)
         plan, data = made or (None, {"error": "" if error is None else _text(error)})
-        _send(data)
+        of_first(data)
     else:
-        received = _send(None)
+        received = of_first(None)
 
         def other() -> Plan:
             if "error" not in received:
@@ -107,7 +107,7 @@ def _alone(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def _send(data: Any) -> Any:
+def of_first(data: Any) -> Any:
     """What rank 0 gives, on every rank."""
     box = [data]
     dist.broadcast_object_list(box, src=0)

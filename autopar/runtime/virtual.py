@@ -22,6 +22,7 @@ from autopar.pipeline.weight_halves import WeightHalves
 from autopar.pipeline.worker import Value, sum_in_order
 from autopar.plan.program import Program
 from autopar.runtime.backend import Backend, Batch
+from autopar.runtime.placing import Read
 from autopar.runtime.replicas import ReplicaCheck
 from autopar.strategies.node_info import info
 
@@ -127,9 +128,12 @@ class VirtualBackend(Backend):
         constants = self.program.captured.constants
         return VirtualGraph(graph, self.mesh, self.device, constants, watch, halves)
 
-    def place_tensor(self, name: str, value: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
+    def place_tensor(self, name: str, value: Tensor, type_: TensorType) -> Tensor:
         """The whole value: each rank reads its piece of it."""
-        return value.detach().to(dtype, copy=True)
+        return value.detach().to(type_.dtype, copy=True)
+
+    def place_part(self, name: str, like: Tensor, type_: TensorType, read: Read) -> Tensor:
+        return read(tuple((0, size) for size in like.shape)).to(self.device, type_.dtype)
 
     def cut(self, whole: Tensor, layout: Layout) -> Tensor:
         """The same: nothing is cut here before it is read."""

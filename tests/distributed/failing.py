@@ -1,8 +1,8 @@
 """Worlds in which one rank fails, and what the others say before they end.
 
-`way`: "input" and "backward" raise in a step, "loop" between two; "caught" goes on after a step
-that it alone refused; "kill" and "stop" lose the rank in its backward, "early" before it has a
-module.
+`way`: "init" raises where values are made, "input" and "backward" in a step, "loop" between two;
+"caught" goes on after a step that it alone refused; "kill" and "stop" lose the rank in its
+backward, "early" before it has a module.
 """
 
 from __future__ import annotations
@@ -94,6 +94,16 @@ def _train(fails: bool, way: str, options: dict[str, Any]) -> None:
     model, args = Fails(case.model), case.args
     if fails and way == "early":
         os.kill(os.getpid(), signal.SIGKILL)
+    if way == "init":
+
+        def fill(module: nn.Module) -> None:
+            """Fails where it runs, not where it is tried."""
+            if fails and isinstance(module, nn.Embedding):
+                module.weight.numpy()
+                raise KeyError("std")
+
+        model.to("meta")
+        options = options | {"init": fill}
     module = ap.parallelize(model, args, mode="propagate", **options)
     module.step(*args)
     if fails and way == "loop":

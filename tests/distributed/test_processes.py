@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autopar.runtime.launch import launch
-from tests.distributed import checks, failing, groups
+from tests.distributed import checks, failing, groups, placing
 
 
 def test_processes_do_what_virtual_ranks_do() -> None:
@@ -17,9 +17,16 @@ def test_processes_do_what_virtual_ranks_do() -> None:
     assert heard == dict.fromkeys(range(4), expected)
 
 
+def test_each_rank_has_its_pieces_alone(tmp_path: Path) -> None:
+    heard: list[str] = []
+    launch(placing.run_all, 4, str(tmp_path), heard=lambda rank, name: heard.append(name))
+    assert len(heard) == 3 * 4
+
+
 @pytest.mark.parametrize(
     ("way", "own", "others"),
     [
+        ("init", "InvalidInput: initialisers make", "rank 3: InvalidInput: initialisers make"),
         ("input", "InvalidInput: an input has the shape", "rank 3: InvalidInput: an input has"),
         ("caught", "_Stopped: all ranks refuse a call, or", "rank 3: InvalidInput: an input has"),
         ("backward", "ZeroDivisionError: deliberate", "rank 3: ZeroDivisionError: deliberate"),

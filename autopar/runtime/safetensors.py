@@ -1,0 +1,241 @@
+"""Weights: values from safetensors files or a mapping, of which a rank reads its slices alone.
+
+    weights = open_weights("checkpoint/")
+    weights.held["head.weight"]                      # its shape and dtype; nothing is read yet
+    weights.read("head.weight", ((0, 16), (0, 64)))  # rows 0 to 15, and no other byte
+
+A file is the length of its header (8 bytes), the header (JSON: by name dtype, shape and the first
+and last byte of the data) and the data, row-major, without gaps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.errors import InvalidInput
+from autopar.runtime.placing import Bounds, part_of
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+INDEX = "model.safetensors.index.json"
+MOST_HEADER = 100_000_000  # bytes, as the format has it
+# Runs of bytes that are shorter cost more in calls than the bytes between them: whole rows then.
+SHORTEST_RUN = 128
+MOST_ROWS = 4 * 2**20  # bytes that are read at once so
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor that weights hold."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    path: Path | None = None  # of its file
+    start: int = 0  # the place of its first byte there
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Weights:
+    """Tensors by name, which are read in parts."""
+
+    held: Mapping[str, Held]
+
+    def read(self, name: str, bounds: Bounds) -> Tensor:
+        """A part of a tensor in memory of its own."""
+        raise NotImplementedError
+
+
+class GivenTensors(Weights):
+    """A mapping of names to tensors."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self.held = {name: Held(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+
+    def read(self, name: str, bounds: Bounds) -> Tensor:
+        part = part_of(self._tensors[name].detach(), bounds)
+        return part.clone(memory_format=torch.contiguous_format)
+
+
+class SafetensorsFiles(Weights):
+    """What lies in some files."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        found: dict[str, Held] = {}
+        for path in paths:
+            for name, held in _header(path).items():
+                if name in found:
+                    raise _malformed(path, f"{name}, which is in {found[name].path} too")
+                found[name] = held
+        self.held = found
+
+    def read(self, name: str, bounds: Bounds) -> Tensor:
+        held = self.held[name]
+        assert held.path is not None
+        part = torch.empty([length for _, length in bounds], dtype=held.dtype)
+        if part.numel():
+            with held.path.open("rb", buffering=0) as file:
+                _read(file.fileno(), held, bounds, part)
+        return part
+
+
+def open_weights(given: Any) -> Weights:
+    """The weights of a path or a mapping; or refuse it."""
+    try:
+        return _opened(given)
+    except OSError as error:
+        raise _unknown(f"{given}, which cannot be read: {error}") from error
+
+
+def _opened(given: Any) -> Weights:
+    if isinstance(given, Mapping):
+        if not all(isinstance(n, str) and isinstance(t, Tensor) for n, t in given.items()):
+            raise _unknown("a mapping with other things than names and tensors")
+        if nameless := [name for name, tensor in given.items() if tensor.device.type == "meta"]:
+            raise _unknown(f"{', '.join(nameless[:4])} on the meta device")
+        return GivenTensors(given)
+    if not isinstance(given, str | os.PathLike):
+        raise _unknown(f"a value of type {type(given).__name__}")
+    path = Path(given)
+    if path.is_file():
+        return SafetensorsFiles([path])
+    if not path.is_dir():
+        raise _unknown(f"{path}, where nothing is")
+    files = sorted(path.glob("*.safetensors"))
+    if (index := path / INDEX).is_file():
+        files = _indexed(index)
+    if not files:
+        raise _unknown(f"{path}, a folder without *.safetensors")
+    return SafetensorsFiles(files)
+
+
+def _unknown(got: str) -> InvalidInput:
+    return InvalidInput(
+        "weights are a safetensors file, a folder of them, or a mapping of names to tensors",
+        got=got,
+        remedy='weights="model.safetensors"',
+    )
+
+
+def _malformed(path: Path, why: str) -> InvalidInput:
+    return InvalidInput(
+        "a safetensors file says where each of its tensors lies, one behind the other",
+        got=f"{path}: {why}",
+        remedy="copy or save the file again",
+    )
+
+
+def _indexed(index: Path) -> list[Path]:
+    """The files that an index names."""
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        files = [index.parent / name for name in sorted(names)]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _malformed(index, f"no index ({type(error).__name__}: {error})") from None
+    for file in files:
+        if not file.is_file():
+            raise _malformed(index, f"it names {file.name}, which is not there")
+    return files
+
+
+def _header(path: Path) -> dict[str, Held]:
+    """What a file holds, if all of it is told and nothing else."""
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little") if size >= 8 else MOST_HEADER + 1
+        if length > min(MOST_HEADER, size - 8):
+            raise _malformed(path, "its header ends behind the file")
+        text = file.read(length)
+    try:
+        entries = json.loads(text)
+        entries.pop("__metadata__", None)
+        found = {name: _entry(path, 8 + length, entry) for name, entry in entries.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise _malformed(path, f"no header ({type(error).__name__}: {error})") from None
+    end = 8 + length
+    for name, held in sorted(found.items(), key=lambda item: (item[1].start, item[1].size)):
+        if held.start != end:
+            raise _malformed(path, f"{name} begins at byte {held.start}, not {end}")
+        end += held.size
+    if end != size:
+        raise _malformed(path, f"{size} bytes, of which the header tells {end}")
+    return found
+
+
+def _entry(path: Path, begin: int, entry: Any) -> Held:
+    first, last = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    if not all(type(number) is int and number >= 0 for number in (first, last, *shape)):
+        raise ValueError(f"sizes {shape} from {first} to {last}")
+    held = Held(shape, DTYPES[entry["dtype"]], path, begin + first)
+    if held.size != last - first:
+        raise ValueError(f"{last - first} bytes for {entry['dtype']} {list(shape)}")
+    return held
+
+
+def _read(descriptor: int, held: Held, bounds: Bounds, part: Tensor) -> None:
+    """Fill `part` with the elements inside `bounds`: run by run, or where these are short, from
+    whole rows."""
+    shape, item = held.shape, held.dtype.itemsize
+    strides = [item * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    cut = [dim for dim, (_, length) in enumerate(bounds) if length != shape[dim]]
+    last = cut[-1] if cut else 0
+    run = bounds[last][1] * strides[last] if bounds else item
+    rows = last - 1 if run < SHORTEST_RUN and last > 0 else last  # the dim that is read in runs
+    into = part.reshape(-1).view(torch.uint8)
+    begin = held.start + sum(start * stride for (start, _), stride in zip(bounds, strides))
+    outer = [range(length) for _, length in bounds[:rows]]
+    for number, place in enumerate(itertools.product(*outer)):
+        at = begin + sum(index * stride for index, stride in zip(place, strides))
+        if rows == last:
+            _fill(descriptor, held, at, into[number * run : (number + 1) * run])
+            continue
+        count, stride = bounds[rows][1], strides[rows]
+        piece = into[number * count * run : (number + 1) * count * run].view(count, run)
+        offset = bounds[last][0] * strides[last]
+        most = max(1, MOST_ROWS // stride)
+        for first in range(0, count, most):
+            block = piece[first : first + most]
+            whole = torch.empty(len(block), stride, dtype=torch.uint8)
+            _fill(descriptor, held, at - offset + first * stride, whole.view(-1))
+            block.copy_(whole[:, offset : offset + run])
+
+
+def _fill(descriptor: int, held: Held, at: int, into: Tensor) -> None:
+    """Read as many bytes as `into` takes, from byte `at` of the file."""
+    view, done = memoryview(into.numpy().data), 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done:]], at + done)
+        if count == 0:
+            assert held.path is not None
+            raise _malformed(held.path, "it has become shorter since it was opened")
+        done += count

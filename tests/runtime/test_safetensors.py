@@ -1,0 +1,250 @@
+"""Weights: each rank reads its slices of safetensors files alone; wrong ones are refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar as ap
+from autopar import Mesh
+from autopar.layout import Layout
+from autopar.runtime import safetensors
+from autopar.runtime.placing import part_of
+from autopar.runtime.safetensors import open_weights
+
+NAMES = {dtype: name for name, dtype in safetensors.DTYPES.items()}
+
+
+def save(path: Path, tensors: dict[str, Tensor]) -> None:
+    """What the format says, in plain words."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    data, end = [], 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+        data.append(bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist()))
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data))
+
+
+class Tied(nn.Module):
+    """Two names of one tensor, of which files hold one or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.norm = nn.Embedding(6, 8), nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 6, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.norm(self.up(self.table(ids)))).square().mean()
+
+
+IDS = (torch.arange(8) % 6,)
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes that are read, call by call."""
+    counts: list[int] = []
+    original = os.preadv
+
+    def counted(descriptor: int, buffers: list[Any], place: int) -> int:
+        counts.append(original(descriptor, buffers, place))
+        return counts[-1]
+
+    monkeypatch.setattr(os, "preadv", counted)
+    return counts
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", NAMES, ids=str)
+def test_every_part_of_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    data = torch.randint(0, 2, (5 * 3 * 4 * dtype.itemsize,), dtype=torch.uint8)
+    whole = data.view(dtype).view(5, 3, 4)
+    save(tmp_path / "a", {"before": torch.ones(3), "whole": whole, "one": whole[1, 2, 3]})
+    weights = open_weights(tmp_path / "a")
+    parts = [[(0, size), (1, size - 1), (size - 1, 1), (1, 0)] for size in whole.shape]
+    for bounds in itertools.product(*parts):
+        found = weights.read("whole", bounds)
+        assert found.dtype is dtype
+        assert found.shape == part_of(whole, bounds).shape
+        assert torch.equal(bits(found), bits(part_of(whole, bounds)))
+    assert torch.equal(bits(weights.read("one", ())), bits(whole[1, 2, 3]))
+
+
+@pytest.mark.parametrize("rows", [safetensors.MOST_ROWS, 32])
+def test_short_runs_come_with_their_rows(
+    rows: int, tmp_path: Path, read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(safetensors, "MOST_ROWS", rows)
+    whole = torch.randn(3, 7, 4)
+    save(tmp_path / "a", {"whole": whole})
+    bounds = ((1, 2), (2, 4), (1, 2))
+    assert torch.equal(open_weights(tmp_path / "a").read("whole", bounds), whole[1:3, 2:6, 1:3])
+    assert sum(read) == 2 * 4 * 4 * 4
+    assert len(read) == (2 if rows > 64 else 4)
+
+
+@pytest.mark.parametrize("layout", [Layout("d"), Layout(None, "d"), Layout(("e", "d"), None)])
+def test_ranks_read_each_byte_once(layout: Layout, tmp_path: Path, read: list[int]) -> None:
+    mesh, whole = Mesh(d=3, e=2), torch.randn(7, 130)
+    layout = Layout(*layout.dims, *[None] * (2 - layout.ndim))
+    save(tmp_path / "a", {"whole": whole})
+    weights = open_weights(tmp_path / "a")
+    for rank in range(mesh.size):
+        bounds = layout.local_bounds(whole.shape, mesh, rank)
+        assert torch.equal(weights.read("whole", bounds), part_of(whole, bounds))
+    copies = mesh.size // mesh.degree(layout.axes)
+    assert sum(read) == whole.nbytes * copies
+
+
+@pytest.mark.parametrize("form", ["file", "folder", "indexed", "mapping"])
+@pytest.mark.parametrize("is_meta", [False, True], ids=["real", "meta"])
+def test_models_take_weights(form: str, is_meta: bool, tmp_path: Path, read: list[int]) -> None:
+    """Under either name of what is tied, in another dtype."""
+    torch.manual_seed(0)
+    state = {name: value.detach() for name, value in Tied().state_dict().items()}
+    state = {n: v.to(torch.bfloat16) if n.startswith("up") else v for n, v in state.items()}
+    del state["table.weight"]
+    halves = [dict(list(state.items())[:3]), dict(list(state.items())[3:])]
+    given: Any = state
+    if form != "mapping":
+        for number, half in enumerate(halves):
+            save(tmp_path / f"{number}.safetensors", half)
+        given = tmp_path
+    if form == "file":
+        given = str(tmp_path / "all.safetensors")
+        save(Path(given), state)
+    if form == "indexed":
+        index = {name: f"{n}.safetensors" for n, half in enumerate(halves) for name in half}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+        save(tmp_path / "other.safetensors", {"other": torch.ones(1)})
+    with torch.device("meta" if is_meta else "cpu"):
+        model = Tied()
+    options = {"mesh": Mesh(d=2), "mode": "propagate"}
+    module = ap.parallelize(model, IDS, weights=given, **options)
+    found = module.full_state_dict()
+    for name, value in state.items():
+        assert torch.equal(found[name], value.to(found[name].dtype)), name
+    assert torch.equal(found["table.weight"], state["head.weight"])
+    assert module.head.weight is module.table.weight
+    assert sum(read) == (0 if form == "mapping" else sum(value.nbytes for value in state.values()))
+
+
+def test_what_weights_do_not_hold_is_made(tmp_path: Path) -> None:
+    """Buffers that are no part of a state, by their modules' initialisers."""
+
+    class Buffered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("phase", torch.empty(8), persistent=False)
+            self.reset_parameters()
+
+        def reset_parameters(self) -> None:
+            self.phase.copy_(torch.arange(8.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.linear(x) * self.phase).mean()
+
+    state = Buffered().state_dict()
+    save(tmp_path / "a.safetensors", state)
+    with torch.device("meta"):
+        model = Buffered()
+    options = {"mesh": Mesh(d=2), "mode": "propagate", "weights": tmp_path}
+    module = ap.parallelize(model, (torch.ones(4, 8),), **options)
+    assert torch.equal(module.linear.weight, state["linear.weight"])
+    assert torch.equal(module.phase, torch.arange(8.0))
+
+
+def test_names_that_do_not_fit_are_told_together(tmp_path: Path, read: list[int]) -> None:
+    state = {name: value.detach() for name, value in Tied().state_dict().items()}
+    del state["up.bias"], state["head.weight"], state["table.weight"]
+    state |= {"other": torch.ones(1), "up.weight": torch.ones(8, 6)}
+    state["norm.num_batches_tracked"] = torch.ones(())
+    save(tmp_path / "a.safetensors", state)
+    with pytest.raises(ap.InvalidInput) as error:
+        ap.parallelize(Tied(), IDS, mesh=Mesh(d=2), weights=tmp_path)
+    for text in (
+        "missing: table.weight",
+        "missing: up.bias",
+        "unexpected: other",
+        "misshapen: up.weight [8, 6] float32, not [8, 8] float32",
+        "misshapen: norm.num_batches_tracked [] float32, not [] int64",
+    ):
+        assert text in str(error.value)
+    assert not read
+
+
+GOOD = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+
+
+def changed(**words: Any) -> dict[str, Any]:
+    return {"a": GOOD["a"] | words}
+
+
+WRONG: dict[str, tuple[Callable[[], bytes], str]] = {
+    "empty": (lambda: b"", "its header ends behind the file"),
+    "short": (lambda: (99).to_bytes(8, "little") + b"{}", "its header ends behind the file"),
+    "no json": (lambda: packed(b"{'a'"), "no header"),
+    "no mapping": (lambda: packed(b"[]"), "no header"),
+    "nested": (lambda: packed(b"[" * 10**5), "no header"),
+    "no offsets": (lambda: packed({"a": {"dtype": "F32", "shape": [2]}}), "no header"),
+    "unknown dtype": (lambda: packed(changed(dtype="F31")), "no header"),
+    "negative": (lambda: packed(changed(shape=[-2])), "sizes"),
+    "other size": (lambda: packed(changed(shape=[3])), "8 bytes for F32 [3]"),
+    "gap": (lambda: packed(changed(data_offsets=[4, 12])), "begins at byte"),
+    "overlap": (lambda: packed(GOOD | {"b": GOOD["a"]}), "b begins at byte"),
+    "longer": (lambda: packed(GOOD) + b"0" * 9, "of which the header tells"),
+    "cut off": (lambda: packed(GOOD)[:-1], "of which the header tells"),
+}
+
+
+def packed(header: Any) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + (b"0" * 8 if isinstance(header, dict) else b"")
+
+
+@pytest.mark.parametrize(("data", "says"), WRONG.values(), ids=WRONG)
+def test_files_that_are_none_are_refused(
+    data: Callable[[], bytes], says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.safetensors").write_bytes(data())
+    with pytest.raises(ap.InvalidInput, match="a safetensors file says where") as error:
+        open_weights(tmp_path)
+    assert says in str(error.value)
+
+
+def test_other_weights_are_refused(tmp_path: Path) -> None:
+    for given in (3, {"a": 1}, {"a": torch.empty(1, device="meta")}, tmp_path, tmp_path / "no"):
+        with pytest.raises(ap.InvalidInput, match="weights are a safetensors file, a folder"):
+            open_weights(given)
+    for text in ("{", '{"weight_map": {"a": "lost.safetensors"}}', '{"weight_map": 3}'):
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(ap.InvalidInput, match="a safetensors file says where"):
+            open_weights(tmp_path)
+
+
+def test_a_file_that_becomes_shorter_is_refused(tmp_path: Path) -> None:
+    save(tmp_path / "a", {"a": torch.ones(100)})
+    weights = open_weights(tmp_path / "a")
+    os.truncate(tmp_path / "a", 150)
+    with pytest.raises(ap.InvalidInput, match="a safetensors file says where") as error:
+        weights.read("a", ((0, 100),))
+    assert "it has become shorter" in str(error.value)
