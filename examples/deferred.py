@@ -48,6 +48,7 @@ def init(module: nn.Module) -> None:
 
 
 def main() -> None:
+    dist.init_process_group()
     torch.manual_seed(0)
     one = Model().apply(init)  # on one device, to compare with
     x = torch.randn(BATCH, WIDTH)
