@@ -69,7 +69,7 @@ def pieces_of(module: ap.ParallelModule, rank: int) -> dict[str, int]:
     here = {name for name, _ in [*module.named_parameters(), *module.named_buffers()]}
     for placeholder, name in (names | cut).items():
         type_ = program.type_of(placeholder)
-        shape = type_.layout.local_shape(type_.shape, program.mesh, rank)
+        shape = program.kept_layout(placeholder).local_shape(type_.shape, program.mesh, rank)
         if name in here or name in cut:
             found[name] = math.prod(shape) * type_.dtype.itemsize
     return found

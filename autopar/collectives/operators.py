@@ -101,7 +101,7 @@ def _all_gather(
     members = process_group(group)
     piece = _carried(_padded(x, dim, full), members)
     gathered = piece.new_empty((parts * piece.shape[0], *piece.shape[1:]))
-    all_gather_single(_movable(gathered), _movable(piece), group=members)
+    all_gather_single(movable(gathered), movable(piece), group=members)
     gathered = gathered.to(x.device)
     if _leads(piece.shape, dim):
         joined = gathered if dim == 0 else gathered.view(_resized(x, dim, parts * full))
@@ -140,7 +140,7 @@ def _all_to_all(
     sent = _stacked(_padded(_padded(x, dim, full), to_dim, parts * to_full), to_dim, parts)
     sent = _carried(sent, members)
     received = torch.empty_like(sent)
-    dist.all_to_all_single(_movable(received), _movable(sent), group=members)
+    dist.all_to_all_single(movable(received), movable(sent), group=members)
     received = received.to(x.device)
     piece = _resized(x, to_dim, to_full)
     piece[dim] = full
@@ -201,7 +201,7 @@ def _carried(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x.cpu() if x.is_cuda and moves_on_host(group) else x
 
 
-def _movable(x: Tensor) -> Tensor:
+def movable(x: Tensor) -> Tensor:
     """The same bits in a dtype that every backend can move."""
     carrier = _MOVED_AS.get(x.dtype)
     return x if carrier is None else x.view(carrier)

@@ -18,17 +18,18 @@ from autopar.collectives import Price
 from autopar.passes.eager_sums import choose_sums
 from autopar.passes.early_sums import settle_small_sums
 from autopar.passes.fusion import fuse_biases
+from autopar.passes.gathers import mark_copies, take_gathers
 from autopar.passes.gradient_sync import hoist_gradient_sync
 from autopar.passes.kernels import swap_kernels
 from autopar.passes.localize import localize
 from autopar.passes.parameter_gathers import gather_parameters
 from autopar.passes.recombine import recombine
 from autopar.passes.redistribution import insert_movements, measure_movements
-from autopar.passes.setting import LocalSetting, Setting
+from autopar.passes.setting import Copies, LocalSetting, Setting
 from autopar.passes.types import assign_types
 from autopar.search.decisions import Decisions
 
-__all__ = ["LOCAL_PASSES", "PASSES", "LocalSetting", "localize", "quicken", "rewrite"]
+__all__ = ["LOCAL_PASSES", "PASSES", "Copies", "LocalSetting", "localize", "quicken", "rewrite"]
 
 Run = Callable[[fx.Graph, Any], fx.Graph]
 
@@ -52,9 +53,11 @@ PASSES = (
     Pass(measure_movements, (insert_movements, gather_parameters), "moved"),
 )
 LOCAL_PASSES = (
+    Pass(take_gathers, (), "local"),
     Pass(recombine, (), "local"),
     Pass(settle_small_sums, (), "local"),
     Pass(choose_sums, (settle_small_sums,), "local"),
+    Pass(mark_copies, (take_gathers, recombine, choose_sums), "local"),
 )
 
 

@@ -82,6 +82,18 @@ def _has_room(node: fx.Node, axes: tuple[str, ...], reader: fx.Node) -> bool:
     return joined or info(node).val.numel() <= info(reader).val.numel()
 
 
+def gathers_behind(parameter: fx.Node) -> list[fx.Node]:
+    """The all-gathers that a parameter goes through before its readers, who share them."""
+    found, node = list[fx.Node](), parameter
+    while len(node.users) == 1:
+        (node,) = node.users
+        movement = info(node).movement
+        if movement is None or movement.kind != "all_gather":
+            break
+        found.append(node)
+    return found
+
+
 def pending_axes(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
     """For every value, the axes over which its gradient is still to be summed."""
     pending: dict[fx.Node, frozenset[str]] = {}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -26,6 +27,15 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Copies:
+    """Of which parameters a rank's program reads copies, by their names in the model."""
+
+    gathers: Mapping[str, int] = field(default_factory=dict)  # so many behind it are not its own
+    groups: Mapping[str, int] = field(default_factory=dict)  # in which a copy comes
+    lasting: frozenset[int] = frozenset()  # the groups that stay to the end of a step
+
+
+@dataclass(frozen=True)
 class LocalSetting:
     """What a pass on one rank's program is told besides it."""
 
@@ -33,3 +43,4 @@ class LocalSetting:
     mesh: Mesh | None = None  # of these ranks
     late: int = 0  # of so many results the caller sees to the sums
     is_split: bool = False  # what operators with weight halves give is not theirs alone
+    copies: Copies = Copies()

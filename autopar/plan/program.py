@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.captured import Captured
 from autopar.capture.gradients import reached
 from autopar.errors import InvalidInput
-from autopar.layout import TensorType
+from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import Microbatches
 from autopar.passes.stages import Stage
@@ -78,6 +78,11 @@ class Program:
 
     def type_of(self, placeholder: str) -> TensorType:
         return info(self.placeholders[placeholder]).type
+
+    def kept_layout(self, placeholder: str) -> Layout:
+        """Where a parameter or buffer lies from step to step."""
+        places = info(self.placeholders[placeholder]).places
+        return self.type_of(placeholder).layout if places is None else places.optimizer
 
     @cached_property
     def has_loss(self) -> bool:

@@ -3,7 +3,9 @@
 A parameter belongs to the stages that read it (a tied one to several), and lies on every rank that
 holds one of these in any pipe. Its gradient is complete when the last backward there of those
 stages makes it: then the sum with all other such ranks, and with the copies inside the stage, goes
-on beside what is left of that backward and of the schedule.
+on beside what is left of that backward and of the schedule. Where gradients are kept in pieces,
+each backward of a micro-batch is summed and cut (reduce-scatter), and pieces add up; where only
+optimizer states are, that is done once, to what has added up whole.
 
 A bucket holds parameters of one dtype and one set of ranks, from the last parameter to the first,
 as backward makes their gradients. When it has them all, they are copied to one flat buffer that is
@@ -13,7 +15,7 @@ gradient that is large enough to be worth its own collective is summed where it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -23,45 +25,81 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import joined_flat, placed_like, split_like, wait_for
+from autopar._torch import (
+    joined_flat,
+    moves_on_host,
+    placed_like,
+    reduce_scatter_single,
+    split_like,
+    wait_for,
+)
 from autopar.collectives.eager import LateSum
 from autopar.cost.price import BUCKET_BYTES
+from autopar.runtime.packing import Packing, Pieces, packed
 from autopar.runtime.placing import in_own_memory
 
 FIRST_BUCKET_BYTES = 4 * 2**20  # the first gradients wait for no more
 NEVER = -2  # no place in an order of actions
 ALONE_BYTES = 2 * 2**20  # from here on, a copy costs more than a collective of its own
+AT_A_TIME = 2  # buckets of one micro-batch that are being summed: each is whole until it is cut
+
+Sums = Generator[dist.Work, None, None]  # the collectives of a bucket, each when the last is done
 
 
 @dataclass
 class Slot:
-    """One parameter in a bucket: its local tensor, which autograd fills."""
+    """One parameter in a bucket: what its program reads of it, which autograd fills."""
 
     name: str
     leaf: Tensor
-    parameter: Tensor  # the DTensor that it is a piece of
+    parameter: Tensor  # the DTensor that it is a piece or a copy of
     size: int  # bytes of the largest piece: all ranks form the same buckets, whatever is theirs
+    # How the gradient is cut after each backward, and at the end of a step.
+    each: Pieces | None = None
+    last: Pieces | None = None
 
 
 @dataclass(frozen=True)
 class Summed:
     """What parameters have in common that are summed over the same ranks."""
 
-    group: dist.ProcessGroup
-    ready: int  # the action of the step after which their gradients are complete; -1: before all
-    in_backward: bool  # that is one backward pass, which makes each gradient once
+    group: dist.ProcessGroup | None  # that sums what is not cut on the way
+    each: dist.ProcessGroup | None  # that sums and cuts after each backward
+    last: dist.ProcessGroup | None  # that sums and cuts at the end
+    # The actions of the step after which gradients are complete as far as they go; and whether
+    # that is one backward pass, which makes each gradient once.
+    ends: Mapping[int, bool]
+
+    @property
+    def ready(self) -> int:
+        """The action after which all is there; -1: before all."""
+        return max(self.ends, default=-1)
+
+    @property
+    def is_cut(self) -> bool:
+        return self.each is not None or self.last is not None
+
+    @cached_property
+    def drains(self) -> dict[int, bool]:
+        """The actions after which there is something to sum."""
+        drains = self.ends if self.each is not None else {self.ready: True}
+        return {at: at >= 0 and self.ends[at] for at in drains}
 
 
-@dataclass
+@dataclass(eq=False)
 class Bucket:
-    """Parameters whose gradients are summed in one collective."""
+    """Parameters whose gradients are summed together."""
 
     key: Hashable
     slots: list[Slot] = field(default_factory=list)
+    is_cut: bool = False
     buffer: Tensor | None = None  # flat, what is summed: all gradients, then the riders
     riders: list[Tensor] = field(default_factory=list)  # numbers that are summed along
     waiting: int = 0
-    work: dist.Work | None = None
+    is_complete: bool = False  # its last sum has begun
+    sums: Sums | None = None  # that are under way
+    is_cutting: bool = False  # of them, that of one backward
+    work: dist.Work | None = None  # of them, the one to wait for
 
     @property
     def size(self) -> int:
@@ -73,36 +111,97 @@ class Bucket:
 
     @property
     def alone(self) -> bool:
-        return len(self.slots) == 1 and self.size >= ALONE_BYTES
+        return not self.is_cut and len(self.slots) == 1 and self.size >= ALONE_BYTES
 
-    def gather(self) -> Tensor:
-        """All gradients in one tensor, ready to be summed; those that nobody made are zero."""
-        grads = take_gradients([slot.leaf for slot in self.slots]) + self.riders
-        # What is one tensor is not copied.
-        self.buffer = joined_flat(grads if len(grads) > 1 else in_own_memory(grads))
-        return self.buffer
+    @cached_property
+    def _each(self) -> Packing | None:
+        pieces = [slot.each for slot in self.slots if slot.each is not None]
+        return Packing(pieces) if pieces else None
+
+    @cached_property
+    def _last(self) -> Packing | None:
+        pieces = [slot.last for slot in self.slots if slot.last is not None]
+        return Packing(pieces) if pieces else None
+
+    def sum(self, summed: Summed, is_last: bool) -> Sums:
+        """Sum what backward has made since the last time; in the end over all ranks."""
+        leaves = [slot.leaf for slot in self.slots]
+        gradients = take_gradients(leaves)
+        if summed.each is not None:
+            assert self._each is not None
+            flat, self.is_cutting = packed(self._each, gradients), True
+            gradients.clear()
+            part = flat.new_empty(self._each.length)
+            yield from scatter(part, flat, summed.each)
+            self.is_cutting = False
+            del flat
+            self.buffer = part if self.buffer is None else self.buffer.add_(part)
+            if not is_last:
+                return
+            gradients = self._each.own(self.buffer)
+        if summed.last is not None:
+            assert self._last is not None
+            flat = packed(self._last, gradients)
+            gradients.clear()
+            self.buffer = self._last.own_part(flat)
+            yield from scatter(self.buffer, flat, summed.last)
+        if not summed.is_cut:
+            gradients += self.riders
+            # What is one tensor is not copied.
+            self.buffer = joined_flat(gradients if len(gradients) > 1 else in_own_memory(gradients))
+        if summed.group is not None:
+            assert self.buffer is not None
+            yield dist.all_reduce(self.buffer, group=summed.group, async_op=True)
 
     def give(self) -> dict[str, DTensor]:
         """The gradients after their sum, and the riders theirs; nothing is kept."""
         assert self.buffer is not None
-        pieces = split_like(self.buffer, [slot.leaf for slot in self.slots] + self.riders)
-        for rider, total in zip(self.riders, pieces[len(self.slots) :]):
+        buffer, self.buffer, self.is_complete = self.buffer, None, False
+        cut = self._last or self._each
+        if cut is not None:
+            pieces = cut.own(buffer)
+            is_more = self._last is None and not cut.is_full
+            return placed(self.slots, in_own_memory(pieces) if is_more else pieces)
+        found = split_like(buffer, [slot.leaf for slot in self.slots] + self.riders)
+        for rider, total in zip(self.riders, found[len(self.slots) :]):
             rider.copy_(total)
-        self.work, self.buffer, self.riders = None, None, []
-        return placed(self.slots, pieces[: len(self.slots)])
+        self.riders = []
+        return placed(self.slots, found[: len(self.slots)])
+
+    def clear(self) -> None:
+        """Forget what a pass that broke off has left."""
+        self.riders, self.buffer, self.is_complete = [], None, False
+        self.sums, self.work, self.is_cutting = None, None, False
 
 
-def make_buckets(slots: Sequence[tuple[Slot, Hashable]]) -> list[Bucket]:
-    """Buckets for parameters and what tells their sums apart, in the order that backward fills."""
+def scatter(part: Tensor, flat: Tensor, group: dist.ProcessGroup) -> Sums:
+    """Sum `flat` over a group, and give `part` this rank's part of it."""
+    carried = flat.cpu() if flat.is_cuda and moves_on_host(group) else flat
+    own = part if carried is flat else part.cpu()
+    yield reduce_scatter_single(own, carried, group=group, async_op=True)
+    if own is not part:
+        part.copy_(own)
+
+
+def make_buckets(
+    slots: Sequence[tuple[Slot, Hashable]],
+    cut: Set[Hashable] = frozenset(),
+    cut_bytes: int = FIRST_BUCKET_BYTES,
+) -> list[Bucket]:
+    """Buckets for parameters and what tells their sums apart, in the order that backward fills.
+
+    Those of the keys in `cut` hold `cut_bytes`.
+    """
     filling: dict[Hashable, Bucket] = {}
     first: dict[Hashable, Bucket | None] = {}
     buckets: list[Bucket] = []
     for slot, key in reversed(slots):
-        kind, alone = (key, slot.leaf.dtype), slot.size >= ALONE_BYTES
+        kind, alone = (key, slot.leaf.dtype), slot.size >= ALONE_BYTES and key not in cut
         bucket = None if alone else filling.get(kind)
         limit = FIRST_BUCKET_BYTES if first.get(key) is bucket else BUCKET_BYTES
+        limit = cut_bytes if key in cut else limit
         if bucket is None or bucket.size + slot.size > limit:
-            bucket = Bucket(key)
+            bucket = Bucket(key, is_cut=key in cut)
             buckets.append(bucket)
             first.setdefault(key, bucket)
             if not alone:
@@ -129,21 +228,31 @@ def placed(slots: Sequence[Slot], gradients: Iterable[Tensor]) -> dict[str, DTen
 class GradientSync:
     """Sums the gradients of a step, or of one backward pass, bucket by bucket."""
 
-    def __init__(self, slots: Sequence[tuple[Slot, Hashable]], sums: Mapping[Any, Summed]) -> None:
+    def __init__(
+        self,
+        slots: Sequence[tuple[Slot, Hashable]],
+        sums: Mapping[Any, Summed],
+        cut_bytes: int = FIRST_BUCKET_BYTES,
+    ) -> None:
         """`slots`: all that learn here, with a key of `sums`; without, no other rank has a part."""
         self.slots, self._sums = [slot for slot, _ in slots], sums
-        self.buckets = make_buckets([(slot, key) for slot, key in slots if key in sums])
+        cut = {key for key, one in sums.items() if one.is_cut}
+        shared = [(slot, key) for slot, key in slots if key in sums]
+        self.buckets = make_buckets(shared, cut, cut_bytes)
         self._alone = [slot for slot, key in slots if key not in sums]
         self._due: dict[Hashable, list[Bucket]] = {}  # of each key, those that are not yet summed
+        self._reached: Set[str] = frozenset()
         self._now = NEVER
-        self._complete: dict[int, list[Hashable]] = {}
+        self._under_way: list[Bucket] = []
+        self._begin: dict[int, list[Hashable]] = {}
         for key, one in sums.items():
-            self._complete.setdefault(one.ready, []).append(key)
+            for position in one.drains:
+                self._begin.setdefault(position, []).append(key)
         # The last bucket is full when backward ends: it is summed then, and nobody needs to count.
         self._hooks = [
             slot.leaf.register_post_accumulate_grad_hook(self._arrival(bucket))
             for bucket in self.buckets[:-1]
-            if sums[bucket.key].in_backward
+            if any(sums[bucket.key].drains.values())
             for slot in bucket.slots
         ]
 
@@ -157,34 +266,47 @@ class GradientSync:
         for slot in self.slots:
             slot.leaf.grad = None
         for bucket in self.buckets:
-            bucket.riders, bucket.buffer, bucket.work = [], None, None
+            bucket.clear()
+        self._under_way.clear()
 
     def start(self, reached: Set[str]) -> None:
         """A step, or a backward pass, begins; it reaches these parameters, or some of them."""
         self._due.clear()
-        for bucket in self.buckets:
-            bucket.waiting = len(bucket.names & reached)
-            if bucket.waiting:
-                self._due.setdefault(bucket.key, []).append(bucket)
+        self._reached = reached
 
     def after(self, position: int) -> None:
         """The action of a step at `position` is done: sum what is complete. The next one begins."""
-        self._now = position + 1
-        for key in self._complete.get(position, ()):
+        for key in self._begin.get(position, ()):
+            if position < 0:
+                self._expect(key)
             for bucket in self._due.pop(key, ()):
-                self._sum(bucket)
+                self._start(bucket, position)
+        self._now = position + 1
+        for key in self._begin.get(self._now, ()):
+            self._expect(key)
+
+    def _expect(self, key: Hashable) -> None:
+        """Gradients of a key are about to arrive."""
+        due = self._due[key] = []
+        for bucket in self.buckets:
+            if bucket.key == key and (count := len(bucket.names & self._reached)):
+                bucket.waiting = count
+                due.append(bucket)
 
     def finish(self, reached: Set[str]) -> dict[str, DTensor]:
         """Wait for all sums: the gradients of `reached`, the same parameters on every rank."""
         self._now = NEVER
+        self._due.clear()
         for bucket in self.buckets:
             is_needed = bucket.riders or not bucket.names.isdisjoint(reached)
-            if bucket.work is None and is_needed:
-                self._sum(bucket)
+            if not bucket.is_complete and is_needed:
+                self._start(bucket, self._sums[bucket.key].ready)
+        while self._under_way:
+            for bucket in list(self._under_way):
+                self._go_on(bucket)
         grads: dict[str, DTensor] = {}
         for bucket in self.buckets:
-            if bucket.work is not None:
-                wait_for(bucket.work)
+            if bucket.is_complete:
                 grads |= bucket.give()
         alone = [slot for slot in self._alone if slot.name in reached]
         grads |= placed(alone, in_own_memory(take_gradients([slot.leaf for slot in alone])))
@@ -193,30 +315,48 @@ class GradientSync:
     def takes_along(self, late: LateSum) -> bool:
         """Whether a bucket of the coming pass sums a number of the program as well."""
         for bucket in self.buckets:
+            group = self._sums[bucket.key].group
             if (
-                not bucket.alone
+                not (bucket.alone or bucket.is_cut)
                 and late.tensor.dtype == bucket.slots[0].leaf.dtype
-                and late.group == self._sums[bucket.key].group.group_name
+                and group is not None
+                and late.group == group.group_name
             ):
                 bucket.riders.append(late.tensor)
                 return True
         return False
 
     def _arrival(self, bucket: Bucket) -> Callable[[Tensor], None]:
-        ready = self._sums[bucket.key].ready
+        drains = self._sums[bucket.key].drains
 
         def arrive(leaf: Tensor) -> None:
-            if self._now == ready:
+            if drains.get(self._now):
                 bucket.waiting -= 1
                 due = self._due.get(bucket.key)
                 # In one order on all ranks, whatever fills first on each.
                 while due and due[0].waiting == 0:
-                    self._sum(due.pop(0))
+                    self._start(due.pop(0), self._now)
 
         return arrive
 
-    def _sum(self, bucket: Bucket) -> None:
+    def _start(self, bucket: Bucket, position: int) -> None:
+        summed = self._sums[bucket.key]
+        cutting = [one for one in self._under_way if one.is_cutting]
+        if summed.each is not None and (bucket in cutting or len(cutting) >= AT_A_TIME):
+            for other in cutting[: len(cutting) if bucket in cutting else 1]:
+                self._go_on(other)
+        bucket.is_complete = position == summed.ready
+        bucket.sums = bucket.sum(summed, bucket.is_complete)
+        self._under_way.append(bucket)
+        self._go_on(bucket)
+
+    def _go_on(self, bucket: Bucket) -> None:
+        """Wait for a collective of a bucket, and begin the next."""
+        assert bucket.sums is not None
         with torch.no_grad():
-            gathered = bucket.gather()
-        group = self._sums[bucket.key].group
-        bucket.work = dist.all_reduce(gathered, group=group, async_op=True)
+            if bucket.work is not None:
+                wait_for(bucket.work)
+            bucket.work = next(bucket.sums, None)
+        if bucket.work is None:
+            bucket.sums = None
+            self._under_way.remove(bucket)

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
-from torch.distributed.tensor import DTensor
 
 from autopar._torch import call_after_backward, local_of, wait_for, will_reach
 from autopar.collectives.eager import LateSum
@@ -33,15 +32,17 @@ from autopar.pipeline.weight_halves import WeightHalves
 from autopar.pipeline.worker import Value, sum_in_order
 from autopar.plan.program import Program
 from autopar.runtime.backend import Backend, Batch
-from autopar.runtime.buckets import GradientSync, Slot
+from autopar.runtime.buckets import FIRST_BUCKET_BYTES, GradientSync
+from autopar.runtime.collecting import collect
 from autopar.runtime.eager import compile_graph
 from autopar.runtime.failures import local_checks, one_fails_all_stop
 from autopar.runtime.groups import Groups
-from autopar.runtime.leaves import Leaves
+from autopar.runtime.leaves import Leaves, plan_groups
 from autopar.runtime.messages import Messages, Shape
 from autopar.runtime.norm import norm_over_world
 from autopar.runtime.placing import Placing, Read, wrapper
-from autopar.runtime.stage_ranks import StageRanks, Users, gradient_sums
+from autopar.runtime.routes import Route, routes_of
+from autopar.runtime.stage_ranks import StageRanks, Users, gradient_sums, slot_of
 from autopar.runtime.world import require_living, world
 from autopar.strategies.node_info import info
 
@@ -49,15 +50,25 @@ from autopar.strategies.node_info import info
 class TorchBackend(Backend):
     """Runs this rank's part of a program. One of the two places where a program runs."""
 
-    def __init__(self, program: Program, local_inputs: bool, device: torch.device) -> None:
+    def __init__(
+        self,
+        program: Program,
+        local_inputs: bool,
+        device: torch.device,
+        leaves: Leaves | None = None,
+    ) -> None:
+        """`leaves`: those of another program on the same parameters."""
         self.world, self.local_inputs = world(), local_inputs
         self.ranks = ranks = StageRanks(program, self.world.rank)
         super().__init__(program, device, [ranks.place])
         whole_mesh = self.world.mesh_of(program.whole_mesh, device.type)
         self.device_mesh = whole_mesh[self.mesh.names] if program.pipelining else whole_mesh
-        self.groups = Groups(self.mesh, axes_used(program.graph), ranks.meshes)
+        # Pieces are joined over one axis at a time.
+        of_states = {
+            (axis,) for name in program.placeholders for axis in program.kept_layout(name).axes
+        }
+        self.groups = Groups(self.mesh, axes_used(program.graph) | of_states, ranks.meshes)
         self.placing = Placing(self.mesh, ranks.inner, device, self.device_mesh)
-        self.leaves = Leaves()
         self.constants: dict[str, Tensor] = {}  # those that have been read, this rank's pieces
         self._late: list[LateSum] = []
         self._works: list[dist.Work] = []
@@ -65,7 +76,9 @@ class TorchBackend(Backend):
         self._line = ranks.group(range(self.schedule.ranks), purpose="line")
         self._statistics_groups = self._replica_groups()
         self._users = Users(program)
-        self._sums = gradient_sums(program, self._users, ranks, self.groups)
+        self.routes = routes_of(program)
+        self._sums = gradient_sums(program, self._users, ranks, self.routes, self.groups)
+        self.leaves = leaves or self._make_leaves()
         self._loss: tuple[Tensor, dist.Work] | None = None  # the shares of all ranks, being summed
         # All forwards of a rank are done before its last action.
         self._last_forward = len(self.schedule.orders[ranks.place]) - 2
@@ -78,6 +91,12 @@ class TorchBackend(Backend):
         self.messages = Messages(ranks, self._shapes, device)
         self._prepare(self.messages, self._after)
 
+    def _make_leaves(self) -> Leaves:
+        plans = plan_groups(self.routes, self._users.stages, self.mesh)
+        wanted = {plan.axes for plan in plans if plan.axes}
+        gathering = Groups(self.mesh, wanted, self.ranks.meshes, "gathers")
+        return Leaves(plans, gathering.__getitem__, self.mesh, self.ranks.inner)
+
     def graph(self, stage: int | None = None) -> fx.Graph:
         """The program of the first stage that this rank holds, or of any stage."""
         held = self.stages.get(min(self.stages) if stage is None else stage)
@@ -88,13 +107,14 @@ class TorchBackend(Backend):
     def prepare_graph(
         self, graph: fx.Graph, halves: WeightHalves | None = None, is_whole: bool = False
     ) -> TorchGraph:
+        copies = self.leaves.copies(self.routes)
+        how = {"copies": copies, "window": self.leaves.window}
         if not is_whole:
-            return TorchGraph(self, graph, halves=halves)
+            return TorchGraph(self, graph, halves=halves, **how)
         whole = None if self.local_inputs else graph
         outputs = len(self.program.outputs)
-        return TorchGraph(
-            self, graph, late=self._late, outputs=outputs, whole=whole, mesh=self.mesh
-        )
+        how |= {"late": self._late, "outputs": outputs, "whole": whole, "mesh": self.mesh}
+        return TorchGraph(self, graph, **how)
 
     def place_tensor(self, name: str, value: Tensor, type_: TensorType) -> Tensor | None:
         """This rank's piece, if a stage of it reads that."""
@@ -118,26 +138,7 @@ class TorchBackend(Backend):
 
     def collect(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors, from the ranks that hold them to all."""
-        mine = [(name, tuple(value.shape), value.dtype) for name, value in values.items()]
-        everyones: list[Any] = [mine] * self.schedule.ranks
-        if self._line is not None:
-            dist.all_gather_object(everyones, mine, group=self._line)
-        owners: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
-        for place, listed in enumerate(everyones):
-            for name, shape, dtype in listed:
-                owners.setdefault(name, (place, shape, dtype))
-        found = {}
-        for name, (place, shape, dtype) in owners.items():
-            if place == self.ranks.place:
-                value = values[name].detach()
-                whole = value.full_tensor() if isinstance(value, DTensor) else value
-                whole = whole.clone(memory_format=torch.contiguous_format)
-            else:
-                whole = torch.empty(shape, dtype=dtype, device=self.device)
-            if self._line is not None:
-                dist.broadcast(whole, self.ranks.line[place], group=self._line)
-            found[name] = whole
-        return found
+        return collect(values, self.ranks, self._line, self.groups, self.device)
 
     def norm(self, gradients: Mapping[str, Tensor], norm_type: float) -> Tensor:
         """The norm of all stages' gradients; of those in several places the first one counts."""
@@ -166,9 +167,7 @@ class TorchBackend(Backend):
         return one_fails_all_stop(self.world, agreed)
 
     def of(self, program: Program) -> TorchBackend:
-        other = TorchBackend(program, self.local_inputs, self.device)
-        other.leaves = self.leaves
-        return other
+        return TorchBackend(program, self.local_inputs, self.device, self.leaves)
 
     def enter(self, value: Tensor, layout: Layout) -> Tensor:
         """This rank's piece of an input."""
@@ -190,12 +189,14 @@ class TorchBackend(Backend):
         sync, (runner,) = self._follow_leaves(), self.runners
         reached = self.program.learned[self.program.captured.loss_index]
         sync.clear()
+        self.leaves.window.forget()
         sync.start(reached)
         sync.after(-1)
         runner.start()
         while not runner.done:
             runner.advance()
         self._update_buffers()
+        self.leaves.window.forget()
         with torch.no_grad():
             self._wait_for_sums()
             self._give(sync.finish(reached))
@@ -246,16 +247,21 @@ class TorchBackend(Backend):
         if self._sync is None or self._version != self.leaves.version:
             if self._sync is not None:
                 self._sync.close()
-            learned = frozenset().union(*self.program.learned)
-            slots = []
-            for placeholder, name in self.program.captured.parameters.items():
-                leaf = self.leaves.by_name.get(name)
-                if name in learned and leaf is not None and leaf.requires_grad:
-                    size = self.program.type_of(placeholder).local_bytes(self.mesh)
-                    slot = Slot(name, leaf, self.leaves.parameters[name], size)
-                    slots.append((slot, self._users.key(placeholder)))
-            self._sync, self._version = GradientSync(slots, self._sums), self.leaves.version
+            keys = {route: self._users.key(route) for route in self.routes.values()}
+            slots = [
+                (slot_of(route, key, self.leaves, self.mesh, self.ranks.inner), key)
+                for route, key in keys.items()
+                if self._learns(route)
+            ]
+            cut_bytes = max(FIRST_BUCKET_BYTES, self.leaves.window.most * 5 // 4)
+            self._sync = GradientSync(slots, self._sums, cut_bytes)
+            self._version = self.leaves.version
         return self._sync
+
+    def _learns(self, route: Route) -> bool:
+        leaf = self.leaves.by_name.get(route.name)
+        is_learned = any(route.name in names for names in self.program.learned)
+        return is_learned and leaf is not None and leaf.requires_grad
 
     def _shapes(self, key: MessageKey) -> list[Shape]:
         """What a message to one of this rank's stages holds."""
@@ -304,9 +310,13 @@ class TorchBackend(Backend):
 
     def call(self, kept: Mapping[str, Tensor], inputs: Batch) -> list[Tensor]:
         """This rank's outputs, a cut one as DTensor."""
+        window = self.leaves.window
+        window.forget()
         outputs = self.whole.forward(kept, inputs)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and any(output.requires_grad for output in outputs):
             outputs = self._watch_backward(outputs)
+        else:
+            window.forget()
         self._works += [late.start() for late in self._late]
         self._late.clear()
         self._wait_for_sums()
@@ -345,6 +355,10 @@ class TorchBackend(Backend):
                 got="a backward pass with create_graph=True",
                 remedy='backend="virtual", or a penalty that is part of forward',
             )
+        window = self.leaves.window
+        window.bring_lasting()
+        if not self._pending:
+            call_after_backward(window.forget)
         if not will_reach(self._anchor):
             asked = [slot.name for slot in self._sync.slots if will_reach(slot.parameter)]
             if asked:

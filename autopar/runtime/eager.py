@@ -17,9 +17,10 @@ from torch import Tensor, fx
 from autopar._torch import python_call
 from autopar.collectives.eager import EAGER, LateSum, sum_later
 from autopar.mesh import Mesh
-from autopar.passes import LocalSetting, quicken
+from autopar.passes import Copies, LocalSetting, quicken
 from autopar.passes.flow import part_of
 from autopar.pipeline.weight_halves import WeightHalves
+from autopar.runtime.copies import Window
 from autopar.strategies.node_info import info
 
 
@@ -41,6 +42,8 @@ def compile_graph(
     whole: fx.Graph | None = None,
     mesh: Mesh | None = None,
     halves: WeightHalves | None = None,
+    copies: Copies | None = None,
+    window: Window | None = None,
 ) -> Eager:
     """`graph`, the program of one rank, as a function.
 
@@ -48,6 +51,7 @@ def compile_graph(
     to what stands in `late`. Given `whole`, the program of all ranks of a mesh, the caller has
     whole inputs.
     Given `halves`, backward is split, and they record what is put off.
+    Given `copies` of parameters, the program reads them, and they come and go through `window`.
     """
 
     def sum_for_caller(x: Tensor, group: str, pending: bool) -> Tensor:
@@ -56,10 +60,14 @@ def compile_graph(
 
     quick = part_of(graph, graph.nodes)
     returned = 0 if late is None else outputs
-    quicken(quick, LocalSetting(whole, mesh, returned, is_split=halves is not None))
+    is_split, copies = halves is not None, copies or Copies()
+    quicken(quick, LocalSetting(whole, mesh, returned, is_split, copies))
+    coming = {} if window is None else window.calls
     origins = [info(node).origin for node in quick.nodes if node.op == "placeholder"]
     for node in quick.nodes:
-        if node.target is sum_later:
+        if node.target in coming:
+            node.target = coming[node.target]
+        elif node.target is sum_later:
             node.target = sum_for_caller
         elif node.target in EAGER:
             node.target = EAGER[node.target]

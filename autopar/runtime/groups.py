@@ -23,7 +23,13 @@ from autopar.runtime.world import new_group, require_living, world
 class Groups:
     """The process groups of this rank; the members of a group make it together."""
 
-    def __init__(self, mesh: Mesh, wanted: Iterable[Axes], copies: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        wanted: Iterable[Axes],
+        copies: Sequence[Sequence[int]],
+        purpose: str = "",
+    ) -> None:
         """`copies`: for each mesh like this one, the global ranks at its places.
 
         torch names a group after the groups that a rank has seen before. So if the copies hold all
@@ -37,7 +43,7 @@ class Groups:
             for ranks, places in itertools.product(copies, mesh.groups(axes)):
                 members = [ranks[place] for place in places]
                 if together or here.rank in members:
-                    group = here.group_of(members, together)
+                    group = here.group_of(members, together, purpose)
                     if group is not None:
                         self._groups[axes] = group
 

@@ -1,37 +1,174 @@
-"""Leaves: the local tensors of a rank's parameters, on which autograd works."""
+"""Leaves: what a rank's program reads of its parameters, and what autograd works on.
+
+A leaf lies in the memory of its parameter where that is what readers want; else it is a copy, whose
+memory comes and goes with its group (copies.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar._torch import local_of
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.passes import Copies
+from autopar.passes.localize import Axes
+from autopar.runtime.copies import Group, Window
+from autopar.runtime.packing import Packing, Pieces
+from autopar.runtime.routes import Route, groups_of, in_order
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Parameters whose copies come together, from one layout of each to another."""
+
+    routes: tuple[Route, ...]
+    is_last: bool  # of the ways of a parameter: these copies are leaves
+    lasts: bool  # to the end of a step
+    axes: Axes
+
+    def way(self, route: Route) -> tuple[Layout, Layout]:
+        """From the finer layout to the coarser one."""
+        return route.copied[-1 if self.is_last else 0]
+
+
+def plan_groups(
+    routes: Mapping[str, Route], stages: Callable[[str], tuple[int, ...]], mesh: Mesh
+) -> list[GroupPlan]:
+    """The groups of all ranks. One lies on the ranks of certain stages, and all see the same."""
+    found: list[GroupPlan] = []
+    kinds: dict[tuple[bool, bool, Axes, torch.dtype], list[Route]] = {}
+    for route in routes.values():
+        for number, (fine, coarse) in enumerate(route.copied):
+            axes = in_order(set(fine.axes) - set(coarse.axes), mesh)
+            is_last, lasts = number == len(route.copied) - 1, coarse == route.places.storage
+            kinds.setdefault((is_last, lasts, axes, route.dtype), []).append(route)
+    for (is_last, lasts, axes, _), those in kinds.items():
+
+        def size(route: Route, last: bool = is_last) -> int:
+            _, coarse = route.copied[-1 if last else 0]
+            shape = coarse.largest_shape(route.shape, mesh)
+            return torch.Size(shape).numel() * route.dtype.itemsize
+
+        for group in groups_of(those, size):
+            by_stages: dict[tuple[int, ...], list[Route]] = {}
+            for route in group:
+                by_stages.setdefault(stages(route.name), []).append(route)
+            found += [GroupPlan(tuple(own), is_last, lasts, axes) for own in by_stages.values()]
+    return found
 
 
 class Leaves:
-    """One leaf for each parameter that lies here, in the memory of its local tensor.
+    """One leaf for each parameter that lies here.
 
     A leaf stays the same as long as its parameter does: a backward that is under way reaches it.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        plans: Sequence[GroupPlan] = (),
+        group_over: Callable[[Axes], dist.ProcessGroup] | None = None,
+        mesh: Mesh | None = None,
+        rank: int = 0,
+    ) -> None:
+        """For `rank` of `mesh`; `group_over` some axes are the ranks that gather."""
         self.parameters: dict[str, nn.Parameter] = {}
         self.version = 0  # grows when parameters are replaced, frozen or unfrozen
         self.by_name: dict[str, Tensor] = {}
+        self._plans, self._group_over, self._mesh, self._rank = plans, group_over, mesh, rank
+        self._copied = {route.name for plan in plans for route in plan.routes}
+        self._between: dict[str, Tensor] = {}  # copies that others are made of
+        self.window = Window()
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
         """Take what the module holds now."""
         self.version += 1
+        replaced = set()
         for name, parameter in tensors.items():
             if not isinstance(parameter, nn.Parameter):
                 continue
-            local = local_of(parameter)
-            with torch.no_grad():
-                if self.parameters.get(name) is parameter:
-                    self.by_name[name].data = local
-                else:
-                    self.by_name[name] = local.detach()
-            self.by_name[name].requires_grad_(parameter.requires_grad)
+            if self.parameters.get(name) is not parameter:
+                replaced.add(name)
             self.parameters[name] = parameter
+            if name not in self._copied:
+                local = local_of(parameter)
+                with torch.no_grad():
+                    if name in replaced:
+                        self.by_name[name] = local.detach()
+                    else:
+                        self.by_name[name].data = local
+        if self._plans:
+            self._make_groups(replaced)
+        for name, leaf in self.by_name.items():
+            leaf.requires_grad_(self.parameters[name].requires_grad)
+
+    def copies(self, routes: Mapping[str, Route]) -> Copies:
+        """What a program with these routes is told of them."""
+        groups = {
+            route.name: number
+            for number, plan in enumerate(self._plans)
+            for route in plan.routes
+            if plan.is_last
+        }
+        lasting = frozenset(number for number, plan in enumerate(self._plans) if plan.lasts)
+        return Copies({r.name: r.gathers for r in routes.values() if r.gathers}, groups, lasting)
+
+    def _make_groups(self, replaced: set[str]) -> None:
+        """Groups of what is there now; one stays the same if all its tensors do."""
+        made: list[Group | None] = [None] * len(self._plans)
+        holder: dict[str, Group] = {}  # of the copies that others are made of
+        for number, plan in sorted(enumerate(self._plans), key=lambda one: one[1].is_last):
+            names = [route.name for route in plan.routes]
+            if self.parameters.keys() >= {*names}:
+                group = made[number] = self._group(number, plan, replaced, holder)
+                if not plan.is_last:
+                    holder |= dict.fromkeys(names, group)
+        self.window.take(made)
+
+    def _group(
+        self, number: int, plan: GroupPlan, replaced: set[str], holder: Mapping[str, Group]
+    ) -> Group:
+        names = [route.name for route in plan.routes]
+        parameters: list[Tensor] = [self.parameters[name] for name in names]
+        targets = [self._target(plan, route, route.name in replaced) for route in plan.routes]
+        is_second = plan.is_last and not plan.lasts
+        sources = [
+            self._between[name] if is_second and name in holder else local_of(parameter)
+            for name, parameter in zip(names, parameters)
+        ]
+        old = self.window.groups[number] if self.window.groups else None
+        if old is not None:
+            tensors = zip([*old.sources, *old.targets], [*sources, *targets])
+            if all(one is other for one, other in tensors):
+                return old
+            old.forget()
+        over = self._group_over(plan.axes) if plan.axes and self._group_over else None
+        needs = tuple(dict.fromkeys(holder[name] for name in names if name in holder))
+        packing = self._packing(plan)
+        return Group(number, packing, over, parameters, sources, targets, plan.lasts, needs)
+
+    def _target(self, plan: GroupPlan, route: Route, is_new: bool) -> Tensor:
+        """The copy of a parameter, without memory until its group comes."""
+        held = self.by_name if plan.is_last else self._between
+        if is_new or route.name not in held:
+            assert self._mesh is not None
+            _, coarse = plan.way(route)
+            shape = coarse.local_shape(route.shape, self._mesh, self._rank)
+            device = local_of(self.parameters[route.name]).device
+            held[route.name] = torch.empty(shape, dtype=route.dtype, device=device)
+            held[route.name].untyped_storage().resize_(0)
+        return held[route.name]
+
+    def _packing(self, plan: GroupPlan) -> Packing:
+        assert self._mesh is not None
+        pieces = [
+            Pieces.between(coarse, fine, route.shape, self._mesh, self._rank, plan.axes)
+            for route in plan.routes
+            for fine, coarse in [plan.way(route)]
+        ]
+        return Packing(pieces)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -54,7 +55,7 @@ class ParallelModule(nn.Module):
         self.program, self.plan, self.backend, self._check = program, plan, backend, check
         captured = program.captured
         types = {
-            name: program.type_of(placeholder)
+            name: replace(program.type_of(placeholder), layout=program.kept_layout(placeholder))
             for placeholder, name in (captured.parameters | captured.buffers).items()
         }
         values = values or Values(model)

@@ -32,7 +32,7 @@ def norm_over_world(
     place of a pipeline only.
     """
     axes_of = {
-        name: program.type_of(placeholder).layout.axes
+        name: program.kept_layout(placeholder).axes
         for placeholder, name in program.captured.parameters.items()
     }
     counted = [

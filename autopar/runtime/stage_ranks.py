@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from autopar.layout import Layout
+from autopar.mesh import Mesh
 from autopar.passes.localize import Axes
-from autopar.pipeline.synchronization import last_backwards
+from autopar.pipeline.schedule import Schedule
 from autopar.plan.program import Program
-from autopar.runtime.buckets import Summed
+from autopar.runtime.buckets import Slot, Summed
 from autopar.runtime.groups import Groups
+from autopar.runtime.leaves import Leaves
+from autopar.runtime.packing import Pieces
+from autopar.runtime.routes import Route, in_order
 from autopar.runtime.world import world
-from autopar.strategies.node_info import info
 
-SumKey = tuple[
-    tuple[int, ...], Axes
-]  # the stages that read a parameter; the axes of its sum inside
+
+@dataclass(frozen=True)
+class SumKey:
+    """What parameters have in common whose gradients are summed over the same ranks."""
+
+    stages: tuple[int, ...]  # that read them
+    each: Axes  # over which the gradient of a micro-batch is summed and cut
+    last: Axes  # over which what has added up is summed and cut
+    whole: Axes  # over which the rest is summed
 
 
 class StageRanks:
@@ -68,35 +80,66 @@ class Users:
         """What nobody reads lies with the first stage."""
         return tuple(self._stages.get(name, (0,)))
 
-    def key(self, placeholder: str) -> SumKey:
+    def key(self, route: Route) -> SumKey:
         """What a parameter has in common with those that are summed over the same ranks."""
-        name = self._program.captured.parameters[placeholder]
-        return self.stages(name), info(self._program.placeholders[placeholder]).sync
+        mesh, kept = self._program.mesh, {*route.places.optimizer.axes}
+        each = {*route.summed.axes} - {*route.leaf.axes}
+        last = kept - {*route.summed.axes}
+        whole = {*route.pending} - kept
+        ways = (in_order(axes, mesh) for axes in (each, last, whole))
+        return SumKey(self.stages(route.name), *ways)
+
+
+def slot_of(route: Route, key: SumKey, leaves: Leaves, mesh: Mesh, rank: int) -> Slot:
+    """How the gradient of a parameter that lies here goes back to where it is kept."""
+
+    def pieces(coarse: Layout, fine: Layout, axes: Axes) -> Pieces | None:
+        return Pieces.between(coarse, fine, route.shape, mesh, rank, axes) if axes else None
+
+    return Slot(
+        route.name,
+        leaves.by_name[route.name],
+        leaves.parameters[route.name],
+        math.prod(route.leaf.largest_shape(route.shape, mesh)) * route.dtype.itemsize,
+        pieces(route.leaf, route.summed, key.each),
+        pieces(route.summed, route.places.optimizer, key.last),
+    )
 
 
 def gradient_sums(
-    program: Program, users: Users, ranks: StageRanks, groups: Groups
+    program: Program, users: Users, ranks: StageRanks, routes: Mapping[str, Route], groups: Groups
 ) -> dict[SumKey, Summed]:
     """The sums that this rank has a part in.
 
     Ranks of several places may complete theirs in different orders, so these share no group.
     """
-    schedule, place = program.schedule, ranks.place
-    last, order = last_backwards(schedule)[place], schedule.orders[place]
-    local = schedule.local_stages(place)
-    learned = frozenset().union(*program.learned)
-    parameters = [key for key, name in program.captured.parameters.items() if name in learned]
-    sums, keys = {}, dict.fromkeys(map(users.key, parameters))
-    for number, (stages, axes) in enumerate(keys):
-        places = ranks.of(stages)
+    place, learned = ranks.place, frozenset().union(*program.learned)
+    keys = dict.fromkeys(users.key(route) for route in routes.values() if route.name in learned)
+    wanted = {axes for key in keys for axes in (key.each, key.last) if axes}
+    scattering = Groups(program.mesh, wanted, ranks.meshes, "gradients")
+    sums = {}
+    for number, key in enumerate(keys):
+        places = ranks.of(key.stages)
         if len(places) > 1:
-            group = ranks.group(places, axes, f"gradients {number}")
+            group = ranks.group(places, key.whole, f"gradients {number}")
         else:
-            group = groups[axes] if axes else None
-        if group is not None and place in places:
-            ready = max(last.get(pair, -1) for pair in local if pair[1] in stages)
-            is_one = ready >= 0 and len(order[ready].microbatches) == 1
-            sums[stages, axes] = Summed(
-                group, ready, is_one and schedule.split_stages.isdisjoint(stages)
+            group = groups[key.whole] if key.whole else None
+        if place in places and (group or key.each or key.last):
+            sums[key] = Summed(
+                group,
+                scattering[key.each] if key.each else None,
+                scattering[key.last] if key.last else None,
+                _ends(program.schedule, place, key.stages),
             )
     return sums
+
+
+def _ends(schedule: Schedule, place: int, stages: Sequence[int]) -> dict[int, bool]:
+    """The actions after which gradients of some stages are complete, as far as they go; and
+    whether each is one backward pass, which makes each gradient once."""
+    is_split = not schedule.split_stages.isdisjoint(stages)
+    return {
+        at: len(one.microbatches) == 1 and not is_split
+        for at, one in enumerate(schedule.orders[place])
+        if one.kind in ("B", "W") and one.stage in stages
+    }

@@ -1,0 +1,62 @@
+"""Collecting: whole tensors on all ranks, from the pieces that some of them hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autopar._torch import local_of
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.runtime.groups import Groups
+from autopar.runtime.stage_ranks import StageRanks
+
+
+def collect(
+    values: Mapping[str, Tensor],
+    ranks: StageRanks,
+    line: dist.ProcessGroup | None,
+    groups: Groups,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """What the ranks of all places hold, by name; `line` joins the places."""
+    mine = [(name, tuple(value.shape), value.dtype) for name, value in values.items()]
+    everyones: list[Any] = [mine] * ranks.schedule.ranks
+    if line is not None:
+        dist.all_gather_object(everyones, mine, group=line)
+    owners: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
+    for place, listed in enumerate(everyones):
+        for name, shape, dtype in listed:
+            owners.setdefault(name, (place, shape, dtype))
+    found = {}
+    for name, (place, shape, dtype) in owners.items():
+        if place == ranks.place:
+            whole = _whole(values[name].detach(), ranks.inner, groups)
+            whole = whole.clone(memory_format=torch.contiguous_format)
+        else:
+            whole = torch.empty(shape, dtype=dtype, device=device)
+        if line is not None:
+            dist.broadcast(whole, ranks.line[place], group=line)
+        found[name] = whole
+    return found
+
+
+def _whole(value: Tensor, rank: int, groups: Groups) -> Tensor:
+    """A DTensor's data on all ranks of its mesh, dim by dim, the innermost cut first."""
+    local = local_of(value)
+    if not isinstance(value, DTensor):
+        return local
+    mesh = Mesh.from_device_mesh(value.device_mesh)
+    layout = Layout.from_placements(value.placements, mesh, value.ndim)
+    for dim, axes in enumerate(layout.dims):
+        for count in reversed(range(len(axes))):
+            axis, layout = axes[count], layout.with_dim(dim, axes[:count])
+            size = layout.local_shape(value.shape, mesh, rank)[dim]
+            place = groups.name((axis,)), mesh[axis], mesh.position(rank, (axis,))
+            local = torch.ops.autopar.all_gather(local, dim, size, *place, False)
+    return local

@@ -1,0 +1,243 @@
+"""Copies: parameters as readers want them, gathered in groups before their use, and let go after.
+
+A copy is a tensor that stays the same from step to step; its memory comes and goes. A group is
+gathered at once: the pieces that its ranks keep go to one flat buffer, and from there to their
+places. While one group is read the next one is on its way, so that two are here at a time; those
+that last stay to the end of the step. In backward the readers of a group say when it is wanted
+again. A program asks in one order on all ranks, so collectives come in one order.
+
+What torch keeps for backward is the copy itself: its memory is written through `.data`, which torch
+does not count as a change, and holds the same values when backward comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar._torch import all_gather_single, copy_each, moves_on_host, wait_for
+from autopar.collectives.operators import movable
+from autopar.errors import InvalidInput
+from autopar.passes.gathers import NONE, have_copies, leave_copies, watch_readers
+from autopar.runtime.packing import Packing
+
+AT_A_TIME = 2  # groups: the one that is read, and the next
+
+
+@dataclass(eq=False)
+class Group:
+    """Copies that come together."""
+
+    number: int
+    packing: Packing
+    process_group: dist.ProcessGroup | None  # None: every rank has all the pieces
+    parameters: list[Tensor]
+    sources: list[Tensor]  # this rank's pieces
+    targets: list[Tensor]  # the copies
+    lasts: bool  # to the end of a step
+    needs: Sequence[Group] = ()  # those that hold its sources
+    is_here: bool = False
+    _work: dist.Work | None = None
+    _flat: Tensor | None = None
+    _pieces: list[Tensor] = field(default_factory=list)  # of the copies, once they have memory
+    _age: int | None = None  # of the parameters, since `forget`
+
+    @property
+    def bytes(self) -> int:
+        return sum(target.nbytes for target in self.targets)
+
+    @property
+    def is_coming(self) -> bool:
+        return self._work is not None
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the buffer is the copy."""
+        (source, *_), (target, *_) = self.sources, self.targets
+        return self.packing.is_in_place and source.dtype == target.dtype
+
+    def start(self) -> None:
+        """Send for the pieces of the other ranks."""
+        self._require_unchanged()
+        if self.process_group is None or self.is_coming:
+            return
+        dtype, device = self.targets[0].dtype, self.targets[0].device
+        on_host = device.type == "cuda" and moves_on_host(self.process_group)
+        if self.is_direct and not on_host:
+            self._grow()
+            part, flat = self.sources[0].view(-1), self.targets[0].data.view(-1)
+        else:
+            where: dict[str, Any] = {"dtype": dtype, "device": "cpu" if on_host else device}
+            part = torch.empty(self.packing.length, **where)
+            copy_each(self.packing.own(part), self.sources)
+            flat = torch.empty(self.packing.numel, **where)
+        self._flat = flat
+        self._work = all_gather_single(
+            movable(flat), movable(part), group=self.process_group, async_op=True
+        )
+
+    def finish(self) -> None:
+        """Wait for them, and put them in their places."""
+        if self._work is not None:
+            wait_for(self._work)
+        flat, self._work, self._flat = self._flat, None, None
+        is_filled = flat is not None and flat.data_ptr() == self.targets[0].data_ptr()
+        if not is_filled:
+            self._grow()
+            if flat is None:
+                copy_each([target.data for target in self.targets], self.sources)
+            else:
+                self._pieces = self._pieces or self.packing.of([t.data for t in self.targets])
+                copy_each(self._pieces, self.packing.inside(flat))
+        self.is_here = True
+
+    def let_go(self) -> None:
+        """Give the memory back."""
+        if self._work is not None:
+            wait_for(self._work)  # it writes there
+        self._work, self._flat, self.is_here = None, None, False
+        for target in self.targets:
+            target.untyped_storage().resize_(0)
+
+    def forget(self) -> None:
+        """Another pass begins, with parameters as they are then."""
+        self.let_go()
+        self._age = None
+
+    def _grow(self) -> None:
+        for target in self.targets:
+            target.untyped_storage().resize_(target.nbytes)
+
+    def _require_unchanged(self) -> None:
+        age = sum(parameter._version for parameter in self.parameters)
+        if self._age is not None and self._age != age:
+            raise InvalidInput(
+                "parameters stay as they are from forward to the end of its backward",
+                got="a parameter that was changed in between, by an optimizer perhaps",
+                remedy="call backward before optimizer.step(), or forward after it",
+            )
+        self._age = age
+
+
+class Window:
+    """The groups of one rank, of which few are here at a time."""
+
+    def __init__(self, groups: Sequence[Group | None] = ()) -> None:
+        """By number; None of those whose parameters other ranks hold."""
+        self.groups: list[Group | None] = []
+        # By number, those that are here or coming; that which was wanted last at the end. After
+        # parameters were replaced, one may be that of a backward from before.
+        self._here: dict[int, Group] = {}
+        self._read: set[Group] = set()  # in a forward that is under way
+        self._wanted: set[Group] = set()  # in backward
+        self.most = 0  # bytes of a group that does not last
+        self.take(groups)
+
+    def take(self, groups: Sequence[Group | None]) -> None:
+        """Have these groups from now on, of which some were there before."""
+        self.groups = list(groups)
+        most = [group.bytes for group in self.groups if group is not None and not group.lasts]
+        self.most = max(most, default=0)
+
+    @property
+    def calls(self) -> dict[Any, Callable[..., None]]:
+        """What a program's calls do."""
+        return {have_copies: self.have, leave_copies: self.leave, watch_readers: self.watch}
+
+    def have(self, number: int, following: int) -> None:
+        """A forward is about to read a group; the other one comes after it."""
+        group = self._of(number)
+        self._read.add(group)
+        self._wanted.clear()
+        self._bring(group)
+        if following != NONE:
+            self._start(self._of(following))
+
+    def leave(self, number: int) -> None:
+        """Forward has read a group for the last time."""
+        self._read.discard(self._of(number))
+
+    def watch(self, made: Any, numbers: tuple[int, ...], following: int) -> None:
+        """Have groups here when the backward of what was made of them begins."""
+        nodes = {tensor.grad_fn for tensor in made} if isinstance(made, tuple | list) else None
+        for node in {made.grad_fn} if nodes is None else nodes:
+            if node is not None:
+                groups = tuple(map(self._of, numbers))
+                after = self._of(following) if following != NONE else None
+                node.register_prehook(partial(self._want, groups, after))
+
+    def bring_lasting(self) -> None:
+        """Have all groups here that last."""
+        for group in self.groups:
+            if group is not None and group.lasts:
+                self._bring(group)
+
+    def forget(self) -> None:
+        """Let go of everything: a pass has ended, or another begins."""
+        for group in [*self._here.values(), *self.groups]:
+            if group is not None:
+                group.forget()
+        self._here.clear()
+        self._read.clear()
+        self._wanted.clear()
+
+    def _want(self, groups: tuple[Group, ...], following: Group | None, _: Any) -> None:
+        self._wanted = {*groups}
+        for group in groups:
+            self._bring(group)
+        if following is not None:
+            self._start(following)
+
+    def _of(self, number: int) -> Group:
+        group = self.groups[number]
+        assert group is not None
+        return group
+
+    def _start(self, group: Group) -> None:
+        other = self._here.get(group.number)
+        if other is not None and other is not group:
+            self._let_go(other)
+        if group.is_here or group.is_coming:
+            return
+        with torch.no_grad():
+            for needed in group.needs:
+                self._bring(needed)
+            if not group.lasts:
+                self._make_room(group, lambda: len(self._passing) >= AT_A_TIME)
+            group.start()
+        self._here[group.number] = group
+
+    def _bring(self, group: Group) -> None:
+        if not group.is_here:
+            self._start(group)
+            more = 0 if group.is_direct else group.bytes  # beside its buffer
+            if not group.lasts:
+                self._make_room(group, lambda: self._bytes + more > AT_A_TIME * self.most)
+            with torch.no_grad():
+                group.finish()
+        self._here[group.number] = self._here.pop(group.number, group)
+
+    @property
+    def _passing(self) -> list[Group]:
+        return [group for group in self._here.values() if not group.lasts]
+
+    @property
+    def _bytes(self) -> int:
+        return sum(group.bytes for group in self._passing)
+
+    def _make_room(self, wanted: Group, is_full: Callable[[], bool]) -> None:
+        """Let go of groups that nobody reads, the one whose last use is the longest ago first."""
+        kept = {wanted, *self._read, *self._wanted}
+        for group in self._passing:
+            if is_full() and group.is_here and group not in kept:
+                self._let_go(group)
+
+    def _let_go(self, group: Group) -> None:
+        group.let_go()
+        del self._here[group.number]

@@ -1,0 +1,261 @@
+"""Parameters that are kept in pieces: what processes compute, hold and send with them."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import autopar as ap
+from autopar.runtime import buckets, copies
+from autopar.runtime.copies import Window
+from tests import models
+from tests.annotations import megatron
+from tests.distributed.checks import assert_close
+from tests.held import held_by, local_bytes, pieces_of
+from tests.models import Case
+from tests.parity import assert_equal, parallel_outcome, single_outcome
+from tests.runtime.acts import DONE, assert_done, tree
+
+
+def run_all(say: Callable[[Any], None], ranks: int) -> None:
+    """Every check of so many ranks; each says its name when it has passed."""
+    warnings.simplefilter("ignore")
+    for check in CHECKS[ranks]:
+        check(lambda case: None, ranks)
+        say(check.__name__)
+
+
+NAMED = ("zero1", "zero2", "zero3")
+STEP = ap.States("all", "all", "all", lifetime="step")
+
+
+def parity(case: Case, states: Any, **options: Any) -> ap.ParallelModule:
+    """On the processes, as on one device."""
+    options = {"mode": "propagate", "states": states, **options}
+    module = ap.parallelize(case.model, case.args, case.kwargs, **options)
+    assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()))
+    return module
+
+
+def trains_like_one_device(say: Callable[[Any], None], ranks: int) -> None:
+    """Uneven pieces, small and large parts, with and without micro-batches."""
+    mesh = ap.Mesh(dp=ranks)
+    for states in (*NAMED, STEP):
+        parity(models.mlp(hidden=10, layers=4), states, mesh=mesh)
+        parity(models.gpt(layers=2), states, mesh=mesh, microbatches=2)
+        say(str(states))
+
+
+def trains_in_parts(say: Callable[[Any], None], ranks: int) -> None:
+    """Over some of the data axes, and beside tensor parallelism."""
+    case = models.gpt(layers=1)
+    for mesh, factors in (
+        (ap.Mesh(dp=4), (1, 1, 2)),
+        (ap.Mesh(a=2, b=2), (2, 2, 2)),
+        (ap.Mesh(dp=4), (2, 4, 4)),
+        (ap.Mesh(a=2, b=2), (2, 2, 4)),
+        (ap.Mesh(dp=4), (1, 2, 4)),
+    ):
+        parity(case, ap.States(*factors), mesh=mesh, microbatches=2)
+        say(str(factors))
+    for states in ("zero1", "zero3"):
+        parity(megatron(models.gpt(layers=1)), states, mesh=ap.Mesh(dp=2, tp=2))
+        say(f"tp {states}")
+
+
+def trains_in_pipelines(say: Callable[[Any], None], ranks: int) -> None:
+    for schedule, microbatches, settings in (
+        ("1f1b", 2, ("zero3",)),
+        ("zb-h1", 2, ("zero2", "zero3")),
+        ("zb-v", 4, ("zero1", "zero3")),
+        ("chimera", 2, NAMED),
+    ):
+        for states in settings:
+            case = models.gpt(layers=4 if schedule == "zb-v" else 2)
+            options = {"schedule": schedule, "microbatches": microbatches}
+            parity(case, states, mesh=ap.Mesh(pp=2, dp=2), **options)
+            say(f"{schedule} {states}")
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, list[int]]]:
+    """The elements that this rank's parameters and gradients move, by kind of collective."""
+    found: dict[str, list[int]] = {"gather": [], "scatter": [], "reduce": []}
+
+    def counting(kind: str, function: Callable[..., Any], of: int) -> Callable[..., Any]:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            found[kind].append(args[of].numel())
+            return function(*args, **kwargs)
+
+        return count
+
+    with (
+        patch.object(copies, "all_gather_single", counting("gather", copies.all_gather_single, 0)),
+        patch.object(
+            buckets, "reduce_scatter_single", counting("scatter", buckets.reduce_scatter_single, 1)
+        ),
+        patch.object(dist, "all_reduce", counting("reduce", dist.all_reduce, 0)),
+    ):
+        yield found
+
+
+def moves_no_more_than_it_must(say: Callable[[Any], None], ranks: int) -> None:
+    """Of Ψ elements at most 2Ψ, 2Ψ, 3Ψ, in no more collectives than other frameworks make."""
+    case = models.gpt(layers=4)
+    size = sum(p.numel() for p in case.model.parameters())
+    for states in (*NAMED, STEP):
+        for count in (1, 2):
+            options = {"mesh": ap.Mesh(dp=ranks), "mode": "propagate", "microbatches": count}
+            module = ap.parallelize(case.model, case.args, states=states, **options)
+            with counted() as found:
+                module.step(*case.args)
+            passes = count if states == "zero3" else 1
+            assert len(found["gather"]) <= (9 * passes if states == "zero3" else 5)
+            assert size <= sum(found["gather"]) <= (2 * passes if states == "zero3" else 1) * size
+            backwards = 1 if states == "zero1" else count
+            assert len(found["scatter"]) <= 5 * backwards
+            assert sum(found["scatter"]) == backwards * size
+            assert all(numel == 1 for numel in found["reduce"]), "losses alone"
+        say(str(states))
+
+
+def follows_its_tree(say: Callable[[Any], None], ranks: int) -> None:
+    """What a user does to parameters that are kept in pieces, as on the model."""
+    case = tree()
+    for states in ("zero1", "zero3"):
+        options = {"mesh": ap.Mesh(d=1, e=ranks), "microbatches": 2, "states": states}
+        plan = ap.plan(case.model, case.args, mode="propagate", **options)
+        for act in DONE:
+            assert_done(ap.parallelize(case.model, case.args, plan=plan), act)
+        say(states)
+
+
+def is_called(say: Callable[[Any], None], ranks: int) -> None:
+    """Directly: in any order of forward and backward, for inputs alone, without gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))).double()
+    x = torch.randn(8, 8).double().requires_grad_()
+    single = copy.deepcopy(model)
+    outputs = [single(x).square().mean() for _ in range(2)]
+    (of_x,) = torch.autograd.grad(outputs[0], x, retain_graph=True)
+    (outputs[0] + 5 * outputs[1]).backward(inputs=list(single.parameters()))
+    expected = {name: p.grad for name, p in single.named_parameters()}
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.model(x).square().mean()
+
+    for states in (*NAMED, STEP):
+        module = ap.parallelize(
+            Loss(), (x,), mesh=ap.Mesh(dp=ranks), mode="propagate", states=states
+        )
+        with torch.no_grad():
+            assert_close(module(x), outputs[0].detach())
+        assert not any(leaf.untyped_storage().nbytes() for leaf in copies_of(module))
+        first, second = module(x), module(x)
+        assert_close(torch.autograd.grad(first, x, retain_graph=True)[0], of_x)
+        first.backward(retain_graph=True)
+        (2 * second).backward(retain_graph=True)
+        (3 * second).backward()
+        assert not any(leaf.untyped_storage().nbytes() for leaf in copies_of(module))
+        found = module.full_grads()
+        assert_close({name.removeprefix("model."): g for name, g in found.items()}, expected)
+        loss = module(x)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(2)
+        if states == "zero3":
+            with pytest.raises(ap.InvalidInput, match="from forward to the end of its backward"):
+                loss.backward()
+        module.zero_grad()
+        module(x).backward()
+        say(str(states))
+
+
+def copies_of(module: ap.ParallelModule) -> list[Tensor]:
+    """The tensors that parameters are gathered to."""
+    window = module.backend.leaves.window
+    return [one for group in window.groups if group is not None for one in group.targets]
+
+
+def goes_on_after_an_error(say: Callable[[Any], None], ranks: int) -> None:
+    """Of a backward that breaks off on all ranks nothing stays."""
+    case = models.mlp(layers=4)
+    x, target = case.args
+    x = x.clone().requires_grad_()
+    for states in ("zero1", "zero3"):
+        options = {"mesh": ap.Mesh(dp=ranks), "mode": "propagate", "states": states}
+        module = ap.parallelize(case.model, (x, target), **options)
+
+        def breaks(grad: Tensor) -> None:
+            raise ZeroDivisionError("deliberate")
+
+        hook = x.register_hook(breaks)
+        with pytest.raises(ZeroDivisionError, match="deliberate"):
+            module(x, target).backward()
+        hook.remove()
+        assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()))
+        say(states)
+
+
+def most_gathered(module: ap.ParallelModule, case: Case) -> int:
+    """Bytes of copies that are in memory at a time in a step."""
+    seen, bring = [], Window._bring
+
+    def look(self: Window, group: Any) -> None:
+        bring(self, group)
+        seen.append(sum(one.untyped_storage().nbytes() for one in copies_of(module)))
+
+    with patch.object(Window, "_bring", look):
+        module.step(*case.args)
+    return max(seen)
+
+
+def holds_pieces_alone(say: Callable[[Any], None], ranks: int) -> None:
+    """Between steps nothing but pieces; in a step two groups of gathered parameters at most."""
+    case = models.gpt(layers=4)
+    for states in NAMED:
+        module = parity(case, states, mesh=ap.Mesh(dp=ranks), microbatches=2)
+        optimizer = torch.optim.AdamW(module.parameters())
+        module.zero_grad()
+        most = most_gathered(module, case)
+        optimizer.step()
+        assert not any(one.untyped_storage().nbytes() for one in copies_of(module))
+        size = sum(parameter.nbytes for parameter in case.model.parameters())
+        pieces = sum(pieces_of(module, dist.get_rank()).values())
+        assert local_bytes(module.parameters()) == held_by(module.parameters()) == pieces
+        assert size <= ranks * pieces < 1.1 * size
+        grads = [parameter.grad for parameter in module.parameters()]
+        assert local_bytes(grads) == pieces
+        assert held_by(grads) == (pieces if states != "zero1" else ranks * pieces)
+        if states == "zero3":
+            assert most <= 2 * module.backend.leaves.window.most < size
+        else:
+            assert most == size
+        say(states)
+
+
+CHECKS = {
+    2: (
+        trains_like_one_device,
+        moves_no_more_than_it_must,
+        follows_its_tree,
+        is_called,
+        goes_on_after_an_error,
+        holds_pieces_alone,
+    ),
+    4: (trains_in_parts, trains_in_pipelines),
+}
