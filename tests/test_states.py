@@ -1,5 +1,7 @@
 """States: parameters, gradients and what an optimizer keeps, cut over replicas; the laws hold."""
 
+from itertools import pairwise
+
 import pytest
 
 import autopar as ap
@@ -7,6 +9,7 @@ from tests import models
 from tests.annotations import megatron
 from tests.parity import assert_parity
 from tests.pipeline.models import share_captures  # noqa: F401
+from tests.toy import EVEN, machines
 
 PARTIAL = [ap.States(1, 1, 2), ap.States(1, 2, 4), ap.States(2, 4, 4), ap.States(2, 2, 2)]
 STEP = ap.States("all", "all", "all", lifetime="step")
@@ -40,3 +43,115 @@ def test_parity_beside_tensor_parallelism(states):
         assert places.is_nested
         cut = set(places.optimizer.axes) - set(places.working.axes)
         assert cut <= {"dp", "tp"}
+
+
+def planned(case: models.Case, mesh: ap.Mesh | None, **options) -> ap.Plan:
+    options = {"mode": "data", **options}
+    return ap.plan(case.model, case.args, case.kwargs, mesh=mesh, **options)
+
+
+@pytest.fixture(scope="module")
+def gpt() -> models.Case:
+    return models.gpt(layers=4)
+
+
+def test_traffic_of_a_step(gpt):
+    """In bytes over a link without latency: 2, 2, 2 and 3 times the parameters, (N - 1) / N."""
+    cluster = machines(4, 1e9, 0.0)
+    size = sum(p.numel() * p.itemsize for p in gpt.model.parameters())
+    known = planned(gpt, ap.Mesh(dp=4), states="whole", cluster=cluster).cost
+    loss = known.communication - known.gradient_sync
+    for states, times in (("whole", 2), ("zero1", 2), ("zero2", 2), ("zero3", 3)):
+        cost = planned(gpt, ap.Mesh(dp=4), states=states, cluster=cluster).cost
+        moved = (cost.communication - loss) * 1e9
+        assert moved == pytest.approx(times * size * 3 / 4, rel=1e-3)
+
+
+def test_what_moves_once_a_step_and_what_for_each_micro_batch(gpt):
+    cluster = machines(4, 1e9, 0.0)
+    size = sum(p.numel() * p.itemsize for p in gpt.model.parameters()) * 3 / 4 / 1e9
+    base = planned(gpt, ap.Mesh(dp=4), states="whole", cluster=cluster, microbatches=2).cost
+    others = base.communication - base.gradient_sync
+    for states, times in (("zero1", 2), ("zero2", 3), (STEP, 3), ("zero3", 6)):
+        cost = planned(gpt, ap.Mesh(dp=4), states=states, cluster=cluster, microbatches=2).cost
+        assert cost.communication - others == pytest.approx(times * size, rel=1e-3)
+
+
+def test_less_memory_cuts_more_states(gpt):
+    whole = planned(gpt, ap.Mesh(dp=4))
+    settings, seconds = [], []
+    for part in (1.0, 0.8, 0.6, 0.5):
+        plan = planned(gpt, ap.Mesh(dp=4), memory=part * whole.memory.peak)
+        assert plan.memory.peak <= part * whole.memory.peak
+        settings.append(str(plan.states))
+        seconds.append(plan.cost.seconds)
+        assert plan.states in [one.states for one in plan.alternatives if one.fits]
+    assert settings == ["whole", "zero1", "zero2", "zero3"]
+    assert all(one <= two * (1 + 1e-9) for one, two in pairwise(seconds))
+    with pytest.raises(ap.InvalidInput, match="states zero3"):
+        planned(gpt, ap.Mesh(dp=4), memory=0.3 * whole.memory.peak)
+
+
+def test_the_search_cuts_states_where_memory_asks_for_it(gpt):
+    options = {"mode": "auto", "cluster": machines(4, *EVEN), "pipeline": None}
+    free = planned(gpt, None, **options)
+    assert free.states.is_whole
+    plan = planned(gpt, None, memory=0.85 * free.memory.peak, **options)
+    assert str(plan.states) == "zero1"
+    assert plan.search.bound <= plan.cost.seconds == plan.search.objective
+    fixed = planned(gpt, plan.mesh, states="zero1", **options)
+    assert fixed.cost.seconds == pytest.approx(fixed.search.objective, rel=1e-6)
+
+
+@pytest.mark.parametrize("states", ["zero1", "zero2", "zero3"])
+def test_what_a_search_adds_up_is_what_the_program_costs(gpt, states):
+    options = {"mode": "auto", "cluster": machines(4, 1e8, 1e-6), "states": states}
+    plan = planned(gpt, ap.Mesh(a=2, b=2), **options)
+    assert plan.search.objective == pytest.approx(plan.cost.seconds, rel=1e-2)
+
+
+def test_an_axis_is_split_for_factors_inside_it(gpt):
+    states = ap.States(parameters=2, gradients=4, optimizer=8)
+    plan = planned(gpt, ap.Mesh(dp=8), states=states)
+    assert plan.mesh.sizes == {"dp.0": 2, "dp.1": 2, "dp.2": 2}
+    (key,) = [k for k, name in plan.captured.parameters.items() if name == "layers.0.up.weight"]
+    places = plan.decisions.parameter(key)
+    assert places.working.is_replicated
+    assert places.storage.dims[0] == ("dp.2",)
+    assert places.gradient.dims[0] == ("dp.2", "dp.1")
+    assert places.optimizer.dims[0] == ("dp.2", "dp.1", "dp.0")
+    assert "states     parameters in 2, gradients in 4, optimizer in 8" in str(plan)
+    assert "kept as f64[128@dp.2@dp.1@dp.0, 32]" in str(plan)
+
+
+def test_annotations_of_a_split_axis_mean_all_its_parts():
+    case = megatron(models.gpt(), "tp")
+    states = ap.States(optimizer=2)
+    plan = planned(case, ap.Mesh(dp=4, tp=2), states=states, mode="propagate")
+    assert plan.mesh == ap.Mesh(**{"dp.0": 2, "dp.1": 2, "tp": 2})
+    (up,) = [k for k, name in plan.captured.parameters.items() if name == "layers.0.up.weight"]
+    assert plan.decisions.parameter(up).optimizer.dims[0] == ("tp", "dp.1")
+
+
+@pytest.mark.parametrize(
+    ("states", "said"),
+    [
+        (lambda: ap.States(optimizer=3), "divides"),
+        (lambda: ap.States(optimizer=16), "divides"),
+        (lambda: ap.States(parameters=4, gradients=2, optimizer=4), "parameters=4, gradients=2"),
+        (lambda: ap.States(parameters="all"), "parameters='all', gradients=1"),
+        (lambda: ap.States(optimizer=0), "optimizer=0"),
+        (lambda: ap.States(lifetime="week"), "'week'"),
+        (lambda: "zero4", "states='zero4'"),
+    ],
+)
+def test_what_cannot_be_is_refused(gpt, states, said):
+    with pytest.raises(ap.InvalidInput, match=said):
+        planned(gpt, ap.Mesh(dp=8), states=states())
+
+
+def test_nothing_to_cut_over_is_refused():
+    case = megatron(models.gpt(), "tp")
+    with pytest.raises(ap.InvalidInput, match="where no parameter has a gradient to sum"):
+        planned(case, ap.Mesh(tp=2), states="zero1", mode="propagate")
+    assert not planned(models.gpt(), ap.Mesh(one=1), states="zero3").decisions.apart

@@ -28,6 +28,7 @@ from autopar.lines import describe
 from autopar.mesh import Mesh
 from autopar.options import MODES
 from autopar.plan.plan import Plan, SavedPlan
+from autopar.states import NAMED
 
 _UNITS = {"": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _UNITS |= {"KIB": 2.0**10, "MIB": 2.0**20, "GIB": 2.0**30, "TIB": 2.0**40}
@@ -68,6 +69,7 @@ def add_decisions(parser: argparse.ArgumentParser, no_mesh: str) -> None:
     add("--microbatches", default="auto", help="of a step (default: auto)")
     add("--pipeline", default="auto", help="stages, an axis, or none (auto)")
     add("--schedule", default="auto", help="of a pipeline (default: auto)")
+    add("--states", choices=("auto", *NAMED), default="auto", help="how they are cut (auto)")
 
 
 def read_decisions(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -78,6 +80,7 @@ def read_decisions(arguments: argparse.Namespace) -> dict[str, Any]:
         "microbatches": _number(arguments.microbatches),
         "pipeline": None if arguments.pipeline == "none" else _number(arguments.pipeline),
         "schedule": arguments.schedule,
+        "states": arguments.states,
     }
     return {name: v for name, v in given.items() if v is not None or name == "pipeline"}
 

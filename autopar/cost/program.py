@@ -49,12 +49,13 @@ class Cost:
     @classmethod
     def of(cls, worked: NodeCost, moved: NodeCost, overlap: float, microbatches: int = 1) -> Cost:
         """Of a step in micro-batches, of each what its operators and its movements take: gradients
-        are summed once, which computing hides in part, and parameters are gathered once."""
-        shown = (moved.forward + moved.backward) * microbatches + moved.gathered
+        are summed once, and parameters gathered, which computing hides in part."""
+        shown = (moved.forward + moved.backward) * microbatches
+        once = moved.summed + moved.gathered
         return cls(
             compute=(worked.forward + worked.backward) * microbatches,
-            communication=shown + moved.hidden * microbatches + moved.summed,
-            exposed=shown + moved.summed * (1 - overlap),
+            communication=shown + moved.hidden * microbatches + once,
+            exposed=shown + once * (1 - overlap),
             forward=worked.forward * microbatches,
             backward=worked.backward * microbatches,
             gradient_sync=moved.summed,

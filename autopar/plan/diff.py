@@ -98,6 +98,7 @@ def _settings(plan: PlanValue | SavedValue) -> dict[str, Any]:
         "devices": plan.cluster.devices,
         "mode": plan.mode,
         "microbatches": plan.microbatches,
+        "states": str(plan.states),
         "pipeline": f"{made.schedule.name} of {len(made.stages)} stages" if made else "none",
     }
 

@@ -11,7 +11,7 @@ parameters
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from autopar.cluster import Cluster
@@ -21,6 +21,7 @@ from autopar.plan.value import PlanValue
 from autopar.planner.candidate import Alternative
 from autopar.schema import write
 from autopar.search.auto import Search
+from autopar.states import States
 from autopar.strategies.node_info import info
 from autopar.units import bytes_text, listed, seconds_text, share_text, table
 
@@ -40,12 +41,16 @@ def plan_text(plan: PlanValue) -> str:
         f"  memory     {bytes_text(memory.peak)} of {bytes_text(plan.cluster.device.memory)}: "
         + ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items()),
         f"  search     {_search(plan.search)}",
+        *_states(plan.states),
     ]
     if plan.pipelining is not None:
         lines += str(plan.pipelining).splitlines()
     sync = {p: info(node).sync for p, node in plan.program.placeholders.items()}
     rows = [
-        (name, (str(plan.types[name]), _summed(sync.get(placeholder))))
+        (
+            name,
+            (str(plan.types[name]), _kept(plan, placeholder, name), _summed(sync.get(placeholder))),
+        )
         for placeholder, name in plan.captured.parameters.items()
     ]
     lines += ["parameters", *_grouped(rows), *_movements(plan), *_fallbacks(plan)]
@@ -60,6 +65,7 @@ def saved_text(saved: SavedValue) -> str:
         f"made with torch {saved.fingerprint.torch}",
         f"  search     {_search(saved.search)}",
         f"  operators  {len(saved.fingerprint.operators)}; micro-batches {saved.microbatches}",
+        *_states(saved.states),
         "  time and memory are computed once a model is attached: .attach(model, args, kwargs)",
         "parameters",
         *_grouped(rows),
@@ -79,6 +85,7 @@ def plan_data(plan: PlanValue) -> dict[str, Any]:
         "memory": plan.memory.to_json(),
         "search": write(plan.search),
         "pipeline": write(plan.pipelining),
+        "states": write(plan.states),
         "parameters": {n: str(plan.types[n]) for n in plan.captured.parameters.values()},
         "movements": [asdict(record) for record in plan.movements()],
         "fallbacks": [{**asdict(f), "cost": f.cost} for f in plan.fallbacks],
@@ -109,6 +116,28 @@ def _search(search: Search | None) -> str:
 
 def _summed(axes: Sequence[str] | None) -> str:
     return f"gradient summed over {', '.join(axes)}" if axes else ""
+
+
+def _states(states: States) -> list[str]:
+    return [] if states.is_whole else [f"  states     {states}"]
+
+
+def _kept(plan: PlanValue, placeholder: str, name: str) -> str:
+    """Of a parameter that is elsewhere from step to step, or is read elsewhere."""
+    places = plan.decisions.apart.get(placeholder)
+    if places is None:
+        return ""
+    type_ = plan.types[name]
+    said = {
+        "kept as": places.optimizer,
+        "read as": places.working,
+        "gradient as": places.gradient,
+    }
+    return ", ".join(
+        f"{how} {replace(type_, layout=layout)}"
+        for how, layout in said.items()
+        if layout != places.storage
+    )
 
 
 def _movements(plan: PlanValue) -> list[str]:

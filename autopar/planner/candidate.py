@@ -46,11 +46,13 @@ class Alternative:
     memory: float  # predicted bytes on the fullest device
     fits: bool
     recompute: bool = False  # every stage runs its forward again before its backward
+    states: States = WHOLE
 
     def __str__(self) -> str:
         options = "".join(f", {name}={value}" for name, value in self.options)
         how = f"{self.schedule}{options}, " if self.schedule else ""
         how += "recomputed, " if self.recompute else ""
+        how += "" if self.states.is_whole else f"states {self.states}, "
         fits = "" if self.fits else ", does not fit"
         return (
             f"{self.mesh}: {how}{self.microbatches} micro-batches: {self.seconds:.4g} s, "
@@ -169,12 +171,14 @@ class Candidate:
             memory=self.memory.peak,
             fits=self.memory.peak <= limit,
             recompute=self.pipelining is not None and self.pipelining.recompute,
+            states=self.states,
         )
 
     def footprint(self, figures: Alternative) -> SmallestFootprint:
         """What this way, with its figures, needs, told to who has less."""
         how = f"{figures.mesh} with {figures.schedule}" if figures.schedule else f"{figures.mesh}"
         how += ", recomputed" if figures.recompute else ""
+        how += "" if self.states.is_whole else f", states {self.states}"
         memory = self.memory
         states = memory.parameters + memory.gradients + memory.optimizer
         size = figures.mesh.size

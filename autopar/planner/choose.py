@@ -36,6 +36,7 @@ from autopar.search.smallest_footprint import NothingFits, SmallestFootprint
 from autopar.states import States
 
 ATTEMPTS = 4  # at layouts so lean that the stages fit
+EQUAL = 1e-9  # relative: what differs by less is as fast, and the first is taken
 LEANER = 0.9  # than their memory asks for: few layouts are in between
 
 
@@ -60,7 +61,8 @@ class Planner:
     @property
     def alternatives(self) -> tuple[Alternative, ...]:
         """All that was weighed, the best first."""
-        return tuple(sorted(self._weighed, key=lambda one: (not one.fits, one.seconds)))
+        seconds = {id(one): float(f"{one.seconds:.9g}") for one in self._weighed}
+        return tuple(sorted(self._weighed, key=lambda one: (not one.fits, seconds[id(one)])))
 
     def best(self) -> Candidate:
         """The fastest way to run a step, of those that are asked for and fit."""
@@ -101,7 +103,7 @@ class Planner:
         self._weighed.append(figures)
         if not figures.fits:
             self._too_large.append(candidate.footprint(figures))
-        elif figures.seconds < self._fastest:
+        elif figures.seconds < self._fastest * (1 - EQUAL):
             self._best, self._fastest = candidate, figures.seconds
         if candidate.search is not None and candidate.search.interrupted:
             self._is_interrupted = True
@@ -123,34 +125,66 @@ class Planner:
     def _candidates(self, stages: int, parts: int) -> Iterator[Candidate]:
         """Every way with this many stages and micro-batches.
 
-        Of the settings of states, those after one that memory does not slow down are slower."""
+        States that are cut take no less time than whole ones: they are weighed where memory binds,
+        first with the fastest layouts; layouts of their own are searched for if none of these fit.
+        """
+        asked = self._layout_request(stages, parts)
+        whole, *others = self.request.settings(stages)
         refused: list[NothingFits] = []
-        settings = self.request.settings(stages)
-        for states in settings:
-            self._is_bound = False
+        found: list[bool] = []  # of each candidate, whether it fits
+
+        def weighed(candidates: Iterator[Candidate]) -> Iterator[Candidate]:
             try:
-                yield from self._with_states(stages, parts, states)
+                for candidate in candidates:
+                    found.append(candidate.memory.peak <= self.memory)
+                    yield candidate
             except NothingFits as error:
                 refused.append(error)
-                continue
-            if self._is_interrupted or not self._is_bound:
-                return
-        if len(refused) == len(settings):
-            raise min(refused, key=lambda error: error.smallest.memory)
 
-    def _with_states(self, stages: int, parts: int, states: States) -> Iterator[Candidate]:
-        """Every way with one setting of states."""
+        self._is_bound = False
+        yield from weighed(self._with_states(replace(asked, states=whole), stages, parts))
+        is_decided = self._is_interrupted or not (self._is_bound or refused)
+        if others and not is_decided:
+            yield from weighed(self._placed(asked, others, stages, parts))
+        for states in others if self.request.mode == "auto" else ():
+            if is_decided or any(found):
+                break
+            yield from weighed(self._with_states(replace(asked, states=states), stages, parts))
+        if not found and refused:
+            raise min(refused, key=lambda error: error.smallest.memory)
+        self._too_large += [error.smallest.in_stages(stages) for error in refused]
+
+    def _layout_request(self, stages: int, parts: int) -> LayoutRequest:
+        """The fastest layouts, whatever they need."""
         is_straight = stages == 1 and self.request.schedule is None
         batches = None if is_straight and parts == 1 else self._batches(parts)
         program = self.captured if batches is None else batches.captured
         offered = self.request.meshes(stages)
+        return LayoutRequest(program, batches, offered, math.inf, is_straight)
+
+    def _placed(
+        self, asked: LayoutRequest, settings: Sequence[States], stages: int, parts: int
+    ) -> Iterator[Candidate]:
+        """Every way with the fastest layouts and one of some settings of states."""
+        whole, _ = self._layouts.find(asked)
+        for states in settings:
+            laid = whole.placed(states)
+            if not laid.decisions.apart or self._is_interrupted:
+                return
+            if asked.is_all:
+                search = whole.search and whole.search.taken(laid.cost.seconds)
+                yield laid.changed(search)
+            else:
+                yield from self._pipelined(laid, stages, parts)
+
+    def _with_states(self, asked: LayoutRequest, stages: int, parts: int) -> Iterator[Candidate]:
+        """Every way with one setting of states, and the fastest layouts that leave it room."""
         # Each stage has a share of the states, and at least the activations of one micro-batch.
         limit = least = self.memory * stages
         impossible = 0.0  # bytes that no layouts fit in
         for attempt in range(ATTEMPTS):
-            asked = LayoutRequest(program, batches, offered, limit, is_straight, states)
             try:
-                laid, needed = self._layouts.find(asked)
+                laid, needed = self._layouts.find(replace(asked, memory=limit))
             except NothingFits:
                 if not attempt:
                     raise
@@ -158,7 +192,7 @@ class Planner:
                 continue
             search = laid.search
             self._is_bound |= search is not None and search.multiplier > 0
-            if is_straight:
+            if asked.is_all:
                 self._is_bound |= laid.memory.peak > self.memory
                 yield laid
                 return
@@ -172,7 +206,7 @@ class Planner:
             if taken <= self.memory or search is None:
                 return
             # Stages are uneven, and keep several micro-batches: leaner layouts may leave room.
-            offered = [laid.mesh]
+            asked = replace(asked, offered=[laid.mesh])
             least = min(limit, needed)
             limit = max(LEANER * least * self.memory / taken, (impossible + least) / 2)
 

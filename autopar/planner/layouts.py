@@ -21,7 +21,7 @@ from autopar.search.auto import LayoutSearch
 from autopar.search.constraints import Constraints
 from autopar.search.decisions import Decisions
 from autopar.search.propagate import propagate
-from autopar.states import States
+from autopar.states import WHOLE, States
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class LayoutRequest:
     offered: Sequence[Mesh]  # to choose from
     memory: float  # bytes on each device
     is_all: bool  # devices hold no more than this program
-    states: States
+    states: States = WHOLE
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,10 @@ class Search:
         """The same, with something left that was not weighed: it might take no time at all."""
         return replace(self, interrupted=True, bound=0.0, gap=relative_gap(self.objective, 0.0))
 
+    def taken(self, seconds: float) -> Search:
+        """The same of a plan that takes longer than what was found."""
+        return replace(self, objective=seconds, gap=relative_gap(seconds, self.bound))
+
     def shared(self, ranks: int) -> Search:
         """The same of a pipeline, on whose `ranks` the work of all stages is done side by side."""
         considered = tuple(

@@ -39,7 +39,7 @@ class Edges:
         microbatches: int,
         states: States,
     ) -> None:
-        self.mesh, self.price, self.microbatches, self.states = mesh, price, microbatches, states
+        self.mesh, self.price, self.states = mesh, price, states
         # Gradients are summed once a step, behind backward as far as the device lets it.
         self.shown = (1 - cluster.device.overlap) / microbatches
         self.state_price = StatePrice(price, cluster.device.overlap)
@@ -111,8 +111,8 @@ class Edges:
 
     def _seconds(self, cost: NodeCost) -> float:
         """Of one micro-batch, what nothing hides."""
-        once = cost.summed * self.shown + cost.gathered / self.microbatches
-        return cost.forward + cost.backward + once
+        once = cost.summed + cost.gathered
+        return cost.forward + cost.backward + once * self.shown
 
     def _summed_late(
         self, value: fx.Node, first: Placements, second: Placements, cost: Array
