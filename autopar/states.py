@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, get_args
 
+import torch
+
 from autopar.errors import InvalidInput, require_one_of
 from autopar.layout import Layout, ParameterPlacement
 from autopar.mesh import Mesh
@@ -105,6 +107,27 @@ class States:
                 return name
         parts = ", ".join(f"{name} in {factor}" for name, factor in self._factors.items())
         return f"{parts}, gathered for a {self.lifetime}"
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes that training keeps for each element of a parameter, in each of its places."""
+
+    master: int  # what an optimizer updates
+    copy: int  # what a step works with: the master itself, where it lies there in the same dtype
+    gradient: int
+    optimizer: int  # its states
+
+    @classmethod
+    def of(
+        cls,
+        master: torch.dtype,
+        copy: torch.dtype | None = None,
+        gradient: torch.dtype | None = None,
+    ) -> StateBytes:
+        """As Adam keeps them, with two moments in the dtype of the master."""
+        used, summed = copy or master, gradient or master
+        return cls(master.itemsize, used.itemsize, summed.itemsize, 2 * master.itemsize)
 
 
 WHOLE = States()

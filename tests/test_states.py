@@ -1,8 +1,11 @@
 """States: parameters, gradients and what an optimizer keeps, cut over replicas; the laws hold."""
 
+import math
 from itertools import pairwise
 
 import pytest
+import torch
+from torch import nn
 
 import autopar as ap
 from tests import models
@@ -155,3 +158,44 @@ def test_nothing_to_cut_over_is_refused():
     with pytest.raises(ap.InvalidInput, match="where no parameter has a gradient to sum"):
         planned(case, ap.Mesh(tp=2), states="zero1", mode="propagate")
     assert not planned(models.gpt(), ap.Mesh(one=1), states="zero3").decisions.apart
+
+
+class Linears(nn.Module):
+    """So many parameters, and next to nothing else."""
+
+    def __init__(self, count: int, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(
+            nn.Parameter(torch.empty(rows, columns, device="meta")) for _ in range(count)
+        )
+
+    def forward(self, x):
+        return sum((x @ weight).sum() for weight in self.weights)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "expected"),
+    [
+        ((6, 40000, 31250), 64, (120.0, 31.40625, 16.640625, 1.875)),
+        ((20, 64000, 100000), 1000, (2048.0, 513.536, 257.792, 2.048)),
+    ],
+)
+def test_states_of_large_models_take_what_is_known_of_them(sizes, ranks, expected):
+    """2 bytes of copies, 2 of gradients, 12 of masters and moments, in GB."""
+    x = torch.empty(ranks, sizes[1], device="meta")
+    precision = ap.Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
+    options = {"mesh": ap.Mesh(dp=ranks), "mode": "data", "precision": precision}
+    count = math.prod(sizes)
+    for states, held in zip(("whole", "zero1", "zero2", "zero3"), expected):
+        memory = ap.plan(Linears(*sizes), (x,), states=states, **options).memory
+        copies = memory.gathered
+        if states == "zero3":  # the piece lives a step, and all that is one group a use
+            copies -= 2 * count
+        found = memory.parameters + memory.gradients + memory.optimizer + copies
+        assert found / 1e9 == pytest.approx(held, rel=1e-6)
+
+
+def test_parity_with_masters():
+    case = models.gpt()
+    precision = ap.Precision(compute=torch.float64, reduce=torch.float64)
+    assert_parity(case, ap.Mesh(dp=4), states="zero3", precision=precision)

@@ -47,6 +47,7 @@ from autopar.capture.source import whole_stacks
 from autopar.capture.verifier import verify
 from autopar.garbage import collected_later
 from autopar.precision import Precision
+from autopar.states import StateBytes
 from autopar.strategies.node_info import info
 
 KEPT = ("val", "source", "module", "differentiable")
@@ -111,6 +112,13 @@ def _canonical(model: nn.Module) -> dict[str, str]:
     return names
 
 
+def _in_several_dtypes(parameter: fx.Node, precision: Precision) -> StateBytes:
+    """Of a parameter that the program begins by casting, if it is one."""
+    casts = parameter.users if len(parameter.users) == 1 else ()
+    read = next((info(n).val.dtype for n in casts if n.target is torch.ops.aten.to.dtype), None)
+    return StateBytes.of(info(parameter).val.dtype, read, precision.reduce)
+
+
 def _freeze(builder: GraphBuilder, example: Example) -> Captured:
     """A fresh graph, its nodes named by their operators in order, and all that goes with it."""
     graph = fx.Graph()
@@ -121,6 +129,10 @@ def _freeze(builder: GraphBuilder, example: Example) -> Captured:
         name = operator_name(node.target).replace(".", "_") if is_call else node.name
         new[node] = graph.create_node(node.op, node.target, args, kwargs, name)
         new[node].meta = {key: node.meta[key] for key in KEPT if key in node.meta}
+    if example.precision is not None:
+        for node in graph.find_nodes(op="placeholder"):
+            if node.name in builder.parameters:
+                info(node).state_bytes = _in_several_dtypes(node, example.precision)
     outputs = [new[node] for node in builder.outputs]
     info(graph.output_node()).end(outputs)
     count = len(outputs) - len(builder.mutated)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import fx
 
 from autopar.capture.captured import Captured
+from autopar.states import StateBytes
 from autopar.strategies.node_info import info
 from autopar.strategies.results import is_result
 
@@ -23,6 +25,20 @@ def is_of_parameters(value: fx.Node, captured: Captured) -> bool:
 def is_made_of_parameters(value: fx.Node) -> bool:
     """The same of a node in a program, whose placeholders know what they are."""
     return _comes_from(value, lambda placeholder: info(placeholder).origin[0] == "parameter")
+
+
+def state_bytes(parameter: fx.Node) -> StateBytes:
+    """What training keeps for each of its elements."""
+    return info(parameter).state_bytes or StateBytes.of(info(parameter).val.dtype)
+
+
+def copied_parameter(value: fx.Node) -> fx.Node | None:
+    """The parameter of which a value is the copy that a step works with: gathered, or cast."""
+    if value.target is torch.ops.aten.to.dtype:
+        (value,) = value.all_input_nodes
+        found = value if value.op == "placeholder" else gathered_parameter(value)
+        return found if found is not None and info(found).state_bytes is not None else None
+    return gathered_parameter(value) if info(value).movement is not None else None
 
 
 def gathered_parameter(node: fx.Node) -> fx.Node | None:

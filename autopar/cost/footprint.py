@@ -12,34 +12,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
-import torch
 from torch import fx
 
+from autopar.capture.origins import state_bytes
 from autopar.collectives.redistribution import local_elements
 from autopar.cost.saved_tensors import Storage, kept_by
 from autopar.layout import Layout, ParameterPlacement
 from autopar.mesh import Mesh
+from autopar.states import StateBytes
 from autopar.strategies.node_info import info
 
 # What parameters and buffers take all through a step.
 HELD = ("parameters", "gradients", "optimizer", "buffers", "gathered")
 Held = tuple[int, int, int, int, int]  # bytes of these
 LIVE_GROUPS = 2  # of parameters that are gathered for a use: the one in use, and the next
-
-
-@dataclass(frozen=True)
-class StateBytes:
-    """Bytes that training keeps for each element of a parameter, in each of its places."""
-
-    master: int  # what an optimizer updates
-    copy: int  # what a step works with: the master itself, where it lies there in the same dtype
-    gradient: int
-    optimizer: int  # its states
-
-    @classmethod
-    def of(cls, dtype: torch.dtype) -> StateBytes:
-        """As Adam keeps them: all in the dtype of the parameter, and two moments."""
-        return cls(dtype.itemsize, dtype.itemsize, dtype.itemsize, 2 * dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -97,7 +83,7 @@ def used_bytes(nodes: Iterable[fx.Node], mesh: Mesh) -> float:
         places = info(node).places
         if places is not None and places.storage != places.working:
             size = local_elements(places.working.dims, tuple(info(node).val.shape), mesh)
-            groups[_group(info(node).origin[1])] += size * info(node).val.itemsize
+            groups[_group(info(node).origin[1])] += size * state_bytes(node).copy
     return float(sum(size for _, size in groups.most_common(LIVE_GROUPS)))
 
 
@@ -112,7 +98,7 @@ def parameter_bytes(
 ) -> Held:
     """Of a parameter with its places, of its gradient, of what an optimizer keeps and of copies."""
     value = info(node).val
-    kept = kept or StateBytes.of(value.dtype)
+    kept = kept or state_bytes(node)
 
     def elements(layout: Layout) -> int:
         return local_elements(layout.dims, tuple(value.shape), mesh)

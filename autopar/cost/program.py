@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 from torch import fx
 
-from autopar.capture.origins import gathered_parameter, is_made_of_parameters
+from autopar.capture.origins import gathered_parameter, is_made_of_parameters, state_bytes
 from autopar.cluster import Cluster
 from autopar.collectives import Movement, movement_cost
 from autopar.cost.operators import ShardSizes, seconds, work
@@ -18,6 +18,7 @@ from autopar.cost.price import ClusterPrice
 from autopar.cost.state_price import NodeCost, StatePrice
 from autopar.layout import TensorType
 from autopar.mesh import Mesh
+from autopar.states import StateBytes
 from autopar.strategies import Strategy
 from autopar.strategies.node_info import info
 from autopar.strategies.rule import Facts
@@ -115,10 +116,10 @@ class NodePrices:
         return NodeCost(summed=float(self.price.bucketed(axes, type_.local_bytes(self.mesh))))
 
 
-def _about(parameter: fx.Node) -> tuple[tuple[int, ...], int, bool]:
+def _about(parameter: fx.Node) -> tuple[tuple[int, ...], StateBytes, bool]:
     """Shape, bytes of an element, and whether it learns."""
     value = info(parameter).val
-    return tuple(value.shape), value.itemsize, info(parameter).differentiable
+    return tuple(value.shape), state_bytes(parameter), info(parameter).differentiable
 
 
 def program_cost(graph: fx.Graph, mesh: Mesh, cluster: Cluster, microbatches: int = 1) -> Cost:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from autopar.capture.origins import gathered_parameter
+from autopar.capture.origins import copied_parameter
 from autopar.cost.operators import ShardSizes
 from autopar.mesh import Mesh
 from autopar.strategies.node_info import flat, info
@@ -81,7 +81,7 @@ def kept_by(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
     kept: dict[Storage, float] = {
         (maker(value), place): float(type_.local_bytes(mesh))
         for value in values
-        if value.op != "placeholder" and gathered_parameter(value) is None
+        if value.op != "placeholder" and copied_parameter(value) is None
         for place, type_ in enumerate(flat(info(value).type), place_of(value))
     }
     rule, strategy = info(node).rule, info(node).strategy

@@ -14,8 +14,10 @@ from dataclasses import dataclass, fields
 from autopar.collectives.redistribution import local_elements
 from autopar.cost.price import ClusterPrice
 from autopar.layout import Layout, ParameterPlacement
+from autopar.states import StateBytes
 
 Axes = tuple[str, ...]
+About = tuple[tuple[int, ...], StateBytes, bool]  # shape, bytes of an element, whether it learns
 
 
 @dataclass(frozen=True)
@@ -49,37 +51,37 @@ class StatePrice:
     price: ClusterPrice
     overlap: float  # the part of a movement that runs behind computing
 
-    def whole(self, places: ParameterPlacement, about: tuple, summed: Collection[str]) -> NodeCost:
+    def whole(self, places: ParameterPlacement, about: About, summed: Collection[str]) -> NodeCost:
         """Of a parameter whose readers leave its gradient a partial sum over `summed`."""
         cut = _between(places.working, places.storage)
         left = tuple(axis for axis in summed if axis not in cut)
         return self.kept(places, about, left) + self.used(places, about, summed)
 
-    def kept(self, places: ParameterPlacement, about: tuple, sync: Collection[str]) -> NodeCost:
+    def kept(self, places: ParameterPlacement, about: About, sync: Collection[str]) -> NodeCost:
         """What its gradient and its copy take, from and to where readers' gathers start."""
-        shape, itemsize, learns = about
+        shape, bytes_, learns = about
         once = _between(places.storage, places.optimizer)
-        gathered = self._moved("all_gather", once, places.storage, shape, itemsize)
+        gathered = self._moved("all_gather", once, places.storage, shape, bytes_.copy)
         if not learns:
             return NodeCost(gathered=gathered)
         first = [axis for axis in _between(places.storage, places.gradient) if axis in sync]
         last = [a for a in _between(places.gradient, places.optimizer) if a in {*sync} - {*first}]
         rest = [axis for axis in sync if axis not in (*first, *last)]
-        early = self._moved("reduce_scatter", first, places.storage, shape, itemsize)
-        late = self._moved("reduce_scatter", last, places.gradient, shape, itemsize)
-        late += self._moved("all_reduce", rest, places.optimizer, shape, itemsize)
+        early = self._moved("reduce_scatter", first, places.storage, shape, bytes_.gradient)
+        late = self._moved("reduce_scatter", last, places.gradient, shape, bytes_.gradient)
+        late += self._moved("all_reduce", rest, places.optimizer, shape, bytes_.gradient)
         shown = 1 - self.overlap
         return NodeCost(
             backward=early * shown, hidden=early * self.overlap, summed=late, gathered=gathered
         )
 
-    def used(self, places: ParameterPlacement, about: tuple, summed: Collection[str]) -> NodeCost:
+    def used(self, places: ParameterPlacement, about: About, summed: Collection[str]) -> NodeCost:
         """What gathering it for its readers takes, and what brings the gradient back there."""
-        shape, itemsize, learns = about
+        shape, bytes_, learns = about
         cut = _between(places.working, places.storage)
-        gather = self._moved("all_gather", cut, places.working, shape, itemsize)
+        gather = self._moved("all_gather", cut, places.working, shape, bytes_.copy)
         own = [axis for axis in cut if axis in summed]
-        scatter = self._moved("reduce_scatter", own, places.working, shape, itemsize)
+        scatter = self._moved("reduce_scatter", own, places.working, shape, bytes_.gradient)
         backward = gather + scatter * learns
         shown = 1 - self.overlap
         return NodeCost(gather * shown, backward * shown, (gather + backward) * self.overlap)

@@ -19,7 +19,7 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.capture.listing import operator_of
 from autopar.capture.marker import ANNOTATE
-from autopar.capture.origins import is_of_parameters
+from autopar.capture.origins import copied_parameter, is_of_parameters
 from autopar.cluster import Cluster
 from autopar.cost.footprint import parameter_bytes
 from autopar.cost.price import ClusterPrice
@@ -283,7 +283,8 @@ class _Builder:
         """Edges from the producer of a value to its readers, by way of what they share."""
         is_stored = value.name in self.built.parameters
         late: Late = "derived" if is_of_parameters(value, self.captured) else ""
-        last: Late = "parameter" if is_stored else late  # on the way where readers ask for the sum
+        # Where readers ask for the sum. Behind a cast nobody knows which parameter they ask.
+        last: Late = "parameter" if is_stored and info(value).state_bytes is None else late
         producer, shared = self.producers[value.name], self.built.values.get(value.name)
         if shared is None:
             self._join(value, producer, readings[0], last, "always")
@@ -306,7 +307,11 @@ class _Builder:
             self._join(value, shared, reading, late, "moved")
 
     def _keeps(self, readings: Sequence[Reading]) -> bool:
-        return any(self.saved.keeps(reading.reader, reading.position) for reading in readings)
+        return any(
+            self.saved.keeps(reading.reader, reading.position)
+            and copied_parameter(self.nodes[reading.value]) is None
+            for reading in readings
+        )
 
     def _sums(self, reading: Reading) -> bool:
         """Whether a reader may ask for a summed gradient: it has factors that this input lacks."""

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
+from autopar.capture.origins import state_bytes
 from autopar.cluster import Cluster
 from autopar.cost.footprint import parameter_bytes
 from autopar.cost.price import ClusterPrice
@@ -92,7 +93,7 @@ class Edges:
         """Seconds that cutting the states of a parameter adds to summing its gradient, and bytes
         that are more than those of states that are cut over all replicas."""
         val, learns = info(value).val, info(value).differentiable
-        about = tuple(val.shape), val.itemsize, learns
+        about = tuple(val.shape), state_bytes(value), learns
         cost, memory = (np.zeros((len(first), len(second))) for _ in range(2))
         for i, start in enumerate(first):
             least = sum(parameter_bytes(value, self.places(value, start.layout), self.mesh))

@@ -18,6 +18,7 @@ from torch import fx
 
 from autopar.collectives.movement import Movement
 from autopar.layout import ParameterPlacement, Placement, TensorType
+from autopar.states import StateBytes
 from autopar.strategies.rule import Facts, Rule, Strategy
 
 Fact = TypeVar("Fact")
@@ -61,6 +62,7 @@ class NodeInfo:
     source = _Key[str | None](None)  # the user's line
     module = _Key[str]("")  # the path of the module that makes the value
     differentiable = _Key[bool](False)  # whether a gradient flows through it
+    state_bytes = _Key[StateBytes | None](None)  # of a parameter that is read in another dtype
     no_grad = _Key[bool](False)  # made under torch.no_grad; gone when the graph is frozen
 
     # From assign_types
