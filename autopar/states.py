@@ -84,12 +84,17 @@ class States:
         axes: Sequence[str],
         mesh: Mesh,
         learns: bool = True,
+        already: int = 1,
     ) -> ParameterPlacement:
-        """Where a parameter is that readers start from at `working`, cut over some of `axes`."""
+        """Where a parameter is that readers start from at `working`, cut over some of `axes`.
+
+        `already`: into how many parts it is cut there over such axes, because that was asked for.
+        """
         axes = tuple(axis for axis in axes if mesh[axis] > 1)
         stored = 1 if self.lifetime == "step" else self.parameters
         factors = (stored, self.gradients, self.optimizer) if learns else (stored,) * 3
-        levels = [innermost(factor, axes, mesh) for factor in factors]
+        left = (f if f == "all" else max(1, f // already) for f in factors)
+        levels = [innermost(factor, axes, mesh) for factor in left]
         if not levels[-1] or not shape:
             return ParameterPlacement.tied(working)
         dim = _dim_to_cut(working.largest_shape(shape, mesh), mesh.degree(levels[-1]))

@@ -153,6 +153,20 @@ def test_what_cannot_be_is_refused(gpt, states, said):
         planned(gpt, ap.Mesh(dp=8), states=states())
 
 
+def test_what_an_annotation_cuts_holds():
+    case = models.gpt()
+    ap.shard(case.model.layers[0].up, params={"weight": ("dp", None)})
+    ap.shard(case.model, (("dp", None), ("dp", None)))
+    mesh = ap.Mesh(dp=4)
+    with pytest.raises(ap.InvalidInput, match=r"layers\.0\.up\.weight is") as error:
+        planned(case, mesh, states=ap.States(2, 2, 2), mode="propagate")
+    assert "test_states.py" in str(error.value)
+    plan = planned(case, mesh, states=ap.States(1, 2, 4), mode="propagate")
+    (up,) = [k for k, name in plan.captured.parameters.items() if name == "layers.0.up.weight"]
+    assert plan.decisions.parameter(up).is_tied
+    assert_parity(case, mesh, states="zero2")
+
+
 def test_nothing_to_cut_over_is_refused():
     case = megatron(models.gpt(), "tp")
     with pytest.raises(ap.InvalidInput, match="where no parameter has a gradient to sum"):

@@ -15,7 +15,12 @@ from autopar.mesh import Mesh
 from autopar.passes.microbatches import Microbatches
 from autopar.planner.candidate import Candidate
 from autopar.planner.request import Request
-from autopar.planner.state_places import main_axes, require_something_to_cut, split_for
+from autopar.planner.state_places import (
+    main_axes,
+    require_agreement,
+    require_something_to_cut,
+    split_for,
+)
 from autopar.progress import Report
 from autopar.search.auto import LayoutSearch
 from autopar.search.constraints import Constraints
@@ -67,6 +72,8 @@ class Layouts:
                 break
             asked = replace(asked, offered=[mesh.split(*split)])
         if self.request.states is not None:
+            annotated = self.constraints(asked.captured, mesh).parameters
+            require_agreement(asked.states, annotated, main_axes(graph, mesh), mesh)
             require_something_to_cut(graph, asked.states, mesh)
         return found.placed(asked.states), memory
 

@@ -7,12 +7,14 @@ They are read from the rewritten program, whatever decided its layouts.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from torch import fx
 
 from autopar.errors import InvalidInput
 from autopar.layout import ParameterPlacement
 from autopar.mesh import Mesh
+from autopar.search.constraints import LayoutConstraint
 from autopar.states import States, innermost
 from autopar.strategies.node_info import info
 
@@ -29,7 +31,8 @@ def state_places(graph: fx.Graph, states: States, mesh: Mesh) -> dict[str, Param
             continue
         shape, learns = tuple(info(node).val.shape), info(node).differentiable
         order = sorted(axes[node], key=main.__contains__)  # those of most parameters innermost
-        found[node.name] = states.places(places.working, shape, order, mesh, learns)
+        already = mesh.degree(axis for axis in places.working.axes if axis in main)
+        found[node.name] = states.places(places.working, shape, order, mesh, learns, already)
     return {name: places for name, places in found.items() if not places.is_tied}
 
 
@@ -76,6 +79,25 @@ def split_for(states: States, axes: Axes, mesh: Mesh) -> tuple[str, int] | None:
             )
         return outer[-1], mesh[outer[-1]] // left
     return None
+
+
+def require_agreement(
+    states: States, annotated: Mapping[str, LayoutConstraint], axes: Axes, mesh: Mesh
+) -> None:
+    """Refuse a number of parts that is not the one that an annotation cuts a parameter into."""
+    number = states.parameters
+    if number == "all" or number == 1 or states.lifetime == "step":
+        return
+    for name, constraint in annotated.items():
+        cut = [axis for axis in constraint.layout.axes if axis in axes]
+        if mesh.degree(cut) not in (1, number):
+            raise InvalidInput(
+                "parameters are cut into as many parts as annotations cut them into, over the axes "
+                "that cut the batch",
+                got=f"{states}, where {name} is {constraint.layout} on {mesh}",
+                remedy=f"parameters={mesh.degree(cut)}, or no annotation of this parameter",
+                source=constraint.source,
+            )
 
 
 def require_something_to_cut(graph: fx.Graph, states: States, mesh: Mesh) -> None:
