@@ -111,7 +111,7 @@ class States:
             if self == setting:
                 return name
         parts = ", ".join(f"{name} in {factor}" for name, factor in self._factors.items())
-        return f"{parts}, gathered for a {self.lifetime}"
+        return parts if self.parameters == 1 else f"{parts}, gathered for a {self.lifetime}"
 
 
 @dataclass(frozen=True)
