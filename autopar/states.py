@@ -101,7 +101,7 @@ class States:
         cuts: tuple[str, ...] = ()  # further axes cut further inside
         found = []
         for level in levels:
-            cuts += tuple(axis for axis in level if axis not in cuts)
+            cuts += tuple(axis for axis in mesh if axis in level and axis not in cuts)
             found.append(working.with_dim(dim, (*working.dims[dim], *cuts)))
         storage, gradient, optimizer = found
         return ParameterPlacement(storage, working, gradient, optimizer)
