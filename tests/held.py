@@ -31,10 +31,11 @@ def kept_for_backward(module: ap.ParallelModule, case: Case) -> int:
     inputs = [*case.args, *case.kwargs.values()]
     own |= {value.untyped_storage().data_ptr() for value in inputs if isinstance(value, Tensor)}
     kept: dict[int, int] = {}
+    copies = {copy.untyped_storage()._cdata for copy in copies_of(module)}
 
     def pack(tensor: Tensor) -> Tensor:
-        is_parameter = tensor.is_leaf and tensor.requires_grad
         storage = tensor.untyped_storage()
+        is_parameter = (tensor.is_leaf and tensor.requires_grad) or storage._cdata in copies
         if not is_parameter and storage.data_ptr() not in own:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
@@ -43,6 +44,13 @@ def kept_for_backward(module: ap.ParallelModule, case: Case) -> int:
         outputs = module(*case.args, **case.kwargs)
         del outputs
     return sum(kept.values())
+
+
+def copies_of(module: ap.ParallelModule) -> list[Tensor]:
+    """The tensors that parameters are gathered to, on processes; few have memory at a time."""
+    leaves = getattr(module.backend, "leaves", None)
+    groups = [] if leaves is None else leaves.window.groups
+    return [copy for group in groups if group is not None for copy in group.targets]
 
 
 def storages() -> dict[int, int]:

@@ -20,7 +20,7 @@ from autopar.runtime.copies import Window
 from tests import models
 from tests.annotations import megatron
 from tests.distributed.checks import assert_close
-from tests.held import held_by, local_bytes, pieces_of
+from tests.held import copies_of, held_by, local_bytes, pieces_of
 from tests.models import Case
 from tests.parity import assert_equal, parallel_outcome, single_outcome
 from tests.runtime.acts import DONE, assert_done, tree
@@ -183,12 +183,6 @@ def is_called(say: Callable[[Any], None], ranks: int) -> None:
         module.zero_grad()
         module(x).backward()
         say(str(states))
-
-
-def copies_of(module: ap.ParallelModule) -> list[Tensor]:
-    """The tensors that parameters are gathered to."""
-    window = module.backend.leaves.window
-    return [one for group in window.groups if group is not None for one in group.targets]
 
 
 def goes_on_after_an_error(say: Callable[[Any], None], ranks: int) -> None:
