@@ -30,7 +30,7 @@ LIVE_GROUPS = 2  # of parameters that are gathered for a use: the one in use, an
 
 @dataclass(frozen=True)
 class Memory:
-    """Predicted bytes on the fullest device, at the end of forward."""
+    """Predicted bytes on the fullest device: of each kind when it takes most, and all at once."""
 
     parameters: float  # from step to step
     gradients: float
@@ -39,23 +39,26 @@ class Memory:
     gathered: float  # copies of parameters that live a step, or a use
     activations: float  # what forward keeps for backward
     inputs: float
+    peak: float  # the most that is held at one time
 
     @classmethod
     def of(
         cls, nodes: Sequence[fx.Node], mesh: Mesh, activations: float, inputs: float = 0.0
     ) -> Memory:
-        """With all that the parameters and buffers among `nodes` take."""
+        """With all that the parameters and buffers among `nodes` take, all at one time."""
         held = [held_bytes(node, mesh) for node in nodes]
         states = np.sum([(0,) * len(HELD), *held], axis=0).astype(float).tolist()
-        found = cls(**dict(zip(HELD, states)), activations=activations, inputs=inputs)
-        return replace(found, gathered=found.gathered + used_bytes(nodes, mesh))
+        kinds = dict(zip(HELD, states)) | {"activations": activations, "inputs": inputs}
+        kinds["gathered"] += used_bytes(nodes, mesh)
+        return cls(**kinds, peak=sum(kinds.values()))
 
-    @property
-    def peak(self) -> float:
-        return sum(asdict(self).values())
+    def at_once(self, made: float) -> Memory:
+        """The same where a step makes at most so many bytes at one time, gradients among them."""
+        stays = self.parameters + self.optimizer + self.buffers + self.gathered + self.inputs
+        return replace(self, peak=stays + max(made, self.gradients))
 
     def to_json(self) -> dict[str, float]:
-        return {"peak": self.peak, **asdict(self)}
+        return asdict(self)
 
 
 def program_memory(graph: fx.Graph, mesh: Mesh) -> Memory:

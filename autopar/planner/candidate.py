@@ -6,6 +6,7 @@ other way.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
@@ -16,10 +17,12 @@ from autopar.capture.captured import Captured
 from autopar.cluster import Cluster
 from autopar.cost.footprint import Memory, program_memory
 from autopar.cost.program import Cost, NodePrices, program_cost
+from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes import rewrite
 from autopar.passes.flow import Flow, flow_of
 from autopar.passes.microbatches import Microbatches
+from autopar.pipeline.course import most_at_once
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.price import pipeline_cost, pipeline_memory, price_step, stage_link
 from autopar.pipeline.schedule import Option
@@ -152,7 +155,19 @@ class Candidate:
         """The predicted bytes on the fullest device, and their parts."""
         if self.pipelining is not None:
             return pipeline_memory(self.pipelining, self.flow)
-        return program_memory(self.rewritten, self.mesh)
+        loss = self.loss
+        held = program_memory(self.rewritten, self.mesh)
+        if loss is None:
+            return held
+        return held.at_once(most_at_once(self.rewritten, self.mesh, loss, self.microbatches))
+
+    @property
+    def loss(self) -> fx.Node | None:
+        """What a step differentiates, in the rewritten program, if it knows."""
+        with suppress(InvalidInput):
+            index = self.captured.loss_index
+            return self.rewritten.output_node().args[0][index]  # type: ignore[index,return-value]
+        return None
 
     @property
     def seconds(self) -> float:

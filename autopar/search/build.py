@@ -21,12 +21,12 @@ from autopar.capture.listing import operator_of
 from autopar.capture.marker import ANNOTATE
 from autopar.capture.origins import copied_parameter, is_of_parameters
 from autopar.cluster import Cluster
-from autopar.cost.footprint import parameter_bytes
+from autopar.cost.footprint import HELD, parameter_bytes
 from autopar.cost.price import ClusterPrice
 from autopar.cost.saved_tensors import SavedTensors
 from autopar.errors import InvalidInput
 from autopar.garbage import collected_later
-from autopar.layout import Placement
+from autopar.layout import ParameterPlacement, Placement
 from autopar.mesh import Mesh
 from autopar.search.candidates import Candidates, NodeClasses, storage_states, uncut
 from autopar.search.constraints import Constraints
@@ -36,7 +36,7 @@ from autopar.search.reshard import Placements
 from autopar.solver.graph import CostGraph
 from autopar.states import WHOLE, States
 from autopar.strategies.node_info import info
-from autopar.strategies.results import maker, place_of, values_of
+from autopar.strategies.results import maker, place_of, tensors_of, values_of
 
 Array = NDArray[np.float64]
 
@@ -117,6 +117,7 @@ class _Builder:
         self._stored: dict[tuple, tuple[Placements, Array]] = {}
         self._offers: dict[str, tuple[Candidates, Array]] = {}
         self.producers: dict[str, Variable] = {}  # of values, by name
+        self.counts_gradients = self.counts_activations = True
 
     def run(self) -> Built:
         calls = self.captured.operators
@@ -127,6 +128,7 @@ class _Builder:
             self._look_at(node)
         facts = {name: candidates.facts for name, (candidates, _) in self._offers.items()}
         self.saved = SavedTensors(facts, self.readings)
+        self._choose_moment()
         # Nodes stand in the order of the program, so that repeated blocks can be found.
         for node in self.captured.graph.nodes:
             if node.op == "placeholder" and node.name in self.captured.parameters:
@@ -158,11 +160,37 @@ class _Builder:
                 else storage_states(shape, self.mesh)
             )
             places = [self.edges.places(node, state.layout) for state in states]
-            held = [float(sum(parameter_bytes(node, at, self.mesh))) for at in places]
+            held = [self._held(node, at) for at in places]
             self._stored[key] = states, np.array(held)
         states, memory = self._stored[key]
         number = self.built.graph.add_node(self.edges.zeros(len(states)), memory, name=name)
         self.producers[node.name] = self.built.parameters[node.name] = Variable(number, states)
+
+    def _held(self, node: fx.Node, places: ParameterPlacement) -> float:
+        """The bytes of a parameter at the moment that is counted."""
+        held = dict(zip(HELD, parameter_bytes(node, places, self.mesh)))
+        return float(sum(held.values()) - (0 if self.counts_gradients else held["gradients"]))
+
+    def _choose_moment(self) -> None:
+        """What is counted against a limit: what is held when backward begins, or when it ends.
+
+        Activations go while gradients come, but for micro-batches after the first, which find
+        those of others. Both moments are within the limit in every plan that fits; the larger one
+        tells more. The finished program has the last word on what lies between."""
+        if self.microbatches > 1:
+            return
+        kept = {value for value in self.readings if self.saved.is_kept(value)}
+        kept |= {
+            value.name
+            for call in self.captured.operators
+            for value in values_of(call)
+            if self.saved.keeps_output(call.name)
+        }
+        activations = sum(_bytes(self.nodes[v]) for v in kept - set(self.captured.parameters))
+        learned = [n for n in self.captured.parameters if info(self.nodes[n]).differentiable]
+        gradients = sum(_bytes(self.nodes[name]) for name in learned)
+        self.counts_gradients = activations < gradients
+        self.counts_activations = not self.counts_gradients
 
     def _look_at(self, node: fx.Node) -> None:
         """Find the candidates of an operator, and who reads what."""
@@ -180,8 +208,8 @@ class _Builder:
 
     def _add_operator(self, node: fx.Node) -> None:
         candidates, cost = self._offers[node.name]
-        memory = candidates.extra
-        if self.saved.keeps_output(node.name):
+        memory = candidates.extra * self.counts_activations
+        if self.counts_activations and self.saved.keeps_output(node.name):
             for value in values_of(node):
                 states = candidates.results[place_of(value)]
                 memory = memory + self.edges.bytes(value, states)
@@ -307,7 +335,7 @@ class _Builder:
             self._join(value, shared, reading, late, "moved")
 
     def _keeps(self, readings: Sequence[Reading]) -> bool:
-        return any(
+        return self.counts_activations and any(
             self.saved.keeps(reading.reader, reading.position)
             and copied_parameter(self.nodes[reading.value]) is None
             for reading in readings
@@ -343,3 +371,7 @@ class _Builder:
             return False
         facts = self._offers[maker(value).name][0].facts
         return facts is None or not facts.is_view
+
+
+def _bytes(node: fx.Node) -> int:
+    return sum(value.numel() * value.itemsize for value in tensors_of(node))

@@ -1,0 +1,136 @@
+"""CallMemory: what one local call takes while it runs, forward and backward, seen on meta tensors.
+
+What a call keeps is its rule's to say (`cost/saved_tensors.py`). What it takes besides while it
+runs, and which of its gradients are new memory, autograd shows: a sum hands its gradient on as it
+is, a product makes two, a loss over classes needs two more of them for a moment.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.mesh import Mesh
+from autopar.passes.kernels import local_call
+from autopar.strategies.node_info import flat, info
+
+HANDED_ON = -1  # instead of bytes: the gradient of the output, which is no new memory
+
+
+@dataclass(frozen=True)
+class CallMemory:
+    """Bytes of one call on one rank."""
+
+    inputs: tuple[fx.Node, ...]  # its tensors, each once
+    forward: int  # taken for a moment, besides what it gives and keeps
+    backward: int
+    # Of each input: the bytes of its gradient, HANDED_ON, or None where there is none.
+    gradients: tuple[int | None, ...]
+
+
+class CallMemories:
+    """Of all calls of a program, those that are alike looked at once."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._seen: dict[tuple[Any, ...], tuple[int, int, tuple[int | None, ...]]] = {}
+
+    def __call__(self, node: fx.Node) -> CallMemory:
+        function, args, kwargs = local_call(node, self.mesh, 0, torch.device("meta"))
+        found: list[fx.Node] = []
+        fx.map_arg((args, kwargs), found.append)
+        inputs = tuple(dict.fromkeys(found))
+        names = {value: f"%{number}" for number, value in enumerate(inputs)}
+        key = (
+            function,
+            str(fx.map_arg((args, kwargs), names.__getitem__)),
+            *((self._shape(v), info(v).type.dtype, info(v).differentiable) for v in inputs),
+        )
+        if key not in self._seen:
+            leaves = {value: self._leaf(value) for value in inputs}
+            args, kwargs = fx.map_arg((args, kwargs), leaves.__getitem__)
+            # Through lists, since fx keeps its own immutable ones.
+            args, kwargs = pytree.tree_map(lambda x: x, (list(args), dict(kwargs)))
+            try:
+                self._seen[key] = _observe(lambda: function(*args, **kwargs), [*leaves.values()])
+            except Exception:  # whatever torch, or an operator of the user, raises without values
+                sizes = (self._bytes(v) if info(v).differentiable else None for v in inputs)
+                self._seen[key] = 0, 0, tuple(sizes)
+        return CallMemory(inputs, *self._seen[key])
+
+    def _shape(self, node: fx.Node) -> tuple[int, ...]:
+        type_ = info(node).type
+        return type_.layout.largest_shape(type_.shape, self.mesh)
+
+    def _bytes(self, node: fx.Node) -> int:
+        return info(node).type.local_bytes(self.mesh)
+
+    def _leaf(self, node: fx.Node) -> Tensor:
+        made = torch.empty(self._shape(node), dtype=info(node).type.dtype, device="meta")
+        return made.requires_grad_(info(node).differentiable)
+
+
+class _Watch(TorchDispatchMode):
+    """Counts the bytes that are made and not yet let go, inside."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.bytes = self.most = 0
+        self.sizes = {_key(tensor): 0 for tensor in known}
+
+    def __torch_dispatch__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = function(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(given):
+            if isinstance(tensor, Tensor) and _key(tensor) not in self.sizes:
+                storage = tensor.untyped_storage()
+                self.sizes[_key(tensor)] = storage.nbytes()
+                self.bytes += storage.nbytes()
+                self.most = max(self.most, self.bytes)
+                weakref.finalize(storage, self._let_go, _key(tensor))
+        return given
+
+    def _let_go(self, key: int) -> None:
+        self.bytes -= self.sizes.pop(key, 0)
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _observe(
+    call: Callable[[], Any], leaves: Sequence[Tensor]
+) -> tuple[int, int, tuple[int | None, ...]]:
+    with torch.enable_grad():
+        with _Watch(leaves) as forward:
+            outputs = [value for value in flat(call()) if isinstance(value, Tensor)]
+        more = forward.most - forward.bytes
+        given = [output for output in outputs if output.requires_grad]
+        learning = [leaf for leaf in leaves if leaf.requires_grad]
+        if not given or not learning:
+            return more, 0, (None,) * len(leaves)
+        seeds = [torch.empty_like(output) for output in given]
+        with _Watch([*leaves, *outputs, *seeds]) as backward:
+            backward.sizes |= dict.fromkeys(forward.sizes, 0)
+            found = torch.autograd.grad(given, learning, seeds, allow_unused=True)
+    made = iter(found)
+    gradients = [next(made) if leaf.requires_grad else None for leaf in leaves]
+    sizes: list[int | None] = []
+    counted = {_key(seed) for seed in seeds}
+    for gradient in gradients:
+        if gradient is None:
+            sizes.append(None)
+        elif _key(gradient) in counted:
+            sizes.append(HANDED_ON)
+        else:
+            counted.add(_key(gradient))
+            sizes.append(gradient.untyped_storage().nbytes())
+    return more, backward.most - backward.bytes, tuple(sizes)

@@ -1,0 +1,200 @@
+"""Course: the bytes that one rank holds while a program runs, moment by moment.
+
+    course = ProgramCourse(graph, mesh, loss)
+    course.forward, course.backward        # what is held as each call makes its results
+
+The calls of a program are followed in their order, and those of its backward in the opposite one:
+what a call gives is let go after its last reader, what it keeps after its own backward, and a
+gradient once the calls that made the value have used it. Bytes are counted besides what stays from
+step to step. A gradient of a parameter stays.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.cost.saved_tensors import kept_by, storage
+from autopar.mesh import Mesh
+from autopar.pipeline.call_memory import HANDED_ON, CallMemories
+from autopar.strategies.node_info import info
+from autopar.strategies.results import is_result, maker, values_of
+
+# Movements whose result, or whose gradient, lies where the value was.
+IN_PLACE = ("identity",)
+IN_PLACE_BACK = ("identity", "all_reduce")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The bytes of one rank when a call has made its results, by kind."""
+
+    call: str
+    is_backward: bool
+    kept: float  # for backward, and what later calls read
+    flowing: float  # gradients that are under way
+    gradients: float  # of parameters, from calls before
+    more: float  # while it runs
+
+    @property
+    def bytes(self) -> float:
+        """All of it."""
+        return self.kept + self.flowing + self.gradients + self.more
+
+
+class _Held:
+    """Pieces of memory with those who hold them."""
+
+    def __init__(self) -> None:
+        self.bytes = 0.0
+        self._sizes: dict[Hashable, float] = {}
+        self._holders: Counter[Hashable] = Counter()
+
+    def take(self, key: Hashable, size: float = 0.0) -> None:
+        """Hold some memory, which is new unless somebody holds it."""
+        if not self._holders[key]:
+            self._sizes[key] = size
+            self.bytes += size
+        self._holders[key] += 1
+
+    def let_go(self, key: Hashable) -> None:
+        self._holders[key] -= 1
+        if not self._holders[key]:
+            self.bytes -= self._sizes.pop(key)
+
+    def is_shared(self, key: Hashable) -> bool:
+        return self._holders[key] > 1
+
+
+class ProgramCourse:
+    """Follows one run of a program forward and backward on the rank that holds most."""
+
+    def __init__(self, graph: fx.Graph, mesh: Mesh, loss: fx.Node) -> None:
+        self.graph, self.mesh = graph, mesh
+        self._calls = CallMemories(mesh)
+        self._nodes = [n for n in graph.nodes if n.op == "call_function" and not is_result(n)]
+        self._values, self._flowing = _Held(), _Held()
+        self._saved: dict[fx.Node, list[Hashable]] = {}
+        self._gradient_of: dict[fx.Node, Hashable] = {}
+        self._gradients = 0.0  # bytes of those of parameters
+        self._learned: set[fx.Node] = set()  # parameters that have one
+        self._count = 0
+        self._ends: dict[fx.Node, list[fx.Node]] = {}
+        last: dict[fx.Node, fx.Node] = {}
+        for node in graph.nodes:
+            for value in node.all_input_nodes:
+                last[self._memory(value)] = node
+        for value, reader in last.items():
+            self._ends.setdefault(maker(reader), []).append(value)
+        self.forward = tuple(self._forward())
+        self.backward = tuple(self._backward(loss))
+        self.gradients = self._gradients  # bytes, after backward
+
+    def _memory(self, value: fx.Node) -> fx.Node:
+        return maker(storage(value))
+
+    def _size(self, node: fx.Node) -> float:
+        return float(sum(type_.local_bytes(self.mesh) for type_ in info(node).types))
+
+    def _moment(self, node: fx.Node, is_backward: bool, more: float) -> Moment:
+        """After the results of a call were made; `more` it takes besides while it makes them."""
+        kept, flowing = self._values.bytes, self._flowing.bytes
+        return Moment(node.name, is_backward, kept, flowing, self._gradients, more)
+
+    def _forward(self) -> Iterator[Moment]:
+        for node in self._nodes:
+            more = 0
+            if self._memory(node) is node:
+                self._values.take(node, self._size(node))
+            if info(node).movement is None:
+                more = self._calls(node).forward
+            for key, size in kept_by(node, self.mesh).items():
+                held: Hashable = key if isinstance(key[1], str) else key[0]
+                self._values.take(held, size)
+                self._saved.setdefault(node, []).append(held)
+            yield self._moment(node, False, more)
+            self._end(node)
+        self._end(self.graph.output_node())
+
+    def _end(self, reader: fx.Node) -> None:
+        for value in self._ends.get(reader, ()):
+            if value.op == "call_function":
+                self._values.let_go(value)
+
+    def _backward(self, loss: fx.Node) -> Iterator[Moment]:
+        self._gradient_of[loss] = self._new(self._size(loss))
+        for node in reversed(self._nodes):
+            if not info(node).differentiable:
+                continue
+            given = [v for v in values_of(node) if v in self._gradient_of]
+            arrived = [self._gradient_of.pop(value) for value in given]
+            if arrived:
+                yield from self._through(node, arrived[0])
+            for key in arrived:
+                self._flowing.let_go(key)
+            for key in self._saved.pop(node, ()):
+                self._values.let_go(key)
+
+    def _through(self, node: fx.Node, arrived: Hashable) -> Iterator[Moment]:
+        """One call backward, with the gradients that it makes."""
+        movement, more = info(node).movement, 0
+        if movement is not None:
+            (value,) = inputs = node.all_input_nodes
+            in_place = movement.kind in IN_PLACE_BACK
+            sizes: tuple[int | None, ...] = (HANDED_ON if in_place else int(self._size(value)),)
+        else:
+            call = self._calls(node)
+            inputs, sizes, more = list(call.inputs), call.gradients, call.backward
+        made: list[tuple[fx.Node, Hashable]] = []
+        for value, size in zip(inputs, sizes):
+            if size == HANDED_ON:
+                self._flowing.take(arrived)
+                made.append((value, arrived))
+            elif size is not None:
+                made.append((value, self._new(size)))
+        yield self._moment(node, True, more)
+        for value, gradient in made:
+            if value.op == "placeholder" and info(value).places is not None:
+                self._stay(value, gradient)
+            else:
+                self._arrive(value, gradient)
+
+    def _new(self, size: float) -> Hashable:
+        self._count += 1
+        self._flowing.take(self._count, size)
+        return self._count
+
+    def _arrive(self, value: fx.Node, gradient: Hashable) -> None:
+        """A gradient of a value: the first one, or one more that is added to it."""
+        before = self._gradient_of.get(value)
+        if before is None:
+            self._gradient_of[value] = gradient
+        elif not self._flowing.is_shared(before):
+            self._flowing.let_go(gradient)  # added in place
+        else:
+            self._gradient_of[value] = self._new(self._size(value))
+            self._flowing.let_go(before)
+            self._flowing.let_go(gradient)
+
+    def _stay(self, parameter: fx.Node, gradient: Hashable) -> None:
+        """A gradient of a parameter: the first one is kept (a copy, where others hold it too), and
+        any more are added to it."""
+        self._flowing.let_go(gradient)
+        if parameter not in self._learned:
+            self._learned.add(parameter)
+            self._gradients += self._size(parameter)
+
+
+def most_at_once(graph: fx.Graph, mesh: Mesh, loss: fx.Node, microbatches: int = 1) -> float:
+    """The most that a step makes on one rank, besides what stays from step to step.
+
+    All micro-batches but the first find the gradients of those before.
+    """
+    course = ProgramCourse(graph, mesh, loss)
+    moments = [*course.forward, *course.backward]
+    if microbatches == 1:
+        return max((moment.bytes for moment in moments), default=0.0)
+    return max((m.bytes - m.gradients + course.gradients for m in moments), default=0.0)
