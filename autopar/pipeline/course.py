@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autopar.capture.origins import gathered_parameter
+from autopar.collectives.redistribution import local_elements
 from autopar.cost.saved_tensors import kept_by, storage
 from autopar.mesh import Mesh
 from autopar.pipeline.call_memory import HANDED_ON, CallMemories
@@ -107,8 +109,8 @@ class ProgramCourse:
     def _forward(self) -> Iterator[Moment]:
         for node in self._nodes:
             more = 0
-            if self._memory(node) is node:
-                self._values.take(node, self._size(node))
+            if self._memory(node) is node:  # the copies of parameters are counted as such
+                self._values.take(node, 0.0 if gathered_parameter(node) else self._size(node))
             if info(node).movement is None:
                 more = self._calls(node).forward
             for key, size in kept_by(node, self.mesh).items():
@@ -185,7 +187,10 @@ class ProgramCourse:
         self._flowing.let_go(gradient)
         if parameter not in self._learned:
             self._learned.add(parameter)
-            self._gradients += self._size(parameter)
+            places, whole = info(parameter).places, tuple(info(parameter).val.shape)
+            assert places is not None
+            elements = local_elements(places.gradient.dims, whole, self.mesh)
+            self._gradients += float(elements * info(parameter).val.itemsize)
 
 
 def most_at_once(graph: fx.Graph, mesh: Mesh, loss: fx.Node, microbatches: int = 1) -> float:

@@ -32,7 +32,9 @@ from autopar.units import bytes_text
 MOST_OF_A_KIND = 8  # meshes with the same number of axes that are all tried
 MOST_REFINED = 2  # meshes whose axes are split, where there are more
 _TIGHTENED = 6  # times that a limit is lowered because the finished program needs more
-_SURE = 0.7  # a part of the limit; what needs less surely fits when it is finished
+_WIDENED = 2  # and raised again, where what fits then is not known to be about as fast
+_CLOSE = 0.01
+_SURE = 0.5  # a part of the limit; what needs less surely fits when it is finished
 _TIE = 2e-3  # relative: of meshes about as good, the one with fewer axes is taken
 
 
@@ -226,18 +228,36 @@ class LayoutSearch:
             return _Solved(built, solve(built.graph, limit, self.report, **how))
 
         found = solved()
-        self._cannot_beat(found.solution.bound, built.slack)
+        bound = found.solution.bound
+        self._cannot_beat(bound, built.slack)
         if memory is None or limit is None or self.finished is None:
             return found
-        for _ in range(_TIGHTENED):
+        best: _Solved | None = None  # of those that fit
+        over, left = math.inf, _TIGHTENED  # a limit that is too high; attempts
+        while left:
+            left -= 1
             solution = found.solution
-            if solution.memory <= _SURE * limit or solution.objective >= so_far:
+            if over == math.inf and (
+                solution.memory <= _SURE * limit or solution.objective >= so_far
+            ):
                 return found
             needed = self.finished(found.decisions)
             if needed <= memory:
-                return found
-            limit = min(limit, solution.memory) - (needed - memory)
-            found = solved()
+                if best is None or solution.objective < best.solution.objective:
+                    best = found
+                # What lies between this limit and one that is too high may be faster.
+                if over == math.inf or relative_gap(best.solution.objective, bound) <= _CLOSE:
+                    return best
+                left, fits = min(left, _WIDENED), limit
+            else:
+                over = min(over, limit, solution.memory)
+            limit = (fits + over) / 2 if best is not None else over - (needed - memory)
+            try:
+                found = solved()
+            except NoRoom:
+                break
+        if best is not None:
+            return best
         raise NoRoom(
             "the finished program fits into memory",
             got=f"{bytes_text(needed, 4)} with a limit of {bytes_text(memory, 4)}",
