@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.capture.origins import gathered_parameter
+from autopar.capture.origins import copied_parameter, state_bytes
 from autopar.collectives.redistribution import local_elements
 from autopar.cost.saved_tensors import kept_by, storage
 from autopar.mesh import Mesh
@@ -110,7 +110,7 @@ class ProgramCourse:
         for node in self._nodes:
             more = 0
             if self._memory(node) is node:  # the copies of parameters are counted as such
-                self._values.take(node, 0.0 if gathered_parameter(node) else self._size(node))
+                self._values.take(node, 0.0 if copied_parameter(node) else self._size(node))
             if info(node).movement is None:
                 more = self._calls(node).forward
             for key, size in kept_by(node, self.mesh).items():
@@ -190,7 +190,7 @@ class ProgramCourse:
             places, whole = info(parameter).places, tuple(info(parameter).val.shape)
             assert places is not None
             elements = local_elements(places.gradient.dims, whole, self.mesh)
-            self._gradients += float(elements * info(parameter).val.itemsize)
+            self._gradients += float(elements * state_bytes(parameter).gradient)
 
 
 def most_at_once(graph: fx.Graph, mesh: Mesh, loss: fx.Node, microbatches: int = 1) -> float:

@@ -76,10 +76,13 @@ def test_what_is_kept_follows_its_own_place():
     full, cut = whole.gradients, zero2.gradients
     assert whole.optimizer == 2 * whole.gradients == 2 * whole.parameters
     assert cut < 0.51 * full
-    assert zero1 == replace(whole, parameters=cut, optimizer=2 * cut, gathered=full)
-    assert zero2 == replace(zero1, gradients=cut)
-    assert zero3 == replace(zero2, gathered=zero3.gathered)  # two groups at a time
+    kinds = {"parameters": cut, "optimizer": 2 * cut, "gathered": full}
+    assert zero1 == replace(whole, **kinds, peak=zero1.peak)
+    assert zero2 == replace(zero1, gradients=cut, peak=zero2.peak)
+    # Two groups at a time.
+    assert zero3 == replace(zero2, gathered=zero3.gathered, peak=zero3.peak)
     assert zero3.gathered < full
+    assert zero3.peak < zero2.peak <= zero1.peak < whole.peak
 
 
 def test_places_are_nested():
