@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -109,8 +110,14 @@ def _key(tensor: Tensor) -> int:
 def _observe(
     call: Callable[[], Any], leaves: Sequence[Tensor]
 ) -> tuple[int, int, tuple[int | None, ...]]:
+    saved: list[Tensor] = []  # held to the end: what is kept is counted elsewhere
+
+    def keep(value: Tensor) -> Tensor:
+        saved.append(value)
+        return value
+
     with torch.enable_grad():
-        with _Watch(leaves) as forward:
+        with _Watch(leaves) as forward, saved_tensors_hooks(keep, lambda value: value):
             outputs = [value for value in flat(call()) if isinstance(value, Tensor)]
         more = forward.most - forward.bytes
         given = [output for output in outputs if output.requires_grad]
@@ -118,8 +125,7 @@ def _observe(
         if not given or not learning:
             return more, 0, (None,) * len(leaves)
         seeds = [torch.empty_like(output) for output in given]
-        with _Watch([*leaves, *outputs, *seeds]) as backward:
-            backward.sizes |= dict.fromkeys(forward.sizes, 0)
+        with _Watch([*leaves, *outputs, *seeds, *saved]) as backward:
             found = torch.autograd.grad(given, learning, seeds, allow_unused=True)
     made = iter(found)
     gradients = [next(made) if leaf.requires_grad else None for leaf in leaves]
