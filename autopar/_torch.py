@@ -21,6 +21,7 @@ from torch import _foreach_copy_ as copy_each  # tensors into tensors, from any 
 from torch._C import DisableTorchFunctionSubclass as plain_attributes
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._C import _len_torch_dispatch_stack as active_modes
+from torch._C._autograd import _top_saved_tensors_default_hooks as _outer_hooks
 from torch._utils import _flatten_dense_tensors as joined_flat  # one tensor of them all
 from torch._utils import _unflatten_dense_tensors as split_like  # views, like some tensors in turn
 from torch.autograd import Variable
@@ -36,10 +37,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.nn.modules import module as _modules
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.checkpoint import _checkpoint_hook as CheckpointHook
 
 __all__ = [  # of what is imported here for others
-    "CheckpointHook",
     "StridedShard",
     "active_modes",
     "below_autograd",
@@ -58,6 +57,14 @@ process_group: Callable[[str], ProcessGroup] = _resolve_process_group  # type: i
 
 _SUM = AllreduceOptions()
 _SUM.asyncOp = False
+
+
+Pack = Callable[[Tensor], Any]
+
+
+def saving_hooks() -> tuple[Pack, Callable[[Any], Tensor]]:
+    """How what is kept for backward is packed and unpacked here: by the innermost hooks."""
+    return _outer_hooks(False) or (lambda tensor: tensor, lambda packed: packed)
 
 
 def all_reduce_now(x: Tensor, group: str) -> None:

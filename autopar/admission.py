@@ -74,14 +74,13 @@ def admit(captured: Captured, request: Request, options: PlanOptions) -> Request
     if statistics and options.microbatches == "auto" and not isinstance(options.schedule, Schedule):
         request = _in_one(statistics, request, options)
     if request.mesh is not None:
-        _refuse_random(captured, request.mesh, request.microbatches or 1, request.recompute)
+        _refuse_random(captured, request.mesh, request.microbatches or 1)
     return request
 
 
 def tell(captured: Captured, best: Candidate) -> None:
     """Refuse or tell what is wrong with a plan that was chosen."""
-    again = best.pipelining is not None and best.pipelining.recompute
-    _refuse_random(captured, best.whole_mesh, best.microbatches, again)
+    _refuse_random(captured, best.whole_mesh, best.microbatches)
     statistics = batch_statistics(captured)
     if statistics and best.microbatches > 1:
         _warn(
@@ -135,9 +134,9 @@ def _require_rules(captured: Captured) -> None:
         )
 
 
-def _refuse_random(captured: Captured, mesh: Mesh, microbatches: int, again: bool) -> None:
+def _refuse_random(captured: Captured, mesh: Mesh, microbatches: int) -> None:
     """Refuse random numbers where several ranks, or several runs of a step, would draw them."""
-    if mesh.size == microbatches == 1 and not again:
+    if mesh.size == microbatches == 1:
         return
     places = "" if mesh.size == 1 else f" on {mesh}"
     turns = "" if microbatches == 1 else f" in {microbatches} micro-batches"

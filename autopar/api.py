@@ -19,7 +19,7 @@ from autopar.admission import device_of, validate_running, validate_slices
 from autopar.capture.failure import check_call
 from autopar.cluster import Cluster
 from autopar.mesh import Mesh
-from autopar.options import PlanOptions, ScheduleLike, StatesLike
+from autopar.options import PlanOptions, RecomputeLike, ScheduleLike, StatesLike
 from autopar.plan.plan import Plan, SavedPlan
 from autopar.planner.request import Mode
 from autopar.planning import make_plan
@@ -60,7 +60,7 @@ def parallelize(
     pipeline: str | int | None = "auto",
     schedule: ScheduleLike = "auto",
     schedule_options: Mapping[str, Any] | None = None,
-    recompute: bool = False,
+    recompute: RecomputeLike = "auto",
     precision: Precision | None = None,
     states: StatesLike = "auto",
     progress: Report | bool | None = None,

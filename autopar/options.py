@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.capture.regions import Recomputation
 from autopar.cluster import Cluster
 from autopar.errors import InvalidInput, require_one_of
 from autopar.lines import shorten
@@ -25,6 +26,7 @@ from autopar.mesh import AXIS_NAMES, Mesh
 from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import schedule as make_schedule
+from autopar.planner.recomputation import AskedRecomputation
 from autopar.planner.request import Mode, Request
 from autopar.precision import Precision
 from autopar.progress import Report
@@ -36,7 +38,10 @@ DEFAULT = "1f1b"
 MODES: tuple[Mode, ...] = get_args(Mode)
 StatesLike = Literal["auto", "whole", "zero1", "zero2", "zero3"] | States
 ScheduleLike = str | Mapping[str, Any] | Schedule | None
-_OF_A_SCHEDULE = ("schedule_options", "recompute")
+Again = Recomputation | bool | None  # of a module: recomputed, how; True is "full", False None
+RecomputeLike = Literal["auto"] | Again | Mapping[str, Again]
+_AGAIN = ("selective", "full", True, False, None)
+_OF_A_SCHEDULE = ("schedule_options",)
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,27 @@ def _is_size(given: Any) -> bool:
 
 def _is_named(given: object) -> bool:
     return isinstance(given, Mapping) and all(isinstance(name, str) for name in given)
+
+
+def _is_recompute(given: Any) -> bool:
+    if isinstance(given, Mapping):
+        return _is_named(given) and all(_is_again(kind) for kind in given.values())
+    return _is_again(given) or (isinstance(given, str) and given == "auto")
+
+
+def _is_again(given: Any) -> bool:
+    return isinstance(given, str | bool | None) and given in _AGAIN
+
+
+def _asked_recomputation(given: Any) -> AskedRecomputation:
+    """Given by module, all others are kept."""
+
+    def kind(given: Any) -> Any:
+        return {True: "full", False: None}.get(given, given)
+
+    if isinstance(given, Mapping):
+        return AskedRecomputation(None, {name: kind(one) for name, one in given.items()})
+    return AskedRecomputation(kind(given))
 
 
 FLAG = Kind("True or False", lambda given: isinstance(given, bool), "True")
@@ -105,7 +131,11 @@ KINDS: Mapping[str, Callable[[str, Any], None]] = {
         lambda given: given is None or _is_named(given),
         '{"pipes": 4}',
     ),
-    "recompute": FLAG,
+    "recompute": Kind(
+        '"auto", "selective", "full" or None, or a mapping of names of modules to these',
+        _is_recompute,
+        '"full", or {"layers.*": "selective"}',
+    ),
     "precision": Kind(
         "a Precision, or None for that of the model",
         lambda given: isinstance(given, Precision | None),
@@ -137,7 +167,7 @@ class PlanOptions:
     pipeline: str | int | None = "auto"
     schedule: ScheduleLike = "auto"
     schedule_options: Mapping[str, Any] | None = None
-    recompute: bool = False
+    recompute: RecomputeLike = "auto"
     precision: Precision | None = None
     states: StatesLike = "auto"
     progress: Report | bool | None = None
@@ -184,6 +214,8 @@ def read_request(options: PlanOptions) -> Request:
     if options.states != "auto":
         given = options.states
         request = replace(request, states=given if isinstance(given, States) else States.of(given))
+    again = _asked_recomputation(options.recompute)
+    request = replace(request, recompute=again)
     is_weighed = options.mode == "auto" and options.schedule in ("auto", None)
     if mesh is None and is_weighed and options.pipeline is not None:
         axis, stages = _axis_to_make(options.pipeline)
@@ -191,7 +223,7 @@ def read_request(options: PlanOptions) -> Request:
         _refuse_words(
             options,
             (*(("pipeline",) if mesh is None else ()), "schedule", *_OF_A_SCHEDULE),
-            "a schedule is for a pipeline on a given mesh, as are its options and recompute",
+            "a schedule is for a pipeline on a given mesh, as are its options",
             f"give the mesh an axis {AXIS!r}, as in mesh=ap.Mesh({AXIS}=4, dp=2)",
             f" with {mesh or 'no mesh'}",
         )
@@ -205,12 +237,12 @@ def read_request(options: PlanOptions) -> Request:
         _refuse_words(
             options,
             _OF_A_SCHEDULE,
-            "options and recompute need the name of the schedule that they are for",
+            "options need the name of the schedule that they are for",
             'schedule="chimera" or another name, beside them',
         )
         return request
     made = _schedule(options, mesh[axis], count)
-    return replace(request, microbatches=made.all_parts, schedule=made, recompute=options.recompute)
+    return replace(request, microbatches=made.all_parts, schedule=made)
 
 
 def _refuse_words(

@@ -15,7 +15,7 @@ from autopar.admission import admit, tell
 from autopar.capture import capture
 from autopar.cluster import Cluster
 from autopar.mesh import Mesh
-from autopar.options import PlanOptions, ScheduleLike, StatesLike, read_request
+from autopar.options import PlanOptions, RecomputeLike, ScheduleLike, StatesLike, read_request
 from autopar.plan.plan import Plan
 from autopar.planner.choose import Planner
 from autopar.planner.request import Mode
@@ -37,7 +37,7 @@ def plan(
     pipeline: str | int | None = "auto",
     schedule: ScheduleLike = "auto",
     schedule_options: Mapping[str, Any] | None = None,
-    recompute: bool = False,
+    recompute: RecomputeLike = "auto",
     precision: Precision | None = None,
     states: StatesLike = "auto",
     progress: Report | bool | None = None,
@@ -52,15 +52,17 @@ def plan(
     `pipeline`: the axis of a pipeline ("auto": `pp`, if the mesh has it; without a mesh, what such
     an axis shall be called), a number of ranks, or None for no pipeline; `schedule`: a name, a
     mapping with a name and options, or a schedule, as `ap.pipeline.load("mine.csv")` reads one;
-    `recompute`: run each stage's forward again before its backward. `states`: into how many parts
-    parameters, their gradients and what an optimizer keeps are cut over ranks that hold replicas:
-    "whole", "zero1" (what an optimizer keeps), "zero2" (gradients too), "zero3" (parameters too),
-    a `States` of numbers, or "auto": whole if that fits, else the fastest that does. Without a
-    mesh, or with a pipeline whose schedule is "auto", mode="auto" weighs stages, micro-batches and
-    schedules by simulation, and recomputation where they do not fit into memory. `precision`: in
-    which dtypes it computes and sums gradients, with parameters kept in more digits. `progress` is
-    told of each phase of a search and its detail; True shows them, False is silent, None shows them
-    on a terminal.
+    `recompute`: which of the repeated blocks run their forward again in backward, "full" or
+    "selective" (all that is cheap to make again), or by module, as {"layers.*": "full"}, and no
+    others; "auto": as many as memory asks for. What the model wraps in torch.utils.checkpoint does.
+    `states`: into how many parts parameters, their gradients and what an optimizer keeps are cut
+    over ranks that hold replicas: "whole", "zero1" (what an optimizer keeps), "zero2" (gradients
+    too), "zero3" (parameters too), a `States` of numbers, or "auto": whole if that fits, else the
+    fastest that does. Without a mesh, or with a pipeline whose schedule is "auto", mode="auto"
+    weighs stages, micro-batches and schedules by simulation. `precision`: in which dtypes it
+    computes and sums gradients, with parameters kept in more digits. `progress` is told of each
+    phase of a search and its detail; True shows them, False is silent, None shows them on a
+    terminal.
     """
     options = PlanOptions.among(locals())
     return make_plan(model, args, kwargs, options)
@@ -81,6 +83,6 @@ def make_plan(
         best,
         mode=request.mode,
         limit=request.limit,
-        constraints=planner.constraints(best.captured, best.mesh),
+        constraints=planner.constraints(best.captured, best.decisions.recompute, best.mesh),
         alternatives=planner.alternatives,
     )

@@ -21,7 +21,7 @@ from autopar.cluster import Cluster
 from autopar.collectives import from_ranks
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
-from autopar.options import PlanOptions, ScheduleLike, StatesLike
+from autopar.options import PlanOptions, RecomputeLike, ScheduleLike, StatesLike
 from autopar.plan.plan import Plan, SavedPlan
 from autopar.planner.request import Mode
 from autopar.precision import Precision
@@ -77,7 +77,7 @@ def verify(
     pipeline: str | int | None = "auto",
     schedule: ScheduleLike = "auto",
     schedule_options: Mapping[str, Any] | None = None,
-    recompute: bool = False,
+    recompute: RecomputeLike = "auto",
     precision: Precision | None = None,
     states: StatesLike = "auto",
     progress: Report | bool | None = None,

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -19,6 +20,7 @@ import autopar as ap
 from autopar.pipeline.activation_counts import live_microbatches
 from autopar.pipeline.executor import RankRunner
 from autopar.pipeline.worker import Worker
+from autopar.runtime import recompute
 from tests.models import Case
 
 
@@ -105,6 +107,9 @@ class HeldByWorkers:
 
     def __init__(self, outside: Callable[[], Iterable[Tensor]]) -> None:
         self._find_outside = outside
+        self._runs: weakref.WeakKeyDictionary[Any, Hashable] = weakref.WeakKeyDictionary()
+        self._again: defaultdict[Hashable, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
+        self._here: Hashable = None
         self._boxes: defaultdict[Hashable, weakref.WeakSet[_Box]] = defaultdict(weakref.WeakSet)
 
     @cached_property
@@ -115,6 +120,7 @@ class HeldByWorkers:
     def watching(self, look: Callable[[Worker], None]) -> Iterator[None]:
         """Steps in here `look` at a worker each time that it holds more."""
         forward, run, do = Worker.forward, Worker._run, RankRunner._do
+        start, again = recompute._Run.__init__, recompute._Run.again
 
         def watched_forward(worker: Worker, *args: object) -> object:
             sent = forward(worker, *args)
@@ -124,9 +130,16 @@ class HeldByWorkers:
         def watched_run(worker: Worker, microbatch: int, kept: object) -> object:
             with self.packing(worker, microbatch):
                 results = run(worker, microbatch, kept)
-            if worker.recompute:
-                look(worker)
             return results
+
+        def watched_start(run: Any, *args: object) -> None:
+            start(run, *args)
+            self._runs[run] = self._here
+
+        def watched_again(run: Any) -> None:
+            alive = [stand_in() for stand_in in run.stand_ins]
+            again(run)
+            self._again[self._runs[run]].update(one for one in alive if one is not None)
 
         def watched_do(runner: RankRunner, action: object, *args: object) -> object:
             sent = do(runner, action, *args)
@@ -137,6 +150,8 @@ class HeldByWorkers:
         with (
             patch.object(Worker, "forward", watched_forward),
             patch.object(Worker, "_run", watched_run),
+            patch.object(recompute._Run, "__init__", watched_start),
+            patch.object(recompute._Run, "again", watched_again),
             patch.object(RankRunner, "_do", watched_do),
         ):
             yield
@@ -149,11 +164,14 @@ class HeldByWorkers:
             self._boxes[worker, microbatch].add(box)
             return box
 
+        self._here = worker, microbatch
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor)
 
     def of(self, worker: Worker, microbatch: int) -> tuple[int, int]:
         """Bytes: every storage once; and with each gradient by itself, that may share another's."""
         tensors = [box.tensor for box in self._boxes[worker, microbatch]]
+        again = [stand_in.value for stand_in in self._again[worker, microbatch]]
+        tensors += [value for value in again if value is not None]
         gradients: list[Tensor] = []
         kept = worker.kept.get(microbatch)
         if kept is not None:
@@ -175,10 +193,10 @@ def predicted_course(module: ap.ParallelModule, rank: int) -> list[dict[int, int
     return [
         {
             stage: whole * cost.activations + received * cost.receives + later * cost.weight_halves
-            for stage, (whole, received, later) in moment.items()
+            for stage, (whole, received, later, _) in moment.items()
             for cost in [pipelining.stages[stage]]
         }
-        for moment in live_microbatches(pipelining.schedule, rank, pipelining.recompute)
+        for moment in live_microbatches(pipelining.schedule, rank)
     ]
 
 

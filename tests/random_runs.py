@@ -91,7 +91,7 @@ def configuration(seed: int, number: int, case: Case) -> Configuration:
         if rng.random() < 0.7:
             sizes = {"pp": 2} | dict(rng.choice(MESHES[:4] + ({},)))  # noqa: RUF005
             options["schedule"] = rng.choice(SCHEDULES)
-            options["recompute"] = rng.random() < 0.2
+    options["recompute"] = rng.choice([None, None, "selective", "full"])
     mesh = ap.Mesh(**sizes)
     options["mesh"] = mesh
     if options["mode"] == "auto":

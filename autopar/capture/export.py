@@ -24,6 +24,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from autopar.capture.captured import Captured, Example
+from autopar.capture.checkpoints import checkpoints_marked
 from autopar.capture.counters import changes_seen, warn_of_counters
 from autopar.capture.failure import check_call, explain, require_one_dtype
 from autopar.capture.fake import (
@@ -50,7 +51,7 @@ from autopar.precision import Precision
 from autopar.states import StateBytes
 from autopar.strategies.node_info import info
 
-KEPT = ("val", "source", "module", "differentiable")
+KEPT = ("val", "source", "module", "differentiable", "checkpoint")
 
 
 @collected_later()
@@ -94,7 +95,7 @@ def _export(
     model: nn.Module, mode: FakeTensorMode, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> ExportedProgram:
     try:
-        with _quiet(), whole_stacks(), own_backwards_refused():
+        with _quiet(), whole_stacks(), own_backwards_refused(), checkpoints_marked():
             return torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:
         with _quiet():

@@ -25,6 +25,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
+from autopar.capture.checkpoints import BORDER
 from autopar.capture.failure import VALUES, VALUES_REMEDY
 from autopar.capture.graph_builder import GraphBuilder, fake_like
 from autopar.capture.listing import operator_name
@@ -149,6 +150,7 @@ class _Inliner:
     """Copies graphs into one, those inside others too."""
 
     builder: GraphBuilder
+    checkpoint: int | None = None  # that what follows stands in
 
     def inline(
         self, module: fx.GraphModule, values: dict[fx.Node, Any], region: Region
@@ -175,6 +177,9 @@ class _Inliner:
     def _call(self, node: fx.Node, args: Any, kwargs: Any, region: Region) -> Any:
         if node.target is operator.getitem and isinstance(args[0], list | tuple):
             return args[0][args[1]]
+        if node.target is BORDER:
+            self.checkpoint = args[0] if args[1] else None
+            return None
         inner, module, operands = self._region(node, args, region)
         if module is not None:
             placeholders = module.graph.find_nodes(op="placeholder")
@@ -186,6 +191,7 @@ class _Inliner:
         info(new).module = next(reversed(stack.values()), ("",))[0] if stack else ""
         info(new).source = of_stack(node.meta.get("stack_trace"))
         info(new).no_grad = not region.gradients
+        info(new).checkpoint = self.checkpoint
         try:
             value = self.builder.evaluate(node.target, args, kwargs)  # type: ignore[arg-type]
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -253,6 +259,7 @@ class _Inliner:
                 module=info(value).module,
                 source=of_stack(node.meta.get("stack_trace")),
                 no_grad=not region.gradients,
+                checkpoint=self.checkpoint,
             )
             return new
 

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from autopar.strategies import Call
 from autopar.strategies.node_info import info
 
-INHERITED = ("source", "module", "no_grad")
+INHERITED = ("source", "module", "no_grad", "checkpoint")
 
 
 @dataclass

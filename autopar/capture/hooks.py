@@ -1,8 +1,8 @@
 """Hooks: what a model asks of autograd besides its operators, which export would drop.
 
 Hooks on forward are traced like the rest. A hook on a gradient, or on what is kept for backward,
-is a function that no graph has: it is refused. Where it only moves or recomputes what is kept
-(torch.utils.checkpoint, save_on_cpu), results stay the same, and the user is told.
+is a function that no graph has: it is refused. Where it only moves what is kept (save_on_cpu),
+results stay the same, and the user is told. Of torch.utils.checkpoint see checkpoints.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import graph
-from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import CheckpointFunction
 
 from autopar import _torch
 from autopar.capture.source import is_users
@@ -27,7 +25,7 @@ from autopar.lines import caller, describe, frames_to_caller
 
 _ON_TENSORS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 _ON_NODES = ("register_hook", "register_prehook")  # of a grad_fn
-_ONLY_MEMORY = (_torch.CheckpointHook, graph.save_on_cpu)
+_ONLY_MEMORY = (graph.save_on_cpu,)
 
 
 def refuse_hooks(model: nn.Module) -> None:
@@ -58,14 +56,6 @@ def hooks_refused() -> Iterator[list[str | None]]:
         seen.append(caller())
         entered(self)
 
-    def recompute(cls: type, function: Callable[..., Any], _: bool, *args: Any) -> Any:
-        """What a reentrant checkpoint computes: no gradient if none of its inputs has one."""
-        seen.append(caller())
-        leaves = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
-        learns = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
-        with torch.set_grad_enabled(learns):
-            return function(*args)
-
     def grad_fn(self: Tensor) -> Any:
         node = node_of.__get__(self)
         asked = is_users(sys._getframe(1).f_code.co_filename)
@@ -79,7 +69,6 @@ def hooks_refused() -> Iterator[list[str | None]]:
         stack.enter_context(replaced(graph, "register_multi_grad_hook", refuse))
         stack.enter_context(replaced(Tensor, "grad_fn", property(grad_fn)))
         stack.enter_context(replaced(graph.saved_tensors_hooks, "__enter__", enter))
-        stack.enter_context(replaced(CheckpointFunction, "apply", classmethod(recompute)))
         yield seen
 
 
@@ -90,8 +79,8 @@ def warn_of_memory(lines: Sequence[str | None]) -> None:
     others = len(dict.fromkeys(lines)) - 1
     more = f" and {others} more lines" if others else ""
     warnings.warn(
-        f"{lines[0]}{more}: torch.utils.checkpoint and save_on_cpu change nothing in a captured "
-        "program; activations are kept from forward to backward",
+        f"{lines[0]}{more}: save_on_cpu changes nothing in a captured program; activations are "
+        "kept where they are made",
         stacklevel=frames_to_caller(),
     )
 

@@ -16,7 +16,7 @@ from torch import fx
 
 from autopar.capture.origins import state_bytes
 from autopar.collectives.redistribution import local_elements
-from autopar.cost.saved_tensors import Storage, kept_by
+from autopar.cost.saved_tensors import Storage, kept_through, most_remade
 from autopar.layout import Layout, ParameterPlacement
 from autopar.mesh import Mesh
 from autopar.states import StateBytes
@@ -43,7 +43,11 @@ class Memory:
 
     @classmethod
     def of(
-        cls, nodes: Sequence[fx.Node], mesh: Mesh, activations: float, inputs: float = 0.0
+        cls,
+        nodes: Sequence[fx.Node],
+        mesh: Mesh,
+        activations: float,
+        inputs: float = 0.0,
     ) -> Memory:
         """With all that the parameters and buffers among `nodes` take, all at one time."""
         held = [held_bytes(node, mesh) for node in nodes]
@@ -65,10 +69,12 @@ def program_memory(graph: fx.Graph, mesh: Mesh) -> Memory:
     """The bytes that one rank of the rewritten `graph` holds."""
     inputs, kept = 0.0, dict[Storage, float]()
     for node in graph.nodes:
-        kept |= kept_by(node, mesh)
+        kept |= kept_through(node, mesh)
         if node.op == "placeholder" and info(node).origin[0] not in ("parameter", "buffer"):
             inputs += info(node).type.local_bytes(mesh)
-    return Memory.of(list(graph.nodes), mesh, sum(kept.values()), inputs)
+    nodes = list(graph.nodes)
+    found = Memory.of(nodes, mesh, sum(kept.values()), inputs)
+    return replace(found, peak=found.peak + most_remade(nodes, mesh))
 
 
 def held_bytes(node: fx.Node, mesh: Mesh) -> Held:

@@ -78,6 +78,10 @@ class NodePrices:
         self._known: dict[tuple[Facts, Strategy], NodeCost] = {}
 
     def __call__(self, node: fx.Node) -> NodeCost:
+        price = self._once(node)
+        return price.remade() if info(node).remade else price
+
+    def _once(self, node: fx.Node) -> NodeCost:
         if (movement := info(node).movement) is not None:
             return self._movement(node, movement)
         if (places := info(node).places) is not None:

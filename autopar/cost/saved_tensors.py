@@ -3,20 +3,23 @@
 In a cost graph a kept tensor is counted on one edge: where it is made, or where it is moved to. A
 view keeps the tensor it looks at, so that what its readers keep is kept of its own input.
 
-In a rewritten graph `kept_by` says what one operator keeps. A program, and each stage of one, keeps
-what its operators keep, every storage once.
+In a rewritten graph `kept_by` says what one operator keeps by itself, and `kept_through` what is
+kept of that from forward to backward, where regions are recomputed. A program, and each stage of
+one, keeps what its operators keep, every storage once. While the backward of a region runs, what it
+has made again is kept besides: `most_remade`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from torch import fx
 
 from autopar.capture.origins import copied_parameter
 from autopar.cost.operators import ShardSizes
 from autopar.mesh import Mesh
-from autopar.strategies.node_info import flat, info
+from autopar.strategies.node_info import Region, flat, info
 from autopar.strategies.registry import is_view
 from autopar.strategies.results import maker, place_of, tensor_arguments, tensors_of
 from autopar.strategies.rule import Facts
@@ -25,17 +28,31 @@ Storage = tuple[fx.Node, int | str]
 
 
 class SavedTensors:
-    """Which reader keeps what, in one captured graph."""
+    """Which reader keeps what, in one captured graph.
 
-    def __init__(self, facts: Mapping[str, Facts | None], readers: Mapping[str, Sequence]) -> None:
-        self.facts, self.readers = facts, readers
+    What a region that is recomputed in full makes is not kept, and all that it reads is; of one
+    that is recomputed selectively, what is cheap to make is not.
+    """
+
+    def __init__(
+        self,
+        facts: Mapping[str, Facts | None],
+        readers: Mapping[str, Sequence],
+        regions: Mapping[str, Region],
+    ) -> None:
+        """`regions` by the names of all values in them."""
+        self.facts, self.readers, self.regions = facts, readers, regions
         self._kept: dict[str, bool] = {}
         self._inputs: dict[int, tuple[int, ...]] = {}  # by id of facts
 
-    def keeps(self, reader: str, position: int) -> bool:
+    def keeps(self, value: str, reader: str, position: int) -> bool:
         """Whether an operator keeps one of its inputs, itself or through views of it."""
-        facts = self.facts[reader]
+        facts, region = self.facts[reader], self.regions.get(reader)
         if facts is None:
+            return False
+        if region is not None and region.is_full:
+            return self.regions.get(value) != region
+        if region is not None and self.regions.get(value) == region and self._is_cheap(value):
             return False
         if facts.is_view and position == 0:
             return self.is_kept(reader)
@@ -47,13 +64,19 @@ class SavedTensors:
         """Whether some reader keeps a value."""
         if value not in self._kept:
             readings = self.readers.get(value, ())
-            self._kept[value] = any(self.keeps(r.reader, r.position) for r in readings)
+            self._kept[value] = any(self.keeps(value, r.reader, r.position) for r in readings)
         return self._kept[value]
 
     def keeps_output(self, operator: str) -> bool:
         """Whether an operator keeps what it gives."""
-        facts = self.facts[operator]
+        facts, region = self.facts[operator], self.regions.get(operator)
+        if region is not None and (region.is_full or self._is_cheap(operator)):
+            return False
         return facts is not None and facts.rule.saved.output and any(facts.differentiable)
+
+    def _is_cheap(self, value: str) -> bool:
+        facts = self.facts.get(value)
+        return facts is not None and facts.rule.is_cheap
 
 
 def storage(node: fx.Node) -> fx.Node:
@@ -78,12 +101,7 @@ def kept_by(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
     values = [storage(read[i]) for i in info(node).saved if i < len(read)]
     if info(node).saves_output:
         values.append(storage(node))
-    kept: dict[Storage, float] = {
-        (maker(value), place): float(type_.local_bytes(mesh))
-        for value in values
-        if value.op != "placeholder" and copied_parameter(value) is None
-        for place, type_ in enumerate(flat(info(value).type), place_of(value))
-    }
+    kept = _bytes(values, mesh)
     rule, strategy = info(node).rule, info(node).strategy
     if rule is None or strategy is None or info(node).start_of is not None:
         return kept  # a part keeps its inputs
@@ -92,6 +110,83 @@ def kept_by(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
     for number, extra in enumerate(rule.saved.extra):
         kept[node, f"extra {number}"] = float(pieces.bytes(extra, dtype)[0])
     return kept
+
+
+def _bytes(values: Sequence[fx.Node], mesh: Mesh) -> dict[Storage, float]:
+    """Of storages that come from inside the program."""
+    return {
+        (maker(value), place): float(type_.local_bytes(mesh))
+        for value in values
+        if value.op != "placeholder" and copied_parameter(value) is None
+        for place, type_ in enumerate(flat(info(value).type), place_of(value))
+        if type_ is not None
+    }
+
+
+def kept_through(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
+    """What of an operator is kept from forward to backward: of a region that runs again what it
+    reads, of one that keeps some values all but those that it drops."""
+    region, kept = info(node).region, kept_by(node, mesh)
+    if region is None or node.op != "call_function":
+        return kept
+    if not region.is_full:
+        return {key: size for key, size in kept.items() if not _is_remade(key, region)}
+    if info(node).remade:
+        kept |= _bytes([storage(value) for value in node.all_input_nodes], mesh)
+    return {key: size for key, size in kept.items() if not _is_remade(key, region)}
+
+
+def remade_for(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
+    """The bytes that an operator's backward reads and its region makes again."""
+    region = info(node).region
+    if region is None or node.op != "call_function":
+        return {}
+    return {k: size for k, size in kept_by(node, mesh).items() if _is_remade(k, region)}
+
+
+def most_remade(nodes: Sequence[fx.Node], mesh: Mesh) -> float:
+    """The bytes by which backward through `nodes`, a program or a stage in its order, comes to keep
+    more than forward has kept: no less than 0.
+
+    Backward goes from the last to the first. What an operator keeps is there until its own backward
+    is done, what a region makes again from the first that is read of it.
+    """
+    own, first = set(nodes), dict[Storage, tuple[int, float]]()
+    regions: dict[Region, dict[Storage, list[float]]] = {}
+    ends: dict[Region, int] = {}
+    for index, node in enumerate(nodes):
+        for key, size in kept_through(node, mesh).items():
+            if key[0] in own:
+                first.setdefault(key, (index, size))
+        region = info(node).region
+        if region is not None and node.op == "call_function":
+            ends[region] = index
+            for key, size in kept_by(node, mesh).items():
+                if _is_remade(key, region):
+                    spans = regions.setdefault(region, {}).setdefault(key, [index, index, size])
+                    spans[1] = index
+    if not regions:
+        return 0.0
+    sizes = np.zeros(len(nodes))
+    for index, size in first.values():
+        sizes[index] += size
+    alive, most = sizes.cumsum().tolist(), 0.0
+    for region, remade in regions.items():
+        if region.is_full:
+            most = max(most, alive[ends[region]] + sum(size for _, _, size in remade.values()))
+            continue
+        for at in {int(end) for _, end, _ in remade.values()}:
+            there = sum(size for start, end, size in remade.values() if start <= at <= end)
+            most = max(most, alive[at] + there)
+    return max(0.0, most - alive[-1])
+
+
+def _is_remade(key: Storage, region: Region) -> bool:
+    """Whether a region makes again what it keeps, so that it is not kept through."""
+    node, place = key
+    if info(node).region != region:
+        return False
+    return region.is_full or (isinstance(place, int) and info(node).dropped)
 
 
 def local_bytes(node: fx.Node, mesh: Mesh) -> float:

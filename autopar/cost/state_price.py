@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from autopar.collectives.redistribution import local_elements
 from autopar.cost.price import ClusterPrice
@@ -29,10 +29,11 @@ class NodeCost:
     hidden: float = 0.0  # movements that run behind forward and backward
     summed: float = 0.0  # once a step: its part in summing the gradients of parameters
     gathered: float = 0.0  # once a step: its part in gathering parameters
+    again: float = 0.0  # the part of backward that is forward once more
 
     @property
     def seconds(self) -> float:
-        return math.fsum(getattr(self, field.name) for field in fields(self))
+        return math.fsum(getattr(self, f.name) for f in fields(self) if f.name != "again")
 
     def __add__(self, other: NodeCost) -> NodeCost:
         return NodeCost(
@@ -41,7 +42,12 @@ class NodeCost:
             self.hidden + other.hidden,
             self.summed + other.summed,
             self.gathered + other.gathered,
+            self.again + other.again,
         )
+
+    def remade(self) -> NodeCost:
+        """The same of a node whose forward runs again in backward."""
+        return replace(self, backward=self.backward + self.forward, again=self.forward)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from autopar.capture.verifier import verify
 from autopar.collectives import Price
 from autopar.passes.eager_sums import choose_sums
 from autopar.passes.early_sums import settle_small_sums
+from autopar.passes.flow import part_of
 from autopar.passes.fusion import fuse_biases
 from autopar.passes.gathers import mark_copies, take_gathers
 from autopar.passes.gradient_sync import hoist_gradient_sync
@@ -24,12 +25,22 @@ from autopar.passes.kernels import swap_kernels
 from autopar.passes.localize import localize
 from autopar.passes.parameter_gathers import gather_parameters
 from autopar.passes.recombine import recombine
+from autopar.passes.recomputation import mark_recomputed
 from autopar.passes.redistribution import insert_movements, measure_movements
 from autopar.passes.setting import Copies, LocalSetting, Setting
 from autopar.passes.types import assign_types
 from autopar.search.decisions import Decisions
 
-__all__ = ["LOCAL_PASSES", "PASSES", "Copies", "LocalSetting", "localize", "quicken", "rewrite"]
+__all__ = [
+    "LOCAL_PASSES",
+    "PASSES",
+    "Copies",
+    "LocalSetting",
+    "localize",
+    "quicken",
+    "remark",
+    "rewrite",
+]
 
 Run = Callable[[fx.Graph, Any], fx.Graph]
 
@@ -51,6 +62,7 @@ PASSES = (
     Pass(fuse_biases, (insert_movements,), "moved"),
     Pass(gather_parameters, (hoist_gradient_sync, fuse_biases), "moved"),
     Pass(measure_movements, (insert_movements, gather_parameters), "moved"),
+    Pass(mark_recomputed, (measure_movements,), "moved"),
 )
 LOCAL_PASSES = (
     Pass(take_gathers, (), "local"),
@@ -64,6 +76,11 @@ LOCAL_PASSES = (
 def rewrite(captured: Captured, decisions: Decisions, price: Price) -> fx.Graph:
     """The program that all ranks run: every collective a node, every value with its type."""
     return _run(PASSES, captured.graph, Setting(captured, decisions, price))
+
+
+def remark(graph: fx.Graph, captured: Captured, decisions: Decisions, price: Price) -> fx.Graph:
+    """A rewritten program of the same layouts in which other regions are recomputed."""
+    return mark_recomputed(part_of(graph, graph.nodes), Setting(captured, decisions, price))
 
 
 def quicken(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:

@@ -23,9 +23,9 @@ def choose_sums(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
     """Swap in, in place, the quickest function for every sum; `sum_later` where that is left."""
     for node in graph.nodes:
         if node.target is own.all_reduce.default:
-            if _is_returned(node, setting.late):
+            if _is_returned(node, setting.late) and info(node).region is None:
                 node.target = sum_later
-            elif _is_fresh(node.args[0], setting.is_split):
+            elif _is_fresh(node.args[0], setting.is_split) and _is_of(node, node.args[0]):
                 node.target = sum_in_place
         elif node.target is own.identity.default and _has_fresh_gradient(node):
             node.target = identity_then_sum_in_place
@@ -47,6 +47,11 @@ def _is_returned(node: fx.Node, count: int) -> bool:
 def _is_fresh(value: Any, is_split: bool) -> bool:
     is_apart = is_split and info(value).weight_inputs is not None
     return traits_of(value).makes_new and len(value.users) == 1 and not is_apart
+
+
+def _is_of(node: fx.Node, value: Any) -> bool:
+    """Whether both stand in one region: what a region reads it reads again in backward."""
+    return info(node).region == info(value).region
 
 
 def _has_fresh_gradient(value: fx.Node) -> bool:

@@ -52,6 +52,7 @@ def settle_small_sums(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
                 started = graph.call_function(start_sum, node.args)
             for earlier in before:
                 started.prepend(earlier)
+                info(earlier).region = None
             node.target, node.args, node.kwargs = finish_sum, (started,), {}
     return graph
 
@@ -100,6 +101,7 @@ def _on_whole(
             inputs[source].meta = {**source.meta, "origin": ("whole", source.name)}
     for call in calls:
         copies[call] = graph.node_copy(call, lambda n: copies.get(n) or inputs[n])
+        copies[call].meta = {**call.meta, "region": None}
     return copies
 
 

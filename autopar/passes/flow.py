@@ -252,6 +252,7 @@ def part_of(source: fx.Graph, wanted: Iterable[fx.Node], given: Iterable[fx.Node
             copy = graph.node_copy(node, copies.__getitem__)
         copy.name, copy.meta = node.name, dict(node.meta)
         if copy.op == "placeholder":
-            copy.meta.pop("movement", None)  # what is given has moved
+            for fact in ("movement", "region", "remade", "dropped"):  # what is given is there
+                copy.meta.pop(fact, None)
         copies[node] = copy
     return graph

@@ -83,7 +83,9 @@ class _Insertion:
                 with self.graph.inserting_before(reader):
                     versions[at] = insert_movement(self.graph, node, movement)
             node = versions[at]
-            info(node).module, info(node).source = info(reader).module, info(reader).source
+            known = info(reader)
+            about = {"module": known.module, "source": known.source, "checkpoint": known.checkpoint}
+            info(node).update(**about)
         return node
 
     def _path(self, value: fx.Node, start: Layout, want: Placement) -> tuple[Movement, ...]:

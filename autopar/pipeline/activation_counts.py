@@ -1,7 +1,7 @@
 """Activation counts: of how many micro-batches ranks keep something, and when. By order alone.
 
 plain            F keeps what was received and all activations, until B or I
-recomputation    F keeps what was received, until B or I, which make the activations again
+recomputation    F keeps less of the activations; B or I make the rest again, a region at a time
 split backward   I keeps what the gradients of weights are made of, until W
 
 Where micro-batches are cut in parts, their parts are counted.
@@ -10,13 +10,13 @@ Where micro-batches are cut in parts, their parts are counted.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from operator import le
+from operator import add, le
 
 from autopar.pipeline.schedule import Schedule
 
 # Of how many micro-batches a stage keeps all that its forward keeps, of how many what it received,
-# and of how many what the gradients of its weights are made of.
-LiveCounts = tuple[int, int, int]
+# of how many what the gradients of its weights are made of, and whether it makes something again.
+LiveCounts = tuple[int, int, int, int]
 Live = Mapping[int, LiveCounts]  # what one rank keeps at one time, by stage
 
 
@@ -24,16 +24,17 @@ def live_microbatches(schedule: Schedule, rank: int, recompute: bool = False) ->
     """What a rank keeps, each time that it has become more."""
     again = int(recompute)
     steps: dict[str, list[LiveCounts]] = {
-        "F": [(1 - again, 1, 0)],
-        "B": [(again, 0, 0), (-1, -1, 0)],
-        "I": [(again, 0, 0), (-1, -1, 1)],
-        "W": [(0, 0, -1)],
+        "F": [(1, 1, 0, 0)],
+        "B": [(0, 0, 0, again), (-1, -1, 0, -again)],
+        # What the gradients of weights are made of stays of each region that has been made again.
+        "I": [(0, 0, again, again), (-1, -1, 1 - again, -again)],
+        "W": [(0, 0, -1, 0)],
     }
-    kept: dict[int, LiveCounts] = {stage: (0, 0, 0) for _, stage in schedule.local_stages(rank)}
+    kept: dict[int, LiveCounts] = {stage: (0, 0, 0, 0) for _, stage in schedule.local_stages(rank)}
     for action in schedule.orders[rank]:
         for more in steps[action.kind] * len(action.microbatches):
-            whole, received, later = kept[action.stage]
-            kept[action.stage] = whole + more[0], received + more[1], later + more[2]
+            whole, received, later, remade = map(add, kept[action.stage], more)
+            kept[action.stage] = whole, received, later, remade
             if max(more) > 0:
                 yield dict(kept)
 

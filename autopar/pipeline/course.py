@@ -19,10 +19,10 @@ from torch import fx
 
 from autopar.capture.origins import copied_parameter, state_bytes
 from autopar.collectives.redistribution import local_elements
-from autopar.cost.saved_tensors import kept_by, storage
+from autopar.cost.saved_tensors import kept_through, remade_for, storage
 from autopar.mesh import Mesh
 from autopar.pipeline.call_memory import HANDED_ON, CallMemories
-from autopar.strategies.node_info import info
+from autopar.strategies.node_info import Region, info
 from autopar.strategies.results import is_result, maker, values_of
 
 # Movements whose result, or whose gradient, lies where the value was.
@@ -81,6 +81,8 @@ class ProgramCourse:
         self._values, self._flowing = _Held(), _Held()
         self._saved: dict[fx.Node, list[Hashable]] = {}
         self._gradient_of: dict[fx.Node, Hashable] = {}
+        self._whole: set[Region] = set()  # those that were made again in full
+        self._again: set[Hashable] = set()  # what was made again
         self._gradients = 0.0  # bytes of those of parameters
         self._learned: set[fx.Node] = set()  # parameters that have one
         self._count = 0
@@ -113,7 +115,7 @@ class ProgramCourse:
                 self._values.take(node, 0.0 if copied_parameter(node) else self._size(node))
             if info(node).movement is None:
                 more = self._calls(node).forward
-            for key, size in kept_by(node, self.mesh).items():
+            for key, size in kept_through(node, self.mesh).items():
                 held: Hashable = key if isinstance(key[1], str) else key[0]
                 self._values.take(held, size)
                 self._saved.setdefault(node, []).append(held)
@@ -131,6 +133,7 @@ class ProgramCourse:
         for node in reversed(self._nodes):
             if not info(node).differentiable:
                 continue
+            self._remake(node)
             given = [v for v in values_of(node) if v in self._gradient_of]
             arrived = [self._gradient_of.pop(value) for value in given]
             if arrived:
@@ -139,6 +142,24 @@ class ProgramCourse:
                 self._flowing.let_go(key)
             for key in self._saved.pop(node, ()):
                 self._values.let_go(key)
+
+    def _remake(self, node: fx.Node) -> None:
+        """Hold what the region of a call makes again for its backward: all of it, or what this call
+        is the first to read. Each reader lets go of its own."""
+        region = info(node).region
+        if region is None or region in self._whole:
+            return
+        inside = [one for one in self._nodes if info(one).region == region]
+        wanted = remade_for(node, self.mesh)
+        if region.is_full:
+            self._whole.add(region)
+            wanted = {k: v for one in inside for k, v in remade_for(one, self.mesh).items()}
+        new = {key: size for key, size in wanted.items() if key not in self._again}
+        self._again |= new.keys()
+        for one in inside if new else ():
+            for key in remade_for(one, self.mesh).keys() & new.keys():
+                self._values.take(("again", key), new[key])
+                self._saved.setdefault(one, []).append(("again", key))
 
     def _through(self, node: fx.Node, arrived: Hashable) -> Iterator[Moment]:
         """One call backward, with the gradients that it makes."""

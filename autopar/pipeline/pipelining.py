@@ -19,7 +19,11 @@ class Pipelining:
     mesh: Mesh  # of all ranks, the pipeline's axis among them
     schedule: Annotated[Schedule, from_text]
     stages: tuple[StageCost, ...]
-    recompute: bool = False
+
+    @property
+    def remakes(self) -> bool:
+        """Whether some backward makes again what forward did not keep."""
+        return any(stage.remade for stage in self.stages)
 
     def __str__(self) -> str:
         made = self.schedule

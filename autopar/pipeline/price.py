@@ -27,15 +27,13 @@ def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
             size, bandwidth = stage.gradients, link.bandwidth
             sums[index] += float(between(p=made.pipes, V=size, B=bandwidth, a=link.alpha))
     largest = max(stage.receives for stage in stages)
-    again = pipelining.recompute  # the forward, in B or I: never in W
     parts = made.parts  # of micro-batches, whose costs the simulator takes
     return simulate(
         made,
         forward=[parts * stage.forward for stage in stages],
         backward=[parts * stage.backward for stage in stages],
-        backward_weight=[
-            parts * max(stage.backward - again * stage.forward, 0) / 2 for stage in stages
-        ],
+        # What runs again does so in B or I: never in W.
+        backward_weight=[parts * (stage.backward - stage.again) / 2 for stage in stages],
         latency=link.alpha + largest / link.bandwidth,
         sync="eager-where-it-helps",
         sync_cost=sums,
@@ -45,7 +43,6 @@ def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
 def pipeline_cost(pipelining: Pipelining, once: Cost, timeline: Timeline) -> Cost:
     """The parts of a simulated step; `once` is one micro-batch (or part) through all stages."""
     busy, parts = max(timeline.busy), pipelining.schedule.all_parts
-    again = once.forward * pipelining.recompute
     work = once.compute + once.shown
     share = once.compute / work if work else 1.0
     moved, hidden = busy * (1 - share), once.hidden * parts / pipelining.schedule.ranks
@@ -55,7 +52,7 @@ def pipeline_cost(pipelining: Pipelining, once: Cost, timeline: Timeline) -> Cos
         communication=moved + hidden + sums,
         exposed=moved + timeline.uncovered_sync,
         forward=once.forward * parts / pipelining.schedule.ranks,
-        backward=(once.backward + again) * parts / pipelining.schedule.ranks,
+        backward=once.backward * parts / pipelining.schedule.ranks,
         gradient_sync=sums,
         hidden=hidden,
         bubble=timeline.makespan - busy,
@@ -83,7 +80,7 @@ def memory_by_place(pipelining: Pipelining, flow: Flow) -> list[Memory]:
         own = {stage for _, stage in made.local_stages(rank)}
         held = [node for node, read in users.items() if read & own]
         states = sum(stages[stage].states for stage in own)
-        lives = live_microbatches(made, rank, pipelining.recompute)
+        lives = live_microbatches(made, rank, pipelining.remakes)
         bytes_ = (
             sum(stages[stage].bytes(*counts) for stage, counts in live.items()) for live in lives
         )

@@ -11,7 +11,8 @@ waits only if w is itself made of parameters, whose backward is gone through onc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +67,15 @@ class WeightHalves:
         """Those recorded since the last time, in the order of forward."""
         taken, self._recorded = self._recorded, []
         return taken
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What runs again in backward puts nothing off: its first run has."""
+        before, self._recorded = self._recorded, []
+        try:
+            yield
+        finally:
+            self._recorded = before
 
     def apart(
         self, function: Callable[..., Tensor], weights: WeightInputs

@@ -6,8 +6,7 @@
     W   worker.backward_weights(microbatch)                      lets them go
 
 A value is a list with a tensor for each rank of the stage's mesh that this process runs: all of
-them on the virtual mesh, one under torch.distributed. With recomputation, forward keeps only what
-it received, and backward runs it again.
+them on the virtual mesh, one under torch.distributed.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ class Kept:
 class Worker:
     """Runs the actions of one stage of one pipe."""
 
-    def __init__(self, run: StageFunction, recompute: bool = False) -> None:
-        self.run, self.recompute = run, recompute
+    def __init__(self, run: StageFunction) -> None:
+        self.run = run
         self.kept: dict[int, Kept] = {}
         self.losses: dict[int, Value] = {}
         self.statistics: dict[int, list[Value]] = {}
@@ -78,11 +77,7 @@ class Worker:
             for value, learns in zip(received, self.run.stage.learns_received)
         ]
         kept = self.kept[microbatch] = Kept(leaves)
-        if self.recompute:
-            with torch.no_grad():
-                results = self.run(microbatch, leaves)
-        else:
-            results = self._run(microbatch, kept)
+        results = self._run(microbatch, kept)
         sent = len(stage.sends)
         if stage.has_loss:
             self.losses[microbatch] = detached(results[sent])
@@ -101,8 +96,6 @@ class Worker:
     def backward_inputs(self, microbatch: int, of_sent: Sequence[Value]) -> list[Value]:
         """The gradients of what was received; those of weights that wait stay for later."""
         kept = self.kept[microbatch]
-        if self.recompute:
-            self._run(microbatch, kept)
         given = [*of_sent, *([kept.seed] if kept.seed else [])]
         pairs = [
             (root, seed)

@@ -165,7 +165,11 @@ class SavedPlan(SavedValue):
             candidate,
             mode=self.mode,
             limit=self.limit,
-            constraints=replace(read_constraints(captured, self.mesh, {}), parameters=said),
+            constraints=replace(
+                read_constraints(captured, self.mesh, {}),
+                parameters=said,
+                recompute=decisions.recompute,
+            ),
             alternatives=self.alternatives,
         )
         require_types(self, plan.types)

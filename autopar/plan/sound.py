@@ -13,6 +13,7 @@ from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.capture.marker import ANNOTATE
+from autopar.capture.regions import checkpoints, found
 from autopar.errors import InvalidInput
 from autopar.layout import ParameterPlacement, TensorType
 from autopar.plan.saved import SavedValue
@@ -94,6 +95,8 @@ def require_fitting(saved: SavedValue, captured: Captured) -> None:
     _require_names("values that go in", decisions.placeholders, placeholders, placeholders)
     _require_names("parameters", decisions.apart, captured.parameters, ())
     _require_names("annotations", decisions.fixed, markers, markers)
+    known = found(captured, decisions.recompute)
+    _require_names("regions that are recomputed", decisions.recompute, known, checkpoints(captured))
     _require_names("operators", decisions.strategies, calls, ())
     _require_names("annotated parameters", saved.annotated, set(captured.parameters.values()), ())
     for name in (*decisions.placeholders, *decisions.fixed):

@@ -85,7 +85,8 @@ class PlanValue(Candidate):
             inputs={key: LayoutConstraint(placed[key], "the plan") for key in others},
         )
         decisions = propagate(whole, self.mesh, constraints)
-        decisions = replace(decisions, apart=self.decisions.apart)
+        apart, recompute = self.decisions.apart, self.decisions.recompute
+        decisions = replace(decisions, apart=apart, recompute=recompute)
         return Program(whole, decisions, rewrite(whole, decisions, self.prices.price))
 
     @cached_property

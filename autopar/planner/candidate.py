@@ -6,6 +6,7 @@ other way.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,12 +15,13 @@ from typing import Self
 from torch import fx
 
 from autopar.capture.captured import Captured
+from autopar.capture.regions import Recomputation
 from autopar.cluster import Cluster
 from autopar.cost.footprint import Memory, program_memory
 from autopar.cost.program import Cost, NodePrices, program_cost
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
-from autopar.passes import rewrite
+from autopar.passes import remark, rewrite
 from autopar.passes.flow import Flow, flow_of
 from autopar.passes.microbatches import Microbatches
 from autopar.pipeline.course import most_at_once
@@ -28,6 +30,7 @@ from autopar.pipeline.price import pipeline_cost, pipeline_memory, price_step, s
 from autopar.pipeline.schedule import Option
 from autopar.pipeline.stages.costs import StageCosts, price_stages
 from autopar.pipeline.timeline import Timeline
+from autopar.planner.recomputation import summary
 from autopar.planner.state_places import state_places
 from autopar.precision import Precision
 from autopar.schema import Count
@@ -48,13 +51,13 @@ class Alternative:
     seconds: float  # predicted for a step
     memory: float  # predicted bytes on the fullest device
     fits: bool
-    recompute: bool = False  # every stage runs its forward again before its backward
+    recompute: str = ""  # how many regions run their forward again in backward, and how
     states: States = WHOLE
 
     def __str__(self) -> str:
         options = "".join(f", {name}={value}" for name, value in self.options)
         how = f"{self.schedule}{options}, " if self.schedule else ""
-        how += "recomputed, " if self.recompute else ""
+        how += f"recomputed ({self.recompute}), " if self.recompute else ""
         how += "" if self.states.is_whole else f"states {self.states}, "
         fits = "" if self.fits else ", does not fit"
         return (
@@ -125,6 +128,16 @@ class Candidate:
             vars(made).update(rewritten=self.rewritten)
         return made
 
+    def recomputed(self, decided: Mapping[str, Recomputation]) -> Self:
+        """The same layouts, with other regions recomputed."""
+        if decided == self.decisions.recompute:
+            return self
+        decisions = replace(self.decisions, recompute=dict(decided))
+        made = replace(self, decisions=decisions)
+        price = self.prices.price
+        vars(made)["rewritten"] = remark(self.rewritten, self.captured, decisions, price)
+        return made
+
     def stage_costs(self, mesh: Mesh, axis: str) -> StageCosts:
         """The program, to be cut into stages along `axis` of the `mesh` of all ranks."""
         link = stage_link(self.cluster, mesh, axis)
@@ -134,7 +147,7 @@ class Candidate:
         """This program in the stages of a pipeline, with what they take here."""
         line = self.stage_costs(given.mesh, given.axis)
         starts = [stage.starts for stage in given.stages]
-        stages = price_stages(line.recomputed() if given.recompute else line, starts)
+        stages = price_stages(line, starts)
         return self.changed(self.search, replace(given, stages=tuple(stages)))
 
     @cached_property
@@ -185,7 +198,7 @@ class Candidate:
             seconds=self.seconds,
             memory=self.memory.peak,
             fits=self.memory.peak <= limit,
-            recompute=self.pipelining is not None and self.pipelining.recompute,
+            recompute=summary(self.decisions.recompute),
             states=self.states,
         )
 

@@ -1,15 +1,15 @@
 """Choose: how many stages, which layouts inside them, how many micro-batches, which schedule.
 
 Every candidate has the layouts that the search finds for its own mesh and micro-batch, is cut into
-stages by predicted seconds, and priced by simulating its schedule; where that does not fit into
-memory, so are stages that recompute, and stages cut so that every rank keeps within it. The fastest
+stages by predicted seconds, and priced by simulating its schedule. Where memory is short, so are
+programs that recompute some regions, and stages cut so that every rank keeps within it. The fastest
 that fits is taken; the figures of all are kept.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -18,6 +18,7 @@ from torch import nn
 
 from autopar.capture.annotations import parameter_annotations, stage_pins
 from autopar.capture.captured import Captured
+from autopar.capture.regions import Recomputation
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import cut_batch
@@ -28,6 +29,7 @@ from autopar.pipeline.stages.costs import StageCost
 from autopar.pipeline.stages.cut import choose_stages
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.planner.layouts import LayoutRequest, Layouts
+from autopar.planner.recomputation import KINDS, Kind, Regions, mixed_problem
 from autopar.planner.request import Request
 from autopar.progress import Report
 from autopar.search.auto import too_early, was_interrupted
@@ -49,6 +51,7 @@ class Planner:
         self.captured, self.request, self.report = captured, request, report
         self.memory = request.memory
         self._annotations, self._pins = parameter_annotations(model), stage_pins(model)
+        self.regions = Regions(captured, request.recompute)
         self._batches = cache(partial(cut_batch, captured))
         self._best: Candidate | None = None  # the fastest that fits
         self._fastest = math.inf  # its seconds
@@ -92,11 +95,13 @@ class Planner:
         search = self._best.search
         return self._best.changed(search.cut_short()) if search and left else self._best
 
-    def constraints(self, program: Captured, mesh: Mesh) -> Constraints:
-        """What annotations ask for."""
+    def constraints(
+        self, program: Captured, decided: Mapping[str, Recomputation], mesh: Mesh
+    ) -> Constraints:
+        """What annotations ask for, where these regions are recomputed."""
         if self.request.mode == "data":
-            return Constraints()
-        return read_constraints(program, mesh, self._annotations)
+            return Constraints(recompute=decided)
+        return replace(read_constraints(program, mesh, self._annotations), recompute=decided)
 
     def _weigh(self, candidate: Candidate) -> None:
         figures = candidate.alternative(self.memory)
@@ -114,7 +119,7 @@ class Planner:
             return too_early()
         if self._too_large:
             least = min(self._too_large, key=lambda footprint: footprint.memory)
-            may_recompute = self.request.schedule is not None and not self.request.recompute
+            may_recompute = self.regions.kinds == (None,) and bool(self.regions.free)
             return NothingFits.of(self.memory, replace(least, may_recompute=may_recompute))
         return InvalidInput(
             "a model can be run in some number of stages and micro-batches",
@@ -127,6 +132,7 @@ class Planner:
 
         States that are cut take no less time than whole ones: they are weighed where memory binds,
         first with the fastest layouts; layouts of their own are searched for if none of these fit.
+        Then, without a pipeline, regions are recomputed; in one, they are for each schedule.
         """
         asked = self._layout_request(stages, parts)
         whole, *others = self.request.settings(stages)
@@ -150,9 +156,55 @@ class Planner:
             if is_decided or any(found):
                 break
             yield from weighed(self._with_states(replace(asked, states=states), stages, parts))
+        if len(self.regions.kinds) > 1 and not is_decided:
+            settings = (whole, *others)
+            if asked.is_all:
+                yield from weighed(self._recomputing(asked, settings))
+            elif not any(found):
+                lean = self.regions.all(self.regions.kinds[-1])
+                leaner = replace(asked, states=settings[-1], recompute=lean)
+                yield from weighed(self._with_states(leaner, stages, parts))
         if not found and refused:
             raise min(refused, key=lambda error: error.smallest.memory)
         self._too_large += [error.smallest.in_stages(stages) for error in refused]
+
+    def _recomputing(self, asked: LayoutRequest, settings: Sequence[States]) -> Iterator[Candidate]:
+        """Ways in which some regions are recomputed, so that they fit: with the layouts that are
+        best without a limit or, where none of these fits, if all regions are recomputed."""
+        self.report("memory", "recomputing regions")
+        free, _ = self._layouts.find(asked)
+        sources = [free, *(free.placed(states) for states in settings[1:])]
+        ways = [way for way in map(self._mixed, sources) if way is not None]
+        if not ways and free.search is not None:
+            lean = self.regions.all(self.regions.kinds[-1])
+            asked = replace(asked, memory=self.memory, states=settings[-1], recompute=lean)
+            source, _ = self._layouts.find(asked)
+            ways = [self._mixed(source) or source]
+        for way in ways:
+            account = way.search
+            if account is not None and free.search is not None:
+                # No plan that fits is faster than the best without a limit.
+                account = account.made(way.seconds, free.search.bound)
+            yield way.changed(account)
+
+    def _mixed(self, laid: Candidate) -> Candidate | None:
+        """The same layouts, with the regions recomputed that make them fit at least cost."""
+        regions = self.regions
+        ways = {kind: laid.recomputed(regions.all(kind)) for kind in KINDS}
+        graphs = {kind: way.rewritten for kind, way in ways.items()}
+        problem = mixed_problem(graphs, regions.free, laid.mesh, laid.prices)
+        plain = ways[None].memory
+        room = self.memory - (plain.peak - plain.activations)
+        for _ in range(ATTEMPTS):
+            kinds = problem.solve(room)
+            if kinds is None:
+                return None
+            decided = regions.fixed | {n: kind for n, kind in kinds.items() if kind is not None}
+            mixed = laid.recomputed(decided)
+            if mixed.memory.peak <= self.memory:
+                return mixed
+            room -= mixed.memory.peak - self.memory
+        return None
 
     def _layout_request(self, stages: int, parts: int) -> LayoutRequest:
         """The fastest layouts, whatever they need."""
@@ -160,7 +212,8 @@ class Planner:
         batches = None if is_straight and parts == 1 else self._batches(parts)
         program = self.captured if batches is None else batches.captured
         offered = self.request.meshes(stages)
-        return LayoutRequest(program, batches, offered, math.inf, is_straight)
+        plain = self.regions.all(self.regions.kinds[0])
+        return LayoutRequest(program, batches, offered, math.inf, is_straight, recompute=plain)
 
     def _placed(
         self, asked: LayoutRequest, settings: Sequence[States], stages: int, parts: int
@@ -215,19 +268,19 @@ class Planner:
         asked, axis, pins = self.request, self.request.axis, self._pins
         assert axis is not None
         mesh = asked.whole_mesh(laid.mesh, stages)
-        line = laid.stage_costs(mesh, axis)
-        lines = {False: line, True: line.recomputed()}
-        fastest = cache(lambda count, again: choose_stages(lines[again], count, pins=pins))
+        ways = cache(lambda kind: laid.recomputed(self.regions.all(kind)))
+        lines = cache(lambda kind: ways(kind).stage_costs(mesh, axis))
+        fastest = cache(lambda count, kind: choose_stages(lines(kind), count, pins=pins))
 
-        def piped(made: Schedule, stages: Sequence[StageCost], again: bool) -> Candidate:
-            pipelining = Pipelining(axis, mesh, made, tuple(stages), again)
+        def piped(made: Schedule, stages: Sequence[StageCost], kind: Kind) -> Candidate:
+            pipelining = Pipelining(axis, mesh, made, tuple(stages))
             search = laid.search and laid.search.shared(made.ranks)
-            return laid.changed(search, pipelining)
+            return ways(kind).changed(search, pipelining)
 
         for made in asked.schedules(stages, parts):
-            for again in (False, True) if asked.schedule is None else (asked.recompute,):
+            for kind in self.regions.kinds:
                 try:
-                    way = piped(made, fastest(made.stages, again), again)
+                    way = piped(made, fastest(made.stages, kind), kind)
                 except InvalidInput:
                     # Schedules with several chunks want more stages than others: only they fail.
                     if made.stages == stages or made is asked.schedule:
@@ -236,12 +289,12 @@ class Planner:
                 is_tight = way.memory.peak > self.memory and way.seconds < self._fastest
                 self._is_bound |= is_tight
                 if is_tight:
-                    kept, room = peaks(made, again), self.memory
+                    kept, room = peaks(made, kind is not None), self.memory
                     with suppress(InvalidInput):
                         cut = choose_stages(
-                            lines[again], made.stages, pins=pins, memory=room, peaks=kept
+                            lines(kind), made.stages, pins=pins, memory=room, peaks=kept
                         )
-                        way = piped(made, cut, again)
+                        way = piped(made, cut, kind)
                 yield way
                 if not is_tight:
                     break

@@ -5,11 +5,12 @@ Then the states of its parameters are cut, over the ranks that turn out to hold 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from autopar.capture.captured import Captured
+from autopar.capture.regions import Recomputation
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import Microbatches
@@ -39,6 +40,8 @@ class LayoutRequest:
     memory: float  # bytes on each device
     is_all: bool  # devices hold no more than this program
     states: States = WHOLE
+    # The regions that run again in backward.
+    recompute: Mapping[str, Recomputation] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Layouts:
     """Finds layouts for the programs of one request."""
 
     request: Request
-    constraints: Callable[[Captured, Mesh], Constraints]
+    constraints: Callable[[Captured, Mapping[str, Recomputation], Mesh], Constraints]
     report: Report
 
     def find(self, asked: LayoutRequest) -> tuple[Candidate, float]:
@@ -72,7 +75,7 @@ class Layouts:
                 break
             asked = replace(asked, offered=[mesh.split(*split)])
         if self.request.states is not None:
-            annotated = self.constraints(asked.captured, mesh).parameters
+            annotated = self.constraints(asked.captured, asked.recompute, mesh).parameters
             require_agreement(asked.states, annotated, main_axes(graph, mesh), mesh)
             require_something_to_cut(graph, asked.states, mesh)
         return found.placed(asked.states), memory
@@ -80,7 +83,7 @@ class Layouts:
     def _found(self, asked: LayoutRequest) -> tuple[Candidate, float]:
         """With states that are whole yet."""
         program, cluster = asked.captured, self.request.cluster
-        bound = partial(self.constraints, program)
+        bound = partial(self.constraints, program, asked.recompute)
         made = partial(Candidate, program, cluster, batches=asked.batches)
         if self.request.mode != "auto":
             (mesh,) = asked.offered

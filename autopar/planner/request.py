@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from autopar.cluster import Cluster
 from autopar.mesh import Mesh, meshes
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import weighed_schedules
+from autopar.planner.recomputation import AskedRecomputation
 from autopar.states import NAMED, WHOLE, States
 
 Mode = Literal["auto", "propagate", "data"]
@@ -34,7 +35,7 @@ class Request:
     stages: int | None = None  # ranks along the axis
     microbatches: int | None = None
     schedule: Schedule | None = None
-    recompute: bool = False  # with that schedule
+    recompute: AskedRecomputation = field(default_factory=AskedRecomputation)
     states: States | None = None
 
     @property

@@ -53,9 +53,8 @@ class Backend(ABC):
                 if pipelining is not None
                 else WholeRun(self)
             )
-        recompute = pipelining is not None and pipelining.recompute
         for place, pairs in local.items():
-            own = {pair: Worker(self.stages[pair[1]], recompute) for pair in pairs}
+            own = {pair: Worker(self.stages[pair[1]]) for pair in pairs}
             self.workers |= own
             self.runners.append(RankRunner(self.schedule, place, own, transport, after))
 

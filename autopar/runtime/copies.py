@@ -12,7 +12,8 @@ does not count as a change, and holds the same values when backward comes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -136,6 +137,7 @@ class Window:
         self._here: dict[int, Group] = {}
         self._read: set[Group] = set()  # in a forward that is under way
         self._wanted: set[Group] = set()  # in backward
+        self._is_again = False  # a forward runs again in backward
         self.most = 0  # bytes of a group that does not last
         self.take(groups)
 
@@ -153,6 +155,10 @@ class Window:
     def have(self, number: int, following: int) -> None:
         """A forward is about to read a group; the other one comes after it."""
         group = self._of(number)
+        if self._is_again:
+            self._wanted.add(group)
+            self._bring(group)
+            return
         self._read.add(group)
         self._wanted.clear()
         self._bring(group)
@@ -161,16 +167,28 @@ class Window:
 
     def leave(self, number: int) -> None:
         """Forward has read a group for the last time."""
-        self._read.discard(self._of(number))
+        if not self._is_again:
+            self._read.discard(self._of(number))
 
     def watch(self, made: Any, numbers: tuple[int, ...], following: int) -> None:
         """Have groups here when the backward of what was made of them begins."""
+        if self._is_again:
+            return
         nodes = {tensor.grad_fn for tensor in made} if isinstance(made, tuple | list) else None
         for node in {made.grad_fn} if nodes is None else nodes:
             if node is not None:
                 groups = tuple(map(self._of, numbers))
                 after = self._of(following) if following != NONE else None
                 node.register_prehook(partial(self._want, groups, after))
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """A forward runs again in backward, which sees to what comes and goes."""
+        before, self._is_again = self._is_again, True
+        try:
+            yield
+        finally:
+            self._is_again = before
 
     def bring_lasting(self) -> None:
         """Have all groups here that last."""

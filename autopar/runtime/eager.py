@@ -2,8 +2,8 @@
 
 What passes and readers like costs time at each call. Here the last of it goes: what capture took
 apart is joined again, operators become the functions of torch's Python interface, which are bound
-with less work, and a movement is called without the dispatcher and sums in place what nobody else
-reads.
+with less work, a movement is called without the dispatcher and sums in place what nobody else
+reads, and a region that is recomputed is one call.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from autopar.passes import Copies, LocalSetting, quicken
 from autopar.passes.flow import part_of
 from autopar.pipeline.weight_halves import WeightHalves
 from autopar.runtime.copies import Window
+from autopar.runtime.regions import call_regions
 from autopar.strategies.node_info import info
 
 
@@ -64,6 +65,7 @@ def compile_graph(
     quicken(quick, LocalSetting(whole, mesh, returned, is_split, copies))
     coming = {} if window is None else window.calls
     origins = [info(node).origin for node in quick.nodes if node.op == "placeholder"]
+    plain: dict[fx.Node, Any] = {}
     for node in quick.nodes:
         if node.target in coming:
             node.target = coming[node.target]
@@ -74,6 +76,9 @@ def compile_graph(
         elif node.op == "call_function":
             node.target, node.kwargs = python_call(node.target, node.args, node.kwargs)
         if halves is not None and (weights := info(node).weight_inputs) is not None:
+            plain[node] = node.target
             node.target = halves.apart(node.target, weights)
+    beside = [halves.aside] if halves is not None else []
+    call_regions(quick, beside if window is None else [*beside, window.again], plain)
     wholes = tuple(name for kind, name in origins if kind == "whole")
     return Eager(fx.GraphModule({}, quick).forward, wholes)

@@ -23,10 +23,13 @@ from autopar.pipeline.worker import Value, sum_in_order
 from autopar.plan.program import Program
 from autopar.runtime.backend import Backend, Batch
 from autopar.runtime.placing import Read
+from autopar.runtime.recompute import Selective
+from autopar.runtime.regions import Part, parts_of
 from autopar.runtime.replicas import ReplicaCheck
 from autopar.strategies.node_info import info
 
 Environment = dict[fx.Node, Value]
+Enter = Callable[[fx.Node], Value]  # of a placeholder
 Watch = Callable[[fx.Node, Value], None]
 
 
@@ -52,12 +55,12 @@ class VirtualGraph:
             for node in graph.nodes
             if node.op == "placeholder" and node.name in constants
         }
-        self._steps = [(node, self._compile(node)) for node in graph.nodes]
         self._results = graph.output_node().args[0]
         last_reader = {value: node for node in graph.nodes for value in node.all_input_nodes}
         self._finished: dict[fx.Node, list[fx.Node]] = {}
         for value, reader in last_reader.items():
             self._finished.setdefault(reader, []).append(value)
+        self._parts = [self._part(part) for part in parts_of(graph)]
 
     def __call__(
         self,
@@ -69,16 +72,65 @@ class VirtualGraph:
         placeholder) is in pieces."""
         pieces = self._constants | dict(given or {})
         values: Environment = {}
-        for node, call in self._steps:
-            if node.op == "placeholder":
-                values[node] = pieces.get(node.name) or self._enter(node, kept, inputs)
-            elif call is not None:
-                values[node] = call(values)
-            if self._watch is not None and node in values:
-                self._watch(node, values[node])
-            for finished in self._finished.get(node, ()) if node.op != "output" else ():
-                del values[finished]
+
+        def enter(node: fx.Node) -> Value:
+            return pieces.get(node.name) or self._enter(node, kept, inputs)
+
+        for run in self._parts:
+            run(values, enter)
         return [values[node] for node in self._results]  # type: ignore[union-attr,index]
+
+    def _part(self, part: Part) -> Callable[[Environment, Enter], None]:
+        """What adds the values of some nodes to the others, and drops what nobody reads any more.
+
+        A region works on a list of tensors, those of all ranks of one value after another.
+        """
+        if part.region is None:
+            return self._steps(part, None)
+        inputs, outputs = part.inputs, part.outputs
+        ranks = range(self.mesh.size)
+
+        def function(*tensors: Tensor) -> list[Tensor]:
+            count = len(ranks)
+            inside = {
+                node: [tensors[at * count + rank] for rank in ranks]
+                for at, node in enumerate(inputs)
+            }
+            steps(inside, None)
+            return [tensor for node in outputs for tensor in inside[node]]
+
+        beside = [self._halves.aside] if self._halves is not None else []
+        runner = part.runner(function, beside)
+        steps = self._steps(part, runner if isinstance(runner, Selective) else None)
+        finished = {value for node in part.nodes for value in self._finished.get(node, ())}
+
+        def run(values: Environment, enter: Enter) -> None:
+            results = runner(*(tensor for node in inputs for tensor in values[node]))
+            for at, node in enumerate(outputs):
+                values[node] = [results[at * len(ranks) + rank] for rank in ranks]
+            for value in finished:
+                values.pop(value, None)
+
+        return run
+
+    def _steps(
+        self, part: Part, noting: Selective | None
+    ) -> Callable[[Environment, Enter | None], None]:
+        """Some nodes one after another, those that are made again noted in their region."""
+        steps = [(node, self._compile(node, noting)) for node in part.nodes]
+
+        def run(values: Environment, enter: Enter | None) -> None:
+            for node, call in steps:
+                if node.op == "placeholder" and enter is not None:
+                    values[node] = enter(node)
+                elif call is not None:
+                    values[node] = call(values)
+                if self._watch is not None and node in values:
+                    self._watch(node, values[node])
+                for finished in self._finished.get(node, ()) if node.op != "output" else ():
+                    del values[finished]
+
+        return run
 
     def _enter(
         self, node: fx.Node, kept: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
@@ -90,7 +142,9 @@ class VirtualGraph:
             pieces = move(Movement("identity", info(node).sync, pending=True), pieces, self.mesh)
         return pieces
 
-    def _compile(self, node: fx.Node) -> Callable[[Environment], Value] | None:
+    def _compile(
+        self, node: fx.Node, noting: Selective | None = None
+    ) -> Callable[[Environment], Value] | None:
         if node.op != "call_function":
             return None
         if (movement := info(node).movement) is not None:
@@ -99,8 +153,11 @@ class VirtualGraph:
         calls, weights = [], info(node).weight_inputs
         for rank in range(self.mesh.size):
             function, args, kwargs = local_call(node, self.mesh, rank, self.device)
+            plain = function
             if self._halves is not None and weights is not None:
                 function = self._halves.apart(function, weights)
+            if noting is not None and info(node).remade:
+                function = noting.noted(function, plain)
             calls.append(_Call(function, args, kwargs))
         return lambda values: [call(values, rank) for rank, call in enumerate(calls)]
 

@@ -69,6 +69,12 @@ class Search:
         """The same of a plan that takes longer than what was found."""
         return replace(self, objective=seconds, gap=relative_gap(seconds, self.bound))
 
+    def made(self, objective: float, bound: float) -> Search:
+        """The same of a program that takes other seconds, none of which takes less than `bound`."""
+        bound = min(bound, objective)
+        gap = relative_gap(objective, bound)
+        return replace(self, objective=objective, bound=bound, gap=gap)
+
     def shared(self, ranks: int) -> Search:
         """The same of a pipeline, on whose `ranks` the work of all stages is done side by side."""
         considered = tuple(

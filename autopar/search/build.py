@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from autopar.capture.captured import Captured
 from autopar.capture.listing import operator_of
 from autopar.capture.marker import ANNOTATE
 from autopar.capture.origins import copied_parameter, is_of_parameters
+from autopar.capture.regions import runs
 from autopar.cluster import Cluster
 from autopar.cost.footprint import HELD, parameter_bytes
 from autopar.cost.price import ClusterPrice
@@ -35,7 +37,7 @@ from autopar.search.prologue import find_prologue, is_whole
 from autopar.search.reshard import Placements
 from autopar.solver.graph import CostGraph
 from autopar.states import WHOLE, States
-from autopar.strategies.node_info import info
+from autopar.strategies.node_info import Region, info
 from autopar.strategies.results import maker, place_of, tensors_of, values_of
 
 Array = NDArray[np.float64]
@@ -118,6 +120,13 @@ class _Builder:
         self._offers: dict[str, tuple[Candidates, Array]] = {}
         self.producers: dict[str, Variable] = {}  # of values, by name
         self.counts_gradients = self.counts_activations = True
+        of_parameters = partial(is_of_parameters, captured=self.captured)
+        decided, self.regions = self.constraints.recompute, dict[str, Region]()
+        for number, (name, nodes) in enumerate(
+            runs(self.captured.graph, decided, of_parameters) if decided else ()
+        ):
+            region = Region(f"{number} {name}", decided[name] == "full")
+            self.regions |= {node.name: region for node in nodes}
 
     def run(self) -> Built:
         calls = self.captured.operators
@@ -127,7 +136,7 @@ class _Builder:
         for node in calls:
             self._look_at(node)
         facts = {name: candidates.facts for name, (candidates, _) in self._offers.items()}
-        self.saved = SavedTensors(facts, self.readings)
+        self.saved = SavedTensors(facts, self.readings, self.regions)
         self._choose_moment()
         # Nodes stand in the order of the program, so that repeated blocks can be found.
         for node in self.captured.graph.nodes:
@@ -208,7 +217,10 @@ class _Builder:
 
     def _add_operator(self, node: fx.Node) -> None:
         candidates, cost = self._offers[node.name]
+        region = self.regions.get(node.name)
         memory = candidates.extra * self.counts_activations
+        if region is not None and region.is_full:
+            cost, memory = cost + candidates.forward, np.zeros_like(memory)
         if self.counts_activations and self.saved.keeps_output(node.name):
             for value in values_of(node):
                 states = candidates.results[place_of(value)]
@@ -336,9 +348,9 @@ class _Builder:
 
     def _keeps(self, readings: Sequence[Reading]) -> bool:
         return self.counts_activations and any(
-            self.saved.keeps(reading.reader, reading.position)
-            and copied_parameter(self.nodes[reading.value]) is None
-            for reading in readings
+            self.saved.keeps(r.value, r.reader, r.position)
+            and copied_parameter(self.nodes[r.value]) is None
+            for r in readings
         )
 
     def _sums(self, reading: Reading) -> bool:

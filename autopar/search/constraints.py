@@ -15,6 +15,7 @@ from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.capture.marker import ANNOTATE, Annotation, Entry
+from autopar.capture.regions import Recomputation
 from autopar.errors import InvalidInput
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -39,6 +40,9 @@ class Constraints:
     inputs: Mapping[str, LayoutConstraint] = field(default_factory=dict)  # by placeholder
     # by operator and input
     bound: Mapping[str, Mapping[int, LayoutConstraint]] = field(default_factory=dict)
+
+    # Regions that are recomputed, by the names of capture/regions.py.
+    recompute: Mapping[str, Recomputation] = field(default_factory=dict)
 
     @property
     def fixed(self) -> dict[str, Layout]:

@@ -50,6 +50,7 @@ def decide(built: Built, choice: Sequence[int]) -> Decisions:
         fixed=built.constraints.fixed,
         fallbacks=tuple(fallbacks),
         ways=ways,
+        recompute=built.constraints.recompute,
     )
 
 

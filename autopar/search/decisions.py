@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from autopar.capture.listing import operator_of
+from autopar.capture.regions import Recomputation
 from autopar.layout import Layout, ParameterPlacement, Placement, TensorType
 from autopar.mesh import Mesh
 from autopar.schema import Index
@@ -43,6 +44,8 @@ class Decisions:
     ways: Mapping[tuple[str, str, int], tuple[Placement, ...]] = field(default_factory=dict)
     # Parameters that are stored, summed or optimized in other places than they are read.
     apart: Mapping[str, ParameterPlacement] = field(default_factory=dict)
+    # Regions whose forward runs again in backward, by the names of capture/regions.py.
+    recompute: Mapping[str, Recomputation] = field(default_factory=dict)
 
     def parameter(self, placeholder: str) -> ParameterPlacement:
         """The places of a parameter."""
@@ -61,6 +64,7 @@ class TypedDecisions:
     fallbacks: tuple[Fallback, ...]
     ways: Mapping[tuple[str, str, Index], tuple[Placement, ...]]
     apart: Mapping[str, ParameterPlacement]
+    recompute: Mapping[str, Recomputation]
 
     @classmethod
     def of(cls, decisions: Decisions, types: Mapping[str, TensorType]) -> TypedDecisions:
@@ -75,6 +79,7 @@ class TypedDecisions:
             decisions.fallbacks,
             decisions.ways,
             decisions.apart,
+            decisions.recompute,
         )
 
     @property
@@ -88,4 +93,5 @@ class TypedDecisions:
             self.fallbacks,
             self.ways,
             self.apart,
+            self.recompute,
         )

@@ -177,6 +177,7 @@ class _Propagation:
             strategies=strategies,
             fixed=self.constraints.fixed,
             fallbacks=tuple(self.fallbacks),
+            recompute=self.constraints.recompute,
         )
 
     def _settle(self) -> None:

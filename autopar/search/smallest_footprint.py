@@ -43,7 +43,7 @@ class SmallestFootprint:
                 "or devices with more memory"
             )
         count = math.ceil(self.microbatches * activations / (limit - self.states))
-        recompute = "recompute=True may make room; " if self.may_recompute else ""
+        recompute = 'recompute="auto" may make room; ' if self.may_recompute else ""
         return (
             f"{bytes_text(activations, 4)} of it are activations: {recompute}microbatches={count} "
             "(or a smaller batch) would make room; else more devices, or devices with more memory"

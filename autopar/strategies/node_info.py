@@ -33,6 +33,15 @@ class WeightInputs:
     product: bool  # each gradient is a product of its own, and is all put off
 
 
+@dataclass(frozen=True)
+class Region:
+    """A run of operators whose forward runs again in backward, whole or as far as it is cheap."""
+
+    name: str
+    is_full: bool
+    is_random: bool = False  # draws random numbers
+
+
 class _Key(Generic[Fact]):
     """One key of `node.meta`. Without a default it is there from the pass on that writes it."""
 
@@ -65,6 +74,8 @@ class NodeInfo:
     state_bytes = _Key[StateBytes | None](None)  # of a parameter that is read in another dtype
     no_grad = _Key[bool](False)  # made under torch.no_grad; gone when the graph is frozen
 
+    checkpoint = _Key[int | None](None)  # the user's checkpoint that it stands in, by number
+
     # From assign_types
     origin = _Key[tuple[str, str]]()  # of a placeholder: its kind ("parameter", ...) and name
     places = _Key[ParameterPlacement | None](None)  # of a parameter; its type is that in storage
@@ -81,6 +92,9 @@ class NodeInfo:
     start_of = _Key[tuple[Rule, Strategy, str] | None](None)  # the factor whose start it takes
     movement = _Key[Movement | None](None)  # of a collective
     bytes = _Key[int]()  # that a movement moves
+    region = _Key[Region | None](None)  # that is recomputed, and it stands in
+    remade = _Key[bool](False)  # its forward runs again in backward
+    dropped = _Key[bool](False)  # what it gives is made again where backward reads it
     sync = _Key[tuple[str, ...]](())  # of a parameter: the axes that sum its gradient last
     pending = _Key[tuple[str, ...]](())  # the axes over which its own gradient stays a sum
     buffers = _Key[tuple[str, ...]](())  # of an output: the buffers whose new values it gives

@@ -161,8 +161,18 @@ class Rule:
     def is_heavy(self) -> bool:
         """Whether it takes far more work than reading its inputs: sums that pass through it would
         let all ranks do all of that."""
-        read = sum(math.prod(self.sizes[f] for dim in dims for f in dim) for dims in self.inputs)
-        return self.flops > 4 * read
+        return self.flops > 4 * self.elements_read
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether it takes little more than reading its inputs, and gives the same every time."""
+        is_light = self.flops <= 16 * self.elements_read
+        return is_light and not (self.random or self.product)
+
+    @cached_property
+    def elements_read(self) -> int:
+        """Of all inputs, uncut."""
+        return sum(math.prod(self.sizes[f] for dim in dims for f in dim) for dims in self.inputs)
 
     def why_whole(self, factor: str) -> str | None:
         """Why no axis may cut `factor`; None if one may."""

@@ -78,6 +78,21 @@ def trains_like_virtual_ranks() -> None:
         assert held == {name for name, _ in case.model.named_parameters()} or pipeline
 
 
+def recomputes_regions() -> None:
+    for mesh, kind, options in (
+        (DP2_TP2, "full", {}),
+        (DP2_TP2, "selective", {}),
+        (Mesh(pp=2, dp=2), "full", {"microbatches": 2, "schedule": "zb-h1"}),
+        (Mesh(dp=4), "full", {"states": "zero3"}),
+        (Mesh(dp=4), "selective", {"states": "zero3"}),
+    ):
+        case = models.gpt(layers=2)
+        case = megatron(case) if mesh is DP2_TP2 else case
+        real, virtual = pair(case, mesh, recompute=kind, **options)
+        assert set(real.plan.decisions.recompute.values()) == {kind}
+        assert_equal(parallel_outcome(real, case), parallel_outcome(virtual, case), 1e-12, 1e-1)
+
+
 def compares_batches_when_asked() -> None:
     case = models.mlp()
     for options in ({"mesh": Mesh(dp=4)}, {"mesh": Mesh(pp=2, dp=2), "microbatches": 2}):
@@ -470,6 +485,7 @@ def takes_a_device_mesh() -> None:
 
 CHECKS = [
     trains_like_virtual_ranks,
+    recomputes_regions,
     compares_batches_when_asked,
     goes_on_after_what_all_ranks_refuse,
     refuses_on_all_ranks_the_call_that_one_refuses,

@@ -58,10 +58,12 @@ def chosen(name: str) -> tuple[Case, ap.Plan]:
 
 def named(case: Case, cluster: ap.Cluster, one: Alternative) -> ap.Plan:
     """The plan that is asked for in the words of an alternative."""
+    kind = "full" if "in full" in one.recompute else "selective" if one.recompute else None
     words = {"mesh": one.mesh, "microbatches": one.microbatches, "pipeline": None}
+    words["recompute"] = kind
     if one.schedule:
         schedule = {"name": one.schedule, **dict(one.options)}
-        words |= {"schedule": schedule, "recompute": one.recompute, "pipeline": "auto"}
+        words |= {"schedule": schedule, "pipeline": "auto"}
     return ap.plan(case.model, case.args, case.kwargs, cluster=cluster, **words)
 
 

@@ -6,7 +6,6 @@ where a stage starts by hand.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -23,13 +22,13 @@ from autopar.cost.state_price import NodeCost
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes.flow import Flow, ancestors
-from autopar.pipeline.stages.kept import kept_by_stages
+from autopar.pipeline.stages.kept import kept_by_stages, regions_of, remade_in
 from autopar.pipeline.stages.table import StageTable
 from autopar.strategies.node_info import info
 
 Array = NDArray[np.float64]
 PriceOf = Callable[[fx.Node], NodeCost]  # of any node of a rewritten program
-COLUMNS = ("forward", "backward", "summed", *HELD)  # seconds, then bytes
+COLUMNS = ("forward", "backward", "again", "summed", *HELD)  # seconds, then bytes
 _NUMBERED = re.compile(r"(.*\.)?\d+(?=\.|$)")
 
 
@@ -41,6 +40,7 @@ class StageCost:
     module: str  # where in the model that is
     forward: float  # seconds
     backward: float
+    again: float  # seconds of backward that are forward once more
     # Seconds once a step: of summing its gradients over the mesh, and gathering its parameters.
     summed: float
     parameters: int  # bytes
@@ -51,6 +51,7 @@ class StageCost:
     activations: int  # bytes kept from forward to backward, besides what comes from before
     receives: int  # bytes that come from the stage before
     weight_halves: int  # bytes kept from the gradients of inputs to those of weights
+    remade: int  # bytes by which the backward of one micro-batch keeps more, of what it makes again
 
     @property
     def seconds(self) -> float:
@@ -61,10 +62,10 @@ class StageCost:
         """Bytes that stay all through a step."""
         return sum(getattr(self, kind) for kind in HELD)
 
-    def bytes(self, whole: int, received: int, weight_halves: int) -> int:
+    def bytes(self, whole: int, received: int, weight_halves: int, remade: int) -> int:
         """With its states, what it keeps of so many micro-batches."""
         kept = whole * self.activations + received * self.receives
-        return self.states + kept + weight_halves * self.weight_halves
+        return self.states + kept + weight_halves * self.weight_halves + remade * self.remade
 
 
 def price_stages(costs: StageCosts, starts: Sequence[str]) -> list[StageCost]:
@@ -97,22 +98,13 @@ class StageCosts:
     def __init__(self, flow: Flow, mesh: Mesh, cost: PriceOf, link_bandwidth: float) -> None:
         self.flow, self.mesh, self.bandwidth = flow, mesh, link_bandwidth
         self.kept, self.weight_halves = kept_by_stages(flow, mesh)
+        self._regions = regions_of(flow, mesh)
         self._parameters = [_parameters(flow, node) for node in flow.activations]
         self._holding = [0, *itertools.accumulate(bool(held) for held in self._parameters)]
         self._crossing: dict[int, int] = {}
         self._tables: dict[tuple[int, ...], StageTable] = {}  # by cut points
         self._clean: dict[float, list[int]] = {}  # by reach
         self._alone, self._shared = self._add_up(cost)
-
-    def recomputed(self) -> StageCosts:
-        """The same where every backward begins with the forward once more."""
-        again = copy.copy(self)
-        more = np.eye(len(COLUMNS))
-        more[COLUMNS.index("forward"), COLUMNS.index("backward")] = 1.0
-        again._alone = self._alone @ more
-        again._shared = [(readers, row @ more) for readers, row in self._shared]
-        again._tables, again._clean = {}, {}
-        return again
 
     @cached_property
     def total(self) -> float:
@@ -126,7 +118,7 @@ class StageCosts:
         for node, readers in (self.flow.read_at | self.flow.held_at).items():
             price, held = cost(node), held_bytes(node, self.mesh)
             once = price.summed + price.gathered
-            row = np.array([price.forward, price.backward, once, *held])
+            row = np.array([price.forward, price.backward, price.again, once, *held])
             if len(readers) == 1:
                 alone[readers[0] + 1] += row
             elif row.any():
@@ -156,7 +148,7 @@ class StageCosts:
         return self._tables[points]
 
     def _table(self, bounds: Sequence[int]) -> StageTable:
-        forward, backward, _, *held = np.moveaxis(self.sums(bounds), -1, 0)
+        forward, backward, _, _, *held = np.moveaxis(self.sums(bounds), -1, 0)
         received = np.array([*map(self.received, bounds[:-1]), 0])
         holding = np.array(self._holding)[list(bounds)]
         # A stage also waits for what it receives.
@@ -167,7 +159,16 @@ class StageCosts:
             np.rint(sum(held)).astype(np.int64),
             self.kept.table(bounds),
             self.weight_halves.table(bounds),
+            self._remade(bounds),
         )
+
+    def _remade(self, bounds: Sequence[int]) -> NDArray[np.int64]:
+        """The bytes that the largest region of a stage makes again, by start and end."""
+        at, found = np.array(bounds), np.zeros((len(bounds), len(bounds)), np.int64)
+        for first, last, size in self._regions:
+            where = np.ix_(at <= last, at > first)
+            found[where] = np.maximum(found[where], round(size))
+        return found
 
     def stages(self, starts: Sequence[int]) -> list[StageCost]:
         """The stages that start at these cut points."""
@@ -176,17 +177,19 @@ class StageCosts:
 
     def stage(self, start: int, end: int) -> StageCost:
         first = self.flow.activations[start]
-        forward, backward, summed, *held = self.sums([start, end])[0, 1].tolist()
+        forward, backward, again, summed, *held = self.sums([start, end])[0, 1].tolist()
         return StageCost(
             starts=first.name,
             module=info(first).module,
             forward=forward,
             backward=backward,
+            again=again,
             summed=summed,
             **dict(zip(HELD, map(round, held))),
             activations=self.kept.bytes(start, end),
             receives=self.received(start),
             weight_halves=self.weight_halves.bytes(start, end),
+            remade=round(remade_in(self.flow, self.mesh, start, end)),
         )
 
     def is_clean(self, point: int, reach: float) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from autopar.cost.saved_tensors import Storage, kept_by, local_bytes
+from torch import fx
+
+from autopar.cost.saved_tensors import Storage, kept_by, kept_through, local_bytes, most_remade
 from autopar.mesh import Mesh
 from autopar.passes.flow import Flow
 from autopar.pipeline.stages.spans import Spans
-from autopar.strategies.node_info import info
+from autopar.strategies.node_info import Region, info
 from autopar.strategies.results import values_of
 
 
@@ -20,13 +22,14 @@ def kept_by_stages(flow: Flow, mesh: Mesh) -> tuple[Spans, Spans]:
     sizes: dict[Storage, float] = {}
     put_off = {flow.position[node] for node in flow.weight_inputs}
     for node, positions in flow.read_at.items():
-        kept, weights = kept_by(node, mesh), flow.weight_inputs.get(node)
-        sizes |= kept
+        kept, weights = kept_through(node, mesh), flow.weight_inputs.get(node)
+        own = kept_by(node, mesh)
+        sizes |= kept | own
         waits = weights.product if weights is not None else flow.is_weight(node)
         for key in kept:
             keepers.setdefault(key, set()).update(positions)
-            if waits:
-                later.setdefault(key, set()).update(put_off.intersection(positions))
+        for key in own if waits else ():
+            later.setdefault(key, set()).update(put_off.intersection(positions))
         if weights is not None:
             waiting = values_of(node) if weights.product else flow.weights_of(node)
             for value in [value for value in waiting if info(value).differentiable]:
@@ -42,3 +45,26 @@ def kept_by_stages(flow: Flow, mesh: Mesh) -> tuple[Spans, Spans]:
     for key, readers in later.items():
         weight_halves.any_of(readers, sizes[key])
     return whole, weight_halves
+
+
+def regions_of(flow: Flow, mesh: Mesh) -> list[tuple[int, int, float]]:
+    """Of each region that is recomputed the first and the last position, and what it makes again
+    at most."""
+    inside: dict[Region, list[fx.Node]] = {}
+    for node in flow.graph.nodes:
+        region = info(node).region
+        if region is not None and node in flow.read_at:
+            inside.setdefault(region, []).append(node)
+    found = []
+    for nodes in inside.values():
+        at = [position for node in nodes for position in flow.read_at[node]]
+        sizes = {k: v for n in nodes for k, v in (kept_by(n, mesh) | kept_through(n, mesh)).items()}
+        found.append((min(at), max(at), sum(sizes.values())))
+    return found
+
+
+def remade_in(flow: Flow, mesh: Mesh, start: int, end: int) -> float:
+    """The bytes by which a stage comes to keep more in the backward of one micro-batch."""
+    stage = [node for node, at in flow.read_at.items() if any(start <= p < end for p in at)]
+    order = {node: index for index, node in enumerate(flow.graph.nodes)}
+    return most_remade(sorted(stage, key=order.__getitem__), mesh)

@@ -95,7 +95,7 @@ def _narrowed(
 
     Weights move to the peaks that are worst in the cut whose mean is least.
     """
-    kept = np.zeros((len(peaks), len(offered), 4))  # of micro-batches as in LiveCounts, of states
+    kept = np.zeros((len(peaks), len(offered), 5))  # of micro-batches as in LiveCounts, of states
     for number, live in enumerate(peaks):
         for stage, counts in live.items():
             kept[number, stage] = *counts, 1
@@ -112,6 +112,7 @@ def _narrowed(
             table.kept[starts, ends],
             table.received[starts],
             table.weight_halves[starts, ends],
+            table.remade[starts, ends],
             table.states[starts, ends],
         ]
         used = (kept * np.stack(held, 1)).sum((1, 2))

@@ -25,6 +25,7 @@ class StageTable:
     states: NDArray[np.int64]  # bytes
     kept: NDArray[np.int64]  # bytes for one micro-batch, until backward
     weight_halves: NDArray[np.int64]  # until the gradients of weights
+    remade: NDArray[np.int64]  # in backward, at most
 
     @property
     def count(self) -> int:
@@ -44,11 +45,17 @@ class StageTable:
         return rows
 
     def bytes(
-        self, whole: float, received: float, weight_halves: float, states: float = 1
+        self,
+        whole: float,
+        received: float,
+        weight_halves: float,
+        remade: float = 0,
+        states: float = 1,
     ) -> NDArray:
         """With its states, what a stage keeps of so many micro-batches (see LiveCounts)."""
         kept = whole * self.kept + received * self.received[:, None]
-        return states * self.states + kept + weight_halves * self.weight_halves
+        later = weight_halves * self.weight_halves + remade * self.remade
+        return states * self.states + kept + later
 
     def fastest(self, offered: Sequence[Mask]) -> list[int] | None:
         """The cut with fewest empty stages; of these with the fastest slowest; that sends least.

@@ -1,0 +1,85 @@
+"""Checkpoints: what the user wrapped in torch.utils.checkpoint, seen while a model is exported.
+
+    y = checkpoint(block, x)    ──▶    border(0, True), the operators of block, border(0, False)
+
+What stands between two borders is a region that a plan recomputes. Eager code never runs a border.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+from torch.utils import checkpoint as torchs
+from torch.utils.checkpoint import CheckpointFunction, noop_context_fn
+
+from autopar.capture.hooks import replaced
+from autopar.errors import InvalidInput
+from autopar.lines import caller
+
+
+@torch.library.custom_op("autopar::border", mutates_args=())
+def border(number: int, opens: bool) -> None:
+    """Where the region of a checkpoint begins or ends."""
+
+
+@border.register_fake
+def _(number: int, opens: bool) -> None:
+    return None
+
+
+BORDER = torch.ops.autopar.border.default
+fx.node.has_side_effect(BORDER)  # it stays in the graph, though nobody reads it
+
+
+@contextmanager
+def checkpoints_marked() -> Iterator[None]:
+    """While forward runs, put borders around what is checkpointed; of nested ones the outermost."""
+    numbers, depth = itertools.count(), 0
+
+    @contextmanager
+    def marked() -> Iterator[None]:
+        nonlocal depth
+        number = next(numbers) if depth == 0 and torch.is_grad_enabled() else None
+        if number is not None:
+            BORDER(number, True)
+        depth += 1
+        try:
+            yield
+        finally:
+            depth -= 1
+        if number is not None:
+            BORDER(number, False)
+
+    def beside(
+        function: Callable[..., Any], preserve: bool = True, context: Any = noop_context_fn, *_: Any
+    ) -> Iterator[None]:
+        """What torch does before and after a function whose forward runs again."""
+        if context is not noop_context_fn:
+            raise InvalidInput(
+                "a checkpoint keeps what its function reads, and nothing that it makes",
+                got=f"torch.utils.checkpoint with context_fn={context!r}",
+                remedy="recompute='selective', or a checkpoint around less",
+                source=caller(),
+            )
+        with marked():
+            yield
+
+    def reentrant(cls: type, function: Callable[..., Any], _: bool, *args: Any) -> Any:
+        """What a reentrant checkpoint computes: no gradient if none of its inputs has one."""
+        leaves = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+        learns = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
+        with torch.set_grad_enabled(learns), marked():
+            return function(*args)
+
+    with ExitStack() as stack:
+        # Seen in torch 2.11 to 2.13: a generator that runs on both sides of the function.
+        name = "_checkpoint_without_reentrant_generator"
+        stack.enter_context(replaced(torchs, name, lambda *args, **_: beside(*args)))
+        stack.enter_context(replaced(CheckpointFunction, "apply", classmethod(reentrant)))
+        yield

@@ -1,0 +1,139 @@
+"""Regions: the runs of a program that could be recomputed, and the names that they go by.
+
+    layers.3                     a module: each run of operators that are made in it
+    layers.0:layers.3            from the first operator of one module to the last of another
+    checkpoint 0                 what the user wrapped in torch.utils.checkpoint
+
+A program's own regions are its repeated blocks, the numbered modules that each multiply several
+matrices. Where there are none, as in a row of single layers, about as many layers are put together
+as there are regions then.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Literal
+
+from torch import fx
+
+from autopar.capture.captured import Captured
+from autopar.strategies.node_info import info
+
+Recomputation = Literal["full", "selective"]
+
+CHECKPOINT = "checkpoint "
+_TO = ":"
+_NUMBERED = re.compile(r"\d+(?=\.|$)")
+_WHOLE = 0.8  # of the operators of a module: modules in it that have so many stand for it
+
+
+def checkpoints(captured: Captured) -> tuple[str, ...]:
+    """The regions that the user wrapped in torch.utils.checkpoint."""
+    numbers = (info(node).checkpoint for node in captured.operators)
+    return tuple(f"{CHECKPOINT}{n}" for n in dict.fromkeys(numbers) if n is not None)
+
+
+def blocks(captured: Captured) -> tuple[str, ...]:
+    """The program's own regions, in the order in which they run."""
+    sizes, products, first = Counter[str](), Counter[str](), dict[str, int]()
+    for index, node in enumerate(captured.operators):
+        rule, path = captured.rules[node.name], info(node).module
+        for at in _NUMBERED.finditer(path):
+            if at.start() == 0 or path[at.start() - 1] == ".":
+                name = path[: at.end()]
+                sizes[name] += 1
+                products[name] += rule is not None and (rule.product or rule.is_contraction)
+                first.setdefault(name, index)
+    large = [name for name in sizes if products[name] > 1]
+    chosen: list[str] = []
+    for name in sorted(large, key=lambda name: (name.count("."), first[name])):
+        if not any(name.startswith(f"{other}.") for other in chosen):
+            chosen += _inside(name, large, sizes)
+    if chosen:
+        return tuple(sorted(chosen, key=first.__getitem__))
+    outer = [n for n in sizes if not any(n.startswith(f"{other}.") for other in sizes)]
+    layers = [name for name in outer if products[name]]
+    if len(layers) < 2:
+        paths = (info(node).module.partition(".")[0] for node in captured.operators)
+        layers = [path for path in dict.fromkeys(paths) if path]
+    together = max(1, math.isqrt(len(layers)))
+    rows = (layers[i : i + together] for i in range(0, len(layers), together))
+    return tuple(row[0] if len(row) == 1 else f"{row[0]}{_TO}{row[-1]}" for row in rows)
+
+
+def _inside(name: str, large: Collection[str], sizes: Counter[str]) -> list[str]:
+    """A module, or the numbered ones in it that are nearly all of it."""
+    inner = [other for other in large if other.startswith(f"{name}.")]
+    outermost = [n for n in inner if not any(n.startswith(f"{other}.") for other in inner)]
+    if sum(sizes[other] for other in outermost) < _WHOLE * sizes[name]:
+        return [name]
+    return [found for other in outermost for found in _inside(other, large, sizes)]
+
+
+def runs(
+    graph: fx.Graph, names: Iterable[str], of_parameters: Callable[[fx.Node], bool]
+) -> list[tuple[str, list[fx.Node]]]:
+    """Each run of calls that one of `names` speaks of, in their order, with that name.
+
+    What is made of parameters alone is of the region that it stands in, wherever it is made.
+    """
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    names = tuple(names)
+    labels = _labels([None if of_parameters(node) else node for node in calls], set(names))
+    for name in names:
+        start, to, end = name.partition(_TO)
+        inside = [index for index, node in enumerate(calls) if to and _is_in(node, start, end)]
+        if inside:
+            first, last = inside[0], inside[-1] + 1
+            labels[first:last] = [name] * (last - first)
+    found = []
+    for label, run in itertools.groupby(zip(labels, calls), key=lambda pair: pair[0]):
+        if label is not None:
+            found.append((label, [node for _, node in run]))
+    return found
+
+
+def _labels(calls: Sequence[fx.Node | None], names: Collection[str]) -> list[str | None]:
+    """The names that speak of calls; None is of the region that it stands in."""
+    labels: list[str | None] = []
+    waiting = 0
+    for node in calls:
+        if node is None:
+            labels.append(None)
+            waiting += 1
+            continue
+        label = _label(node, names)
+        before = len(labels) - waiting
+        if waiting and before and labels[before - 1] == label:
+            labels[before:] = [label] * waiting
+        labels.append(label)
+        waiting = 0
+    return labels
+
+
+def found(captured: Captured, names: Iterable[str]) -> tuple[str, ...]:
+    """Those of `names` that speak of some operator, which none of them further out speaks of."""
+    names, known = tuple(names), set[str]()
+    for node in captured.operators:
+        label = _label(node, names)
+        known |= {name for name in names if name == label}
+        known |= {name for name in names if _TO in name and _is_in(node, *name.split(_TO))}
+    return tuple(name for name in names if name in known)
+
+
+def _label(node: fx.Node, names: Collection[str]) -> str | None:
+    number, path = info(node).checkpoint, info(node).module
+    if number is not None and f"{CHECKPOINT}{number}" in names:
+        return f"{CHECKPOINT}{number}"
+    parts = path.split(".")
+    prefixes = (".".join(parts[: i + 1]) for i in range(len(parts)))
+    return next((prefix for prefix in prefixes if prefix in names), None)
+
+
+def _is_in(node: fx.Node, *paths: str) -> bool:
+    module = f"{info(node).module}."
+    return any(module.startswith(f"{path}.") for path in paths)

@@ -1,0 +1,116 @@
+"""Recomputation: which operators run again in backward, and which values are not kept till then.
+
+Comes last of the passes on types. A region that is recomputed in full keeps what it reads: its
+backward begins with its forward, up to the last operator that keeps something of it. One that is
+recomputed selectively keeps all but those values that cheap operators make again from others that
+are kept anyway; each is made again where backward first reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from autopar.capture.origins import gathered_parameter, is_made_of_parameters
+from autopar.capture.randomness import is_random
+from autopar.capture.regions import runs
+from autopar.cost.saved_tensors import kept_by, storage
+from autopar.mesh import Mesh
+from autopar.passes.setting import Setting
+from autopar.strategies.node_info import Region, info
+from autopar.strategies.registry import is_view
+from autopar.strategies.results import is_result, maker
+
+SMALL = 1 / 16  # of the bytes of the largest value that is made again: less is kept
+
+
+def mark_recomputed(graph: fx.Graph, setting: Setting) -> fx.Graph:
+    """Write on the nodes of every region what is done of them again, and on no others."""
+    for node in graph.nodes:
+        info(node).update(region=None, remade=False, dropped=False)
+    decided, seen = setting.decisions.recompute, dict[str, int]()
+    for name, nodes in runs(graph, decided, is_made_of_parameters):
+        seen[name] = seen.get(name, 0) + 1
+        number = f" ({seen[name]})" if seen[name] > 1 else ""
+        is_full = decided[name] == "full"
+        region = Region(name + number, is_full, any(map(_is_random, nodes)))
+        for node in nodes:
+            info(node).region = region
+        (_mark_full if region.is_full else _mark_selective)(nodes, setting.mesh)
+    return graph
+
+
+def _mark_full(nodes: Sequence[fx.Node], mesh: Mesh) -> None:
+    own, last = set(nodes), -1
+    for index, node in enumerate(nodes):
+        if any(key[0] in own for key in kept_by(node, mesh)):
+            last = index
+    for node in nodes[: last + 1]:
+        # A parameter that is gathered is gathered for backward anyway.
+        info(node).remade = gathered_parameter(node) is None
+
+
+def _mark_selective(nodes: Sequence[fx.Node], mesh: Mesh) -> None:
+    own = set(nodes)
+    sizes: dict[fx.Node, float] = {}
+    for node in nodes:
+        for (value, place), size in kept_by(node, mesh).items():
+            if isinstance(place, int):
+                sizes[value] = max(size, sizes.get(value, 0.0))
+    kept = sizes.keys()
+    # Values that are there in backward, or can be made of such at little cost.
+    again: dict[fx.Node, bool] = {}
+    for node in nodes:
+        if not is_result(node) and _is_cheap(node):
+            again[node] = all(
+                value.op == "placeholder" or value in kept or again.get(value, False)
+                for value in map(_source, node.all_input_nodes)
+            )
+    possible = [n for n in kept & own if again.get(n) and not _is_read_outside(n, own)]
+    least = SMALL * max((sizes[node] for node in possible), default=0.0)
+    dropped = {node for node in possible if sizes[node] >= least}
+    waiting = list(dropped)
+    for node in dropped:
+        info(node).dropped = True
+    while waiting:
+        node = waiting.pop()
+        if not info(node).remade:
+            info(node).remade = True
+            sources = map(_source, node.all_input_nodes)
+            waiting += [v for v in sources if v in own and (v not in kept or v in dropped)]
+
+
+def _source(value: fx.Node) -> fx.Node:
+    """The operator whose memory a value lies in, or a placeholder."""
+    return maker(storage(value))
+
+
+def _is_read_outside(node: fx.Node, own: set[fx.Node]) -> bool:
+    """Whether an operator's results, or views of them, are read by others than `own`."""
+    return any(
+        user not in own
+        or (
+            (is_result(user) or is_view(user) or _is_identity(user)) and _is_read_outside(user, own)
+        )
+        for user in node.users
+    )
+
+
+def _is_identity(node: fx.Node) -> bool:
+    movement = info(node).movement
+    return movement is not None and movement.kind == "identity"
+
+
+def _is_random(node: fx.Node) -> bool:
+    rule = info(node).rule
+    return is_random(node) if rule is None else rule.random
+
+
+def _is_cheap(node: fx.Node) -> bool:
+    """Whether an operator does little more than read its inputs."""
+    calls: Any = info(node).calls
+    if not calls or info(node).movement is not None or info(node).start_of is not None:
+        return False
+    return not is_view(node) and all(facts.rule.is_cheap for facts, _ in calls)

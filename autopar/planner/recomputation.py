@@ -1,0 +1,193 @@
+"""Recomputation: which regions run again in backward, as is asked for, or as memory asks for it.
+
+Every region costs the seconds of its forward and spares what it does not keep. Of all ways to give
+each region a kind, the fastest that fits is found exactly, by CP-SAT: at the end of forward, and
+while the backward of any region runs, what is kept stays below the limit.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from operator import add
+from typing import Literal
+
+from torch import fx
+
+from autopar.capture.captured import Captured
+from autopar.capture.regions import Recomputation, blocks, checkpoints, found
+from autopar.cost.program import NodePrices
+from autopar.cost.saved_tensors import Storage, kept_through, most_remade
+from autopar.errors import InvalidInput
+from autopar.mesh import Mesh
+from autopar.solver.cp_sat import new_model, new_solver, outcome, weighted_sum
+from autopar.strategies.node_info import info
+
+Kind = Recomputation | None
+KINDS: tuple[Kind, ...] = (None, "selective", "full")
+_EFFORT = 1.0  # deterministic time, about seconds
+_RANGE = 1 << 24  # of seconds in whole numbers
+
+
+@dataclass(frozen=True)
+class AskedRecomputation:
+    """What is asked for of the program's own regions, and of modules by name or pattern."""
+
+    blocks: Literal["auto"] | Kind = "auto"
+    modules: Mapping[str, Kind] = field(default_factory=dict)
+
+
+class Regions:
+    """The regions of one program: what must be, and what is left to choose."""
+
+    def __init__(self, captured: Captured, asked: AskedRecomputation) -> None:
+        self.fixed: dict[str, Recomputation] = dict.fromkeys(checkpoints(captured), "full")
+        own = blocks(captured)
+        paths = {info(node).module.partition("@")[0] for node in captured.operators}
+        modules = {p for path in paths for p in _prefixes(path)}
+        named: dict[str, Kind] = {}
+        for pattern, kind in asked.modules.items():
+            matched = [name for name in (*sorted(modules), *own) if fnmatchcase(name, pattern)]
+            if not matched:
+                raise _unknown(pattern, [*own, *sorted(modules)])
+            named |= {name: kind for name in matched if not _is_below(name, matched)}
+        outer = {name: kind for name, kind in named.items() if not _is_below(name, named)}
+        self.fixed |= {name: kind for name, kind in outer.items() if kind is not None}
+        free = [n for n in own if n not in outer and not _is_below(n, outer)]
+        left = found(captured, (*self.fixed, *free)) if self.fixed else free
+        self.free = tuple(name for name in free if name in left)
+        self.kinds = KINDS if asked.blocks == "auto" and self.free else (self._plain(asked),)
+
+    def _plain(self, asked: AskedRecomputation) -> Kind:
+        return None if asked.blocks == "auto" else asked.blocks
+
+    def all(self, kind: Kind) -> dict[str, Recomputation]:
+        """The decisions that treat all alike that are left to choose."""
+        return self.fixed | ({} if kind is None else dict.fromkeys(self.free, kind))
+
+
+def summary(decided: Mapping[str, Recomputation]) -> str:
+    """How many regions run again, and how: "" if none does."""
+    counts, words = Counter(decided.values()), {"full": "in full", "selective": "selectively"}
+    return ", ".join(f"{counts[kind]} {word}" for kind, word in words.items() if counts[kind])  # type: ignore[index]
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """One region, treated in one way."""
+
+    seconds: float  # of what runs again
+    kept: float  # bytes, of what nothing else in the program keeps
+    remade: float  # bytes, while its backward runs
+
+
+@dataclass(frozen=True)
+class MixedProblem:
+    """The kinds of all regions of a program: `rest` bytes are there whatever they are, of which
+    `before[i]` until region i has gone backward."""
+
+    names: Sequence[str]
+    offers: Sequence[Mapping[Kind, _Offer]]
+    before: Sequence[float]
+    rest: float
+
+    def solve(self, memory: float) -> dict[str, Kind] | None:
+        """The fastest that keeps within `memory`; None: none does."""
+        model = new_model()
+        kinds = list(KINDS)
+        takes = [[model.new_bool_var(f"{name} {k}") for k in kinds] for name in self.names]
+        scale = _RANGE / (sum(max(o.seconds for o in row.values()) for row in self.offers) or 1.0)
+        costs, kept = [], []
+        bits = [bit for row in takes for bit in row]
+        for number, (row, offer) in enumerate(zip(takes, self.offers)):
+            model.add_exactly_one(row)
+            costs += [round(offer[kind].seconds * scale) for kind in kinds]
+            kept += [round(offer[kind].kept) for kind in kinds]
+            extra = [round(offer[kind].remade) for kind in kinds]
+            until = 3 * (number + 1)
+            room = int(memory - self.before[number])
+            there = [*kept[: until - 3], *map(add, kept[until - 3 :], extra)]
+            model.add(weighted_sum(bits[:until], there) <= room)
+        model.add(weighted_sum(bits, kept) <= int(memory - self.rest))
+        model.minimize(weighted_sum(bits, costs))
+        solver = new_solver(_EFFORT)
+        if outcome(solver, model) not in ("OPTIMAL", "FEASIBLE"):
+            return None
+        return {
+            name: next(kind for kind, bit in zip(kinds, row) if solver.boolean_value(bit))
+            for name, row in zip(self.names, takes)
+        }
+
+
+def mixed_problem(
+    graphs: Mapping[Kind, fx.Graph], names: Sequence[str], mesh: Mesh, prices: NodePrices
+) -> MixedProblem:
+    """That of a program, given with all regions `names` treated in each way; bytes of what is kept
+    alone, so that the states come on top."""
+    plain = list(graphs[None].nodes)
+    inside = [[n.name for n in graphs["full"].nodes if _is_named(n, name)] for name in names]
+    own = {name for row in inside for name in row}
+    rest: dict[Storage, float] = {}
+    first: dict[tuple[str, object], int] = {}
+    for index, node in enumerate(plain):
+        if node.name not in own:
+            for key, size in kept_through(node, mesh).items():
+                rest.setdefault(key, size)
+                first.setdefault(_named(key), index)
+    base = {_named(key): size for key, size in rest.items()}
+    place = {node.name: index for index, node in enumerate(plain)}
+    before = []
+    for row in inside:
+        end = max(place[name] for name in row)
+        before.append(sum(size for key, size in base.items() if first[key] <= end))
+    offers: list[dict[Kind, _Offer]] = [{} for _ in names]
+    for kind, graph in graphs.items():
+        nodes = {node.name: node for node in graph.nodes}
+        for row, offer in zip(inside, offers):
+            region = [nodes[name] for name in row]
+            offer[kind] = _offer(region, base, mesh, prices)
+    return MixedProblem(names, offers, before, sum(base.values()))
+
+
+def _offer(
+    region: Sequence[fx.Node],
+    base: Mapping[tuple[str, object], float],
+    mesh: Mesh,
+    prices: NodePrices,
+) -> _Offer:
+    kept: dict[Storage, float] = {}
+    for node in region:
+        kept |= kept_through(node, mesh)
+    alone = {key: size for key, size in kept.items() if _named(key) not in base}
+    seconds = sum(prices(node).again for node in region)
+    return _Offer(seconds, sum(alone.values()), most_remade(region, mesh))
+
+
+def _named(key: Storage) -> tuple[str, object]:
+    return key[0].name, key[1]
+
+
+def _is_named(node: fx.Node, name: str) -> bool:
+    region = info(node).region
+    return node.op == "call_function" and region is not None and region.name.split(" (")[0] == name
+
+
+def _prefixes(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))] if path else []
+
+
+def _is_below(name: str, others: Sequence[str] | Mapping[str, Kind]) -> bool:
+    return any(name.startswith(f"{other}.") for other in others)
+
+
+def _unknown(pattern: str, known: Sequence[str]) -> InvalidInput:
+    close = difflib.get_close_matches(pattern, known, 4, 0.4) or list(known[:4])
+    return InvalidInput(
+        "recompute names modules of the model that run, or patterns of such names",
+        got=repr(pattern),
+        remedy=f"close to it: {', '.join(close)}" if close else "leave it out",
+    )

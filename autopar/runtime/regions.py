@@ -1,0 +1,113 @@
+"""Regions of a program that runs: each becomes one call, of a function that keeps less.
+
+A region is what stands between its first and its last operator, wherever passes have put them. It
+reads the same leaves as the rest of the program, and what it gives is read as before.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from autopar.runtime.recompute import Beside, Full, Selective
+from autopar.strategies.node_info import Region, info
+
+Runner = Full | Selective
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some calls that follow one another: of one region, or of none."""
+
+    nodes: tuple[fx.Node, ...]
+    region: Region | None = None
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        """What a region reads, in the order in which it is first read."""
+        own = set(self.nodes)
+        read = (value for node in self.nodes for value in node.all_input_nodes)
+        return [value for value in dict.fromkeys(read) if value not in own]
+
+    @property
+    def outputs(self) -> list[fx.Node]:
+        """What a region gives to others."""
+        own = set(self.nodes)
+        return [node for node in self.nodes if not own.issuperset(node.users)]
+
+    def runner(self, function: Callable[..., Any], beside: Sequence[Beside] = ()) -> Runner:
+        """`function`, which makes the outputs from the inputs, as one that keeps less."""
+        assert self.region is not None
+        if not self.region.is_full:
+            return Selective(function)
+        return Full(function, self.region.is_random, beside)
+
+
+def parts_of(graph: fx.Graph) -> list[Part]:
+    """The nodes of a graph in their order; a region is one part, and so is what lies in it."""
+    nodes = list(graph.nodes)
+    last = {info(node).region: index for index, node in enumerate(nodes)}
+    found: list[Part] = []
+    rest: list[fx.Node] = []
+    index = 0
+    while index < len(nodes):
+        region = info(nodes[index]).region
+        if region is None:
+            rest.append(nodes[index])
+            index += 1
+            continue
+        end = index + 1
+        for at in range(index, last[region] + 1):
+            if info(nodes[at]).region not in (region, None):
+                break
+            end = at + 1 if info(nodes[at]).region == region else end
+        found += [Part(tuple(rest)), Part(tuple(nodes[index:end]), region)]
+        rest, index = [], end
+    return [part for part in [*found, Part(tuple(rest))] if part.nodes]
+
+
+def call_regions(graph: fx.Graph, beside: Sequence[Beside], plain: dict[fx.Node, Any]) -> None:
+    """Let a program of one rank call its regions as functions, in place.
+
+    `plain` has what makes the value of a call again, where the call does more than that.
+    """
+    for part in parts_of(graph):
+        if part.region is not None:
+            _call(graph, part, beside, plain)
+
+
+def _call(graph: fx.Graph, part: Part, beside: Sequence[Beside], plain: dict[fx.Node, Any]) -> None:
+    inputs, outputs = part.inputs, part.outputs
+    inside, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for value in inputs:
+        copies[value] = inside.placeholder(value.name)
+    for node in part.nodes:
+        copies[node] = inside.node_copy(node, copies.__getitem__)
+    results = [copies[node] for node in outputs]
+    inside.output(tuple(results) if len(results) != 1 else results[0])
+    runner = part.runner(lambda *inputs: inputs, beside)
+    if isinstance(runner, Selective):
+        for node in part.nodes:
+            if info(node).remade:
+                copies[node].target = runner.noted(copies[node].target, plain.get(node))  # type: ignore[arg-type]
+    runner.function = fx.GraphModule({}, inside).forward
+
+    def region(*inputs: Any) -> Any:  # a function: fx wants its name
+        return runner(*inputs)
+
+    with graph.inserting_before(part.nodes[0]):
+        call = graph.call_function(region, tuple(inputs))
+        given = [call] if len(outputs) == 1 else _pieces(graph, call, len(outputs))
+    for node, new in zip(outputs, given):
+        new.meta = {**node.meta, **new.meta}
+        node.replace_all_uses_with(new)
+    for node in reversed(part.nodes):
+        graph.erase_node(node)
+
+
+def _pieces(graph: fx.Graph, call: fx.Node, count: int) -> Sequence[fx.Node]:
+    return [graph.call_function(operator.getitem, (call, index)) for index in range(count)]

@@ -1,0 +1,235 @@
+"""Regions that are recomputed: the same numbers, less kept, each forward run once more."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from functools import cache, partial
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import autopar as ap
+from autopar.capture import capture
+from autopar.capture.regions import blocks
+from autopar.runtime import recompute
+from tests import models
+from tests.held import kept_for_backward
+from tests.models import Case
+from tests.parity import assert_equal, assert_parity, parallel_outcome, single_outcome
+from tests.pipeline.models import share_captures  # noqa: F401
+
+KINDS = ("selective", "full")
+CASES = {
+    "gpt": lambda: models.gpt(layers=4, hidden=16, heads=2),
+    "gpt2": models.gpt2,
+    "llama": models.llama,
+    "resnet": models.resnet,
+    "mlp": lambda: models.mlp(layers=6),
+}
+case_of = cache(lambda name: CASES[name]())
+FORMS = {
+    "dp2 tp2": {"mesh": ap.Mesh(dp=2, tp=2), "mode": "propagate"},
+    "zero3": {"mesh": ap.Mesh(dp=2), "mode": "data", "states": "zero3"},
+    "micro-batches": {"mesh": ap.Mesh(dp=2), "mode": "data", "microbatches": 2},
+    "1f1b": {"mesh": ap.Mesh(pp=2), "schedule": "1f1b", "microbatches": 4},
+    "zb-v": {"mesh": ap.Mesh(pp=2), "schedule": "zb-v", "microbatches": 4},
+    "chimera": {"mesh": ap.Mesh(pp=2, dp=2), "schedule": "chimera", "microbatches": 4},
+}
+SAMPLED = [
+    ("gpt", "dp2 tp2", "full"),
+    ("gpt", "zero3", "full"),
+    ("gpt", "zb-v", "selective"),
+    ("gpt", "chimera", "full"),
+    ("gpt2", "1f1b", "selective"),
+    ("gpt2", "micro-batches", "full"),
+    ("llama", "dp2 tp2", "selective"),
+    ("llama", "1f1b", "full"),
+    ("resnet", "dp2 tp2", "full"),
+    ("resnet", "zero3", "selective"),
+    ("mlp", "1f1b", "full"),
+    ("mlp", "dp2 tp2", "selective"),
+]
+
+
+@pytest.mark.parametrize(("name", "form", "kind"), SAMPLED)
+def test_parity(name: str, form: str, kind: str) -> None:
+    module = assert_parity(case_of(name), recompute=kind, **FORMS[form])
+    assert set(module.plan.decisions.recompute.values()) == {kind}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "mlp"])
+def test_what_is_kept_is_what_is_predicted(name: str, kind: str) -> None:
+    case = case_of(name)
+    options = {"mesh": ap.Mesh(one=1), "mode": "data", "backend": "virtual"}
+    module = ap.parallelize(case.model, case.args, case.kwargs, recompute=kind, **options)
+    memory = module.plan.memory
+    # Copies of buffers that a region reads are not counted.
+    assert memory.activations == pytest.approx(kept_for_backward(module, case), rel=0.015)
+    plain = ap.plan(case.model, case.args, case.kwargs, mesh=ap.Mesh(one=1), mode="data")
+    assert memory.activations < plain.memory.activations
+    assert memory.peak <= plain.memory.peak  # which may be held elsewhere
+
+
+def test_each_region_runs_once_more_and_no_further_than_needed() -> None:
+    case, runs = case_of("gpt"), Counter[int]()
+    module = ap.parallelize(
+        case.model, case.args, mesh=ap.Mesh(one=1), mode="data", recompute="full"
+    )
+    again = recompute._Run.again
+
+    def counted(run: recompute._Run) -> None:
+        runs[id(run.region)] += 1
+        again(run)
+
+    with patch.object(recompute._Run, "again", counted):
+        module.step(*case.args)
+    assert list(runs.values()) == [1, 1, 1, 1]
+    nodes = [node for node in module.plan.rewritten.nodes if "layers.0" in str(node.meta["module"])]
+    last = [node for node in nodes if node.meta["remade"]][-1]
+    assert nodes.index(last) < len(nodes) - 1  # what follows keeps nothing
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_numbers_are_the_same_when_they_are_drawn_again(kind: str) -> None:
+    case = models.gpt(dropout=0.2)
+
+    def outcome(kind: str | None) -> list[Tensor]:
+        module = ap.parallelize(
+            case.model, case.args, mesh=ap.Mesh(one=1), mode="data", recompute=kind
+        )
+        torch.manual_seed(3)
+        loss = module.step(*case.args)
+        return [loss, *module.full_grads().values(), torch.rand(1)]
+
+    for one, other in zip(outcome(None), outcome(kind)):
+        assert torch.equal(one, other)
+
+
+def residual(row: nn.Module, x: Tensor) -> Tensor:
+    return x + checkpoint(row, x, use_reentrant=False)
+
+
+class Checkpointed(nn.Module):
+    """Blocks of which some are wrapped by the user."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4)
+        ).double()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "sequential":
+            return checkpoint_sequential(self.rows, 2, x, use_reentrant=False).square().mean()
+        for number, row in enumerate(self.rows):
+            if number % 2:
+                x = x + row(x)
+            elif self.how == "nested":
+                x = checkpoint(partial(residual, row), x, use_reentrant=False)
+            else:
+                x = x + checkpoint(row, x, use_reentrant=self.how == "reentrant")
+        return x.square().mean()
+
+
+X = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.filterwarnings("ignore:torch.utils.checkpoint")
+@pytest.mark.parametrize("how", ["plain", "reentrant", "nested", "sequential"])
+def test_the_users_checkpoints_are_kept(how: str, tmp_path) -> None:
+    x = X.clone().requires_grad_(how == "reentrant")
+    case = Case(how, Checkpointed(how), (x,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = ap.parallelize(case.model, (x,), mesh=ap.Mesh(dp=2), mode="data", recompute=None)
+        assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()))
+    found = module.plan.decisions.recompute
+    assert found == {f"checkpoint {n}": "full" for n in range(1 if how == "sequential" else 2)}
+    module.plan.save(tmp_path / "plan.json")
+    attached = ap.Plan.load(tmp_path / "plan.json").attach(case.fresh().model, (x,))
+    assert attached.memory == module.plan.memory
+
+
+def test_a_checkpoint_that_chooses_what_it_keeps_is_refused() -> None:
+    def context():
+        return torch.autograd.graph.save_on_cpu(), torch.autograd.graph.save_on_cpu()
+
+    class Chosen(Checkpointed):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.rows[0], x, use_reentrant=False, context_fn=context).sum()
+
+    with pytest.raises(ap.InvalidInput, match="keeps what its function reads") as error:
+        ap.plan(Chosen("plain"), (X,), mesh=ap.Mesh(one=1))
+    assert "test_recompute.py" in str(error.value)
+
+
+def test_blocks_are_the_numbered_modules_that_multiply() -> None:
+    def of(model: nn.Module, *args: Tensor) -> tuple[str, ...]:
+        return blocks(capture(model, args))
+
+    assert of(case_of("gpt").model, *case_of("gpt").args) == tuple(f"layers.{i}" for i in range(4))
+    assert of(case_of("mlp").model, *case_of("mlp").args) == (
+        "layers.0:layers.1",
+        "layers.2:layers.3",
+        "layers.4",
+    )
+    assert of(nn.Sequential(nn.Linear(8, 8)).double(), X) == ("0",)
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ({"layers.[02]": "full"}, {"layers.0": "full", "layers.2": "full"}),
+        ({"layers.1.attention": "selective"}, {"layers.1.attention": "selective"}),
+        (True, {f"layers.{i}": "full" for i in range(4)}),
+        (False, {}),
+        ("auto", {}),
+    ],
+)
+def test_it_is_asked_for_by_module(asked: object, found: dict[str, str]) -> None:
+    case = case_of("gpt")
+    plan = ap.plan(case.model, case.args, mesh=ap.Mesh(dp=2), mode="data", recompute=asked)
+    assert plan.decisions.recompute == found
+
+
+def test_as_much_is_recomputed_as_memory_asks_for() -> None:
+    """In data-parallel plans, whose layouts are given: the fewest seconds of all mixes that fit."""
+    case = case_of("gpt")
+
+    def planned(**options: object) -> ap.Plan:
+        return ap.plan(case.model, case.args, mesh=ap.Mesh(dp=2), mode="data", **options)
+
+    free = planned(states="whole", recompute=None)
+    full = planned(states="whole", recompute="full")
+    seconds, kinds = free.cost.seconds, set()
+    for part in (0.9, 0.6, 0.3, 0.0):
+        limit = full.memory.peak + part * (free.memory.peak - full.memory.peak)
+        plan = planned(states="whole", memory=limit)
+        assert plan.memory.peak <= limit
+        assert seconds <= plan.cost.seconds <= full.cost.seconds
+        seconds = plan.cost.seconds
+        kinds |= set(plan.decisions.recompute.values())
+        assert "recomputed" in str(plan.alternatives[0])
+    assert kinds == {"selective", "full"}
+
+
+def test_selective_regions_keep_what_is_dear_alone() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return norm(gelu(norm(x, (8,)) @ w) @ w.T, (8,)).sum()
+
+    region = recompute.Selective(function)
+    norm, gelu = region.noted(F.layer_norm), region.noted(F.gelu)
+    x, w = X.clone().requires_grad_(), torch.randn(8, 16, dtype=torch.float64, requires_grad=True)
+    found = torch.autograd.grad(region(x, w), (x, w))
+    expected = torch.autograd.grad(
+        F.layer_norm(F.gelu(F.layer_norm(x, (8,)) @ w) @ w.T, (8,)).sum(), (x, w)
+    )
+    assert all(torch.equal(one, other) for one, other in zip(found, expected))
