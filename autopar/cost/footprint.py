@@ -6,9 +6,7 @@ keep counts once, and a view is the tensor it looks at.
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -16,6 +14,7 @@ from torch import fx
 
 from autopar.capture.origins import state_bytes
 from autopar.collectives.redistribution import local_elements
+from autopar.cost.groups import used_bytes
 from autopar.cost.saved_tensors import Storage, kept_through, most_remade
 from autopar.layout import Layout, ParameterPlacement
 from autopar.mesh import Mesh
@@ -25,7 +24,6 @@ from autopar.strategies.node_info import info
 # What parameters and buffers take all through a step.
 HELD = ("parameters", "gradients", "optimizer", "buffers", "gathered")
 Held = tuple[int, int, int, int, int]  # bytes of these
-LIVE_GROUPS = 2  # of parameters that are gathered for a use: the one in use, and the next
 
 
 @dataclass(frozen=True)
@@ -83,23 +81,6 @@ def held_bytes(node: fx.Node, mesh: Mesh) -> Held:
         return 0, 0, 0, info(node).type.local_bytes(mesh), 0
     places = info(node).places
     return (0,) * 5 if places is None else parameter_bytes(node, places, mesh)
-
-
-def used_bytes(nodes: Iterable[fx.Node], mesh: Mesh) -> float:
-    """Of the copies of parameters that are gathered for each use: those of two groups live."""
-    groups: Counter[str] = Counter()
-    for node in nodes:
-        places = info(node).places
-        if places is not None and places.storage != places.working:
-            size = local_elements(places.working.dims, tuple(info(node).val.shape), mesh)
-            groups[_group(info(node).origin[1])] += size * state_bytes(node).copy
-    return float(sum(size for _, size in groups.most_common(LIVE_GROUPS)))
-
-
-def _group(parameter: str) -> str:
-    """What is gathered together: a block, where blocks are numbered, else a module."""
-    match = re.match(r"(.*?\.)?\d+(?=\.)", parameter)
-    return match[0] if match else parameter.rpartition(".")[0]
 
 
 def parameter_bytes(

@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar._torch import local_of
+from autopar.cost.groups import groups_of
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes import Copies
 from autopar.passes.localize import Axes
 from autopar.runtime.copies import Group, Window
 from autopar.runtime.packing import Packing, Pieces
-from autopar.runtime.routes import Route, groups_of, in_order
+from autopar.runtime.routes import Route, in_order
 
 
 @dataclass(frozen=True)

@@ -4,20 +4,16 @@
     optimizer ◀──at the end── gradient ◀──each backward── leaf       buckets of gradients
 
 A leaf is what a rank's program reads: the working copy, or what the gathers make of a parameter
-that all its readers share. Neighbouring parameters travel in one group: those of a block, and
-small ones with those beside them.
+that all its readers share. Neighbours travel in one group (`cost/groups.py`).
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 
-from autopar.cost.price import BUCKET_BYTES
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, ParameterPlacement
 from autopar.mesh import Mesh
@@ -25,9 +21,6 @@ from autopar.passes.gradient_sync import gathers_behind
 from autopar.passes.localize import Axes
 from autopar.plan.program import Program
 from autopar.strategies.node_info import info
-
-SMALL = 8  # a group of less than this share of the largest block joins its neighbour
-_NUMBERED = re.compile(r"(?<![^.])\d+(?=\.)")  # a module with a number for its name
 
 
 @dataclass(frozen=True)
@@ -117,68 +110,3 @@ def _require_summed(route: Route) -> None:
             f"{', '.join(route.pending) or 'no axis'}",
             remedy="plan again",
         )
-
-
-@dataclass
-class _Run:
-    """Neighbours."""
-
-    block: str | None
-    routes: list[Route]
-    size: Callable[[Route], int]
-    is_apart: bool = False  # read far from its neighbours
-
-    @property
-    def bytes(self) -> int:
-        return sum(map(self.size, self.routes))
-
-
-def groups_of(routes: Sequence[Route], size: Callable[[Route], int]) -> list[list[Route]]:
-    """Neighbouring parameters in groups, in the order of their first use.
-
-    No group is much larger than the largest block; a parameter that is read in several blocks is
-    in one by itself.
-    """
-    ordered, block_of = sorted(routes, key=lambda route: route.first), _blocks(routes)
-    starts = [next(run).first for _, run in groupby(ordered, key=block_of)]
-    far = {r.name for r in ordered if sum(r.first < start < r.last for start in starts) > 1}
-    runs: list[_Run] = []
-    for (block, is_apart), neighbours in groupby(ordered, lambda r: (block_of(r), r.name in far)):
-        runs.append(_Run(block, list(neighbours), size, is_apart))
-    blocks = [run.bytes for run in runs if run.block is not None]
-    most = max(blocks) if len(blocks) > 1 else max([BUCKET_BYTES, *blocks])
-    return [run.routes for run in _joined(runs, most)]
-
-
-def _joined(runs: Sequence[_Run], most: int) -> list[_Run]:
-    """Neighbours join where that is no more than `most`, and small ones always."""
-    found: list[_Run] = []
-    for run in runs:
-        before = found[-1] if found else None
-        if before is not None and not (before.is_apart or run.is_apart):
-            is_small = min(run.bytes, before.bytes) * SMALL <= most
-            is_block = run.block is not None and before.block is not None
-            if before.bytes + run.bytes <= most or (is_small and not is_block):
-                before.routes += run.routes
-                continue
-        found.append(run)
-    return found
-
-
-def _blocks(routes: Sequence[Route]) -> Callable[[Route], str | None]:
-    """The numbered module that a parameter belongs to: the outermost of which there are several."""
-
-    def at(depth: int) -> dict[str, str | None]:
-        paths = {}
-        for route in routes:
-            found = [match.end() for match in _NUMBERED.finditer(route.name)]
-            paths[route.name] = route.name[: found[depth]] if len(found) > depth else None
-        return paths
-
-    depth, paths = 0, at(0)
-    while len(set(paths.values()) - {None}) == 1:
-        depth += 1
-        paths = at(depth)
-    if not set(paths.values()) - {None}:
-        paths = at(0)
-    return lambda route: paths[route.name]

@@ -1,0 +1,152 @@
+"""Groups: which parameters are gathered together.
+
+Neighbours travel in one group: those of a block, and small ones with those beside them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Protocol, TypeVar
+
+from torch import fx
+
+from autopar.capture.origins import state_bytes
+from autopar.collectives.redistribution import local_elements
+from autopar.cost.price import BUCKET_BYTES
+from autopar.mesh import Mesh
+from autopar.strategies.node_info import info
+
+SMALL = 8  # a group of less than this share of the largest block joins its neighbour
+LIVE_GROUPS = 2  # of copies that live a use: the one in use, and the next
+_NUMBERED = re.compile(r"(?<![^.])\d+(?=\.)")  # a module with a number for its name
+
+
+class Gathered(Protocol):
+    """A parameter of which copies are made."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def first(self) -> int:
+        """The place of its first reader in the program."""
+        ...
+
+    @property
+    def last(self) -> int: ...
+
+
+Read = TypeVar("Read", bound=Gathered)
+
+
+@dataclass
+class _Run:
+    """Neighbours."""
+
+    block: str | None
+    members: list[Any]
+    size: Callable[[Any], float]
+    is_apart: bool = False  # read far from its neighbours
+
+    @property
+    def bytes(self) -> float:
+        return sum(map(self.size, self.members))
+
+
+def groups_of(routes: Sequence[Read], size: Callable[[Read], float]) -> list[list[Read]]:
+    """Neighbouring parameters in groups, in the order of their first use.
+
+    No group is much larger than the largest block; a parameter that is read in several blocks is
+    in one by itself.
+    """
+    ordered, block_of = sorted(routes, key=lambda route: route.first), _blocks(routes)
+    starts = [next(run).first for _, run in groupby(ordered, key=block_of)]
+    far = {r.name for r in ordered if sum(r.first < start < r.last for start in starts) > 1}
+    runs: list[_Run] = []
+    for (block, is_apart), neighbours in groupby(ordered, lambda r: (block_of(r), r.name in far)):
+        runs.append(_Run(block, list(neighbours), size, is_apart))
+    blocks = [run.bytes for run in runs if run.block is not None]
+    most = max(blocks) if len(blocks) > 1 else max([BUCKET_BYTES, *blocks])
+    return [run.members for run in _joined(runs, most)]
+
+
+def _joined(runs: Sequence[_Run], most: float) -> list[_Run]:
+    """Neighbours join where that is no more than `most`, and small ones always."""
+    found: list[_Run] = []
+    for run in runs:
+        before = found[-1] if found else None
+        if before is not None and not (before.is_apart or run.is_apart):
+            is_small = min(run.bytes, before.bytes) * SMALL <= most
+            is_block = run.block is not None and before.block is not None
+            if before.bytes + run.bytes <= most or (is_small and not is_block):
+                before.members += run.members
+                continue
+        found.append(run)
+    return found
+
+
+def _blocks(routes: Sequence[Gathered]) -> Callable[[Gathered], str | None]:
+    """The numbered module that a parameter belongs to: the outermost of which there are several."""
+
+    def at(depth: int) -> dict[str, str | None]:
+        paths = {}
+        for route in routes:
+            found = [match.end() for match in _NUMBERED.finditer(route.name)]
+            paths[route.name] = route.name[: found[depth]] if len(found) > depth else None
+        return paths
+
+    depth, paths = 0, at(0)
+    while len(set(paths.values()) - {None}) == 1:
+        depth += 1
+        paths = at(depth)
+    if not set(paths.values()) - {None}:
+        paths = at(0)
+    return lambda route: paths[route.name]
+
+
+@dataclass(frozen=True)
+class _Used:
+    """A parameter whose copies live a use."""
+
+    name: str
+    first: int
+    last: int
+    bytes: float
+
+
+def used_bytes(nodes: Iterable[fx.Node], mesh: Mesh) -> float:
+    """Of the copies of parameters that are gathered for each use: two groups live."""
+    apart = [n for n in nodes if (at := info(n).places) is not None and at.storage != at.working]
+    if not apart:
+        return 0.0
+    place = {node: at for at, node in enumerate(apart[0].graph.nodes)}
+    apart = [node for node in apart if _readers(node)]
+    used = [_used(node, place, mesh) for node in apart]
+    kinds: dict[Any, list[_Used]] = {}
+    for node, one in zip(apart, used):
+        kinds.setdefault((info(node).places.storage.axes, info(node).val.dtype), []).append(one)  # type: ignore[union-attr]
+    sizes = [
+        sum(one.bytes for one in group)
+        for those in kinds.values()
+        for group in groups_of(those, lambda one: one.bytes)
+    ]
+    return LIVE_GROUPS * max(sizes) if len(sizes) > 1 else sum(sizes)
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """Those of a parameter, behind its gathers."""
+    users = list(node.users)
+    while len(users) == 1 and info(users[0]).movement is not None:
+        users = list(users[0].users)
+    return users
+
+
+def _used(node: fx.Node, place: Mapping[fx.Node, int], mesh: Mesh) -> _Used:
+    places, whole = info(node).places, tuple(info(node).val.shape)
+    assert places is not None
+    size = local_elements(places.working.dims, whole, mesh) * state_bytes(node).copy
+    at = [place[user] for user in _readers(node)]
+    return _Used(info(node).origin[1], min(at), max(at), float(size))
