@@ -41,7 +41,6 @@ from autopar.runtime.placing import in_own_memory
 FIRST_BUCKET_BYTES = 4 * 2**20  # the first gradients wait for no more
 NEVER = -2  # no place in an order of actions
 ALONE_BYTES = 2 * 2**20  # from here on, a copy costs more than a collective of its own
-AT_A_TIME = 2  # buckets of one micro-batch that are being summed: each is whole until it is cut
 
 Sums = Generator[dist.Work, None, None]  # the collectives of a bucket, each when the last is done
 
@@ -341,9 +340,9 @@ class GradientSync:
 
     def _start(self, bucket: Bucket, position: int) -> None:
         summed = self._sums[bucket.key]
-        cutting = [one for one in self._under_way if one.is_cutting]
-        if summed.each is not None and (bucket in cutting or len(cutting) >= AT_A_TIME):
-            for other in cutting[: len(cutting) if bucket in cutting else 1]:
+        if summed.each is not None:
+            # A bucket is whole until it is cut: one at a time, beside the backward of the next.
+            for other in [one for one in self._under_way if one.is_cutting]:
                 self._go_on(other)
         bucket.is_complete = position == summed.ready
         bucket.sums = bucket.sum(summed, bucket.is_complete)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -48,16 +48,22 @@ class Group:
     _flat: Tensor | None = None
     _pieces: list[Tensor] = field(default_factory=list)  # of the copies, once they have memory
     _age: int | None = None  # of the parameters, since `forget`
+    _has_memory: bool = False
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         return sum(target.nbytes for target in self.targets)
+
+    @cached_property
+    def _memory(self) -> list[tuple[torch.UntypedStorage, int]]:
+        """Of each copy, and its bytes while it is here."""
+        return [(target.untyped_storage(), target.nbytes) for target in self.targets]
 
     @property
     def is_coming(self) -> bool:
         return self._work is not None
 
-    @property
+    @cached_property
     def is_direct(self) -> bool:
         """Whether the buffer is the copy."""
         (source, *_), (target, *_) = self.sources, self.targets
@@ -75,9 +81,9 @@ class Group:
             part, flat = self.sources[0].view(-1), self.targets[0].data.view(-1)
         else:
             where: dict[str, Any] = {"dtype": dtype, "device": "cpu" if on_host else device}
-            part = torch.empty(self.packing.length, **where)
-            copy_each(self.packing.own(part), self.sources)
             flat = torch.empty(self.packing.numel, **where)
+            part = self.packing.own_part(flat)  # where it belongs: one buffer, not two
+            copy_each(self.packing.own(part), self.sources)
         self._flat = flat
         self._work = all_gather_single(
             movable(flat), movable(part), group=self.process_group, async_op=True
@@ -103,8 +109,10 @@ class Group:
         if self._work is not None:
             wait_for(self._work)  # it writes there
         self._work, self._flat, self.is_here = None, None, False
-        for target in self.targets:
-            target.untyped_storage().resize_(0)
+        if self._has_memory:
+            for storage, _ in self._memory:
+                storage.resize_(0)
+            self._has_memory = False
 
     def forget(self) -> None:
         """Another pass begins, with parameters as they are then."""
@@ -112,8 +120,9 @@ class Group:
         self._age = None
 
     def _grow(self) -> None:
-        for target in self.targets:
-            target.untyped_storage().resize_(target.nbytes)
+        self._has_memory = True
+        for storage, nbytes in self._memory:
+            storage.resize_(nbytes)
 
     def _require_unchanged(self) -> None:
         age = sum(parameter._version for parameter in self.parameters)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -79,20 +80,22 @@ class Packing:
         # All pieces with elements, member by member: where they are cut out, and their shapes.
         self._splits: list[int] = []
         self._filled: list[tuple[int, int, int]] = []  # which split, which tensor, which member
+        self._shapes: list[tuple[int, ...] | None] = []  # None: as a row
         for member, row in enumerate(numels):
             for tensor, numel in enumerate(row):
                 if numel:
                     self._filled.append((len(self._splits), tensor, member))
+                    self._shapes.append(None if tensors[tensor].leads else shapes[member][tensor])
                     self._splits.append(numel)
             self._splits.append(self.length - sum(row))
         self._own_shapes, self._own_numels = shapes[own], numels[own]
 
-    @property
+    @cached_property
     def is_in_place(self) -> bool:
         """Whether the buffer is the one tensor itself."""
         return len(self.tensors) == 1 and self.tensors[0].leads and self.tensors[0].is_even
 
-    @property
+    @cached_property
     def is_full(self) -> bool:
         """Whether this member's part has no room left."""
         return sum(self._own_numels) == self.length
@@ -101,17 +104,17 @@ class Packing:
         """The pieces in a buffer; those that lie in one stretch, as a row."""
         found = flat.split_with_sizes(self._splits)
         return [
-            found[at] if self.tensors[t].leads else found[at].view(self.tensors[t].shape_of(member))
-            for at, t, member in self._filled
+            found[at] if shape is None else found[at].view(shape)
+            for (at, _, _), shape in zip(self._filled, self._shapes)
         ]
 
     def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The same pieces of the tensors themselves, which are contiguous."""
         pieces = []
-        for _, t, member in self._filled:
+        for (_, t, member), shape in zip(self._filled, self._shapes):
             cut = self.tensors[t]
             piece = tensors[t].narrow(cut.dim, *cut.bounds[member]) if cut.shape else tensors[t]
-            pieces.append(piece.view(-1) if cut.leads else piece)
+            pieces.append(piece.view(-1) if shape is None else piece)
         return pieces
 
     def own(self, part: Tensor) -> list[Tensor]:
