@@ -51,6 +51,7 @@ class Layouts:
     request: Request
     constraints: Callable[[Captured, Mapping[str, Recomputation], Mesh], Constraints]
     report: Report
+    _known: dict[tuple[object, ...], tuple[Candidate, float]] = field(default_factory=dict)
 
     def find(self, asked: LayoutRequest) -> tuple[Candidate, float]:
         """The program with its layouts and states, and the bytes that the search found.
@@ -81,7 +82,16 @@ class Layouts:
         return found.placed(asked.states), memory
 
     def _found(self, asked: LayoutRequest) -> tuple[Candidate, float]:
-        """With states that are whole yet."""
+        """With states that are whole yet. What was asked before is known: layouts without a limit
+        are the start of several ways to save memory."""
+        regions = tuple(sorted(asked.recompute.items()))
+        about = id(asked.captured), tuple(asked.offered), asked.memory, asked.is_all
+        key = *about, asked.states, regions
+        if key not in self._known:
+            self._known[key] = self._searched(asked)
+        return self._known[key]
+
+    def _searched(self, asked: LayoutRequest) -> tuple[Candidate, float]:
         program, cluster = asked.captured, self.request.cluster
         bound = partial(self.constraints, program, asked.recompute)
         made = partial(Candidate, program, cluster, batches=asked.batches)

@@ -34,7 +34,8 @@ MOST_REFINED = 2  # meshes whose axes are split, where there are more
 _TIGHTENED = 6  # times that a limit is lowered because the finished program needs more
 _WIDENED = 2  # and raised again, where what fits then is not known to be about as fast
 _CLOSE = 0.01
-_SURE = 0.5  # a part of the limit; what needs less surely fits when it is finished
+_SMALL = 500  # calls of a program that is finished so often
+_SURE = 0.7  # a part of the limit; what needs less surely fits when it is finished
 _TIE = 2e-3  # relative: of meshes about as good, the one with fewer axes is taken
 
 
@@ -252,7 +253,8 @@ class LayoutSearch:
                 if best is None or solution.objective < best.solution.objective:
                     best = found
                 # What lies between this limit and one that is too high may be faster.
-                if over == math.inf or relative_gap(best.solution.objective, bound) <= _CLOSE:
+                is_close = relative_gap(best.solution.objective, bound) <= _CLOSE
+                if over == math.inf or is_close or len(self.captured.operators) > _SMALL:
                     return best
                 left, fits = min(left, _WIDENED), limit
             else:
