@@ -3,9 +3,11 @@
     torchrun --nproc-per-node 2 benchmarks/states.py [--rounds 20] [--hidden 256]
 
 What is timed: clearing the gradients, forward and backward of one global batch, and a step of
-AdamW, on ranks that start together. Every round runs each contestant once, in shuffled order, and
-counts its slowest rank. Each process computes with one thread. Memory is counted apart, by
-torch's profiler: the most bytes that a contestant has allocated at a time, from its making on.
+AdamW, on ranks that start together; and the same without AdamW. The parameters of autopar and FSDP2
+are DTensors: torch's optimizers handle them one by one in Python, fused ones together, so all are
+fused here. Every round runs each contestant once, in shuffled order, and counts its slowest rank.
+Each process computes with one thread. Memory is counted apart, by torch's profiler: the most bytes
+that a contestant has allocated at a time, from its making on.
 
     zero3            autopar (states="zero3"), fsdp2 (fully_shard, block by block)
     zero3, a step    autopar (copies live a step), fsdp2 (reshard_after_forward=False)
@@ -29,6 +31,7 @@ import torch.distributed as dist
 from gpt import GPT, Sizes, batch, gpt
 from tensor_parallel import Step, measure
 from torch import Tensor, nn
+from torch._C._profiler import _EventType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -43,7 +46,8 @@ CASES = (
     Sizes(hidden=512, heads=8, sequence=128, batch=8, layers=4),
 )
 STEP = ap.States("all", "all", "all", lifetime="step")
-Made = tuple[nn.Module, Step]
+ADAMW = {"lr": 1e-6, "fused": True}
+Made = tuple[nn.Module, Step, Step]  # a whole step; without the optimizer
 
 
 def autopar_step(sizes: Sizes, states: Any) -> Made:
@@ -54,8 +58,8 @@ def autopar_step(sizes: Sizes, states: Any) -> Made:
     ids, labels = batch(sizes)
     torch.manual_seed(0)
     module = ap.parallelize(model, (ids, labels), mesh=mesh, mode="data", states=states)
-    update = torch.optim.AdamW(module.parameters(), lr=1e-6)
-    return module, _step(module, update, lambda: module.step(ids, labels))
+    update = torch.optim.AdamW(module.parameters(), **ADAMW)
+    return module, *_steps(module, update, lambda: module.step(ids, labels))
 
 
 def torch_step(sizes: Sizes, wrap: Callable[[GPT], tuple[nn.Module, Any]]) -> Made:
@@ -69,17 +73,20 @@ def torch_step(sizes: Sizes, wrap: Callable[[GPT], tuple[nn.Module, Any]]) -> Ma
         loss.backward()
         return loss.detach()
 
-    return module, _step(module, update, forward_and_backward)
+    return module, *_steps(module, update, forward_and_backward)
 
 
-def _step(module: nn.Module, update: Any, forward_and_backward: Step) -> Step:
-    def step() -> Tensor:
+def _steps(module: nn.Module, update: Any, forward_and_backward: Step) -> tuple[Step, Step]:
+    def without_update() -> Tensor:
         module.zero_grad(set_to_none=True)
-        loss = forward_and_backward()
+        return forward_and_backward()
+
+    def step() -> Tensor:
+        loss = without_update()
         update.step()
         return loss
 
-    return step
+    return step, without_update
 
 
 def fsdp2(reshard: bool) -> Callable[[GPT], tuple[nn.Module, Any]]:
@@ -90,20 +97,20 @@ def fsdp2(reshard: bool) -> Callable[[GPT], tuple[nn.Module, Any]]:
         for block in model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
         fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-6)
+        return model, torch.optim.AdamW(model.parameters(), **ADAMW)
 
     return wrap
 
 
 def ddp(model: GPT) -> tuple[nn.Module, Any]:
     module = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return module, torch.optim.AdamW(module.parameters(), lr=1e-6)
+    return module, torch.optim.AdamW(module.parameters(), **ADAMW)
 
 
 def ddp_with_zero(model: GPT) -> tuple[nn.Module, Any]:
     module = DistributedDataParallel(model, gradient_as_bucket_view=True)
     parameters = list(module.parameters())
-    return module, ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=1e-6)
+    return module, ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, **ADAMW)
 
 
 KINDS: dict[str, dict[str, Callable[[Sizes], Made]]] = {
@@ -130,20 +137,33 @@ def peak(make: Callable[[Sizes], Made], sizes: Sizes) -> int:
     """The most bytes that one contestant has allocated at a time in its third step."""
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        module, step = make(sizes)
+        module, step, _ = make(sizes)
         for _ in range(2):
             step()
         with record_function("measured"):
             step()
     assert profiled.profiler is not None
     assert profiled.profiler.kineto_results is not None
-    events = profiled.profiler.kineto_results.events()
-    begin = next(event.start_ns() for event in events if event.name() == "measured")
-    held = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held if event.start_ns() >= begin else 0)
+    found = profiled.profiler.kineto_results.experimental_event_tree()
+    events = []
+    while found:
+        event = found.pop()
+        events.append(event)
+        found += event.children
+    begin = next(event.start_time_ns for event in events if event.name == "measured")
+    most = 0
+    held: dict[int, int] = {}  # bytes by address
+    for event in sorted(events, key=lambda event: event.start_time_ns):
+        kind, allocation = event.typed
+        if kind == _EventType.Allocation:
+            start, end = allocation.ptr, allocation.ptr + abs(allocation.alloc_size)
+            # What a thread of gloo frees is not told: it is when others have its place.
+            for other in [o for o, size in held.items() if o < end and start < o + size]:
+                del held[other]
+            if allocation.alloc_size > 0:
+                held[start] = allocation.alloc_size
+            if event.start_time_ns >= begin:
+                most = max(most, sum(held.values()))
     del module, step
     return most
 
@@ -151,9 +171,9 @@ def peak(make: Callable[[Sizes], Made], sizes: Sizes) -> int:
 def report(kind: str, sizes: Sizes, rounds: int) -> None:
     """Check that both compute the same loss, measure, print the line of one case."""
     bytes_ = {name: peak(make, sizes) for name, make in KINDS[kind].items()}
-    steps = {name: make(sizes)[1] for name, make in KINDS[kind].items()}
+    made = {name: make(sizes) for name, make in KINDS[kind].items()}
     losses = {}
-    for name, step in steps.items():
+    for name, (_, step, _) in made.items():
         loss = step().clone()
         if name != "autopar":  # that of a rank's own slice
             dist.all_reduce(loss)
@@ -161,15 +181,21 @@ def report(kind: str, sizes: Sizes, rounds: int) -> None:
         losses[name] = float(loss)
     if max(losses.values()) - min(losses.values()) > 1e-4:
         raise SystemExit(f"the losses differ: {losses}")
-    seconds = measure(steps, rounds)
-    (other,) = set(steps) - {"autopar"}
-    ratios = [a / b for a, b in zip(seconds["autopar"], seconds[other])]
+    whole = measure({name: step for name, (_, step, _) in made.items()}, rounds)
+    alone = measure({name: step for name, (_, _, step) in made.items()}, rounds)
+    (other,) = set(made) - {"autopar"}
+
+    def ratio(seconds: dict[str, list[float]]) -> float:
+        return statistics.median(a / b for a, b in zip(seconds["autopar"], seconds[other]))
+
     line = {
         "kind": kind,
         "case": sizes.name,
         "ranks": dist.get_world_size(),
-        "milliseconds": {n: round(1e3 * statistics.median(s), 3) for n, s in seconds.items()},
-        "autopar_over_other": round(statistics.median(ratios), 3),
+        "milliseconds": {n: round(1e3 * statistics.median(s), 3) for n, s in whole.items()},
+        "autopar_over_other": round(ratio(whole), 3),
+        "without_adamw": {n: round(1e3 * statistics.median(s), 3) for n, s in alone.items()},
+        "without_adamw_over_other": round(ratio(alone), 3),
         "peak_megabytes": {name: round(one / 2**20, 3) for name, one in bytes_.items()},
     }
     if dist.get_rank() == 0:
