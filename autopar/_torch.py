@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch import _foreach_add_ as add_each  # tensors to tensors, from any dtype to any
 from torch import _foreach_copy_ as copy_each  # tensors into tensors, from any dtype to any
 
 # What an Autograd-key kernel needs to call the kernel below it, and the count of active dispatch
@@ -41,6 +42,7 @@ from torch.nn.modules.batchnorm import _NormBase
 __all__ = [  # of what is imported here for others
     "StridedShard",
     "active_modes",
+    "add_each",
     "below_autograd",
     "copy_each",
     "joined_flat",

@@ -1,7 +1,7 @@
 """Gathers: the runtime makes the copies of parameters that a rank's program reads.
 
-For graphs of one rank that run eagerly, after `localize`. A gather that all readers of a parameter
-share leaves the program: its placeholder is the gathered copy then. Copies come and go in groups:
+For graphs of one rank that run eagerly, after `localize`. A gather, or a cast, that all readers of
+a parameter share leaves the program: its placeholder is the copy then. They come and go in groups:
 
     have_copies(group, next)          before the first reader; the group after it is started
     leave_copies(group)               after the last reader in forward
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.passes.gradient_sync import gathers_behind
+from autopar.passes.gradient_sync import copies_behind
 from autopar.passes.setting import LocalSetting
 from autopar.strategies import tensor_inputs, traits_of
 from autopar.strategies.node_info import info
@@ -46,16 +46,16 @@ def watch_readers(made: Any, groups: tuple[int, ...], following: int) -> None:
 
 
 def take_gathers(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
-    """Let the placeholders of parameters be what the runtime gathers of them."""
+    """Let the placeholders of parameters be the copies that the runtime makes of them."""
     for node in graph.find_nodes(op="placeholder"):
         kind, name = info(node).origin
-        gathers = gathers_behind(node) if kind == "parameter" else []
-        gathers = gathers[: setting.copies.gathers.get(name, 0)]
-        if gathers:
-            info(node).type = info(gathers[-1]).type
-            gathers[-1].replace_all_uses_with(node)
-        for gather in reversed(gathers):
-            graph.erase_node(gather)
+        made = copies_behind(node) if kind == "parameter" else []
+        made = made[: setting.copies.taken.get(name, 0)]
+        if made:
+            info(node).update(type=info(made[-1]).type, val=info(made[-1]).val)
+            made[-1].replace_all_uses_with(node)
+        for copy in reversed(made):
+            graph.erase_node(copy)
     return graph
 
 

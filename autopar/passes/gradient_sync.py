@@ -10,6 +10,7 @@ gradient stays a partial sum then, over the axes in its `pending`.
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from autopar.collectives import Movement
@@ -82,15 +83,21 @@ def _has_room(node: fx.Node, axes: tuple[str, ...], reader: fx.Node) -> bool:
     return joined or info(node).val.numel() <= info(reader).val.numel()
 
 
-def gathers_behind(parameter: fx.Node) -> list[fx.Node]:
-    """The all-gathers that a parameter goes through before its readers, who share them."""
+def copies_behind(parameter: fx.Node) -> list[fx.Node]:
+    """The all-gathers, and the cast, that a parameter goes through before its readers, who share
+    them. A cast is one by a precision: what a model casts itself is for its own program to do."""
     found, node = list[fx.Node](), parameter
+    is_cast = info(parameter).state_bytes is None
     while len(node.users) == 1:
         (node,) = node.users
         movement = info(node).movement
-        if movement is None or movement.kind != "all_gather":
+        if movement is not None and movement.kind == "all_gather":
+            found.append(node)
+        elif node.target is torch.ops.aten.to.dtype and not is_cast:
+            is_cast = True
+            found.append(node)
+        else:
             break
-        found.append(node)
     return found
 
 

@@ -30,7 +30,8 @@ class Setting:
 class Copies:
     """Of which parameters a rank's program reads copies, by their names in the model."""
 
-    gathers: Mapping[str, int] = field(default_factory=dict)  # so many behind it are not its own
+    # So many gathers and casts behind a parameter are not the program's own.
+    taken: Mapping[str, int] = field(default_factory=dict)
     groups: Mapping[str, int] = field(default_factory=dict)  # in which a copy comes
     lasting: frozenset[int] = frozenset()  # the groups that stay to the end of a step
 

@@ -7,6 +7,9 @@ on beside what is left of that backward and of the schedule. Where gradients are
 each backward of a micro-batch is summed and cut (reduce-scatter), and pieces add up; where only
 optimizer states are, that is done once, to what has added up whole.
 
+Where gradients add up in another dtype than backward makes them in, each backward's are added to
+the flat buffer of their bucket, which has that dtype, also where nothing is summed over ranks yet.
+
 A bucket holds parameters of one dtype and one set of ranks, from the last parameter to the first,
 as backward makes their gradients. When it has them all, they are copied to one flat buffer that is
 summed at once, asynchronously, and the gradients are views of it: it lives as long as they do. A
@@ -26,6 +29,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import (
+    add_each,
+    copy_each,
     joined_flat,
     moves_on_host,
     placed_like,
@@ -56,6 +61,7 @@ class Slot:
     # How the gradient is cut after each backward, and at the end of a step.
     each: Pieces | None = None
     last: Pieces | None = None
+    reduce: torch.dtype | None = None  # in which it adds up; None: that of the leaf
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,7 @@ class Summed:
     # The actions of the step after which gradients are complete as far as they go; and whether
     # that is one backward pass, which makes each gradient once.
     ends: Mapping[int, bool]
+    adds: bool = False  # those of each backward are added to the buffer before they are summed
 
     @property
     def ready(self) -> int:
@@ -81,7 +88,7 @@ class Summed:
     @cached_property
     def drains(self) -> dict[int, bool]:
         """The actions after which there is something to sum."""
-        drains = self.ends if self.each is not None else {self.ready: True}
+        drains = self.ends if self.each is not None or self.adds else {self.ready: True}
         return {at: at >= 0 and self.ends[at] for at in drains}
 
 
@@ -109,6 +116,11 @@ class Bucket:
         return frozenset(slot.name for slot in self.slots)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """In which gradients add up."""
+        return self.slots[0].reduce or self.slots[0].leaf.dtype
+
+    @property
     def alone(self) -> bool:
         return not self.is_cut and len(self.slots) == 1 and self.size >= ALONE_BYTES
 
@@ -128,7 +140,7 @@ class Bucket:
         gradients = take_gradients(leaves)
         if summed.each is not None:
             assert self._each is not None
-            flat, self.is_cutting = packed(self._each, gradients), True
+            flat, self.is_cutting = packed(self._each, gradients, self.dtype), True
             gradients.clear()
             part = flat.new_empty(self._each.length)
             yield from scatter(part, flat, summed.each)
@@ -138,19 +150,39 @@ class Bucket:
             if not is_last:
                 return
             gradients = self._each.own(self.buffer)
+        elif summed.adds:
+            self._add(gradients)
+            gradients.clear()
+            if not is_last:
+                return
         if summed.last is not None:
             assert self._last is not None
-            flat = packed(self._last, gradients)
+            done = self.buffer if summed.adds else None
+            flat = packed(self._last, gradients, self.dtype) if done is None else done
             gradients.clear()
             self.buffer = self._last.own_part(flat)
             yield from scatter(self.buffer, flat, summed.last)
-        if not summed.is_cut:
+        if not (summed.is_cut or summed.adds):
             gradients += self.riders
             # What is one tensor is not copied.
             self.buffer = joined_flat(gradients if len(gradients) > 1 else in_own_memory(gradients))
         if summed.group is not None:
             assert self.buffer is not None
             yield dist.all_reduce(self.buffer, group=summed.group, async_op=True)
+
+    def _add(self, gradients: Sequence[Tensor]) -> None:
+        """Add what one backward has made to what those before it have, packed as it is summed."""
+        gradients = [gradient.contiguous() for gradient in gradients]
+        lengths = [gradient.numel() for gradient in gradients]
+        put = copy_each if self.buffer is None else add_each
+        if self.buffer is None:
+            length = sum(lengths) if self._last is None else self._last.numel
+            self.buffer = gradients[0].new_empty(length, dtype=self.dtype)
+        if self._last is None:
+            own = self.buffer.split_with_sizes(lengths)
+            put(own, [gradient.view(-1) for gradient in gradients])
+        else:
+            put(self._last.inside(self.buffer), self._last.of(gradients))
 
     def give(self) -> dict[str, DTensor]:
         """The gradients after their sum, and the riders theirs; nothing is kept."""
@@ -195,7 +227,8 @@ def make_buckets(
     first: dict[Hashable, Bucket | None] = {}
     buckets: list[Bucket] = []
     for slot, key in reversed(slots):
-        kind, alone = (key, slot.leaf.dtype), slot.size >= ALONE_BYTES and key not in cut
+        kind = key, slot.leaf.dtype, slot.reduce
+        alone = slot.size >= ALONE_BYTES and key not in cut
         bucket = None if alone else filling.get(kind)
         limit = FIRST_BUCKET_BYTES if first.get(key) is bucket else BUCKET_BYTES
         limit = cut_bytes if key in cut else limit
@@ -219,9 +252,10 @@ def take_gradients(leaves: Iterable[Tensor]) -> list[Tensor]:
 
 
 def placed(slots: Sequence[Slot], gradients: Iterable[Tensor]) -> dict[str, DTensor]:
-    """By name, this rank's pieces of gradients as DTensors."""
+    """By name, this rank's pieces of gradients as DTensors, in the dtype of their parameters."""
     parameters = [slot.parameter for slot in slots]
-    return {s.name: grad for s, grad in zip(slots, placed_like(parameters, gradients))}
+    kept = [grad.to(parameter.dtype) for parameter, grad in zip(parameters, gradients)]
+    return {s.name: grad for s, grad in zip(slots, placed_like(parameters, kept))}
 
 
 class GradientSync:
@@ -316,7 +350,7 @@ class GradientSync:
         for bucket in self.buckets:
             group = self._sums[bucket.key].group
             if (
-                not (bucket.alone or bucket.is_cut)
+                not (bucket.alone or bucket.is_cut or self._sums[bucket.key].adds)
                 and late.tensor.dtype == bucket.slots[0].leaf.dtype
                 and group is not None
                 and late.group == group.group_name

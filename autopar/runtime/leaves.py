@@ -117,7 +117,7 @@ class Leaves:
             if plan.is_last
         }
         lasting = frozenset(number for number, plan in enumerate(self._plans) if plan.lasts)
-        return Copies({r.name: r.gathers for r in routes.values() if r.gathers}, groups, lasting)
+        return Copies({r.name: r.taken for r in routes.values() if r.taken}, groups, lasting)
 
     def _make_groups(self, replaced: set[str]) -> None:
         """Groups of what is there now; one stays the same if all its tensors do."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from autopar._torch import copy_each
@@ -128,11 +129,11 @@ class Packing:
         return flat.narrow(0, self.tensors[0].own * self.length, self.length)
 
 
-def packed(packing: Packing, tensors: Sequence[Tensor]) -> Tensor:
+def packed(packing: Packing, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Tensors with all their pieces in one buffer: a tensor that is one already is not copied."""
     tensors = [tensor.contiguous() for tensor in tensors]
-    if packing.is_in_place:
+    if packing.is_in_place and tensors[0].dtype == dtype:
         return tensors[0].view(-1)
-    flat = tensors[0].new_empty(packing.numel)
+    flat = tensors[0].new_empty(packing.numel, dtype=dtype)
     copy_each(packing.inside(flat), packing.of(tensors))
     return flat

@@ -4,7 +4,9 @@
     optimizer ◀──at the end── gradient ◀──each backward── leaf       buckets of gradients
 
 A leaf is what a rank's program reads: the working copy, or what the gathers make of a parameter
-that all its readers share. Neighbours travel in one group (`cost/groups.py`).
+that all its readers share. Where these read another dtype than that of the parameter, all copies
+have it: then there is one in its storage, even if it is kept there. Neighbours travel in one group
+(`cost/groups.py`).
 """
 
 from __future__ import annotations
@@ -13,11 +15,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import fx
 
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, ParameterPlacement
 from autopar.mesh import Mesh
-from autopar.passes.gradient_sync import gathers_behind
+from autopar.passes.gradient_sync import copies_behind
 from autopar.passes.localize import Axes
 from autopar.plan.program import Program
 from autopar.strategies.node_info import info
@@ -30,9 +33,11 @@ class Route:
     name: str  # in the model
     placeholder: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype  # of its copies and the leaf
+    is_cast: bool  # to that dtype
+    reduce: torch.dtype  # in which gradients add up
     places: ParameterPlacement
-    gathers: int  # behind the placeholder, that the runtime does
+    taken: int  # of the gathers and casts behind the placeholder, by the runtime
     leaf: Layout
     pending: Axes  # over which the leaf's gradient is a partial sum
     first: int  # the place of its first reader in the program, and of its last; -1: none
@@ -44,11 +49,12 @@ class Route:
 
     @property
     def copied(self) -> tuple[tuple[Layout, Layout], ...]:
-        """What is gathered to what: once a step, then for each use."""
+        """What is copied to what: once a step, then for each use."""
         if not self.is_read:
             return ()
-        ways = (self.places.optimizer, self.places.storage), (self.places.storage, self.leaf)
-        return tuple((fine, coarse) for fine, coarse in ways if fine != coarse)
+        at = self.places
+        once = ((at.optimizer, at.storage),) if at.optimizer != at.storage or self.is_cast else ()
+        return (*once, (at.storage, self.leaf)) if at.storage != self.leaf else once
 
     @property
     def summed(self) -> Layout:
@@ -61,30 +67,27 @@ def routes_of(program: Program) -> dict[str, Route]:
     """Of all parameters of a program, by name."""
     place = {node: at for at, node in enumerate(program.graph.nodes)}
     learned = frozenset().union(*program.learned)
+    precision = program.captured.example.precision
     found = {}
     for placeholder, name in program.captured.parameters.items():
         node = program.placeholders[placeholder]
         places, type_ = info(node).places, info(node).type
         assert places is not None
-        gathers = gathers_behind(node)
-        count = 0
-        for gather in gathers:
-            movement, after = info(gather).movement, info(gather).type.layout
-            assert movement is not None
-            is_summed = movement.pending or not info(node).differentiable
-            if not is_summed or not after.cuts_into(places.optimizer):
-                break
-            count += 1
-        taken, end = gathers[:count], gathers[count - 1] if count else node
-        gathered = {axis for one in taken for axis in info(one).movement.axes}  # type: ignore[union-attr]
-        readers = [place[user] for user in end.users]
+        taken = _taken(node, places)
+        end = taken[-1] if taken else node
+        moved = [movement for one in taken if (movement := info(one).movement) is not None]
+        gathered = {axis for movement in moved for axis in movement.axes}
+        readers, dtype = [place[user] for user in end.users], info(end).type.dtype
+        is_reduced = precision is not None and dtype.is_floating_point
         route = found[name] = Route(
             name,
             placeholder,
             type_.shape,
-            type_.dtype,
+            dtype,
+            dtype != type_.dtype,
+            precision.reduce if precision is not None and is_reduced else dtype,
             places,
-            count,
+            len(taken),
             info(end).type.layout if readers else places.optimizer,
             in_order({*info(node).sync, *gathered}, program.mesh),
             min(readers, default=-1),
@@ -92,6 +95,18 @@ def routes_of(program: Program) -> dict[str, Route]:
         )
         if name in learned:
             _require_summed(route)
+    return found
+
+
+def _taken(node: fx.Node, places: ParameterPlacement) -> list[fx.Node]:
+    """Of the gathers and casts behind a parameter, those that the runtime does."""
+    found = []
+    for copy in copies_behind(node):
+        movement, after = info(copy).movement, info(copy).type.layout
+        is_summed = movement is None or movement.pending or not info(node).differentiable
+        if not is_summed or not after.cuts_into(places.optimizer):
+            break
+        found.append(copy)
     return found
 
 

@@ -29,6 +29,7 @@ class SumKey:
     each: Axes  # over which the gradient of a micro-batch is summed and cut
     last: Axes  # over which what has added up is summed and cut
     whole: Axes  # over which the rest is summed
+    adds: bool = False  # those of micro-batches add up outside of the leaf, in another dtype
 
 
 class StageRanks:
@@ -83,11 +84,11 @@ class Users:
     def key(self, route: Route) -> SumKey:
         """What a parameter has in common with those that are summed over the same ranks."""
         mesh, kept = self._program.mesh, {*route.places.optimizer.axes}
-        each = {*route.summed.axes} - {*route.leaf.axes}
-        last = kept - {*route.summed.axes}
-        whole = {*route.pending} - kept
-        ways = (in_order(axes, mesh) for axes in (each, last, whole))
-        return SumKey(self.stages(route.name), *ways)
+        each = in_order({*route.summed.axes} - {*route.leaf.axes}, mesh)
+        last = in_order(kept - {*route.summed.axes}, mesh)
+        whole = in_order({*route.pending} - kept, mesh)
+        adds = route.dtype != route.reduce and not each
+        return SumKey(self.stages(route.name), each, last, whole, adds)
 
 
 def slot_of(route: Route, key: SumKey, leaves: Leaves, mesh: Mesh, rank: int) -> Slot:
@@ -103,6 +104,7 @@ def slot_of(route: Route, key: SumKey, leaves: Leaves, mesh: Mesh, rank: int) ->
         math.prod(route.leaf.largest_shape(route.shape, mesh)) * route.dtype.itemsize,
         pieces(route.leaf, route.summed, key.each),
         pieces(route.summed, route.places.optimizer, key.last),
+        route.reduce,
     )
 
 
@@ -124,12 +126,13 @@ def gradient_sums(
             group = ranks.group(places, key.whole, f"gradients {number}")
         else:
             group = groups[key.whole] if key.whole else None
-        if place in places and (group or key.each or key.last):
+        if place in places and (group or key.each or key.last or key.adds):
             sums[key] = Summed(
                 group,
                 scattering[key.each] if key.each else None,
                 scattering[key.last] if key.last else None,
                 _ends(program.schedule, place, key.stages),
+                key.adds,
             )
     return sums
 

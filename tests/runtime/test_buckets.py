@@ -7,7 +7,7 @@ from torch import Tensor
 
 from autopar import Mesh
 from autopar.layout import Layout, TensorType
-from autopar.runtime.buckets import Slot, make_buckets
+from autopar.runtime.buckets import Bucket, Slot, Summed, make_buckets
 
 MESH = Mesh(a=2, b=2)
 # Rows of 1 MB: three of them are cut in two and one, and two are a gradient of its own.
@@ -36,3 +36,18 @@ def test_all_ranks_form_the_same_buckets() -> None:
     assert formed == [formed[0]] * MESH.size
     assert len(formed[0]) > 4
     assert {alone for _, alone, _ in formed[0]} == {True, False}
+
+
+def test_gradients_add_up_in_the_dtype_of_sums() -> None:
+    """In bfloat16, 256 + 1 + 1 is 256."""
+    leaves = [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(3, 1, dtype=torch.bfloat16)]
+    slots = [Slot("", leaf, leaf, leaf.nbytes, reduce=torch.float32) for leaf in leaves]
+    bucket, summed = Bucket("", slots), Summed(None, None, None, {1: True, 3: True, 5: True}, True)
+    assert list(summed.drains) == [1, 3, 5]
+    for at, value in ((1, 256.0), (3, 1.0), (5, 1.0)):
+        for leaf in leaves:
+            leaf.grad = torch.full_like(leaf, value)
+        assert not list(bucket.sum(summed, at == summed.ready))
+        assert not any(leaf.grad is not None for leaf in leaves)
+    assert bucket.buffer is not None
+    assert torch.equal(bucket.buffer, torch.full((5,), 258.0))
