@@ -1,4 +1,5 @@
-"""Copies: parameters as readers want them, gathered in groups before their use, and let go after.
+"""Copies: parameters as readers want them, cast and gathered in groups before their use, and let go
+after.
 
 A copy is a tensor that stays the same from step to step; its memory comes and goes. A group is
 gathered at once: the pieces that its ranks keep go to one flat buffer, and from there to their

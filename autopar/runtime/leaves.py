@@ -26,7 +26,7 @@ from autopar.runtime.routes import Route, in_order
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Parameters whose copies come together, from one layout of each to another."""
+    """Parameters whose copies come together, from one layout, or dtype, of each to another."""
 
     routes: tuple[Route, ...]
     is_last: bool  # of the ways of a parameter: these copies are leaves

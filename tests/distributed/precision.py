@@ -56,9 +56,11 @@ def computes_in_more_digits(ranks: int) -> None:
         for count in (1, 2):
             case = in_float32(models.mlp(hidden=10, layers=3))
             compare(case, mesh=ap.Mesh(dp=ranks), states=states, microbatches=count)
+    case = in_float32(models.gpt(layers=2))
     for schedule in ("1f1b", "zb-h1"):
-        case = in_float32(models.gpt(layers=2))
         compare(case, mesh=ap.Mesh(pp=ranks), schedule=schedule, microbatches=2)
+    for states in ("whole", "zero3"):
+        compare(case, mesh=ap.Mesh(dp=ranks), states=states, recompute="full")
 
 
 def rounds_as_one_device_does(ranks: int) -> None:
@@ -106,7 +108,7 @@ def holds_copies_in_few_digits(ranks: int) -> None:
         assert 0.98 * module.plan.memory.activations < kept <= module.plan.memory.activations
         most = most_gathered(module, case)
         if states == "zero3":
-            assert most <= 2 * module.backend.leaves.window.most + 1.1 * 2 * size / ranks < 2 * size
+            assert most <= module.plan.memory.gathered < 2 * size
         else:
             assert most == module.plan.memory.gathered == 2 * size
 
