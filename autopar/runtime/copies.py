@@ -8,7 +8,8 @@ that last stay to the end of the step. In backward the readers of a group say wh
 again. A program asks in one order on all ranks, so collectives come in one order.
 
 What torch keeps for backward is the copy itself: its memory is written through `.data`, which torch
-does not count as a change, and holds the same values when backward comes.
+does not count as a change, and holds the same values when backward comes. Once parameters have
+changed, torch is told, and refuses a backward from before.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Group:
     _flat: Tensor | None = None
     _pieces: list[Tensor] = field(default_factory=list)  # of the copies, once they have memory
     _age: int | None = None  # of the parameters, since `forget`
+    _filled: int | None = None  # of those that the copies were made of last
     _has_memory: bool = False
 
     @cached_property
@@ -127,13 +129,22 @@ class Group:
 
     def _require_unchanged(self) -> None:
         age = sum(parameter._version for parameter in self.parameters)
-        if self._age is not None and self._age != age:
-            raise InvalidInput(
-                "parameters stay as they are from forward to the end of its backward",
-                got="a parameter that was changed in between, by an optimizer perhaps",
-                remedy="call backward before optimizer.step(), or forward after it",
-            )
+        if self._age not in (None, age):
+            raise changed_in_between()
         self._age = age
+        if self._filled not in (None, age):
+            with torch.no_grad():
+                for target in self.targets:
+                    target.view(-1)[:0].zero_()  # torch counts that as a change of the copy
+        self._filled = age
+
+
+def changed_in_between() -> InvalidInput:
+    return InvalidInput(
+        "parameters stay as they are from forward to the end of its backward",
+        got="a parameter that was changed in between, by an optimizer perhaps",
+        remedy="call backward before optimizer.step(), or forward after it",
+    )
 
 
 class Window:

@@ -34,6 +34,7 @@ from autopar.plan.program import Program
 from autopar.runtime.backend import Backend, Batch
 from autopar.runtime.buckets import FIRST_BUCKET_BYTES, GradientSync
 from autopar.runtime.collecting import collect
+from autopar.runtime.copies import changed_in_between
 from autopar.runtime.eager import compile_graph
 from autopar.runtime.failures import local_checks, one_fails_all_stop
 from autopar.runtime.groups import Groups
@@ -335,16 +336,18 @@ class TorchBackend(Backend):
         sync = self._follow_leaves()
         sync.clear()
         self._pending, self._reached = False, frozenset()
-        parameters = [slot.parameter for slot in sync.slots]
+        parameters, come = [slot.parameter for slot in sync.slots], self._backward_comes
+        age = self.leaves.age
         return [
-            _Watched.apply(partial(self._backward_comes, names), output, self._anchor, *parameters)
+            _Watched.apply(partial(come, names, age), output, self._anchor, *parameters)
             if output.requires_grad
             else output
             for output, names in zip(outputs, self.program.learned)
         ]
 
-    def _backward_comes(self, names: frozenset[str]) -> None:
+    def _backward_comes(self, names: frozenset[str], age: int) -> None:
         """A backward pass goes through an output: to the parameters `names`, or to inputs alone.
+        `age` is that of the leaves when the output was made.
 
         Which of the two is the same on all ranks, whatever each of them finds there.
         """
@@ -355,6 +358,8 @@ class TorchBackend(Backend):
                 got="a backward pass with create_graph=True",
                 remedy='backend="virtual", or a penalty that is part of forward',
             )
+        if age != self.leaves.age:
+            raise changed_in_between()
         window = self.leaves.window
         window.bring_lasting()
         if not self._pending:

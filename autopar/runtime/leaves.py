@@ -86,6 +86,12 @@ class Leaves:
         self._between: dict[str, Tensor] = {}  # copies that others are made of
         self.window = Window()
 
+    @property
+    def age(self) -> int:
+        """Grows when a parameter changes whose memory its leaf shares. (torch counts the changes
+        of a DTensor, not those of its piece.)"""
+        return sum(p._version for name, p in self.parameters.items() if name not in self._copied)
+
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
         """Take what the module holds now."""
         self.version += 1

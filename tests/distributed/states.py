@@ -205,6 +205,26 @@ def goes_on_after_an_error(say: Callable[[Any], None], ranks: int) -> None:
         say(states)
 
 
+def refuses_a_backward_from_before(say: Callable[[Any], None], ranks: int) -> None:
+    """Of a forward on parameters that have changed since, another forward in between or not."""
+    case = models.mlp(hidden=10, layers=3)
+    for states in ("whole", *NAMED):
+        for calls_again in (False, True):
+            module = ap.parallelize(
+                case.model, case.args, mesh=ap.Mesh(dp=ranks), mode="data", states=states
+            )
+            loss = case.loss(module(*case.args))
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.add_(1.0)
+            if calls_again:
+                module(*case.args)
+            elif states != "whole":
+                continue  # copies that are here are what they were: the gradient is of those
+            with pytest.raises((RuntimeError, ap.AutoparError), match=r"changed|modified"):
+                loss.backward()
+
+
 def most_gathered(module: ap.ParallelModule, case: Case) -> int:
     """Bytes of copies that are in memory at a time in a step."""
     seen, bring = [], Window._bring
@@ -249,6 +269,7 @@ CHECKS = {
         follows_its_tree,
         is_called,
         goes_on_after_an_error,
+        refuses_a_backward_from_before,
         holds_pieces_alone,
     ),
     4: (trains_in_parts, trains_in_pipelines),
