@@ -1,0 +1,16 @@
+"""The memory law on processes: what is held at most in a step is what the plan says."""
+
+from __future__ import annotations
+
+from autopar.runtime.launch import launch
+from tests.distributed import memory
+
+CLOSE = 0.05
+
+
+def test_the_peak_of_a_step_is_the_plan_s() -> None:
+    first, second = launch(memory.run, 2)
+    assert first == second
+    assert len(first) == len(memory.WAYS)
+    far = [(how, ratio) for how, ratio in first if abs(ratio - 1) > CLOSE]
+    assert not far
