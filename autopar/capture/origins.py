@@ -10,7 +10,7 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.states import StateBytes
 from autopar.strategies.node_info import info
-from autopar.strategies.results import is_result
+from autopar.strategies.results import has_results, is_result
 
 MOST_STEPS = 3  # from a parameter to a value that is made of it
 
@@ -57,7 +57,7 @@ def _comes_from(
 ) -> bool:
     if value.op == "placeholder":
         return is_parameter(value)
-    if value.op != "call_function" or is_result(value) or not steps:
+    if value.op != "call_function" or is_result(value) or has_results(value) or not steps:
         return False
     learned = [argument for argument in value.all_input_nodes if info(argument).differentiable]
     size = info(value).val.numel()
