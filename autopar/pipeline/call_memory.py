@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -22,6 +22,7 @@ from autopar.mesh import Mesh
 from autopar.passes.kernels import local_call
 from autopar.strategies.node_info import flat, info
 
+MOST_KNOWN = 4096  # calls, before they are forgotten
 HANDED_ON = -1  # instead of bytes: the gradient of the output, which is no new memory
 
 
@@ -37,11 +38,14 @@ class CallMemory:
 
 
 class CallMemories:
-    """Of all calls of a program, those that are alike looked at once."""
+    """Of all calls of a program; those that are alike, in any program, are looked at once."""
+
+    _seen: ClassVar[dict[tuple[Any, ...], tuple[int, int, tuple[int | None, ...]]]] = {}
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self._seen: dict[tuple[Any, ...], tuple[int, int, tuple[int | None, ...]]] = {}
+        if len(self._seen) > MOST_KNOWN:
+            self._seen.clear()
 
     def __call__(self, node: fx.Node) -> CallMemory:
         function, args, kwargs = local_call(node, self.mesh, 0, torch.device("meta"))

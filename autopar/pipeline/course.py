@@ -25,8 +25,7 @@ from autopar.pipeline.call_memory import HANDED_ON, CallMemories
 from autopar.strategies.node_info import Region, info
 from autopar.strategies.results import is_result, maker, values_of
 
-# Movements whose result, or whose gradient, lies where the value was.
-IN_PLACE = ("identity",)
+# Movements whose gradient lies where that of their result was.
 IN_PLACE_BACK = ("identity", "all_reduce")
 
 
