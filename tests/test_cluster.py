@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cluster import Cluster, Device, Link, Node
+from autopar.cluster import Cluster, Device, Host, Link, Node
 from autopar.cluster.presets import preset
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
@@ -77,6 +77,11 @@ def test_mixed_nodes_wait_for_the_weakest() -> None:
     assert cluster.weakest(range(8, 16)).name == "H100 SXM 80 GB"
     links = cluster.axis_links(Mesh(dp=2, tp=8))
     assert links["tp"].bandwidth == 150e9
+    host = cluster.device.host
+    assert (host.memory, host.copy_bandwidth) == (64e9, 12e9)
+    assert host.copied(12e9, copies=3) == pytest.approx(1 + 3 * host.copy_alpha)
+    assert host.processor.peak("f32") == host.flops
+    assert host.processor.memory == 64e9
 
 
 def test_a_mesh_larger_than_the_cluster_is_refused() -> None:
@@ -102,6 +107,7 @@ def test_local_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "overhead": 1e-6,
         "half_flops": 1e5,
         "bandwidth": 1e10,
+        "copy": (1e-6, 5e9),
         "collectives": timings,
     }
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -112,6 +118,9 @@ def test_local_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     alpha, bandwidth = first.axis_links(Mesh(dp=2))["dp"].of("all_reduce")
     assert alpha == pytest.approx(1e-3 / 2)
     assert bandwidth == pytest.approx(1e6 / 2e-3)
+    host = first.device.host
+    assert (host.copy_alpha, host.copy_bandwidth, host.is_device) == (1e-6, 5e9, True)
+    assert host.memory == first.device.memory
 
 
 FILE = """\
@@ -142,6 +151,9 @@ def test_a_file_with_nodes_of_two_kinds(tmp_path: Path) -> None:
     assert cluster.network.bandwidth == 200e9
     path.write_text(FILE + "[network]\nalpha = 1e-6\nbandwidth = 5e9\n")
     assert Cluster.load(path).network == Link(1e-6, 5e9)
+    host = "bandwidth = 0.7e12\nhost = { memory = 1e9, copy_bandwidth = 3e9 }"
+    path.write_text(FILE.replace("bandwidth = 0.7e12", host, 1))
+    assert Cluster.load(path).device.host == Host(1e9, copy_bandwidth=3e9)
 
 
 @pytest.mark.parametrize(
@@ -156,6 +168,7 @@ def test_a_file_with_nodes_of_two_kinds(tmp_path: Path) -> None:
         ('"dgx-a100"', '"dgx"', 15, "nodes.1.preset is known"),
         (", f32 = 10e12", "", 3, "device.small.flops has a rate for f32"),
         ("alpha = 3e-6", "alpha = -3e-6", 11, "nodes.0.link.alpha is a number, at least 0"),
+        ("memory = 16e9", "memory = 16e9\nhost = { memory = 0 }", 5, "device.small.host.memory is"),
         ("memory = 16e9", "memory = 16e9\nmemory = 32e9", 5, "'memory = 32e9': Cannot overwrite"),
         ("bf16 = 100e12", "bf16 = 1e12, bf16 = 2e12", 3, "Duplicate inline table key 'bf16'"),
         ("[[nodes]]", "[device.small]\n[[nodes]]", 7, "'[device.small]': Cannot declare"),

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from autopar.cluster.machines import Device, Link, Node
+from autopar.cluster.machines import Device, Host, Link, Node
 from autopar.errors import ExecutionError
 
-VERSION = 1
+VERSION = 2
 MOST_PROCESSES = 8  # more are not started to measure; what they share is shared further
 
 # How often alpha and V/B count in the formula of each collective over p ranks.
@@ -43,6 +43,7 @@ _GUESS: dict[str, Any] = {
     "bandwidth": 8e9,
     "overhead": 5e-6,
     "half_flops": 0.0,
+    "copy": (5e-6, 4e9),
     "collectives": [],
 }
 _GUESSED_LINK = (200e-6, 2e9)
@@ -63,15 +64,20 @@ def local_node(devices: int, measure: bool = True) -> Node:
 def measured_node(devices: int, processes: int, figures: dict[str, Any]) -> Node:
     """Turn the figures that `measure.py` printed into a node."""
     crowd = devices / processes
+    memory, flops = host_memory() / devices, figures["flops"]["f32"] / crowd
+    alpha, copying = figures["copy"]
+    bandwidth, overhead = figures["bandwidth"] / crowd, figures["overhead"] * crowd
+    host = Host(memory, alpha, copying / crowd, bandwidth, flops, overhead, is_device=True)
     device = Device(
         "CPU process",
         {dtype: rate / crowd for dtype, rate in figures["flops"].items()},
-        memory=host_memory() / devices,
-        bandwidth=figures["bandwidth"] / crowd,
-        overhead=figures["overhead"] * crowd,
+        memory=memory,
+        bandwidth=bandwidth,
+        overhead=overhead,
         efficiency=1.0,
         overlap=0.0,  # messages are carried by the cores that compute
         half_flops=figures["half_flops"],
+        host=host,
     )
     measured = fit(figures["collectives"])
     alpha, bandwidth = measured.get(("all_reduce", 2), _GUESSED_LINK)

@@ -29,7 +29,7 @@ import torch
 from autopar.cluster.calibration import local_node
 from autopar.cluster.cluster_file import read_cluster
 from autopar.cluster.gpus import local_gpus
-from autopar.cluster.machines import AxisLink, Device, Link, Node
+from autopar.cluster.machines import AxisLink, Device, Host, Link, Node
 from autopar.cluster.presets import preset
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
@@ -198,10 +198,16 @@ class Cluster:
                 f"at {scaled(device.bandwidth, 'B/s')}",
                 f"      {rates}; {device.efficiency:.0%} of it reached",
                 f"      inside:  {_link_text(node.link)} for each device",
+                f"      host:    {_host_text(device.host)} for each device",
             ]
         if len(self.nodes) > 1:
             lines.append(f"  between: {_link_text(self.network)} for each node")
         return "\n".join(lines)
+
+
+def _host_text(host: Host) -> str:
+    copies = f"{scaled(host.copy_bandwidth, 'B/s')}, {host.copy_alpha * 1e6:.3g} µs"
+    return f"{scaled(host.memory, 'B')}{', its own memory' * host.is_device}, {copies}"
 
 
 def _link_text(link: Link) -> str:

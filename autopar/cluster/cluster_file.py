@@ -6,6 +6,7 @@ name = "two kinds"
 flops = { bf16 = 100e12, f32 = 10e12 }
 memory = 16e9
 bandwidth = 0.7e12                  # overhead, efficiency, half_flops, half_bytes as wished
+host = { memory = 64e9, copy_bandwidth = 25e9 }   # of each device; the rest as wished
 
 [[nodes]]                           # one or more of these
 count = 2

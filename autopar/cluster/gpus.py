@@ -19,34 +19,47 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 
 from autopar.cluster.calibration import host_memory
-from autopar.cluster.machines import Device, Link, Node
-from autopar.cluster.presets import A100, H100, H200, P100, V100, data_sheet, preset, rates
+from autopar.cluster.machines import Device, Host, Link, Node
+from autopar.cluster.presets import (
+    A100,
+    H100,
+    H200,
+    HOST_OF_PCIE_3,
+    HOST_OF_PCIE_5,
+    P100,
+    V100,
+    data_sheet,
+    preset,
+    rates,
+)
 from autopar.layout import DTYPES
 
 # The machines that GPUs of a kind stand in: their links are those of the preset.
 MACHINES = {"V100": "dgx-v100", "A100": "dgx-a100", "H100": "dgx-h100", "H200": "h200"}
 B200_LINK = Link(3e-6, 900e9)  # NVLink of the fifth generation, each direction
 PCIE = Link(8e-6, 20e9)  # what peers reach over 16 lanes of the fourth generation
+GRACE = Host(480e9, 5e-6, 400e9, 350e9, 3e12)  # NVLink-C2C, 450 GB/s each direction
 NETWORK = Link(6e-6, 25e9)  # one adapter of 200 Gbit/s: a guess, where nothing is known of it
 
 
 # The first whose words all stand in the name of the device is its kind.
 _KINDS: tuple[tuple[str, Device], ...] = (
-    ("B200", data_sheet("B200 180 GB", rates(37, 75, 2250), 180, 7700)),
+    ("B200", data_sheet("B200 180 GB", rates(37, 75, 2250), 180, 7700, host=HOST_OF_PCIE_5)),
     ("H200", H200),
-    ("GH200", replace(H100, name="GH200 96 GB", memory=96e9, bandwidth=4.0e12)),
-    ("H100 PCIe", data_sheet("H100 PCIe 80 GB", rates(51, 51, 756), 80, 2000)),
-    ("H100 NVL", data_sheet("H100 NVL 94 GB", rates(60, 60, 835), 94, 3900)),
+    ("GH200", replace(H100, name="GH200 96 GB", memory=96e9, bandwidth=4.0e12, host=GRACE)),
+    ("H100 PCIe", data_sheet("H100 PCIe 80 GB", rates(51, 51, 756), 80, 2000, host=HOST_OF_PCIE_5)),
+    ("H100 NVL", data_sheet("H100 NVL 94 GB", rates(60, 60, 835), 94, 3900, host=HOST_OF_PCIE_5)),
     ("H100", H100),
     ("A100 PCIe 40GB", replace(A100, name="A100 PCIe 40 GB", memory=40e9, bandwidth=1.555e12)),
     ("A100 PCIe", replace(A100, name="A100 PCIe 80 GB", bandwidth=1.935e12)),
     ("A100 40GB", replace(A100, name="A100 40 GB", memory=40e9, bandwidth=1.555e12)),
     ("A100", A100),
-    ("V100 PCIe", data_sheet("V100 PCIe", rates(7, 14, 112, 0), 32, 900, 5, 2)),
+    ("V100 PCIe", data_sheet("V100 PCIe", rates(7, 14, 112, 0), 32, 900, 5, 2, HOST_OF_PCIE_3)),
     ("V100", V100),
     ("P100", P100),
     ("A30", data_sheet("A30", rates(10.3, 10.3, 165), 24, 933)),
@@ -55,7 +68,7 @@ _KINDS: tuple[tuple[str, Device], ...] = (
     ("A6000", data_sheet("RTX A6000", rates(0.6, 38.7, 155), 48, 768)),
     ("L40S", data_sheet("L40S", rates(1.4, 91.6, 362), 48, 864)),
     ("L4", data_sheet("L4", rates(0.47, 30.3, 121), 24, 300)),
-    ("T4", data_sheet("T4", rates(0.25, 8.1, 65, 0), 16, 320, 0, 0)),
+    ("T4", data_sheet("T4", rates(0.25, 8.1, 65, 0), 16, 320, 0, 0, HOST_OF_PCIE_3)),
     ("RTX 4090", data_sheet("RTX 4090", rates(1.3, 82.6, 165), 24, 1008)),
     ("RTX 3090", data_sheet("RTX 3090", rates(0.56, 35.6, 71), 24, 936)),
 )
@@ -77,6 +90,9 @@ def local_gpus(devices: int) -> tuple[tuple[Node, ...], Link]:
             bandwidth=device.bandwidth / crowd,
         )
         link = replace(link, bandwidth=link.bandwidth / crowd)
+    share = min(ranks, devices)  # of this machine's memory
+    own = replace(device.host, memory=host_memory() / share)
+    device = replace(device, host=own)
     full, rest = divmod(devices, ranks)
     sizes = [ranks] * full + [rest] * (rest > 0)
     network = links(torch.cuda.get_device_properties(0).name)[1]
@@ -126,7 +142,21 @@ def measured(device: torch.device, name: str) -> Device:
     overhead = timed(lambda: [small + small for _ in range(100)], device) / 100
     is_gpu = device.type == "cuda"
     memory = torch.cuda.get_device_properties(device).total_memory if is_gpu else host_memory()
-    return Device(name, flops, float(memory), bandwidth, overhead=overhead, efficiency=1.0)
+    about: dict[str, Any] = {"overhead": overhead, "host": measured_host(device)}
+    return Device(name, flops, float(memory), bandwidth, efficiency=1.0, **about)
+
+
+def measured_host(device: torch.device) -> Host:
+    """What copies between pinned memory and a device reach."""
+    is_gpu = device.type == "cuda"
+    there = torch.empty(1 << 24, dtype=torch.uint8, pin_memory=is_gpu)
+    here = torch.empty_like(there, device=device)
+    small, large = (
+        timed(lambda n=n: here[:n].copy_(there[:n], non_blocking=True), device)  # type: ignore[misc]
+        for n in (1, len(there))
+    )
+    bandwidth = len(there) / max(large - small, large / 2)
+    return Host(host_memory(), small, bandwidth, is_device=not is_gpu)
 
 
 def timed(work: Callable[[], object], device: torch.device, runs: int = 10, warm: int = 3) -> float:

@@ -1,10 +1,12 @@
-"""Machines: a device, a link, a node of devices, and what a group of ranks has between them."""
+"""Machines: a device, its host, a link, a node of devices, and what a group of ranks has between
+them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 
@@ -13,6 +15,36 @@ from autopar.layout import DTYPE_NAMES
 from autopar.schema import Count, NotNegative, Part, Positive
 
 COST = {"worst": max}  # of what is worse the more there is of it
+
+
+@dataclass(frozen=True)
+class Host:
+    """What each device has of the machine that it stands in: memory, a way there, and cores."""
+
+    memory: Positive = 64e9  # bytes
+    copy_alpha: NotNegative = field(default=10e-6, metadata=COST)  # seconds to start a copy
+    copy_bandwidth: Positive = 12e9  # bytes/s from pinned memory to the device, and back
+    bandwidth: Positive = 20e9  # bytes/s of elementwise work and lookups by its cores
+    flops: Positive = 0.5e12  # FLOP/s in f32 that large products on its cores reach
+    overhead: NotNegative = field(default=5e-6, metadata=COST)  # seconds to start an operator
+    # Whether the device is the host's own cores, as a process on the CPU is: they share `memory`.
+    is_device: bool = field(default=False, metadata={"worst": max})
+
+    @classmethod
+    def weakest(cls, kinds: Sequence[Host]) -> Host:
+        """As weak in each respect as the weakest of several."""
+        return cls(**_worst(cls, kinds))
+
+    @property
+    def processor(self) -> Device:
+        """Its cores, as a device that runs operators."""
+        rates = {"f32": self.flops, "f64": self.flops / 2}
+        more = {"overhead": self.overhead, "efficiency": 1.0, "overlap": 0.0}
+        return Device("host", rates, self.memory, self.bandwidth, **more, host=self)
+
+    def copied(self, bytes_: float, copies: int = 1) -> float:
+        """Seconds that so many copies to the device, or back, take together."""
+        return copies * self.copy_alpha + bytes_ / self.copy_bandwidth
 
 
 @dataclass(frozen=True)
@@ -30,6 +62,7 @@ class Device:
     half_flops: NotNegative = field(default=0.0, metadata=COST)
     half_bytes: NotNegative = field(default=0.0, metadata=COST)
     overlap: Part = 0.7  # the part of gradient synchronisation that backward hides
+    host: Host = Host()
 
     def __post_init__(self) -> None:
         if "f32" not in self.flops:
@@ -42,16 +75,13 @@ class Device:
     @classmethod
     def weakest(cls, kinds: Sequence[Device]) -> Device:
         """As weak in each respect as the weakest of several."""
-        worst = {
-            part.name: part.metadata.get("worst", min)(getattr(kind, part.name) for kind in kinds)
-            for part in fields(cls)
-            if part.name not in ("name", "flops")
-        }
+        worst = _worst(cls, kinds, ("name", "flops", "host"))
         flops = {
             dtype: min(kind.peak(dtype) for kind in kinds) / worst["efficiency"]
             for dtype in sorted(set().union(*(kind.flops for kind in kinds)))
         }
-        return cls(" | ".join(kind.name for kind in kinds), flops, **worst)
+        host = Host.weakest([kind.host for kind in kinds])
+        return cls(" | ".join(kind.name for kind in kinds), flops, **worst, host=host)
 
     def peak(self, dtype: torch.dtype | str) -> float:
         """FLOP/s that large work of `dtype` reaches; a dtype without an entry runs as f32."""
@@ -62,6 +92,15 @@ class Device:
         """FLOPs of a product that reaches half of `peak`: to get going takes the same time in
         every dtype."""
         return self.half_flops * self.peak(dtype) / (max(self.flops.values()) * self.efficiency)
+
+
+def _worst(cls: Any, kinds: Sequence[Any], besides: Sequence[str] = ()) -> dict[str, Any]:
+    """Of each field of several values of a class, the worst."""
+    return {
+        part.name: part.metadata.get("worst", min)(getattr(kind, part.name) for kind in kinds)
+        for part in fields(cls)
+        if part.name not in besides
+    }
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,8 @@ def measure_device() -> dict[str, object]:
     large = torch.ones(1 << 22)
     out = torch.empty_like(large)
     bandwidth = 3 * large.nbytes / timed(lambda: torch.add(large, large, out=out))
+    copies = [timed(partial(out[:n].copy_, large[:n])) for n in (1, len(large))]
+    figures.update(copy=(copies[0], large.nbytes / max(copies[1] - copies[0], copies[1] / 2)))
     figures.update(flops=flops, overhead=overhead, half_flops=max(0.0, half), bandwidth=bandwidth)
     return figures
 

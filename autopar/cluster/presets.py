@@ -9,8 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopar.cluster.machines import Device, Link, Node
+from autopar.cluster.machines import Device, Host, Link, Node
 from autopar.errors import InvalidInput
+
+# What one device has of its host: a share of the memory and cores of such machines, and what copies
+# from pinned memory reach of the 16 lanes' rate.
+HOST_OF_PCIE_3 = Host(memory=64e9, copy_bandwidth=12e9, bandwidth=15e9, flops=0.2e12)
+HOST_OF_PCIE_4 = Host(memory=250e9, copy_bandwidth=25e9, bandwidth=40e9, flops=0.6e12)
+HOST_OF_PCIE_5 = Host(memory=250e9, copy_bandwidth=50e9, bandwidth=60e9, flops=1e12)
 
 
 def data_sheet(
@@ -20,11 +26,12 @@ def data_sheet(
     bandwidth: float,
     half_flops: float = 5,
     half_bytes: float = 4,
+    host: Host = HOST_OF_PCIE_4,
 ) -> Device:
     """A device in the units of its data sheet: TFLOP/s, GB, GB/s; its halves in GFLOP and MB."""
     flops = {dtype: rate * 1e12 for dtype, rate in rates.items()}
     sizes = {"half_flops": half_flops * 1e9, "half_bytes": half_bytes * 1e6}
-    return Device(name, flops, memory * 1e9, bandwidth * 1e9, **sizes)
+    return Device(name, flops, memory * 1e9, bandwidth * 1e9, **sizes, host=host)
 
 
 def rates(f64: float, f32: float, f16: float, bf16: float | None = None) -> dict[str, float]:
@@ -33,11 +40,11 @@ def rates(f64: float, f32: float, f16: float, bf16: float | None = None) -> dict
     return {dtype: rate for dtype, rate in known.items() if rate}
 
 
-P100 = data_sheet("P100 16 GB", rates(4.7, 9.3, 18.7, 0), 16, 732, 2, 2)
-V100 = data_sheet("V100 32 GB", rates(7.8, 15.7, 125, 0), 32, 900, 5, 2)
+P100 = data_sheet("P100 16 GB", rates(4.7, 9.3, 18.7, 0), 16, 732, 2, 2, HOST_OF_PCIE_3)
+V100 = data_sheet("V100 32 GB", rates(7.8, 15.7, 125, 0), 32, 900, 5, 2, HOST_OF_PCIE_3)
 A100 = data_sheet("A100 80 GB", rates(19.5, 19.5, 312), 80, 2039, 5, 4)
-H100 = data_sheet("H100 SXM 80 GB", rates(67, 67, 989), 80, 3350, 10, 6)
-H200 = data_sheet("H200 141 GB", rates(67, 67, 989), 141, 4800, 10, 8)
+H100 = data_sheet("H100 SXM 80 GB", rates(67, 67, 989), 80, 3350, 10, 6, HOST_OF_PCIE_5)
+H200 = data_sheet("H200 141 GB", rates(67, 67, 989), 141, 4800, 10, 8, HOST_OF_PCIE_5)
 
 # The link of each device inside its node, and all the ways out of a node taken together.
 _PRESETS = {

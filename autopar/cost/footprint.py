@@ -24,6 +24,7 @@ from autopar.strategies.node_info import info
 # What parameters and buffers take all through a step.
 HELD = ("parameters", "gradients", "optimizer", "buffers", "gathered")
 Held = tuple[int, int, int, int, int]  # bytes of these
+HOST = "host_"  # before the names of those kinds that are on the host
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,19 @@ class Memory:
     gathered: float  # copies of parameters that live a step, or a use
     activations: float  # what forward keeps for backward
     inputs: float
-    peak: float  # the most that is held at one time
+    peak: float  # the most that is held on the device at one time
+    # On the host, of one device's ranks.
+    host_parameters: float = 0.0
+    host_gradients: float = 0.0
+    host_optimizer: float = 0.0
+    host_buffers: float = 0.0
+    host_gathered: float = 0.0
+    host_activations: float = 0.0
+
+    @property
+    def host(self) -> float:
+        """All bytes on the host."""
+        return sum(size for kind, size in asdict(self).items() if kind.startswith(HOST))
 
     @classmethod
     def of(
@@ -60,7 +73,7 @@ class Memory:
         return replace(self, peak=stays + max(made, self.gradients))
 
     def to_json(self) -> dict[str, float]:
-        return asdict(self)
+        return asdict(self) | {"host": self.host}
 
 
 def program_memory(graph: fx.Graph, mesh: Mesh) -> Memory:

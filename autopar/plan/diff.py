@@ -115,6 +115,8 @@ def _different(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
 def _columns(parts: Mapping[str, tuple[float, float]], text: Any) -> list[str]:
     rows = []
     for name, (one, two) in parts.items():
+        if not (one or two):
+            continue
         change = f"{(two - one) / one:+.1%}" if one else ""
-        rows.append(f"  {name:<14}{text(one):>10} | {text(two):<10} {change}".rstrip())
+        rows.append(f"  {name:<18}{text(one):>10} | {text(two):<10} {change}".rstrip())
     return rows

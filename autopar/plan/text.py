@@ -10,11 +10,12 @@ parameters
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from autopar.cluster import Cluster
+from autopar.cost.footprint import HOST
 from autopar.plan.grouping import grouped
 from autopar.plan.saved import SavedValue
 from autopar.plan.value import PlanValue
@@ -30,16 +31,18 @@ _LISTED = 8  # meshes, and ways to run a step
 
 def plan_text(plan: PlanValue) -> str:
     """The whole page."""
-    cost, memory = plan.cost, plan.memory
-    parts = {k: v for k, v in sorted(asdict(memory).items(), key=lambda i: -i[1]) if v}
+    cost, memory, host = plan.cost, plan.memory, plan.cluster.device.host
+    sizes = {k: v for k, v in sorted(asdict(memory).items(), key=lambda i: -i[1]) if v}
+    parts = {kind: size for kind, size in sizes.items() if not kind.startswith(HOST)}
+    there = {kind.removeprefix(HOST): size for kind, size in sizes.items() if kind not in parts}
     count = f", {plan.microbatches} micro-batches" if plan.batches is not None else ""
     hidden = f", {seconds_text(cost.exposed)} of it exposed" if cost.communication else ""
     lines = [
         f"plan on {plan.whole_mesh}, {_cluster(plan.cluster)}, mode {plan.mode}",
         f"  step       {seconds_text(cost.seconds)}: compute {seconds_text(cost.compute)}, "
         f"communication {seconds_text(cost.communication)}{hidden}{count}",
-        f"  memory     {bytes_text(memory.peak)} of {bytes_text(plan.cluster.device.memory)}: "
-        + ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items()),
+        f"  memory     {_held(memory.peak, plan.cluster.device.memory, parts)}",
+        *([f"  host       {_held(memory.host, host.memory, there)}"] if there else []),
         f"  search     {_search(plan.search)}",
         *_states(plan.states),
     ]
@@ -55,6 +58,11 @@ def plan_text(plan: PlanValue) -> str:
     ]
     lines += ["parameters", *_grouped(rows), *_movements(plan), *_fallbacks(plan)]
     return "\n".join(lines + _weighed(plan.search, plan.alternatives))
+
+
+def _held(most: float, limit: float, parts: Mapping[str, float]) -> str:
+    kinds = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items())
+    return f"{bytes_text(most)} of {bytes_text(limit)}: {kinds}"
 
 
 def saved_text(saved: SavedValue) -> str:
