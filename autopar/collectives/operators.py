@@ -33,6 +33,7 @@ from autopar._torch import (
     moves_on_host,
     process_group,
     reduce_scatter_single,
+    wait_for,
 )
 from autopar.collectives.movement import Movement
 from autopar.errors import VerifierError
@@ -112,17 +113,32 @@ def _all_gather(
     return torch.cat(pieces, dim)
 
 
-def _reduce_scatter(x: Tensor, dim: int, group: str, parts: int, index: int) -> Tensor:
+def start_reduce_scatter(
+    x: Tensor, dim: int, group: str, parts: int, index: int, later: bool = True
+) -> Callable[[], Tensor]:
+    """A reduce-scatter that goes on while others compute; its value, which waits for it.
+
+    Not `later`: it is done when this returns."""
     size = x.shape[dim]
     full = -(-size // parts)
     members = process_group(group)
     stacked = _carried(_stacked(_padded(_summable(x), dim, parts * full), dim, parts), members)
     piece = stacked.new_empty(_resized(x, dim, full))
-    reduce_scatter_single(piece, stacked, group=members)
-    piece = piece.to(x.device)
-    if size != parts * full:
-        piece = piece.narrow(dim, 0, chunk(size, parts, index)[1]).contiguous()
-    return piece if piece.dtype == x.dtype else piece.to(x.dtype)
+    work = reduce_scatter_single(piece, stacked, group=members, async_op=later)
+
+    def finish() -> Tensor:
+        if work is not None:
+            wait_for(work)
+        own = piece.to(x.device)
+        if size != parts * full:
+            own = own.narrow(dim, 0, chunk(size, parts, index)[1]).contiguous()
+        return own if own.dtype == x.dtype else own.to(x.dtype)
+
+    return finish
+
+
+def _reduce_scatter(x: Tensor, dim: int, group: str, parts: int, index: int) -> Tensor:
+    return start_reduce_scatter(x, dim, group, parts, index, later=False)()
 
 
 def _slice(x: Tensor, dim: int, group: str, parts: int, index: int) -> Tensor:

@@ -27,6 +27,7 @@ from autopar.passes.parameter_gathers import gather_parameters
 from autopar.passes.recombine import recombine
 from autopar.passes.recomputation import mark_recomputed
 from autopar.passes.redistribution import insert_movements, measure_movements
+from autopar.passes.reductions import hide_reductions
 from autopar.passes.setting import Copies, LocalSetting, Setting
 from autopar.passes.types import assign_types
 from autopar.search.decisions import Decisions
@@ -68,7 +69,8 @@ LOCAL_PASSES = (
     Pass(take_gathers, (), "local"),
     Pass(recombine, (), "local"),
     Pass(settle_small_sums, (), "local"),
-    Pass(choose_sums, (settle_small_sums,), "local"),
+    Pass(hide_reductions, (take_gathers,), "local"),
+    Pass(choose_sums, (settle_small_sums, hide_reductions), "local"),
     Pass(mark_copies, (take_gathers, recombine, choose_sums), "local"),
 )
 

@@ -45,3 +45,4 @@ class LocalSetting:
     late: int = 0  # of so many results the caller sees to the sums
     is_split: bool = False  # what operators with weight halves give is not theirs alone
     copies: Copies = Copies()
+    once: bool = False  # gradients have no gradients of their own

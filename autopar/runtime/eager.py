@@ -62,7 +62,9 @@ def compile_graph(
     quick = part_of(graph, graph.nodes)
     returned = 0 if late is None else outputs
     is_split, copies = halves is not None, copies or Copies()
-    quicken(quick, LocalSetting(whole, mesh, returned, is_split, copies))
+    # What runs in a step, or is called on processes, is differentiated once.
+    setting = LocalSetting(whole, mesh, returned, is_split, copies, once=window is not None)
+    quicken(quick, setting)
     coming = {} if window is None else window.calls
     origins = [info(node).origin for node in quick.nodes if node.op == "placeholder"]
     plain: dict[fx.Node, Any] = {}

@@ -5,8 +5,10 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from autopar.collectives import Movement, move, operator_call, redistribute
+from autopar.collectives.linears import linears
 from autopar.collectives.redistribution import LinkPrice, steps
 from autopar.layout import Layout, Placement
 from autopar.mesh import Mesh
@@ -32,6 +34,7 @@ def check_all(say: Callable[[int], None]) -> None:
     check_dtypes(rank, names)
     check_strides(rank, names)
     check_path(rank, names)
+    check_linears(rank, names)
     say(count)
 
 
@@ -152,3 +155,35 @@ def check_path(rank: int, names: dict) -> None:
         layout = movement.apply(layout)
     assert layout == target
     torch.testing.assert_close(mine, values[rank], **EXACT)
+
+
+def check_linears(rank: int, names: dict) -> None:
+    """A movement and its readers in one function give what they give by themselves."""
+    random = torch.Generator().manual_seed(0)
+    movements = [
+        (Layout(None, None, None), Movement("identity", ("w",), pending=True)),
+        (Layout(None, None, None, partial="w"), Movement("all_reduce", ("w",), pending=True)),
+        (Layout(None, "w", None), Movement("all_gather", ("w",), 1, pending=True)),
+    ]
+    for (layout, movement), rows in itertools.product(movements, (8, 5)):
+        shape = (2, rows, 6)
+        operator, arguments = operator_call(
+            movement, layout, shape, FOUR, rank, names[FOUR, ("w",)]
+        )
+        x = random_value(layout, shape, FOUR, random)[rank].requires_grad_()
+        one, two = torch.randn(3, 6, dtype=x.dtype), torch.randn(7, 6, dtype=x.dtype)
+        bias = torch.randn(3, dtype=x.dtype, requires_grad=True)
+        for learned, read in itertools.product(itertools.product((True, False), repeat=2), (1, 2)):
+            for weight, learns in zip((one, two), learned):
+                weight.requires_grad_(learns)
+            given = linears(x, operator, arguments, one, bias, two, None)
+            moved = operator(x, *arguments)
+            expected = (F.linear(moved, one, bias), F.linear(moved, two))
+            torch.testing.assert_close(given, expected, **EXACT)
+            inputs = [value for value in (x, one, two, bias) if value.requires_grad]
+            losses = [sum(y.square().sum() for y in ys[:read]) for ys in (given, expected)]
+            found, wanted = (torch.autograd.grad(y, inputs, allow_unused=True) for y in losses)  # type: ignore[arg-type]
+            for gradient, other in zip(found, wanted):
+                assert (gradient is None) == (other is None)
+                if gradient is not None:
+                    torch.testing.assert_close(gradient, other, rtol=0, atol=1e-11)
