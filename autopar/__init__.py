@@ -10,6 +10,7 @@ from autopar.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.planning import plan
 from autopar.precision import Precision
+from autopar.recompute import Recompute
 from autopar.runtime.module import ParallelModule
 from autopar.states import States
 from autopar.strategies import register_rule
@@ -27,6 +28,7 @@ __all__ = [
     "ParallelModule",
     "Plan",
     "Precision",
+    "Recompute",
     "States",
     "TensorType",
     "parallelize",

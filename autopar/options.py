@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.capture.regions import Recomputation
 from autopar.cluster import Cluster
 from autopar.errors import InvalidInput, require_one_of
 from autopar.lines import shorten
@@ -30,6 +29,7 @@ from autopar.planner.recomputation import AskedRecomputation
 from autopar.planner.request import Mode, Request
 from autopar.precision import Precision
 from autopar.progress import Report
+from autopar.recompute import Recompute
 from autopar.schema import is_count
 from autopar.states import NAMED, States
 
@@ -38,7 +38,8 @@ DEFAULT = "1f1b"
 MODES: tuple[Mode, ...] = get_args(Mode)
 StatesLike = Literal["auto", "whole", "zero1", "zero2", "zero3"] | States
 ScheduleLike = str | Mapping[str, Any] | Schedule | None
-Again = Recomputation | bool | None  # of a module: recomputed, how; True is "full", False None
+# Of a module: what is recomputed of it; True is "full", False None.
+Again = Literal["full", "selective"] | Recompute | bool | None
 RecomputeLike = Literal["auto"] | Again | Mapping[str, Again]
 _AGAIN = ("selective", "full", True, False, None)
 _OF_A_SCHEDULE = ("schedule_options",)
@@ -76,18 +77,21 @@ def _is_recompute(given: Any) -> bool:
 
 
 def _is_again(given: Any) -> bool:
-    return isinstance(given, str | bool | None) and given in _AGAIN
+    is_word = isinstance(given, str | bool | None) and given in _AGAIN
+    return is_word or isinstance(given, Recompute)
 
 
 def _asked_recomputation(given: Any) -> AskedRecomputation:
     """Given by module, all others are kept."""
 
-    def kind(given: Any) -> Any:
-        return {True: "full", False: None}.get(given, given)
+    def of(given: Any) -> Recompute:
+        if isinstance(given, Recompute):
+            return given
+        return Recompute({True: "full", False: None}.get(given, given))
 
     if isinstance(given, Mapping):
-        return AskedRecomputation(None, {name: kind(one) for name, one in given.items()})
-    return AskedRecomputation(kind(given))
+        return AskedRecomputation(of(None), {name: of(one) for name, one in given.items()})
+    return AskedRecomputation(given if given == "auto" else of(given))
 
 
 FLAG = Kind("True or False", lambda given: isinstance(given, bool), "True")
@@ -132,9 +136,10 @@ KINDS: Mapping[str, Callable[[str, Any], None]] = {
         '{"pipes": 4}',
     ),
     "recompute": Kind(
-        '"auto", "selective", "full" or None, or a mapping of names of modules to these',
+        '"auto", "selective", "full", None or a Recompute, or a mapping of names of modules to '
+        "these",
         _is_recompute,
-        '"full", or {"layers.*": "selective"}',
+        '"full", or {"layers.*": ap.Recompute("full", keep="host")}',
     ),
     "precision": Kind(
         "a Precision, or None for that of the model",

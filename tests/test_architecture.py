@@ -22,6 +22,7 @@ FLOORS = (
         "mesh",
         "layout",
         "precision",
+        "recompute",
         "lines",
         "garbage",
         "errors",

@@ -53,13 +53,24 @@ SAMPLED = [
     ("resnet", "zero3", "selective"),
     ("mlp", "1f1b", "full"),
     ("mlp", "dp2 tp2", "selective"),
+    ("gpt", "dp2 tp2", "full, cut"),
+    ("gpt", "dp2 tp2", "none, host"),
+    ("gpt2", "dp2 tp2", "selective, cut"),
+    ("gpt2", "micro-batches", "selective, host"),
+    ("llama", "dp2 tp2", "full, host"),
+    ("gpt", "zb-v", "none, host"),
+    ("resnet", "dp2 tp2", "none, cut"),
+    ("resnet", "zero3", "full, host"),
+    ("mlp", "chimera", "full, cut"),
+    ("gpt", "1f1b", "full, host"),
 ]
 
 
 @pytest.mark.parametrize(("name", "form", "kind"), SAMPLED)
 def test_parity(name: str, form: str, kind: str) -> None:
-    module = assert_parity(case_of(name), recompute=kind, **FORMS[form])
-    assert set(module.plan.decisions.recompute.values()) == {kind}
+    how = ap.Recompute.parse(kind)
+    module = assert_parity(case_of(name), recompute=how, **FORMS[form])
+    assert set(module.plan.decisions.recompute.values()) == {how}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,14 +16,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Literal
 
 from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.strategies.node_info import info
-
-Recomputation = Literal["full", "selective"]
 
 CHECKPOINT = "checkpoint "
 _TO = ":"

@@ -31,7 +31,7 @@ class SavedTensors:
     """Which reader keeps what, in one captured graph.
 
     What a region that is recomputed in full makes is not kept, and all that it reads is; of one
-    that is recomputed selectively, what is cheap to make is not.
+    that is recomputed selectively, what is cheap to make is not. What one keeps on the host is not.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class SavedTensors:
     def keeps(self, value: str, reader: str, position: int) -> bool:
         """Whether an operator keeps one of its inputs, itself or through views of it."""
         facts, region = self.facts[reader], self.regions.get(reader)
-        if facts is None:
+        if facts is None or (region is not None and region.how.keep == "host"):
             return False
         if region is not None and region.is_full:
             return self.regions.get(value) != region
-        if region is not None and self.regions.get(value) == region and self._is_cheap(value):
+        if self.regions.get(value) == region and self._is_dropped(value, region):
             return False
         if facts.is_view and position == 0:
             return self.is_kept(reader)
@@ -70,13 +70,16 @@ class SavedTensors:
     def keeps_output(self, operator: str) -> bool:
         """Whether an operator keeps what it gives."""
         facts, region = self.facts[operator], self.regions.get(operator)
-        if region is not None and (region.is_full or self._is_cheap(operator)):
+        if region is not None and (region.is_full or region.how.keep == "host"):
+            return False
+        if self._is_dropped(operator, region):
             return False
         return facts is not None and facts.rule.saved.output and any(facts.differentiable)
 
-    def _is_cheap(self, value: str) -> bool:
+    def _is_dropped(self, value: str, region: Region | None) -> bool:
         facts = self.facts.get(value)
-        return facts is not None and facts.rule.is_cheap
+        is_selective = region is not None and region.how.kind == "selective"
+        return is_selective and facts is not None and facts.rule.is_cheap
 
 
 def storage(node: fx.Node) -> fx.Node:
@@ -124,24 +127,73 @@ def _bytes(values: Sequence[fx.Node], mesh: Mesh) -> dict[Storage, float]:
 
 
 def kept_through(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
-    """What of an operator is kept from forward to backward: of a region that runs again what it
-    reads, of one that keeps some values all but those that it drops."""
-    region, kept = info(node).region, kept_by(node, mesh)
+    """What of an operator is kept on the device from forward to backward: of a region that runs
+    again what it reads, of one that keeps some values all but those that it drops."""
+    region = info(node).region
     if region is None or node.op != "call_function":
-        return kept
-    if not region.is_full:
-        return {key: size for key, size in kept.items() if not _is_remade(key, region)}
-    if info(node).remade:
-        kept |= _bytes([storage(value) for value in node.all_input_nodes], mesh)
-    return {key: size for key, size in kept.items() if not _is_remade(key, region)}
+        return kept_by(node, mesh)
+    kept = dict[Storage, float]()
+    for key, size in lasting(node, region, mesh).items():
+        axes = kept_away(key, region, mesh)
+        if axes is None:
+            kept[key] = size
+        elif region.how.keep != "host":
+            kept[_elsewhere(key, region)] = piece_bytes(size, axes, mesh)
+    return kept
+
+
+def kept_on_host(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
+    """What of an operator is kept on the host from forward to backward."""
+    region = info(node).region
+    if region is None or node.op != "call_function" or region.how.keep != "host":
+        return {}
+    kept = dict[Storage, float]()
+    for key, size in lasting(node, region, mesh).items():
+        if (axes := kept_away(key, region, mesh)) is not None:
+            kept[_elsewhere(key, region)] = piece_bytes(size, axes, mesh)
+    return kept
 
 
 def remade_for(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
-    """The bytes that an operator's backward reads and its region makes again."""
+    """The bytes that an operator's backward reads and its region makes again, or brings back."""
     region = info(node).region
     if region is None or node.op != "call_function":
         return {}
-    return {k: size for k, size in kept_by(node, mesh).items() if _is_remade(k, region)}
+    again = {k: size for k, size in kept_by(node, mesh).items() if _is_remade(k, region)}
+    if region.how.keep == "device":
+        return again
+    kept = lasting(node, region, mesh).items()
+    return again | {k: s for k, s in kept if kept_away(k, region, mesh) is not None}
+
+
+def kept_away(key: Storage, region: Region, mesh: Mesh) -> tuple[str, ...] | None:
+    """Over which axes a region cuts a storage that it keeps; None: it keeps it as it is."""
+    (node, place), keep = key, region.how.keep
+    if keep == "device":
+        return None
+    if isinstance(place, str):  # who knows what it is
+        return () if keep == "host" else None
+    type_ = flat(info(node).type)[place]
+    cut = {*type_.layout.axes, *type_.layout.partial}
+    axes = tuple(axis for axis in mesh.names if axis not in cut and mesh[axis] > 1)
+    return axes if type_.shape and (axes or keep == "host") else None
+
+
+def piece_bytes(size: float, axes: tuple[str, ...], mesh: Mesh) -> float:
+    """Of what is cut into equal pieces over some axes, the first one the largest."""
+    return float(-(-size // mesh.degree(axes)))
+
+
+def _elsewhere(key: Storage, region: Region) -> Storage:
+    return key[0], f"{key[1]} of {region.name}"
+
+
+def lasting(node: fx.Node, region: Region, mesh: Mesh) -> dict[Storage, float]:
+    """What an operator of a region reads in backward that does not come from running again."""
+    kept = kept_by(node, mesh)
+    if region.is_full and info(node).remade:
+        kept |= _bytes([storage(value) for value in node.all_input_nodes], mesh)
+    return {key: size for key, size in kept.items() if not _is_remade(key, region)}
 
 
 def most_remade(nodes: Sequence[fx.Node], mesh: Mesh) -> float:
@@ -161,10 +213,9 @@ def most_remade(nodes: Sequence[fx.Node], mesh: Mesh) -> float:
         region = info(node).region
         if region is not None and node.op == "call_function":
             ends[region] = index
-            for key, size in kept_by(node, mesh).items():
-                if _is_remade(key, region):
-                    spans = regions.setdefault(region, {}).setdefault(key, [index, index, size])
-                    spans[1] = index
+            for key, size in remade_for(node, mesh).items():
+                spans = regions.setdefault(region, {}).setdefault(key, [index, index, size])
+                spans[1] = index
     if not regions:
         return 0.0
     sizes = np.zeros(len(nodes))

@@ -48,6 +48,7 @@ def axes_used(graph: fx.Graph) -> set[Axes]:
             used.add(movement.axes)
         if info(node).sync:
             used.add(info(node).sync)
+        used |= {axes for axes in info(node).away.values() if axes}
         if node.op == "placeholder":
             used |= {(axis,) for axis in info(node).type.layout.axes}
     return used

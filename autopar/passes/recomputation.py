@@ -3,7 +3,8 @@
 Comes last of the passes on types. A region that is recomputed in full keeps what it reads: its
 backward begins with its forward, up to the last operator that keeps something of it. One that is
 recomputed selectively keeps all but those values that cheap operators make again from others that
-are kept anyway; each is made again where backward first reads it.
+are kept anyway; each is made again where backward first reads it. What a region keeps may be kept
+elsewhere, in pieces or on the host.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from torch import fx
 from autopar.capture.origins import gathered_parameter, is_made_of_parameters
 from autopar.capture.randomness import is_random
 from autopar.capture.regions import runs
-from autopar.cost.saved_tensors import kept_by, storage
+from autopar.cost.saved_tensors import kept_away, kept_by, lasting, storage
 from autopar.mesh import Mesh
 from autopar.passes.setting import Setting
 from autopar.strategies.node_info import Region, info
 from autopar.strategies.registry import is_view
-from autopar.strategies.results import is_result, maker
+from autopar.strategies.results import has_results, is_result, maker, place_of
 
 SMALL = 1 / 16  # of the bytes of the largest value that is made again: less is kept
 
@@ -29,16 +30,18 @@ SMALL = 1 / 16  # of the bytes of the largest value that is made again: less is 
 def mark_recomputed(graph: fx.Graph, setting: Setting) -> fx.Graph:
     """Write on the nodes of every region what is done of them again, and on no others."""
     for node in graph.nodes:
-        info(node).update(region=None, remade=False, dropped=False)
+        info(node).update(region=None, remade=False, dropped=False, away={})
     decided, seen = setting.decisions.recompute, dict[str, int]()
     for name, nodes in runs(graph, decided, is_made_of_parameters):
         seen[name] = seen.get(name, 0) + 1
         number = f" ({seen[name]})" if seen[name] > 1 else ""
-        is_full = decided[name] == "full"
-        region = Region(name + number, is_full, any(map(_is_random, nodes)))
+        region = Region(name + number, decided[name], any(map(_is_random, nodes)))
         for node in nodes:
             info(node).region = region
-        (_mark_full if region.is_full else _mark_selective)(nodes, setting.mesh)
+        if region.how.kind is not None:
+            (_mark_full if region.is_full else _mark_selective)(nodes, setting.mesh)
+        if region.how.keep != "device":
+            _mark_away(nodes, region, setting.mesh)
     return graph
 
 
@@ -80,6 +83,28 @@ def _mark_selective(nodes: Sequence[fx.Node], mesh: Mesh) -> None:
             info(node).remade = True
             sources = map(_source, node.all_input_nodes)
             waiting += [v for v in sources if v in own and (v not in kept or v in dropped)]
+
+
+def _mark_away(nodes: Sequence[fx.Node], region: Region, mesh: Mesh) -> None:
+    """Write on values, and on views of them that a region reads, that it keeps them elsewhere."""
+    own = set(nodes)
+    kept = {key for node in nodes for key in lasting(node, region, mesh)}
+    for value in dict.fromkeys(v for node in nodes for v in (*node.all_input_nodes, node)):
+        at = storage(value)
+        if (value in own and at is not value) or has_results(value):
+            continue
+        key = maker(at), place_of(at)
+        axes = kept_away(key, region, mesh) if key in kept else None
+        if axes is not None:
+            for one in {value, at}:
+                info(one).away = {**info(one).away, region: axes}
+
+
+def stay_received(graph: fx.Graph) -> None:
+    """Of a stage: what it received it holds anyway, and no region keeps it elsewhere."""
+    for node in graph.nodes:
+        if info(node).away and storage(node).op == "placeholder":
+            info(node).away = {}
 
 
 def _source(value: fx.Node) -> fx.Node:

@@ -23,6 +23,7 @@ from autopar.errors import InvalidInput
 from autopar.layout import Placement
 from autopar.mesh import Mesh
 from autopar.passes.flow import Flow, ancestors, part_of
+from autopar.passes.recomputation import stay_received
 from autopar.strategies import traits_of
 from autopar.strategies.node_info import info
 
@@ -83,6 +84,7 @@ def _cut(flow: Flow, index: int, start: int, end: int) -> Stage:
     copies = {node.name: node for node in graph.nodes}
     for node in received:
         info(copies[node.name]).origin = ("received", node.name)
+    stay_received(graph)
     for node in own:
         if node in flow.weight_inputs:
             info(copies[node.name]).weight_inputs = flow.weight_inputs[node]

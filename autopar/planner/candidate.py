@@ -15,7 +15,6 @@ from typing import Self
 from torch import fx
 
 from autopar.capture.captured import Captured
-from autopar.capture.regions import Recomputation
 from autopar.cluster import Cluster
 from autopar.cost.footprint import Memory, program_memory
 from autopar.cost.program import Cost, NodePrices, program_cost
@@ -33,6 +32,7 @@ from autopar.pipeline.timeline import Timeline
 from autopar.planner.recomputation import summary
 from autopar.planner.state_places import state_places
 from autopar.precision import Precision
+from autopar.recompute import Recompute
 from autopar.schema import Count
 from autopar.search.auto import Search
 from autopar.search.decisions import Decisions
@@ -128,7 +128,7 @@ class Candidate:
             vars(made).update(rewritten=self.rewritten)
         return made
 
-    def recomputed(self, decided: Mapping[str, Recomputation]) -> Self:
+    def recomputed(self, decided: Mapping[str, Recompute]) -> Self:
         """The same layouts, with other regions recomputed."""
         if decided == self.decisions.recompute:
             return self

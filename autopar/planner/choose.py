@@ -18,7 +18,6 @@ from torch import nn
 
 from autopar.capture.annotations import parameter_annotations, stage_pins
 from autopar.capture.captured import Captured
-from autopar.capture.regions import Recomputation
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import cut_batch
@@ -29,9 +28,10 @@ from autopar.pipeline.stages.costs import StageCost
 from autopar.pipeline.stages.cut import choose_stages
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.planner.layouts import LayoutRequest, Layouts
-from autopar.planner.recomputation import KINDS, Kind, Regions, mixed_problem
+from autopar.planner.recomputation import KINDS, PLAIN, Regions, mixed_problem
 from autopar.planner.request import Request
 from autopar.progress import Report
+from autopar.recompute import Recompute
 from autopar.search.auto import too_early, was_interrupted
 from autopar.search.constraints import Constraints, read_constraints
 from autopar.search.smallest_footprint import NothingFits, SmallestFootprint
@@ -96,7 +96,7 @@ class Planner:
         return self._best.changed(search.cut_short()) if search and left else self._best
 
     def constraints(
-        self, program: Captured, decided: Mapping[str, Recomputation], mesh: Mesh
+        self, program: Captured, decided: Mapping[str, Recompute], mesh: Mesh
     ) -> Constraints:
         """What annotations ask for, where these regions are recomputed."""
         if self.request.mode == "data":
@@ -119,7 +119,7 @@ class Planner:
             return too_early()
         if self._too_large:
             least = min(self._too_large, key=lambda footprint: footprint.memory)
-            may_recompute = self.regions.kinds == (None,) and bool(self.regions.free)
+            may_recompute = self.regions.kinds == (PLAIN,) and bool(self.regions.free)
             return NothingFits.of(self.memory, replace(least, may_recompute=may_recompute))
         return InvalidInput(
             "a model can be run in some number of stages and micro-batches",
@@ -193,13 +193,13 @@ class Planner:
         ways = {kind: laid.recomputed(regions.all(kind)) for kind in KINDS}
         graphs = {kind: way.rewritten for kind, way in ways.items()}
         problem = mixed_problem(graphs, regions.free, laid.mesh, laid.prices)
-        plain = ways[None].memory
+        plain = ways[PLAIN].memory
         room = self.memory - (plain.peak - plain.activations)
         for _ in range(ATTEMPTS):
             kinds = problem.solve(room)
             if kinds is None:
                 return None
-            decided = regions.fixed | {n: kind for n, kind in kinds.items() if kind is not None}
+            decided = regions.fixed | {n: how for n, how in kinds.items() if not how.is_plain}
             mixed = laid.recomputed(decided)
             if mixed.memory.peak <= self.memory:
                 return mixed
@@ -272,7 +272,7 @@ class Planner:
         lines = cache(lambda kind: ways(kind).stage_costs(mesh, axis))
         fastest = cache(lambda count, kind: choose_stages(lines(kind), count, pins=pins))
 
-        def piped(made: Schedule, stages: Sequence[StageCost], kind: Kind) -> Candidate:
+        def piped(made: Schedule, stages: Sequence[StageCost], kind: Recompute) -> Candidate:
             pipelining = Pipelining(axis, mesh, made, tuple(stages))
             search = laid.search and laid.search.shared(made.ranks)
             return ways(kind).changed(search, pipelining)
@@ -289,7 +289,7 @@ class Planner:
                 is_tight = way.memory.peak > self.memory and way.seconds < self._fastest
                 self._is_bound |= is_tight
                 if is_tight:
-                    kept, room = peaks(made, kind is not None), self.memory
+                    kept, room = peaks(made, not kind.is_plain), self.memory
                     with suppress(InvalidInput):
                         cut = choose_stages(
                             lines(kind), made.stages, pins=pins, memory=room, peaks=kept

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from autopar.capture.captured import Captured
-from autopar.capture.regions import Recomputation
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import Microbatches
@@ -23,6 +22,7 @@ from autopar.planner.state_places import (
     split_for,
 )
 from autopar.progress import Report
+from autopar.recompute import Recompute
 from autopar.search.auto import LayoutSearch
 from autopar.search.constraints import Constraints
 from autopar.search.decisions import Decisions
@@ -41,7 +41,7 @@ class LayoutRequest:
     is_all: bool  # devices hold no more than this program
     states: States = WHOLE
     # The regions that run again in backward.
-    recompute: Mapping[str, Recomputation] = field(default_factory=dict)
+    recompute: Mapping[str, Recompute] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Layouts:
     """Finds layouts for the programs of one request."""
 
     request: Request
-    constraints: Callable[[Captured, Mapping[str, Recomputation], Mesh], Constraints]
+    constraints: Callable[[Captured, Mapping[str, Recompute], Mesh], Constraints]
     report: Report
     _known: dict[tuple[object, ...], tuple[Candidate, float]] = field(default_factory=dict)
 

@@ -18,16 +18,17 @@ from typing import Literal
 from torch import fx
 
 from autopar.capture.captured import Captured
-from autopar.capture.regions import Recomputation, blocks, checkpoints, found
+from autopar.capture.regions import blocks, checkpoints, found
 from autopar.cost.program import NodePrices
 from autopar.cost.saved_tensors import Storage, kept_through, most_remade
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
+from autopar.recompute import Recompute
 from autopar.solver.cp_sat import new_model, new_solver, outcome, weighted_sum
 from autopar.strategies.node_info import info
 
-Kind = Recomputation | None
-KINDS: tuple[Kind, ...] = (None, "selective", "full")
+PLAIN, SELECTIVE, FULL = Recompute(None), Recompute("selective"), Recompute("full")
+KINDS = (PLAIN, SELECTIVE, FULL)
 _EFFORT = 1.0  # deterministic time, about seconds
 _RANGE = 1 << 24  # of seconds in whole numbers
 
@@ -36,43 +37,43 @@ _RANGE = 1 << 24  # of seconds in whole numbers
 class AskedRecomputation:
     """What is asked for of the program's own regions, and of modules by name or pattern."""
 
-    blocks: Literal["auto"] | Kind = "auto"
-    modules: Mapping[str, Kind] = field(default_factory=dict)
+    blocks: Literal["auto"] | Recompute = "auto"
+    modules: Mapping[str, Recompute] = field(default_factory=dict)
 
 
 class Regions:
     """The regions of one program: what must be, and what is left to choose."""
 
     def __init__(self, captured: Captured, asked: AskedRecomputation) -> None:
-        self.fixed: dict[str, Recomputation] = dict.fromkeys(checkpoints(captured), "full")
+        self.fixed: dict[str, Recompute] = dict.fromkeys(checkpoints(captured), FULL)
         own = blocks(captured)
         paths = {info(node).module.partition("@")[0] for node in captured.operators}
         modules = {p for path in paths for p in _prefixes(path)}
-        named: dict[str, Kind] = {}
+        named: dict[str, Recompute] = {}
         for pattern, kind in asked.modules.items():
             matched = [name for name in (*sorted(modules), *own) if fnmatchcase(name, pattern)]
             if not matched:
                 raise _unknown(pattern, [*own, *sorted(modules)])
             named |= {name: kind for name in matched if not _is_below(name, matched)}
         outer = {name: kind for name, kind in named.items() if not _is_below(name, named)}
-        self.fixed |= {name: kind for name, kind in outer.items() if kind is not None}
+        self.fixed |= {name: how for name, how in outer.items() if not how.is_plain}
         free = [n for n in own if n not in outer and not _is_below(n, outer)]
         left = found(captured, (*self.fixed, *free)) if self.fixed else free
         self.free = tuple(name for name in free if name in left)
         self.kinds = KINDS if asked.blocks == "auto" and self.free else (self._plain(asked),)
 
-    def _plain(self, asked: AskedRecomputation) -> Kind:
-        return None if asked.blocks == "auto" else asked.blocks
+    def _plain(self, asked: AskedRecomputation) -> Recompute:
+        return PLAIN if asked.blocks == "auto" else asked.blocks
 
-    def all(self, kind: Kind) -> dict[str, Recomputation]:
+    def all(self, how: Recompute) -> dict[str, Recompute]:
         """The decisions that treat all alike that are left to choose."""
-        return self.fixed | ({} if kind is None else dict.fromkeys(self.free, kind))
+        return self.fixed | ({} if how.is_plain else dict.fromkeys(self.free, how))
 
 
-def summary(decided: Mapping[str, Recomputation]) -> str:
+def summary(decided: Mapping[str, Recompute]) -> str:
     """How many regions run again, and how: "" if none does."""
-    counts, words = Counter(decided.values()), {"full": "in full", "selective": "selectively"}
-    return ", ".join(f"{counts[kind]} {word}" for kind, word in words.items() if counts[kind])  # type: ignore[index]
+    counts = Counter(decided.values())
+    return ", ".join(f"{counts[how]} {how.words}" for how in sorted(counts, key=str))
 
 
 @dataclass(frozen=True)
@@ -90,14 +91,14 @@ class MixedProblem:
     `before[i]` until region i has gone backward."""
 
     names: Sequence[str]
-    offers: Sequence[Mapping[Kind, _Offer]]
+    offers: Sequence[Mapping[Recompute, _Offer]]
     before: Sequence[float]
     rest: float
 
-    def solve(self, memory: float) -> dict[str, Kind] | None:
+    def solve(self, memory: float) -> dict[str, Recompute] | None:
         """The fastest that keeps within `memory`; None: none does."""
         model = new_model()
-        kinds = list(KINDS)
+        kinds = list(self.offers[0])
         takes = [[model.new_bool_var(f"{name} {k}") for k in kinds] for name in self.names]
         scale = _RANGE / (sum(max(o.seconds for o in row.values()) for row in self.offers) or 1.0)
         costs, kept = [], []
@@ -107,9 +108,9 @@ class MixedProblem:
             costs += [round(offer[kind].seconds * scale) for kind in kinds]
             kept += [round(offer[kind].kept) for kind in kinds]
             extra = [round(offer[kind].remade) for kind in kinds]
-            until = 3 * (number + 1)
-            room = int(memory - self.before[number])
-            there = [*kept[: until - 3], *map(add, kept[until - 3 :], extra)]
+            until = len(kinds) * (number + 1)
+            room, own = int(memory - self.before[number]), until - len(kinds)
+            there = [*kept[:own], *map(add, kept[own:], extra)]
             model.add(weighted_sum(bits[:until], there) <= room)
         model.add(weighted_sum(bits, kept) <= int(memory - self.rest))
         model.minimize(weighted_sum(bits, costs))
@@ -123,12 +124,12 @@ class MixedProblem:
 
 
 def mixed_problem(
-    graphs: Mapping[Kind, fx.Graph], names: Sequence[str], mesh: Mesh, prices: NodePrices
+    graphs: Mapping[Recompute, fx.Graph], names: Sequence[str], mesh: Mesh, prices: NodePrices
 ) -> MixedProblem:
     """That of a program, given with all regions `names` treated in each way; bytes of what is kept
     alone, so that the states come on top."""
-    plain = list(graphs[None].nodes)
-    inside = [[n.name for n in graphs["full"].nodes if _is_named(n, name)] for name in names]
+    plain = list(graphs[PLAIN].nodes)
+    inside = [[n.name for n in graphs[FULL].nodes if _is_named(n, name)] for name in names]
     own = {name for row in inside for name in row}
     rest: dict[Storage, float] = {}
     first: dict[tuple[str, object], int] = {}
@@ -143,7 +144,7 @@ def mixed_problem(
     for row in inside:
         end = max(place[name] for name in row)
         before.append(sum(size for key, size in base.items() if first[key] <= end))
-    offers: list[dict[Kind, _Offer]] = [{} for _ in names]
+    offers: list[dict[Recompute, _Offer]] = [{} for _ in names]
     for kind, graph in graphs.items():
         nodes = {node.name: node for node in graph.nodes}
         for row, offer in zip(inside, offers):
@@ -180,7 +181,7 @@ def _prefixes(path: str) -> list[str]:
     return [".".join(parts[: i + 1]) for i in range(len(parts))] if path else []
 
 
-def _is_below(name: str, others: Sequence[str] | Mapping[str, Kind]) -> bool:
+def _is_below(name: str, others: Sequence[str] | Mapping[str, Recompute]) -> bool:
     return any(name.startswith(f"{other}.") for other in others)
 
 

@@ -20,8 +20,9 @@ from autopar.mesh import Mesh
 from autopar.passes import Copies, LocalSetting, quicken
 from autopar.passes.flow import part_of
 from autopar.pipeline.weight_halves import WeightHalves
+from autopar.runtime.away import Keeper
 from autopar.runtime.copies import Window
-from autopar.runtime.regions import call_regions
+from autopar.runtime.regions import Around, call_regions
 from autopar.strategies.node_info import info
 
 
@@ -45,6 +46,7 @@ def compile_graph(
     halves: WeightHalves | None = None,
     copies: Copies | None = None,
     window: Window | None = None,
+    keeper: Keeper | None = None,
 ) -> Eager:
     """`graph`, the program of one rank, as a function.
 
@@ -53,6 +55,7 @@ def compile_graph(
     whole inputs.
     Given `halves`, backward is split, and they record what is put off.
     Given `copies` of parameters, the program reads them, and they come and go through `window`.
+    What its regions keep elsewhere goes through `keeper`.
     """
 
     def sum_for_caller(x: Tensor, group: str, pending: bool) -> Tensor:
@@ -81,6 +84,7 @@ def compile_graph(
             plain[node] = node.target
             node.target = halves.apart(node.target, weights)
     beside = [halves.aside] if halves is not None else []
-    call_regions(quick, beside if window is None else [*beside, window.again], plain)
+    beside = beside if window is None else [*beside, window.again]
+    call_regions(quick, Around(beside, plain, keeper))
     wholes = tuple(name for kind, name in origins if kind == "whole")
     return Eager(fx.GraphModule({}, quick).forward, wholes)

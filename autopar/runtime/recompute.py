@@ -4,16 +4,19 @@
                                            it all again, by one more forward
     region = Selective(function)           keeps all but the values of the calls that it notes;
     call = region.noted(gelu)              each is made again where backward first reads it
+    Full(function, leaving=Leaving(...))   keeps inputs elsewhere (away.py), which come back when
+                                           backward first reads of them; Selective values too
 
 Autograd sees the operators of the first forward and no others: what it kept of them has a stand-in,
-which the values that are made again are put into. What a region keeps goes through the hooks on
-saved tensors that stand around it.
+which the values that are made again are put into. What a region keeps where it is goes through the
+hooks on saved tensors that stand around it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
@@ -25,19 +28,52 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from autopar._torch import saving_hooks
+from autopar.runtime.away import Away, Axes, Keeper
 
 Function = Callable[..., Any]
 Beside = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """What of a region is kept elsewhere: of each input the axes that cut it, None if it stays."""
+
+    keeper: Keeper
+    inputs: Sequence[Axes | None]
+    on_host: bool
+
+    def put(self, values: Sequence[Tensor], axes: Axes) -> Away:
+        return self.keeper.put(values, axes, self.on_host)
+
+    def of(self, given: Sequence[Any]) -> dict[StorageWeakRef, tuple[Away, int]]:
+        """The memory of inputs that leaves; of each value there is one on each rank."""
+        count = len(given) // len(self.inputs) if self.inputs else 0
+        stay = _storages([v for i, v in enumerate(given) if self.inputs[i // count] is None])
+        found: dict[StorageWeakRef, tuple[Away, int]] = {}
+        for at, axes in enumerate(self.inputs):
+            values = given[at * count : (at + 1) * count]
+            if axes is None or not stay.isdisjoint(_storages(values)):
+                continue
+            memory = [StorageWeakRef(value.untyped_storage()) for value in values]
+            if memory[0] not in found:
+                away = self.put(values, axes)
+                found |= {one: (away, place) for place, one in enumerate(memory)}
+        return found
 
 
 class Full:
     """A function whose forward runs again in backward."""
 
     def __init__(
-        self, function: Function, is_random: bool = False, beside: Sequence[Beside] = ()
+        self,
+        function: Function,
+        is_random: bool = False,
+        beside: Sequence[Beside] = (),
+        leaving: Leaving | None = None,
     ) -> None:
         """`beside`: what the second forward runs in."""
         self.function, self.is_random, self.beside = function, is_random, beside
+        self.leaving = leaving
 
     def __call__(self, *inputs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -46,6 +82,7 @@ class Full:
         with saved_tensors_hooks(run.pack, _unpack):
             results = self.function(*inputs)
         run.own.clear()
+        run.away.clear()
         return results
 
 
@@ -77,7 +114,7 @@ class _Kept:
         return self.unpack_(self.packed)
 
 
-def _unpack(saved: _StandIn | _Kept | _Noted) -> Tensor:
+def _unpack(saved: _StandIn | _Kept | _Noted | _View) -> Tensor:
     return saved.unpack()
 
 
@@ -91,18 +128,24 @@ class _Run:
     def __init__(self, region: Full, inputs: Sequence[Any]) -> None:
         self.region, (self._pack, self._unpack) = region, saving_hooks()
         self.own = _storages(inputs)
+        self.away = {} if region.leaving is None else region.leaving.of(inputs)
         self.stand_ins: list[ReferenceType[_StandIn]] = []
         self._inputs: list[tuple[Any, bool | None]] = [
-            (self._pack(value.detach()), value.requires_grad)
+            (self._kept(value.detach()), value.requires_grad)
             if isinstance(value, Tensor)
             else (value, None)
             for value in inputs
         ]
         self._random = _random_states(inputs) if region.is_random else None
 
-    def pack(self, tensor: Tensor) -> _StandIn | _Kept:
+    def _kept(self, tensor: Tensor) -> _Kept | _View:
+        """An input, or a view of one."""
+        found = self.away.get(StorageWeakRef(tensor.untyped_storage())) if self.away else None
+        return _Kept(self._pack(tensor), self._unpack) if found is None else _View.of(tensor, found)
+
+    def pack(self, tensor: Tensor) -> _StandIn | _Kept | _View:
         if tensor.untyped_storage()._cdata in self.own:
-            return _Kept(self._pack(tensor), self._unpack)
+            return self._kept(tensor)
         stand_in = _StandIn(self)
         self.stand_ins.append(ref(stand_in))
         return stand_in
@@ -110,7 +153,7 @@ class _Run:
     def again(self) -> None:
         """Run it once more, and put what it keeps this time in the place of the stand-ins."""
         inputs = [
-            value if learns is None else self._unpack(value).detach().requires_grad_(learns)
+            value if learns is None else value.unpack().detach().requires_grad_(learns)
             for value, learns in self._inputs
         ]
         self._inputs.clear()
@@ -144,12 +187,14 @@ def _never(_: None) -> Tensor:
 
 
 class Selective:
-    """A function that does not keep the values of some of its calls."""
+    """A function that does not keep the values of some of its calls, and others elsewhere."""
 
-    def __init__(self, function: Function) -> None:
-        self.function = function
+    def __init__(self, function: Function, leaving: Leaving | None = None) -> None:
+        self.function, self.leaving = function, leaving
         self._pack, self._unpack = saving_hooks()
-        self._found: dict[StorageWeakRef, tuple[_Again, int]] | None = None  # while it runs
+        # While it runs, of what is made again or kept elsewhere.
+        self._found: dict[StorageWeakRef, tuple[_Again | Away, int]] | None = None
+        self._stays: set[int] = set()  # the memory of inputs that is not kept elsewhere
         self._fresh: list[_Noted] | None = None  # kept by the call that runs
 
     def __call__(self, *inputs: Any) -> Any:
@@ -157,10 +202,16 @@ class Selective:
             return self.function(*inputs)
         self._found, (self._pack, self._unpack) = {}, saving_hooks()
         try:
+            if self.leaving is not None:
+                self._found |= self.leaving.of(inputs)
+                self._stays, self._fresh = _storages(inputs), []
             with saved_tensors_hooks(self._save, _unpack):
-                return self.function(*inputs)
+                results = self.function(*inputs)
+                self._settle()
+                return results
         finally:
             self._found = self._fresh = None
+            self._stays.clear()
 
     def noted(self, function: Function, plain: Function | None = None) -> Function:
         """`function`, whose values are not kept: `plain`, or itself, makes them again."""
@@ -168,20 +219,44 @@ class Selective:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._found is None:
                 return function(*args, **kwargs)
-            self._fresh = []
+            if self._fresh is None:
+                self._fresh = []
             values = function(*args, **kwargs)
             given = pytree.tree_map_only(Tensor, self._later, (args, kwargs))
             again = _Again(plain or function, *given)
             for place, value in enumerate(_flat(values)):
                 if isinstance(value, Tensor):
                     self._found[StorageWeakRef(value.untyped_storage())] = again, place
-            fresh, self._fresh = self._fresh, None
-            for noted in fresh:
-                noted.saved = self._later(noted.saved)
-                self._keep(noted)
+            self._settle()
             return values
 
         return call
+
+    def leaves(self, function: Function, axes: Axes) -> Function:
+        """`function`, whose value is kept elsewhere."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            value = function(*args, **kwargs)
+            self.put([value], axes)
+            return value
+
+        return call
+
+    def put(self, values: Sequence[Tensor], axes: Axes) -> None:
+        """Keep a value, one on each rank, elsewhere."""
+        if self._found is not None:
+            assert self.leaving is not None
+            away = self.leaving.put(values, axes)
+            for place, value in enumerate(values):
+                self._found[StorageWeakRef(value.untyped_storage())] = away, place
+            self._settle()
+
+    def _settle(self) -> None:
+        """Keep what calls kept, now that it is known whether it is made again."""
+        fresh, self._fresh = self._fresh or (), None if self.leaving is None else []
+        for noted in fresh:
+            noted.saved = self._later(noted.saved)
+            self._keep(noted)
 
     def _save(self, tensor: Tensor) -> _Noted:
         noted = _Noted(self._later(tensor))
@@ -192,18 +267,26 @@ class Selective:
         return noted
 
     def _keep(self, noted: _Noted) -> None:
-        if isinstance(noted.saved, Tensor):
-            noted.saved = _Kept(self._pack(noted.saved), self._unpack)
+        saved, leaving = noted.saved, self.leaving
+        if not isinstance(saved, Tensor):
+            return
+        if leaving is not None and leaving.on_host and self._is_own(saved):
+            assert self._found is not None
+            found = leaving.put([saved], ()), 0
+            self._found[StorageWeakRef(saved.untyped_storage())] = found
+            noted.saved = _View.of(saved, found)
+        else:
+            noted.saved = _Kept(self._pack(saved), self._unpack)
+
+    def _is_own(self, tensor: Tensor) -> bool:
+        """Whether an operator made a tensor for its own backward: sums of rows, a mask."""
+        return tensor.dim() > 0 and tensor.untyped_storage()._cdata not in self._stays
 
     def _later(self, tensor: Tensor) -> Tensor | _View:
         """How a tensor will be had in backward: it is kept anyway, or made again."""
         assert self._found is not None
         found = self._found.get(StorageWeakRef(tensor.untyped_storage()))
-        if found is None:
-            return tensor.detach()
-        return _View(
-            *found, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
-        )
+        return tensor.detach() if found is None else _View.of(tensor, found)
 
 
 class _Again:
@@ -227,14 +310,19 @@ class _Again:
 
 
 class _View(NamedTuple):
-    """A piece of a value that is made again."""
+    """A piece of a value that is made again, or brought back."""
 
-    again: _Again
+    again: _Again | Away
     place: int
     dtype: torch.dtype
     shape: torch.Size
     strides: tuple[int, ...]
     start: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, found: tuple[_Again | Away, int]) -> _View:
+        start = int(tensor.storage_offset())
+        return cls(*found, tensor.dtype, tensor.shape, tensor.stride(), start)
 
     def unpack(self) -> Tensor:
         whole = self.again(self.place)

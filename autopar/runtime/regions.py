@@ -7,13 +7,14 @@ reads the same leaves as the rest of the program, and what it gives is read as b
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
-from autopar.runtime.recompute import Beside, Full, Selective
+from autopar.runtime.away import Keeper
+from autopar.runtime.recompute import Beside, Full, Leaving, Selective
 from autopar.strategies.node_info import Region, info
 
 Runner = Full | Selective
@@ -39,12 +40,19 @@ class Part:
         own = set(self.nodes)
         return [node for node in self.nodes if not own.issuperset(node.users)]
 
-    def runner(self, function: Callable[..., Any], beside: Sequence[Beside] = ()) -> Runner:
+    def runner(
+        self, function: Callable[..., Any], beside: Sequence[Beside], keeper: Keeper | None
+    ) -> Runner:
         """`function`, which makes the outputs from the inputs, as one that keeps less."""
         assert self.region is not None
+        keep, leaving = self.region.how.keep, None
+        if keep != "device":
+            assert keeper is not None
+            inputs = [info(value).away.get(self.region) for value in self.inputs]
+            leaving = Leaving(keeper, inputs, keep == "host")
         if not self.region.is_full:
-            return Selective(function)
-        return Full(function, self.region.is_random, beside)
+            return Selective(function, leaving)
+        return Full(function, self.region.is_random, beside, leaving)
 
 
 def parts_of(graph: fx.Graph) -> list[Part]:
@@ -70,17 +78,23 @@ def parts_of(graph: fx.Graph) -> list[Part]:
     return [part for part in [*found, Part(tuple(rest))] if part.nodes]
 
 
-def call_regions(graph: fx.Graph, beside: Sequence[Beside], plain: dict[fx.Node, Any]) -> None:
-    """Let a program of one rank call its regions as functions, in place.
+@dataclass(frozen=True)
+class Around:
+    """What regions of one program need of it."""
 
-    `plain` has what makes the value of a call again, where the call does more than that.
-    """
+    beside: Sequence[Beside]  # what a second forward runs in
+    plain: Mapping[fx.Node, Any]  # what makes the value of a call again that does more than that
+    keeper: Keeper | None  # where regions keep what they do not keep where it is
+
+
+def call_regions(graph: fx.Graph, around: Around) -> None:
+    """Let a program of one rank call its regions as functions, in place."""
     for part in parts_of(graph):
         if part.region is not None:
-            _call(graph, part, beside, plain)
+            _call(graph, part, around)
 
 
-def _call(graph: fx.Graph, part: Part, beside: Sequence[Beside], plain: dict[fx.Node, Any]) -> None:
+def _call(graph: fx.Graph, part: Part, around: Around) -> None:
     inputs, outputs = part.inputs, part.outputs
     inside, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for value in inputs:
@@ -89,11 +103,14 @@ def _call(graph: fx.Graph, part: Part, beside: Sequence[Beside], plain: dict[fx.
         copies[node] = inside.node_copy(node, copies.__getitem__)
     results = [copies[node] for node in outputs]
     inside.output(tuple(results) if len(results) != 1 else results[0])
-    runner = part.runner(lambda *inputs: inputs, beside)
+    runner = part.runner(lambda *inputs: inputs, around.beside, around.keeper)
     if isinstance(runner, Selective):
         for node in part.nodes:
+            target: Any = copies[node].target
             if info(node).remade:
-                copies[node].target = runner.noted(copies[node].target, plain.get(node))  # type: ignore[arg-type]
+                copies[node].target = runner.noted(target, around.plain.get(node))
+            elif (axes := info(node).away.get(part.region)) is not None:  # type: ignore[arg-type]
+                copies[node].target = runner.leaves(target, axes)
     runner.function = fx.GraphModule({}, inside).forward
 
     def region(*inputs: Any) -> Any:  # a function: fx wants its name

@@ -21,6 +21,7 @@ from autopar.pipeline.executor import InProcessTransport, run_together
 from autopar.pipeline.weight_halves import WeightHalves
 from autopar.pipeline.worker import Value, sum_in_order
 from autopar.plan.program import Program
+from autopar.runtime.away import Keeper
 from autopar.runtime.backend import Backend, Batch
 from autopar.runtime.placing import Read
 from autopar.runtime.recompute import Selective
@@ -50,6 +51,7 @@ class VirtualGraph:
         Given `halves`, backward is split, and they record what is put off.
         """
         self.mesh, self.device, self._watch, self._halves = mesh, device, watch, halves
+        self._keeper = Keeper(lambda movement, values, size: move(movement, values, mesh))
         self._constants = {
             node.name: to_ranks(constants[node.name].to(device), info(node).type.layout, mesh)
             for node in graph.nodes
@@ -70,6 +72,7 @@ class VirtualGraph:
     ) -> list[Value]:
         """The results. Parameters and buffers (by name) and inputs are whole; what is `given` (by
         placeholder) is in pieces."""
+        self._keeper.begin()
         pieces = self._constants | dict(given or {})
         values: Environment = {}
 
@@ -100,7 +103,7 @@ class VirtualGraph:
             return [tensor for node in outputs for tensor in inside[node]]
 
         beside = [self._halves.aside] if self._halves is not None else []
-        runner = part.runner(function, beside)
+        runner = part.runner(function, beside, self._keeper)
         steps = self._steps(part, runner if isinstance(runner, Selective) else None)
         finished = {value for node in part.nodes for value in self._finished.get(node, ())}
 
@@ -117,14 +120,19 @@ class VirtualGraph:
         self, part: Part, noting: Selective | None
     ) -> Callable[[Environment, Enter | None], None]:
         """Some nodes one after another, those that are made again noted in their region."""
-        steps = [(node, self._compile(node, noting)) for node in part.nodes]
+        steps = [
+            (node, self._compile(node, noting), info(node).away.get(part.region))  # type: ignore[arg-type]
+            for node in part.nodes
+        ]
 
         def run(values: Environment, enter: Enter | None) -> None:
-            for node, call in steps:
+            for node, call, axes in steps:
                 if node.op == "placeholder" and enter is not None:
                     values[node] = enter(node)
                 elif call is not None:
                     values[node] = call(values)
+                if axes is not None and noting is not None:
+                    noting.put(values[node], axes)
                 if self._watch is not None and node in values:
                     self._watch(node, values[node])
                 for finished in self._finished.get(node, ()) if node.op != "output" else ():

@@ -125,7 +125,7 @@ class _Builder:
         for number, (name, nodes) in enumerate(
             runs(self.captured.graph, decided, of_parameters) if decided else ()
         ):
-            region = Region(f"{number} {name}", decided[name] == "full")
+            region = Region(f"{number} {name}", decided[name])
             self.regions |= {node.name: region for node in nodes}
 
     def run(self) -> Built:

@@ -15,10 +15,10 @@ from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.capture.marker import ANNOTATE, Annotation, Entry
-from autopar.capture.regions import Recomputation
 from autopar.errors import InvalidInput
 from autopar.layout import Layout
 from autopar.mesh import Mesh
+from autopar.recompute import Recompute
 from autopar.strategies import Rule, rule_of, tensor_inputs
 from autopar.strategies.node_info import info
 
@@ -42,7 +42,7 @@ class Constraints:
     bound: Mapping[str, Mapping[int, LayoutConstraint]] = field(default_factory=dict)
 
     # Regions that are recomputed, by the names of capture/regions.py.
-    recompute: Mapping[str, Recomputation] = field(default_factory=dict)
+    recompute: Mapping[str, Recompute] = field(default_factory=dict)
 
     @property
     def fixed(self) -> dict[str, Layout]:

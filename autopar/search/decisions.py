@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from autopar.capture.listing import operator_of
-from autopar.capture.regions import Recomputation
 from autopar.layout import Layout, ParameterPlacement, Placement, TensorType
 from autopar.mesh import Mesh
+from autopar.recompute import Recompute
 from autopar.schema import Index
 from autopar.strategies import Strategy
 from autopar.strategies.node_info import info
@@ -45,7 +45,7 @@ class Decisions:
     # Parameters that are stored, summed or optimized in other places than they are read.
     apart: Mapping[str, ParameterPlacement] = field(default_factory=dict)
     # Regions whose forward runs again in backward, by the names of capture/regions.py.
-    recompute: Mapping[str, Recomputation] = field(default_factory=dict)
+    recompute: Mapping[str, Recompute] = field(default_factory=dict)
 
     def parameter(self, placeholder: str) -> ParameterPlacement:
         """The places of a parameter."""
@@ -64,7 +64,7 @@ class TypedDecisions:
     fallbacks: tuple[Fallback, ...]
     ways: Mapping[tuple[str, str, Index], tuple[Placement, ...]]
     apart: Mapping[str, ParameterPlacement]
-    recompute: Mapping[str, Recomputation]
+    recompute: Mapping[str, Recompute]
 
     @classmethod
     def of(cls, decisions: Decisions, types: Mapping[str, TensorType]) -> TypedDecisions:

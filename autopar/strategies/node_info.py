@@ -18,6 +18,7 @@ from torch import fx
 
 from autopar.collectives.movement import Movement
 from autopar.layout import ParameterPlacement, Placement, TensorType
+from autopar.recompute import Recompute
 from autopar.states import StateBytes
 from autopar.strategies.rule import Facts, Rule, Strategy
 
@@ -35,11 +36,16 @@ class WeightInputs:
 
 @dataclass(frozen=True)
 class Region:
-    """A run of operators whose forward runs again in backward, whole or as far as it is cheap."""
+    """A run of operators whose forward runs again in backward, whole or as far as it is cheap, or
+    which keeps elsewhere what backward reads."""
 
     name: str
-    is_full: bool
+    how: Recompute
     is_random: bool = False  # draws random numbers
+
+    @property
+    def is_full(self) -> bool:
+        return self.how.kind == "full"
 
 
 class _Key(Generic[Fact]):
@@ -95,6 +101,8 @@ class NodeInfo:
     region = _Key[Region | None](None)  # that is recomputed, and it stands in
     remade = _Key[bool](False)  # its forward runs again in backward
     dropped = _Key[bool](False)  # what it gives is made again where backward reads it
+    # By the regions that keep its memory elsewhere, the axes over whose ranks they cut it.
+    away = _Key[Mapping[Region, tuple[str, ...]]]({})
     sync = _Key[tuple[str, ...]](())  # of a parameter: the axes that sum its gradient last
     pending = _Key[tuple[str, ...]](())  # the axes over which its own gradient stays a sum
     buffers = _Key[tuple[str, ...]](())  # of an output: the buffers whose new values it gives

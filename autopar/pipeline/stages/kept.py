@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopar.cost.saved_tensors import Storage, kept_by, kept_through, local_bytes, most_remade
+from autopar.cost.saved_tensors import (
+    Storage,
+    kept_by,
+    kept_through,
+    local_bytes,
+    most_remade,
+    remade_for,
+)
 from autopar.mesh import Mesh
 from autopar.passes.flow import Flow
 from autopar.pipeline.stages.spans import Spans
@@ -58,7 +65,12 @@ def regions_of(flow: Flow, mesh: Mesh) -> list[tuple[int, int, float]]:
     found = []
     for nodes in inside.values():
         at = [position for node in nodes for position in flow.read_at[node]]
-        sizes = {k: v for n in nodes for k, v in (kept_by(n, mesh) | kept_through(n, mesh)).items()}
+        sizes = {
+            key: size
+            for node in nodes
+            for held in (kept_by, kept_through, remade_for)
+            for key, size in held(node, mesh).items()
+        }
         found.append((min(at), max(at), sum(sizes.values())))
     return found
 

@@ -1,0 +1,60 @@
+"""Recompute: what of a region runs again in backward, and where it is kept what backward reads.
+
+>>> print(Recompute("full", keep="cut"), Recompute.parse("selective"), sep="; ")
+full, cut; selective
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from autopar.errors import InvalidInput, require_one_of
+
+Kind = Literal["full", "selective"] | None
+Keep = Literal["device", "cut", "host"]
+_WORDS: dict[Kind, str] = {"full": "full", "selective": "selective", None: "none"}
+_KEPT = {"device": "", "cut": ", kept as pieces", "host": ", kept on the host"}
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Of a region: how much of its forward runs again, and how the rest is kept till then.
+
+    `kind`: "full" keeps what the region reads, "selective" what is dear to make, None all.
+    `keep`: what all of some ranks would keep alike, as the ranks of tensor parallelism do, can be
+    "cut": each keeps a piece, and they gather it again; "host": pieces too, on the host.
+    """
+
+    kind: Kind = "full"
+    keep: Keep = "device"
+
+    def __post_init__(self) -> None:
+        if self.kind is not None:
+            require_one_of("kind", self.kind, ("full", "selective"))
+        require_one_of("keep", self.keep, get_args(Keep))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing runs again, and all is kept where it is."""
+        return self.kind is None and self.keep == "device"
+
+    def __str__(self) -> str:
+        return _WORDS[self.kind] + ("" if self.keep == "device" else f", {self.keep}")
+
+    @classmethod
+    def parse(cls, text: str) -> Recompute:
+        for one in (cls(k, p) for k in _WORDS for p in get_args(Keep)):
+            if str(one) == text:
+                return one
+        raise InvalidInput(
+            "what is recomputed is one of full, selective and none, and where it is kept",
+            got=repr(text),
+            remedy="full, or full, cut, or full, host",
+        )
+
+    @property
+    def words(self) -> str:
+        """As a person reads it."""
+        how = {"full": "in full", "selective": "selectively", None: "nothing again"}[self.kind]
+        return how + _KEPT[self.keep]
