@@ -16,14 +16,16 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import autopar as ap
 from autopar.capture import capture
 from autopar.capture.regions import blocks
-from autopar.runtime import recompute
+from autopar.runtime import away, recompute
 from tests import models
+from tests.annotations import megatron
 from tests.held import kept_for_backward
 from tests.models import Case
 from tests.parity import assert_equal, assert_parity, parallel_outcome, single_outcome
 from tests.pipeline.models import share_captures  # noqa: F401
 
 KINDS = ("selective", "full")
+SELECTIVE, FULL = map(ap.Recompute, KINDS)
 CASES = {
     "gpt": lambda: models.gpt(layers=4, hidden=16, heads=2),
     "gpt2": models.gpt2,
@@ -163,7 +165,7 @@ def test_the_users_checkpoints_are_kept(how: str, tmp_path) -> None:
         module = ap.parallelize(case.model, (x,), mesh=ap.Mesh(dp=2), mode="data", recompute=None)
         assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()))
     found = module.plan.decisions.recompute
-    assert found == {f"checkpoint {n}": "full" for n in range(1 if how == "sequential" else 2)}
+    assert found == {f"checkpoint {n}": FULL for n in range(1 if how == "sequential" else 2)}
     module.plan.save(tmp_path / "plan.json")
     attached = ap.Plan.load(tmp_path / "plan.json").attach(case.fresh().model, (x,))
     assert attached.memory == module.plan.memory
@@ -198,9 +200,11 @@ def test_blocks_are_the_numbered_modules_that_multiply() -> None:
 @pytest.mark.parametrize(
     ("asked", "found"),
     [
-        ({"layers.[02]": "full"}, {"layers.0": "full", "layers.2": "full"}),
-        ({"layers.1.attention": "selective"}, {"layers.1.attention": "selective"}),
-        (True, {f"layers.{i}": "full" for i in range(4)}),
+        ({"layers.[02]": "full"}, {"layers.0": FULL, "layers.2": FULL}),
+        ({"layers.1.attention": "selective"}, {"layers.1.attention": SELECTIVE}),
+        ({"layers.3": ap.Recompute(keep="cut")}, {"layers.3": ap.Recompute("full", "cut")}),
+        (ap.Recompute(None), {}),
+        (True, {f"layers.{i}": FULL for i in range(4)}),
         (False, {}),
         ("auto", {}),
     ],
@@ -229,7 +233,7 @@ def test_as_much_is_recomputed_as_memory_asks_for() -> None:
         seconds = plan.cost.seconds
         kinds |= set(plan.decisions.recompute.values())
         assert "recomputed" in str(plan.alternatives[0])
-    assert kinds == {"selective", "full"}
+    assert kinds == {SELECTIVE, FULL}
 
 
 def test_selective_regions_keep_what_is_dear_alone() -> None:
@@ -244,3 +248,59 @@ def test_selective_regions_keep_what_is_dear_alone() -> None:
         F.layer_norm(F.gelu(F.layer_norm(x, (8,)) @ w) @ w.T, (8,)).sum(), (x, w)
     )
     assert all(torch.equal(one, other) for one, other in zip(found, expected))
+
+
+class Watched:
+    """Bytes that regions keep elsewhere, and how many gathers bring them back."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cut = self.on_host = self.gathers = 0
+        put, call = away.Keeper.put, away.Away.__call__
+
+        def watched_put(keeper: away.Keeper, values: list[Tensor], *how: object) -> away.Away:
+            one = put(keeper, values, *how)
+            for piece in one._pieces:
+                if isinstance(piece, away.OnHost):
+                    self.on_host += piece._kept.nbytes
+                else:
+                    self.cut += piece.nbytes
+            return one
+
+        def watched_call(one: away.Away, place: int) -> Tensor:
+            self.gathers += bool(one._pieces) and bool(one._axes)
+            return call(one, place)
+
+        monkeypatch.setattr(away.Keeper, "put", watched_put)
+        monkeypatch.setattr(away.Away, "__call__", watched_call)
+
+
+@pytest.mark.parametrize("kind", ["full", "selective", None])
+@pytest.mark.parametrize("name", ["gpt", "llama", "resnet"])
+def test_what_is_kept_on_the_host_is_what_is_predicted(name, kind, monkeypatch) -> None:
+    case, watched = case_of(name), Watched(monkeypatch)
+    options = {"mesh": ap.Mesh(one=1), "mode": "data", "backend": "virtual"}
+    how = ap.Recompute(kind, keep="host")
+    module = ap.parallelize(case.model, case.args, case.kwargs, recompute=how, **options)
+    memory = module.plan.memory
+    assert memory.activations == pytest.approx(kept_for_backward(module, case), rel=0.015)
+    assert memory.host_activations == pytest.approx(watched.on_host, rel=0.015)
+    assert (watched.cut, watched.gathers) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", ["full", "selective", None])
+def test_ranks_that_keep_alike_keep_pieces(kind, monkeypatch) -> None:
+    case, watched = megatron(models.gpt(layers=4, hidden=16, heads=2)), Watched(monkeypatch)
+    options = {"mesh": ap.Mesh(tp=2), "mode": "propagate", "backend": "virtual"}
+    device, cut, host = (
+        ap.parallelize(case.model, case.args, recompute=ap.Recompute(kind, keep), **options)
+        for keep in ("device", "cut", "host")
+    )
+    cut(*case.args)
+    less = device.plan.memory.activations - cut.plan.memory.activations
+    assert watched.cut / 2 == pytest.approx(less, rel=0.01)  # the other half goes
+    assert cut.plan.cost.seconds > device.plan.cost.seconds
+    loss = cut.step(*case.args)
+    assert watched.gathers >= 4
+    assert torch.equal(loss, device.step(*case.args))
+    assert host.plan.memory.activations < cut.plan.memory.activations
+    assert host.plan.memory.host == host.plan.memory.host_activations >= less

@@ -15,7 +15,7 @@ from torch import fx
 from autopar.capture.origins import state_bytes
 from autopar.collectives.redistribution import local_elements
 from autopar.cost.groups import used_bytes
-from autopar.cost.saved_tensors import Storage, kept_through, most_remade
+from autopar.cost.saved_tensors import Storage, kept_on_host, kept_through, most_remade
 from autopar.layout import Layout, ParameterPlacement
 from autopar.mesh import Mesh
 from autopar.states import StateBytes
@@ -78,14 +78,16 @@ class Memory:
 
 def program_memory(graph: fx.Graph, mesh: Mesh) -> Memory:
     """The bytes that one rank of the rewritten `graph` holds."""
-    inputs, kept = 0.0, dict[Storage, float]()
+    inputs, kept, on_host = 0.0, dict[Storage, float](), dict[Storage, float]()
     for node in graph.nodes:
         kept |= kept_through(node, mesh)
+        on_host |= kept_on_host(node, mesh)
         if node.op == "placeholder" and info(node).origin[0] not in ("parameter", "buffer"):
             inputs += info(node).type.local_bytes(mesh)
     nodes = list(graph.nodes)
     found = Memory.of(nodes, mesh, sum(kept.values()), inputs)
-    return replace(found, peak=found.peak + most_remade(nodes, mesh))
+    peak, host = found.peak + most_remade(nodes, mesh), sum(on_host.values())
+    return replace(found, peak=peak, host_activations=found.host_activations + host)
 
 
 def held_bytes(node: fx.Node, mesh: Mesh) -> Held:

@@ -15,12 +15,13 @@ from autopar.cluster import Cluster
 from autopar.collectives import Movement, movement_cost
 from autopar.cost.operators import ShardSizes, seconds, work
 from autopar.cost.price import ClusterPrice
+from autopar.cost.saved_tensors import piece_bytes, storage
 from autopar.cost.state_price import NodeCost, StatePrice
 from autopar.layout import TensorType
 from autopar.mesh import Mesh
 from autopar.states import StateBytes
 from autopar.strategies import Strategy
-from autopar.strategies.node_info import info
+from autopar.strategies.node_info import Region, info
 from autopar.strategies.rule import Facts
 
 
@@ -78,8 +79,27 @@ class NodePrices:
         self._known: dict[tuple[Facts, Strategy], NodeCost] = {}
 
     def __call__(self, node: fx.Node) -> NodeCost:
+        return sum(self.elsewhere(node).values(), self.own(node))
+
+    def own(self, node: fx.Node) -> NodeCost:
+        """Of the node itself, twice if it runs again."""
         price = self._once(node)
         return price.remade() if info(node).remade else price
+
+    def elsewhere(self, node: fx.Node) -> dict[Region, NodeCost]:
+        """What it takes to keep its value elsewhere till backward, by the regions that do."""
+        if not info(node).away or storage(node) is not node:
+            return {}
+        size = float(info(node).type.local_bytes(self.mesh))
+        return {region: self._away(region, axes, size) for region, axes in info(node).away.items()}
+
+    def _away(self, region: Region, axes: tuple[str, ...], size: float) -> NodeCost:
+        gathered = float(self.price.seconds("all_gather", axes, size)) if axes else 0.0
+        if region.how.keep != "host":
+            return NodeCost(backward=gathered)
+        copied = self.device.host.copied(piece_bytes(size, axes, self.mesh))
+        shown, hidden = 1 - self.device.overlap, 2 * copied * self.device.overlap
+        return NodeCost(copied * shown, gathered + copied * shown, hidden)
 
     def _once(self, node: fx.Node) -> NodeCost:
         if (movement := info(node).movement) is not None:
@@ -132,7 +152,8 @@ def program_cost(graph: fx.Graph, mesh: Mesh, cluster: Cluster, microbatches: in
     worked, moved = NodeCost(), NodeCost()
     for node in graph.nodes:
         if info(node).movement is not None or info(node).places is not None:
-            moved += prices(node)
+            moved += prices.own(node)
         else:
-            worked += prices(node)
+            worked += prices.own(node)
+        moved = sum(prices.elsewhere(node).values(), moved)
     return Cost.of(worked, moved, cluster.device.overlap, microbatches)

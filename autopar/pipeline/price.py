@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from dataclasses import replace
 
 from autopar.cluster import AxisLink, Cluster
 from autopar.cost.footprint import Memory
@@ -13,6 +14,7 @@ from autopar.passes.flow import Flow
 from autopar.pipeline.activation_counts import live_microbatches
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.simulator import simulate
+from autopar.pipeline.stages.kept import kept_on_host_by_stages
 from autopar.pipeline.timeline import Timeline
 
 
@@ -75,17 +77,22 @@ def memory_by_place(pipelining: Pipelining, flow: Flow) -> list[Memory]:
         node: {bisect_right(starts, place) - 1 for place in places}
         for node, places in flow.held_at.items()
     }
+    on_host, ends = kept_on_host_by_stages(flow, mesh), [*starts[1:], len(flow.activations)]
+    host = [on_host.bytes(*span) for span in zip(starts, ends)]
     found = []
     for rank in range(made.ranks):
         own = {stage for _, stage in made.local_stages(rank)}
         held = [node for node, read in users.items() if read & own]
         states = sum(stages[stage].states for stage in own)
-        lives = live_microbatches(made, rank, pipelining.remakes)
+        lives = list(live_microbatches(made, rank, pipelining.remakes))
         bytes_ = (
             sum(stages[stage].bytes(*counts) for stage, counts in live.items()) for live in lives
         )
         kept = max(bytes_, default=states) - states
-        found.append(Memory.of(held, mesh, kept))
+        there = [sum(counts[0] * host[stage] for stage, counts in live.items()) for live in lives]
+        memory = Memory.of(held, mesh, kept)
+        activations = memory.host_activations + max(there, default=0)
+        found.append(replace(memory, host_activations=activations))
     return found
 
 

@@ -158,7 +158,7 @@ class PlanValue(Candidate):
                     bytes=info(node).bytes,
                     node=node.name,
                     module=info(node).module,
-                    seconds=self.prices(node).seconds,
+                    seconds=self.prices.own(node).seconds,
                 )
             )
         return records

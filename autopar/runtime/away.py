@@ -19,11 +19,26 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
-from autopar.collectives import Movement
+from autopar.collectives import Movement, operator_call
+from autopar.collectives.eager import EAGER
+from autopar.layout import Layout
+from autopar.mesh import Mesh
 
 Axes = tuple[str, ...]
 # A movement of one row on each rank of this process, whose whole has so many elements.
 Move = Callable[[Movement, Sequence[Tensor], int], Sequence[Tensor]]
+
+
+def mover(mesh: Mesh, rank: int, group_name: Callable[[Axes], str]) -> Move:
+    """Moves what one rank of a mesh has."""
+
+    def move(movement: Movement, values: Sequence[Tensor], size: int) -> list[Tensor]:
+        layout = Layout(movement.axes if movement.kind == "all_gather" else None)
+        about = layout, (size,), mesh, rank, group_name(movement.axes)
+        operator, arguments = operator_call(movement, *about)
+        return [EAGER[operator](values[0], *arguments)]
+
+    return move
 
 
 class Keeper:

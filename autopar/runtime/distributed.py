@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from autopar._torch import call_after_backward, local_of, wait_for, will_reach
-from autopar.collectives import Movement, operator_call
-from autopar.collectives.eager import EAGER, LateSum
+from autopar.collectives.eager import LateSum
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, TensorType
 from autopar.passes import localize
@@ -32,7 +31,7 @@ from autopar.pipeline.executor import MessageKey
 from autopar.pipeline.weight_halves import WeightHalves
 from autopar.pipeline.worker import Value, sum_in_order
 from autopar.plan.program import Program
-from autopar.runtime.away import Keeper
+from autopar.runtime.away import Keeper, mover
 from autopar.runtime.backend import Backend, Batch
 from autopar.runtime.buckets import FIRST_BUCKET_BYTES, GradientSync
 from autopar.runtime.collecting import collect
@@ -400,7 +399,7 @@ class TorchGraph:
         self._backend = backend
         mesh, rank, device = backend.mesh, backend.ranks.inner, backend.device
         self.graph = localize(graph, mesh, rank, device, backend.groups.name)
-        self._keeper = Keeper(self._move)
+        self._keeper = Keeper(mover(mesh, rank, backend.groups.name))
         self._function = compile_graph(self.graph, keeper=self._keeper, **how)
         nodes = [node for node in self.graph.nodes if node.op == "placeholder"]
         self._reads = [(node.name, *info(node).origin) for node in nodes]
@@ -432,16 +431,6 @@ class TorchGraph:
         ]
         wholes = [inputs[name].to(backend.device) for name in self._function.whole_inputs]
         return [[result] for result in self._function(*arguments, *wholes)]
-
-    def _move(self, movement: Movement, values: Sequence[Tensor], size: int) -> list[Tensor]:
-        """What a region keeps, cut or joined."""
-        backend, (value,) = self._backend, values
-        layout = Layout(movement.axes if movement.kind == "all_gather" else None)
-        group = backend.groups.name(movement.axes)
-        operator, arguments = operator_call(
-            movement, layout, (size,), backend.mesh, backend.ranks.inner, group
-        )
-        return [EAGER[operator](value, *arguments)]
 
 
 class _Watched(torch.autograd.Function):

@@ -85,11 +85,14 @@ def recomputes_regions() -> None:
         (Mesh(pp=2, dp=2), "full", {"microbatches": 2, "schedule": "zb-h1"}),
         (Mesh(dp=4), "full", {"states": "zero3"}),
         (Mesh(dp=4), "selective", {"states": "zero3"}),
+        (DP2_TP2, "full, cut", {}),
+        (Mesh(pp=2, tp=2), "none, host", {"microbatches": 2, "schedule": "zb-h1"}),
     ):
+        how = ap.Recompute.parse(kind)
         case = models.gpt(layers=2)
         case = megatron(case) if mesh is DP2_TP2 else case
-        real, virtual = pair(case, mesh, recompute=kind, **options)
-        assert set(real.plan.decisions.recompute.values()) == {kind}
+        real, virtual = pair(case, mesh, recompute=how, **options)
+        assert set(real.plan.decisions.recompute.values()) == {how}
         assert_equal(parallel_outcome(real, case), parallel_outcome(virtual, case), 1e-12, 1e-1)
 
 
