@@ -15,6 +15,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -410,6 +411,12 @@ ZOO: dict[str, Callable[..., Case]] = {
     "bert": bert,
     "vit": vit,
 }
+
+
+@cache
+def shared(name: str, **sizes: Any) -> Case:
+    """One case that all who ask read, and none changes or annotates."""
+    return ZOO[name](**sizes)
 
 
 def _transformers() -> Any:

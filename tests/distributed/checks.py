@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-import warnings
-from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -32,21 +31,13 @@ from tests.runtime.acts import (
     REFUSED_OF_PIECES,
     assert_done,
     assert_refused,
-    tree,
+    shared_tree,
     weight_norm,
 )
 from tests.toy import EVEN, machines
 
 DP2_TP2 = Mesh(dp=2, tp=2)
 Pair = tuple[ap.ParallelModule, ap.ParallelModule]
-
-
-def run_all(say: Callable[[str], None]) -> None:
-    """Every check below; each says its name when it has passed."""
-    warnings.simplefilter("ignore")
-    for check in CHECKS:
-        check()
-        say(check.__name__)
 
 
 def assert_close(one: Any, other: Any) -> None:
@@ -61,15 +52,25 @@ def pair(case: Case, mesh: Any, **options: Any) -> Pair:
     return one, other
 
 
-def trains_like_virtual_ranks() -> None:
-    for case, mesh in (
+@cache
+def tensor_parallel_gpt(layers: int = 1) -> Case:
+    return megatron(models.gpt(layers=layers))
+
+
+@cache
+def trained() -> list[tuple[Case, Mesh]]:
+    return [
         (vocabulary(sequence(megatron(models.gpt(layers=1)), batch="dp")), DP2_TP2),
         (vocabulary(megatron(models.gpt(layers=1), ("b", "a")), ("b", "a")), Mesh(a=2, b=2)),
         (models.resnet(batch=6), Mesh(dp=4)),
         (models.mlp(hidden=520, layers=3), Mesh(dp=4)),  # gradients with a sum of their own
         (stored(models.gpt(layers=1, fused=True)), Mesh(dp=4)),
-        (models.resnet(), Mesh(pp=2, dp=2)),
-    ):
+        (models.shared("resnet"), Mesh(pp=2, dp=2)),
+    ]
+
+
+def trains_like_virtual_ranks() -> None:
+    for case, mesh in trained():
         pipeline = {"microbatches": 2, "schedule": "zb-h1"} if "pp" in mesh else {}
         real, virtual = pair(case, mesh, **pipeline)
         assert_equal(parallel_outcome(real, case), parallel_outcome(virtual, case), 1e-12, 1e-1)
@@ -89,15 +90,15 @@ def recomputes_regions() -> None:
         (Mesh(pp=2, tp=2), "none, host", {"microbatches": 2, "schedule": "zb-h1"}),
     ):
         how = ap.Recompute.parse(kind)
-        case = models.gpt(layers=2)
-        case = megatron(case) if mesh is DP2_TP2 else case
+        case = models.shared("gpt", layers=2)
+        case = tensor_parallel_gpt(2) if mesh is DP2_TP2 else case
         real, virtual = pair(case, mesh, recompute=how, **options)
         assert set(real.plan.decisions.recompute.values()) == {how}
         assert_equal(parallel_outcome(real, case), parallel_outcome(virtual, case), 1e-12, 1e-1)
 
 
 def compares_batches_when_asked() -> None:
-    case = models.mlp()
+    case = models.shared("mlp")
     for options in ({"mesh": Mesh(dp=4)}, {"mesh": Mesh(pp=2, dp=2), "microbatches": 2}):
         module = ap.parallelize(case.model, case.args, mode="propagate", check=True, **options)
         module.step(*case.args)
@@ -114,7 +115,7 @@ def compares_batches_when_asked() -> None:
 
 
 def goes_on_after_what_all_ranks_refuse() -> None:
-    case = models.resnet(batch=8)
+    case = models.shared("resnet")
     module = ap.parallelize(case.model, case.args, mesh=Mesh(dp=4), mode="propagate", check=True)
     with pytest.raises(ap.InvalidInput, match="of the modes, training or evaluation"):
         module.eval().step(*case.args)
@@ -131,7 +132,7 @@ def goes_on_after_what_all_ranks_refuse() -> None:
 
 def refuses_on_all_ranks_the_call_that_one_refuses() -> None:
     """Or that is another one on one rank; and the world goes on."""
-    case, mesh = models.mlp(), Mesh(dp=4)
+    case, mesh = models.shared("mlp"), Mesh(dp=4)
     fitting = {"model": case.model, "args": case.args, "mesh": mesh, "mode": "propagate"}
     module = ap.parallelize(**fitting)
     loss = module.step(*case.args)
@@ -154,7 +155,7 @@ def refuses_on_all_ranks_the_call_that_one_refuses() -> None:
 
 
 def clips_and_accumulates() -> None:
-    case = megatron(models.gpt(layers=1))
+    case = tensor_parallel_gpt()
     norms: list[Any] = []
     for module in pair(case, DP2_TP2):
         module.step(*case.args)
@@ -169,7 +170,7 @@ def clips_and_accumulates() -> None:
 
 def gives_tensors_that_stay() -> None:
     """What was handed out does not change with later steps."""
-    case = models.gpt(layers=2)
+    case = models.shared("gpt", layers=2)
     for options in ({"mesh": Mesh(dp=4)}, {"mesh": Mesh(pp=2, dp=2), "microbatches": 2}):
         module = ap.parallelize(case.model, case.args, mode="propagate", **options)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -183,7 +184,7 @@ def gives_tensors_that_stay() -> None:
 
 
 def is_called_and_differentiated() -> None:
-    case = megatron(models.gpt(layers=1))
+    case = tensor_parallel_gpt()
     grads = []
     for module in pair(case, DP2_TP2):
         loss, logits = module(*case.args)
@@ -195,7 +196,7 @@ def is_called_and_differentiated() -> None:
 
 
 def is_called_with_the_batch_of_several_microbatches() -> None:
-    case = megatron(models.gpt(layers=1))
+    case = tensor_parallel_gpt()
     grads = []
     for module in pair(case, DP2_TP2, microbatches=2):
         loss, logits = module(*case.args)
@@ -208,7 +209,7 @@ def is_called_with_the_batch_of_several_microbatches() -> None:
 
 def differentiates_in_any_order() -> None:
     """Two passes forward, then two backward; and one backward pass twice."""
-    case = models.mlp()
+    case = models.shared("mlp")
     grads = []
     for module in pair(case, Mesh(dp=4)):
         first, second = module(*case.args), module(*case.args)
@@ -220,8 +221,11 @@ def differentiates_in_any_order() -> None:
     assert_close(*grads)
 
 
+some_learned = cache(partial(partly_learned, layers=2))
+
+
 def gives_no_gradient_where_one_device_gives_none() -> None:
-    case = partly_learned(layers=2)
+    case = some_learned()
     every = {name for name, _ in case.model.named_parameters()}
     mesh, expected = Mesh(pp=2, dp=2), single_outcome(case.fresh())
     for options in (
@@ -287,7 +291,7 @@ def whole(value: Tensor) -> Tensor:
 
 
 def takes_local_inputs() -> None:
-    case = megatron(models.gpt(layers=1))
+    case = tensor_parallel_gpt()
     real, virtual = pair(case, DP2_TP2)
     local = ap.parallelize(case.model, case.args, mesh=DP2_TP2, mode="propagate", local_inputs=True)
     place = DP2_TP2.coordinate(dist.get_rank())["dp"]
@@ -327,7 +331,7 @@ def saves_and_loads_checkpoints() -> None:
 def holds_what_was_predicted() -> None:
     """Automatic plans with states that are cut, in little memory: each part on the fullest rank."""
     mesh = Mesh(a=2, b=2)
-    for case in (models.gpt2(layers=1), models.resnet()):
+    for case in (models.shared("gpt2", layers=1), models.shared("resnet")):
         options = {"mesh": mesh, "cluster": machines(4, *EVEN)}
         free = ap.plan(case.model, case.args, case.kwargs, **options)
         module = ap.parallelize(
@@ -354,7 +358,7 @@ def follows_its_tree() -> None:
 
     Of six rows, a rank of four has none. torch's weight norm ends a process that has none.
     """
-    case = tree()
+    case = shared_tree()
     for options in (
         {"mesh": Mesh(d=4), "microbatches": 2},
         {"mesh": Mesh(pp=2, d=2), "microbatches": 2, "schedule": "zb-h1"},
@@ -375,15 +379,20 @@ def follows_its_tree() -> None:
         assert_refused(ap.parallelize(case.model, case.args, plan=plan), act, rule)
 
 
-def holds_pieces_alone() -> None:
-    """Memory is that of the pieces: of parameters, buffers and constants always, of gradients as
-    long as they live. One of their buckets may have carried the loss."""
-    for case, mesh, options in (
+@cache
+def held() -> list[tuple[Case, Mesh, dict[str, Any]]]:
+    return [
         (stored(models.mlp(hidden=10)), Mesh(dp=4), {"microbatches": 2}),  # uneven
         (buffers_cut(), Mesh(d=4), {}),
         (stored(models.resnet()), Mesh(pp=2, dp=2), {"microbatches": 2, "schedule": "zb-h1"}),
         (models.gpt(layers=4), Mesh(pp=4), {"microbatches": 4, "schedule": "chimera"}),  # tied
-    ):
+    ]
+
+
+def holds_pieces_alone() -> None:
+    """Memory is that of the pieces: of parameters, buffers and constants always, of gradients as
+    long as they live. One of their buckets may have carried the loss."""
+    for case, mesh, options in held():
         plan = ap.plan(case.model, case.args, case.kwargs, mesh=mesh, mode="propagate", **options)
         plan.program, *(plan.whole_program for _ in options)
         world().mesh_of(plan.whole_mesh, "cpu")  # has a table of its ranks
@@ -472,7 +481,7 @@ def runs_regions_on_parts_of_the_world() -> None:
 
 
 def refuses_a_mesh_of_another_size() -> None:
-    case = models.mlp()
+    case = models.shared("mlp")
     for mesh in (Mesh(dp=8), Mesh(dp=2)):
         with pytest.raises(ap.AutoparError, match="as many ranks as the world") as caught:
             ap.parallelize(case.model, case.args, mesh=mesh, mode="propagate")
@@ -482,8 +491,16 @@ def refuses_a_mesh_of_another_size() -> None:
 def takes_a_device_mesh() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     real, virtual = pair(megatron(models.mlp()), mesh)
-    case = models.mlp()
+    case = models.shared("mlp")
     assert_close(real.step(*case.args), virtual.step(*case.args))
+
+
+def cases() -> list[tuple[Case, None]]:
+    """What is captured before the ranks are there."""
+    gpts = [tensor_parallel_gpt(), tensor_parallel_gpt(2), models.shared("gpt", layers=2)]
+    others = [models.shared("mlp"), models.shared("gpt2", layers=1), some_learned(), shared_tree()]
+    every = [*gpts, *others, *(case for case, *_ in (*trained(), *held()))]
+    return [(case, None) for case in every]
 
 
 CHECKS = [

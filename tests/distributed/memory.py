@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ CASES = {
     "llama": lambda: in_float32(models.llama(hidden=128, sequence=64, vocabulary=256)),
     "resnet": lambda: in_float32(models.resnet(width=32, size=16)),
 }
+case_of = cache(lambda name: CASES[name]())
 WAYS = [
     ("gpt", {"states": "whole"}),
     ("gpt", {"states": "zero1"}),
@@ -31,6 +33,11 @@ WAYS = [
     ("llama", {"states": "zero2"}),
     ("resnet", {"states": "zero1"}),
 ]
+
+
+def cases() -> list[tuple[Case, None]]:
+    """What is captured before the ranks are there."""
+    return [(case_of(name), None) for name in CASES]
 
 
 def most_made(run: Callable[[], object]) -> int:
@@ -75,7 +82,7 @@ def run(say: Callable[[str], None]) -> list[tuple[str, float]]:
     warnings.simplefilter("ignore")
     ratios = []
     for name, options in WAYS:
-        found, planned = measured(CASES[name](), **options)
+        found, planned = measured(case_of(name), **options)
         ratio = torch.tensor(found / planned)
         dist.all_reduce(ratio, dist.ReduceOp.MAX)
         ratios.append((f"{name} {options}", float(ratio)))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -21,12 +20,19 @@ from tests.test_precision import BF16, Overflows, alone, distance, in_float32
 EXACT = ap.Precision(compute=torch.float64)
 
 
-def run_all(say: Callable[[Any], None], ranks: int) -> None:
-    """Every check; each says its name when it has passed."""
-    warnings.simplefilter("ignore")
-    for check in CHECKS:
-        check(ranks)
-        say(check.__name__)
+@cache
+def small_mlp() -> Case:
+    return in_float32(models.mlp(hidden=10, layers=3))
+
+
+@cache
+def small_gpt(layers: int = 2) -> Case:
+    return in_float32(models.gpt(layers=layers))
+
+
+def cases() -> list[tuple[Case, ap.Precision]]:
+    """What is captured before the ranks are there."""
+    return [(small_mlp(), EXACT), (small_gpt(), EXACT), (small_gpt(), BF16), (small_gpt(4), BF16)]
 
 
 def made(case: Case, precision: ap.Precision, **options: Any) -> ap.ParallelModule:
@@ -54,9 +60,8 @@ def computes_in_more_digits(ranks: int) -> None:
 
     for states in ("whole", *NAMED, STEP):
         for count in (1, 2):
-            case = in_float32(models.mlp(hidden=10, layers=3))
-            compare(case, mesh=ap.Mesh(dp=ranks), states=states, microbatches=count)
-    case = in_float32(models.gpt(layers=2))
+            compare(small_mlp(), mesh=ap.Mesh(dp=ranks), states=states, microbatches=count)
+    case = small_gpt()
     for schedule in ("1f1b", "zb-h1"):
         compare(case, mesh=ap.Mesh(pp=ranks), schedule=schedule, microbatches=2)
     for states in ("whole", "zero3"):
@@ -65,7 +70,7 @@ def computes_in_more_digits(ranks: int) -> None:
 
 def rounds_as_one_device_does(ranks: int) -> None:
     """As in `tests/test_precision.py`."""
-    case = in_float32(models.gpt(layers=2))
+    case = small_gpt()
     exact_loss, exact = alone(case, torch.float32)
     _, rounded = alone(case, torch.bfloat16)
     lost = distance(rounded, exact)
@@ -100,7 +105,7 @@ def sends_what_it_computes_with(ranks: int) -> None:
 
 def holds_copies_in_few_digits(ranks: int) -> None:
     """What a step works with is in the dtype that it computes in; autograd keeps no other copy."""
-    case = in_float32(models.gpt(layers=4))
+    case = small_gpt(4)
     size = sum(parameter.numel() for parameter in case.model.parameters())
     for states in ("whole", "zero1", "zero3"):
         module = made(case, BF16, mesh=ap.Mesh(dp=ranks), states=states)
@@ -115,7 +120,7 @@ def holds_copies_in_few_digits(ranks: int) -> None:
 
 def is_called(ranks: int) -> None:
     """Directly, twice, and with a parameter that no longer learns."""
-    case = in_float32(models.mlp(hidden=10, layers=3))
+    case = small_mlp()
     _, once = alone(case, torch.float64)
     for states in ("whole", "zero1", "zero3"):
         module = made(case, EXACT, mesh=ap.Mesh(dp=ranks), states=states)

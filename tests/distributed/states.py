@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,20 +17,18 @@ import autopar as ap
 from autopar.runtime import buckets, copies
 from autopar.runtime.copies import Window
 from tests import models
-from tests.annotations import megatron
-from tests.distributed.checks import assert_close
+from tests.distributed.checks import assert_close, tensor_parallel_gpt
 from tests.held import copies_of, held_by, local_bytes, pieces_of
 from tests.models import Case
 from tests.parity import assert_equal, parallel_outcome, single_outcome
-from tests.runtime.acts import DONE, assert_done, tree
+from tests.runtime.acts import DONE, assert_done, shared_tree
 
 
-def run_all(say: Callable[[Any], None], ranks: int) -> None:
-    """Every check of so many ranks; each says its name when it has passed."""
-    warnings.simplefilter("ignore")
-    for check in CHECKS[ranks]:
-        check(lambda case: None, ranks)
-        say(check.__name__)
+def cases() -> list[tuple[Case, None]]:
+    """What is captured before the ranks are there."""
+    gpts = [models.shared("gpt", layers=layers) for layers in (1, 2, 4)]
+    others = [models.shared("mlp", hidden=10, layers=4), shared_tree(), tensor_parallel_gpt()]
+    return [(case, None) for case in (*gpts, *others)]
 
 
 NAMED = ("zero1", "zero2", "zero3")
@@ -46,18 +43,17 @@ def parity(case: Case, states: Any, **options: Any) -> ap.ParallelModule:
     return module
 
 
-def trains_like_one_device(say: Callable[[Any], None], ranks: int) -> None:
+def trains_like_one_device(ranks: int) -> None:
     """Uneven pieces, small and large parts, with and without micro-batches."""
     mesh = ap.Mesh(dp=ranks)
     for states in (*NAMED, STEP):
-        parity(models.mlp(hidden=10, layers=4), states, mesh=mesh)
-        parity(models.gpt(layers=2), states, mesh=mesh, microbatches=2)
-        say(str(states))
+        parity(models.shared("mlp", hidden=10, layers=4), states, mesh=mesh)
+        parity(models.shared("gpt", layers=2), states, mesh=mesh, microbatches=2)
 
 
-def trains_in_parts(say: Callable[[Any], None], ranks: int) -> None:
+def trains_in_parts(ranks: int) -> None:
     """Over some of the data axes, and beside tensor parallelism."""
-    case = models.gpt(layers=1)
+    case = models.shared("gpt", layers=1)
     for mesh, factors in (
         (ap.Mesh(dp=4), (1, 1, 2)),
         (ap.Mesh(a=2, b=2), (2, 2, 2)),
@@ -66,13 +62,11 @@ def trains_in_parts(say: Callable[[Any], None], ranks: int) -> None:
         (ap.Mesh(dp=4), (1, 2, 4)),
     ):
         parity(case, ap.States(*factors), mesh=mesh, microbatches=2)
-        say(str(factors))
     for states in ("zero1", "zero3"):
-        parity(megatron(models.gpt(layers=1)), states, mesh=ap.Mesh(dp=2, tp=2))
-        say(f"tp {states}")
+        parity(tensor_parallel_gpt(), states, mesh=ap.Mesh(dp=2, tp=2))
 
 
-def trains_in_pipelines(say: Callable[[Any], None], ranks: int) -> None:
+def trains_in_pipelines(ranks: int) -> None:
     for schedule, microbatches, settings in (
         ("1f1b", 2, ("zero3",)),
         ("zb-h1", 2, ("zero2", "zero3")),
@@ -80,10 +74,9 @@ def trains_in_pipelines(say: Callable[[Any], None], ranks: int) -> None:
         ("chimera", 2, NAMED),
     ):
         for states in settings:
-            case = models.gpt(layers=4 if schedule == "zb-v" else 2)
+            case = models.shared("gpt", layers=4 if schedule == "zb-v" else 2)
             options = {"schedule": schedule, "microbatches": microbatches}
             parity(case, states, mesh=ap.Mesh(pp=2, dp=2), **options)
-            say(f"{schedule} {states}")
 
 
 @contextmanager
@@ -108,9 +101,9 @@ def counted() -> Iterator[dict[str, list[int]]]:
         yield found
 
 
-def moves_no_more_than_it_must(say: Callable[[Any], None], ranks: int) -> None:
+def moves_no_more_than_it_must(ranks: int) -> None:
     """Of Ψ elements at most 2Ψ, 2Ψ, 3Ψ, in no more collectives than other frameworks make."""
-    case = models.gpt(layers=4)
+    case = models.shared("gpt", layers=4)
     size = sum(p.numel() for p in case.model.parameters())
     for states in (*NAMED, STEP):
         for count in (1, 2):
@@ -125,21 +118,19 @@ def moves_no_more_than_it_must(say: Callable[[Any], None], ranks: int) -> None:
             assert len(found["scatter"]) <= 5 * backwards
             assert sum(found["scatter"]) == backwards * size
             assert all(numel == 1 for numel in found["reduce"]), "losses alone"
-        say(str(states))
 
 
-def follows_its_tree(say: Callable[[Any], None], ranks: int) -> None:
+def follows_its_tree(ranks: int) -> None:
     """What a user does to parameters that are kept in pieces, as on the model."""
-    case = tree()
+    case = shared_tree()
     for states in ("zero1", "zero3"):
         options = {"mesh": ap.Mesh(d=1, e=ranks), "microbatches": 2, "states": states}
         plan = ap.plan(case.model, case.args, mode="propagate", **options)
         for act in DONE:
             assert_done(ap.parallelize(case.model, case.args, plan=plan), act)
-        say(states)
 
 
-def is_called(say: Callable[[Any], None], ranks: int) -> None:
+def is_called(ranks: int) -> None:
     """Directly: in any order of forward and backward, for inputs alone, without gradients."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))).double()
@@ -182,12 +173,11 @@ def is_called(say: Callable[[Any], None], ranks: int) -> None:
                 loss.backward()
         module.zero_grad()
         module(x).backward()
-        say(str(states))
 
 
-def goes_on_after_an_error(say: Callable[[Any], None], ranks: int) -> None:
+def goes_on_after_an_error(ranks: int) -> None:
     """Of a backward that breaks off on all ranks nothing stays."""
-    case = models.mlp(layers=4)
+    case = models.shared("mlp", hidden=10, layers=4)
     x, target = case.args
     x = x.clone().requires_grad_()
     for states in ("zero1", "zero3"):
@@ -202,12 +192,11 @@ def goes_on_after_an_error(say: Callable[[Any], None], ranks: int) -> None:
             module(x, target).backward()
         hook.remove()
         assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()))
-        say(states)
 
 
-def refuses_a_backward_from_before(say: Callable[[Any], None], ranks: int) -> None:
+def refuses_a_backward_from_before(ranks: int) -> None:
     """Of a forward on parameters that have changed since, another forward in between or not."""
-    case = models.mlp(hidden=10, layers=3)
+    case = models.shared("mlp", hidden=10, layers=4)
     for states in ("whole", *NAMED):
         for calls_again in (False, True):
             module = ap.parallelize(
@@ -238,9 +227,9 @@ def most_gathered(module: ap.ParallelModule, case: Case) -> int:
     return max(seen)
 
 
-def holds_pieces_alone(say: Callable[[Any], None], ranks: int) -> None:
+def holds_pieces_alone(ranks: int) -> None:
     """Between steps nothing but pieces; in a step two groups of gathered parameters at most."""
-    case = models.gpt(layers=4)
+    case = models.shared("gpt", layers=4)
     for states in NAMED:
         module = parity(case, states, mesh=ap.Mesh(dp=ranks), microbatches=2)
         optimizer = torch.optim.AdamW(module.parameters())
@@ -259,7 +248,6 @@ def holds_pieces_alone(say: Callable[[Any], None], ranks: int) -> None:
             assert most <= 2 * module.backend.leaves.window.most < size
         else:
             assert most == size
-        say(states)
 
 
 CHECKS = {

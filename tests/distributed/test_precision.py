@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from autopar.runtime.launch import launch
 from tests.distributed import precision
+from tests.distributed.forked import assert_all_pass
 
 
 def test_programs_compute_in_another_dtype() -> None:
-    heard: list[tuple[int, str]] = []
-    launch(precision.run_all, 2, 2, heard=lambda rank, name: heard.append((rank, name)))
-    expected = [(rank, check.__name__) for rank in range(2) for check in precision.CHECKS]
-    assert sorted(heard) == sorted(expected)
+    assert_all_pass(precision.cases, precision.CHECKS, 2, 2)

@@ -8,13 +8,11 @@ import pytest
 
 from autopar.runtime.launch import launch
 from tests.distributed import checks, failing, groups, placing
+from tests.distributed.forked import assert_all_pass
 
 
 def test_processes_do_what_virtual_ranks_do() -> None:
-    heard: dict[int, list[str]] = {}
-    launch(checks.run_all, 4, heard=lambda rank, name: heard.setdefault(rank, []).append(name))
-    expected = [check.__name__ for check in checks.CHECKS]
-    assert heard == dict.fromkeys(range(4), expected)
+    assert_all_pass(checks.cases, checks.CHECKS, 4)
 
 
 def test_each_rank_has_its_pieces_alone(tmp_path: Path) -> None:

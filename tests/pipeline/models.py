@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar as ap
-from autopar import planning
 from autopar.pipeline import NAMES, Schedule, simulate
 from tests import models
+from tests.captures import shared_captures
 from tests.models import Case, ResidualBlock
 from tests.parity import STEPS, Outcome, single_outcome
 
@@ -147,16 +147,6 @@ def assert_recorded(module: ap.ParallelModule, made: Schedule) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def share_captures():
-    """A model is captured once, however often it is planned."""
-    captured: dict[tuple[object, ...], object] = {}
-    capture = planning.capture
-
-    def once(model, args, kwargs, precision=None):
-        key = id(model), precision
-        if key not in captured:
-            captured[key] = model, capture(model, args, kwargs, precision)
-        return captured[key][1]
-
-    planning.capture = once
-    yield
-    planning.capture = capture
+    """A model is captured once for all tests of a module."""
+    with shared_captures():
+        yield

@@ -7,6 +7,7 @@ alike. `at(module, path)` is None where a rank of a pipeline does not hold what 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -45,6 +46,9 @@ class Tree(nn.Module):
 def tree() -> Case:
     torch.manual_seed(0)
     return Case("tree", Tree().double(), (torch.randn(8, 4).double(),))
+
+
+shared_tree = cache(tree)  # which nobody changes
 
 
 def at(module: nn.Module, path: str) -> Any:
