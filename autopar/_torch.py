@@ -205,6 +205,11 @@ def moves_on_host(group: ProcessGroup) -> bool:
     return group._get_backend(torch.device("cuda")).name() == "gloo"
 
 
+def moves_what_is_on_host(group: ProcessGroup) -> bool:
+    """Whether a group moves tensors that are on the host."""
+    return torch.device("cpu") in group._device_types
+
+
 def placed_like(models: Iterable[Tensor], pieces: Iterable[Tensor]) -> list[DTensor]:
     """DTensors of local tensors, each placed as a DTensor of `models` is, without gradient.
 

@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import torch
 
@@ -286,22 +286,35 @@ class Placement:
         return f"{self.layout}{f', pending {self.pending}' if self.pending else ''}"
 
 
+Place = Literal["storage", "working", "gradient", "optimizer"]
+ALL_PLACES: tuple[Place, ...] = get_args(Place)
+# What of a parameter may be on the host.
+ON_HOST: tuple[tuple[Place, ...], ...] = (
+    (),
+    ("optimizer",),
+    ("storage", "optimizer"),
+    ALL_PLACES,
+)
+
+
 @dataclass(frozen=True)
 class ParameterPlacement:
     """The four places of a parameter: they may differ, and `tied` is where they do not.
 
     Each is at most as cut as `optimizer`, and at least as `working`. From one to the next it is
-    one all-gather, of a gradient one reduce-scatter.
+    one all-gather, of a gradient one reduce-scatter. Some may be on the host: of the way from
+    `optimizer` over `storage` to `working` the first part; all four where its readers run there.
     """
 
     storage: Layout  # the copy that lives through a step: gathered at its start where it differs
     working: Layout  # what its readers start from: gathered for each use where it differs
     gradient: Layout  # where the gradients of micro-batches are summed, and add up
     optimizer: Layout  # from step to step: what an optimizer is handed, and what it keeps of it
+    on_host: tuple[Place, ...] = ()  # those of the four that are on the host
 
     @classmethod
-    def tied(cls, layout: Layout) -> ParameterPlacement:
-        return cls(layout, layout, layout, layout)
+    def tied(cls, layout: Layout, on_host: tuple[Place, ...] = ()) -> ParameterPlacement:
+        return cls(layout, layout, layout, layout, on_host)
 
     @property
     def is_tied(self) -> bool:
@@ -311,7 +324,21 @@ class ParameterPlacement:
     def is_nested(self) -> bool:
         """Whether from each place one collective leads to the next: all cut one dim further."""
         between = (self.storage, self.gradient)
-        return all(at.cuts_into(self.optimizer) and self.working.cuts_into(at) for at in between)
+        return self.on_host in ON_HOST and all(
+            at.cuts_into(self.optimizer) and self.working.cuts_into(at) for at in between
+        )
+
+    @property
+    def is_copied_for_use(self) -> bool:
+        """Whether readers start from a copy that comes for each use."""
+        return self.storage != self.working or self.goes_up == ("storage", "working")
+
+    @property
+    def goes_up(self) -> tuple[Place, Place] | None:
+        """Between which two places a parameter is copied from the host to the device."""
+        if not self.on_host or "working" in self.on_host:
+            return None
+        return ("storage", "working") if "storage" in self.on_host else ("optimizer", "storage")
 
 
 DTYPE_NAMES = {

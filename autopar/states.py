@@ -12,33 +12,40 @@ than their number cuts over the innermost of them, and leaves replicas over the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, get_args
 
 import torch
 
 from autopar.errors import InvalidInput, require_one_of
-from autopar.layout import Layout, ParameterPlacement
+from autopar.layout import Layout, ParameterPlacement, Place
 from autopar.mesh import Mesh
 from autopar.schema import Count, is_count
 
 Factor = Count | Literal["all"]  # "all": as many as there are replicas
 Lifetime = Literal["use", "step"]
+Side = Literal["device", "host"]
 
 
 @dataclass(frozen=True)
 class States:
-    """Three numbers of parts, each of which divides the next, and how long a gathered copy lives.
+    """Three numbers of parts, each of which divides the next, how long a gathered copy lives, and
+    what is on the host.
 
     `parameters`: of the copy that lives through a step; `gradients`: of what adds up over
     micro-batches; `optimizer`: from step to step, of the parameter and of what an optimizer keeps.
+    What of the latter is on the host is updated there: each step copies parameters to the device,
+    and gradients back. The other copy is there too with `parameters_device`: it is then copied to
+    the device for each use.
     """
 
     parameters: Factor = 1
     gradients: Factor = 1
     optimizer: Factor = 1
     lifetime: Lifetime = "use"  # of a gathered parameter: gathered again in backward; or "step"
+    parameters_device: Side = "device"
+    optimizer_device: Side = "device"
 
     def __post_init__(self) -> None:
         for name, factor in self._factors.items():
@@ -49,6 +56,9 @@ class States:
                     remedy=f'{name}=4, or "all"',
                 )
         require_one_of("lifetime", self.lifetime, get_args(Lifetime))
+        require_one_of("parameters_device", self.parameters_device, get_args(Side))
+        require_one_of("optimizer_device", self.optimizer_device, get_args(Side))
+        self._require_sides()
         for (name, factor), (other, finer) in pairwise(self._factors.items()):
             if finer != "all" and (factor == "all" or finer % factor):
                 raise InvalidInput(
@@ -57,6 +67,23 @@ class States:
                     got=f"{name}={factor!r}, {other}={finer!r}",
                     remedy=f"{name}={finer!r}, or a larger number for {other}",
                 )
+
+    def _require_sides(self) -> None:
+        if self.parameters_device == "device":
+            return
+        got = f"parameters_device='host', optimizer_device={self.optimizer_device!r}"
+        if self.optimizer_device == "device":
+            raise InvalidInput(
+                "parameters that are on the host through a step are there from step to step",
+                got=got,
+                remedy='optimizer_device="host" beside it',
+            )
+        if self.lifetime == "step":
+            raise InvalidInput(
+                "what is on the host through a step is copied to the device for each use",
+                got=f"{got}, lifetime='step'",
+                remedy='lifetime="use", or parameters_device="device"',
+            )
 
     @property
     def _factors(self) -> dict[str, Factor]:
@@ -75,7 +102,18 @@ class States:
 
     @property
     def is_whole(self) -> bool:
-        return self.optimizer == 1
+        """Nothing is cut, and nothing on the host."""
+        return not self.is_cut and self.optimizer_device == "device"
+
+    @property
+    def is_cut(self) -> bool:
+        return self.optimizer != 1
+
+    def on_host(self, learns: bool = True) -> tuple[Place, ...]:
+        """What is there of a parameter; an optimizer keeps nothing of one that does not learn."""
+        if self.parameters_device == "host":
+            return ("storage", "optimizer")
+        return ("optimizer",) if self.optimizer_device == "host" and learns else ()
 
     def places(
         self,
@@ -96,7 +134,7 @@ class States:
         left = (f if f == "all" else max(1, f // already) for f in factors)
         levels = [innermost(factor, axes, mesh) for factor in left]
         if not levels[-1] or not shape:
-            return ParameterPlacement.tied(working)
+            return ParameterPlacement.tied(working, self.on_host(learns))
         dim = _dim_to_cut(working.largest_shape(shape, mesh), mesh.degree(levels[-1]))
         cuts: tuple[str, ...] = ()  # further axes cut further inside
         found = []
@@ -104,12 +142,16 @@ class States:
             cuts += tuple(axis for axis in mesh if axis in level and axis not in cuts)
             found.append(working.with_dim(dim, (*working.dims[dim], *cuts)))
         storage, gradient, optimizer = found
-        return ParameterPlacement(storage, working, gradient, optimizer)
+        return ParameterPlacement(storage, working, gradient, optimizer, self.on_host(learns))
 
     def __str__(self) -> str:
         for name, setting in NAMED.items():
             if self == setting:
                 return name
+        if self.optimizer_device == "host":
+            there = "parameters and " * (self.parameters_device == "host") + "optimizer"
+            on_device = replace(self, parameters_device="device", optimizer_device="device")
+            return f"{on_device}, {there} on the host"
         parts = ", ".join(f"{name} in {factor}" for name, factor in self._factors.items())
         return parts if self.parameters == 1 else f"{parts}, gathered for a {self.lifetime}"
 
@@ -136,6 +178,11 @@ class StateBytes:
 
 
 WHOLE = States()
+# On the host, the one with less traffic first.
+HOSTED = (
+    States("all", "all", "all", optimizer_device="host"),
+    States("all", "all", "all", parameters_device="host", optimizer_device="host"),
+)
 NAMED: Mapping[str, States] = {
     "whole": WHOLE,
     "zero1": States(optimizer="all"),

@@ -1,6 +1,7 @@
 """States: parameters, gradients and what an optimizer keeps, cut over replicas; the laws hold."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 import autopar as ap
+from autopar.cluster import Host
 from tests import models
 from tests.annotations import megatron
 from tests.parity import assert_parity
@@ -16,6 +18,8 @@ from tests.toy import EVEN, machines
 
 PARTIAL = [ap.States(1, 1, 2), ap.States(1, 2, 4), ap.States(2, 4, 4), ap.States(2, 2, 2)]
 STEP = ap.States("all", "all", "all", lifetime="step")
+HOST = ap.States(optimizer_device="host")
+BOTH = ap.States("all", "all", "all", parameters_device="host", optimizer_device="host")
 DP4 = {"mesh": ap.Mesh(dp=4)}
 TWO = {"mesh": ap.Mesh(a=2, b=2)}
 LAW = [
@@ -28,6 +32,8 @@ LAW = [
     ("zero3", {"mesh": ap.Mesh(pp=2, dp=2), "schedule": "zb-v", "microbatches": 4}),
     ("zero3", {"mesh": ap.Mesh(pp=2, dp=2), "schedule": "chimera", "microbatches": 4}),
     (ap.States(2, 2, 4), {"mesh": ap.Mesh(pp=2, dp=4), "schedule": "1f1b", "microbatches": 2}),
+    (BOTH, {**TWO, "microbatches": 2}),
+    (HOST, {"mesh": ap.Mesh(pp=2, dp=2), "schedule": "1f1b", "microbatches": 2}),
     ("zero1", {**TWO, "mode": "auto"}),
     ("zero3", {**TWO, "mode": "auto"}),
 ]
@@ -112,6 +118,64 @@ def test_what_a_search_adds_up_is_what_the_program_costs(gpt, states):
     assert plan.search.objective == pytest.approx(plan.cost.seconds, rel=1e-2)
 
 
+@pytest.mark.parametrize("states", [HOST, BOTH])
+def test_what_is_on_the_host_is_counted_there(gpt, states):
+    size = sum(p.numel() * p.itemsize for p in gpt.model.parameters())
+    part = size if states is HOST else size / 4
+    plan = planned(gpt, ap.Mesh(dp=4), states=states)
+    memory, kept = plan.memory, planned(gpt, ap.Mesh(dp=4), states="whole").memory
+    assert (memory.parameters, memory.optimizer) == (0, 0)
+    assert (memory.host_parameters, memory.host_gradients, memory.host_optimizer) == (
+        pytest.approx((part, part, 2 * part))
+    )
+    assert memory.host == pytest.approx(4 * part)
+    assert memory.peak <= kept.peak - (2 * size if states is HOST else 3 * part)
+    assert plan.cost.seconds > 0
+    text = str(plan)
+    assert "optimizer on the host" in text
+    assert f"{'kept' if states is HOST else 'stored'} on the host" in text
+    assert "\n  host       " in text
+
+
+def test_what_crosses_to_the_host_and_back(gpt):
+    """In bytes over a link without latency: each part once up and down, or up for each use."""
+    cluster = machines(4, 1e12, 0.0)
+    host = Host(copy_alpha=0.0, copy_bandwidth=1.0, bandwidth=4e9)
+    (node,) = cluster.nodes
+    node = replace(node, device=replace(node.device, host=host))
+    cluster = replace(cluster, nodes=(node,))
+    size = sum(p.numel() * p.itemsize for p in gpt.model.parameters())
+    for states in (HOST, replace(BOTH, parameters_device="device"), BOTH):
+        plan = planned(gpt, ap.Mesh(dp=4), states=states, cluster=cluster, microbatches=2)
+        up = 2 if states is BOTH else 1  # micro-batches
+        part = size if states is HOST else size / 4
+        more = part * (2 * up if states is BOTH else up)
+        assert plan.cost.communication == pytest.approx(part + more, rel=1e-3)
+
+
+def test_states_go_to_the_host_at_last(gpt, tmp_path):
+    """Under a limit that full recomputation of all that is cut does not meet."""
+    options = {"microbatches": 2}
+    least = planned(gpt, ap.Mesh(dp=4), states="zero3", recompute="full", **options)
+    hosted = planned(gpt, ap.Mesh(dp=4), states=BOTH, recompute="full", **options)
+    limit = (least.memory.peak + hosted.memory.peak) / 2
+    plan = planned(gpt, ap.Mesh(dp=4), memory=limit, **options)
+    assert plan.states.optimizer_device == "host"
+    assert plan.memory.peak <= limit
+    assert not any(one.fits for one in plan.alternatives if one.states.optimizer_device != "host")
+    plan.save(tmp_path / "plan.json")
+    again = ap.Plan.load(tmp_path / "plan.json").attach(gpt.model, gpt.args, gpt.kwargs)
+    assert (again.states, again.memory) == (plan.states, plan.memory)
+
+
+def test_no_room_on_the_host_is_refused(gpt):
+    cluster = machines(4, 1e9, 0.0)
+    (node,) = cluster.nodes
+    node = replace(node, device=replace(node.device, host=Host(memory=1e4)))
+    with pytest.raises(ap.InvalidInput, match="fits into the memory that each device has of it"):
+        planned(gpt, ap.Mesh(dp=4), states=HOST, cluster=replace(cluster, nodes=(node,)))
+
+
 def test_an_axis_is_split_for_factors_inside_it(gpt):
     states = ap.States(parameters=2, gradients=4, optimizer=8)
     plan = planned(gpt, ap.Mesh(dp=8), states=states)
@@ -144,6 +208,9 @@ def test_annotations_of_a_split_axis_mean_all_its_parts():
         (lambda: ap.States(parameters="all"), "parameters='all', gradients=1"),
         (lambda: ap.States(optimizer=0), "optimizer=0"),
         (lambda: ap.States(lifetime="week"), "'week'"),
+        (lambda: ap.States(optimizer_device="disk"), "'disk'"),
+        (lambda: ap.States(parameters_device="host"), "optimizer_device='device'"),
+        (lambda: replace(BOTH, lifetime="step"), "for each use"),
         (lambda: "zero4", "states='zero4'"),
     ],
 )

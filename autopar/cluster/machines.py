@@ -42,7 +42,7 @@ class Host:
         more = {"overhead": self.overhead, "efficiency": 1.0, "overlap": 0.0}
         return Device("host", rates, self.memory, self.bandwidth, **more, host=self)
 
-    def copied(self, bytes_: float, copies: int = 1) -> float:
+    def copied(self, bytes_: float, copies: float = 1) -> float:
         """Seconds that so many copies to the device, or back, take together."""
         return copies * self.copy_alpha + bytes_ / self.copy_bandwidth
 

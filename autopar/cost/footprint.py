@@ -16,7 +16,7 @@ from autopar.capture.origins import state_bytes
 from autopar.collectives.redistribution import local_elements
 from autopar.cost.groups import used_bytes
 from autopar.cost.saved_tensors import Storage, kept_on_host, kept_through, most_remade
-from autopar.layout import Layout, ParameterPlacement
+from autopar.layout import Layout, ParameterPlacement, Place
 from autopar.mesh import Mesh
 from autopar.states import StateBytes
 from autopar.strategies.node_info import info
@@ -61,11 +61,15 @@ class Memory:
         inputs: float = 0.0,
     ) -> Memory:
         """With all that the parameters and buffers among `nodes` take, all at one time."""
-        held = [held_bytes(node, mesh) for node in nodes]
-        states = np.sum([(0,) * len(HELD), *held], axis=0).astype(float).tolist()
-        kinds = dict(zip(HELD, states)) | {"activations": activations, "inputs": inputs}
+
+        def kinds_of(of_host: bool) -> dict[str, float]:
+            held = [held_bytes(node, mesh, of_host) for node in nodes]
+            return dict(zip(HELD, np.sum([(0,) * len(HELD), *held], axis=0).astype(float).tolist()))
+
+        kinds = kinds_of(False) | {"activations": activations, "inputs": inputs}
         kinds["gathered"] += used_bytes(nodes, mesh)
-        return cls(**kinds, peak=sum(kinds.values()))
+        there = {f"{HOST}{kind}": size for kind, size in kinds_of(True).items()}
+        return cls(**kinds, peak=sum(kinds.values()), **there)
 
     def at_once(self, made: float) -> Memory:
         """The same where a step makes at most so many bytes at one time, gradients among them."""
@@ -90,28 +94,39 @@ def program_memory(graph: fx.Graph, mesh: Mesh) -> Memory:
     return replace(found, peak=peak, host_activations=found.host_activations + host)
 
 
-def held_bytes(node: fx.Node, mesh: Mesh) -> Held:
-    """Of a parameter or buffer on one rank; of anything else nothing."""
+def held_bytes(node: fx.Node, mesh: Mesh, of_host: bool = False) -> Held:
+    """Of a parameter or buffer on one rank, on the device or the host; of anything else nothing."""
     if node.op == "placeholder" and info(node).origin[0] == "buffer":
-        return 0, 0, 0, info(node).type.local_bytes(mesh), 0
+        return 0, 0, 0, 0 if of_host else info(node).type.local_bytes(mesh), 0
     places = info(node).places
-    return (0,) * 5 if places is None else parameter_bytes(node, places, mesh)
+    return (0,) * 5 if places is None else parameter_bytes(node, places, mesh, of_host=of_host)
 
 
 def parameter_bytes(
-    node: fx.Node, places: ParameterPlacement, mesh: Mesh, kept: StateBytes | None = None
+    node: fx.Node,
+    places: ParameterPlacement,
+    mesh: Mesh,
+    kept: StateBytes | None = None,
+    of_host: bool = False,
 ) -> Held:
-    """Of a parameter with its places, of its gradient, of what an optimizer keeps and of copies."""
+    """Of a parameter with its places, of its gradient, of what an optimizer keeps and of copies:
+    on the device, or on the host."""
     value = info(node).val
     kept = kept or state_bytes(node)
 
     def elements(layout: Layout) -> int:
         return local_elements(layout.dims, tuple(value.shape), mesh)
 
-    is_copied = places.storage != places.optimizer or kept.copy != kept.master
-    copy = elements(places.storage) * kept.copy if is_copied else 0
-    own = elements(places.optimizer)
+    def is_here(place: Place) -> bool:
+        return (place in places.on_host) == of_host
+
+    moves = places.goes_up == ("optimizer", "storage")
+    is_copied = places.storage != places.optimizer or kept.copy != kept.master or moves
+    copy = elements(places.storage) * kept.copy if is_copied and is_here("storage") else 0
+    own = elements(places.optimizer) if is_here("optimizer") else 0
     if not info(node).differentiable:
         return own * kept.master, 0, 0, 0, copy
-    gradient = elements(places.gradient) * kept.gradient
+    gradient = elements(places.gradient) * kept.gradient if is_here("gradient") else 0
+    if is_here("optimizer") and not is_here("gradient"):
+        gradient = own * kept.master  # as the optimizer is given it
     return own * kept.master, gradient, own * kept.optimizer, 0, copy

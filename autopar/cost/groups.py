@@ -119,7 +119,7 @@ class _Used:
 
 def used_bytes(nodes: Iterable[fx.Node], mesh: Mesh) -> float:
     """Of the copies of parameters that are gathered for each use: two groups live."""
-    apart = [n for n in nodes if (at := info(n).places) is not None and at.storage != at.working]
+    apart = [n for n in nodes if (at := info(n).places) is not None and at.is_copied_for_use]
     if not apart:
         return 0.0
     place = {node: at for at, node in enumerate(apart[0].graph.nodes)}

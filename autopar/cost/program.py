@@ -36,12 +36,13 @@ class Cost:
     backward: float
     gradient_sync: float  # the part of communication that sums gradients, once a step
     gathered: float = 0.0  # the part of communication that gathers parameters once a step
+    updated: float = 0.0  # by how much the host updates states more slowly than the device would
     hidden: float = 0.0  # the part of what is moved for each micro-batch that computing hides
     bubble: float = 0.0  # how long the busiest rank of a pipeline waits
 
     @property
     def seconds(self) -> float:
-        return self.compute + self.exposed + self.bubble
+        return self.compute + self.exposed + self.updated + self.bubble
 
     @property
     def shown(self) -> float:
@@ -62,6 +63,7 @@ class Cost:
             backward=worked.backward * microbatches,
             gradient_sync=moved.summed,
             gathered=moved.gathered,
+            updated=moved.updated,
             hidden=moved.hidden * microbatches,
         )
 
@@ -105,7 +107,10 @@ class NodePrices:
         if (movement := info(node).movement) is not None:
             return self._movement(node, movement)
         if (places := info(node).places) is not None:
-            return self.states.kept(places, _about(node), info(node).sync)
+            kept = self.states.kept(places, _about(node), info(node).sync)
+            if places.storage == places.working:  # no movement of the program stands for the copy
+                kept += self.states.used(places, _about(node), ())
+            return kept
         return sum((self._call(*call) for call in info(node).calls), NodeCost())
 
     def _call(self, facts: Facts, strategy: Strategy) -> NodeCost:

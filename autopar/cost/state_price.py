@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
+from autopar.cluster import Device
 from autopar.collectives.redistribution import local_elements
-from autopar.cost.price import ClusterPrice
+from autopar.cost.price import BUCKET_BYTES, ClusterPrice
 from autopar.layout import Layout, ParameterPlacement
 from autopar.states import StateBytes
 
@@ -29,6 +31,7 @@ class NodeCost:
     hidden: float = 0.0  # movements that run behind forward and backward
     summed: float = 0.0  # once a step: its part in summing the gradients of parameters
     gathered: float = 0.0  # once a step: its part in gathering parameters
+    updated: float = 0.0  # once a step: by how much the host updates states more slowly
     again: float = 0.0  # the part of backward that is forward once more
 
     @property
@@ -42,6 +45,7 @@ class NodeCost:
             self.hidden + other.hidden,
             self.summed + other.summed,
             self.gathered + other.gathered,
+            self.updated + other.updated,
             self.again + other.again,
         )
 
@@ -57,6 +61,10 @@ class StatePrice:
     price: ClusterPrice
     overlap: float  # the part of a movement that runs behind computing
 
+    @cached_property
+    def _device(self) -> Device:
+        return self.price.cluster.device
+
     def whole(self, places: ParameterPlacement, about: About, summed: Collection[str]) -> NodeCost:
         """Of a parameter whose readers leave its gradient a partial sum over `summed`."""
         cut = _between(places.working, places.storage)
@@ -68,6 +76,8 @@ class StatePrice:
         shape, bytes_, learns = about
         once = _between(places.storage, places.optimizer)
         gathered = self._moved("all_gather", once, places.storage, shape, bytes_.copy)
+        if places.goes_up == ("optimizer", "storage"):
+            gathered += self._copied(places.optimizer, shape, bytes_.copy)
         if not learns:
             return NodeCost(gathered=gathered)
         first = [axis for axis in _between(places.storage, places.gradient) if axis in sync]
@@ -76,21 +86,40 @@ class StatePrice:
         early = self._moved("reduce_scatter", first, places.storage, shape, bytes_.gradient)
         late = self._moved("reduce_scatter", last, places.gradient, shape, bytes_.gradient)
         late += self._moved("all_reduce", rest, places.optimizer, shape, bytes_.gradient)
+        updated = 0.0
+        if "optimizer" in places.on_host:
+            updated = self._updated(places.optimizer, shape, bytes_)
+            if "gradient" not in places.on_host:
+                late += self._copied(places.optimizer, shape, bytes_.gradient)
         shown = 1 - self.overlap
-        return NodeCost(
-            backward=early * shown, hidden=early * self.overlap, summed=late, gathered=gathered
-        )
+        early_shown, hidden = early * shown, early * self.overlap
+        return NodeCost(0.0, early_shown, hidden, late, gathered, updated)
 
     def used(self, places: ParameterPlacement, about: About, summed: Collection[str]) -> NodeCost:
         """What gathering it for its readers takes, and what brings the gradient back there."""
         shape, bytes_, learns = about
         cut = _between(places.working, places.storage)
         gather = self._moved("all_gather", cut, places.working, shape, bytes_.copy)
+        if places.goes_up == ("storage", "working"):
+            gather += self._copied(places.storage, shape, bytes_.copy)
         own = [axis for axis in cut if axis in summed]
         scatter = self._moved("reduce_scatter", own, places.working, shape, bytes_.gradient)
         backward = gather + scatter * learns
         shown = 1 - self.overlap
         return NodeCost(gather * shown, backward * shown, (gather + backward) * self.overlap)
+
+    def _copied(self, at: Layout, shape: tuple[int, ...], itemsize: int) -> float:
+        """Between host and device, as a part of what is copied together."""
+        size = local_elements(at.dims, shape, self.price.mesh) * itemsize
+        return self._device.host.copied(size, size / BUCKET_BYTES)
+
+    def _updated(self, at: Layout, shape: tuple[int, ...], bytes_: StateBytes) -> float:
+        """By how much the host takes longer than the device to update what lies at `at`: an
+        optimizer reads the gradient, and reads and writes the master and its states."""
+        moved = bytes_.master + 2 * (bytes_.master + bytes_.optimizer)
+        size = local_elements(at.dims, shape, self.price.mesh) * moved
+        host, device = self._device.host.bandwidth, self._device.bandwidth
+        return max(0.0, size / host - size / device)
 
     def _moved(
         self, kind: str, axes: Sequence[str], whole: Layout, shape: tuple[int, ...], itemsize: int

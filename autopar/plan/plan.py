@@ -34,7 +34,7 @@ from autopar.planner.candidate import Candidate
 from autopar.schema import Mismatch, read, write
 from autopar.search.constraints import LayoutConstraint, read_constraints
 
-FORMAT, VERSION = "autopar plan", 6
+FORMAT, VERSION = "autopar plan", 7
 
 
 class Plan(PlanValue):

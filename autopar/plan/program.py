@@ -85,6 +85,13 @@ class Program:
         return self.type_of(placeholder).layout if places is None else places.optimizer
 
     @cached_property
+    def on_host(self) -> frozenset[str]:
+        """The parameters that are on the host from step to step."""
+        named = self.captured.parameters.items()
+        at = {name: info(self.placeholders[placeholder]).places for placeholder, name in named}
+        return frozenset(name for name, places in at.items() if places and places.on_host)
+
+    @cached_property
     def has_loss(self) -> bool:
         """Whether a step knows what to differentiate."""
         with suppress(InvalidInput):

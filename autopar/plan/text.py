@@ -16,6 +16,7 @@ from typing import Any
 
 from autopar.cluster import Cluster
 from autopar.cost.footprint import HOST
+from autopar.layout import ParameterPlacement
 from autopar.plan.grouping import grouped
 from autopar.plan.saved import SavedValue
 from autopar.plan.value import PlanValue
@@ -141,11 +142,19 @@ def _kept(plan: PlanValue, placeholder: str, name: str) -> str:
         "read as": places.working,
         "gradient as": places.gradient,
     }
-    return ", ".join(
+    found = [
         f"{how} {replace(type_, layout=layout)}"
         for how, layout in said.items()
         if layout != places.storage
-    )
+    ]
+    return ", ".join(found + [_there(places)] * bool(places.on_host))
+
+
+def _there(places: ParameterPlacement) -> str:
+    """What of a parameter is on the host."""
+    if places.goes_up is None:
+        return "on the host"
+    return "kept on the host" if places.goes_up[0] == "optimizer" else "stored on the host"
 
 
 def _movements(plan: PlanValue) -> list[str]:

@@ -6,7 +6,7 @@ other way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -38,6 +38,7 @@ from autopar.search.auto import Search
 from autopar.search.decisions import Decisions
 from autopar.search.smallest_footprint import SmallestFootprint
 from autopar.states import WHOLE, States
+from autopar.units import bytes_text
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,17 @@ class Candidate:
         """Predicted for a step."""
         return self.cost.seconds if self.timeline is None else self.timeline.step_time
 
+    @cached_property
+    def fits_host(self) -> bool:
+        """Whether what it keeps on the host has room there."""
+        host = self.cluster.device.host
+        beside = self.memory.peak if host.is_device else 0.0
+        return not self.memory.host or self.memory.host + beside <= host.memory
+
+    def fits(self, limit: float) -> bool:
+        """Whether it has room, where each device has `limit` bytes."""
+        return self.memory.peak <= limit and self.fits_host
+
     def alternative(self, limit: float) -> Alternative:
         """The figures, for those who have `limit` bytes on each device."""
         made = None if self.pipelining is None else self.pipelining.schedule
@@ -197,7 +209,7 @@ class Candidate:
             options=() if made is None else made.options,
             seconds=self.seconds,
             memory=self.memory.peak,
-            fits=self.memory.peak <= limit,
+            fits=self.fits(limit),
             recompute=summary(self.decisions.recompute),
             states=self.states,
         )
@@ -211,3 +223,16 @@ class Candidate:
         states = memory.parameters + memory.gradients + memory.optimizer
         size = figures.mesh.size
         return SmallestFootprint(how, size, memory.peak, states, figures.microbatches)
+
+
+def no_room_on_host(tried: Sequence[Candidate]) -> InvalidInput:
+    """Why plans do not fit that keep something on the host."""
+    least = min(tried, key=lambda candidate: candidate.memory.host)
+    memory, host = least.memory, least.cluster.device.host
+    beside = f" beside {bytes_text(memory.peak, 4)} of the device, which is the same memory"
+    return InvalidInput(
+        "what is kept on the host fits into the memory that each device has of it",
+        got=f"{bytes_text(memory.host, 4)}{beside if host.is_device else ''}, where it has "
+        f"{bytes_text(host.memory, 4)}, with states {least.states} on {least.whole_mesh}",
+        remedy="cut states into more parts, keep less on the host, or give a cluster with more",
+    )

@@ -26,7 +26,7 @@ from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.stages.costs import StageCost
 from autopar.pipeline.stages.cut import choose_stages
-from autopar.planner.candidate import Alternative, Candidate
+from autopar.planner.candidate import Alternative, Candidate, no_room_on_host
 from autopar.planner.layouts import LayoutRequest, Layouts
 from autopar.planner.recomputation import KINDS, PLAIN, Regions, mixed_problem
 from autopar.planner.request import Request
@@ -57,6 +57,7 @@ class Planner:
         self._fastest = math.inf  # its seconds
         self._weighed: list[Alternative] = []
         self._too_large: list[SmallestFootprint] = []
+        self._too_large_for_host: list[Candidate] = []
         self._layouts = Layouts(request, self.constraints, report)
         self._is_bound = False  # memory kept the last layouts from what would be faster
         self._is_interrupted = False  # then the best so far is taken, though something is left
@@ -106,7 +107,9 @@ class Planner:
     def _weigh(self, candidate: Candidate) -> None:
         figures = candidate.alternative(self.memory)
         self._weighed.append(figures)
-        if not figures.fits:
+        if candidate.memory.peak <= self.memory and not candidate.fits_host:
+            self._too_large_for_host.append(candidate)
+        elif not figures.fits:
             self._too_large.append(candidate.footprint(figures))
         elif figures.seconds < self._fastest * (1 - EQUAL):
             self._best, self._fastest = candidate, figures.seconds
@@ -117,6 +120,8 @@ class Planner:
         """Why there is no plan."""
         if self._is_interrupted:
             return too_early()
+        if self._too_large_for_host:
+            return no_room_on_host(self._too_large_for_host)
         if self._too_large:
             least = min(self._too_large, key=lambda footprint: footprint.memory)
             may_recompute = self.regions.kinds == (PLAIN,) and bool(self.regions.free)
@@ -132,7 +137,8 @@ class Planner:
 
         States that are cut take no less time than whole ones: they are weighed where memory binds,
         first with the fastest layouts; layouts of their own are searched for if none of these fit.
-        Then, without a pipeline, regions are recomputed; in one, they are for each schedule.
+        Then, without a pipeline, regions are recomputed; in one, they are for each schedule. States
+        go to the host at last.
         """
         asked = self._layout_request(stages, parts)
         whole, *others = self.request.settings(stages)
@@ -142,7 +148,7 @@ class Planner:
         def weighed(candidates: Iterator[Candidate]) -> Iterator[Candidate]:
             try:
                 for candidate in candidates:
-                    found.append(candidate.memory.peak <= self.memory)
+                    found.append(candidate.fits(self.memory))
                     yield candidate
             except NothingFits as error:
                 refused.append(error)
@@ -164,9 +170,27 @@ class Planner:
                 lean = self.regions.all(self.regions.kinds[-1])
                 leaner = replace(asked, states=settings[-1], recompute=lean)
                 yield from weighed(self._with_states(leaner, stages, parts))
+        if self.request.hosted and not (is_decided or any(found)):
+            yield from weighed(self._on_host(asked, found, stages, parts))
         if not found and refused:
             raise min(refused, key=lambda error: error.smallest.memory)
         self._too_large += [error.smallest.in_stages(stages) for error in refused]
+
+    def _on_host(
+        self, asked: LayoutRequest, found: Sequence[bool], stages: int, parts: int
+    ) -> Iterator[Candidate]:
+        """At last, with states on the host; `found` grows by whether each of these fits."""
+        self.report("memory", "states on the host")
+        settings = self.request.hosted
+        yield from self._placed(asked, settings, stages, parts)
+        free, _ = self._layouts.find(asked)
+        for states in settings if asked.is_all and len(self.regions.kinds) > 1 else ():
+            way = None if any(found) else self._mixed(free.placed(states))
+            if way is not None:
+                yield way.changed(way.search and way.search.taken(way.cost.seconds))
+        for states in settings if self.request.mode == "auto" else ():
+            if not any(found):
+                yield from self._with_states(replace(asked, states=states), stages, parts)
 
     def _recomputing(self, asked: LayoutRequest, settings: Sequence[States]) -> Iterator[Candidate]:
         """Ways in which some regions are recomputed, so that they fit: with the layouts that are

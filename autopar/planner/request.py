@@ -12,7 +12,7 @@ from autopar.mesh import Mesh, meshes
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import weighed_schedules
 from autopar.planner.recomputation import AskedRecomputation
-from autopar.states import NAMED, WHOLE, States
+from autopar.states import HOSTED, NAMED, WHOLE, States
 
 Mode = Literal["auto", "propagate", "data"]
 
@@ -68,6 +68,11 @@ class Request:
         if self.states is not None:
             return [self.states]
         return [WHOLE] if self.meshes(stages)[0].size == 1 else list(NAMED.values())
+
+    @property
+    def hosted(self) -> Sequence[States]:
+        """The settings to try where nothing fits that is on the device alone."""
+        return HOSTED if self.states is None else ()
 
     def whole_mesh(self, inner: Mesh, stages: int) -> Mesh:
         """The mesh of all ranks, where that inside each of so many stages is `inner`."""

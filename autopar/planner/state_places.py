@@ -102,7 +102,7 @@ def require_agreement(
 
 def require_something_to_cut(graph: fx.Graph, states: States, mesh: Mesh) -> None:
     """Refuse states that are asked for and cannot be cut at all, where there are ranks."""
-    if states.is_whole or mesh.size == 1 or any(data_axes(graph, mesh).values()):
+    if not states.is_cut or mesh.size == 1 or any(data_axes(graph, mesh).values()):
         return
     raise InvalidInput(
         "states are cut over ranks that hold replicas of parameters and sum their gradients",

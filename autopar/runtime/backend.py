@@ -79,7 +79,7 @@ class Backend(ABC):
         """The same of a tensor like `like`, of which `read` gives a part in its own memory."""
 
     @abstractmethod
-    def cut(self, whole: Tensor, layout: Layout) -> Tensor:
+    def cut(self, name: str, whole: Tensor, layout: Layout) -> Tensor:
         """The same of a whole tensor that all ranks have."""
 
     def bind(self, kept: Mapping[str, Tensor]) -> None:

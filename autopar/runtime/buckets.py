@@ -40,6 +40,7 @@ from autopar._torch import (
 )
 from autopar.collectives.eager import LateSum
 from autopar.cost.price import BUCKET_BYTES
+from autopar.runtime.host import Copied, HostLink
 from autopar.runtime.packing import Packing, Pieces, packed
 from autopar.runtime.placing import in_own_memory
 
@@ -75,6 +76,7 @@ class Summed:
     # that is one backward pass, which makes each gradient once.
     ends: Mapping[int, bool]
     adds: bool = False  # those of each backward are added to the buffer before they are summed
+    link: HostLink | None = None  # to the host, where the sums belong
 
     @property
     def ready(self) -> int:
@@ -106,6 +108,7 @@ class Bucket:
     sums: Sums | None = None  # that are under way
     is_cutting: bool = False  # of them, that of one backward
     work: dist.Work | None = None  # of them, the one to wait for
+    copied: Copied | None = None  # to the host
 
     @property
     def size(self) -> int:
@@ -169,6 +172,9 @@ class Bucket:
         if summed.group is not None:
             assert self.buffer is not None
             yield dist.all_reduce(self.buffer, group=summed.group, async_op=True)
+        if summed.link is not None:
+            assert self.buffer is not None
+            self.buffer, self.copied = summed.link.down(self.buffer)
 
     def _add(self, gradients: Sequence[Tensor]) -> None:
         """Add what one backward has made to what those before it have, packed as it is summed."""
@@ -188,6 +194,9 @@ class Bucket:
         """The gradients after their sum, and the riders theirs; nothing is kept."""
         assert self.buffer is not None
         buffer, self.buffer, self.is_complete = self.buffer, None, False
+        if self.copied is not None:
+            self.copied.wait()
+            self.copied = None
         cut = self._last or self._each
         if cut is not None:
             pieces = cut.own(buffer)
@@ -202,7 +211,7 @@ class Bucket:
     def clear(self) -> None:
         """Forget what a pass that broke off has left."""
         self.riders, self.buffer, self.is_complete = [], None, False
-        self.sums, self.work, self.is_cutting = None, None, False
+        self.sums, self.work, self.is_cutting, self.copied = None, None, False, None
 
 
 def scatter(part: Tensor, flat: Tensor, group: dist.ProcessGroup) -> Sums:
@@ -351,6 +360,7 @@ class GradientSync:
             group = self._sums[bucket.key].group
             if (
                 not (bucket.alone or bucket.is_cut or self._sums[bucket.key].adds)
+                and self._sums[bucket.key].link is None
                 and late.tensor.dtype == bucket.slots[0].leaf.dtype
                 and group is not None
                 and late.group == group.group_name
@@ -378,6 +388,10 @@ class GradientSync:
             # A bucket is whole until it is cut: one at a time, beside the backward of the next.
             for other in [one for one in self._under_way if one.is_cutting]:
                 self._go_on(other)
+        if summed.link is not None:  # what is complete leaves the device
+            for other in [one for one in self._under_way if one.is_complete]:
+                while other in self._under_way:
+                    self._go_on(other)
         bucket.is_complete = position == summed.ready
         bucket.sums = bucket.sum(summed, bucket.is_complete)
         self._under_way.append(bucket)

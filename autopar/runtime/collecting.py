@@ -36,7 +36,7 @@ def collect(
     found = {}
     for name, (place, shape, dtype) in owners.items():
         if place == ranks.place:
-            whole = _whole(values[name].detach(), ranks.inner, groups)
+            whole = _whole(values[name].detach(), ranks.inner, groups, device)
             whole = whole.clone(memory_format=torch.contiguous_format)
         else:
             whole = torch.empty(shape, dtype=dtype, device=device)
@@ -46,9 +46,9 @@ def collect(
     return found
 
 
-def _whole(value: Tensor, rank: int, groups: Groups) -> Tensor:
+def _whole(value: Tensor, rank: int, groups: Groups, device: torch.device) -> Tensor:
     """A DTensor's data on all ranks of its mesh, dim by dim, the innermost cut first."""
-    local = local_of(value)
+    local = local_of(value).to(device)
     if not isinstance(value, DTensor):
         return local
     mesh = Mesh.from_device_mesh(value.device_mesh)

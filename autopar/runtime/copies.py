@@ -15,7 +15,7 @@ changed, torch is told, and refuses a backward from before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -28,6 +28,7 @@ from autopar._torch import all_gather_single, copy_each, moves_on_host, wait_for
 from autopar.collectives.operators import movable
 from autopar.errors import InvalidInput
 from autopar.passes.gathers import NONE, have_copies, leave_copies, watch_readers
+from autopar.runtime.host import Copied, HostLink
 from autopar.runtime.packing import Packing
 
 AT_A_TIME = 2  # groups: the one that is read, and the next
@@ -45,8 +46,10 @@ class Group:
     targets: list[Tensor]  # the copies
     lasts: bool  # to the end of a step
     needs: Sequence[Group] = ()  # those that hold its sources
+    link: HostLink | None = None  # by which the pieces come from the host
     is_here: bool = False
     _work: dist.Work | None = None
+    _copied: Copied | None = None  # from the host, under way
     _flat: Tensor | None = None
     _pieces: list[Tensor] = field(default_factory=list)  # of the copies, once they have memory
     _age: int | None = None  # of the parameters, since `forget`
@@ -64,18 +67,25 @@ class Group:
 
     @property
     def is_coming(self) -> bool:
-        return self._work is not None
+        return self._work is not None or self._copied is not None
 
     @cached_property
     def is_direct(self) -> bool:
         """Whether the buffer is the copy."""
+        if self.link is not None:
+            return self.process_group is None  # no buffer at all
         (source, *_), (target, *_) = self.sources, self.targets
         return self.packing.is_in_place and source.dtype == target.dtype
 
     def start(self) -> None:
         """Send for the pieces of the other ranks."""
         self._require_unchanged()
-        if self.process_group is None or self.is_coming:
+        if self.is_coming:
+            return
+        if self.process_group is None:
+            if self.link is not None:
+                self._grow()
+                self._copied = self.link.up([t.data for t in self.targets], self.sources)
             return
         dtype, device = self.targets[0].dtype, self.targets[0].device
         on_host = device.type == "cuda" and moves_on_host(self.process_group)
@@ -86,19 +96,26 @@ class Group:
             where: dict[str, Any] = {"dtype": dtype, "device": "cpu" if on_host else device}
             flat = torch.empty(self.packing.numel, **where)
             part = self.packing.own_part(flat)  # where it belongs: one buffer, not two
-            copy_each(self.packing.own(part), self.sources)
+            if self.link is None:
+                copy_each(self.packing.own(part), self.sources)
         self._flat = flat
-        self._work = all_gather_single(
-            movable(flat), movable(part), group=self.process_group, async_op=True
-        )
+        with nullcontext() if self.link is None else self.link.beside():
+            if self.link is not None:
+                self._copied = self.link.up(self.packing.own(part), self.sources)
+                self._copied.precede()
+            self._work = all_gather_single(
+                movable(flat), movable(part), group=self.process_group, async_op=True
+            )
 
     def finish(self) -> None:
         """Wait for them, and put them in their places."""
         if self._work is not None:
             wait_for(self._work)
-        flat, self._work, self._flat = self._flat, None, None
+        if self._copied is not None:
+            self._copied.precede()
+        flat, self._work, self._flat, self._copied = self._flat, None, None, None
         is_filled = flat is not None and flat.data_ptr() == self.targets[0].data_ptr()
-        if not is_filled:
+        if not (is_filled or (flat is None and self.link is not None)):
             self._grow()
             if flat is None:
                 copy_each([target.data for target in self.targets], self.sources)
@@ -111,7 +128,9 @@ class Group:
         """Give the memory back."""
         if self._work is not None:
             wait_for(self._work)  # it writes there
-        self._work, self._flat, self.is_here = None, None, False
+        if self._copied is not None:
+            self._copied.wait()
+        self._work, self._flat, self._copied, self.is_here = None, None, None, False
         if self._has_memory:
             for storage, _ in self._memory:
                 storage.resize_(0)

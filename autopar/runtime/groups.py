@@ -6,12 +6,13 @@ import itertools
 import os
 import warnings
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar._torch import groups_known, moves_on_host
+from autopar._torch import groups_known, moves_on_host, moves_what_is_on_host
 from autopar.errors import InvalidInput
 from autopar.lines import frames_to_caller
 from autopar.mesh import Mesh
@@ -75,12 +76,23 @@ def enter_world(model_device: torch.device) -> torch.device:
         )
     device = _own_device(model_device)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        # What is kept on the host of a GPU is moved there, where it must be, over gloo.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     here = world()
     tell_uncaught_errors()
     with one_fails_all_stop(agreed=True):
         here.meet()
     return device
+
+
+def require_host_moves(group: Any) -> None:
+    """Refuse a world that moves only what is on GPUs, where tensors are kept on the host."""
+    if not moves_what_is_on_host(group):
+        raise InvalidInput(
+            "ranks that keep states on the host belong to a world that moves tensors there too",
+            got="a world that was joined for GPUs alone",
+            remedy='init_process_group("cpu:gloo,cuda:nccl"), or none before parallelize()',
+        )
 
 
 def require_world_of(mesh: Mesh) -> None:

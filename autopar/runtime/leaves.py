@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from autopar.mesh import Mesh
 from autopar.passes import Copies
 from autopar.passes.localize import Axes
 from autopar.runtime.copies import Group, Window
+from autopar.runtime.host import HOST, HostLink
 from autopar.runtime.packing import Packing, Pieces
 from autopar.runtime.routes import Route, in_order
 
@@ -32,10 +34,13 @@ class GroupPlan:
     is_last: bool  # of the ways of a parameter: these copies are leaves
     lasts: bool  # to the end of a step
     axes: Axes
+    goes_up: bool  # from the host to the device
+    on_host: bool  # these copies are there
 
     def way(self, route: Route) -> tuple[Layout, Layout]:
         """From the finer layout to the coarser one."""
-        return route.copied[-1 if self.is_last else 0]
+        way = route.copied[-1 if self.is_last else 0]
+        return way.fine, way.coarse
 
 
 def plan_groups(
@@ -43,16 +48,17 @@ def plan_groups(
 ) -> list[GroupPlan]:
     """The groups of all ranks. One lies on the ranks of certain stages, and all see the same."""
     found: list[GroupPlan] = []
-    kinds: dict[tuple[bool, bool, Axes, torch.dtype], list[Route]] = {}
+    kinds: dict[tuple[bool, bool, Axes, bool, bool, torch.dtype], list[Route]] = {}
     for route in routes.values():
-        for number, (fine, coarse) in enumerate(route.copied):
-            axes = in_order(set(fine.axes) - set(coarse.axes), mesh)
-            is_last, lasts = number == len(route.copied) - 1, coarse == route.places.storage
-            kinds.setdefault((is_last, lasts, axes, route.dtype), []).append(route)
-    for (is_last, lasts, axes, _), those in kinds.items():
+        for way in route.copied:
+            axes = in_order(set(way.fine.axes) - set(way.coarse.axes), mesh)
+            key = way == route.copied[-1], way.lasts, axes, way.goes_up, way.on_host, route.dtype
+            kinds.setdefault(key, []).append(route)
+    for (is_last, lasts, axes, goes_up, on_host, _), those in kinds.items():
+        kind = is_last, lasts, axes, goes_up, on_host
 
         def size(route: Route, last: bool = is_last) -> int:
-            _, coarse = route.copied[-1 if last else 0]
+            coarse = route.copied[-1 if last else 0].coarse
             shape = coarse.largest_shape(route.shape, mesh)
             return torch.Size(shape).numel() * route.dtype.itemsize
 
@@ -60,7 +66,7 @@ def plan_groups(
             by_stages: dict[tuple[int, ...], list[Route]] = {}
             for route in group:
                 by_stages.setdefault(stages(route.name), []).append(route)
-            found += [GroupPlan(tuple(own), is_last, lasts, axes) for own in by_stages.values()]
+            found += [GroupPlan(tuple(own), *kind) for own in by_stages.values()]
     return found
 
 
@@ -76,8 +82,12 @@ class Leaves:
         group_over: Callable[[Axes], dist.ProcessGroup] | None = None,
         mesh: Mesh | None = None,
         rank: int = 0,
+        device: torch.device | None = None,
     ) -> None:
-        """For `rank` of `mesh`; `group_over` some axes are the ranks that gather."""
+        """For `rank` of `mesh`, which computes on `device`; `group_over` some axes are the ranks
+        that gather."""
+        self._device = device
+        self.link = HostLink(device) if any(plan.goes_up for plan in plans) and device else None
         self.parameters: dict[str, nn.Parameter] = {}
         self.version = 0  # grows when parameters are replaced, frozen or unfrozen
         self.by_name: dict[str, Tensor] = {}
@@ -157,7 +167,8 @@ class Leaves:
         over = self._group_over(plan.axes) if plan.axes and self._group_over else None
         needs = tuple(dict.fromkeys(holder[name] for name in names if name in holder))
         packing = self._packing(plan)
-        return Group(number, packing, over, parameters, sources, targets, plan.lasts, needs)
+        link = self.link if plan.goes_up else None
+        return Group(number, packing, over, parameters, sources, targets, plan.lasts, needs, link)
 
     def _target(self, plan: GroupPlan, route: Route, is_new: bool) -> Tensor:
         """The copy of a parameter, without memory until its group comes."""
@@ -166,8 +177,11 @@ class Leaves:
             assert self._mesh is not None
             _, coarse = plan.way(route)
             shape = coarse.local_shape(route.shape, self._mesh, self._rank)
-            device = local_of(self.parameters[route.name]).device
-            held[route.name] = torch.empty(shape, dtype=route.dtype, device=device)
+            local = local_of(self.parameters[route.name])
+            where: dict[str, Any] = {"device": self._device or local.device}
+            if plan.on_host:
+                where = {"device": HOST, "pin_memory": local.is_pinned()}
+            held[route.name] = torch.empty(shape, dtype=route.dtype, **where)
             held[route.name].untyped_storage().resize_(0)
         return held[route.name]
 

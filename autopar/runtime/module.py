@@ -250,8 +250,9 @@ class ParallelModule(nn.Module):
             if name not in own and name in self._names:
                 del given[name]
             elif _is_whole_of(value, own.get(name)):
-                layout = self._layouts[aliases.get(name, name)]
-                given[name] = self.backend.cut(value.detach(), layout)
+                first = aliases.get(name, name)
+                layout = self._layouts[first]
+                given[name] = self.backend.cut(first, value.detach(), layout)
         return super().load_state_dict(given, strict, assign)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModule:

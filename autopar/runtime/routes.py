@@ -27,6 +27,17 @@ from autopar.strategies.node_info import info
 
 
 @dataclass(frozen=True)
+class Way:
+    """From one place of a parameter to the next: a copy, which may be gathered."""
+
+    fine: Layout
+    coarse: Layout
+    lasts: bool  # to the end of a step
+    goes_up: bool  # from the host to the device
+    on_host: bool  # the copy is there
+
+
+@dataclass(frozen=True)
 class Route:
     """Of one parameter."""
 
@@ -48,13 +59,18 @@ class Route:
         return self.first >= 0
 
     @property
-    def copied(self) -> tuple[tuple[Layout, Layout], ...]:
+    def copied(self) -> tuple[Way, ...]:
         """What is copied to what: once a step, then for each use."""
         if not self.is_read:
             return ()
-        at = self.places
-        once = ((at.optimizer, at.storage),) if at.optimizer != at.storage or self.is_cast else ()
-        return (*once, (at.storage, self.leaf)) if at.storage != self.leaf else once
+        at, found = self.places, []
+        up, is_there = at.goes_up == ("optimizer", "storage"), "storage" in at.on_host
+        if at.optimizer != at.storage or self.is_cast or up:
+            found.append(Way(at.optimizer, at.storage, True, up, is_there))
+        up, is_there = at.goes_up == ("storage", "working"), "working" in at.on_host
+        if at.storage != self.leaf or up:
+            found.append(Way(at.storage, self.leaf, False, up, is_there))
+        return tuple(found)
 
     @property
     def summed(self) -> Layout:

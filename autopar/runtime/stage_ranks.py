@@ -15,6 +15,7 @@ from autopar.pipeline.schedule import Schedule
 from autopar.plan.program import Program
 from autopar.runtime.buckets import Slot, Summed
 from autopar.runtime.groups import Groups
+from autopar.runtime.host import HostLink
 from autopar.runtime.leaves import Leaves
 from autopar.runtime.packing import Pieces
 from autopar.runtime.routes import Route, in_order
@@ -30,6 +31,7 @@ class SumKey:
     last: Axes  # over which what has added up is summed and cut
     whole: Axes  # over which the rest is summed
     adds: bool = False  # those of micro-batches add up outside of the leaf, in another dtype
+    goes_down: bool = False  # to the host, where the parameter is
 
 
 class StageRanks:
@@ -88,7 +90,8 @@ class Users:
         last = in_order(kept - {*route.summed.axes}, mesh)
         whole = in_order({*route.pending} - kept, mesh)
         adds = route.dtype != route.reduce and not each
-        return SumKey(self.stages(route.name), each, last, whole, adds)
+        goes_down = route.places.goes_up is not None
+        return SumKey(self.stages(route.name), each, last, whole, adds, goes_down)
 
 
 def slot_of(route: Route, key: SumKey, leaves: Leaves, mesh: Mesh, rank: int) -> Slot:
@@ -109,9 +112,14 @@ def slot_of(route: Route, key: SumKey, leaves: Leaves, mesh: Mesh, rank: int) ->
 
 
 def gradient_sums(
-    program: Program, users: Users, ranks: StageRanks, routes: Mapping[str, Route], groups: Groups
+    program: Program,
+    users: Users,
+    ranks: StageRanks,
+    routes: Mapping[str, Route],
+    groups: Groups,
+    link: HostLink | None = None,
 ) -> dict[SumKey, Summed]:
-    """The sums that this rank has a part in.
+    """The sums that this rank has a part in; `link` takes those to the host that belong there.
 
     Ranks of several places may complete theirs in different orders, so these share no group.
     """
@@ -126,13 +134,15 @@ def gradient_sums(
             group = ranks.group(places, key.whole, f"gradients {number}")
         else:
             group = groups[key.whole] if key.whole else None
-        if place in places and (group or key.each or key.last or key.adds):
+        is_work = group or key.each or key.last or key.adds or key.goes_down
+        if place in places and is_work:
             sums[key] = Summed(
                 group,
                 scattering[key.each] if key.each else None,
                 scattering[key.last] if key.last else None,
                 _ends(program.schedule, place, key.stages),
                 key.adds,
+                link if key.goes_down else None,
             )
     return sums
 

@@ -23,6 +23,7 @@ from autopar.pipeline.worker import Value, sum_in_order
 from autopar.plan.program import Program
 from autopar.runtime.away import Keeper
 from autopar.runtime.backend import Backend, Batch
+from autopar.runtime.host import HOST
 from autopar.runtime.placing import Read
 from autopar.runtime.recompute import Selective
 from autopar.runtime.regions import Part, parts_of
@@ -145,7 +146,7 @@ class VirtualGraph:
     ) -> Value:
         kind, name = info(node).origin
         whole = kept[name] if kind in ("parameter", "buffer", "before") else inputs[name]
-        pieces = to_ranks(whole, info(node).type.layout, self.mesh)
+        pieces = to_ranks(whole.to(self.device), info(node).type.layout, self.mesh)
         if info(node).sync:
             pieces = move(Movement("identity", info(node).sync, pending=True), pieces, self.mesh)
         return pieces
@@ -195,12 +196,14 @@ class VirtualBackend(Backend):
 
     def place_tensor(self, name: str, value: Tensor, type_: TensorType) -> Tensor:
         """The whole value: each rank reads its piece of it."""
-        return value.detach().to(type_.dtype, copy=True)
+        device = HOST if name in self.program.on_host else value.device
+        return value.detach().to(device, type_.dtype, copy=True)
 
     def place_part(self, name: str, like: Tensor, type_: TensorType, read: Read) -> Tensor:
-        return read(tuple((0, size) for size in like.shape)).to(self.device, type_.dtype)
+        device = HOST if name in self.program.on_host else self.device
+        return read(tuple((0, size) for size in like.shape)).to(device, type_.dtype)
 
-    def cut(self, whole: Tensor, layout: Layout) -> Tensor:
+    def cut(self, name: str, whole: Tensor, layout: Layout) -> Tensor:
         """The same: nothing is cut here before it is read."""
         return whole
 

@@ -113,7 +113,7 @@ class Edges:
     def _seconds(self, cost: NodeCost) -> float:
         """Of one micro-batch, what nothing hides."""
         once = cost.summed + cost.gathered
-        return cost.forward + cost.backward + once * self.shown
+        return cost.forward + cost.backward + once * self.shown + cost.updated
 
     def _summed_late(
         self, value: fx.Node, first: Placements, second: Placements, cost: Array

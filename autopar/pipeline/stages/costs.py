@@ -117,7 +117,7 @@ class StageCosts:
         shared: dict[tuple[int, ...], Array] = {}
         for node, readers in (self.flow.read_at | self.flow.held_at).items():
             price, held = cost(node), held_bytes(node, self.mesh)
-            once = price.summed + price.gathered
+            once = price.summed + price.gathered + price.updated
             row = np.array([price.forward, price.backward, price.again, once, *held])
             if len(readers) == 1:
                 alone[readers[0] + 1] += row
