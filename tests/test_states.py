@@ -97,7 +97,7 @@ def test_less_memory_cuts_more_states(gpt):
     assert all(one <= two * (1 + 1e-9) for one, two in pairwise(seconds))
     whole = planned(gpt, ap.Mesh(dp=4))
     with pytest.raises(ap.InvalidInput, match="states zero3"):
-        planned(gpt, ap.Mesh(dp=4), memory=0.3 * whole.memory.peak)
+        planned(gpt, ap.Mesh(dp=4), memory=0.05 * whole.memory.peak)
 
 
 def test_the_search_cuts_states_where_memory_asks_for_it(gpt):

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
-from torch.distributed.tensor import DTensor
 
 from autopar._torch import call_after_backward, local_of, wait_for, will_reach
 from autopar.collectives.eager import LateSum
@@ -39,8 +38,8 @@ from autopar.runtime.collecting import collect
 from autopar.runtime.copies import changed_in_between
 from autopar.runtime.eager import compile_graph
 from autopar.runtime.failures import local_checks, one_fails_all_stop
-from autopar.runtime.groups import Groups, require_host_moves
-from autopar.runtime.host import HOST, on_host
+from autopar.runtime.groups import Groups
+from autopar.runtime.kept import KeptTensors
 from autopar.runtime.leaves import Leaves, plan_groups
 from autopar.runtime.messages import Messages, Shape
 from autopar.runtime.norm import norm_over_world
@@ -71,13 +70,9 @@ class TorchBackend(Backend):
         of_states = {
             (axis,) for name in program.placeholders for axis in program.kept_layout(name).axes
         }
-        self._host_mesh = self.device_mesh
-        if program.on_host and device.type != HOST.type:
-            require_host_moves(dist.group.WORLD)
-            there = self.world.mesh_of(program.whole_mesh, HOST.type)
-            self._host_mesh = there[self.mesh.names] if program.pipelining else there
         self.groups = Groups(self.mesh, axes_used(program.graph) | of_states, ranks.meshes)
         self.placing = Placing(self.mesh, ranks.inner, device, self.device_mesh)
+        self._kept = KeptTensors(program, device)
         self.constants: dict[str, Tensor] = {}  # those that have been read, this rank's pieces
         self._late: list[LateSum] = []
         self._works: list[dist.Work] = []
@@ -131,25 +126,15 @@ class TorchBackend(Backend):
         """This rank's piece, if a stage of it reads that."""
         places = self.ranks.of(self._users.stages(name))
         copies = [self.ranks.meshes[place] for place in places]
-        return self._where_kept(name, self.placing.receive(value, type_, copies))
+        piece = self.placing.receive(value, type_, copies)
+        return None if piece is None else self._kept(name, piece)
 
     def place_part(self, name: str, like: Tensor, type_: TensorType, read: Read) -> Tensor | None:
         is_here = self.ranks.place in self.ranks.of(self._users.stages(name))
-        return self._where_kept(name, self.placing.read(like, type_, read)) if is_here else None
+        return self._kept(name, self.placing.read(like, type_, read)) if is_here else None
 
     def cut(self, name: str, whole: Tensor, layout: Layout) -> Tensor:
-        found = self._where_kept(name, self.placing.cut(whole, layout))
-        assert found is not None
-        return found
-
-    def _where_kept(self, name: str, placed: Tensor | None) -> Tensor | None:
-        """The same where it is from step to step: on the device, or on the host."""
-        if placed is None or name not in self.program.on_host:
-            return placed
-        assert isinstance(placed, DTensor)
-        local, mesh = on_host(local_of(placed), self.device), self._host_mesh
-        about: dict[str, Any] = {"shape": placed.shape, "stride": placed.stride()}
-        return DTensor.from_local(local, mesh, placed.placements, run_check=False, **about)
+        return self._kept(name, self.placing.cut(whole, layout))
 
     def joined(self, values: Sequence[Value], types: Sequence[TensorType]) -> list[Tensor]:
         """This rank's pieces."""

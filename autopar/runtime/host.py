@@ -78,12 +78,6 @@ class HostLink:
             return copy, Copied(self._stream.record_event())
 
 
-def on_host(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor that stays on the host of a device: in memory that the device can read."""
-    there = tensor.to(HOST)
-    return there.pin_memory() if device.type == "cuda" else there
-
-
 def _in_dtype(source: Tensor, dtype: torch.dtype) -> Tensor:
     if source.dtype == dtype:
         return source
