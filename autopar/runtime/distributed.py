@@ -67,9 +67,7 @@ class TorchBackend(Backend):
         whole_mesh = self.world.mesh_of(program.whole_mesh, device.type)
         self.device_mesh = whole_mesh[self.mesh.names] if program.pipelining else whole_mesh
         # Pieces are joined over one axis at a time.
-        of_states = {
-            (axis,) for name in program.placeholders for axis in program.kept_layout(name).axes
-        }
+        of_states = {(axis,) for n in program.placeholders for axis in program.kept_layout(n).axes}
         self.groups = Groups(self.mesh, axes_used(program.graph) | of_states, ranks.meshes)
         self.placing = Placing(self.mesh, ranks.inner, device, self.device_mesh)
         self._kept = KeptTensors(program, device)
@@ -82,8 +80,8 @@ class TorchBackend(Backend):
         self._users = Users(program)
         self.routes = routes_of(program)
         self.leaves = leaves or self._make_leaves()
-        about = program, self._users, ranks, self.routes, self.groups
-        self._sums = gradient_sums(*about, self.leaves.link)
+        link = self.leaves.link
+        self._sums = gradient_sums(program, self._users, ranks, self.routes, self.groups, link)
         self._loss: tuple[Tensor, dist.Work] | None = None  # the shares of all ranks, being summed
         # All forwards of a rank are done before its last action.
         self._last_forward = len(self.schedule.orders[ranks.place]) - 2
@@ -125,9 +123,8 @@ class TorchBackend(Backend):
     def place_tensor(self, name: str, value: Tensor, type_: TensorType) -> Tensor | None:
         """This rank's piece, if a stage of it reads that."""
         places = self.ranks.of(self._users.stages(name))
-        copies = [self.ranks.meshes[place] for place in places]
-        piece = self.placing.receive(value, type_, copies)
-        return None if piece is None else self._kept(name, piece)
+        piece = self.placing.receive(value, type_, [self.ranks.meshes[place] for place in places])
+        return piece if piece is None else self._kept(name, piece)
 
     def place_part(self, name: str, like: Tensor, type_: TensorType, read: Read) -> Tensor | None:
         is_here = self.ranks.place in self.ranks.of(self._users.stages(name))
