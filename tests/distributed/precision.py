@@ -62,8 +62,10 @@ def computes_in_more_digits(ranks: int) -> None:
         for count in (1, 2):
             compare(small_mlp(), mesh=ap.Mesh(dp=ranks), states=states, microbatches=count)
     case = small_gpt()
-    for schedule in ("1f1b", "zb-h1"):
-        compare(case, mesh=ap.Mesh(pp=ranks), schedule=schedule, microbatches=2)
+    for schedule, slices in (("1f1b", 2), ("zb-h1", 2), ("chimera", 2), ("zb-v", 4)):
+        case = small_gpt(4 if schedule == "zb-v" else 2)
+        compare(case, mesh=ap.Mesh(pp=ranks), schedule=schedule, microbatches=slices)
+    case = small_gpt()
     for states in ("whole", "zero3"):
         compare(case, mesh=ap.Mesh(dp=ranks), states=states, recompute="full")
 
@@ -74,8 +76,9 @@ def rounds_as_one_device_does(ranks: int) -> None:
     exact_loss, exact = alone(case, torch.float32)
     _, rounded = alone(case, torch.bfloat16)
     lost = distance(rounded, exact)
-    data = [{"mesh": ap.Mesh(dp=ranks), "states": states} for states in ("whole", "zero1", "zero3")]
-    for options in (*data, {"mesh": ap.Mesh(pp=ranks), "schedule": "1f1b"}):
+    data = [{"mesh": ap.Mesh(dp=ranks), "states": states} for states in ("whole", *NAMED)]
+    pipelines = [{"mesh": ap.Mesh(pp=ranks), "schedule": name} for name in ("1f1b", "chimera")]
+    for options in (*data, *pipelines):
         found, gradients = stepped(case, BF16, microbatches=2, **options)
         assert distance(gradients, rounded) < 2 * lost, options
         assert abs(found - float(exact_loss)) < 2**-7 * float(exact_loss), options

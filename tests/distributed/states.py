@@ -22,6 +22,7 @@ from tests.held import copies_of, held_by, local_bytes, pieces_of
 from tests.models import Case
 from tests.parity import assert_equal, parallel_outcome, single_outcome
 from tests.runtime.acts import DONE, assert_done, shared_tree
+from tests.training import assert_trains_alike
 
 
 def cases() -> list[tuple[Case, None]]:
@@ -77,6 +78,21 @@ def trains_in_pipelines(ranks: int) -> None:
             case = models.shared("gpt", layers=4 if schedule == "zb-v" else 2)
             options = {"schedule": schedule, "microbatches": microbatches}
             parity(case, states, mesh=ap.Mesh(pp=2, dp=2), **options)
+
+
+def trains_as_users_do(ranks: int) -> None:
+    """With momentum, groups, frozen parameters, several backwards a step, and clipping."""
+    case = models.shared("gpt", layers=2)
+    ways: list[tuple[Any, dict[str, Any]]] = [
+        (states, {"mesh": ap.Mesh(dp=ranks), "microbatches": count})
+        for states, count in (("zero1", 1), ("zero2", 2), ("zero3", 1))
+    ]
+    if ranks == 4:
+        pipeline = {"mesh": ap.Mesh(pp=2, dp=2), "schedule": "1f1b", "microbatches": 2}
+        ways = [(ap.States(2, 4, 4), {"mesh": ap.Mesh(dp=4)}), ("zero3", pipeline)]
+    for states, options in ways:
+        module = ap.parallelize(case.model, case.args, mode="data", states=states, **options)
+        assert_trains_alike(module, case)
 
 
 @contextmanager
@@ -253,6 +269,7 @@ def holds_pieces_alone(ranks: int) -> None:
 CHECKS = {
     2: (
         trains_like_one_device,
+        trains_as_users_do,
         moves_no_more_than_it_must,
         follows_its_tree,
         is_called,
@@ -260,5 +277,5 @@ CHECKS = {
         refuses_a_backward_from_before,
         holds_pieces_alone,
     ),
-    4: (trains_in_parts, trains_in_pipelines),
+    4: (trains_in_parts, trains_as_users_do, trains_in_pipelines),
 }

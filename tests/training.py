@@ -1,0 +1,78 @@
+"""A loop as users write it: some parameters frozen, others in groups, steps that add up, clipping.
+
+>>> assert_trains_alike(module, case)
+
+SGD shows what AdamW hides: a gradient too large or too small by a factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import autopar as ap
+from tests.models import Case
+from tests.parity import Outcome, assert_equal
+
+STEPS, PASSES, NORM = 3, 2, 0.1
+
+
+def assert_trains_alike(module: ap.ParallelModule, case: Case) -> None:
+    """The parallel module and the model, on either backend, with or without a pipeline."""
+    alone = case.fresh()
+
+    def step() -> Tensor:
+        loss = alone.loss(alone.run())
+        loss.backward()
+        return loss.detach()
+
+    def grads() -> dict[str, Tensor]:
+        named = alone.model.named_parameters()
+        return {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+    clip = nn.utils.clip_grad_norm_
+    expected = _trained(alone.model, step, grads, lambda: clip(alone.model.parameters(), NORM))
+    has_parts = dist.is_initialized() and module.plan.pipelining is not None
+
+    def clip_parallel() -> Tensor:
+        if has_parts:  # a rank has the parameters of its stages alone
+            return module.clip_grad_norm_(NORM)
+        return clip(module.parameters(), NORM)
+
+    found = _trained(
+        module, lambda: module.step(*case.args, **case.kwargs), module.full_grads, clip_parallel
+    )
+    state = module.full_state_dict()
+    assert_equal(Outcome(*found, state), Outcome(*expected, alone.model.state_dict()))
+
+
+def _trained(
+    module: nn.Module,
+    step: Callable[[], Tensor],
+    grads: Callable[[], dict[str, Tensor]],
+    clip: Callable[[], Tensor],
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Losses with the norms of gradients, and the gradients of the first update."""
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_("norm1" not in name)
+    learns = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in learns if p.ndim > 1], "lr": 0.5, "weight_decay": 0.1},
+        {"params": [p for p in learns if p.ndim == 1], "momentum": 0.5, "nesterov": True},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.2, momentum=0.9)
+    seen: list[Tensor] = []
+    first: dict[str, Tensor] = {}
+    for index in range(STEPS):
+        optimizer.zero_grad()
+        seen += [step() for _ in range(PASSES)]
+        if index == 0:
+            first = grads()
+        norm = clip()
+        seen.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        optimizer.step()
+    return seen, first
