@@ -286,9 +286,12 @@ class Cutter:
         """The value of one micro-batch."""
         if not isinstance(status, int):
             return value
-        shape = list(value.shape)
+        shape, whole = list(value.shape), value.stride(status) * value.shape[status]
         shape[status] //= self.count
-        return value.new_empty(shape)
+        outside = [bool(whole) and stride >= whole for stride in value.stride()]
+        # Which dims share memory, and which are apart, decides what is a view.
+        strides = [s // self.count if out else s for s, out in zip(value.stride(), outside)]
+        return value.new_empty_strided(shape, strides)
 
 
 def _layout(value: Tensor, status: Status) -> Layout:

@@ -67,14 +67,15 @@ def split_stages(flow: Flow, starts: Sequence[str], mesh: Mesh) -> tuple[Stage, 
     points = [0, *(names[start] for start in starts[1:]), len(flow.activations)]
     stages = []
     for index in range(len(starts)):
-        stage = _cut(flow, index, points[index], points[index + 1])
+        stage = cut_stage(flow, index, points[index], points[index + 1])
         verify(stage.graph, "moved", mesh)
         stages.append(stage)
     _all_updated(flow, stages)
     return tuple(stages)
 
 
-def _cut(flow: Flow, index: int, start: int, end: int) -> Stage:
+def cut_stage(flow: Flow, index: int, start: int, end: int) -> Stage:
+    """The stage between two cut points."""
     own = [node for node, position in flow.position.items() if start <= position < end]
     received, sent = flow.crossing(start), flow.crossing(end)
     statistics = [node for node in own if node in flow.statistics]

@@ -1,18 +1,22 @@
 """Course: the bytes that one rank holds while a program runs, moment by moment.
 
-    course = ProgramCourse(graph, mesh, loss)
+    course = ProgramCourse(graph, mesh, [loss])
     course.forward, course.backward        # what is held as each call makes its results
 
 The calls of a program are followed in their order, and those of its backward in the opposite one:
 what a call gives is let go after its last reader, what it keeps after its own backward, and a
 gradient once the calls that made the value have used it. Bytes are counted besides what stays from
 step to step. A gradient of a parameter stays.
+
+The program may be a stage of a pipeline. What it receives, of activations and of gradients, is held
+by others and not counted. Where backward is split, `backward` leaves out the gradients of weights,
+and `weights` makes these.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -23,7 +27,7 @@ from autopar.cost.saved_tensors import kept_through, remade_for, storage
 from autopar.mesh import Mesh
 from autopar.pipeline.call_memory import HANDED_ON, CallMemories
 from autopar.strategies.node_info import Region, info
-from autopar.strategies.results import is_result, maker, values_of
+from autopar.strategies.results import is_result, maker, tensor_arguments, values_of
 
 # Movements whose gradient lies where that of their result was.
 IN_PLACE_BACK = ("identity", "all_reduce")
@@ -69,11 +73,18 @@ class _Held:
     def is_shared(self, key: Hashable) -> bool:
         return self._holders[key] > 1
 
+    def size(self, key: Hashable) -> float:
+        """Of what somebody holds."""
+        return self._sizes.get(key, 0.0)
+
 
 class ProgramCourse:
     """Follows one run of a program forward and backward on the rank that holds most."""
 
-    def __init__(self, graph: fx.Graph, mesh: Mesh, loss: fx.Node) -> None:
+    def __init__(
+        self, graph: fx.Graph, mesh: Mesh, roots: Sequence[fx.Node], is_split: bool = False
+    ) -> None:
+        """`roots`: of the results, those whose gradients backward begins with."""
         self.graph, self.mesh = graph, mesh
         self._calls = CallMemories(mesh)
         self._nodes = [n for n in graph.nodes if n.op == "call_function" and not is_result(n)]
@@ -83,7 +94,6 @@ class ProgramCourse:
         self._whole: set[Region] = set()  # those that were made again in full
         self._again: set[Hashable] = set()  # what was made again
         self._gradients = 0.0  # bytes of those of parameters
-        self._learned: set[fx.Node] = set()  # parameters that have one
         self._count = 0
         self._ends: dict[fx.Node, list[fx.Node]] = {}
         last: dict[fx.Node, fx.Node] = {}
@@ -92,9 +102,19 @@ class ProgramCourse:
                 last[self._memory(value)] = node
         for value, reader in last.items():
             self._ends.setdefault(maker(reader), []).append(value)
+        # Of a split backward: values that are made of parameters alone, and what is put off.
+        self._weights = _made_of_parameters(graph) if is_split else frozenset[fx.Node]()
+        self._is_split = is_split
+        self._put_off: list[tuple[fx.Node, Hashable]] = []  # with the gradient of its result
+        self.learned: dict[str, float] = {}  # by placeholder, the bytes of its gradient
         self.forward = tuple(self._forward())
-        self.backward = tuple(self._backward(loss))
-        self.gradients = self._gradients  # bytes, after backward
+        self._left = self._leave(graph.output_node())
+        self.kept = self._values.bytes  # for backward
+        self.backward = tuple(self._backward(roots))
+        self.halves = self._values.bytes + self._flowing.bytes  # kept for the gradients of weights
+        self.at_once = frozenset(self.learned)  # parameters whose gradients are there by then
+        self.weights = tuple(self._later())
+        self.gradients = self._gradients  # bytes, after all
 
     def _memory(self, value: fx.Node) -> fx.Node:
         return maker(storage(value))
@@ -120,27 +140,71 @@ class ProgramCourse:
                 self._saved.setdefault(node, []).append(held)
             yield self._moment(node, False, more)
             self._end(node)
-        self._end(self.graph.output_node())
+
+    def _leave(self, output: fx.Node) -> dict[fx.Node, float]:
+        """The bytes of what only those who read the results hold from now on."""
+        held = {value: self._values.size(value) for value in self._ends.get(output, ())}
+        self._end(output)
+        return {value: size for value, size in held.items() if not self._values.size(value)}
+
+    def left(self, results: Iterable[fx.Node]) -> float:
+        """The bytes of some results that backward does not keep."""
+        return sum(self._left.get(value, 0.0) for value in {self._memory(one) for one in results})
 
     def _end(self, reader: fx.Node) -> None:
         for value in self._ends.get(reader, ()):
             if value.op == "call_function":
                 self._values.let_go(value)
 
-    def _backward(self, loss: fx.Node) -> Iterator[Moment]:
-        self._gradient_of[loss] = self._new(self._size(loss))
+    def _backward(self, roots: Sequence[fx.Node]) -> Iterator[Moment]:
+        for root in roots:
+            self._gradient_of[root] = gradient = self._new(0.0)
+            self._flowing.take(gradient)  # who handed it over holds it, too
         for node in reversed(self._nodes):
-            if not info(node).differentiable:
-                continue
-            self._remake(node)
-            given = [v for v in values_of(node) if v in self._gradient_of]
-            arrived = [self._gradient_of.pop(value) for value in given]
-            if arrived:
-                yield from self._through(node, arrived[0])
-            for key in arrived:
-                self._flowing.let_go(key)
-            for key in self._saved.pop(node, ()):
-                self._values.let_go(key)
+            if node not in self._weights:
+                yield from self._back(node)
+        for node in self.graph.find_nodes(op="placeholder"):
+            if node in self._gradient_of:  # it is sent on
+                self._flowing.let_go(self._gradient_of.pop(node))
+
+    def _back(self, node: fx.Node) -> Iterator[Moment]:
+        """Backward through one call, and what it lets go of."""
+        if not info(node).differentiable:
+            return
+        self._remake(node)
+        given = [v for v in values_of(node) if v in self._gradient_of]
+        arrived = [self._gradient_of.pop(value) for value in given]
+        weights = self._weights_of(node)
+        if arrived:
+            yield from self._through(node, arrived[0], weights)
+        if arrived and weights and info(node).weight_inputs.product:  # type: ignore[union-attr]
+            self._put_off.append((node, arrived[0]))
+            return
+        self._let_go(node, arrived)
+
+    def _let_go(self, node: fx.Node, arrived: Iterable[Hashable]) -> None:
+        for key in arrived:
+            self._flowing.let_go(key)
+        for key in self._saved.pop(node, ()):
+            self._values.let_go(key)
+
+    def _later(self) -> Iterator[Moment]:
+        """The gradients of weights that a split backward puts off."""
+        for node, arrived in self._put_off:
+            others = [v for v in node.all_input_nodes if v not in self._weights_of(node)]
+            yield from self._through(node, arrived, others)
+            self._let_go(node, [arrived])
+        for node in reversed(self._nodes if self._is_split else ()):
+            if node in self._weights:
+                yield from self._back(node)
+
+    def _weights_of(self, node: fx.Node) -> list[fx.Node]:
+        """The inputs of a call whose gradients come later."""
+        weights = info(node).weight_inputs if self._is_split else None
+        if weights is None:
+            return []
+        read = tensor_arguments(node)
+        return [read[position] for position in weights.positions]
 
     def _remake(self, node: fx.Node) -> None:
         """Hold what the region of a call makes again for its backward: all of it, or what this call
@@ -160,8 +224,11 @@ class ProgramCourse:
                 self._values.take(("again", key), new[key])
                 self._saved.setdefault(one, []).append(("again", key))
 
-    def _through(self, node: fx.Node, arrived: Hashable) -> Iterator[Moment]:
-        """One call backward, with the gradients that it makes."""
+    def _through(
+        self, node: fx.Node, arrived: Hashable, without: Sequence[fx.Node] = ()
+    ) -> Iterator[Moment]:
+        """One call backward, with the gradients that it makes: of all inputs but those `without`
+        which a product leaves out."""
         movement, more = info(node).movement, 0
         if movement is not None:
             (value,) = inputs = node.all_input_nodes
@@ -170,8 +237,12 @@ class ProgramCourse:
         else:
             call = self._calls(node)
             inputs, sizes, more = list(call.inputs), call.gradients, call.backward
+        weights = info(node).weight_inputs
+        left_out = without if weights is not None and weights.product else ()
         made: list[tuple[fx.Node, Hashable]] = []
         for value, size in zip(inputs, sizes):
+            if value in left_out:
+                continue
             if size == HANDED_ON:
                 self._flowing.take(arrived)
                 made.append((value, arrived))
@@ -205,21 +276,25 @@ class ProgramCourse:
         """A gradient of a parameter: the first one is kept (a copy, where others hold it too), and
         any more are added to it."""
         self._flowing.let_go(gradient)
-        if parameter not in self._learned:
-            self._learned.add(parameter)
+        if parameter.name not in self.learned:
             places, whole = info(parameter).places, tuple(info(parameter).val.shape)
             assert places is not None
             elements = local_elements(places.gradient.dims, whole, self.mesh)
-            self._gradients += float(elements * state_bytes(parameter).gradient)
+            size = float(elements * state_bytes(parameter).gradient)
+            self.learned[parameter.name] = size
+            self._gradients += size
 
 
-def most_at_once(graph: fx.Graph, mesh: Mesh, loss: fx.Node, microbatches: int = 1) -> float:
-    """The most that a step makes on one rank, besides what stays from step to step.
-
-    All micro-batches but the first find the gradients of those before.
-    """
-    course = ProgramCourse(graph, mesh, loss)
-    moments = [*course.forward, *course.backward]
-    if microbatches == 1:
-        return max((moment.bytes for moment in moments), default=0.0)
-    return max((m.bytes - m.gradients + course.gradients for m in moments), default=0.0)
+def _made_of_parameters(graph: fx.Graph) -> frozenset[fx.Node]:
+    """The values that take a gradient and are made of no input."""
+    found: set[fx.Node] = set()
+    free: set[fx.Node] = set()  # made of neither
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            kind = info(node).origin[0]
+            found |= {node} if kind == "parameter" else set()
+            free |= set() if kind in ("parameter", "input", "received") else {node}
+        elif all(value in found or value in free for value in node.all_input_nodes):
+            is_made = any(value in found for value in node.all_input_nodes)
+            (found if is_made else free).add(node)
+    return frozenset(node for node in found if info(node).differentiable)

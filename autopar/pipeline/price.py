@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.cluster import AxisLink, Cluster
@@ -11,10 +12,9 @@ from autopar.cost.model import COLLECTIVES
 from autopar.cost.program import Cost
 from autopar.mesh import Mesh
 from autopar.passes.flow import Flow
-from autopar.pipeline.activation_counts import live_microbatches
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.simulator import simulate
-from autopar.pipeline.stages.kept import kept_on_host_by_stages
+from autopar.pipeline.step_memory import StageMemory, host_in_step, kept_in_step, most_in_step
 from autopar.pipeline.timeline import Timeline
 
 
@@ -61,14 +61,11 @@ def pipeline_cost(pipelining: Pipelining, once: Cost, timeline: Timeline) -> Cos
     )
 
 
-def pipeline_memory(pipelining: Pipelining, flow: Flow) -> Memory:
-    """The bytes of the fullest rank."""
-    return max(memory_by_place(pipelining, flow), key=lambda memory: memory.peak)
-
-
-def memory_by_place(pipelining: Pipelining, flow: Flow) -> list[Memory]:
+def memory_by_place(
+    pipelining: Pipelining, flow: Flow, taken: Mapping[int, StageMemory]
+) -> list[Memory]:
     """The bytes on each rank along the pipeline's axis: each parameter and buffer once that some
-    of its stages read, and what is in flight."""
+    of its stages read, and what these take in a step."""
     made, stages = pipelining.schedule, pipelining.stages
     mesh = pipelining.mesh.without(pipelining.axis)
     places = {node.name: place for node, place in flow.position.items()}
@@ -77,22 +74,14 @@ def memory_by_place(pipelining: Pipelining, flow: Flow) -> list[Memory]:
         node: {bisect_right(starts, place) - 1 for place in places}
         for node, places in flow.held_at.items()
     }
-    on_host, ends = kept_on_host_by_stages(flow, mesh), [*starts[1:], len(flow.activations)]
-    host = [on_host.bytes(*span) for span in zip(starts, ends)]
     found = []
     for rank in range(made.ranks):
         own = {stage for _, stage in made.local_stages(rank)}
         held = [node for node, read in users.items() if read & own]
-        states = sum(stages[stage].states for stage in own)
-        lives = list(live_microbatches(made, rank, pipelining.remakes))
-        bytes_ = (
-            sum(stages[stage].bytes(*counts) for stage, counts in live.items()) for live in lives
-        )
-        kept = max(bytes_, default=states) - states
-        there = [sum(counts[0] * host[stage] for stage, counts in live.items()) for live in lives]
-        memory = Memory.of(held, mesh, kept)
-        activations = memory.host_activations + max(there, default=0)
-        found.append(replace(memory, host_activations=activations))
+        memory = Memory.of(held, mesh, kept_in_step(made, rank, taken))
+        on_host = memory.host_activations + host_in_step(made, rank, taken)
+        memory = replace(memory, host_activations=on_host)
+        found.append(memory.at_once(most_in_step(made, rank, taken)))
     return found
 
 

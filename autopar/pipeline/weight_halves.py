@@ -11,7 +11,8 @@ waits only if w is itself made of parameters, whose backward is gone through onc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,25 +35,54 @@ class WeightHalf:
     gradients: list[Tensor | None] = field(default_factory=list)  # of results, or of the weights
 
     def of_weights(self) -> list[Tensor | None]:
-        """The gradients of the weights; lets go of all else."""
+        """The gradients of the weights; lets go of them and of all else."""
+        found, self.gradients = self.gradients, []
         if self.product is not None:
             results, inside = self.product
-            self.gradients = list(_gradients(results, inside, self.gradients, False))
             self.product = None
-        return self.gradients
+            found = list(_gradients(results, inside, found, False))
+        return found
 
 
 def finish(halves: Sequence[WeightHalf]) -> None:
-    """Add the gradients of weights to those of parameters."""
-    pairs = [
-        (weight, gradient)
-        for half in halves
-        for weight, gradient in zip(half.weights, half.of_weights())
-        if gradient is not None
-    ]
-    if pairs:
-        weights, gradients = zip(*pairs)
-        torch.autograd.backward(weights, gradients)
+    """Add the gradients of weights to those of parameters, the last of the program first.
+
+    One at a time; but those of weights that are made of others come at the end in one pass, and
+    with them those of parameters that this pass reaches: each parameter has all its gradients
+    within one pass.
+    """
+    count = Counter(id(w) for half in halves for w in half.weights if isinstance(w, Tensor))
+    made = [w for half in halves for w in half.weights if not isinstance(w, Tensor)]
+    behind = _parameters_behind(made)
+    waiting: list[tuple[Tensor | GradientEdge, Tensor]] = []
+    for half in reversed(halves):
+        weights = half.weights
+        for weight, gradient in zip(weights, half.of_weights()):
+            if gradient is None:
+                continue
+            if not isinstance(weight, Tensor) or count[id(weight)] > 1 or id(weight) in behind:
+                waiting.append((weight, gradient))
+            else:
+                torch.autograd.backward(weight, gradient)
+            del gradient
+    if waiting:
+        edges, gradients = zip(*waiting)
+        torch.autograd.backward(edges, gradients)
+
+
+def _parameters_behind(made: Iterable[GradientEdge]) -> set[int]:
+    """The identities of the parameters that values are made of."""
+    found: set[int] = set()
+    seen = {edge.node for edge in made}
+    nodes = list(seen)
+    while nodes:
+        node = nodes.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.add(id(leaf))
+        more = {before for before, _ in node.next_functions if before is not None} - seen
+        seen |= more
+        nodes += more
+    return found
 
 
 class WeightHalves:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Self
 
 from torch import fx
@@ -23,11 +24,12 @@ from autopar.mesh import Mesh
 from autopar.passes import remark, rewrite
 from autopar.passes.flow import Flow, flow_of
 from autopar.passes.microbatches import Microbatches
-from autopar.pipeline.course import most_at_once
+from autopar.passes.stages import cut_stage
 from autopar.pipeline.pipelining import Pipelining
-from autopar.pipeline.price import pipeline_cost, pipeline_memory, price_step, stage_link
-from autopar.pipeline.schedule import Option
+from autopar.pipeline.price import memory_by_place, pipeline_cost, price_step, stage_link
+from autopar.pipeline.schedule import Option, one_stage
 from autopar.pipeline.stages.costs import StageCosts, price_stages
+from autopar.pipeline.step_memory import StageMemory, most_in_step
 from autopar.pipeline.timeline import Timeline
 from autopar.planner.recomputation import summary
 from autopar.planner.state_places import state_places
@@ -116,7 +118,7 @@ class Candidate:
     def changed(self, search: Search | None, pipelining: Pipelining | None = None) -> Self:
         """The same program, found so and in these stages; it is not rewritten again."""
         made = replace(self, search=search, pipelining=pipelining or self.pipelining)
-        vars(made).update(rewritten=self.rewritten, flow=self.flow)
+        vars(made).update(rewritten=self.rewritten, flow=self.flow, _taken=self._taken)
         return made
 
     def placed(self, states: States) -> Self:
@@ -167,13 +169,37 @@ class Candidate:
     @cached_property
     def memory(self) -> Memory:
         """The predicted bytes on the fullest device, and their parts."""
+        return max(self.memories, key=lambda memory: memory.peak)
+
+    @cached_property
+    def memories(self) -> list[Memory]:
+        """The same on each rank along the axis of the pipeline; without one there is one."""
         if self.pipelining is not None:
-            return pipeline_memory(self.pipelining, self.flow)
+            return memory_by_place(self.pipelining, self.flow, self._of_stages(self.pipelining))
         loss = self.loss
         held = program_memory(self.rewritten, self.mesh)
         if loss is None:
-            return held
-        return held.at_once(most_at_once(self.rewritten, self.mesh, loss, self.microbatches))
+            return [held]
+        program = StageMemory.of(self.rewritten, self.mesh, [loss])
+        return [held.at_once(most_in_step(one_stage(self.microbatches), 0, {0: program}))]
+
+    def _of_stages(self, pipelining: Pipelining) -> dict[int, StageMemory]:
+        """What the stages take in a step. Those that start and end alike are looked at once."""
+        places = {node.name: place for node, place in self.flow.position.items()}
+        starts = [0, *(places[stage.starts] for stage in pipelining.stages[1:])]
+        found = {}
+        for index, bounds in enumerate(pairwise([*starts, len(self.flow.activations)])):
+            key = *bounds, index in pipelining.schedule.split_stages
+            if key not in self._taken:
+                stage = cut_stage(self.flow, index, *bounds)
+                self._taken[key] = StageMemory.of_stage(stage, self.mesh, key[-1])
+            found[index] = self._taken[key]
+        return found
+
+    @cached_property
+    def _taken(self) -> dict[tuple[int, int, bool], StageMemory]:
+        """What stages take, by their cut points, and whether their backward is split."""
+        return {}
 
     @property
     def loss(self) -> fx.Node | None:

@@ -8,6 +8,9 @@ NCCL knows no tags: it matches what one rank sends another by order, and what on
 between two ranks it does one after another, whatever the direction. So every sender has a group of
 its own with each of its receivers, and receives are posted in the order of the sends: what is sent
 before the message that is needed is received before it. Tags, where a backend has them, guard this.
+
+gloo does not say when a send is done. What a rank sends after it has read a message says that this
+one has arrived: its memory is let go then, at the same action of every step.
 """
 
 from __future__ import annotations
@@ -41,10 +44,16 @@ class Messages:
         self.schedule, self.place, self.line = ranks.schedule, ranks.place, ranks.line
         self.shapes, self.device = shapes, device
         orders: dict[tuple[int, int], list[MessageKey]] = {}  # of a step, by sender and receiver
-        for sender, action in self.schedule.actions:
-            for key, receiver in messages_of(self.schedule, action, sent=True):
-                if receiver != sender:
-                    orders.setdefault((sender, receiver), []).append(key)
+        self._sent_at: dict[MessageKey, int] = {}  # which action of its rank
+        self._read_at: dict[MessageKey, int] = {}
+        for sender, order in enumerate(self.schedule.orders):
+            for position, action in enumerate(order):
+                for key, receiver in messages_of(self.schedule, action, sent=True):
+                    self._sent_at[key] = position
+                    if receiver != sender:
+                        orders.setdefault((sender, receiver), []).append(key)
+                for key, _ in messages_of(self.schedule, action, sent=False):
+                    self._read_at[key] = position
         self._groups: dict[tuple[int, int], Any] = {}  # by sender and receiver
         self._carrier = world().carrier
         for line in ranks.lines:
@@ -57,7 +66,8 @@ class Messages:
         self._due: dict[int, Iterator[MessageKey]] = {}
         self._own: dict[MessageKey, list[Value]] = {}  # to another stage of this rank
         self._expected: dict[MessageKey, list[tuple[Tensor, dist.Work | None]]] = {}
-        self._sent: list[tuple[dist.Work, Tensor]] = []
+        # On their way: to whom, and which of its actions reads it.
+        self._sent: list[tuple[dist.Work, Tensor, int, int]] = []
 
     def start(self) -> None:
         """Before a step."""
@@ -81,7 +91,19 @@ class Messages:
             if work is not None:
                 wait_for(work)
             values.append([value.to(self.device)])
+        self._have_arrived(sender, self._sent_at[key])
         return values
+
+    def _have_arrived(self, by: int, position: int) -> None:
+        """Let go of what another rank had read before it did the action at `position`."""
+        left = []
+        for one in self._sent:
+            work, _, receiver, read_at = one
+            if receiver == by and read_at <= position:
+                wait_for(work)
+            elif not work.is_completed():
+                left.append(one)
+        self._sent = left
 
     def send(self, key: MessageKey, receiver: int, values: list[Value]) -> None:
         if receiver == self.place:
@@ -93,8 +115,7 @@ class Messages:
                 group = self._groups[self.place, receiver]
                 work = dist.isend(value, self.line[receiver], group, self._tag(key, number))
                 assert work is not None
-                self._sent.append((work, value))
-        self._sent = [pair for pair in self._sent if not pair[0].is_completed()]
+                self._sent.append((work, value, receiver, self._read_at[key]))
 
     def arrived(self, key: MessageKey) -> bool:
         """A process of one rank waits in `receive`."""
@@ -102,7 +123,7 @@ class Messages:
 
     def finish(self) -> None:
         """Wait until everything that was sent has left."""
-        for work, _ in self._sent:
+        for work, *_ in self._sent:
             wait_for(work)
         self._sent.clear()
 

@@ -16,8 +16,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import autopar as ap
 from autopar import Mesh
-from autopar.passes.flow import flow_of
-from autopar.pipeline.price import memory_by_place
 from autopar.runtime.world import world
 from tests import models
 from tests.annotations import megatron, sequence, stored, vocabulary
@@ -414,9 +412,8 @@ def holds_pieces_alone() -> None:
         if dist.get_rank() % plan.mesh.size == 0:  # its pieces are the largest
             if pipelining is not None:
                 place = plan.whole_mesh.coordinate(dist.get_rank())[pipelining.axis]
-                places = memory_by_place(pipelining, flow_of(plan.captured, plan.program.graph))
-                assert most == max(places, key=lambda one: one.peak)
-                most = places[place]
+                assert most == max(plan.memories, key=lambda one: one.peak)
+                most = plan.memories[place]
             assert parts == (most.parameters, most.gradients, most.buffers), case.name
 
 

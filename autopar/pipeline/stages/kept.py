@@ -7,7 +7,6 @@ from torch import fx
 from autopar.cost.saved_tensors import (
     Storage,
     kept_by,
-    kept_on_host,
     kept_through,
     local_bytes,
     most_remade,
@@ -53,20 +52,6 @@ def kept_by_stages(flow: Flow, mesh: Mesh) -> tuple[Spans, Spans]:
     for key, readers in later.items():
         weight_halves.any_of(readers, sizes[key])
     return whole, weight_halves
-
-
-def kept_on_host_by_stages(flow: Flow, mesh: Mesh) -> Spans:
-    """What stages keep of one micro-batch on the host, of values that they make themselves."""
-    keepers: dict[Storage, list[int]] = {}
-    sizes: dict[Storage, float] = {}
-    for node, positions in flow.read_at.items():
-        for key, size in kept_on_host(node, mesh).items():
-            sizes[key] = size
-            keepers.setdefault(key, []).extend(positions)
-    spans = Spans()
-    for key, readers in keepers.items():
-        spans.all_of((flow.position.get(key[0], min(readers)), min(readers)), sizes[key])
-    return spans
 
 
 def regions_of(flow: Flow, mesh: Mesh) -> list[tuple[int, int, float]]:

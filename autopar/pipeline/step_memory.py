@@ -1,0 +1,281 @@
+"""Step memory: what a rank makes at most in a step, from its schedule and the course of each stage.
+
+    stage = StageMemory.of(graph, mesh, roots, is_split)
+    most_in_step(schedule, rank, {0: stage})
+
+What a rank holds at a time is a sum over its stages of counts times bytes: of so many micro-batches
+the activations, so many buffers of messages, and what the action takes that runs. The counts follow
+from the schedule alone, and each of its moments is looked at once for all that run by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum, auto
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import fx
+
+from autopar.cost.saved_tensors import kept_on_host
+from autopar.mesh import Mesh
+from autopar.passes.stages import Stage
+from autopar.pipeline.course import Moment, ProgramCourse
+from autopar.pipeline.schedule import Action, Schedule
+from autopar.strategies.node_info import info
+
+Counts = NDArray[np.int64]  # by moment, stage of the rank, and Part
+
+
+class Part(IntEnum):
+    """What a stage holds some of, and what it does."""
+
+    KEPT = 0  # activations of a micro-batch, from the end of F to B or I
+    RECEIVED = auto()  # an activation from the stage before, until B or I is done
+    RETURNED = auto()  # a gradient from the stage after, until B or I is done
+    SENT = auto()  # an activation that may not have arrived
+    GIVEN = auto()  # a gradient that may not have arrived
+    HALVES = auto()  # what the gradients of weights are made of, from I to W
+    STATISTICS = auto()  # what buffers change by, to the end of the step
+    EARLY = auto()  # whether there are those gradients of parameters that I makes
+    LATE = auto()  # and all others
+    F = auto()  # it runs
+    B = auto()  # the first, in which gradients of parameters come
+    B_AGAIN = auto()
+    I = auto()  # noqa: E741
+    I_AGAIN = auto()
+    W = auto()
+    W_AGAIN = auto()
+
+
+@dataclass(frozen=True, eq=False)
+class StageMemory:
+    """The bytes of each part of a stage, and of the gradients of its parameters."""
+
+    sizes: NDArray[np.float64]  # by Part
+    learned: Mapping[str, float]  # gradients by placeholder
+    at_once: frozenset[str]  # those of them that are there after I
+    host: float  # kept for backward on the host
+
+    @classmethod
+    def of(
+        cls,
+        graph: fx.Graph,
+        mesh: Mesh,
+        roots: Sequence[fx.Node],
+        is_split: bool = False,
+        sends: Sequence[fx.Node] = (),
+        statistics: Sequence[fx.Node] = (),
+    ) -> StageMemory:
+        """Of a program whose backward begins at `roots`; in a pipeline it sends some results."""
+        course = ProgramCourse(graph, mesh, roots, is_split)
+        given = [n for n in graph.find_nodes(op="placeholder") if info(n).origin[0] == "received"]
+        early = sum(course.learned[name] for name in course.at_once)
+
+        def size(values: Sequence[fx.Node], learn: bool = False) -> float:
+            learning = [v for v in values if info(v).differentiable or not learn]
+            return float(sum(info(value).type.local_bytes(mesh) for value in learning))
+
+        sizes = np.zeros(len(Part))
+        sizes[Part.KEPT], sizes[Part.HALVES] = course.kept, course.halves
+        sizes[Part.RECEIVED], sizes[Part.GIVEN] = size(given), size(given, learn=True)
+        sizes[Part.RETURNED] = size(sends, learn=True)
+        sizes[Part.SENT], sizes[Part.STATISTICS] = course.left(sends), course.left(statistics)
+        sizes[Part.EARLY], sizes[Part.LATE] = early, course.gradients - early
+        sizes[Part.F] = most(course.forward)
+        first, again = (Part.I, Part.I_AGAIN) if is_split else (Part.B, Part.B_AGAIN)
+        sizes[first] = most(course.backward)
+        sizes[again] = most(course.backward, without_gradients=True)
+        sizes[Part.W] = most(course.weights) - early if course.weights else 0.0
+        sizes[Part.W_AGAIN] = most(course.weights, without_gradients=True)
+        on_host = {k: v for n in graph.nodes for k, v in kept_on_host(n, mesh).items()}
+        return cls(sizes, course.learned, course.at_once, sum(on_host.values()))
+
+    @classmethod
+    def of_stage(cls, stage: Stage, mesh: Mesh, is_split: bool) -> StageMemory:
+        """Of a stage of a pipeline."""
+        results: Sequence[fx.Node] = stage.graph.output_node().args[0]  # type: ignore[assignment]
+        count, first = len(stage.sends), len(stage.sends) + stage.has_loss
+        learning = [one for one, learns in zip(results, stage.learns_sent) if learns]
+        roots = [*learning, *results[count:first]]
+        return cls.of(stage.graph, mesh, roots, is_split, results[:count], results[first:])
+
+
+def most(moments: Sequence[Moment], without_gradients: bool = False) -> float:
+    """The most bytes of some moments."""
+    return max((m.bytes - m.gradients * without_gradients for m in moments), default=0.0)
+
+
+def most_in_step(schedule: Schedule, rank: int, stages: Mapping[int, StageMemory]) -> float:
+    """The most bytes that a rank makes at one time, gradients of parameters among them."""
+    counts = step_counts(schedule)[rank]
+    held = [stages[stage] for stage in stages_of(schedule, rank)]
+    bytes_ = np.einsum("msp,sp->m", counts, np.array([stage.sizes for stage in held]))
+    # A parameter of several stages has one gradient.
+    for name in {name for stage in held for name in stage.learned}:
+        users = [number for number, stage in enumerate(held) if name in stage.learned]
+        if len(users) > 1:
+            flags = [
+                counts[:, at, Part.EARLY if name in held[at].at_once else Part.LATE] for at in users
+            ]
+            more = np.sum(flags, 0) - np.max(flags, 0)
+            bytes_ -= more * held[users[0]].learned[name]
+    return float(bytes_.max(initial=0.0))
+
+
+def kept_in_step(schedule: Schedule, rank: int, stages: Mapping[int, StageMemory]) -> float:
+    """The most of that which is kept for backward."""
+    parts = [Part.KEPT, Part.RECEIVED, Part.HALVES]
+    counts = step_counts(schedule)[rank][:, :, parts]
+    held = [stages[stage].sizes[parts] for stage in stages_of(schedule, rank)]
+    return float(np.einsum("msp,sp->m", counts, np.array(held)).max(initial=0.0))
+
+
+def host_in_step(schedule: Schedule, rank: int, stages: Mapping[int, StageMemory]) -> float:
+    """The most bytes that are kept for backward on the host."""
+    host = np.array([stages[stage].host for stage in stages_of(schedule, rank)])
+    return float((step_counts(schedule)[rank][:, :, Part.KEPT] @ host).max(initial=0.0))
+
+
+def stages_of(schedule: Schedule, rank: int) -> list[int]:
+    """Those that a rank holds, each once."""
+    return sorted({stage for _, stage in schedule.local_stages(rank)})
+
+
+@lru_cache(maxsize=64)
+def step_counts(schedule: Schedule) -> tuple[Counts, ...]:
+    """Of each rank, what it holds of its stages at all moments that differ."""
+    return tuple(_Counting(schedule, rank).rows for rank in range(schedule.ranks))
+
+
+class _Counting:
+    """Goes through the actions of one rank."""
+
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        self.schedule, self.rank = schedule, rank
+        own = stages_of(schedule, rank)
+        self._first = {stage: number * len(Part) for number, stage in enumerate(own)}
+        self._now = [0] * (len(own) * len(Part))
+        self._sent: list[tuple[int, int, int, int]] = []  # to, read there at, where, how many
+        # Messages by key, as `Schedule.messages` has them.
+        self._read_at = {
+            waited: (at, position)
+            for at, row in enumerate(schedule.messages)
+            for position, (waited, _, _) in enumerate(row)
+            if waited >= 0
+        }
+        self._due = {other: self._coming(other) for other in range(schedule.ranks) if other != rank}
+        self._here: set[int] = set()  # those of which there is a buffer
+        seen: dict[tuple[int, ...], None] = {}
+        for moment in self._moments():
+            seen[moment] = None
+        self.rows = np.array(list(seen)).reshape(-1, len(own), len(Part))
+
+    def _coming(self, sender: int) -> Iterator[int]:
+        """The keys of what another rank sends here, in that order."""
+        for _, key, _ in self.schedule.messages[sender]:
+            if key >= 0 and self._read_at.get(key, (-1,))[0] == self.rank:
+                yield key
+
+    def _moments(self) -> Iterator[tuple[int, ...]]:
+        order = self.schedule.orders[self.rank]
+        messages = self.schedule.messages[self.rank]
+        for position, action in enumerate(order):
+            waited, sent, _ = messages[position]
+            self._expect(waited)
+            if waited in self.schedule.senders:
+                self._have_arrived(*self.schedule.senders[waited])
+            if position + 1 < len(order):
+                self._expect(messages[position + 1][0])
+            yield from self._do(action, sent)
+
+    def _expect(self, key: int) -> None:
+        """A buffer is made for a message, and for those that come before it."""
+        if key < 0 or key in self._here or key not in self.schedule.senders:
+            return
+        sender, _ = self.schedule.senders[key]
+        if sender == self.rank:
+            return
+        for due in self._due[sender]:
+            self._take(due)
+            if due == key:
+                return
+
+    def _take(self, key: int) -> None:
+        """A message is here, or a buffer for it."""
+        self._here.add(key)
+        rank, position = self._read_at[key]
+        action = self.schedule.orders[rank][position]
+        part = Part.RECEIVED if action.kind == "F" else Part.RETURNED
+        self._add(action.stage, part, len(action.microbatches))
+
+    def _have_arrived(self, by: int, position: int) -> None:
+        """What another rank had read before it sent what has come from there."""
+        left = []
+        for one in self._sent:
+            to, read_at, where, count = one
+            if to == by and read_at <= position:
+                self._now[where] -= count
+            else:
+                left.append(one)
+        self._sent = left
+
+    def _add(self, stage: int, part: Part, count: int) -> None:
+        self._now[self._first[stage] + part] += count
+
+    def _running(self, stage: int, part: Part) -> tuple[int, ...]:
+        at = self._first[stage] + part
+        return (*self._now[:at], self._now[at] + 1, *self._now[at + 1 :])
+
+    def _has(self, stage: int, part: Part) -> bool:
+        return bool(self._now[self._first[stage] + part])
+
+    def _do(self, action: Action, sent: int) -> Iterator[tuple[int, ...]]:
+        stage, kind = action.stage, action.kind
+        is_split = stage in self.schedule.split_stages
+        for _ in action.microbatches:
+            if kind == "F":
+                yield self._running(stage, Part.F)
+                self._add(stage, Part.KEPT, 1)
+                self._add(stage, Part.STATISTICS, 1)
+            if kind in ("B", "I"):
+                self._add(stage, Part.KEPT, -1)
+                first, again = (Part.I, Part.I_AGAIN) if is_split else (Part.B, Part.B_AGAIN)
+                done = Part.EARLY if is_split else Part.LATE
+                yield self._running(stage, again if self._has(stage, done) else first)
+                self._come(stage, *([Part.EARLY] if is_split else [Part.EARLY, Part.LATE]))
+                self._add(stage, Part.HALVES, is_split)
+                if stage:
+                    self._add(stage, Part.RECEIVED, -1)
+            if kind == "W" or (kind == "B" and is_split):
+                self._add(stage, Part.HALVES, -1)
+                given = kind == "B" and stage > 0
+                self._add(stage, Part.GIVEN, given)
+                part = Part.W_AGAIN if self._has(stage, Part.LATE) else Part.W
+                yield self._running(stage, part)
+                self._add(stage, Part.GIVEN, -given)
+                self._come(stage, Part.LATE)
+            if sent >= 0 and sent in self._read_at:
+                self._send(action, sent)
+        if kind in ("B", "I") and stage < self.schedule.stages - 1:
+            self._add(stage, Part.RETURNED, -len(action.microbatches))
+        yield tuple(self._now)
+
+    def _come(self, stage: int, *parts: Part) -> None:
+        """Gradients of parameters are there from now on."""
+        for part in parts:
+            self._now[self._first[stage] + part] = 1
+
+    def _send(self, action: Action, key: int) -> None:
+        """One of the micro-batches of a message leaves."""
+        to, read_at = self._read_at[key]
+        if to == self.rank:
+            there = self.schedule.orders[to][read_at]
+            part = Part.RECEIVED if there.kind == "F" else Part.RETURNED
+            self._add(there.stage, part, 1)
+            return
+        part = Part.SENT if action.kind == "F" else Part.GIVEN
+        self._add(action.stage, part, 1)
+        self._sent.append((to, read_at, self._first[action.stage] + part, 1))
