@@ -20,11 +20,6 @@ class Pipelining:
     schedule: Annotated[Schedule, from_text]
     stages: tuple[StageCost, ...]
 
-    @property
-    def remakes(self) -> bool:
-        """Whether some backward makes again what forward did not keep."""
-        return any(stage.remade for stage in self.stages)
-
     def __str__(self) -> str:
         made = self.schedule
         options = "".join(f", {name}={value}" for name, value in made.options)

@@ -32,6 +32,9 @@ WAYS = [
     ("gpt", {"microbatches": 2}),
     ("llama", {"states": "zero2"}),
     ("resnet", {"states": "zero1"}),
+    ("gpt", {"mesh": ap.Mesh(pp=2), "schedule": "1f1b", "microbatches": 4}),
+    ("gpt", {"mesh": ap.Mesh(pp=2), "schedule": "zb-h1", "microbatches": 4, "recompute": "full"}),
+    ("llama", {"mesh": ap.Mesh(pp=2), "schedule": "zb-h1", "microbatches": 4}),
 ]
 
 
@@ -60,10 +63,10 @@ def held(tensors: list[Tensor]) -> int:
 
 
 def measured(case: Case, **options: object) -> tuple[int, float]:
-    """Bytes at the peak of a step, in which an optimizer has states, and those of the plan."""
-    module = ap.parallelize(
-        case.model, case.args, case.kwargs, mesh=ap.Mesh(dp=2), mode="data", **options
-    )
+    """Bytes at the peak of a step, in which an optimizer has states, and those of the plan for
+    this rank."""
+    options = {"mesh": ap.Mesh(dp=2), "mode": "data"} | options
+    module = ap.parallelize(case.model, case.args, case.kwargs, **options)
     optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
     for _ in range(2):
         module.step(*case.args, **case.kwargs)
@@ -72,7 +75,8 @@ def measured(case: Case, **options: object) -> tuple[int, float]:
     states = [v for kept in optimizer.state.values() for v in kept.values()]
     before = held([*module.parameters(), *module.buffers(), *states])
     made = most_made(lambda: module.step(*case.args, **case.kwargs))
-    memory = module.plan.memory
+    place = module.plan.whole_mesh.coordinate(dist.get_rank()).get("pp", 0)
+    memory = module.plan.memories[place]
     module.close()
     there = memory.host_parameters + memory.host_optimizer  # here the host is the same memory
     return before + made, memory.peak - memory.inputs + there  # inputs were there before

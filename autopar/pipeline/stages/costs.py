@@ -57,16 +57,6 @@ class StageCost:
     def seconds(self) -> float:
         return self.forward + self.backward
 
-    @property
-    def states(self) -> int:
-        """Bytes that stay all through a step."""
-        return sum(getattr(self, kind) for kind in HELD)
-
-    def bytes(self, whole: int, received: int, weight_halves: int, remade: int) -> int:
-        """With its states, what it keeps of so many micro-batches."""
-        kept = whole * self.activations + received * self.receives
-        return self.states + kept + weight_halves * self.weight_halves + remade * self.remade
-
 
 def price_stages(costs: StageCosts, starts: Sequence[str]) -> list[StageCost]:
     """What stages take that begin at the operators `starts`, for cuts that were made before."""
