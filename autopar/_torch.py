@@ -205,6 +205,11 @@ def moves_on_host(group: ProcessGroup) -> bool:
     return group._get_backend(torch.device("cuda")).name() == "gloo"
 
 
+def runs_on_host(operator: torch._ops.OpOverload) -> bool:
+    """Whether an operator has a kernel for the CPU, its own or made of others."""
+    return torch._C._dispatch_has_computed_kernel_for_dispatch_key(operator.name(), "CPU")
+
+
 def moves_what_is_on_host(group: ProcessGroup) -> bool:
     """Whether a group moves tensors that are on the host."""
     return torch.device("cpu") in group._device_types

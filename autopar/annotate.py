@@ -5,6 +5,7 @@
     matmul = shard(torch.matmul, ((1, 1), (1, 4)))          a function's inputs
     x = shard(x, ("dp", None, "tp"))                        a tensor, inside forward
     shard(model.layers[2], stage=1)                         where a stage of a pipeline starts
+    shard(model.embedding, device="host")                   a module that is on the host
 
 Each dim takes None, the name of a mesh axis, a tuple of names (outermost first), or a number of
 slices. An annotation changes nothing until the model is parallelised.
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autopar.capture.annotations import PARAMETERS, STAGE
+from autopar.capture.annotations import DEVICE, PARAMETERS, STAGE
 from autopar.capture.marker import Annotation, Entry, annotate
 from autopar.errors import InvalidInput
 from autopar.lines import caller
@@ -39,16 +40,21 @@ def shard(
     out_strategy: Sequence[Dims | None] | Dims | None = None,
     params: Mapping[str, Dims] | None = None,
     stage: int | None = None,
+    device: str | None = None,
 ) -> Target:
     """Annotate a module (in place, returned), a function (wrapped) or a tensor (marked).
 
     For a tensor `in_strategy` is one entry for each dim. For a function or module it is a tuple
     with one such tuple (or None: no wish) for each tensor input, in order; `out_strategy` the same
     for the outputs; `params` maps names of parameters (dotted, from the module) to entries.
-    `stage` is the stage of a pipeline that starts with this module.
+    `stage` is the stage of a pipeline that starts with this module. With `device="host"` the
+    parameters of a module are kept on the host, and its operators run there, as is worth it for a
+    large embedding; what it reads and gives crosses. A part of it can be on the "device" again.
     """
     if isinstance(target, torch.Tensor) and torch.compiler.is_dynamo_compiling():
         return target
+    if device is not None:
+        _put(target, device)
     return _shard(target, in_strategy, out_strategy, params, stage)
 
 
@@ -99,6 +105,24 @@ def _pin(target: Any, stage: int) -> None:
         raise InvalidInput(
             "a module starts one stage",
             got=f"stage {earlier[0]} at {earlier[1]}\nand stage {stage} at {source}",
+            remedy="remove one of them",
+        )
+
+
+def _put(target: Any, device: str) -> None:
+    source = caller() or ""
+    if not isinstance(target, nn.Module) or device not in ("host", "device"):
+        raise InvalidInput(
+            'device= says where a module is: "host", or "device"',
+            got=f"device={device!r} for {type(target).__name__}",
+            remedy='shard(model.embedding, device="host")',
+            source=source,
+        )
+    earlier = target.__dict__.setdefault(DEVICE, (device, source))
+    if earlier[0] != device:
+        raise InvalidInput(
+            "a module is on the host, or on the device",
+            got=f"{earlier[0]!r} at {earlier[1]}\nand {device!r} at {source}",
             remedy="remove one of them",
         )
 

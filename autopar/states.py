@@ -19,7 +19,7 @@ from typing import Literal, get_args
 import torch
 
 from autopar.errors import InvalidInput, require_one_of
-from autopar.layout import Layout, ParameterPlacement, Place
+from autopar.layout import ALL_PLACES, Layout, ParameterPlacement, Place
 from autopar.mesh import Mesh
 from autopar.schema import Count, is_count
 
@@ -123,18 +123,21 @@ class States:
         mesh: Mesh,
         learns: bool = True,
         already: int = 1,
+        is_there: bool = False,
     ) -> ParameterPlacement:
         """Where a parameter is that readers start from at `working`, cut over some of `axes`.
 
         `already`: into how many parts it is cut there over such axes, because that was asked for.
+        `is_there`: its readers run on the host.
         """
+        on_host = ALL_PLACES if is_there else self.on_host(learns)
         axes = tuple(axis for axis in axes if mesh[axis] > 1)
         stored = 1 if self.lifetime == "step" else self.parameters
         factors = (stored, self.gradients, self.optimizer) if learns else (stored,) * 3
         left = (f if f == "all" else max(1, f // already) for f in factors)
         levels = [innermost(factor, axes, mesh) for factor in left]
         if not levels[-1] or not shape:
-            return ParameterPlacement.tied(working, self.on_host(learns))
+            return ParameterPlacement.tied(working, on_host)
         dim = _dim_to_cut(working.largest_shape(shape, mesh), mesh.degree(levels[-1]))
         cuts: tuple[str, ...] = ()  # further axes cut further inside
         found = []
@@ -142,7 +145,7 @@ class States:
             cuts += tuple(axis for axis in mesh if axis in level and axis not in cuts)
             found.append(working.with_dim(dim, (*working.dims[dim], *cuts)))
         storage, gradient, optimizer = found
-        return ParameterPlacement(storage, working, gradient, optimizer, self.on_host(learns))
+        return ParameterPlacement(storage, working, gradient, optimizer, on_host)
 
     def __str__(self) -> str:
         for name, setting in NAMED.items():

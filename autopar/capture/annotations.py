@@ -10,6 +10,7 @@ from autopar.capture.marker import Annotation
 
 PARAMETERS = "_autopar_parameters"
 STAGE = "_autopar_stage"
+DEVICE = "_autopar_device"
 
 
 @dataclass(frozen=True)
@@ -37,3 +38,12 @@ def stage_pins(model: nn.Module) -> list[Pin]:
         for path, module in model.named_modules(remove_duplicate=False)
         if STAGE in module.__dict__
     ]
+
+
+def devices_of(model: nn.Module) -> dict[str, tuple[str, str]]:
+    """By the paths of modules that say where they are: "host" or "device", and the user's line."""
+    return {
+        path: module.__dict__[DEVICE]
+        for path, module in model.named_modules(remove_duplicate=False)
+        if DEVICE in module.__dict__
+    }

@@ -41,6 +41,7 @@ from autopar.capture.flatten import flatten
 from autopar.capture.functions import own_backwards_refused
 from autopar.capture.graph_builder import GraphBuilder
 from autopar.capture.hooks import hooks_refused, refuse_hooks, warn_of_memory
+from autopar.capture.host import cross_to_host
 from autopar.capture.listing import operator_name
 from autopar.capture.node_classes import number_calls
 from autopar.capture.normalise import normalise
@@ -134,7 +135,8 @@ def _freeze(builder: GraphBuilder, example: Example) -> Captured:
         for node in graph.find_nodes(op="placeholder"):
             if node.name in builder.parameters:
                 info(node).state_bytes = _in_several_dtypes(node, example.precision)
-    outputs = [new[node] for node in builder.outputs]
+    cross_to_host(graph, example.model, builder.parameters, builder.tied)
+    outputs: list[fx.Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
     info(graph.output_node()).end(outputs)
     count = len(outputs) - len(builder.mutated)
     tensors = iter(outputs[:count])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,7 +36,14 @@ class Host:
         """As weak in each respect as the weakest of several."""
         return cls(**_worst(cls, kinds))
 
-    @property
+    @cached_property
+    def link(self) -> Device:
+        """The way to the device, as one that reads what it copies and writes it."""
+        rates = {"f32": self.flops}
+        more = {"overhead": self.copy_alpha, "efficiency": 1.0, "overlap": 0.0}
+        return Device("host link", rates, self.memory, 2 * self.copy_bandwidth, **more, host=self)
+
+    @cached_property
     def processor(self) -> Device:
         """Its cores, as a device that runs operators."""
         rates = {"f32": self.flops, "f64": self.flops / 2}

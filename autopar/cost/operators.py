@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
+from autopar.capture.host import CROSSINGS
 from autopar.cluster import Device
 from autopar.cost.formula import Formula
 from autopar.cost.model import operator_formula, operator_values
@@ -113,6 +114,10 @@ def work(facts: Facts, pieces: ShardSizes) -> Work:
 
 def rooflines(facts: Facts, done: Work, device: Device) -> dict[str, tuple[Formula, Values]]:
     """What is computed, "forward" and "backward": the formula, and what its symbols stand for."""
+    if facts.crosses:
+        device = device.host.link
+    elif facts.on_host:
+        device = device.host.processor
     ways = {} if facts.is_view else {"forward": (done.flops, done.moved)}
     if ways and any(facts.differentiable):
         ways["backward"] = done.backward_flops, done.backward_moved
@@ -134,9 +139,9 @@ def _elements(rule: Rule, dims: Sequence[Dim]) -> int:
 
 
 def kept_extra(facts: Facts, pieces: ShardSizes) -> Array:
-    """Bytes that backward keeps besides inputs and outputs."""
+    """Bytes that backward keeps on the device besides inputs and outputs."""
     total = np.zeros(pieces.count)
-    if any(facts.differentiable):
+    if any(facts.differentiable) and not facts.on_host:
         for extra in facts.rule.saved.extra:
             total = total + pieces.bytes(extra, facts.dtype)
     return total
@@ -150,4 +155,6 @@ def facts_of(node: fx.Node, rule: Rule, inputs: Sequence[fx.Node]) -> Facts:
         tuple(info(node).differentiable and info(value).differentiable for value in inputs),
         tuple(tensor.dtype for tensor in tensors_of(node)),
         is_view(node),
+        info(node).on_host,
+        node.target in CROSSINGS,
     )

@@ -50,6 +50,8 @@ class SavedTensors:
         facts, region = self.facts[reader], self.regions.get(reader)
         if facts is None or (region is not None and region.how.keep == "host"):
             return False
+        if self._is_there(value):
+            return False
         if region is not None and region.is_full:
             return self.regions.get(value) != region
         if self.regions.get(value) == region and self._is_dropped(value, region):
@@ -70,11 +72,18 @@ class SavedTensors:
     def keeps_output(self, operator: str) -> bool:
         """Whether an operator keeps what it gives."""
         facts, region = self.facts[operator], self.regions.get(operator)
+        if self._is_there(operator):
+            return False
         if region is not None and (region.is_full or region.how.keep == "host"):
             return False
         if self._is_dropped(operator, region):
             return False
         return facts is not None and facts.rule.saved.output and any(facts.differentiable)
+
+    def _is_there(self, value: str) -> bool:
+        """Whether it is on the host anyway."""
+        facts = self.facts.get(value)
+        return facts is not None and facts.on_host
 
     def _is_dropped(self, value: str, region: Region | None) -> bool:
         facts = self.facts.get(value)
@@ -131,9 +140,11 @@ def kept_through(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
     again what it reads, of one that keeps some values all but those that it drops."""
     region = info(node).region
     if region is None or node.op != "call_function":
-        return kept_by(node, mesh)
+        return {k: size for k, size in kept_by(node, mesh).items() if not info(k[0]).on_host}
     kept = dict[Storage, float]()
     for key, size in lasting(node, region, mesh).items():
+        if info(key[0]).on_host:
+            continue
         axes = kept_away(key, region, mesh)
         if axes is None:
             kept[key] = size
@@ -145,11 +156,13 @@ def kept_through(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
 def kept_on_host(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
     """What of an operator is kept on the host from forward to backward."""
     region = info(node).region
-    if region is None or node.op != "call_function" or region.how.keep != "host":
-        return {}
+    if region is None or node.op != "call_function":
+        return {k: size for k, size in kept_by(node, mesh).items() if info(k[0]).on_host}
     kept = dict[Storage, float]()
     for key, size in lasting(node, region, mesh).items():
-        if (axes := kept_away(key, region, mesh)) is not None:
+        if info(key[0]).on_host:
+            kept[key] = size
+        elif region.how.keep == "host" and (axes := kept_away(key, region, mesh)) is not None:
             kept[_elsewhere(key, region)] = piece_bytes(size, axes, mesh)
     return kept
 
@@ -159,7 +172,8 @@ def remade_for(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
     region = info(node).region
     if region is None or node.op != "call_function":
         return {}
-    again = {k: size for k, size in kept_by(node, mesh).items() if _is_remade(k, region)}
+    own = {k: size for k, size in kept_by(node, mesh).items() if not info(k[0]).on_host}
+    again = {k: size for k, size in own.items() if _is_remade(k, region)}
     if region.how.keep == "device":
         return again
     kept = lasting(node, region, mesh).items()

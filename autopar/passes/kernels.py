@@ -59,7 +59,7 @@ def local_call(
             node, known.rule, known.strategy, known.type, mesh, rank
         )
         if "device" in kwargs:
-            kwargs["device"] = device
+            kwargs["device"] = torch.device("cpu") if known.on_host else device
         return function, args, kwargs
     rule, strategy, factor = known.start_of
     start, _ = rule.bounds(factor, strategy, mesh, rank)

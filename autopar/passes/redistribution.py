@@ -129,6 +129,7 @@ def insert_movement(graph: fx.Graph, value: fx.Node, movement: Movement) -> fx.N
         source=info(value).source,
         module=info(value).module,
         differentiable=info(value).differentiable,
+        on_host=info(value).on_host,
     )
     return node
 

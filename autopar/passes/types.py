@@ -7,6 +7,7 @@ strategy. Whatever a later pass makes of an operator keeps its calls.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -14,7 +15,7 @@ from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.cost.operators import facts_of
-from autopar.layout import Layout, Placement, TensorType
+from autopar.layout import ALL_PLACES, Layout, Placement, TensorType
 from autopar.passes.flow import part_of
 from autopar.passes.setting import Setting
 from autopar.search.decisions import Decisions
@@ -33,7 +34,8 @@ def assign_types(source: fx.Graph, setting: Setting) -> fx.Graph:
         if node.op == "placeholder":
             info(node).origin = _origin(captured, node.name)
             if node.name in captured.parameters:
-                info(node).places = decisions.parameter(node.name)
+                places, is_there = decisions.parameter(node.name), info(node).on_host
+                info(node).places = replace(places, on_host=ALL_PLACES) if is_there else places
             _set_type(node, decisions.placeholders[node.name])
         elif is_result(node):
             call, place = maker(node), place_of(node)

@@ -120,6 +120,9 @@ class ProgramCourse:
         return maker(storage(value))
 
     def _size(self, node: fx.Node) -> float:
+        """Bytes of a value on the device."""
+        if info(node).on_host:
+            return 0.0
         return float(sum(type_.local_bytes(self.mesh) for type_ in info(node).types))
 
     def _moment(self, node: fx.Node, is_backward: bool, more: float) -> Moment:
@@ -279,6 +282,8 @@ class ProgramCourse:
         if parameter.name not in self.learned:
             places, whole = info(parameter).places, tuple(info(parameter).val.shape)
             assert places is not None
+            if "gradient" in places.on_host:
+                return
             elements = local_elements(places.gradient.dims, whole, self.mesh)
             size = float(elements * state_bytes(parameter).gradient)
             self.learned[parameter.name] = size

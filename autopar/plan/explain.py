@@ -248,7 +248,12 @@ class _Explainer:
             return decided
         axes = [axis for axis in self.mesh if axis not in layout.axes]
         return self.plan.states.places(
-            layout, tuple(info(node).val.shape), axes, self.mesh, info(node).differentiable
+            layout,
+            tuple(info(node).val.shape),
+            axes,
+            self.mesh,
+            info(node).differentiable,
+            is_there=info(node).on_host,
         )
 
     # The whole step with one decision forced

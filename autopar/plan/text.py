@@ -135,7 +135,7 @@ def _kept(plan: PlanValue, placeholder: str, name: str) -> str:
     """Of a parameter that is elsewhere from step to step, or is read elsewhere."""
     places = plan.decisions.apart.get(placeholder)
     if places is None:
-        return ""
+        return "on the host" * info(plan.program.placeholders[placeholder]).on_host
     type_ = plan.types[name]
     said = {
         "kept as": places.optimizer,

@@ -16,7 +16,7 @@ from functools import cache, partial
 
 from torch import nn
 
-from autopar.capture.annotations import parameter_annotations, stage_pins
+from autopar.capture.annotations import devices_of, parameter_annotations, stage_pins
 from autopar.capture.captured import Captured
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.mesh import Mesh
@@ -58,9 +58,26 @@ class Planner:
         self._weighed: list[Alternative] = []
         self._too_large: list[SmallestFootprint] = []
         self._too_large_for_host: list[Candidate] = []
+        self._hosted = request.hosted if self._may_go(model) else ()
         self._layouts = Layouts(request, self.constraints, report)
         self._is_bound = False  # memory kept the last layouts from what would be faster
         self._is_interrupted = False  # then the best so far is taken, though something is left
+
+    def _may_go(self, model: nn.Module) -> bool:
+        """Whether states may go to the host; refuse them where a module is to be on the device."""
+        devices = devices_of(model)
+        stays = [(path, at) for path, (device, at) in devices.items() if device == "device"]
+        within = [path for path, (device, _) in devices.items() if device == "host"]
+        stays = [one for one in stays if not any(f"{one[0]}.".startswith(f"{p}.") for p in within)]
+        asked = self.request.states
+        if stays and asked is not None and asked.optimizer_device == "host":
+            raise InvalidInput(
+                "a module that is to be on the device has no states on the host",
+                got=f"{stays[0][0]}, with states {asked}",
+                remedy='no device="device" for it, or states on the device',
+                source=stays[0][1],
+            )
+        return not stays
 
     @property
     def alternatives(self) -> tuple[Alternative, ...]:
@@ -170,7 +187,7 @@ class Planner:
                 lean = self.regions.all(self.regions.kinds[-1])
                 leaner = replace(asked, states=settings[-1], recompute=lean)
                 yield from weighed(self._with_states(leaner, stages, parts))
-        if self.request.hosted and not (is_decided or any(found)):
+        if self._hosted and not (is_decided or any(found)):
             yield from weighed(self._on_host(asked, found, stages, parts))
         if not found and refused:
             raise min(refused, key=lambda error: error.smallest.memory)
@@ -181,7 +198,7 @@ class Planner:
     ) -> Iterator[Candidate]:
         """At last, with states on the host; `found` grows by whether each of these fits."""
         self.report("memory", "states on the host")
-        settings = self.request.hosted
+        settings = self._hosted
         yield from self._placed(asked, settings, stages, parts)
         free, _ = self._layouts.find(asked)
         for states in settings if asked.is_all and len(self.regions.kinds) > 1 else ():

@@ -32,7 +32,8 @@ def state_places(graph: fx.Graph, states: States, mesh: Mesh) -> dict[str, Param
         shape, learns = tuple(info(node).val.shape), info(node).differentiable
         order = sorted(axes[node], key=main.__contains__)  # those of most parameters innermost
         already = mesh.degree(axis for axis in places.working.axes if axis in main)
-        found[node.name] = states.places(places.working, shape, order, mesh, learns, already)
+        about = shape, order, mesh, learns, already, info(node).on_host
+        found[node.name] = states.places(places.working, *about)
     return {name: places for name, places in found.items() if not places.is_tied}
 
 

@@ -32,6 +32,7 @@ class SumKey:
     whole: Axes  # over which the rest is summed
     adds: bool = False  # those of micro-batches add up outside of the leaf, in another dtype
     goes_down: bool = False  # to the host, where the parameter is
+    on_host: bool = False  # made there, and summed there
 
 
 class StageRanks:
@@ -91,7 +92,8 @@ class Users:
         whole = in_order({*route.pending} - kept, mesh)
         adds = route.dtype != route.reduce and not each
         goes_down = route.places.goes_up is not None
-        return SumKey(self.stages(route.name), each, last, whole, adds, goes_down)
+        is_there = "gradient" in route.places.on_host
+        return SumKey(self.stages(route.name), each, last, whole, adds, goes_down, is_there)
 
 
 def slot_of(route: Route, key: SumKey, leaves: Leaves, mesh: Mesh, rank: int) -> Slot:

@@ -146,7 +146,8 @@ class VirtualGraph:
     ) -> Value:
         kind, name = info(node).origin
         whole = kept[name] if kind in ("parameter", "buffer", "before") else inputs[name]
-        pieces = to_ranks(whole.to(self.device), info(node).type.layout, self.mesh)
+        device = HOST if info(node).on_host else self.device
+        pieces = to_ranks(whole.to(device), info(node).type.layout, self.mesh)
         if info(node).sync:
             pieces = move(Movement("identity", info(node).sync, pending=True), pieces, self.mesh)
         return pieces

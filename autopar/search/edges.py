@@ -17,7 +17,7 @@ from autopar.cluster import Cluster
 from autopar.cost.footprint import parameter_bytes
 from autopar.cost.price import ClusterPrice
 from autopar.cost.state_price import NodeCost, StatePrice
-from autopar.layout import Layout, ParameterPlacement, Placement
+from autopar.layout import ALL_PLACES, Layout, ParameterPlacement, Placement
 from autopar.mesh import Mesh
 from autopar.search.candidates import Candidates
 from autopar.search.reshard import Placements, ReshardTable, reshard_table
@@ -87,12 +87,14 @@ class Edges:
         shape, learns = tuple(info(value).val.shape), info(value).differentiable
         asked = self.mesh.names if pending is None or not learns else tuple(pending)
         axes = [axis for axis in self.mesh if axis in asked and axis not in layout.axes]
-        return self.states.places(layout, shape, axes, self.mesh, learns)
+        is_there = info(value).on_host
+        return self.states.places(layout, shape, axes, self.mesh, learns, is_there=is_there)
 
     def _states(self, value: fx.Node, first: Placements, second: Placements) -> tuple[Array, Array]:
         """Seconds that cutting the states of a parameter adds to summing its gradient, and bytes
         that are more than those of states that are cut over all replicas."""
         val, learns = info(value).val, info(value).differentiable
+        is_there = info(value).on_host
         about = tuple(val.shape), state_bytes(value), learns
         cost, memory = (np.zeros((len(first), len(second))) for _ in range(2))
         for i, start in enumerate(first):
@@ -102,7 +104,7 @@ class Edges:
                 if (pending := state.pending) not in found:
                     summed = [axis for axis in pending if axis not in start.layout.axes]
                     places = self.places(value, start.layout, summed)
-                    tied = ParameterPlacement.tied(start.layout)
+                    tied = ParameterPlacement.tied(start.layout, ALL_PLACES * is_there)
                     more = self._seconds(self.state_price.whole(places, about, summed))
                     more -= self._seconds(self.state_price.whole(tied, about, summed))
                     held = sum(parameter_bytes(value, places, self.mesh))

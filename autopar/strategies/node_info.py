@@ -80,6 +80,7 @@ class NodeInfo:
     state_bytes = _Key[StateBytes | None](None)  # of a parameter that is read in another dtype
     no_grad = _Key[bool](False)  # made under torch.no_grad; gone when the graph is frozen
 
+    on_host = _Key[bool](False)  # of a parameter: where it is kept; of a call: where it runs
     checkpoint = _Key[int | None](None)  # the user's checkpoint that it stands in, by number
 
     # From assign_types

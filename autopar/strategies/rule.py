@@ -304,6 +304,8 @@ class Facts:
     differentiable: tuple[bool, ...]  # which inputs get a gradient
     dtypes: tuple[torch.dtype, ...]  # of the outputs
     is_view: bool  # gives a view of its input: nothing is computed
+    on_host: bool = False  # its result is there
+    crosses: bool = False  # between host and device
 
     @property
     def dtype(self) -> torch.dtype:

@@ -139,7 +139,22 @@ def collects_and_loads(ranks: int) -> None:
     torch.testing.assert_close(found[1], found[3])
 
 
+def runs_modules_there(ranks: int) -> None:
+    """An embedding, tied to what is on the device, and all of a block but its attention."""
+    for states in ("whole", "zero3", SETTINGS[-1]):
+        case = models.gpt(layers=2)
+        ap.shard(case.model.tokens, device="host")
+        ap.shard(case.model.layers[0], device="host")
+        ap.shard(case.model.layers[0].attention, device="device")
+        parity(case, states, mesh=ap.Mesh(dp=ranks), microbatches=2)
+    case = models.gpt(layers=2)
+    ap.shard(case.model.tokens, device="host")
+    options = {"schedule": "1f1b", "microbatches": 2, "mesh": ap.Mesh(pp=2)}
+    parity(case, "whole", **options)
+
+
 CHECKS = (
+    runs_modules_there,
     trains_like_one_device,
     trains_in_pipelines,
     computes_in_another_dtype,
