@@ -101,6 +101,41 @@ def test_casts_are_where_they_belong(options):
     assert distance(module.full_grads(), expected) < 1e-6
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": ap.Mesh(dp=4)},
+        {"mesh": ap.Mesh(dp=4), "microbatches": 2, "states": "zero3"},
+        {"mesh": ap.Mesh(pp=2, dp=2), "microbatches": 2, "schedule": "zb-h1"},
+    ],
+    ids=str,
+)
+def test_gradients_are_summed_in_the_dtype_that_is_asked_for(options):
+    """A sum in 8 bits has 8 bits, and is as far from the exact one as so many roundings take it."""
+    case = in_float32(models.mlp(layers=4))
+    _, expected = alone(case, torch.float32)
+    for reduce, far in ((torch.bfloat16, 2**-6), (torch.float32, 1e-6)):
+        precision = ap.Precision(compute=torch.float32, reduce=reduce)
+        module = ap.parallelize(
+            case.model, case.args, mode="propagate", precision=precision, **options
+        )
+        module.step(*case.args)
+        found = module.full_grads()
+        assert distance(found, expected) < far
+        rounded = {name: value.to(torch.bfloat16).float() for name, value in found.items()}
+        assert (distance(found, rounded) == 0) == (reduce == torch.bfloat16)
+
+
+def test_what_moves_is_listed_in_the_dtype_in_which_it_moves():
+    case = in_float32(models.mlp(hidden=32))
+    options = {"mesh": ap.Mesh(dp=2), "mode": "data", "states": "zero3"}
+    plan = ap.plan(case.model, case.args, precision=BF16, **options)
+    gathers = [one for one in plan.movements() if one.forward == "all_gather"]
+    size = sum(parameter.numel() for parameter in case.model.parameters())
+    assert sum(one.bytes for one in gathers) == 2 * size
+    assert {one.tensor[:4] for one in gathers} == {"bf16"}
+
+
 def test_a_model_in_few_digits_has_masters_and_states_in_more():
     case = in_float32(models.gpt())
     case.model.bfloat16()

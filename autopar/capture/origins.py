@@ -52,6 +52,18 @@ def gathered_parameter(node: fx.Node) -> fx.Node | None:
     return None if is_there else node
 
 
+def moved_dtype(node: fx.Node) -> torch.dtype:
+    """The dtype in which a movement moves its value: what is read in another dtype than parameters
+    are kept in is cast before it is gathered."""
+    parameter, reader = gathered_parameter(node), node
+    if parameter is None or info(parameter).state_bytes is None:
+        return info(node).type.dtype
+    while info(reader).movement is not None and len(reader.users) == 1:
+        (reader,) = reader.users
+    is_cast = reader.target is torch.ops.aten.to.dtype
+    return info(reader if is_cast else node).type.dtype
+
+
 def _comes_from(
     value: fx.Node, is_parameter: Callable[[fx.Node], bool], steps: int = MOST_STEPS
 ) -> bool:

@@ -35,11 +35,13 @@ def move(
     mesh: Mesh,
     shape: Sequence[int] | None = None,
     layout: Layout | None = None,
+    sums: torch.dtype | None = None,
 ) -> list[Tensor]:
     """Carry out `movement` on the tensors of all ranks.
 
     `shape` of the whole tensor and `layout` before the movement, where given, are checked against
-    the values. Members of a group that receive the same data share its memory.
+    the values. Members of a group that receive the same data share its memory. Gradients travel
+    in the dtype `sums`, if given.
     """
     if layout is not None and shape is not None:
         expected = _local_shapes(layout, tuple(shape), mesh)
@@ -50,7 +52,7 @@ def move(
                     got=f"shape {tuple(value.shape)} on rank {rank}; {layout} of {tuple(shape)} "
                     f"has {local_shape} there",
                 )
-    return list(_Move.apply(movement, mesh, *values))
+    return list(_Move.apply(movement, mesh, sums, *values))
 
 
 def to_ranks(whole: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
@@ -73,8 +75,10 @@ def from_ranks(
 
 class _Move(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, movement: Movement, mesh: Mesh, *values: Tensor) -> tuple[Tensor, ...]:
-        ctx.movement, ctx.mesh = movement, mesh
+    def forward(
+        ctx: Any, movement: Movement, mesh: Mesh, sums: torch.dtype | None, *values: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.movement, ctx.mesh, ctx.sums = movement, mesh, sums
         if movement.kind == "identity":
             return tuple(value.view_as(value) for value in values)
         return _carry_out(movement, values, mesh, Tensor.detach)
@@ -83,11 +87,13 @@ class _Move(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         back = ctx.movement.reversed
         if torch.is_grad_enabled():  # this gradient has gradients of its own
-            return None, None, *_Move.apply(back, ctx.mesh, *grads)
+            return None, None, None, *_Move.apply(back, ctx.mesh, ctx.sums, *grads)
         if back.kind == "identity":
-            return None, None, *grads
+            return None, None, None, *grads
+        if ctx.sums is not None:  # what is given back is cast to the dtype of the values
+            grads = tuple(grad.to(ctx.sums) for grad in grads)
         # Each rank has its gradient for itself: a leaf keeps it, and may add to it in place.
-        return None, None, *_carry_out(back, grads, ctx.mesh, Tensor.clone)
+        return None, None, None, *_carry_out(back, grads, ctx.mesh, Tensor.clone)
 
 
 class _ToRanks(torch.autograd.Function):

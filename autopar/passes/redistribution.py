@@ -6,11 +6,13 @@ layout in which the value already exists. Afterwards every input is in the layou
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import fx
 
 from autopar.capture.marker import ANNOTATE
-from autopar.capture.origins import is_made_of_parameters
+from autopar.capture.origins import is_made_of_parameters, moved_dtype
 from autopar.collectives import Movement, Price, redistribute, redistribution_cost
 from autopar.layout import Layout, Placement, TensorType
 from autopar.mesh import Mesh
@@ -138,8 +140,9 @@ def measure_movements(graph: fx.Graph, setting: Setting) -> fx.Graph:
     """Write on every movement how many bytes it moves: the larger of a piece before and after."""
     for node in graph.nodes:
         if info(node).movement is not None:
-            types = (info(node.args[0]).type, info(node).type)
-            info(node).bytes = max(type_.local_bytes(setting.mesh) for type_ in types)
+            dtype, types = moved_dtype(node), (info(node.args[0]).type, info(node).type)
+            moved = [replace(type_, dtype=dtype) for type_ in types]
+            info(node).bytes = max(type_.local_bytes(setting.mesh) for type_ in moved)
     return graph
 
 

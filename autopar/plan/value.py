@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from autopar.capture.captured import Captured
 from autopar.capture.fingerprint import Fingerprint, fingerprint_of
 from autopar.capture.listing import Listing
+from autopar.capture.origins import moved_dtype
 from autopar.layout import Layout, TensorType
 from autopar.passes import rewrite
 from autopar.passes.stages import split_stages
@@ -154,7 +155,7 @@ class PlanValue(Candidate):
                     forward=movement.kind,
                     backward=movement.backward if info(node).differentiable else None,
                     axis=",".join(movement.axes),
-                    tensor=str(info(node.args[0]).type),
+                    tensor=str(replace(info(node.args[0]).type, dtype=moved_dtype(node))),
                     bytes=info(node).bytes,
                     node=node.name,
                     module=info(node).module,

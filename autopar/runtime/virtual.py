@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.hooks import RemovableHandle
 
+from autopar.capture.origins import gathered_parameter
 from autopar.collectives import Movement, from_ranks, move, to_ranks
 from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
@@ -46,12 +48,15 @@ class VirtualGraph:
         constants: Mapping[str, Tensor],
         watch: Watch | None = None,
         halves: WeightHalves | None = None,
+        sums: torch.dtype | None = None,
     ) -> None:
         """`watch` is shown every value on every run, as it is made.
 
-        Given `halves`, backward is split, and they record what is put off.
+        Given `halves`, backward is split, and they record what is put off. `sums`: the dtype in
+        which gradients of parameters are summed, if not their own.
         """
         self.mesh, self.device, self._watch, self._halves = mesh, device, watch, halves
+        self._sums = sums
         self._keeper = Keeper(lambda movement, values, size: move(movement, values, mesh))
         self._constants = {
             node.name: to_ranks(constants[node.name].to(device), info(node).type.layout, mesh)
@@ -149,7 +154,8 @@ class VirtualGraph:
         device = HOST if info(node).on_host else self.device
         pieces = to_ranks(whole.to(device), info(node).type.layout, self.mesh)
         if info(node).sync:
-            pieces = move(Movement("identity", info(node).sync, pending=True), pieces, self.mesh)
+            summed = Movement("identity", info(node).sync, pending=True)
+            pieces = move(summed, pieces, self.mesh, sums=self._sums)
         return pieces
 
     def _compile(
@@ -159,7 +165,8 @@ class VirtualGraph:
             return None
         if (movement := info(node).movement) is not None:
             (value,) = node.all_input_nodes
-            return lambda values: move(movement, values[value], self.mesh)
+            sums = None if gathered_parameter(node) is None else self._sums
+            return lambda values: move(movement, values[value], self.mesh, sums=sums)
         calls, weights = [], info(node).weight_inputs
         for rank in range(self.mesh.size):
             function, args, kwargs = local_call(node, self.mesh, rank, self.device)
@@ -183,6 +190,7 @@ class VirtualBackend(Backend):
         """`check`: see on every run that replicas are equal (replicas.py)."""
         super().__init__(program, device, range(program.schedule.ranks))
         self.check = check
+        self._rounding: list[RemovableHandle] = []
         self._prepare(InProcessTransport(), lambda position: None)
 
     def graph(self, stage: int | None = None) -> fx.Graph:
@@ -193,7 +201,12 @@ class VirtualBackend(Backend):
     ) -> VirtualGraph:
         watch = ReplicaCheck(graph, self.mesh) if self.check else None
         constants = self.program.captured.constants
-        return VirtualGraph(graph, self.mesh, self.device, constants, watch, halves)
+        return VirtualGraph(graph, self.mesh, self.device, constants, watch, halves, self._sums)
+
+    @property
+    def _sums(self) -> torch.dtype | None:
+        precision = self.program.captured.example.precision
+        return None if precision is None else precision.reduce
 
     def place_tensor(self, name: str, value: Tensor, type_: TensorType) -> Tensor:
         """The whole value: each rank reads its piece of it."""
@@ -227,6 +240,21 @@ class VirtualBackend(Backend):
     def call(self, kept: Mapping[str, Tensor], inputs: Batch) -> list[Tensor]:
         """Whole outputs."""
         return self.whole.forward(kept, inputs)
+
+    def _begin(self, kept: Mapping[str, Tensor], batches: Sequence[Batch]) -> None:
+        """Gradients of micro-batches add up in the dtype that is asked for."""
+        super()._begin(kept, batches)
+        for hook in self._rounding:
+            hook.remove()
+        self._rounding = [
+            kept[name].register_post_accumulate_grad_hook(self._round)
+            for name in self.program.captured.parameters.values()
+            if self._sums is not None and name in kept and kept[name].requires_grad
+        ]
+
+    def _round(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.copy_(parameter.grad.to(self._sums))
 
     def _run(self) -> Tensor:
         run_together(self.runners)
