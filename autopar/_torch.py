@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.nn.modules import module as _modules
 from torch.nn.modules.batchnorm import _NormBase
+from torch.profiler import profile
 
 __all__ = [  # of what is imported here for others
     "StridedShard",
@@ -229,6 +230,15 @@ def placed_like(models: Iterable[Tensor], pieces: Iterable[Tensor]) -> list[DTen
 def local_of(tensor: Tensor) -> Tensor:
     """The piece of a DTensor itself, where `to_local` gives a view of it; of others, themselves."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def allocations(profiled: profile) -> list[int]:
+    """The bytes that torch's allocator gave, and took back as negative ones, in their order."""
+    assert profiled.profiler is not None
+    events = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
+    memory = [event for event in events if event.name() == "[memory]"]
+    ordered = sorted(memory, key=lambda event: event.start_ns())
+    return [event.nbytes() for event in ordered]  # type: ignore[union-attr]
 
 
 def memory_of(tensor: Tensor) -> int:

@@ -29,7 +29,11 @@ HOST = "host_"  # before the names of those kinds that are on the host
 
 @dataclass(frozen=True)
 class Memory:
-    """Predicted bytes on the fullest device: of each kind when it takes most, and all at once."""
+    """Predicted bytes on the fullest device: of each kind when it takes most, and all at once.
+
+    Of a step that finds no gradients. One that adds to those of steps before holds these besides,
+    where parameters are from step to step.
+    """
 
     parameters: float  # from step to step
     gradients: float

@@ -183,6 +183,12 @@ class Candidate:
         program = StageMemory.of(self.rewritten, self.mesh, [loss])
         return [held.at_once(most_in_step(one_stage(self.microbatches), 0, {0: program}))]
 
+    def place_of(self, rank: int) -> int:
+        """Of a rank along the axis of the pipeline."""
+        if self.pipelining is None:
+            return 0
+        return self.whole_mesh.coordinate(rank)[self.pipelining.axis]
+
     def _of_stages(self, pipelining: Pipelining) -> dict[int, StageMemory]:
         """What the stages take in a step. Those that start and end alike are looked at once."""
         places = {node.name: place for node, place in self.flow.position.items()}

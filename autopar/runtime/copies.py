@@ -221,6 +221,11 @@ class Window:
                 after = self._of(following) if following != NONE else None
                 node.register_prehook(partial(self._want, groups, after))
 
+    @property
+    def copies(self) -> list[Tensor]:
+        """All, of which few have memory."""
+        return [target for group in self.groups if group is not None for target in group.targets]
+
     @contextmanager
     def again(self) -> Iterator[None]:
         """A forward runs again in backward, which sees to what comes and goes."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
@@ -21,7 +22,17 @@ from autopar.plan.plan import Plan
 from autopar.plan.program import Program
 from autopar.runtime.backend import Backend
 from autopar.runtime.checks import Checks
+from autopar.runtime.distributed import TorchBackend
 from autopar.runtime.loss_scale import LossScale, give_back, taken
+from autopar.runtime.memory import (
+    Held,
+    MemoryUse,
+    MemoryWatch,
+    RankMemory,
+    beside_plan,
+    here,
+    of_rank,
+)
 from autopar.runtime.modes import Modes
 from autopar.runtime.part import add_parts, part_at, refuse_late_hooks
 from autopar.runtime.tensors import Tensors
@@ -83,6 +94,7 @@ class ParallelModule(nn.Module):
         scaled = plan.precision is not None and plan.precision.loss_scale is not None
         # What the loss of a step is scaled by; None: it is not.
         self.loss_scale = LossScale() if scaled else None
+        self._peak: int | None = None  # bytes of all but an optimizer's, where they were watched
         self._modes = Modes(self, plan.original)
         self._tensors = Tensors(self, captured.tied, program.learns)
         backend.bind(self._tensors.values)
@@ -229,6 +241,64 @@ class ParallelModule(nn.Module):
             total = self.backend.norm(self._gradients(), float(norm_type))
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
         return total
+
+    def memory(self, optimizer: torch.optim.Optimizer | None = None) -> MemoryUse:
+        """The bytes that this process's ranks hold now, by kind, beside the plan's; prints as a
+        table, and `memory()[rank]["parameters"].held` is a number.
+
+        `optimizer`: whose states are counted. The peak is that of `watching_memory`; on a GPU it is
+        known always. On the virtual mesh, where ranks share memory, pieces are counted by layouts.
+        """
+        backend = self.backend
+        device = backend.device if isinstance(backend, TorchBackend) else None
+
+        def beside(rank: int, held: Held) -> RankMemory:
+            planned = self.plan.memories[self.plan.place_of(rank)]
+            return beside_plan(rank, held, planned, device, self._peak)
+
+        if isinstance(backend, TorchBackend):
+            own = backend.world.rank
+            return MemoryUse({own: beside(own, here(self._held(optimizer), backend.device))})
+        named, program = self._tensors_of(optimizer), self.program
+        ranks = range(program.whole_mesh.size)
+        return MemoryUse({rank: beside(rank, of_rank(program, rank, named)) for rank in ranks})
+
+    @contextmanager
+    def watching_memory(self) -> Iterator[None]:
+        """Follow torch's allocator inside, for the peak that `memory()` tells.
+
+        On a CPU by a profiler, which slows what runs; on the virtual mesh, where all ranks share
+        the memory of one process, none of them has a peak.
+        """
+        before = sum(size or 0 for size in here(self._held(None), self.backend.device).values())
+        with MemoryWatch(self.backend.device) as watch:
+            yield
+        if watch.most is not None and isinstance(self.backend, TorchBackend):
+            self._peak = before + watch.most
+
+    def _held(self, optimizer: torch.optim.Optimizer | None) -> dict[str, list[Tensor]]:
+        named = self._tensors_of(optimizer)
+        found = {kind: [v for own in those.values() for v in own] for kind, those in named.items()}
+        if isinstance(self.backend, TorchBackend):
+            found["gathered"] = self.backend.leaves.window.copies
+        return found
+
+    def _tensors_of(
+        self, optimizer: torch.optim.Optimizer | None
+    ) -> dict[str, dict[str, list[Tensor]]]:
+        """What stays after a step, by kind and the name of what it belongs to."""
+        parameters = dict(self.named_parameters())
+        found: dict[str, dict[str, list[Tensor]]] = {
+            "parameters": {name: [value] for name, value in parameters.items()},
+            "gradients": {name: [value] for name, value in self._gradients().items()},
+            "buffers": {name: [value] for name, value in self.named_buffers()},
+        }
+        if optimizer is not None:
+            found["optimizer"] = {
+                name: [v for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
+                for name, p in parameters.items()
+            }
+        return found
 
     def _kept(self) -> Mapping[str, Tensor]:
         """The parameters and buffers by name, as they are in the tree now."""

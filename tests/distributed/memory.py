@@ -6,11 +6,9 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile
 
 import autopar as ap
 from tests import models
@@ -43,26 +41,7 @@ def cases() -> list[tuple[Case, None]]:
     return [(case_of(name), None) for name in CASES]
 
 
-def most_made(run: Callable[[], object]) -> int:
-    """The most bytes that are allocated at one time in a call, beyond those before it."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        run()
-    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
-    made = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        made += event.nbytes()
-        most = max(most, made)
-    return most
-
-
-def held(tensors: list[Tensor]) -> int:
-    """Bytes of the storages of this rank's pieces."""
-    pieces = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-    storages = [piece.untyped_storage() for piece in pieces]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def measured(case: Case, **options: object) -> tuple[int, float]:
+def measured(case: Case, **options: object) -> tuple[float, float]:
     """Bytes at the peak of a step, in which an optimizer has states, and those of the plan for
     this rank."""
     options = {"mesh": ap.Mesh(dp=2), "mode": "data"} | options
@@ -72,14 +51,16 @@ def measured(case: Case, **options: object) -> tuple[int, float]:
         module.step(*case.args, **case.kwargs)
         optimizer.step()
         optimizer.zero_grad()
-    states = [v for kept in optimizer.state.values() for v in kept.values()]
-    before = held([*module.parameters(), *module.buffers(), *states])
-    made = most_made(lambda: module.step(*case.args, **case.kwargs))
-    place = module.plan.whole_mesh.coordinate(dist.get_rank()).get("pp", 0)
-    memory = module.plan.memories[place]
+    with module.watching_memory():
+        module.step(*case.args, **case.kwargs)
+    found = module.memory(optimizer)[dist.get_rank()]
     module.close()
-    there = memory.host_parameters + memory.host_optimizer  # here the host is the same memory
-    return before + made, memory.peak - memory.inputs + there  # inputs were there before
+    for kind in ("parameters", "optimizer", "buffers"):
+        assert found[kind].held == pytest.approx(found[kind].planned, rel=1e-3), (options, kind)
+    assert found["gathered"].held == 0
+    # A bucket of gradients also has the sum of the loss.
+    assert 0 < found["gradients"].held <= found["gradients"].planned + 8
+    return found["peak"].held, found["peak"].planned
 
 
 def run(say: Callable[[str], None]) -> list[tuple[str, float]]:

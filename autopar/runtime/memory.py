@@ -1,0 +1,183 @@
+"""Memory in use: the bytes of what a rank holds, by kind, beside those of the plan.
+
+    with parallel.watching_memory():
+        parallel.step(x)
+    print(parallel.memory(optimizer))
+
+    rank 0        held     planned
+    parameters    7 MB     7 MB
+    ...
+    peak          21.3 MB  21.3 MB
+
+Tensors count by their storages, each once. A peak is what torch's allocator says: on a GPU always,
+on a CPU of what ran inside `watching_memory`. What nobody knows is None, and not guessed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from autopar._torch import allocations, local_of
+from autopar.cost.footprint import HOST, Memory
+from autopar.plan.program import Program
+from autopar.runtime.stage_ranks import StageRanks, Users
+from autopar.units import bytes_text, table
+
+KINDS = ("parameters", "gradients", "optimizer", "buffers", "gathered", "activations", "inputs")
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Of one kind on one rank."""
+
+    held: int | None  # now (of a peak: at most); None: not known
+    planned: float | None  # None: plans do not tell
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What one rank holds: `KINDS`, those on the host of a GPU, "peak", "reserved"."""
+
+    rank: int
+    kinds: Mapping[str, Bytes]
+
+    def __getitem__(self, kind: str) -> Bytes:
+        return self.kinds[kind]
+
+    def to_json(self) -> dict[str, dict[str, float | None]]:
+        return {k: {"held": one.held, "planned": one.planned} for k, one in self.kinds.items()}
+
+    def __str__(self) -> str:
+        def text(size: float | None) -> str:
+            return "not known" if size is None else bytes_text(size)
+
+        rows = [(kind, text(one.held), text(one.planned)) for kind, one in self.kinds.items()]
+        return "\n".join(table([(f"rank {self.rank}", "held", "planned"), *rows]))
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Of the ranks that run in this process, by rank."""
+
+    ranks: Mapping[int, RankMemory]
+
+    def __getitem__(self, rank: int) -> RankMemory:
+        return self.ranks[rank]
+
+    def to_json(self) -> dict[int, dict[str, dict[str, float | None]]]:
+        return {rank: one.to_json() for rank, one in self.ranks.items()}
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.ranks.values()))
+
+
+Held = dict[str, int | None]
+Tensors = Mapping[str, Iterable[Tensor]]  # by kind
+
+
+class MemoryWatch:
+    """The most that torch's allocator gives in a `with`, beyond what was there before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._profile = device, None if device.type == "cuda" else _profile()
+        self.most: int | None = None
+
+    def __enter__(self) -> MemoryWatch:
+        if self._profile is None:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            self._profile.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._profile is None:
+            return
+        self._profile.__exit__(*error)
+        now = self.most = 0
+        for change in allocations(self._profile):
+            now += change
+            self.most = max(self.most, now)
+
+
+def _profile() -> profile:
+    return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+
+def here(tensors: Tensors, device: torch.device) -> Held:
+    """The bytes of the storages of this process's pieces; what lies on the host of a GPU apart."""
+    found: Held = {}
+    seen: set[int] = set()
+    for kind, those in tensors.items():
+        found[kind] = 0
+        for tensor in map(local_of, those):
+            storage = tensor.untyped_storage()
+            if storage._cdata in seen:
+                continue
+            seen.add(storage._cdata)
+            where = kind if tensor.device.type == device.type else f"{HOST}{kind}"
+            found[where] = (found.get(where) or 0) + storage.nbytes()
+    return found
+
+
+def of_rank(program: Program, rank: int, named: Mapping[str, Mapping[str, list[Tensor]]]) -> Held:
+    """What one rank of the virtual mesh would hold, by the layouts: of each kind, tensors by the
+    name of the parameter or buffer that they belong to."""
+    ranks, users = StageRanks(program, rank), Users(program)
+    placeholders = {
+        n: p for p, n in (program.captured.parameters | program.captured.buffers).items()
+    }
+
+    def size(name: str, value: Tensor) -> int:
+        whole = program.type_of(placeholders[name]).shape if name in placeholders else ()
+        if tuple(value.shape) != tuple(whole):
+            return value.nbytes  # a number beside it
+        layout = program.kept_layout(placeholders[name])
+        shape = layout.local_shape(whole, program.mesh, ranks.inner)
+        return math.prod(shape) * value.itemsize
+
+    # Nothing is gathered there.
+    found: Held = {"gathered": 0}
+    return found | {
+        kind: sum(
+            size(name, value)
+            for name, values in those.items()
+            if ranks.place in ranks.of(users.stages(name))
+            for value in values
+        )
+        for kind, those in named.items()
+    }
+
+
+def beside_plan(
+    rank: int, held: Held, memory: Memory, device: torch.device | None, peak: int | None
+) -> RankMemory:
+    """What a rank holds, and the plan for it; on no device of its own, or a CPU, which is its own
+    host, all counts that the rank has."""
+    planned, on_gpu = memory.to_json(), device is not None and device.type == "cuda"
+    kinds = {}
+    for kind in KINDS:
+        there = planned.get(f"{HOST}{kind}", 0.0)
+        kinds[kind] = Bytes(held.get(kind), planned[kind] + (0.0 if on_gpu else there))
+        if on_gpu and (there or held.get(f"{HOST}{kind}")):
+            kinds[f"{HOST}{kind}"] = Bytes(held.get(f"{HOST}{kind}", 0), there)
+    if on_gpu:
+        stats = torch.cuda.memory_stats(device)
+        kinds["peak"] = Bytes(stats["allocated_bytes.all.peak"], memory.peak)
+        kinds["reserved"] = Bytes(stats["reserved_bytes.all.current"], None)
+        return RankMemory(rank, kinds)
+    # The caller's batch was there before; so was what an optimizer keeps, if nobody shows it. What
+    # the host takes of gradients comes when the most is over.
+    unseen = memory.inputs + memory.host_gradients
+    if held.get("optimizer") is None:
+        unseen += memory.optimizer + memory.host_optimizer
+    if peak is not None:
+        peak += held.get("optimizer") or 0
+    kinds["peak"] = Bytes(peak, memory.peak + memory.host - unseen)
+    return RankMemory(rank, kinds)

@@ -1,0 +1,60 @@
+"""What a parallel module says that its ranks hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import autopar as ap
+from tests import models
+
+
+def trained(**options: object) -> tuple[ap.ParallelModule, torch.optim.Optimizer]:
+    case = models.shared("gpt", layers=2)
+    module = ap.parallelize(case.model, case.args, case.kwargs, backend="virtual", **options)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module.step(*case.args, **case.kwargs)
+    optimizer.step()
+    return module, optimizer
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": ap.Mesh(dp=2), "mode": "data", "states": "zero3"},
+        {"mesh": ap.Mesh(pp=2), "mode": "propagate", "microbatches": 2},
+    ],
+    ids=str,
+)
+def test_ranks_of_the_virtual_mesh_hold_what_the_plan_says(options: dict) -> None:
+    module, optimizer = trained(**options)
+    memory = module.memory(optimizer)
+    assert list(memory.ranks) == [0, 1]
+    numbers = 8 * len(list(module.parameters()))  # of steps, which AdamW counts for each
+    for rank in memory.ranks:
+        for kind in ("parameters", "gradients", "buffers"):
+            assert memory[rank][kind].held == memory[rank][kind].planned
+        kept = memory[rank]["optimizer"]
+        assert 0 < kept.held - kept.planned <= numbers
+        assert memory[rank]["peak"].planned == (
+            module.plan.memories[rank if "pp" in options["mesh"] else 0].peak
+            - module.plan.memory.inputs
+        )
+
+
+def test_what_nobody_knows_is_said_to_be_unknown() -> None:
+    module, optimizer = trained(mesh=ap.Mesh(dp=2), mode="data")
+    with module.watching_memory():
+        pass
+    first = module.memory()[0]
+    assert first["optimizer"].held is None
+    assert first["peak"].held is None
+    assert first["peak"].planned < module.memory(optimizer)[0]["peak"].planned
+    assert first.to_json()["parameters"] == {"held": first["parameters"].held} | {
+        "planned": first["parameters"].planned
+    }
+    text = str(module.memory())
+    assert "rank 1" in text
+    assert "not known" in text
+    optimizer.zero_grad()
+    assert module.memory()[0]["gradients"].held == 0
