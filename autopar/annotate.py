@@ -6,6 +6,7 @@
     x = shard(x, ("dp", None, "tp"))                        a tensor, inside forward
     shard(model.layers[2], stage=1)                         where a stage of a pipeline starts
     shard(model.embedding, device="host")                   a module that is on the host
+    shard(model.layers[2], recompute="full")                what runs again in backward
 
 Each dim takes None, the name of a mesh axis, a tuple of names (outermost first), or a number of
 slices. An annotation changes nothing until the model is parallelised.
@@ -17,16 +18,17 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autopar.capture.annotations import DEVICE, PARAMETERS, STAGE
+from autopar.capture.annotations import DEVICE, PARAMETERS, RECOMPUTE, STAGE
 from autopar.capture.marker import Annotation, Entry, annotate
 from autopar.errors import InvalidInput
 from autopar.lines import caller
+from autopar.recompute import Again, Recompute
 from autopar.schema import is_count
 
 Dims = Sequence[Entry]
@@ -41,6 +43,7 @@ def shard(
     params: Mapping[str, Dims] | None = None,
     stage: int | None = None,
     device: str | None = None,
+    recompute: Again | Literal["auto"] = "auto",
 ) -> Target:
     """Annotate a module (in place, returned), a function (wrapped) or a tensor (marked).
 
@@ -50,11 +53,15 @@ def shard(
     `stage` is the stage of a pipeline that starts with this module. With `device="host"` the
     parameters of a module are kept on the host, and its operators run there, as is worth it for a
     large embedding; what it reads and gives crosses. A part of it can be on the "device" again.
+    `recompute`: what of this module runs again in backward, "full", "selective", a `Recompute`, or
+    None: nothing.
     """
     if isinstance(target, torch.Tensor) and torch.compiler.is_dynamo_compiling():
         return target
     if device is not None:
         _put(target, device)
+    if not (isinstance(recompute, str) and recompute == "auto"):
+        _recompute(target, recompute)
     return _shard(target, in_strategy, out_strategy, params, stage)
 
 
@@ -90,6 +97,23 @@ def _shard(
         got=f"{type(target).__name__}",
         remedy="shard(model.layer, ...), shard(torch.matmul, ...) or shard(x, ...)",
     )
+
+
+def _recompute(target: Any, given: Any) -> None:
+    how, source = Recompute.of(given), caller() or ""
+    if not isinstance(target, nn.Module):
+        raise InvalidInput(
+            "recompute= is of a module, whose operators are a region",
+            got=f"recompute={given!r} for {type(target).__name__}",
+            remedy='shard(model.layers[2], recompute="full")',
+        )
+    earlier = target.__dict__.setdefault(RECOMPUTE, (how, source))
+    if earlier[0] != how:
+        raise InvalidInput(
+            "a module is recomputed in one way",
+            got=f"{earlier[0]} at {earlier[1]}\nand {how} at {source}",
+            remedy="remove one of them",
+        )
 
 
 def _pin(target: Any, stage: int) -> None:

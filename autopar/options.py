@@ -29,7 +29,7 @@ from autopar.planner.recomputation import AskedRecomputation
 from autopar.planner.request import Mode, Request
 from autopar.precision import Precision
 from autopar.progress import Report
-from autopar.recompute import Recompute
+from autopar.recompute import Again, Recompute
 from autopar.schema import is_count
 from autopar.states import NAMED, States
 
@@ -38,8 +38,6 @@ DEFAULT = "1f1b"
 MODES: tuple[Mode, ...] = get_args(Mode)
 StatesLike = Literal["auto", "whole", "zero1", "zero2", "zero3"] | States
 ScheduleLike = str | Mapping[str, Any] | Schedule | None
-# Of a module: what is recomputed of it; True is "full", False None.
-Again = Literal["full", "selective"] | Recompute | bool | None
 RecomputeLike = Literal["auto"] | Again | Mapping[str, Again]
 _AGAIN = ("selective", "full", True, False, None)
 _OF_A_SCHEDULE = ("schedule_options",)
@@ -83,12 +81,7 @@ def _is_again(given: Any) -> bool:
 
 def _asked_recomputation(given: Any) -> AskedRecomputation:
     """Given by module, all others are kept."""
-
-    def of(given: Any) -> Recompute:
-        if isinstance(given, Recompute):
-            return given
-        return Recompute({True: "full", False: None}.get(given, given))
-
+    of = Recompute.of
     if isinstance(given, Mapping):
         return AskedRecomputation(of(None), {name: of(one) for name, one in given.items()})
     return AskedRecomputation(given if given == "auto" else of(given))

@@ -7,7 +7,7 @@ full, cut; selective
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from autopar.errors import InvalidInput, require_one_of
 
@@ -34,6 +34,20 @@ class Recompute:
             require_one_of("kind", self.kind, ("full", "selective"))
         require_one_of("keep", self.keep, get_args(Keep))
 
+    @classmethod
+    def of(cls, given: object) -> Recompute:
+        """What is asked for by a word, too: True is "full", False and None are nothing again."""
+        if isinstance(given, Recompute):
+            return given
+        if given is not None and not isinstance(given, str | bool):
+            raise InvalidInput(
+                "recompute= is a word, None or a Recompute",
+                got=f"{given!r}, of type {type(given).__name__}",
+                remedy='"full", "selective", or ap.Recompute("full", keep="host")',
+            )
+        kind: Any = ("full" if given else None) if isinstance(given, bool) else given
+        return cls(kind)
+
     @property
     def is_plain(self) -> bool:
         """Whether nothing runs again, and all is kept where it is."""
@@ -58,3 +72,7 @@ class Recompute:
         """As a person reads it."""
         how = {"full": "in full", "selective": "selectively", None: "nothing again"}[self.kind]
         return how + _KEPT[self.keep]
+
+
+# Of a module: what is recomputed of it; True is "full", False None.
+Again = Literal["full", "selective"] | Recompute | bool | None

@@ -304,3 +304,73 @@ def test_ranks_that_keep_alike_keep_pieces(kind, monkeypatch) -> None:
     assert torch.equal(loss, device.step(*case.args))
     assert host.plan.memory.activations < cut.plan.memory.activations
     assert host.plan.memory.host == host.plan.memory.host_activations >= less
+
+
+def annotated(**recompute: object) -> Case:
+    """A GPT with blocks of which shard() says what is recomputed; `a` is the first."""
+    case = models.gpt(layers=4, hidden=16, heads=2)
+    for letter, asked in recompute.items():
+        ap.shard(case.model.layers["abcd".index(letter)], recompute=asked)
+    return case
+
+
+def test_it_is_asked_for_by_annotation(tmp_path) -> None:
+    case = annotated(a="full", b=ap.Recompute(None, keep="host"), c=None)
+    ap.shard(case.model.layers[3].attention, recompute="selective")
+    module = assert_parity(case, mesh=ap.Mesh(dp=2), mode="data")
+    decided = {
+        "layers.0": FULL,
+        "layers.1": ap.Recompute(None, "host"),
+        "layers.3.attention": SELECTIVE,
+    }
+    assert module.plan.decisions.recompute == decided
+    module.plan.save(tmp_path / "plan.json")
+    saved = ap.Plan.load(tmp_path / "plan.json")
+    assert saved.decisions.recompute == decided
+    fresh = models.gpt(layers=4, hidden=16, heads=2)
+    assert saved.attach(fresh.model, fresh.args).memory == module.plan.memory
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "rule", "beside"),
+    [
+        (lambda: annotated(a="full"), {"recompute": None}, "said in one way", "recompute='none'"),
+        (
+            lambda: annotated(a="full"),
+            {"recompute": {"layers.*": "selective"}},
+            "said in one way",
+            "'layers.0': 'selective'",
+        ),
+        (
+            lambda: Case("", ap.shard(Checkpointed("plain"), recompute="full"), (X,)),
+            {},
+            "runs inside the model",
+            "the model itself",
+        ),
+    ],
+)
+def test_annotations_that_contradict_are_refused(make, options, rule, beside) -> None:
+    case = make()
+    with pytest.raises(ap.InvalidInput, match=rule) as error:
+        ap.plan(case.model, case.args, mesh=ap.Mesh(dp=2), mode="data", **options)
+    assert beside in str(error.value)
+    assert "test_recompute.py" in str(error.value)
+
+
+def test_annotations_that_contradict_each_other_are_refused() -> None:
+    case = annotated(a="full")
+    with pytest.raises(ap.InvalidInput, match="recomputed in one way"):
+        ap.shard(case.model.layers[0], recompute="selective")
+    ap.shard(case.model.layers[0].attention, recompute=None)
+    with pytest.raises(ap.InvalidInput, match="said in one way"):
+        ap.plan(case.model, case.args, mesh=ap.Mesh(dp=2), mode="data")
+    wrapped = Checkpointed("plain")
+    ap.shard(wrapped.rows[0], recompute=ap.Recompute("full", keep="cut"))
+    with pytest.raises(ap.InvalidInput, match=r"torch\.utils\.checkpoint"):
+        ap.plan(wrapped, (X,), mesh=ap.Mesh(dp=2), mode="data")
+    with pytest.raises(ap.InvalidInput, match="is of a module"):
+        ap.shard(torch.matmul, recompute="full")
+    with pytest.raises(ap.InvalidInput, match="word, None or a Recompute"):
+        ap.shard(nn.Linear(2, 2), recompute=3)
+    with pytest.raises(ap.InvalidInput, match="kind is one of"):
+        ap.shard(nn.Linear(2, 2), recompute="all")

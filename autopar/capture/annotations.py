@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from torch import nn
 
 from autopar.capture.marker import Annotation
+from autopar.recompute import Recompute
 
 PARAMETERS = "_autopar_parameters"
 STAGE = "_autopar_stage"
 DEVICE = "_autopar_device"
+RECOMPUTE = "_autopar_recompute"
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,19 @@ class Pin:
     stage: int
     module: str
     source: str
+
+
+@dataclass(frozen=True)
+class MarkedRegion:
+    """A module of which the user said what is recomputed."""
+
+    how: Recompute
+    module: str
+    source: str
+
+    @property
+    def name(self) -> str:
+        return self.module or "the model itself"
 
 
 def parameter_annotations(model: nn.Module) -> dict[str, list[Annotation]]:
@@ -47,3 +62,12 @@ def devices_of(model: nn.Module) -> dict[str, tuple[str, str]]:
         for path, module in model.named_modules(remove_duplicate=False)
         if DEVICE in module.__dict__
     }
+
+
+def marked_regions(model: nn.Module) -> list[MarkedRegion]:
+    """The modules of which shard() said what is recomputed, by their paths in `model`."""
+    return [
+        MarkedRegion(module.__dict__[RECOMPUTE][0], path, module.__dict__[RECOMPUTE][1])
+        for path, module in model.named_modules(remove_duplicate=False)
+        if RECOMPUTE in module.__dict__
+    ]

@@ -16,7 +16,12 @@ from functools import cache, partial
 
 from torch import nn
 
-from autopar.capture.annotations import devices_of, parameter_annotations, stage_pins
+from autopar.capture.annotations import (
+    devices_of,
+    marked_regions,
+    parameter_annotations,
+    stage_pins,
+)
 from autopar.capture.captured import Captured
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.mesh import Mesh
@@ -51,7 +56,7 @@ class Planner:
         self.captured, self.request, self.report = captured, request, report
         self.memory = request.memory
         self._annotations, self._pins = parameter_annotations(model), stage_pins(model)
-        self.regions = Regions(captured, request.recompute)
+        self.regions = Regions(captured, request.recompute, marked_regions(model))
         self._batches = cache(partial(cut_batch, captured))
         self._best: Candidate | None = None  # the fastest that fits
         self._fastest = math.inf  # its seconds

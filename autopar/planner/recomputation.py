@@ -17,6 +17,7 @@ from typing import Literal
 
 from torch import fx
 
+from autopar.capture.annotations import MarkedRegion
 from autopar.capture.captured import Captured
 from autopar.capture.regions import blocks, checkpoints, found
 from autopar.cost.program import NodePrices
@@ -44,7 +45,13 @@ class AskedRecomputation:
 class Regions:
     """The regions of one program: what must be, and what is left to choose."""
 
-    def __init__(self, captured: Captured, asked: AskedRecomputation) -> None:
+    def __init__(
+        self,
+        captured: Captured,
+        asked: AskedRecomputation,
+        marked: Sequence[MarkedRegion] = (),
+    ) -> None:
+        """`marked`: what annotations ask for, of modules, with their lines."""
         self.fixed: dict[str, Recompute] = dict.fromkeys(checkpoints(captured), FULL)
         own = blocks(captured)
         paths = {info(node).module.partition("@")[0] for node in captured.operators}
@@ -55,9 +62,19 @@ class Regions:
             if not matched:
                 raise _unknown(pattern, [*own, *sorted(modules)])
             named |= {name: kind for name in matched if not _is_below(name, matched)}
+        _require_agreement(marked, asked, named)
+        _require_free_of_checkpoints(marked, captured)
+        named |= {one.module: one.how for one in marked}
+        for one in marked:
+            if one.module not in modules:
+                rule = "a module that is recomputed runs inside the model that is planned"
+                remedy = "annotate modules inside it, or remove the annotation"
+                raise InvalidInput(rule, got=one.name, remedy=remedy, source=one.source)
         outer = {name: kind for name, kind in named.items() if not _is_below(name, named)}
         self.fixed |= {name: how for name, how in outer.items() if not how.is_plain}
         free = [n for n in own if n not in outer and not _is_below(n, outer)]
+        if asked.blocks == "auto":  # what is said of a part is not chosen with the whole
+            free = [n for n in free if not any(_is_below(part, [n]) for part in outer)]
         left = found(captured, (*self.fixed, *free)) if self.fixed else free
         self.free = tuple(name for name in free if name in left)
         self.kinds = KINDS if asked.blocks == "auto" and self.free else (self._plain(asked),)
@@ -68,6 +85,44 @@ class Regions:
     def all(self, how: Recompute) -> dict[str, Recompute]:
         """The decisions that treat all alike that are left to choose."""
         return self.fixed | ({} if how.is_plain else dict.fromkeys(self.free, how))
+
+
+def _require_agreement(
+    marked: Sequence[MarkedRegion], asked: AskedRecomputation, named: Mapping[str, Recompute]
+) -> None:
+    """Refuse annotations that contradict each other, or what is asked for by option."""
+    rule = "what is recomputed of a module is said in one way"
+    for one in marked:
+        if isinstance(asked.blocks, Recompute) and not asked.modules and asked.blocks != one.how:
+            raise _refused(rule, one, f"recompute={str(asked.blocks)!r} for the whole program")
+        for name, how in named.items():
+            if how != one.how and _are_nested(name, one.module):
+                raise _refused(rule, one, f"recompute={{{name!r}: {str(how)!r}}}")
+        for other in marked:
+            if other.how != one.how and _are_nested(other.module, one.module):
+                raise _refused(rule, one, f"{other.how} for {other.name} at {other.source}")
+
+
+def _require_free_of_checkpoints(marked: Sequence[MarkedRegion], captured: Captured) -> None:
+    for one in marked:
+        for node in captured.operators if one.how != FULL else ():
+            is_inside = f"{info(node).module}.".startswith(f"{one.module}.")
+            if is_inside and info(node).checkpoint is not None:
+                rule = "what the model wraps in torch.utils.checkpoint is recomputed in full"
+                raise _refused(rule, one, f"a checkpoint at {info(node).source}")
+
+
+def _are_nested(one: str, other: str) -> bool:
+    return one == other or _is_below(one, [other]) or _is_below(other, [one])
+
+
+def _refused(rule: str, one: MarkedRegion, beside: str) -> InvalidInput:
+    return InvalidInput(
+        rule,
+        got=f"{one.how} for {one.name}\nbeside {beside}",
+        remedy="remove one of them",
+        source=one.source,
+    )
 
 
 def summary(decided: Mapping[str, Recompute]) -> str:
