@@ -19,6 +19,7 @@ from autopar.cost.saved_tensors import piece_bytes, storage
 from autopar.cost.state_price import NodeCost, StatePrice
 from autopar.layout import TensorType
 from autopar.mesh import Mesh
+from autopar.recompute import Keep
 from autopar.states import StateBytes
 from autopar.strategies import Strategy
 from autopar.strategies.node_info import Region, info
@@ -93,11 +94,12 @@ class NodePrices:
         if not info(node).away or storage(node) is not node:
             return {}
         size = float(info(node).type.local_bytes(self.mesh))
-        return {region: self._away(region, axes, size) for region, axes in info(node).away.items()}
+        return {r: self.away(r.how.keep, axes, size) for r, axes in info(node).away.items()}
 
-    def _away(self, region: Region, axes: tuple[str, ...], size: float) -> NodeCost:
+    def away(self, keep: Keep, axes: tuple[str, ...], size: float) -> NodeCost:
+        """What it takes to keep so many bytes cut over `axes`, or on the host."""
         gathered = float(self.price.seconds("all_gather", axes, size)) if axes else 0.0
-        if region.how.keep != "host":
+        if keep != "host":
             return NodeCost(backward=gathered)
         copied = self.device.host.copied(piece_bytes(size, axes, self.mesh))
         shown, hidden = 1 - self.device.overlap, 2 * copied * self.device.overlap

@@ -19,6 +19,7 @@ from torch import fx
 from autopar.capture.origins import copied_parameter
 from autopar.cost.operators import ShardSizes
 from autopar.mesh import Mesh
+from autopar.recompute import Keep
 from autopar.strategies.node_info import Region, flat, info
 from autopar.strategies.registry import is_view
 from autopar.strategies.results import maker, place_of, tensor_arguments, tensors_of
@@ -145,7 +146,7 @@ def kept_through(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
     for key, size in lasting(node, region, mesh).items():
         if info(key[0]).on_host:
             continue
-        axes = kept_away(key, region, mesh)
+        axes = kept_away(key, region.how.keep, mesh)
         if axes is None:
             kept[key] = size
         elif region.how.keep != "host":
@@ -158,11 +159,11 @@ def kept_on_host(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
     region = info(node).region
     if region is None or node.op != "call_function":
         return {k: size for k, size in kept_by(node, mesh).items() if info(k[0]).on_host}
-    kept = dict[Storage, float]()
+    kept, is_host = dict[Storage, float](), region.how.keep == "host"
     for key, size in lasting(node, region, mesh).items():
         if info(key[0]).on_host:
             kept[key] = size
-        elif region.how.keep == "host" and (axes := kept_away(key, region, mesh)) is not None:
+        elif (axes := kept_away(key, region.how.keep, mesh)) is not None and is_host:
             kept[_elsewhere(key, region)] = piece_bytes(size, axes, mesh)
     return kept
 
@@ -177,13 +178,13 @@ def remade_for(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
     if region.how.keep == "device":
         return again
     kept = lasting(node, region, mesh).items()
-    return again | {k: s for k, s in kept if kept_away(k, region, mesh) is not None}
+    return again | {k: s for k, s in kept if kept_away(k, region.how.keep, mesh) is not None}
 
 
-def kept_away(key: Storage, region: Region, mesh: Mesh) -> tuple[str, ...] | None:
+def kept_away(key: Storage, keep: Keep, mesh: Mesh) -> tuple[str, ...] | None:
     """Over which axes a region cuts a storage that it keeps; None: it keeps it as it is."""
-    (node, place), keep = key, region.how.keep
-    if keep == "device":
+    node, place = key
+    if keep == "device" or info(node).on_host:
         return None
     if isinstance(place, str):  # who knows what it is
         return () if keep == "host" else None

@@ -94,7 +94,7 @@ def _mark_away(nodes: Sequence[fx.Node], region: Region, mesh: Mesh) -> None:
         if (value in own and at is not value) or has_results(value):
             continue
         key = maker(at), place_of(at)
-        axes = kept_away(key, region, mesh) if key in kept else None
+        axes = kept_away(key, region.how.keep, mesh) if key in kept else None
         if axes is not None:
             for one in {value, at}:
                 info(one).away = {**info(one).away, region: axes}

@@ -238,7 +238,7 @@ class Planner:
         regions = self.regions
         ways = {kind: laid.recomputed(regions.all(kind)) for kind in KINDS}
         graphs = {kind: way.rewritten for kind, way in ways.items()}
-        problem = mixed_problem(graphs, regions.free, laid.mesh, laid.prices)
+        problem = mixed_problem(graphs, regions.free, laid.prices)
         plain = ways[PLAIN].memory
         room = self.memory - (plain.peak - plain.activations)
         for _ in range(ATTEMPTS):
@@ -323,8 +323,12 @@ class Planner:
             search = laid.search and laid.search.shared(made.ranks)
             return ways(kind).changed(search, pipelining)
 
+        kinds = (*self.regions.kinds, *self.regions.leaner(asked.cluster.device.host))
         for made in asked.schedules(stages, parts):
-            for kind in self.regions.kinds:
+            least = 0.0  # bytes besides activations
+            for kind in kinds:
+                if kind not in self.regions.kinds and least > self.memory:
+                    break
                 try:
                     way = piped(made, fastest(made.stages, kind), kind)
                 except InvalidInput:
@@ -344,3 +348,4 @@ class Planner:
                 yield way
                 if not is_tight:
                     break
+                least = way.memory.peak - way.memory.activations

@@ -20,16 +20,23 @@ from torch import fx
 from autopar.capture.annotations import MarkedRegion
 from autopar.capture.captured import Captured
 from autopar.capture.regions import blocks, checkpoints, found
+from autopar.cluster import Host
 from autopar.cost.program import NodePrices
-from autopar.cost.saved_tensors import Storage, kept_through, most_remade
+from autopar.cost.saved_tensors import (
+    Storage,
+    kept_away,
+    kept_through,
+    most_remade,
+    piece_bytes,
+)
 from autopar.errors import InvalidInput
-from autopar.mesh import Mesh
-from autopar.recompute import Recompute
+from autopar.recompute import Keep, Recompute
 from autopar.solver.cp_sat import new_model, new_solver, outcome, weighted_sum
 from autopar.strategies.node_info import info
 
 PLAIN, SELECTIVE, FULL = Recompute(None), Recompute("selective"), Recompute("full")
 KINDS = (PLAIN, SELECTIVE, FULL)
+LEANER = (Recompute("full", "cut"), Recompute("full", "host"))  # where no others fit
 _EFFORT = 1.0  # deterministic time, about seconds
 _RANGE = 1 << 24  # of seconds in whole numbers
 
@@ -78,6 +85,12 @@ class Regions:
         left = found(captured, (*self.fixed, *free)) if self.fixed else free
         self.free = tuple(name for name in free if name in left)
         self.kinds = KINDS if asked.blocks == "auto" and self.free else (self._plain(asked),)
+
+    def leaner(self, host: Host) -> tuple[Recompute, ...]:
+        """Further ways, which are weighed where none of `kinds` fits."""
+        if len(self.kinds) == 1:
+            return ()
+        return tuple(how for how in LEANER if how.keep != "host" or not host.is_device)
 
     def _plain(self, asked: AskedRecomputation) -> Recompute:
         return PLAIN if asked.blocks == "auto" else asked.blocks
@@ -138,6 +151,7 @@ class _Offer:
     seconds: float  # of what runs again
     kept: float  # bytes, of what nothing else in the program keeps
     remade: float  # bytes, while its backward runs
+    on_host: float = 0.0  # bytes that are kept there
 
 
 @dataclass(frozen=True)
@@ -149,6 +163,7 @@ class MixedProblem:
     offers: Sequence[Mapping[Recompute, _Offer]]
     before: Sequence[float]
     rest: float
+    host: float  # bytes that there are on the host
 
     def solve(self, memory: float) -> dict[str, Recompute] | None:
         """The fastest that keeps within `memory`; None: none does."""
@@ -156,18 +171,21 @@ class MixedProblem:
         kinds = list(self.offers[0])
         takes = [[model.new_bool_var(f"{name} {k}") for k in kinds] for name in self.names]
         scale = _RANGE / (sum(max(o.seconds for o in row.values()) for row in self.offers) or 1.0)
-        costs, kept = [], []
+        costs, kept, on_host = [], [], []
         bits = [bit for row in takes for bit in row]
         for number, (row, offer) in enumerate(zip(takes, self.offers)):
             model.add_exactly_one(row)
             costs += [round(offer[kind].seconds * scale) for kind in kinds]
             kept += [round(offer[kind].kept) for kind in kinds]
+            on_host += [round(offer[kind].on_host) for kind in kinds]
             extra = [round(offer[kind].remade) for kind in kinds]
             until = len(kinds) * (number + 1)
             room, own = int(memory - self.before[number]), until - len(kinds)
             there = [*kept[:own], *map(add, kept[own:], extra)]
             model.add(weighted_sum(bits[:until], there) <= room)
         model.add(weighted_sum(bits, kept) <= int(memory - self.rest))
+        if any(on_host):
+            model.add(weighted_sum(bits, on_host) <= int(self.host))
         model.minimize(weighted_sum(bits, costs))
         solver = new_solver(_EFFORT)
         if outcome(solver, model) not in ("OPTIMAL", "FEASIBLE"):
@@ -179,10 +197,12 @@ class MixedProblem:
 
 
 def mixed_problem(
-    graphs: Mapping[Recompute, fx.Graph], names: Sequence[str], mesh: Mesh, prices: NodePrices
+    graphs: Mapping[Recompute, fx.Graph], names: Sequence[str], prices: NodePrices
 ) -> MixedProblem:
     """That of a program, given with all regions `names` treated in each way; bytes of what is kept
-    alone, so that the states come on top."""
+    alone, so that the states come on top. What each keeps may be cut, or on the host if that is
+    apart from the device."""
+    mesh, host = prices.mesh, prices.device.host
     plain = list(graphs[PLAIN].nodes)
     inside = [[n.name for n in graphs[FULL].nodes if _is_named(n, name)] for name in names]
     own = {name for row in inside for name in row}
@@ -204,22 +224,37 @@ def mixed_problem(
         nodes = {node.name: node for node in graph.nodes}
         for row, offer in zip(inside, offers):
             region = [nodes[name] for name in row]
-            offer[kind] = _offer(region, base, mesh, prices)
-    return MixedProblem(names, offers, before, sum(base.values()))
+            for keep in ("device", "cut", *(() if host.is_device else ("host",))):
+                offer[Recompute(kind.kind, keep)] = _offer(region, base, keep, prices)
+    for how in [how for how in offers[0] if how.keep != "device"] if offers else ():
+        if all(offer[how] == offer[Recompute(how.kind)] for offer in offers):
+            offers = [{k: one for k, one in offer.items() if k != how} for offer in offers]
+    return MixedProblem(names, offers, before, sum(base.values()), host.memory)
 
 
 def _offer(
     region: Sequence[fx.Node],
     base: Mapping[tuple[str, object], float],
-    mesh: Mesh,
+    keep: Keep,
     prices: NodePrices,
 ) -> _Offer:
-    kept: dict[Storage, float] = {}
+    """Of a region that is there with all it keeps on the device."""
+    kept, mesh = dict[Storage, float](), prices.mesh
     for node in region:
         kept |= kept_through(node, mesh)
-    alone = {key: size for key, size in kept.items() if _named(key) not in base}
-    seconds = sum(prices(node).again for node in region)
-    return _Offer(seconds, sum(alone.values()), most_remade(region, mesh))
+    seconds = sum(prices.own(node).again for node in region)
+    held = on_host = 0.0
+    back = [0.0]  # bytes that are brought back
+    for key, size in kept.items():
+        axes = kept_away(key, keep, mesh)
+        if axes is None:
+            held += 0.0 if _named(key) in base else size
+            continue
+        price, piece = prices.away(keep, axes, size), piece_bytes(size, axes, mesh)
+        seconds += price.forward + price.backward
+        held, on_host = (held, on_host + piece) if keep == "host" else (held + piece, on_host)
+        back.append(size)
+    return _Offer(seconds, held, most_remade(region, mesh) + max(back), on_host)
 
 
 def _named(key: Storage) -> tuple[str, object]:
