@@ -374,3 +374,28 @@ def test_annotations_that_contradict_each_other_are_refused() -> None:
         ap.shard(nn.Linear(2, 2), recompute=3)
     with pytest.raises(ap.InvalidInput, match="kind is one of"):
         ap.shard(nn.Linear(2, 2), recompute="all")
+
+
+def test_people_are_told_of_regions(tmp_path) -> None:
+    case = annotated(a="full", b="full", c=ap.Recompute("selective", keep="host"))
+    options = {"mesh": ap.Mesh(dp=2), "mode": "data"}
+    plan = ap.plan(case.model, case.args, **options)
+    lines = [
+        "recomputed in backward",
+        "  layers.{0..1}  in full",
+        "  layers.2       selectively, kept on the host",
+    ]
+    plan.save(tmp_path / "plan.json")
+    for text in (str(plan), str(ap.Plan.load(tmp_path / "plan.json"))):
+        assert "\n".join(lines) in text
+    assert "host" in str(plan)
+    region = str(plan.explain("layers.2.up"))
+    assert "region: layers.2, selectively, kept on the host" in region
+    fresh = models.gpt(layers=4, hidden=16, heads=2)
+    other = ap.plan(fresh.model, fresh.args, recompute={"layers.0": "full"}, **options)
+    diff = plan.diff(other)
+    assert diff.regions == {
+        "layers.1": ("in full", None),
+        "layers.2": ("selectively, kept on the host", None),
+    }
+    assert "  layers.1: in full | -" in str(diff)

@@ -27,6 +27,7 @@ class PlanDiff:
     """What differs; every pair is (the first plan's, the second plan's)."""
 
     settings: Mapping[str, Pair]  # mesh, cluster, mode, micro-batches, where they differ
+    regions: Mapping[str, tuple[str | None, str | None]]  # name -> what is recomputed
     parameters: Mapping[str, tuple[str | None, str | None]]  # name -> types
     values: Mapping[str, tuple[str | None, str | None]]  # node -> types
     cost: Mapping[str, tuple[float, float]]  # all parts, seconds
@@ -37,7 +38,7 @@ class PlanDiff:
     @property
     def is_empty(self) -> bool:
         """Whether the two plans decide the same."""
-        return not (self.settings or self.parameters or self.values)
+        return not (self.settings or self.regions or self.parameters or self.values)
 
     def to_json(self) -> dict[str, Any]:
         parts = {name: pairs for name, pairs in asdict(self).items() if name != "without_model"}
@@ -57,7 +58,12 @@ class PlanDiff:
         if self.movements:
             lines.append("movements")
             lines += [f"  {kind}: {one} | {two}" for kind, (one, two) in self.movements.items()]
-        for what, types in (("parameters", self.parameters), ("values", self.values)):
+        named = {
+            "recomputed in backward": self.regions,
+            "parameters": self.parameters,
+            "values": self.values,
+        }
+        for what, types in named.items():
             rows = grouped(types.items())
             lines += [f"{what} ({len(types)})"] if rows else []
             shown = [f"  {name}: {one or '-'} | {two or '-'}" for name, (one, two), _ in rows]
@@ -72,6 +78,7 @@ def compare(first: PlanValue | SavedValue, second: PlanValue | SavedValue) -> Pl
     decided = {n for p in plans for n in (*p.decisions.strategies, *p.decisions.fixed)}
     texts = ({name: str(type_) for name, type_ in plan.types.items()} for plan in plans)
     types = _different(_pairs(*texts))
+    recomputed = [plan.decisions.recompute for plan in plans]
     cost, memory, moved = {}, {}, {}
     attached = [plan for plan in plans if isinstance(plan, PlanValue)]
     if len(attached) == 2:
@@ -81,6 +88,7 @@ def compare(first: PlanValue | SavedValue, second: PlanValue | SavedValue) -> Pl
         moved = {kind: (one[kind], two[kind]) for kind in sorted({**one, **two})}
     return PlanDiff(
         _different(_pairs(_settings(first), _settings(second))),
+        _different(_pairs(*({n: how.words for n, how in r.items()} for r in recomputed))),
         {name: pair for name, pair in types.items() if name in kept},
         {name: pair for name, pair in types.items() if name in decided - kept},
         cost,

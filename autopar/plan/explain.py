@@ -11,12 +11,14 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterator
+from functools import partial
 
 from torch import fx
 
 from autopar.capture.listing import operator_name
 from autopar.capture.marker import ANNOTATE
 from autopar.capture.origins import is_of_parameters
+from autopar.capture.regions import runs
 from autopar.cost.footprint import parameter_bytes
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, ParameterPlacement, Placement, TensorType
@@ -130,7 +132,17 @@ class _Explainer:
             candidates=tuple(candidates),
             others=tuple(others),
             step_is_lower_bound=self._multiplier > 0,
+            region=self._region(node),
         )
+
+    def _region(self, operator: fx.Node) -> str:
+        """The region of an operator, and what is done again of it."""
+        decided = self.decisions.recompute
+        of_parameters = partial(is_of_parameters, captured=self.captured)
+        for name, nodes in runs(self.captured.graph, decided, of_parameters):
+            if operator in nodes:
+                return f"{name}, {decided[name].words}"
+        return ""
 
     def _offered(self, node: fx.Node) -> tuple[Candidates, int]:
         """The candidates that the decision was among, and which one it is."""

@@ -58,6 +58,7 @@ class Explanation:
     step_is_lower_bound: bool  # under a memory limit: `step` is what no plan that fits can beat
     module: str = ""
     rule: str = ""
+    region: str = ""  # that runs again in backward, or keeps elsewhere, and it stands in
 
     @property
     def chosen(self) -> PricedCandidate:
@@ -122,6 +123,7 @@ class Explanation:
         lines = [f"{self.name}: {self.what}{at} on {self.mesh}"]
         lines += [f"  {self.source}"] if self.source else []
         lines += [f"  rule: {self.rule}"] if self.rule else []
+        lines += [f"  region: {self.region}"] if self.region else []
         lines += [f"  bound: {text}" for text in self.bound]
         lines += [f"  chosen: {self.chosen.strategy}; {self.why}", ""]
         lines += self._table()

@@ -21,6 +21,7 @@ from autopar.plan.grouping import grouped
 from autopar.plan.saved import SavedValue
 from autopar.plan.value import PlanValue
 from autopar.planner.candidate import Alternative
+from autopar.recompute import Recompute
 from autopar.schema import write
 from autopar.search.auto import Search
 from autopar.states import States
@@ -57,7 +58,8 @@ def plan_text(plan: PlanValue) -> str:
         )
         for placeholder, name in plan.captured.parameters.items()
     ]
-    lines += ["parameters", *_grouped(rows), *_movements(plan), *_fallbacks(plan)]
+    lines += [*_regions(plan.decisions.recompute), "parameters", *_grouped(rows)]
+    lines += [*_movements(plan), *_fallbacks(plan)]
     return "\n".join(lines + _weighed(plan.search, plan.alternatives))
 
 
@@ -76,6 +78,7 @@ def saved_text(saved: SavedValue) -> str:
         f"  operators  {len(saved.fingerprint.operators)}; micro-batches {saved.microbatches}",
         *_states(saved.states),
         "  time and memory are computed once a model is attached: .attach(model, args, kwargs)",
+        *_regions(saved.decisions.recompute),
         "parameters",
         *_grouped(rows),
     ]
@@ -95,6 +98,7 @@ def plan_data(plan: PlanValue) -> dict[str, Any]:
         "search": write(plan.search),
         "pipeline": write(plan.pipelining),
         "states": write(plan.states),
+        "recompute": {name: str(how) for name, how in plan.decisions.recompute.items()},
         "parameters": {n: str(plan.types[n]) for n in plan.captured.parameters.values()},
         "movements": [asdict(record) for record in plan.movements()],
         "fallbacks": [{**asdict(f), "cost": f.cost} for f in plan.fallbacks],
@@ -129,6 +133,12 @@ def _summed(axes: Sequence[str] | None) -> str:
 
 def _states(states: States) -> list[str]:
     return [] if states.is_whole else [f"  states     {states}"]
+
+
+def _regions(decided: Mapping[str, Recompute]) -> list[str]:
+    """What runs again in backward, and where regions keep what it reads."""
+    rows = [(name, (how.words,)) for name, how in decided.items()]
+    return ["recomputed in backward", *_grouped(rows)] if rows else []
 
 
 def _kept(plan: PlanValue, placeholder: str, name: str) -> str:

@@ -37,6 +37,7 @@ def layers(bias: bool) -> Case:
         return Case("layers", Layers(bias), (torch.empty(16384, 1024),))
 
 
+KINDS = ("full", "selective", None)
 A100 = ap.Cluster.preset("dgx-a100")
 CASES = {
     "layers": (lambda: layers(True), A100, {}),
@@ -58,7 +59,8 @@ def chosen(name: str) -> tuple[Case, ap.Plan]:
 
 def named(case: Case, cluster: ap.Cluster, one: Alternative) -> ap.Plan:
     """The plan that is asked for in the words of an alternative."""
-    kind = "full" if "in full" in one.recompute else "selective" if one.recompute else None
+    every = [ap.Recompute(k, p) for k in KINDS for p in ("device", "cut", "host")]
+    kind = next((how for how in every if one.recompute.endswith(how.words)), None)
     words = {"mesh": one.mesh, "microbatches": one.microbatches, "pipeline": None}
     words["recompute"] = kind
     if one.schedule:
