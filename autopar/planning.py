@@ -54,7 +54,8 @@ def plan(
     mapping with a name and options, or a schedule, as `ap.pipeline.load("mine.csv")` reads one;
     `recompute`: which of the repeated blocks run their forward again in backward, "full" or
     "selective" (all that is cheap to make again), or by module, as {"layers.*": "full"}, and no
-    others; "auto": as many as memory asks for. What the model wraps in torch.utils.checkpoint does.
+    others; a `Recompute` also says where what is kept is kept; "auto": as much as memory asks for.
+    What the model wraps in torch.utils.checkpoint is recomputed.
     `states`: into how many parts parameters, their gradients and what an optimizer keeps are cut
     over ranks that hold replicas: "whole", "zero1" (what an optimizer keeps), "zero2" (gradients
     too), "zero3" (parameters too), a `States` of numbers, or "auto": whole if that fits, else the

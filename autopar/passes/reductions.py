@@ -46,7 +46,7 @@ def _join(movement: fx.Node, readers: list[fx.Node], last: fx.Node) -> None:
     given = [joined]
     if len(readers) > 1:
         values: Any = tuple(info(reader).val for reader in readers)
-        info(joined).val = values
+        info(joined).update(val=values, away={})
         with graph.inserting_after(joined):
             given = [
                 graph.call_function(operator.getitem, (joined, index))
