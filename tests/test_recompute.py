@@ -399,3 +399,25 @@ def test_people_are_told_of_regions(tmp_path) -> None:
         "layers.2": ("selectively, kept on the host", None),
     }
     assert "  layers.1: in full | -" in str(diff)
+
+
+def test_less_is_kept_on_devices_where_memory_binds() -> None:
+    """On machines whose hosts have memory of their own: pieces, then the host."""
+    case = megatron(models.gpt(layers=4, hidden=32, heads=2, sequence=32))
+    options = {"cluster": ap.Cluster.preset("dgx-a100"), "mesh": ap.Mesh(tp=2)}
+    options |= {"mode": "propagate", "states": "whole"}
+
+    def planned(**more: object) -> ap.Plan:
+        return ap.plan(case.model, case.args, **options, **more)
+
+    free = planned(recompute=None).memory.peak
+    host = planned(recompute=ap.Recompute(None, keep="host"))
+    seconds = 0.0
+    for part, keep in ((0.4, "cut"), (0.02, "host")):
+        limit = host.memory.peak + part * (free - host.memory.peak)
+        plan = planned(memory=limit)
+        assert plan.memory.peak <= limit
+        assert keep in {how.keep for how in plan.decisions.recompute.values()}
+        assert seconds < plan.cost.seconds
+        seconds = plan.cost.seconds
+    assert plan.memory.host > 0
