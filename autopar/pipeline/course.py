@@ -135,7 +135,7 @@ class ProgramCourse:
             more = 0
             if self._memory(node) is node:  # the copies of parameters are counted as such
                 self._values.take(node, 0.0 if copied_parameter(node) else self._size(node))
-            if info(node).movement is None:
+            if info(node).movement is None and not info(node).on_host:
                 more = self._calls(node).forward
             for key, size in kept_through(node, self.mesh).items():
                 held: Hashable = key if isinstance(key[1], str) else key[0]
@@ -239,7 +239,8 @@ class ProgramCourse:
             sizes: tuple[int | None, ...] = (HANDED_ON if in_place else int(self._size(value)),)
         else:
             call = self._calls(node)
-            inputs, sizes, more = list(call.inputs), call.gradients, call.backward
+            inputs, sizes = list(call.inputs), call.gradients
+            more = 0 if info(node).on_host else call.backward
         weights = info(node).weight_inputs
         left_out = without if weights is not None and weights.product else ()
         made: list[tuple[fx.Node, Hashable]] = []
@@ -250,7 +251,7 @@ class ProgramCourse:
                 self._flowing.take(arrived)
                 made.append((value, arrived))
             elif size is not None:
-                made.append((value, self._new(size)))
+                made.append((value, self._new(0 if info(value).on_host else size)))
         yield self._moment(node, True, more)
         for value, gradient in made:
             if value.op == "placeholder" and info(value).places is not None:

@@ -233,7 +233,7 @@ class _Explainer:
             places = self._places(node, state.layout)
             candidates.append(
                 PricedCandidate(
-                    strategy=f"kept as {kept}",
+                    strategy=f"kept as {kept}{', on the host' * bool(places.on_host)}",
                     output=kept,
                     memory=float(sum(parameter_bytes(node, places, self.mesh))),
                     edges=tuple(self._edge(node, reader, state, wants) for reader, wants in wanted),

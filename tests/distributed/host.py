@@ -41,7 +41,7 @@ SETTINGS = [
 def trains_like_one_device(ranks: int) -> None:
     mesh = ap.Mesh(dp=ranks)
     for number, states in enumerate(SETTINGS):
-        if number % 2:
+        if number % 3:
             parity(models.mlp(hidden=10, layers=4), states, mesh=mesh)
         else:
             parity(models.gpt(layers=1), states, mesh=mesh, microbatches=2)
@@ -59,7 +59,7 @@ def computes_in_another_dtype(ranks: int) -> None:
     precision = ap.Precision(compute=torch.float32, reduce=torch.float64)
     case, mesh = models.gpt(layers=1), ap.Mesh(dp=ranks)
     found = []
-    for states in ("zero3", SETTINGS[2], SETTINGS[5]):
+    for states in ("zero3", SETTINGS[5]):
         options = {"mesh": mesh, "mode": "data", "precision": precision, "states": states}
         module = ap.parallelize(case.fresh().model, case.args, case.kwargs, **options)
         module.step(*case.args, **case.kwargs)
@@ -141,12 +141,11 @@ def collects_and_loads(ranks: int) -> None:
 
 def runs_modules_there(ranks: int) -> None:
     """An embedding, tied to what is on the device, and all of a block but its attention."""
-    for states in ("whole", "zero3", SETTINGS[-1]):
-        case = models.gpt(layers=2)
-        ap.shard(case.model.tokens, device="host")
-        ap.shard(case.model.layers[0], device="host")
-        ap.shard(case.model.layers[0].attention, device="device")
-        parity(case, states, mesh=ap.Mesh(dp=ranks), microbatches=2)
+    case = models.gpt(layers=1)
+    ap.shard(case.model.tokens, device="host")
+    ap.shard(case.model.layers[0], device="host")
+    ap.shard(case.model.layers[0].attention, device="device")
+    parity(case, SETTINGS[-1], mesh=ap.Mesh(dp=ranks), microbatches=2)
     case = models.gpt(layers=2)
     ap.shard(case.model.tokens, device="host")
     options = {"schedule": "1f1b", "microbatches": 2, "mesh": ap.Mesh(pp=2)}
