@@ -142,5 +142,5 @@ def test_a_limit_that_only_recomputation_meets() -> None:
     assert planned(schedule="gpipe", recompute="full", memory=limit).memory.peak <= limit
     assert planned(schedule="gpipe", memory=limit).memory.peak <= limit
     with pytest.raises(ap.InvalidInput, match="fits into the memory") as error:
-        planned(schedule="gpipe", memory=limit, recompute=None)
+        planned(schedule="gpipe", memory=limit, recompute=None, states="whole")
     assert 'recompute="auto"' in error.value.remedy
