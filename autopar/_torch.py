@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import timedelta
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from torch._utils import _flatten_dense_tensors as joined_flat  # one tensor of 
 from torch._utils import _unflatten_dense_tensors as split_like  # views, like some tensors in turn
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroup, Store, TCPStore, Work
+from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroup, Store, TCPStore
 from torch.distributed.distributed_c10d import (
     _abort_process_group,
     _get_default_store,
@@ -77,7 +77,13 @@ def all_reduce_now(x: Tensor, group: str) -> None:
         work.wait()
 
 
-def wait_for(work: Work) -> None:
+class Pending(Protocol):
+    """What is under way with other ranks."""
+
+    def wait(self) -> object: ...
+
+
+def wait_for(work: Pending) -> None:
     """Wait for other ranks: what breaks here may have its cause on one of them."""
     work.wait()
 
@@ -201,9 +207,12 @@ def holds_store(store: Store) -> bool:
 
 def moves_on_host(group: ProcessGroup) -> bool:
     """Whether a group moves what lies on a GPU through the memory of the host, as gloo does."""
-    if torch.device("cuda") not in group._device_types:
-        return True
-    return group._get_backend(torch.device("cuda")).name() == "gloo"
+    return torch.device("cuda") not in group._device_types or is_gloo(group, "cuda")
+
+
+def is_gloo(group: ProcessGroup, device: str) -> bool:
+    """Whether a group moves what lies on a kind of device by gloo."""
+    return group._get_backend(torch.device(device)).name() == "gloo"
 
 
 def runs_on_host(operator: torch._ops.OpOverload) -> bool:

@@ -29,26 +29,26 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import (
+    Pending,
     add_each,
     copy_each,
     joined_flat,
-    moves_on_host,
     placed_like,
-    reduce_scatter_single,
     split_like,
     wait_for,
 )
 from autopar.collectives.eager import LateSum
 from autopar.cost.price import BUCKET_BYTES
+from autopar.runtime.exchange import Exchange
 from autopar.runtime.host import Copied, HostLink
-from autopar.runtime.packing import Packing, Pieces, packed
+from autopar.runtime.packing import Pieces
 from autopar.runtime.placing import in_own_memory
 
 FIRST_BUCKET_BYTES = 4 * 2**20  # the first gradients wait for no more
 NEVER = -2  # no place in an order of actions
 ALONE_BYTES = 2 * 2**20  # from here on, a copy costs more than a collective of its own
 
-Sums = Generator[dist.Work, None, None]  # the collectives of a bucket, each when the last is done
+Sums = Generator[Pending, None, None]  # the collectives of a bucket, each when the last is done
 
 
 @dataclass
@@ -107,8 +107,10 @@ class Bucket:
     is_complete: bool = False  # its last sum has begun
     sums: Sums | None = None  # that are under way
     is_cutting: bool = False  # of them, that of one backward
-    work: dist.Work | None = None  # of them, the one to wait for
+    work: Pending | None = None  # of them, the one to wait for
     copied: Copied | None = None  # to the host
+    _each: Exchange | None = None
+    _last: Exchange | None = None
 
     @property
     def size(self) -> int:
@@ -127,28 +129,14 @@ class Bucket:
     def alone(self) -> bool:
         return not self.is_cut and len(self.slots) == 1 and self.size >= ALONE_BYTES
 
-    @cached_property
-    def _each(self) -> Packing | None:
-        pieces = [slot.each for slot in self.slots if slot.each is not None]
-        return Packing(pieces) if pieces else None
-
-    @cached_property
-    def _last(self) -> Packing | None:
-        pieces = [slot.last for slot in self.slots if slot.last is not None]
-        return Packing(pieces) if pieces else None
-
     def sum(self, summed: Summed, is_last: bool) -> Sums:
         """Sum what backward has made since the last time; in the end over all ranks."""
-        leaves = [slot.leaf for slot in self.slots]
-        gradients = take_gradients(leaves)
-        if summed.each is not None:
-            assert self._each is not None
-            flat, self.is_cutting = packed(self._each, gradients, self.dtype), True
+        gradients = take_gradients([slot.leaf for slot in self.slots])
+        self._prepare(summed)
+        if self._each is not None:
+            part, work = self._each.scatter(gradients)
             gradients.clear()
-            part = flat.new_empty(self._each.length)
-            yield from scatter(part, flat, summed.each)
-            self.is_cutting = False
-            del flat
+            yield from self._cut(work)
             self.buffer = part if self.buffer is None else self.buffer.add_(part)
             if not is_last:
                 return
@@ -158,17 +146,17 @@ class Bucket:
             gradients.clear()
             if not is_last:
                 return
-        if summed.last is not None:
-            assert self._last is not None
-            done = self.buffer if summed.adds else None
-            flat = packed(self._last, gradients, self.dtype) if done is None else done
+        if self._last is not None:
+            flat = self.buffer if summed.adds else None
+            self.buffer, work = self._last.scatter(gradients, flat)
+            del flat
             gradients.clear()
-            self.buffer = self._last.own_part(flat)
-            yield from scatter(self.buffer, flat, summed.last)
+            yield from self._cut(work)
         if not (summed.is_cut or summed.adds):
             gradients += self.riders
             # What is one tensor is not copied.
             self.buffer = joined_flat(gradients if len(gradients) > 1 else in_own_memory(gradients))
+        gradients.clear()
         if summed.group is not None:
             assert self.buffer is not None
             yield dist.all_reduce(self.buffer, group=summed.group, async_op=True)
@@ -176,19 +164,38 @@ class Bucket:
             assert self.buffer is not None
             self.buffer, self.copied = summed.link.down(self.buffer)
 
+    def _cut(self, work: Pending) -> Sums:
+        self.is_cutting = True
+        yield work
+        self.is_cutting = False
+
+    def _prepare(self, summed: Summed) -> None:
+        """Know how gradients are cut."""
+        device, is_cast = self.slots[0].leaf.device, self.dtype != self.slots[0].leaf.dtype
+        each = [slot.each for slot in self.slots if slot.each is not None]
+        last = [slot.last for slot in self.slots if slot.last is not None]
+        if each and self._each is None:
+            assert summed.each is not None
+            self._each = Exchange(each, summed.each, self.dtype, device, not is_cast)
+        if last and self._last is None:
+            assert summed.last is not None
+            is_packed = summed.adds or (is_cast and not each)
+            self._last = Exchange(last, summed.last, self.dtype, device, not is_packed)
+
     def _add(self, gradients: Sequence[Tensor]) -> None:
         """Add what one backward has made to what those before it have, packed as it is summed."""
         gradients = [gradient.contiguous() for gradient in gradients]
         lengths = [gradient.numel() for gradient in gradients]
         put = copy_each if self.buffer is None else add_each
         if self.buffer is None:
-            length = sum(lengths) if self._last is None else self._last.numel
+            length = sum(lengths) if self._last is None else self._last.packing.numel
             self.buffer = gradients[0].new_empty(length, dtype=self.dtype)
         if self._last is None:
             own = self.buffer.split_with_sizes(lengths)
             put(own, [gradient.view(-1) for gradient in gradients])
         else:
-            put(self._last.inside(self.buffer), self._last.of(gradients))
+            packing = self._last.packing
+            put(packing.inside(self.buffer), packing.of(gradients))
 
     def give(self) -> dict[str, DTensor]:
         """The gradients after their sum, and the riders theirs; nothing is kept."""
@@ -200,8 +207,7 @@ class Bucket:
         cut = self._last or self._each
         if cut is not None:
             pieces = cut.own(buffer)
-            is_more = self._last is None and not cut.is_full
-            return placed(self.slots, in_own_memory(pieces) if is_more else pieces)
+            return placed(self.slots, pieces if cut.is_full else in_own_memory(pieces))
         found = split_like(buffer, [slot.leaf for slot in self.slots] + self.riders)
         for rider, total in zip(self.riders, found[len(self.slots) :]):
             rider.copy_(total)
@@ -210,17 +216,10 @@ class Bucket:
 
     def clear(self) -> None:
         """Forget what a pass that broke off has left."""
+        if self.work is not None:
+            wait_for(self.work)
         self.riders, self.buffer, self.is_complete = [], None, False
         self.sums, self.work, self.is_cutting, self.copied = None, None, False, None
-
-
-def scatter(part: Tensor, flat: Tensor, group: dist.ProcessGroup) -> Sums:
-    """Sum `flat` over a group, and give `part` this rank's part of it."""
-    carried = flat.cpu() if flat.is_cuda and moves_on_host(group) else flat
-    own = part if carried is flat else part.cpu()
-    yield reduce_scatter_single(own, carried, group=group, async_op=True)
-    if own is not part:
-        part.copy_(own)
 
 
 def make_buckets(
@@ -384,7 +383,7 @@ class GradientSync:
 
     def _start(self, bucket: Bucket, position: int) -> None:
         summed = self._sums[bucket.key]
-        if summed.each is not None:
+        if summed.is_cut:
             # A bucket is whole until it is cut: one at a time, beside the backward of the next.
             for other in [one for one in self._under_way if one.is_cutting]:
                 self._go_on(other)

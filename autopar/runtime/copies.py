@@ -15,21 +15,19 @@ changed, torch is told, and refuses a backward from before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from autopar._torch import all_gather_single, copy_each, moves_on_host, wait_for
-from autopar.collectives.operators import movable
+from autopar._torch import copy_each, wait_for
 from autopar.errors import InvalidInput
 from autopar.passes.gathers import NONE, have_copies, leave_copies, watch_readers
-from autopar.runtime.host import Copied, HostLink
-from autopar.runtime.packing import Packing
+from autopar.runtime.exchange import Exchange, UnderWay
+from autopar.runtime.host import HostLink
 
 AT_A_TIME = 2  # groups: the one that is read, and the next
 
@@ -39,8 +37,7 @@ class Group:
     """Copies that come together."""
 
     number: int
-    packing: Packing
-    process_group: dist.ProcessGroup | None  # None: every rank has all the pieces
+    exchange: Exchange | None  # None: every rank has all the pieces
     parameters: list[Tensor]
     sources: list[Tensor]  # this rank's pieces
     targets: list[Tensor]  # the copies
@@ -48,10 +45,7 @@ class Group:
     needs: Sequence[Group] = ()  # those that hold its sources
     link: HostLink | None = None  # by which the pieces come from the host
     is_here: bool = False
-    _work: dist.Work | None = None
-    _copied: Copied | None = None  # from the host, under way
-    _flat: Tensor | None = None
-    _pieces: list[Tensor] = field(default_factory=list)  # of the copies, once they have memory
+    _work: UnderWay | None = None
     _age: int | None = None  # of the parameters, since `forget`
     _filled: int | None = None  # of those that the copies were made of last
     _has_memory: bool = False
@@ -65,72 +59,46 @@ class Group:
         """Of each copy, and its bytes while it is here."""
         return [(target.untyped_storage(), target.nbytes) for target in self.targets]
 
+    @cached_property
+    def _data(self) -> list[Tensor]:
+        return [target.data for target in self.targets]
+
     @property
     def is_coming(self) -> bool:
-        return self._work is not None or self._copied is not None
+        return self._work is not None
 
-    @cached_property
+    @property
     def is_direct(self) -> bool:
-        """Whether the buffer is the copy."""
-        if self.link is not None:
-            return self.process_group is None  # no buffer at all
-        (source, *_), (target, *_) = self.sources, self.targets
-        return self.packing.is_in_place and source.dtype == target.dtype
+        """Whether there is no buffer beside the copies."""
+        return self.exchange is None or self.exchange.is_direct
 
     def start(self) -> None:
         """Send for the pieces of the other ranks."""
         self._require_unchanged()
-        if self.is_coming:
+        if self.is_coming or (self.exchange is None and self.link is None):
             return
-        if self.process_group is None:
-            if self.link is not None:
-                self._grow()
-                self._copied = self.link.up([t.data for t in self.targets], self.sources)
-            return
-        dtype, device = self.targets[0].dtype, self.targets[0].device
-        on_host = device.type == "cuda" and moves_on_host(self.process_group)
-        if self.is_direct and not on_host:
+        if self.is_direct:
             self._grow()
-            part, flat = self.sources[0].view(-1), self.targets[0].data.view(-1)
-        else:
-            where: dict[str, Any] = {"dtype": dtype, "device": "cpu" if on_host else device}
-            flat = torch.empty(self.packing.numel, **where)
-            part = self.packing.own_part(flat)  # where it belongs: one buffer, not two
-            if self.link is None:
-                copy_each(self.packing.own(part), self.sources)
-        self._flat = flat
-        with nullcontext() if self.link is None else self.link.beside():
-            if self.link is not None:
-                self._copied = self.link.up(self.packing.own(part), self.sources)
-                self._copied.precede()
-            self._work = all_gather_single(
-                movable(flat), movable(part), group=self.process_group, async_op=True
-            )
+        if self.exchange is not None:
+            self._work = self.exchange.gather(self._data, self.sources, self.link)
+        elif self.link is not None:
+            self._work = UnderWay(copied=self.link.up(self._data, self.sources))
 
     def finish(self) -> None:
         """Wait for them, and put them in their places."""
+        self._grow()
         if self._work is not None:
             wait_for(self._work)
-        if self._copied is not None:
-            self._copied.precede()
-        flat, self._work, self._flat, self._copied = self._flat, None, None, None
-        is_filled = flat is not None and flat.data_ptr() == self.targets[0].data_ptr()
-        if not (is_filled or (flat is None and self.link is not None)):
-            self._grow()
-            if flat is None:
-                copy_each([target.data for target in self.targets], self.sources)
-            else:
-                self._pieces = self._pieces or self.packing.of([t.data for t in self.targets])
-                copy_each(self._pieces, self.packing.inside(flat))
-        self.is_here = True
+        else:
+            copy_each(self._data, self.sources)
+        self._work, self.is_here = None, True
 
     def let_go(self) -> None:
         """Give the memory back."""
         if self._work is not None:
+            self._work.then = None
             wait_for(self._work)  # it writes there
-        if self._copied is not None:
-            self._copied.wait()
-        self._work, self._flat, self._copied, self.is_here = None, None, None, False
+        self._work, self.is_here = None, False
         if self._has_memory:
             for storage, _ in self._memory:
                 storage.resize_(0)
@@ -142,6 +110,8 @@ class Group:
         self._age = None
 
     def _grow(self) -> None:
+        if self._has_memory:
+            return
         self._has_memory = True
         for storage, nbytes in self._memory:
             storage.resize_(nbytes)
@@ -179,13 +149,15 @@ class Window:
         self._wanted: set[Group] = set()  # in backward
         self._is_again = False  # a forward runs again in backward
         self.most = 0  # bytes of a group that does not last
+        self.largest = 0  # of any
         self.take(groups)
 
     def take(self, groups: Sequence[Group | None]) -> None:
         """Have these groups from now on, of which some were there before."""
         self.groups = list(groups)
-        most = [group.bytes for group in self.groups if group is not None and not group.lasts]
-        self.most = max(most, default=0)
+        here = [group for group in self.groups if group is not None]
+        self.most = max((group.bytes for group in here if not group.lasts), default=0)
+        self.largest = max((group.bytes for group in here), default=0)
 
     @property
     def calls(self) -> dict[Any, Callable[..., None]]:

@@ -258,7 +258,7 @@ class TorchBackend(Backend):
                 for route, key in keys.items()
                 if self._learns(route)
             ]
-            cut_bytes = max(FIRST_BUCKET_BYTES, self.leaves.window.most * 5 // 4)
+            cut_bytes = max(FIRST_BUCKET_BYTES, self.leaves.window.largest * 5 // 4)
             self._sync = GradientSync(slots, self._sums, cut_bytes)
             self._version = self.leaves.version
         return self._sync

@@ -21,8 +21,9 @@ from autopar.mesh import Mesh
 from autopar.passes import Copies
 from autopar.passes.localize import Axes
 from autopar.runtime.copies import Group, Window
+from autopar.runtime.exchange import Exchange
 from autopar.runtime.host import HOST, HostLink
-from autopar.runtime.packing import Packing, Pieces
+from autopar.runtime.packing import Pieces
 from autopar.runtime.routes import Route, in_order
 
 
@@ -166,9 +167,9 @@ class Leaves:
             old.forget()
         over = self._group_over(plan.axes) if plan.axes and self._group_over else None
         needs = tuple(dict.fromkeys(holder[name] for name in names if name in holder))
-        packing = self._packing(plan)
+        exchange = self._exchange(plan, over, targets[0]) if over is not None else None
         link = self.link if plan.goes_up else None
-        return Group(number, packing, over, parameters, sources, targets, plan.lasts, needs, link)
+        return Group(number, exchange, parameters, sources, targets, plan.lasts, needs, link)
 
     def _target(self, plan: GroupPlan, route: Route, is_new: bool) -> Tensor:
         """The copy of a parameter, without memory until its group comes."""
@@ -185,11 +186,11 @@ class Leaves:
             held[route.name].untyped_storage().resize_(0)
         return held[route.name]
 
-    def _packing(self, plan: GroupPlan) -> Packing:
+    def _exchange(self, plan: GroupPlan, over: dist.ProcessGroup, like: Tensor) -> Exchange:
         assert self._mesh is not None
         pieces = [
             Pieces.between(coarse, fine, route.shape, self._mesh, self._rank, plan.axes)
             for route in plan.routes
             for fine, coarse in [plan.way(route)]
         ]
-        return Packing(pieces)
+        return Exchange(pieces, over, like.dtype, like.device)

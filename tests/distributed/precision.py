@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from functools import cache
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 import autopar as ap
-from autopar.runtime import buckets, copies
 from tests import models
-from tests.distributed.states import NAMED, STEP, most_gathered
+from tests.distributed.states import NAMED, STEP, elements, exchanged, most_gathered
 from tests.held import copies_of, kept_for_backward
 from tests.models import Case
 from tests.test_precision import BF16, Overflows, alone, distance, in_float32
@@ -91,19 +89,13 @@ def sends_what_it_computes_with(ranks: int) -> None:
     reduced = ap.Precision(reduce=torch.bfloat16)
     for states, precision in ((STEP, BF16), ("zero1", reduced), ("zero3", BF16)):
         module = made(case, precision, mesh=ap.Mesh(dp=ranks), states=states)
-        with (
-            patch.object(copies, "all_gather_single", wraps=copies.all_gather_single) as gather,
-            patch.object(
-                buckets, "reduce_scatter_single", wraps=buckets.reduce_scatter_single
-            ) as scatter,
-        ):
+        with exchanged() as found:
             module.step(*case.args, **case.kwargs)
-        sent = sum(call.args[0].nbytes for call in gather.call_args_list)
+        sent = sum(one.nbytes for group in found.gathered for one in group)
         again = 2 if states == "zero3" else 1
         assert 2 * size <= sent <= again * 2 * size
-        summed = [call.args[1] for call in scatter.call_args_list]
-        assert {one.dtype for one in summed} == {precision.reduce}
-        assert sum(one.numel() for one in summed) == size
+        assert {one.dtype for one in found.parts} == {precision.reduce}
+        assert elements(found.cut) == size
 
 
 def holds_copies_in_few_digits(ranks: int) -> None:

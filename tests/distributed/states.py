@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
@@ -14,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar as ap
-from autopar.runtime import buckets, copies
 from autopar.runtime.copies import Window
+from autopar.runtime.exchange import Exchange
 from tests import models
 from tests.distributed.checks import assert_close, tensor_parallel_gpt
 from tests.held import copies_of, held_by, local_bytes, pieces_of
@@ -95,26 +96,45 @@ def trains_as_users_do(ranks: int) -> None:
         assert_trains_alike(module, case)
 
 
+@dataclass
+class Exchanged:
+    """What this rank's parameters and gradients move, by kind of collective."""
+
+    gathered: list[list[Tensor]] = field(default_factory=list)  # whole tensors
+    cut: list[list[Tensor]] = field(default_factory=list)  # whole terms, or all of them packed
+    parts: list[Tensor] = field(default_factory=list)  # of their sums
+    summed: list[Tensor] = field(default_factory=list)
+
+
 @contextmanager
-def counted() -> Iterator[dict[str, list[int]]]:
-    """The elements that this rank's parameters and gradients move, by kind of collective."""
-    found: dict[str, list[int]] = {"gather": [], "scatter": [], "reduce": []}
+def exchanged() -> Iterator[Exchanged]:
+    """What is moved meanwhile."""
+    found = Exchanged()
+    gather, scatter, reduce = Exchange.gather, Exchange.scatter, dist.all_reduce
 
-    def counting(kind: str, function: Callable[..., Any], of: int) -> Callable[..., Any]:
-        def count(*args: Any, **kwargs: Any) -> Any:
-            found[kind].append(args[of].numel())
-            return function(*args, **kwargs)
+    def seen_gather(self: Exchange, targets: list[Tensor], sources: list[Tensor], link: Any) -> Any:
+        found.gathered.append([*targets])
+        return gather(self, targets, sources, link)
 
-        return count
+    def seen_scatter(self: Exchange, terms: list[Tensor], flat: Tensor | None = None) -> Any:
+        found.cut.append([*terms] if flat is None else [flat])
+        part, work = scatter(self, terms, flat)
+        found.parts.append(part)
+        return part, work
+
+    def seen_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found.summed.append(tensor)
+        return reduce(tensor, *args, **kwargs)
 
     with (
-        patch.object(copies, "all_gather_single", counting("gather", copies.all_gather_single, 0)),
-        patch.object(
-            buckets, "reduce_scatter_single", counting("scatter", buckets.reduce_scatter_single, 1)
-        ),
-        patch.object(dist, "all_reduce", counting("reduce", dist.all_reduce, 0)),
+        patch.multiple(Exchange, gather=seen_gather, scatter=seen_scatter),
+        patch.object(dist, "all_reduce", seen_reduce),
     ):
         yield found
+
+
+def elements(moved: list[list[Tensor]]) -> int:
+    return sum(tensor.numel() for tensors in moved for tensor in tensors)
 
 
 def moves_no_more_than_it_must(ranks: int) -> None:
@@ -125,15 +145,16 @@ def moves_no_more_than_it_must(ranks: int) -> None:
         for count in (1, 2):
             options = {"mesh": ap.Mesh(dp=ranks), "mode": "propagate", "microbatches": count}
             module = ap.parallelize(case.model, case.args, states=states, **options)
-            with counted() as found:
+            with exchanged() as found:
                 module.step(*case.args)
             passes = count if states == "zero3" else 1
-            assert len(found["gather"]) <= (9 * passes if states == "zero3" else 5)
-            assert size <= sum(found["gather"]) <= (2 * passes if states == "zero3" else 1) * size
+            gathered, cut = elements(found.gathered), elements(found.cut)
+            assert len(found.gathered) <= (9 * passes if states == "zero3" else 5)
+            assert size <= gathered <= (2 * passes if states == "zero3" else 1) * size
             backwards = 1 if states == "zero1" else count
-            assert len(found["scatter"]) <= 5 * backwards
-            assert sum(found["scatter"]) == backwards * size
-            assert all(numel == 1 for numel in found["reduce"]), "losses alone"
+            assert len(found.cut) <= 5 * backwards
+            assert cut == backwards * size
+            assert all(tensor.numel() == 1 for tensor in found.summed), "losses alone"
 
 
 def follows_its_tree(ranks: int) -> None:
@@ -259,7 +280,7 @@ def holds_pieces_alone(ranks: int) -> None:
         assert size <= ranks * pieces < 1.1 * size
         grads = [parameter.grad for parameter in module.parameters()]
         assert local_bytes(grads) == pieces
-        assert held_by(grads) == (pieces if states != "zero1" else ranks * pieces)
+        assert held_by(grads) == pieces
         if states == "zero3":
             assert most <= 2 * module.backend.leaves.window.most < size
         else:
