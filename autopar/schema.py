@@ -72,6 +72,7 @@ NotNegative = Annotated[float, Above(0)]
 Part = Annotated[float, Above(0, most=1)]
 Count = Annotated[int, Above(1, most=MOST)]
 Index = Annotated[int, Above(0)]
+Size = Annotated[int, Above(1)]
 
 
 def is_count(value: object, least: int = 1) -> bool:

@@ -21,11 +21,13 @@ import torch
 from autopar.errors import InvalidInput, require_one_of
 from autopar.layout import ALL_PLACES, Layout, ParameterPlacement, Place
 from autopar.mesh import Mesh
-from autopar.schema import Count, is_count
+from autopar.schema import Count, Size, is_count
 
 Factor = Count | Literal["all"]  # "all": as many as there are replicas
 Lifetime = Literal["use", "step"]
 Side = Literal["device", "host"]
+# Of a buffer that travels: large enough to hide latency, small enough to start early.
+BUFFER_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,9 @@ class States:
     What of the latter is on the host is updated there: each step copies parameters to the device,
     and gradients back. The other copy is there too with `parameters_device`: it is then copied to
     the device for each use.
+
+    What travels together, copies as well as gradients, takes no more than `buffer_bytes`, however
+    large the model is; a parameter that is larger travels alone.
     """
 
     parameters: Factor = 1
@@ -46,6 +51,7 @@ class States:
     lifetime: Lifetime = "use"  # of a gathered parameter: gathered again in backward; or "step"
     parameters_device: Side = "device"
     optimizer_device: Side = "device"
+    buffer_bytes: Size = BUFFER_BYTES
 
     def __post_init__(self) -> None:
         for name, factor in self._factors.items():
@@ -59,6 +65,12 @@ class States:
         require_one_of("parameters_device", self.parameters_device, get_args(Side))
         require_one_of("optimizer_device", self.optimizer_device, get_args(Side))
         self._require_sides()
+        if not is_count(self.buffer_bytes):
+            raise InvalidInput(
+                "a buffer has a whole number of bytes, 1 or more",
+                got=f"buffer_bytes={self.buffer_bytes!r}",
+                remedy=f"buffer_bytes={BUFFER_BYTES}, which is the default",
+            )
         for (name, factor), (other, finer) in pairwise(self._factors.items()):
             if finer != "all" and (factor == "all" or finer % factor):
                 raise InvalidInput(
@@ -151,6 +163,8 @@ class States:
         for name, setting in NAMED.items():
             if self == setting:
                 return name
+        if self.buffer_bytes != BUFFER_BYTES:
+            return f"{replace(self, buffer_bytes=BUFFER_BYTES)}, {self.buffer_bytes:,} at a time"
         if self.optimizer_device == "host":
             there = "parameters and " * (self.parameters_device == "host") + "optimizer"
             on_device = replace(self, parameters_device="device", optimizer_device="device")

@@ -237,6 +237,7 @@ def test_annotations_of_a_split_axis_mean_all_its_parts():
         (lambda: ap.States(optimizer_device="disk"), "'disk'"),
         (lambda: ap.States(parameters_device="host"), "optimizer_device='device'"),
         (lambda: replace(BOTH, lifetime="step"), "for each use"),
+        (lambda: ap.States(buffer_bytes=0), "buffer_bytes=0"),
         (lambda: "zero4", "states='zero4'"),
     ],
 )

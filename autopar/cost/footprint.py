@@ -18,7 +18,7 @@ from autopar.cost.groups import used_bytes
 from autopar.cost.saved_tensors import Storage, kept_on_host, kept_through, most_remade
 from autopar.layout import Layout, ParameterPlacement, Place
 from autopar.mesh import Mesh
-from autopar.states import StateBytes
+from autopar.states import BUFFER_BYTES, StateBytes
 from autopar.strategies.node_info import info
 
 # What parameters and buffers take all through a step.
@@ -63,6 +63,7 @@ class Memory:
         mesh: Mesh,
         activations: float,
         inputs: float = 0.0,
+        buffer_bytes: int = BUFFER_BYTES,
     ) -> Memory:
         """With all that the parameters and buffers among `nodes` take, all at one time."""
 
@@ -71,7 +72,7 @@ class Memory:
             return dict(zip(HELD, np.sum([(0,) * len(HELD), *held], axis=0).astype(float).tolist()))
 
         kinds = kinds_of(False) | {"activations": activations, "inputs": inputs}
-        kinds["gathered"] += used_bytes(nodes, mesh)
+        kinds["gathered"] += used_bytes(nodes, mesh, buffer_bytes)
         there = {f"{HOST}{kind}": size for kind, size in kinds_of(True).items()}
         return cls(**kinds, peak=sum(kinds.values()), **there)
 
@@ -84,7 +85,7 @@ class Memory:
         return asdict(self) | {"host": self.host}
 
 
-def program_memory(graph: fx.Graph, mesh: Mesh) -> Memory:
+def program_memory(graph: fx.Graph, mesh: Mesh, buffer_bytes: int = BUFFER_BYTES) -> Memory:
     """The bytes that one rank of the rewritten `graph` holds."""
     inputs, kept, on_host = 0.0, dict[Storage, float](), dict[Storage, float]()
     for node in graph.nodes:
@@ -93,7 +94,7 @@ def program_memory(graph: fx.Graph, mesh: Mesh) -> Memory:
         if node.op == "placeholder" and info(node).origin[0] not in ("parameter", "buffer"):
             inputs += info(node).type.local_bytes(mesh)
     nodes = list(graph.nodes)
-    found = Memory.of(nodes, mesh, sum(kept.values()), inputs)
+    found = Memory.of(nodes, mesh, sum(kept.values()), inputs, buffer_bytes)
     peak, host = found.peak + most_remade(nodes, mesh), sum(on_host.values())
     return replace(found, peak=peak, host_activations=found.host_activations + host)
 

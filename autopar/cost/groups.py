@@ -1,13 +1,14 @@
 """Groups: which parameters are gathered together.
 
-Neighbours travel in one group: those of a block, and small ones with those beside them.
+Neighbours travel in one group: those of a block, and small ones with those beside them, as far as
+a buffer holds them.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Protocol, TypeVar
 
@@ -15,8 +16,8 @@ from torch import fx
 
 from autopar.capture.origins import state_bytes
 from autopar.collectives.redistribution import local_elements
-from autopar.cost.price import BUCKET_BYTES
 from autopar.mesh import Mesh
+from autopar.states import BUFFER_BYTES
 from autopar.strategies.node_info import info
 
 SMALL = 8  # a group of less than this share of the largest block joins its neighbour
@@ -56,11 +57,13 @@ class _Run:
         return sum(map(self.size, self.members))
 
 
-def groups_of(routes: Sequence[Read], size: Callable[[Read], float]) -> list[list[Read]]:
+def groups_of(
+    routes: Sequence[Read], size: Callable[[Read], float], buffer_bytes: int = BUFFER_BYTES
+) -> list[list[Read]]:
     """Neighbouring parameters in groups, in the order of their first use.
 
-    No group is much larger than the largest block; a parameter that is read in several blocks is
-    in one by itself.
+    No group is much larger than the largest block, and none takes more than `buffer_bytes` that
+    has several parameters; one that is read in several blocks is in a group by itself.
     """
     ordered, block_of = sorted(routes, key=lambda route: route.first), _blocks(routes)
     starts = [next(run).first for _, run in groupby(ordered, key=block_of)]
@@ -69,19 +72,37 @@ def groups_of(routes: Sequence[Read], size: Callable[[Read], float]) -> list[lis
     for (block, is_apart), neighbours in groupby(ordered, lambda r: (block_of(r), r.name in far)):
         runs.append(_Run(block, list(neighbours), size, is_apart))
     blocks = [run.bytes for run in runs if run.block is not None]
-    most = max(blocks) if len(blocks) > 1 else max([BUCKET_BYTES, *blocks])
-    return [run.members for run in _joined(runs, most)]
+    most = min(buffer_bytes, max(blocks)) if len(blocks) > 1 else buffer_bytes
+    runs = [part for run in runs for part in _split(run, buffer_bytes)]
+    return [run.members for run in _joined(runs, most, buffer_bytes)]
 
 
-def _joined(runs: Sequence[_Run], most: float) -> list[_Run]:
-    """Neighbours join where that is no more than `most`, and small ones always."""
+def _split(run: _Run, buffer_bytes: int) -> list[_Run]:
+    """As few runs as hold no more than a buffer; what is larger is one by itself."""
+    found: list[_Run] = []
+    part = replace(run, members=[])
+    for member in run.members:
+        if run.size(member) > buffer_bytes:
+            found.append(replace(run, members=[member]))
+            continue
+        if part.members and part.bytes + run.size(member) > buffer_bytes:
+            part = replace(run, members=[])
+        if not part.members:
+            found.append(part)
+        part.members.append(member)
+    return found
+
+
+def _joined(runs: Sequence[_Run], most: float, buffer_bytes: int) -> list[_Run]:
+    """Neighbours join where that is no more than `most`, and small ones if a buffer holds them."""
     found: list[_Run] = []
     for run in runs:
         before = found[-1] if found else None
         if before is not None and not (before.is_apart or run.is_apart):
-            is_small = min(run.bytes, before.bytes) * SMALL <= most
+            both = before.bytes + run.bytes
+            is_small = min(run.bytes, before.bytes) * SMALL <= most and both <= buffer_bytes
             is_block = run.block is not None and before.block is not None
-            if before.bytes + run.bytes <= most or (is_small and not is_block):
+            if both <= most or (is_small and not is_block):
                 before.members += run.members
                 continue
         found.append(run)
@@ -117,7 +138,7 @@ class _Used:
     bytes: float
 
 
-def used_bytes(nodes: Iterable[fx.Node], mesh: Mesh) -> float:
+def used_bytes(nodes: Iterable[fx.Node], mesh: Mesh, buffer_bytes: int = BUFFER_BYTES) -> float:
     """Of the copies of parameters that are gathered for each use: two groups live."""
     apart = [n for n in nodes if (at := info(n).places) is not None and at.is_copied_for_use]
     if not apart:
@@ -131,7 +152,7 @@ def used_bytes(nodes: Iterable[fx.Node], mesh: Mesh) -> float:
     sizes = [
         sum(one.bytes for one in group)
         for those in kinds.values()
-        for group in groups_of(those, lambda one: one.bytes)
+        for group in groups_of(those, lambda one: one.bytes, buffer_bytes)
     ]
     return LIVE_GROUPS * max(sizes) if len(sizes) > 1 else sum(sizes)
 

@@ -11,9 +11,7 @@ import numpy as np
 from autopar.cluster import AxisLink, Cluster
 from autopar.cost.model import collective_seconds
 from autopar.mesh import Mesh
-
-# What one bucket of gradients holds: large enough to hide latency, small enough to start early.
-BUCKET_BYTES = 25 * 2**20
+from autopar.states import BUFFER_BYTES
 
 
 @dataclass(frozen=True)
@@ -49,4 +47,4 @@ class ClusterPrice:
         """Seconds of a collective of `size` bytes, as of a gradient, as its part of a bucket: the
         latency is shared by all that is in the bucket."""
         whole, latency = (self.seconds(kind, axes, x) for x in (size, 0.0 * size))
-        return whole - latency * np.maximum(0.0, 1.0 - size / BUCKET_BYTES)
+        return whole - latency * np.maximum(0.0, 1.0 - size / BUFFER_BYTES)

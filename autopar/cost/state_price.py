@@ -14,9 +14,9 @@ from functools import cached_property
 
 from autopar.cluster import Device
 from autopar.collectives.redistribution import local_elements
-from autopar.cost.price import BUCKET_BYTES, ClusterPrice
+from autopar.cost.price import ClusterPrice
 from autopar.layout import Layout, ParameterPlacement
-from autopar.states import StateBytes
+from autopar.states import BUFFER_BYTES, StateBytes
 
 Axes = tuple[str, ...]
 About = tuple[tuple[int, ...], StateBytes, bool]  # shape, bytes of an element, whether it learns
@@ -111,7 +111,7 @@ class StatePrice:
     def _copied(self, at: Layout, shape: tuple[int, ...], itemsize: int) -> float:
         """Between host and device, as a part of what is copied together."""
         size = local_elements(at.dims, shape, self.price.mesh) * itemsize
-        return self._device.host.copied(size, size / BUCKET_BYTES)
+        return self._device.host.copied(size, size / BUFFER_BYTES)
 
     def _updated(self, at: Layout, shape: tuple[int, ...], bytes_: StateBytes) -> float:
         """By how much the host takes longer than the device to update what lies at `at`: an

@@ -62,7 +62,7 @@ def pipeline_cost(pipelining: Pipelining, once: Cost, timeline: Timeline) -> Cos
 
 
 def memory_by_place(
-    pipelining: Pipelining, flow: Flow, taken: Mapping[int, StageMemory]
+    pipelining: Pipelining, flow: Flow, taken: Mapping[int, StageMemory], buffer_bytes: int
 ) -> list[Memory]:
     """The bytes on each rank along the pipeline's axis: each parameter and buffer once that some
     of its stages read, and what these take in a step."""
@@ -78,7 +78,8 @@ def memory_by_place(
     for rank in range(made.ranks):
         own = {stage for _, stage in made.local_stages(rank)}
         held = [node for node, read in users.items() if read & own]
-        memory = Memory.of(held, mesh, kept_in_step(made, rank, taken))
+        kept = kept_in_step(made, rank, taken)
+        memory = Memory.of(held, mesh, kept, buffer_bytes=buffer_bytes)
         on_host = memory.host_activations + host_in_step(made, rank, taken)
         memory = replace(memory, host_activations=on_host)
         found.append(memory.at_once(most_in_step(made, rank, taken)))

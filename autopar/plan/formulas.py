@@ -13,10 +13,11 @@ from autopar.collectives import redistribute
 from autopar.collectives.redistribution import FREE
 from autopar.cost.model import COLLECTIVES, collective_values
 from autopar.cost.operators import rooflines
-from autopar.cost.price import BUCKET_BYTES, ClusterPrice
+from autopar.cost.price import ClusterPrice
 from autopar.layout import Placement, TensorType
 from autopar.search.candidates import Candidates
 from autopar.search.reshard import reshard_table
+from autopar.states import BUFFER_BYTES
 from autopar.strategies.node_info import info
 
 
@@ -69,7 +70,7 @@ def edge(
         exposed = 1 - price.cluster.device.overlap
         size = itemsize * math.prod(first.layout.largest_shape(shape, mesh))
         seconds = float(price.bucketed(added, size)) * exposed
-        lines.append(f"summed in buckets of {BUCKET_BYTES:,} bytes, which share the latency")
+        lines.append(f"summed in buckets of {BUFFER_BYTES:,} bytes, which share the latency")
         lines.append(f"times {exposed:g}: backward hides the rest of summing gradients")
     before, after = (str(TensorType.of(val, state.layout)) for state in (first, second))
     return Edge(value.name, neighbour, before, after, seconds, tuple(lines))

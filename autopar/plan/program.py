@@ -22,6 +22,7 @@ from autopar.passes.stages import Stage
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.schedule import Schedule, one_stage
 from autopar.search.decisions import Decisions
+from autopar.states import BUFFER_BYTES
 from autopar.strategies.node_info import info
 
 
@@ -35,6 +36,7 @@ class Program:
     batches: Microbatches | None = None  # the program is that of one micro-batch
     pipelining: Pipelining | None = None
     stages: tuple[Stage, ...] = ()  # of a pipeline
+    buffer_bytes: int = BUFFER_BYTES  # of what travels together
 
     @property
     def whole(self) -> Captured:

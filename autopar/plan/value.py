@@ -60,7 +60,13 @@ class PlanValue(Candidate):
     @cached_property
     def program(self) -> Program:
         """The rewritten program of all ranks."""
-        program = Program(self.captured, self.decisions, self.rewritten, self.batches)
+        program = Program(
+            self.captured,
+            self.decisions,
+            self.rewritten,
+            self.batches,
+            buffer_bytes=self.states.buffer_bytes,
+        )
         if self.pipelining is None:
             return program
         starts = [stage.starts for stage in self.pipelining.stages]
@@ -88,7 +94,8 @@ class PlanValue(Candidate):
         decisions = propagate(whole, self.mesh, constraints)
         apart, recompute = self.decisions.apart, self.decisions.recompute
         decisions = replace(decisions, apart=apart, recompute=recompute)
-        return Program(whole, decisions, rewrite(whole, decisions, self.prices.price))
+        graph, buffer_bytes = rewrite(whole, decisions, self.prices.price), self.states.buffer_bytes
+        return Program(whole, decisions, graph, buffer_bytes=buffer_bytes)
 
     @cached_property
     def types(self) -> dict[str, TensorType]:

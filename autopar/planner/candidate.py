@@ -123,9 +123,9 @@ class Candidate:
 
     def placed(self, states: States) -> Self:
         """The same program, of whole states so far, with the states of its parameters cut."""
-        if states.is_whole:
+        if states == self.states:
             return self
-        apart = state_places(self.rewritten, states, self.mesh)
+        apart = {} if states.is_whole else state_places(self.rewritten, states, self.mesh)
         made = replace(self, decisions=replace(self.decisions, apart=apart), states=states)
         if not apart:
             vars(made).update(rewritten=self.rewritten)
@@ -175,9 +175,10 @@ class Candidate:
     def memories(self) -> list[Memory]:
         """The same on each rank along the axis of the pipeline; without one there is one."""
         if self.pipelining is not None:
-            return memory_by_place(self.pipelining, self.flow, self._of_stages(self.pipelining))
+            taken = self._of_stages(self.pipelining)
+            return memory_by_place(self.pipelining, self.flow, taken, self.states.buffer_bytes)
         loss = self.loss
-        held = program_memory(self.rewritten, self.mesh)
+        held = program_memory(self.rewritten, self.mesh, self.states.buffer_bytes)
         if loss is None:
             return [held]
         program = StageMemory.of(self.rewritten, self.mesh, [loss])

@@ -62,7 +62,7 @@ class Layouts:
         while True:
             found, memory = self._found(asked)
             if asked.states.is_whole:
-                return found, memory
+                return found.placed(asked.states), memory
             graph, mesh = found.rewritten, found.mesh
             try:
                 split = split_for(asked.states, main_axes(graph, mesh), mesh)

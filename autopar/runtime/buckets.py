@@ -38,11 +38,11 @@ from autopar._torch import (
     wait_for,
 )
 from autopar.collectives.eager import LateSum
-from autopar.cost.price import BUCKET_BYTES
 from autopar.runtime.exchange import Exchange
 from autopar.runtime.host import Copied, HostLink
 from autopar.runtime.packing import Pieces
 from autopar.runtime.placing import in_own_memory
+from autopar.states import BUFFER_BYTES
 
 FIRST_BUCKET_BYTES = 4 * 2**20  # the first gradients wait for no more
 NEVER = -2  # no place in an order of actions
@@ -226,10 +226,12 @@ def make_buckets(
     slots: Sequence[tuple[Slot, Hashable]],
     cut: Set[Hashable] = frozenset(),
     cut_bytes: int = FIRST_BUCKET_BYTES,
+    buffer_bytes: int = BUFFER_BYTES,
 ) -> list[Bucket]:
     """Buckets for parameters and what tells their sums apart, in the order that backward fills.
 
-    Those of the keys in `cut` hold `cut_bytes`.
+    Those of the keys in `cut` hold `cut_bytes`, and none with several parameters more than
+    `buffer_bytes`.
     """
     filling: dict[Hashable, Bucket] = {}
     first: dict[Hashable, Bucket | None] = {}
@@ -238,8 +240,8 @@ def make_buckets(
         kind = key, slot.leaf.dtype, slot.reduce
         alone = slot.size >= ALONE_BYTES and key not in cut
         bucket = None if alone else filling.get(kind)
-        limit = FIRST_BUCKET_BYTES if first.get(key) is bucket else BUCKET_BYTES
-        limit = cut_bytes if key in cut else limit
+        limit = FIRST_BUCKET_BYTES if first.get(key) is bucket else buffer_bytes
+        limit = min(buffer_bytes, cut_bytes if key in cut else limit)
         if bucket is None or bucket.size + slot.size > limit:
             bucket = Bucket(key, is_cut=key in cut)
             buckets.append(bucket)
@@ -274,12 +276,13 @@ class GradientSync:
         slots: Sequence[tuple[Slot, Hashable]],
         sums: Mapping[Any, Summed],
         cut_bytes: int = FIRST_BUCKET_BYTES,
+        buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
         """`slots`: all that learn here, with a key of `sums`; without, no other rank has a part."""
         self.slots, self._sums = [slot for slot, _ in slots], sums
         cut = {key for key, one in sums.items() if one.is_cut}
         shared = [(slot, key) for slot, key in slots if key in sums]
-        self.buckets = make_buckets(shared, cut, cut_bytes)
+        self.buckets = make_buckets(shared, cut, cut_bytes, buffer_bytes)
         self._alone = [slot for slot, key in slots if key not in sums]
         self._due: dict[Hashable, list[Bucket]] = {}  # of each key, those that are not yet summed
         self._reached: Set[str] = frozenset()

@@ -95,7 +95,7 @@ class TorchBackend(Backend):
         self._prepare(self.messages, self._after)
 
     def _make_leaves(self) -> Leaves:
-        plans = plan_groups(self.routes, self._users.stages, self.mesh)
+        plans = plan_groups(self.routes, self._users.stages, self.mesh, self.program.buffer_bytes)
         wanted = {plan.axes for plan in plans if plan.axes}
         gathering = Groups(self.mesh, wanted, self.ranks.meshes, "gathers")
         about = gathering.__getitem__, self.mesh, self.ranks.inner, self.device
@@ -259,7 +259,7 @@ class TorchBackend(Backend):
                 if self._learns(route)
             ]
             cut_bytes = max(FIRST_BUCKET_BYTES, self.leaves.window.largest * 5 // 4)
-            self._sync = GradientSync(slots, self._sums, cut_bytes)
+            self._sync = GradientSync(slots, self._sums, cut_bytes, self.program.buffer_bytes)
             self._version = self.leaves.version
         return self._sync
 

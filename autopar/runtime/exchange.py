@@ -132,7 +132,8 @@ class Exchange:
         if self._large:
             self._views = self._views or self._rows([targets[at] for at in self._large])
             own = self._views[self._own]
-            copy_each(own, [sources[at].reshape(-1) for at in self._large])
+            put = copy_each if link is None else link.up
+            put(own, [sources[at].reshape(-1) for at in self._large])
             self._send_and_receive(way, [own] * self._members, self._views)
         if self._packing is not None:
             some = [targets[at] for at in self._small]

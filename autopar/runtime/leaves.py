@@ -45,7 +45,10 @@ class GroupPlan:
 
 
 def plan_groups(
-    routes: Mapping[str, Route], stages: Callable[[str], tuple[int, ...]], mesh: Mesh
+    routes: Mapping[str, Route],
+    stages: Callable[[str], tuple[int, ...]],
+    mesh: Mesh,
+    buffer_bytes: int,
 ) -> list[GroupPlan]:
     """The groups of all ranks. One lies on the ranks of certain stages, and all see the same."""
     found: list[GroupPlan] = []
@@ -63,7 +66,7 @@ def plan_groups(
             shape = coarse.largest_shape(route.shape, mesh)
             return torch.Size(shape).numel() * route.dtype.itemsize
 
-        for group in groups_of(those, size):
+        for group in groups_of(those, size, buffer_bytes):
             by_stages: dict[tuple[int, ...], list[Route]] = {}
             for route in group:
                 by_stages.setdefault(stages(route.name), []).append(route)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -157,6 +157,20 @@ def moves_no_more_than_it_must(ranks: int) -> None:
             assert all(tensor.numel() == 1 for tensor in found.summed), "losses alone"
 
 
+def moves_in_buffers_of_a_size(ranks: int) -> None:
+    """What travels together takes no more than is said, or is one parameter."""
+    case, most = models.shared("gpt", layers=2), 2**13
+    for name in ("zero1", "zero3"):
+        states = replace(ap.States.of(name), buffer_bytes=most)
+        module = parity(case, states, mesh=ap.Mesh(dp=ranks))
+        with exchanged() as found:
+            module.step(*case.args)
+        for tensors in (*found.gathered, *found.cut):
+            assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors) <= most
+        assert len(found.cut) > 5
+        assert any(len(tensors) > 1 for tensors in found.cut)
+
+
 def follows_its_tree(ranks: int) -> None:
     """What a user does to parameters that are kept in pieces, as on the model."""
     case = shared_tree()
@@ -292,6 +306,7 @@ CHECKS = {
         trains_like_one_device,
         trains_as_users_do,
         moves_no_more_than_it_must,
+        moves_in_buffers_of_a_size,
         follows_its_tree,
         is_called,
         goes_on_after_an_error,
