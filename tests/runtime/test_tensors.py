@@ -11,7 +11,15 @@ import pytest
 
 import autopar as ap
 from autopar import Mesh
-from tests.runtime.acts import DONE, DONE_TO_WHOLE, REFUSED, assert_done, assert_refused, tree
+from tests.pipeline.models import share_captures  # noqa: F401
+from tests.runtime.acts import (
+    DONE,
+    DONE_TO_WHOLE,
+    REFUSED,
+    assert_done,
+    assert_refused,
+    shared_tree,
+)
 
 PLAN = {"mesh": Mesh(d=2)}
 WAYS: dict[str, dict[str, Any]] = {
@@ -23,14 +31,14 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def parallel(way: str) -> ap.ParallelModule:
-    case = tree()
+    case = shared_tree()
     options = {"mode": "propagate", "backend": "virtual", **WAYS[way]}
     return ap.parallelize(case.model, case.args, **options)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_acts_have_the_effect_that_they_have_on_the_model(way: str) -> None:
-    case = tree()
+    case = shared_tree()
     plan = ap.plan(case.model, case.args, mode="propagate", **WAYS[way])
     for act in DONE + DONE_TO_WHOLE:
         module = ap.parallelize(case.model, case.args, plan=plan, backend="virtual")
@@ -43,7 +51,7 @@ def test_acts_that_make_another_program_are_refused(act: Any, rule: str) -> None
 
 
 def test_a_refused_act_can_be_undone() -> None:
-    module, case = parallel("whole"), tree()
+    module, case = parallel("whole"), shared_tree()
     loss = module.step(*case.args)
     module.get_parameter("frozen.weight").requires_grad_(True)
     with pytest.raises(ap.InvalidInput, match="takes no gradient"):
