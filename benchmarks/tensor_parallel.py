@@ -9,6 +9,8 @@ one line of JSON: medians in milliseconds, and medians of the ratios within a ro
 and rewriting take is apart from it.
 
     tensor parallel   autopar (annotated Megatron), by_hand (f and g), dtensor (parallelize_module)
+    reductions        autopar, waiting (autopar, gradients of weights after reductions): the same
+                      plan, and with the residual cut along the sequence
     data parallel     autopar (mode="data"), ddp, ddp_views (gradient_as_bucket_view=True)
 """
 
@@ -20,8 +22,10 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -37,6 +41,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar as ap
+from autopar import passes
+from autopar.passes.reductions import hide_reductions
 
 CASES = (
     Sizes(hidden=64, heads=4, sequence=32, batch=4),
@@ -56,6 +62,22 @@ def annotated(model: GPT) -> GPT:
         for rows in (block.out, block.down):
             ap.shard(rows, params={"weight": (None, "tp")})
     return model
+
+
+def along_sequence(model: GPT) -> GPT:
+    """The same with the inputs of norms cut along the sequence."""
+    for block in annotated(model).blocks:
+        for norm in (block.norm1, block.norm2):
+            ap.shard(norm, ((None, "tp", None),))
+    return model
+
+
+@contextmanager
+def reductions_first() -> Iterator[None]:
+    """Ranks whose programs are made here wait for reductions before they go on."""
+    others = tuple(one for one in passes.LOCAL_PASSES if one.run is not hide_reductions)
+    with patch.object(passes, "LOCAL_PASSES", others):
+        yield
 
 
 def as_dtensors(model: GPT) -> nn.Module:
@@ -183,6 +205,17 @@ def tensor_parallel(sizes: Sizes, rounds: int, optimizer: bool) -> None:
     report("tensor", sizes, steps, rounds, road)
 
 
+def reductions(sizes: Sizes, rounds: int, optimizer: bool) -> None:
+    """Reductions beside the gradients of weights against reductions before them."""
+    options = {"mesh": ap.Mesh(tp=dist.get_world_size()), "mode": "propagate"}
+    for kind, shard in (("reduced", annotated), ("scattered", along_sequence)):
+        own, road = autopar_steps(sizes, optimizer, shard(gpt(sizes)), **options)
+        with reductions_first():
+            other, _ = autopar_steps(sizes, optimizer, shard(gpt(sizes)), **options)
+            other()
+        report(kind, sizes, {"autopar": own, "waiting": other}, rounds, road)
+
+
 def data_parallel(sizes: Sizes, rounds: int, optimizer: bool) -> None:
     """autopar's data parallelism against torch's."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -203,7 +236,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--optimizer", action="store_true", help="time a step of AdamW as well")
     parser.add_argument("--hidden", type=int, help="only the case of this size")
-    parser.add_argument("--kind", choices=("tensor", "data"), help="only this comparison")
+    parser.add_argument(
+        "--kind", choices=("tensor", "reductions", "data"), help="only this comparison"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -211,6 +246,8 @@ def main() -> None:
         if arguments.hidden in (None, sizes.hidden):
             if arguments.kind in (None, "tensor"):
                 tensor_parallel(sizes, arguments.rounds, arguments.optimizer)
+            if arguments.kind in (None, "reductions"):
+                reductions(sizes, arguments.rounds, arguments.optimizer)
             if arguments.kind in (None, "data"):
                 data_parallel(sizes, arguments.rounds, arguments.optimizer)
     dist.destroy_process_group()

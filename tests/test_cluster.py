@@ -108,6 +108,7 @@ def test_local_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "half_flops": 1e5,
         "bandwidth": 1e10,
         "copy": (1e-6, 5e9),
+        "overlap": 0.25,
         "collectives": timings,
     }
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -118,6 +119,7 @@ def test_local_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     alpha, bandwidth = first.axis_links(Mesh(dp=2))["dp"].of("all_reduce")
     assert alpha == pytest.approx(1e-3 / 2)
     assert bandwidth == pytest.approx(1e6 / 2e-3)
+    assert first.device.overlap == 0.25
     host = first.device.host
     assert (host.copy_alpha, host.copy_bandwidth, host.is_device) == (1e-6, 5e9, True)
     assert host.memory == first.device.memory
@@ -151,6 +153,8 @@ def test_a_file_with_nodes_of_two_kinds(tmp_path: Path) -> None:
     assert cluster.network.bandwidth == 200e9
     path.write_text(FILE + "[network]\nalpha = 1e-6\nbandwidth = 5e9\n")
     assert Cluster.load(path).network == Link(1e-6, 5e9)
+    path.write_text(FILE.replace("bandwidth = 0.7e12", "bandwidth = 0.7e12\noverlap = 0.6", 1))
+    assert Cluster.load(path).device.overlap == 0.6
     host = "bandwidth = 0.7e12\nhost = { memory = 1e9, copy_bandwidth = 3e9 }"
     path.write_text(FILE.replace("bandwidth = 0.7e12", host, 1))
     assert Cluster.load(path).device.host == Host(1e9, copy_bandwidth=3e9)

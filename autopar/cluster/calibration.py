@@ -24,7 +24,7 @@ import torch
 from autopar.cluster.machines import Device, Host, Link, Node
 from autopar.errors import ExecutionError
 
-VERSION = 2
+VERSION = 3
 MOST_PROCESSES = 8  # more are not started to measure; what they share is shared further
 
 # How often alpha and V/B count in the formula of each collective over p ranks.
@@ -44,6 +44,7 @@ _GUESS: dict[str, Any] = {
     "overhead": 5e-6,
     "half_flops": 0.0,
     "copy": (5e-6, 4e9),
+    "overlap": 0.0,  # messages are carried by the cores that compute
     "collectives": [],
 }
 _GUESSED_LINK = (200e-6, 2e9)
@@ -75,7 +76,7 @@ def measured_node(devices: int, processes: int, figures: dict[str, Any]) -> Node
         bandwidth=bandwidth,
         overhead=overhead,
         efficiency=1.0,
-        overlap=0.0,  # messages are carried by the cores that compute
+        overlap=figures["overlap"],
         half_flops=figures["half_flops"],
         host=host,
     )

@@ -96,6 +96,47 @@ def measure_links(ranks: int) -> list[tuple[str, int, int, float]]:
     return found
 
 
+def overlapped(alone: float, moved: float, together: float) -> float:
+    """How fast computing goes beside a collective: of what this takes, the part that both together
+    do not take longer than computing `alone`."""
+    return max(0.0, min(1.0, (alone + moved - together) / moved))
+
+
+def measure_overlap(rounds: int = 15) -> float:
+    """An all-reduce beside products that take longer than it: each alone, and both together."""
+    message, matrix = torch.zeros(BYTES[-1] // 4), torch.ones(256, 256)
+    take_turns = [partial(dist.all_reduce, message), partial(torch.matmul, matrix, matrix)]
+    moved, product = slowest([timed(work) for work in take_turns])
+    count = 1 + int(2 * moved / product)
+
+    def compute() -> None:
+        for _ in range(count):
+            matrix @ matrix
+
+    def both() -> None:
+        under_way = dist.all_reduce(message, async_op=True)
+        compute()
+        under_way.wait()
+
+    table = []
+    for _ in range(rounds):  # the best of each: others may be at work on the machine
+        seconds = []
+        for each in (compute, take_turns[0], both):
+            dist.barrier()
+            start = time.perf_counter()
+            each()
+            seconds.append(time.perf_counter() - start)
+        table.append(slowest(seconds))
+    return overlapped(*map(min, zip(*table)))
+
+
+def slowest(seconds: list[float]) -> list[float]:
+    """Those of the slowest rank."""
+    table = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(table, dist.ReduceOp.MAX)
+    return table.tolist()
+
+
 def work(rank: int, ranks: int, store: str, answer: str) -> None:
     """What each process does; the first writes the figures down."""
     warnings.simplefilter("ignore", FutureWarning)
@@ -103,6 +144,7 @@ def work(rank: int, ranks: int, store: str, answer: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     figures = measure_device()
     figures["collectives"] = measure_links(ranks)
+    figures["overlap"] = measure_overlap() if ranks > 1 else 0.0
     dist.barrier()
     if rank == 0:
         with open(answer, "w") as file:

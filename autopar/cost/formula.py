@@ -28,11 +28,14 @@ from autopar.errors import InvalidInput
 class _Printer(NumPyPrinter):
     """Numbers and arrays may meet in one maximum, which numpy's own printer does not foresee."""
 
-    def _print_Max(self, expression: sympy.Expr) -> str:
+    def _print_Max(self, expression: sympy.Expr, of_two: str = "maximum") -> str:
         text = self._print(expression.args[0])
         for argument in expression.args[1:]:
-            text = f"numpy.maximum({text}, {self._print(argument)})"
+            text = f"numpy.{of_two}({text}, {self._print(argument)})"
         return text
+
+    def _print_Min(self, expression: sympy.Expr) -> str:
+        return self._print_Max(expression, "minimum")
 
 
 class Formula:

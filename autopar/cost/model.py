@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sympy import Max, Symbol, log
+from sympy import Max, Min, Symbol, log
 
 from autopar.cluster import AxisLink, Device, Link
 from autopar.collectives.redistribution import FREE
@@ -42,6 +42,11 @@ RING_ALL_REDUCE = Formula("all_reduce", 2 * (p - 1) / p * V / B + 2 * (p - 1) * 
 # the work; work of size F_half (M_half) runs at half of the rate. t0: time to start an operator.
 ROOFLINE = Formula("operator", Max((F + F_half) / P, (M + M_half) / W) + t0)
 MEMORY_BOUND = Formula("operator", (M + M_half) / W + t0)
+
+# What computing hides of a collective that takes C by itself: beside it computing goes at `o` of
+# its speed, and there is K to compute that does not wait for it.
+C, o, K = (Symbol(name) for name in ("C", "o", "K"))
+HIDDEN = Formula("hidden", Min(o * C, K))
 
 # Bytes of model states: N parameters of w bytes, gradients of g, optimizer states of s, each cut
 # over its own number of ranks.

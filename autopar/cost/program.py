@@ -6,6 +6,7 @@ up tables; this adds up the nodes that are there, as the stages of a pipeline do
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from torch import fx
@@ -15,13 +16,14 @@ from autopar.cluster import Cluster
 from autopar.collectives import Movement, movement_cost
 from autopar.cost.operators import ShardSizes, seconds, work
 from autopar.cost.price import ClusterPrice
+from autopar.cost.reductions import linears_behind, weight_seconds
 from autopar.cost.saved_tensors import piece_bytes, storage
-from autopar.cost.state_price import NodeCost, StatePrice
+from autopar.cost.state_price import Beside, NodeCost, StatePrice
 from autopar.layout import TensorType
 from autopar.mesh import Mesh
 from autopar.recompute import Keep
 from autopar.states import StateBytes
-from autopar.strategies import Strategy
+from autopar.strategies import Strategy, tensor_inputs
 from autopar.strategies.node_info import Region, info
 from autopar.strategies.rule import Facts
 
@@ -51,7 +53,7 @@ class Cost:
         return self.communication - self.hidden - self.gradient_sync - self.gathered
 
     @classmethod
-    def of(cls, worked: NodeCost, moved: NodeCost, overlap: float, microbatches: int = 1) -> Cost:
+    def of(cls, worked: NodeCost, moved: NodeCost, microbatches: int = 1) -> Cost:
         """Of a step in micro-batches, of each what its operators and its movements take: gradients
         are summed once, and parameters gathered, which computing hides in part."""
         shown = (moved.forward + moved.backward) * microbatches
@@ -59,7 +61,7 @@ class Cost:
         return cls(
             compute=(worked.forward + worked.backward) * microbatches,
             communication=shown + moved.hidden * microbatches + once,
-            exposed=shown + once * (1 - overlap),
+            exposed=shown + once - moved.covered,
             forward=worked.forward * microbatches,
             backward=worked.backward * microbatches,
             gradient_sync=moved.summed,
@@ -109,9 +111,10 @@ class NodePrices:
         if (movement := info(node).movement) is not None:
             return self._movement(node, movement)
         if (places := info(node).places) is not None:
-            kept = self.states.kept(places, _about(node), info(node).sync)
+            beside = self._beside(node)
+            kept = self.states.kept(places, _about(node), info(node).sync, beside)
             if places.storage == places.working:  # no movement of the program stands for the copy
-                kept += self.states.used(places, _about(node), ())
+                kept += self.states.used(places, _about(node), (), beside)
             return kept
         return sum((self._call(*call) for call in info(node).calls), NodeCost())
 
@@ -131,9 +134,13 @@ class NodePrices:
             assert places is not None
             summed = places.storage.axes if movement.pending else ()
             is_first = value is parameter
-            return self.states.used(places, _about(parameter), summed) if is_first else NodeCost()
+            if not is_first:
+                return NodeCost()
+            return self.states.used(places, _about(parameter), summed, self._beside(parameter))
         if movement.kind == "identity" and is_made_of_parameters(value):
-            return self._summed(movement.axes, before)
+            once = float(self.price.bucketed(movement.axes, before.local_bytes(self.mesh)))
+            behind = self.states.hidden(once, self._beside(node).backward)
+            return NodeCost(summed=once, covered=behind)
 
         def both(differentiable: bool) -> float:
             size, mesh = before.dtype.itemsize, self.mesh
@@ -141,10 +148,40 @@ class NodePrices:
             return movement_cost(movement, *about)
 
         forward = both(False)
-        return NodeCost(forward, both(info(node).differentiable) - forward)
+        backward = both(info(node).differentiable) - forward
+        hidden = self.states.hidden(backward, self._weights(node)) if backward else 0.0
+        return NodeCost(forward, backward - hidden, hidden, reduced=hidden)
 
-    def _summed(self, axes: tuple[str, ...], type_: TensorType) -> NodeCost:
-        return NodeCost(summed=float(self.price.bucketed(axes, type_.local_bytes(self.mesh))))
+    def _weights(self, movement: fx.Node) -> float:
+        """Of the gradients of weights that are made beside the backward of a movement."""
+        if not info(movement).alone:
+            return 0.0  # the search knows of longer ways what they take together
+        calls = [info(reader).calls[0] for reader in linears_behind(movement)]
+        return sum(weight_seconds(facts, self._call(facts, way).backward) for facts, way in calls)
+
+    def _beside(self, value: fx.Node) -> Beside:
+        """What the readers of a parameter compute, of which neighbours do about as much."""
+        calls = [call for reader, read in _readers(value) for call in _call_of(reader, read)]
+        costs = [self._call(*call) for call in calls]
+        return Beside(sum(cost.forward for cost in costs), sum(cost.backward for cost in costs))
+
+
+def _readers(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """The operators that read a value, moved or cast or as it is, each with what it reads."""
+    for user in value.users:
+        if info(user).movement is not None or is_made_of_parameters(user):
+            yield from _readers(user)
+        else:
+            yield user, value
+
+
+def _call_of(reader: fx.Node, value: fx.Node) -> tuple[tuple[Facts, Strategy], ...]:
+    """Of an operator that was made of several, the one that reads `value`."""
+    calls = info(reader).calls
+    if len(calls) < 2:
+        return calls
+    first = len(calls[0][0].rule.inputs)
+    return calls[:1] if value in tensor_inputs(reader)[:first] else calls[1:]
 
 
 def _about(parameter: fx.Node) -> tuple[tuple[int, ...], StateBytes, bool]:
@@ -163,4 +200,4 @@ def program_cost(graph: fx.Graph, mesh: Mesh, cluster: Cluster, microbatches: in
         else:
             worked += prices.own(node)
         moved = sum(prices.elsewhere(node).values(), moved)
-    return Cost.of(worked, moved, cluster.device.overlap, microbatches)
+    return Cost.of(worked, moved, microbatches)

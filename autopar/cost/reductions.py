@@ -6,10 +6,13 @@ of their weights do not wait for it: `passes/reductions.py` lets them be made me
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
 from autopar.strategies.node_info import info
+from autopar.strategies.rule import Facts
 
 aten = torch.ops.aten
 
@@ -27,18 +30,28 @@ def linears_behind(movement: fx.Node) -> list[fx.Node]:
     return readers if learns else []
 
 
+def weight_seconds(facts: Facts, backward: Any) -> Any:
+    """The part of a linear's backward that makes the gradient of its weight."""
+    of_input, of_weight, *_ = facts.differentiable
+    return backward * (of_weight / (of_input + of_weight)) if of_weight else 0.0 * backward
+
+
 def weight_of(linear: fx.Node) -> fx.Node:
     return linear.args[1]  # type: ignore[return-value]
+
+
+def reads_as_linear(reader: fx.Node, value: fx.Node) -> bool:
+    """Whether a reader is a linear of a value, which is no weight of it."""
+    return (
+        reader.target is aten.linear.default
+        and not reader.kwargs
+        and reader.args[0] is value
+        and value not in reader.args[1:]
+    )
 
 
 def _is_linear_of(reader: fx.Node, value: fx.Node) -> bool:
     region = info(value).region
     if region is not None and not region.is_full and (info(value).remade or info(reader).remade):
         return False
-    return (
-        reader.target is aten.linear.default
-        and not reader.kwargs
-        and reader.args[0] is value
-        and value not in reader.args[1:]
-        and info(reader).region == region
-    )
+    return reads_as_linear(reader, value) and info(reader).region == region

@@ -3,6 +3,9 @@
 Once a step: gathering the copy that lives through it, and the rest of the way of the gradient. For
 each micro-batch: gathering what readers start from, in forward and again in backward, and bringing
 the gradient to where it adds up. The latency of all is shared in groups, as in a bucket.
+
+What is moved ahead of use, or behind backward, runs beside the computing of neighbouring readers,
+which take about as long as those of the parameter itself: that is what it counts as hidden by.
 """
 
 from __future__ import annotations
@@ -11,9 +14,13 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
+
+import numpy as np
 
 from autopar.cluster import Device
 from autopar.collectives.redistribution import local_elements
+from autopar.cost.model import HIDDEN
 from autopar.cost.price import ClusterPrice
 from autopar.layout import Layout, ParameterPlacement
 from autopar.states import BUFFER_BYTES, StateBytes
@@ -29,23 +36,28 @@ class NodeCost:
     forward: float = 0.0
     backward: float = 0.0
     hidden: float = 0.0  # movements that run behind forward and backward
+    reduced: float = 0.0  # the part of these that only a backward that is not split hides
     summed: float = 0.0  # once a step: its part in summing the gradients of parameters
     gathered: float = 0.0  # once a step: its part in gathering parameters
     updated: float = 0.0  # once a step: by how much the host updates states more slowly
+    covered: float = 0.0  # the part of these two that runs behind forward and backward
     again: float = 0.0  # the part of backward that is forward once more
 
     @property
     def seconds(self) -> float:
-        return math.fsum(getattr(self, f.name) for f in fields(self) if f.name != "again")
+        parts = ("reduced", "covered", "again")
+        return math.fsum(getattr(self, f.name) for f in fields(self) if f.name not in parts)
 
     def __add__(self, other: NodeCost) -> NodeCost:
         return NodeCost(
             self.forward + other.forward,
             self.backward + other.backward,
             self.hidden + other.hidden,
+            self.reduced + other.reduced,
             self.summed + other.summed,
             self.gathered + other.gathered,
             self.updated + other.updated,
+            self.covered + other.covered,
             self.again + other.again,
         )
 
@@ -55,31 +67,44 @@ class NodeCost:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """Seconds that readers compute each time they run, of one or (as arrays) of several ways."""
+
+    forward: Any = 0.0
+    backward: Any = 0.0
+
+
+@dataclass(frozen=True)
 class StatePrice:
     """The price of the states of parameters whose gradients are summed behind backward."""
 
     price: ClusterPrice
-    overlap: float  # the part of a movement that runs behind computing
+    overlap: float  # how fast computing goes beside a collective, of its speed alone
 
     @cached_property
     def _device(self) -> Device:
         return self.price.cluster.device
 
-    def whole(self, places: ParameterPlacement, about: About, summed: Collection[str]) -> NodeCost:
+    def whole(
+        self, places: ParameterPlacement, about: About, summed: Collection[str], beside: Beside
+    ) -> NodeCost:
         """Of a parameter whose readers leave its gradient a partial sum over `summed`."""
         cut = _between(places.working, places.storage)
         left = tuple(axis for axis in summed if axis not in cut)
-        return self.kept(places, about, left) + self.used(places, about, summed)
+        return self.kept(places, about, left, beside) + self.used(places, about, summed, beside)
 
-    def kept(self, places: ParameterPlacement, about: About, sync: Collection[str]) -> NodeCost:
+    def kept(
+        self, places: ParameterPlacement, about: About, sync: Collection[str], beside: Beside
+    ) -> NodeCost:
         """What its gradient and its copy take, from and to where readers' gathers start."""
         shape, bytes_, learns = about
         once = _between(places.storage, places.optimizer)
         gathered = self._moved("all_gather", once, places.storage, shape, bytes_.copy)
         if places.goes_up == ("optimizer", "storage"):
             gathered += self._copied(places.optimizer, shape, bytes_.copy)
+        covered = self.hidden(gathered, beside.forward)
         if not learns:
-            return NodeCost(gathered=gathered)
+            return NodeCost(gathered=gathered, covered=covered)
         first = [axis for axis in _between(places.storage, places.gradient) if axis in sync]
         last = [a for a in _between(places.gradient, places.optimizer) if a in {*sync} - {*first}]
         rest = [axis for axis in sync if axis not in (*first, *last)]
@@ -91,11 +116,14 @@ class StatePrice:
             updated = self._updated(places.optimizer, shape, bytes_)
             if "gradient" not in places.on_host:
                 late += self._copied(places.optimizer, shape, bytes_.gradient)
-        shown = 1 - self.overlap
-        early_shown, hidden = early * shown, early * self.overlap
-        return NodeCost(0.0, early_shown, hidden, late, gathered, updated)
+        behind = self.hidden(early, beside.backward)
+        covered = covered + self.hidden(late, beside.backward)
+        more = {"summed": late, "gathered": gathered, "covered": covered, "updated": updated}
+        return NodeCost(backward=early - behind, hidden=behind, **more)
 
-    def used(self, places: ParameterPlacement, about: About, summed: Collection[str]) -> NodeCost:
+    def used(
+        self, places: ParameterPlacement, about: About, summed: Collection[str], beside: Beside
+    ) -> NodeCost:
         """What gathering it for its readers takes, and what brings the gradient back there."""
         shape, bytes_, learns = about
         cut = _between(places.working, places.storage)
@@ -105,8 +133,16 @@ class StatePrice:
         own = [axis for axis in cut if axis in summed]
         scatter = self._moved("reduce_scatter", own, places.working, shape, bytes_.gradient)
         backward = gather + scatter * learns
-        shown = 1 - self.overlap
-        return NodeCost(gather * shown, backward * shown, (gather + backward) * self.overlap)
+        ahead, behind = (
+            self.hidden(gather, beside.forward),
+            self.hidden(backward, beside.backward),
+        )
+        return NodeCost(gather - ahead, backward - behind, ahead + behind)
+
+    def hidden(self, moved: Any, computed: Any) -> Any:
+        """What computing hides of a movement."""
+        is_moved = moved.any() if isinstance(moved, np.ndarray) else moved
+        return HIDDEN(C=moved, o=self.overlap, K=computed) if is_moved else 0.0
 
     def _copied(self, at: Layout, shape: tuple[int, ...], itemsize: int) -> float:
         """Between host and device, as a part of what is copied together."""

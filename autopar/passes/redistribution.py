@@ -79,11 +79,13 @@ class _Insertion:
         clear = [at for at in versions if not at.pending]
         at = min(clear, key=lambda at: (at is not before, self._cost(value, at, want)))
         node = versions[at]
-        for movement in self._path(value, at.layout, want):
+        path = self._path(value, at.layout, want)
+        for movement in path:
             at = movement.place(at)
             if at not in versions:
                 with self.graph.inserting_before(reader):
                     versions[at] = insert_movement(self.graph, node, movement)
+                    info(versions[at]).alone = len(path) == 1
             node = versions[at]
             known = info(reader)
             about = {"module": known.module, "source": known.source, "checkpoint": known.checkpoint}

@@ -30,10 +30,15 @@ def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
             sums[index] += float(between(p=made.pipes, V=size, B=bandwidth, a=link.alpha))
     largest = max(stage.receives for stage in stages)
     parts = made.parts  # of micro-batches, whose costs the simulator takes
+    # Backward that is split comes to gradients of weights when reductions are done.
+    backward = [
+        parts * (stage.backward + stage.reduced * (index in made.split_stages))
+        for index, stage in enumerate(stages)
+    ]
     return simulate(
         made,
         forward=[parts * stage.forward for stage in stages],
-        backward=[parts * stage.backward for stage in stages],
+        backward=backward,
         # What runs again does so in B or I: never in W.
         backward_weight=[parts * (stage.backward - stage.again) / 2 for stage in stages],
         latency=link.alpha + largest / link.bandwidth,

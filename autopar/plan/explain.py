@@ -20,6 +20,7 @@ from autopar.capture.marker import ANNOTATE
 from autopar.capture.origins import is_of_parameters
 from autopar.capture.regions import runs
 from autopar.cost.footprint import parameter_bytes
+from autopar.cost.reductions import reads_as_linear
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, ParameterPlacement, Placement, TensorType
 from autopar.plan.explanation import Explanation, PricedCandidate
@@ -171,15 +172,39 @@ class _Explainer:
         for position, value in enumerate(self.kinds.inputs(node)):
             way = self.decisions.ways.get((value.name, node.name, position))
             first = way[-1] if way else self._gives(value)
-            yield self._edge(value, value.name, first, offered.inputs[position][index])
+            meanwhile = self._meanwhile(value, node, offered, index)
+            wants = offered.inputs[position][index]
+            yield self._edge(value, value.name, first, wants, meanwhile)
         for value in values_of(node):
             gives = offered.results[place_of(value)][index]
             for reader, wants in self._wanted(value):
-                yield self._edge(value, reader, gives, wants)
+                yield self._edge(value, reader, gives, wants, self._of_readers(value, reader))
 
-    def _edge(self, value: fx.Node, neighbour: str, first: Placement, second: Placement) -> Edge:
+    def _edge(
+        self,
+        value: fx.Node,
+        neighbour: str,
+        first: Placement,
+        second: Placement,
+        meanwhile: float,
+    ) -> Edge:
         of_parameters = is_of_parameters(value, self.captured)
-        return edge(value, neighbour, first, second, self.price, of_parameters)
+        return edge(value, neighbour, first, second, self.price, of_parameters, meanwhile)
+
+    def _of_readers(self, value: fx.Node, name: str) -> float:
+        """What the reader of that name, or else all readers, compute meanwhile, as decided."""
+        readers = [node for node in value.users if node.op == "call_function"]
+        readers = [node for node in readers if node.name == name] or readers
+        found = [self._meanwhile(value, node, *self._offered(node)) for node in readers]
+        is_sum = is_of_parameters(value, self.captured) or all(found)
+        return sum(found) if is_sum else 0.0
+
+    def _meanwhile(self, value: fx.Node, reader: fx.Node, offered: Candidates, way: int) -> float:
+        """What a reader computes beside what brings back the gradient of a value: of a parameter
+        its backward, else the gradients of its weights."""
+        if is_of_parameters(value, self.captured):
+            return float(offered.backward[way])
+        return float(offered.weight_seconds[way]) if reads_as_linear(reader, value) else 0.0
 
     def _gives(self, node: fx.Node) -> Placement:
         for decided in (self.decisions.fixed, self.decisions.placeholders):
@@ -236,7 +261,10 @@ class _Explainer:
                     strategy=f"kept as {kept}{', on the host' * bool(places.on_host)}",
                     output=kept,
                     memory=float(sum(parameter_bytes(node, places, self.mesh))),
-                    edges=tuple(self._edge(node, reader, state, wants) for reader, wants in wanted),
+                    edges=tuple(
+                        self._edge(node, reader, state, wants, self._of_readers(node, reader))
+                        for reader, wants in wanted
+                    ),
                     step=step,
                     chosen=state == now,
                 )

@@ -9,9 +9,9 @@ import numpy as np
 from torch import fx
 
 from autopar.cluster import Device
-from autopar.collectives import redistribute
+from autopar.collectives import Movement, redistribute
 from autopar.collectives.redistribution import FREE
-from autopar.cost.model import COLLECTIVES, collective_values
+from autopar.cost.model import COLLECTIVES, HIDDEN, collective_values
 from autopar.cost.operators import rooflines
 from autopar.cost.price import ClusterPrice
 from autopar.layout import Placement, TensorType
@@ -19,6 +19,8 @@ from autopar.search.candidates import Candidates
 from autopar.search.reshard import reshard_table
 from autopar.states import BUFFER_BYTES
 from autopar.strategies.node_info import info
+
+REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,12 @@ def edge(
     second: Placement,
     price: ClusterPrice,
     of_parameters: bool,
+    meanwhile: float,
 ) -> Edge:
     """The way from one state of `value` to another.
 
-    `of_parameters`: sums of its gradient go in buckets, and a part of them is hidden."""
+    `of_parameters`: sums of its gradient go in buckets. `meanwhile`: seconds of what is computed
+    beside what brings its gradient back."""
     val, differentiable = info(value).val, info(value).differentiable
     shape, itemsize, mesh = tuple(val.shape), val.dtype.itemsize, price.mesh
     table = reshard_table(mesh, val.ndim)
@@ -53,9 +57,13 @@ def edge(
         seconds = float(all_pairs[table.index[first], table.index[second]])
     added = tuple(axis for axis in second.pending if axis not in first.pending)
     lines: list[str] = []
+    steps: tuple[Movement, ...] = ()
+    last: tuple[str, tuple[str, ...], float] | None = None  # of the steps, what it is backward
+    beside = {"o": price.cluster.device.overlap, "K": meanwhile}
     if first is not second and seconds > 0 and math.isfinite(seconds):
         layout, rest = first.layout, Placement(second.layout, added)
-        for step in redistribute(layout, rest, shape, itemsize, mesh, price, differentiable):
+        steps = redistribute(layout, rest, shape, itemsize, mesh, price, differentiable)
+        for step in steps:
             moved, link = step.apply(layout), price.link(step.axes)
             size = itemsize * max(math.prod(x.largest_shape(shape, mesh)) for x in (layout, moved))
             kinds = {"forward": step.kind}
@@ -65,13 +73,18 @@ def edge(
                 if kind not in FREE:
                     formula = COLLECTIVES[kind].explain(**collective_values(kind, link, size))
                     lines.append(f"{way} over {'*'.join(step.axes)}: {formula} s, {link.level}")
-            layout = moved
+            layout, last = moved, (step.backward, step.axes, size)
     if of_parameters and first.layout == second.layout and seconds:
-        exposed = 1 - price.cluster.device.overlap
         size = itemsize * math.prod(first.layout.largest_shape(shape, mesh))
-        seconds = float(price.bucketed(added, size)) * exposed
+        once = float(price.bucketed(added, size))
+        seconds = once - HIDDEN(C=once, **beside)
         lines.append(f"summed in buckets of {BUFFER_BYTES:,} bytes, which share the latency")
-        lines.append(f"times {exposed:g}: backward hides the rest of summing gradients")
+        lines.append(f"less what backward hides: {HIDDEN.explain(C=once, **beside)} s")
+    elif added and meanwhile and len(steps) == 1 and last is not None and last[0] in REDUCTIONS:
+        reduced = float(price.seconds(*last))
+        seconds -= HIDDEN(C=reduced, **beside)
+        hidden = HIDDEN.explain(C=reduced, **beside)
+        lines.append(f"less what the gradients of weights hide: {hidden} s")
     before, after = (str(TensorType.of(val, state.layout)) for state in (first, second))
     return Edge(value.name, neighbour, before, after, seconds, tuple(lines))
 

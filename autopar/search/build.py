@@ -26,11 +26,13 @@ from autopar.cluster import Cluster
 from autopar.cost.footprint import HELD, parameter_bytes
 from autopar.cost.price import ClusterPrice
 from autopar.cost.saved_tensors import SavedTensors
+from autopar.cost.state_price import Beside
 from autopar.errors import InvalidInput
 from autopar.garbage import collected_later
 from autopar.layout import ParameterPlacement, Placement
 from autopar.mesh import Mesh
 from autopar.search.candidates import Candidates, NodeClasses, storage_states, uncut
+from autopar.search.computed import Way, computed
 from autopar.search.constraints import Constraints
 from autopar.search.edges import Edges, Late
 from autopar.search.prologue import find_prologue, is_whole
@@ -364,9 +366,16 @@ class _Builder:
     def _link(
         self, value: fx.Node, first: Variable, second: Variable, late: Late, kept: str
     ) -> None:
-        """An edge between two layouts of one value; `kept` "always", or only if it is "moved"."""
+        """An edge between two layouts of one value; `kept` "always", or only if it is "moved".
+        What the readings of the second compute runs beside what brings the gradient back."""
         kept = "moved" if kept and not self._makes(value) else kept
-        cost, memory = self.edges.table(value, first.states, second.states, late, kept)
+        ways = [
+            Way(self.nodes[r.reader], self._offers[r.reader][0], r.position)
+            for r in second.readings
+        ]
+        parts = computed(value, ways, second.states, bool(late))
+        beside = Beside(*(self.edges.same(part, "beside") for part in parts))
+        cost, memory = self.edges.table(value, first.states, second.states, late, kept, beside)
         self.built.graph.add_edge(first.number, second.number, cost, memory)
 
     def _join(
@@ -374,7 +383,10 @@ class _Builder:
     ) -> None:
         """An edge from a layout of a value to a reader."""
         wants = self._offers[reading.reader][0].inputs[reading.position]
-        reader = Variable(self.built.operators[reading.reader].number, wants)
+        # What several share is hidden where it is moved: on the way to all of them.
+        alone = () if first.readings and not late else (reading,)
+        number = self.built.operators[reading.reader].number
+        reader = Variable(number, wants, readings=alone)
         self._link(value, first, reader, late, kept if self._keeps([reading]) else "")
 
     def _makes(self, value: fx.Node) -> bool:

@@ -14,6 +14,7 @@ from autopar.capture.captured import Captured
 from autopar.cluster import Device
 from autopar.collectives import Price
 from autopar.cost.operators import ShardSizes, Work, facts_of, kept_extra, seconds, work
+from autopar.cost.reductions import weight_seconds
 from autopar.errors import unforeseen
 from autopar.layout import Placement
 from autopar.mesh import Mesh
@@ -47,6 +48,12 @@ class Candidates:
     @cached_property
     def cost(self) -> Array:
         return self.forward + self.backward + self.inside
+
+    @cached_property
+    def weight_seconds(self) -> Array:
+        """Of a linear, what the gradient of its weight takes."""
+        assert self.facts is not None
+        return weight_seconds(self.facts, self.backward)
 
     @cached_property
     def least(self) -> float:

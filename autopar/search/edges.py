@@ -6,7 +6,7 @@ Tables that are equal are one object, so that the cost graph knows them again at
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +14,10 @@ from torch import fx
 
 from autopar.capture.origins import state_bytes
 from autopar.cluster import Cluster
+from autopar.collectives.redistribution import FREE, steps
 from autopar.cost.footprint import parameter_bytes
 from autopar.cost.price import ClusterPrice
-from autopar.cost.state_price import NodeCost, StatePrice
+from autopar.cost.state_price import Beside, NodeCost, StatePrice
 from autopar.layout import ALL_PLACES, Layout, ParameterPlacement, Placement
 from autopar.mesh import Mesh
 from autopar.search.candidates import Candidates
@@ -41,11 +42,11 @@ class Edges:
         states: States,
     ) -> None:
         self.mesh, self.price, self.states = mesh, price, states
-        # Gradients are summed once a step, behind backward as far as the device lets it.
-        self.shown = (1 - cluster.device.overlap) / microbatches
+        self.share = 1 / microbatches  # of what is done once a step
         self.state_price = StatePrice(price, cluster.device.overlap)
         self._arrays: dict[tuple, Array] = {}
         self._tables: dict[tuple, tuple[Array, Array | None]] = {}
+        self._places: dict[tuple, tuple[ParameterPlacement, float]] = {}
         self._types: dict[fx.Node, tuple] = {}
 
     def table(
@@ -55,26 +56,38 @@ class Edges:
         second: Placements,
         late: Late,
         kept: str,
+        beside: Beside,
     ) -> tuple[Array, Array | None]:
         """Seconds and bytes from each of the `first` states to each of the `second`.
 
         `late`: the gradient of the value is summed late; of a "parameter" its states are cut over
         the axes of the sum. `kept`: whether what arrives is kept for
-        backward: "always", or only if it was "moved"."""
-        key = (self._type(value), first, second, late, kept)
+        backward: "always", or only if it was "moved". `beside`: what is computed meanwhile, in each
+        of the `second` states."""
+        key = (
+            self._type(value),
+            first,
+            second,
+            late,
+            kept,
+            id(beside.forward),
+            id(beside.backward),
+        )
         if key not in self._tables:
             table, seconds = self.seconds(value)
             rows, columns = table.rows(first), table.rows(second)
             cost = seconds[np.ix_(rows, columns)]
             same = table.data[rows][:, None] == table.data[columns][None, :]
             if late:
-                cost = self._summed_late(value, first, second, cost)
+                cost = self._summed_late(value, first, second, cost, beside)
+            elif np.any(beside.backward):
+                cost = cost - self._hidden(value, first, second, cost, beside)
             # From a pending copy nothing but that copy can be had.
             stuck = table.pending[rows][:, None] & (rows[:, None] != columns[None, :])
             size = np.broadcast_to(self.bytes(value, second), cost.shape)
             memory = np.where(same & (kept != "always"), 0.0, size) if kept else None
             if late == "parameter" and not self.states.is_whole:
-                more = self._states(value, first, second)
+                more = self._states(value, first, second, beside)
                 cost, memory = cost + more[0], more[1] + (0.0 if memory is None else memory)
             self._tables[key] = np.where(stuck, np.inf, cost), memory
         return self._tables[key]
@@ -90,7 +103,9 @@ class Edges:
         is_there = info(value).on_host
         return self.states.places(layout, shape, axes, self.mesh, learns, is_there=is_there)
 
-    def _states(self, value: fx.Node, first: Placements, second: Placements) -> tuple[Array, Array]:
+    def _states(
+        self, value: fx.Node, first: Placements, second: Placements, beside: Beside
+    ) -> tuple[Array, Array]:
         """Seconds that cutting the states of a parameter adds to summing its gradient, and bytes
         that are more than those of states that are cut over all replicas."""
         val, learns = info(value).val, info(value).differentiable
@@ -99,31 +114,61 @@ class Edges:
         cost, memory = (np.zeros((len(first), len(second))) for _ in range(2))
         for i, start in enumerate(first):
             least = sum(parameter_bytes(value, self.places(value, start.layout), self.mesh))
-            found: dict[tuple[str, ...], tuple[float, float]] = {}
+            found: dict[tuple[str, ...], tuple[Array, float]] = {}
             for j, state in enumerate(second):
                 if (pending := state.pending) not in found:
                     summed = [axis for axis in pending if axis not in start.layout.axes]
-                    places = self.places(value, start.layout, summed)
+                    key = (*self._type(value), start.layout, pending, is_there)
+                    if key not in self._places:
+                        places = self.places(value, start.layout, summed)
+                        held = sum(parameter_bytes(value, places, self.mesh))
+                        self._places[key] = places, float(held - least)
+                    places, held_more = self._places[key]
                     tied = ParameterPlacement.tied(start.layout, ALL_PLACES * is_there)
-                    more = self._seconds(self.state_price.whole(places, about, summed))
-                    more -= self._seconds(self.state_price.whole(tied, about, summed))
-                    held = sum(parameter_bytes(value, places, self.mesh))
-                    found[pending] = more, float(held - least)
-                cost[i, j], memory[i, j] = found[pending]
+                    more = self._seconds(self.state_price.whole(places, about, summed, beside))
+                    less = self._seconds(self.state_price.whole(tied, about, summed, beside))
+                    all_ = np.broadcast_to(more - less, (len(second),))
+                    found[pending] = all_, held_more
+                cost[i, j], memory[i, j] = found[pending][0][j], found[pending][1]
         return cost, memory
 
-    def _seconds(self, cost: NodeCost) -> float:
+    def _seconds(self, cost: NodeCost) -> Any:
         """Of one micro-batch, what nothing hides."""
-        once = cost.summed + cost.gathered
-        return cost.forward + cost.backward + once * self.shown + cost.updated
+        once = cost.summed + cost.gathered - cost.covered
+        return cost.forward + cost.backward + (once + cost.updated) * self.share
+
+    def _hidden(
+        self, value: fx.Node, first: Placements, second: Placements, cost: Array, beside: Beside
+    ) -> Array:
+        """What gradients of weights hide of the reduction that brings back the gradient of a value.
+
+        Only where the way between two states is one movement: of longer ways nothing is told."""
+        reduced = np.zeros(cost.shape)
+        before, after = self.bytes(value, first), self.bytes(value, second)
+        wanted = [(j, state) for j, state in enumerate(second) if state.pending]
+        for i, start in enumerate(first):
+            single = {end: movement for movement, end, _ in steps(start, self.mesh)}
+            for j, state in wanted:
+                if (movement := single.get(state)) is None or movement.backward in FREE:
+                    continue
+                about = movement.axes, float(max(before[i], after[j]))
+                back = self.price.seconds(movement.backward, *about)
+                is_free = movement.kind in FREE
+                there = 0.0 if is_free else self.price.seconds(movement.kind, *about)
+                if np.isclose(there + back, cost[i, j], rtol=1e-6, atol=1e-12):
+                    reduced[i, j] = back
+        return self.state_price.hidden(reduced, beside.backward)
 
     def _summed_late(
-        self, value: fx.Node, first: Placements, second: Placements, cost: Array
+        self, value: fx.Node, first: Placements, second: Placements, cost: Array, beside: Beside
     ) -> Array:
         """The same costs where gradients are summed over the axes on which a parameter is stored
         whole when backward has gone past it."""
         table = reshard_table(self.mesh, info(value).val.ndim)
         size = self.bytes(value, first)
+        if value.op != "placeholder" and len(value.users) == 1:
+            # The parameter's own gradient is summed instead: no sums of pieces, but pieces.
+            size = size / [self.mesh.degree(state.partial) for state in first]
         rows = table.rows(first)
         cost = cost.copy()
         kinds: dict[tuple[str, ...], list[int]] = {}
@@ -144,7 +189,9 @@ class Edges:
                 moved = self.seconds(value, frozen=summed)[1][where]
                 # Where the cheapest way goes over these axes, it is taken as it is.
                 apart = moved <= self.seconds(value)[1][where] * (1 + 1e-9)
-                late = self.price.bucketed(summed, size[members])[:, None] * self.shown + moved
+                once = self.price.bucketed(summed, size[members])[:, None]
+                once = once - self.state_price.hidden(once, beside.backward[None, js])
+                late = once * self.share + moved
                 here = np.ix_(np.array(members), np.array(js))
                 cost[here] = np.where(apart, late, cost[here])
         return cost

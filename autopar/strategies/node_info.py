@@ -98,6 +98,7 @@ class NodeInfo:
     # From later passes
     start_of = _Key[tuple[Rule, Strategy, str] | None](None)  # the factor whose start it takes
     movement = _Key[Movement | None](None)  # of a collective
+    alone = _Key[bool](False)  # it goes all the way between two layouts
     bytes = _Key[int]()  # that a movement moves
     region = _Key[Region | None](None)  # that is recomputed, and it stands in
     remade = _Key[bool](False)  # its forward runs again in backward

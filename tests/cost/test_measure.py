@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autopar.cluster.calibration import _measure, fit, measured_node
+from autopar.cluster.measure import overlapped
 
 
 def test_two_processes_measure_themselves() -> None:
@@ -11,6 +12,8 @@ def test_two_processes_measure_themselves() -> None:
     assert node.devices == 2
     assert node.device.peak("f32") > 1e8
     assert node.device.bandwidth > 1e7
+    assert node.device.overlap == figures["overlap"]
+    assert 0 <= node.device.overlap <= 1
     kinds = {kind for kind, _ in node.link.measured}
     assert {"all_reduce", "all_gather"} <= kinds
     assert all(alpha > 0 and rate > 0 for alpha, rate in node.link.measured.values())
@@ -20,3 +23,10 @@ def test_noise_never_gives_an_endless_bandwidth() -> None:
     timings = [("all_reduce", 2, 1000, 1e-3), ("all_reduce", 2, 1_000_000, 0.9e-3)]
     ((_, bandwidth),) = fit(timings).values()
     assert 0 < bandwidth < 1e12
+
+
+def test_overlap_is_what_both_together_spare() -> None:
+    assert overlapped(alone=4.0, moved=2.0, together=4.0) == 1
+    assert overlapped(alone=4.0, moved=2.0, together=4.5) == 0.75
+    assert overlapped(alone=4.0, moved=2.0, together=6.5) == 0  # worse than one after the other
+    assert overlapped(alone=4.0, moved=2.0, together=3.9) == 1  # noise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -14,6 +15,7 @@ import autopar as ap
 from autopar.cost.program import NodePrices
 from autopar.passes.flow import flow_of
 from autopar.pipeline.stages.costs import COLUMNS, StageCosts
+from tests.annotations import megatron
 from tests.models import ZOO, Case
 from tests.pipeline.models import MAKERS, share_captures  # noqa: F401
 from tests.toy import EVEN, FAST, SLOW, machines
@@ -47,12 +49,43 @@ def test_the_nodes_of_a_line_cost_what_the_program_costs(name, mode, mesh, links
     whole = line.sums([0, len(line.flow.activations)])[0, 1]
     found = dict(zip(COLUMNS, whole.tolist()))
     cost = plan.cost
-    once = cost.compute + cost.communication - cost.gradient_sync
-    assert found["forward"] + found["backward"] == pytest.approx(once / 2)
+    assert found["forward"] + found["backward"] == pytest.approx((cost.compute + cost.shown) / 2)
     assert found["summed"] == pytest.approx(cost.gradient_sync)
     memory = plan.memory
     held = found["parameters"], found["gradients"], found["buffers"]
     assert held == (memory.parameters, memory.gradients, memory.buffers)
+
+
+@pytest.mark.parametrize("links", [EVEN, SLOW])
+@pytest.mark.parametrize("states", ["whole", "zero3"])
+def test_the_search_hides_what_the_program_hides(states: str, links: tuple[float, float]) -> None:
+    case, cluster = case_of("gpt-fused"), machines(4, *links)
+    options = {"mode": "auto", "mesh": ap.Mesh(a=2, b=2), "cluster": cluster, "states": states}
+    plan = ap.plan(case.model, case.args, case.kwargs, **options)
+    assert plan.search is not None
+    assert plan.search.objective == pytest.approx(plan.cost.seconds, rel=1e-6)
+    assert plan.cost.exposed < plan.cost.communication
+
+
+def test_what_is_hidden_is_bounded_by_what_is_computed() -> None:
+    """And by how fast computing goes beside it."""
+    case = megatron(ZOO["gpt"]())
+    options = {"mode": "propagate", "mesh": ap.Mesh(dp=2, tp=2)}
+    for bandwidth, overlap in itertools.product((1e10, 1e7), (0.0, 0.5, 1.0)):
+        (node,) = (cluster := machines(4, bandwidth)).nodes
+        device = replace(node.device, overlap=overlap)
+        cluster = replace(cluster, nodes=(replace(node, device=device),))
+        plan = ap.plan(case.model, case.args, case.kwargs, cluster=cluster, **options)
+        cost, prices = plan.cost, NodePrices(cluster, plan.mesh)
+        hidden = cost.communication - cost.exposed
+        assert hidden <= min(overlap * cost.communication, cost.compute) * (1 + 1e-9)
+        assert (hidden == 0) == (overlap == 0)
+        for node in plan.program.graph.nodes:
+            if node.name.startswith("identity"):
+                price = prices(node)
+                weights = sum(prices(reader).backward / 2 for reader in node.users)
+                expected = min(overlap * (price.backward + price.hidden), weights)
+                assert price.hidden == pytest.approx(expected, rel=0.1)  # biases add a little
 
 
 class Linears(nn.Module):

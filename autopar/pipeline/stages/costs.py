@@ -28,7 +28,7 @@ from autopar.strategies.node_info import info
 
 Array = NDArray[np.float64]
 PriceOf = Callable[[fx.Node], NodeCost]  # of any node of a rewritten program
-COLUMNS = ("forward", "backward", "again", "summed", *HELD)  # seconds, then bytes
+COLUMNS = ("forward", "backward", "again", "reduced", "summed", *HELD)  # seconds, then bytes
 _NUMBERED = re.compile(r"(.*\.)?\d+(?=\.|$)")
 
 
@@ -41,6 +41,7 @@ class StageCost:
     forward: float  # seconds
     backward: float
     again: float  # seconds of backward that are forward once more
+    reduced: float  # seconds that backward takes besides where it is split
     # Seconds once a step: of summing its gradients over the mesh, and gathering its parameters.
     summed: float
     parameters: int  # bytes
@@ -108,7 +109,8 @@ class StageCosts:
         for node, readers in (self.flow.read_at | self.flow.held_at).items():
             price, held = cost(node), held_bytes(node, self.mesh)
             once = price.summed + price.gathered + price.updated
-            row = np.array([price.forward, price.backward, price.again, once, *held])
+            seconds = price.forward, price.backward, price.again, price.reduced
+            row = np.array([*seconds, once, *held])
             if len(readers) == 1:
                 alone[readers[0] + 1] += row
             elif row.any():
@@ -138,7 +140,7 @@ class StageCosts:
         return self._tables[points]
 
     def _table(self, bounds: Sequence[int]) -> StageTable:
-        forward, backward, _, _, *held = np.moveaxis(self.sums(bounds), -1, 0)
+        forward, backward, _, _, _, *held = np.moveaxis(self.sums(bounds), -1, 0)
         received = np.array([*map(self.received, bounds[:-1]), 0])
         holding = np.array(self._holding)[list(bounds)]
         # A stage also waits for what it receives.
@@ -167,13 +169,15 @@ class StageCosts:
 
     def stage(self, start: int, end: int) -> StageCost:
         first = self.flow.activations[start]
-        forward, backward, again, summed, *held = self.sums([start, end])[0, 1].tolist()
+        sums = self.sums([start, end])[0, 1].tolist()
+        forward, backward, again, reduced, summed, *held = sums
         return StageCost(
             starts=first.name,
             module=info(first).module,
             forward=forward,
             backward=backward,
             again=again,
+            reduced=reduced,
             summed=summed,
             **dict(zip(HELD, map(round, held))),
             activations=self.kept.bytes(start, end),
