@@ -40,7 +40,7 @@ class NodeCost:
     summed: float = 0.0  # once a step: its part in summing the gradients of parameters
     gathered: float = 0.0  # once a step: its part in gathering parameters
     updated: float = 0.0  # once a step: by how much the host updates states more slowly
-    covered: float = 0.0  # the part of these two that runs behind forward and backward
+    covered: float = 0.0  # the part of `summed` and `gathered` that runs behind computing
     again: float = 0.0  # the part of backward that is forward once more
 
     @property
