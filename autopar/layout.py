@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import torch
@@ -359,6 +360,12 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _TYPE = re.compile(r"(?P<dtype>\w+)\[(?P<dims>[^\]]*)\](?:\{(?P<partial>[^}]*)\})?")
 
 
+@lru_cache(maxsize=1 << 14)
+def _most_elements(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> int:
+    """How many the largest piece has."""
+    return math.prod(layout.largest_shape(shape, mesh))
+
+
 @dataclass(frozen=True)
 class TensorType:
     """Shape, dtype and layout of a tensor, printed as `f32[8@dp, 128, 4096@tp]{+pp}`."""
@@ -379,7 +386,7 @@ class TensorType:
 
     def local_bytes(self, mesh: Mesh) -> int:
         """The size of the largest piece."""
-        return math.prod(self.layout.largest_shape(self.shape, mesh)) * self.dtype.itemsize
+        return _most_elements(self.layout, self.shape, mesh) * self.dtype.itemsize
 
     @classmethod
     def parse(cls, text: str) -> TensorType:

@@ -1,11 +1,13 @@
 """How long planning takes: capture and search apart, a JSON line per case; nothing is allocated.
 
-python -m benchmarks.search [resnet50 gpt2 llama3 gpt3 classifier] [--layers 12 96]
+python -m benchmarks.search [resnet50 gpt2 llama3 gpt3 classifier plan] [--layers 12 96]
     [--algorithms exact recursive propagate] [--memory]
 
 `seconds` are of this process (the machine may do other things), `wall` by the clock. `--layers`
 plans other depths of the same models: the search should take about as long for all of them.
 With `--memory`, a model whose whole batch no device has room for is searched by micro-batches.
+The cases named `plan` make a whole plan where memory binds: mesh, stages, micro-batches, schedule,
+states and recomputation are all to be chosen, or all but the last two.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar import Cluster, Mesh
+import torch
+
+from autopar import Cluster, Mesh, Precision, plan
 from autopar.capture import capture
 from autopar.passes.microbatches import cut_batch
 from autopar.search import auto
@@ -88,6 +92,40 @@ def measure(name: str, problem: Problem, algorithm: str, memory: bool) -> dict[s
     }
 
 
+def whole_plans() -> dict[str, dict[str, Any]]:
+    """What is given by hand of plans for GPT-3 on 128 devices."""
+    mesh = Mesh(pp=8, dp=2, tp=8)
+    return {"plan-gpt3": {}, "plan-gpt3-mesh": {"mesh": mesh, "schedule": "1f1b"}}
+
+
+def measure_plan(name: str, given: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Make one plan; seconds of capture and of all that follows. Fewer layers have less memory."""
+    cluster, most = Cluster.preset("dgx-a100", 16), 96
+    case = large_models.gpt3(batch=256, layers=layers or most)
+    started, marks = time.process_time(), dict[str, float]()
+    made = plan(
+        case.model,
+        case.args,
+        case.kwargs,
+        cluster=cluster,
+        memory=cluster.device.memory * (layers or most) / most,
+        precision=Precision(compute=torch.bfloat16),
+        progress=lambda phase, detail: marks.setdefault(phase, time.process_time()),
+        **given,
+    )
+    return {
+        "case": name,
+        "layers": layers or most,
+        "capture_seconds": round(marks["pipeline"] - started, 3),
+        "plan_seconds": round(time.process_time() - marks["pipeline"], 3),
+        "step": made.cost.seconds,
+        "mesh": str(made.mesh),
+        "states": str(made.states),
+        "memory": made.memory.peak,
+        "alternatives": len(made.alternatives),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("cases", nargs="*", help="all if none is given")
@@ -104,6 +142,10 @@ def main() -> None:
                 problem.options["layers"] = layers
             for algorithm in given.algorithms:
                 print(json.dumps(measure(name, problem, algorithm, given.memory)), flush=True)
+    for name, options in whole_plans().items():
+        if not given.cases or any(name.startswith(case) for case in given.cases):
+            for layers in given.layers:
+                print(json.dumps(measure_plan(name, options, layers)), flush=True)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,11 @@ import torch
 from torch import nn
 
 import autopar as ap
+from autopar.capture import capture
 from autopar.cluster import Host
-from tests import models
+from autopar.planner.candidate import Candidate
+from autopar.states import NAMED
+from tests import large_models, models
 from tests.annotations import megatron
 from tests.parity import assert_parity
 from tests.pipeline.models import share_captures  # noqa: F401
@@ -124,6 +127,52 @@ def test_less_memory_cuts_more_states(gpt):
     whole = planned(gpt, ap.Mesh(dp=4))
     with pytest.raises(ap.InvalidInput, match="states zero3"):
         planned(gpt, ap.Mesh(dp=4), memory=0.05 * whole.memory.peak)
+
+
+def test_falling_limits(gpt):
+    """The same layouts with ever less memory: every plan fits, none is faster than with more; at
+    first nothing is cut and nothing runs again, at last all is cut and runs again."""
+    free = planned(gpt, ap.Mesh(dp=4), microbatches=2)
+    lean = planned(gpt, ap.Mesh(dp=4), microbatches=2, states="zero3", recompute="full")
+    walk = [free]
+    for part in (0.85, 0.7, 0.55, 0.4, 0.25, 0.1, 0.0):
+        limit = lean.memory.peak + part * (free.memory.peak - lean.memory.peak)
+        walk.append(planned(gpt, ap.Mesh(dp=4), microbatches=2, memory=limit))
+        assert walk[-1].memory.peak <= limit
+    assert all(one.cost.seconds <= two.cost.seconds * (1 + 1e-9) for one, two in pairwise(walk))
+    assert free.states.is_whole
+    assert not free.decisions.recompute
+    assert str(walk[-1].states) == "zero3"
+    assert {one.kind for one in walk[-1].decisions.recompute.values()} == {"full"}
+    kinds = [(str(one.states), bool(one.decisions.recompute)) for one in walk]
+    assert len(set(kinds)) > 3
+
+
+@pytest.mark.parametrize("states", [*list(NAMED.values())[1:], STEP], ids=str)
+def test_other_states_need_no_other_program(gpt, states):
+    """Giving a rewritten program other states is rewriting it with these."""
+    plan = planned(gpt, ap.Mesh(dp=4), states="whole", recompute={"layers.*": "full"})
+    captured = capture(gpt.model, gpt.args, gpt.kwargs)
+    whole = Candidate(captured, machines(4, *EVEN), plan.decisions)
+    made = whole.placed(states)
+    again = replace(made)
+    assert again.rewritten is not made.rewritten
+    for one, two in zip(made.rewritten.nodes, again.rewritten.nodes, strict=True):
+        facts = [{k: str(v) for k, v in n.meta.items() if k != "val" and v} for n in (one, two)]
+        assert (one.name, facts[0]) == (two.name, facts[1])
+    assert (made.memory, made.cost) == (again.memory, again.cost)
+
+
+def test_a_part_of_a_large_model_without_a_mesh():
+    """Two of GPT-3's blocks on 16 devices with so little memory that states have to be cut."""
+    case = large_models.gpt3(layers=2, batch=16)
+    limit, cluster = 16e9, ap.Cluster.preset("dgx-a100", 2)
+    precision = ap.Precision(compute=torch.bfloat16)
+    plan = planned(case, None, mode="auto", cluster=cluster, memory=limit, precision=precision)
+    assert plan.memory.peak <= limit
+    fitting = [one for one in plan.alternatives if one.fits]
+    assert fitting[0].seconds == min(one.seconds for one in fitting)
+    assert fitting[0].memory == plan.memory.peak
 
 
 def test_the_search_cuts_states_where_memory_asks_for_it(gpt):

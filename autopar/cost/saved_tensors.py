@@ -16,10 +16,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import fx
 
+from autopar.capture.captured import Captured
 from autopar.capture.origins import copied_parameter
 from autopar.cost.operators import ShardSizes
 from autopar.mesh import Mesh
 from autopar.recompute import Keep
+from autopar.strategies import tensor_inputs
 from autopar.strategies.node_info import Region, flat, info
 from autopar.strategies.registry import is_view
 from autopar.strategies.results import maker, place_of, tensor_arguments, tensors_of
@@ -92,6 +94,23 @@ class SavedTensors:
         return is_selective and facts is not None and facts.rule.is_cheap
 
 
+def kept_bytes(captured: Captured) -> float:
+    """The bytes that a captured program keeps for backward at least: of all ranks together."""
+    kept: dict[tuple[fx.Node, int], int] = {}
+    for node in captured.operators:
+        rule, inputs = captured.priced[node.name], tensor_inputs(node)
+        learns = [info(value).differentiable for value in inputs]
+        if rule is None or not any(learns):
+            continue
+        values = [storage(inputs[i]) for i in rule.saved.inputs_for(learns)]
+        values += [storage(node)] if rule.saved.output else []
+        for value in values:
+            if value.op != "placeholder" and copied_parameter(value) is None:
+                for place, tensor in enumerate(tensors_of(value), place_of(value)):
+                    kept[maker(value), place] = tensor.numel() * tensor.itemsize
+    return float(sum(kept.values()))
+
+
 def storage(node: fx.Node) -> fx.Node:
     """The value whose memory `node` looks at: itself, unless it is a view."""
     while node.op == "call_function":
@@ -118,6 +137,8 @@ def kept_by(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
     rule, strategy = info(node).rule, info(node).strategy
     if rule is None or strategy is None or info(node).start_of is not None:
         return kept  # a part keeps its inputs
+    if not rule.saved.extra:
+        return kept
     pieces = ShardSizes(rule, [strategy], mesh)
     dtype = tensors_of(node)[0].dtype
     for number, extra in enumerate(rule.saved.extra):
@@ -218,6 +239,8 @@ def most_remade(nodes: Sequence[fx.Node], mesh: Mesh) -> float:
     Backward goes from the last to the first. What an operator keeps is there until its own backward
     is done, what a region makes again from the first that is read of it.
     """
+    if all(info(node).region is None for node in nodes):
+        return 0.0
     own, first = set(nodes), dict[Storage, tuple[int, float]]()
     regions: dict[Region, dict[Storage, list[float]]] = {}
     ends: dict[Region, int] = {}

@@ -31,6 +31,7 @@ from autopar.passes.reductions import hide_reductions
 from autopar.passes.setting import Copies, LocalSetting, Setting
 from autopar.passes.types import assign_types
 from autopar.search.decisions import Decisions
+from autopar.strategies.node_info import info
 
 __all__ = [
     "LOCAL_PASSES",
@@ -40,6 +41,7 @@ __all__ = [
     "localize",
     "quicken",
     "remark",
+    "replace_states",
     "rewrite",
 ]
 
@@ -83,6 +85,23 @@ def rewrite(captured: Captured, decisions: Decisions, price: Price) -> fx.Graph:
 def remark(graph: fx.Graph, captured: Captured, decisions: Decisions, price: Price) -> fx.Graph:
     """A rewritten program of the same layouts in which other regions are recomputed."""
     return mark_recomputed(part_of(graph, graph.nodes), Setting(captured, decisions, price))
+
+
+def replace_states(
+    graph: fx.Graph, captured: Captured, decisions: Decisions, price: Price
+) -> fx.Graph:
+    """A rewritten program of the same layouts whose parameters have had one place so far, with the
+    places of these decisions."""
+    setting, found = Setting(captured, decisions, price), part_of(graph, graph.nodes)
+    for node in found.find_nodes(op="placeholder"):
+        if node.name in decisions.apart:
+            info(node).places = decisions.apart[node.name]
+    if not any(places.storage != places.working for places in decisions.apart.values()):
+        return found
+    found = measure_movements(gather_parameters(found, setting), setting)
+    found = mark_recomputed(found, setting)
+    verify(found, "moved", setting.mesh)
+    return found
 
 
 def quicken(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:

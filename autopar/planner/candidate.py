@@ -21,7 +21,7 @@ from autopar.cost.footprint import Memory, program_memory
 from autopar.cost.program import Cost, NodePrices, program_cost
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
-from autopar.passes import remark, rewrite
+from autopar.passes import remark, replace_states, rewrite
 from autopar.passes.flow import Flow, flow_of
 from autopar.passes.microbatches import Microbatches
 from autopar.passes.stages import cut_stage
@@ -126,9 +126,13 @@ class Candidate:
         if states == self.states:
             return self
         apart = {} if states.is_whole else state_places(self.rewritten, states, self.mesh)
-        made = replace(self, decisions=replace(self.decisions, apart=apart), states=states)
-        if not apart:
+        decisions = replace(self.decisions, apart=apart)
+        made = replace(self, decisions=decisions, states=states)
+        if apart == self.decisions.apart:
             vars(made).update(rewritten=self.rewritten)
+        elif not self.decisions.apart:
+            about = self.captured, decisions, self.prices.price
+            vars(made).update(rewritten=replace_states(self.rewritten, *about))
         return made
 
     def recomputed(self, decided: Mapping[str, Recompute]) -> Self:
@@ -141,10 +145,11 @@ class Candidate:
         vars(made)["rewritten"] = remark(self.rewritten, self.captured, decisions, price)
         return made
 
-    def stage_costs(self, mesh: Mesh, axis: str) -> StageCosts:
-        """The program, to be cut into stages along `axis` of the `mesh` of all ranks."""
+    def stage_costs(self, mesh: Mesh, axis: str, like: StageCosts | None = None) -> StageCosts:
+        """The program, to be cut into stages along `axis` of the `mesh` of all ranks; `like` that
+        of the same layouts with other states."""
         link = stage_link(self.cluster, mesh, axis)
-        return StageCosts(self.flow, self.mesh, self.prices, link.bandwidth)
+        return StageCosts(self.flow, self.mesh, self.prices, link.bandwidth, like)
 
     def cut_as(self, given: Pipelining) -> Candidate:
         """This program in the stages of a pipeline, with what they take here."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from functools import cache, partial
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
 
 from torch import nn
 
@@ -23,13 +23,16 @@ from autopar.capture.annotations import (
     stage_pins,
 )
 from autopar.capture.captured import Captured
+from autopar.cost.footprint import held_bytes, parameter_bytes
+from autopar.cost.saved_tensors import kept_bytes
 from autopar.errors import ExecutionError, InvalidInput
+from autopar.layout import Layout, ParameterPlacement
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import cut_batch
 from autopar.pipeline.activation_counts import peaks
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.schedule import Schedule
-from autopar.pipeline.stages.costs import StageCost
+from autopar.pipeline.stages.costs import StageCost, StageCosts
 from autopar.pipeline.stages.cut import choose_stages
 from autopar.planner.candidate import Alternative, Candidate, no_room_on_host
 from autopar.planner.layouts import LayoutRequest, Layouts
@@ -37,14 +40,26 @@ from autopar.planner.recomputation import KINDS, PLAIN, Regions, mixed_problem
 from autopar.planner.request import Request
 from autopar.progress import Report
 from autopar.recompute import Recompute
-from autopar.search.auto import too_early, was_interrupted
+from autopar.search.auto import NothingFaster, too_early, was_interrupted
 from autopar.search.constraints import Constraints, read_constraints
 from autopar.search.smallest_footprint import NothingFits, SmallestFootprint
 from autopar.states import States
+from autopar.strategies.node_info import info
 
 ATTEMPTS = 4  # at layouts so lean that the stages fit
 EQUAL = 1e-9  # relative: what differs by less is as fast, and the first is taken
+LARGE = 2000  # calls of a program whose memory is not looked at where it cannot be the best
 LEANER = 0.9  # than their memory asks for: few layouts are in between
+
+
+@dataclass
+class _Tried:
+    """What came of one program's layouts in the stages of pipelines."""
+
+    # By number of the schedule and kind of recomputation: what the fastest stages take.
+    seconds: dict[tuple[int, Recompute], float] = field(default_factory=dict)
+    lines: dict[Recompute, StageCosts] = field(default_factory=dict)
+    memory: float = math.inf  # bytes on the fullest device, of the way that takes least
 
 
 class Planner:
@@ -65,6 +80,7 @@ class Planner:
         self._too_large_for_host: list[Candidate] = []
         self._hosted = request.hosted if self._may_go(model) else ()
         self._layouts = Layouts(request, self.constraints, report)
+        self._tried: dict[int, _Tried] = {}  # by layouts
         self._is_bound = False  # memory kept the last layouts from what would be faster
         self._is_interrupted = False  # then the best so far is taken, though something is left
 
@@ -93,7 +109,7 @@ class Planner:
     def best(self) -> Candidate:
         """The fastest way to run a step, of those that are asked for and fit."""
         reasons: list[str] = []
-        left = sizes = list(self.request.sizes())
+        left = sizes = sorted(self.request.sizes(), key=self._promise)
         while left and not self._is_interrupted:
             stages, parts = left[0]
             size = f"{stages} stages, {parts} micro-batches"
@@ -106,6 +122,8 @@ class Planner:
                     raise
                 self._is_interrupted = True
                 break
+            except NothingFaster:
+                pass
             except NothingFits as error:
                 self._too_large.append(error.smallest.in_stages(stages))
             except InvalidInput as error:
@@ -116,7 +134,8 @@ class Planner:
         if self._best is None:
             raise self._nothing(reasons)
         search = self._best.search
-        return self._best.changed(search.cut_short()) if search and left else self._best
+        is_cut_short = left or (self._is_interrupted and not (search and search.interrupted))
+        return self._best.changed(search.cut_short()) if search and is_cut_short else self._best
 
     def constraints(
         self, program: Captured, decided: Mapping[str, Recompute], mesh: Mesh
@@ -154,16 +173,50 @@ class Planner:
             remedy="fix fewer of mesh, pipeline, microbatches and memory",
         )
 
+    def _promise(self, size: tuple[int, int]) -> tuple[bool, int]:
+        """The order in which sizes are weighed: what needs recomputation to fit seldom is the
+        fastest; where states have to be cut, many micro-batches leave most room."""
+        return self._is_crowded(size), -size[1] if self._states > self.memory else 0
+
+    @property
+    def _fits_device(self) -> bool:
+        """Whether some way fits, and keeps no states on the host."""
+        return self._best is not None and self._best.states not in self._hosted
+
+    @cached_property
+    def _states(self) -> float:
+        """The bytes of parameters, their gradients and what an optimizer keeps of them."""
+        found = 0
+        for node in self.captured.graph.find_nodes(op="placeholder"):
+            if node.name in self.captured.parameters:
+                whole = ParameterPlacement.tied(Layout.replicated(info(node).val.ndim))
+                found += sum(parameter_bytes(node, whole, Mesh(x=1)))
+        return float(found)
+
+    def _is_crowded(self, size: tuple[int, int]) -> bool:
+        """Whether what one micro-batch keeps for backward does not fit unless some is recomputed:
+        each tensor is cut over all devices, at most."""
+        if len(self.regions.kinds) == 1 or self.regions.fixed or self.memory == math.inf:
+            return False
+        return self._kept / size[1] / self.request.cluster.devices > self.memory
+
+    @cached_property
+    def _kept(self) -> float:
+        """The bytes that a program keeps for backward."""
+        return kept_bytes(self.captured)
+
     def _candidates(self, stages: int, parts: int) -> Iterator[Candidate]:
         """Every way with this many stages and micro-batches.
 
-        States that are cut take no less time than whole ones: they are weighed where memory binds,
-        first with the fastest layouts; layouts of their own are searched for if none of these fit.
-        Then, without a pipeline, regions are recomputed; in one, they are for each schedule. States
-        go to the host at last.
+        The fastest layouts come first: no way takes less time than these without bubbles. Where
+        memory binds, the same with states that are cut, and with regions that are recomputed for
+        each schedule; then layouts that leave more room, as long as they may be faster than what
+        fits already. Without a pipeline, regions are recomputed
+        then. States go to the host at last.
         """
-        asked = self._layout_request(stages, parts)
-        whole, *others = self.request.settings(stages)
+        whole, *others = settings = self.request.settings(stages)
+        asked = replace(self._layout_request(stages, parts), cutoff=self._fastest * stages)
+        free, _ = self._layouts.find(replace(asked, states=whole))
         refused: list[NothingFits] = []
         found: list[bool] = []  # of each candidate, whether it fits
 
@@ -174,52 +227,61 @@ class Planner:
                     yield candidate
             except NothingFits as error:
                 refused.append(error)
+            except NothingFaster:
+                pass
 
-        self._is_bound = False
-        yield from weighed(self._with_states(replace(asked, states=whole), stages, parts))
-        is_decided = self._is_interrupted or not (self._is_bound or refused)
-        if others and not is_decided:
-            yield from weighed(self._placed(asked, others, stages, parts))
-        for states in others if self.request.mode == "auto" else ():
-            if is_decided or any(found):
-                break
-            yield from weighed(self._with_states(replace(asked, states=states), stages, parts))
-        if len(self.regions.kinds) > 1 and not is_decided:
-            settings = (whole, *others)
+        is_crowded = self._is_crowded((stages, parts))
+        self._is_bound = is_crowded
+        if not (is_crowded and asked.is_all):
+            yield from weighed(self._laid(free, stages, parts))
+            if not self._is_bound or self._is_interrupted:
+                return
+            yield from weighed(self._placed(free, stages, parts, others))
+        if self.request.mode == "auto" and not is_crowded:
+            yield from weighed(self._with_states(replace(asked, states=whole), stages, parts))
+            for states in others:
+                if any(found) or self._fits_device or self._is_interrupted:
+                    break
+                yield from weighed(self._with_states(replace(asked, states=states), stages, parts))
+        if len(self.regions.kinds) > 1 and not self._is_interrupted:
             if asked.is_all:
-                yield from weighed(self._recomputing(asked, settings))
-            elif not any(found):
+                yield from weighed(self._recomputing(free, asked, settings))
+            elif not any(found) and not self._fits_device:
                 lean = self.regions.all(self.regions.kinds[-1])
                 leaner = replace(asked, states=settings[-1], recompute=lean)
                 yield from weighed(self._with_states(leaner, stages, parts))
-        if self._hosted and not (is_decided or any(found)):
-            yield from weighed(self._on_host(asked, found, stages, parts))
-        if not found and refused:
-            raise min(refused, key=lambda error: error.smallest.memory)
+        if self._hosted and not (any(found) or self._best or self._is_interrupted):
+            yield from weighed(self._on_host(free, asked, (stages, parts), found))
         self._too_large += [error.smallest.in_stages(stages) for error in refused]
 
     def _on_host(
-        self, asked: LayoutRequest, found: Sequence[bool], stages: int, parts: int
+        self,
+        free: Candidate,
+        asked: LayoutRequest,
+        size: tuple[int, int],
+        found: Sequence[bool],
     ) -> Iterator[Candidate]:
         """At last, with states on the host; `found` grows by whether each of these fits."""
         self.report("memory", "states on the host")
         settings = self._hosted
-        yield from self._placed(asked, settings, stages, parts)
-        free, _ = self._layouts.find(asked)
+        yield from self._placed(free, *size, settings)
         for states in settings if asked.is_all and len(self.regions.kinds) > 1 else ():
             way = None if any(found) else self._mixed(free.placed(states))
             if way is not None:
                 yield way.changed(way.search and way.search.taken(way.cost.seconds))
         for states in settings if self.request.mode == "auto" else ():
             if not any(found):
-                yield from self._with_states(replace(asked, states=states), stages, parts)
+                yield from self._with_states(replace(asked, states=states), *size)
 
-    def _recomputing(self, asked: LayoutRequest, settings: Sequence[States]) -> Iterator[Candidate]:
+    def _recomputing(
+        self, free: Candidate, asked: LayoutRequest, settings: Sequence[States]
+    ) -> Iterator[Candidate]:
         """Ways in which some regions are recomputed, so that they fit: with the layouts that are
         best without a limit or, where none of these fits, if all regions are recomputed."""
         self.report("memory", "recomputing regions")
-        free, _ = self._layouts.find(asked)
         sources = [free, *(free.placed(states) for states in settings[1:])]
+        # What runs again takes time: the rest is slower than what fits already.
+        sources = [source for source in sources if source.seconds < self._fastest]
         ways = [way for way in map(self._mixed, sources) if way is not None]
         if not ways and free.search is not None:
             lean = self.regions.all(self.regions.kinds[-1])
@@ -252,29 +314,38 @@ class Planner:
             room -= mixed.memory.peak - self.memory
         return None
 
+    def _is_straight(self, stages: int) -> bool:
+        """Whether devices hold no more than one program."""
+        return stages == 1 and self.request.schedule is None
+
     def _layout_request(self, stages: int, parts: int) -> LayoutRequest:
         """The fastest layouts, whatever they need."""
-        is_straight = stages == 1 and self.request.schedule is None
+        is_straight = self._is_straight(stages)
         batches = None if is_straight and parts == 1 else self._batches(parts)
         program = self.captured if batches is None else batches.captured
         offered = self.request.meshes(stages)
         plain = self.regions.all(self.regions.kinds[0])
         return LayoutRequest(program, batches, offered, math.inf, is_straight, recompute=plain)
 
+    def _laid(self, laid: Candidate, stages: int, parts: int) -> Iterator[Candidate]:
+        """Every way with these layouts and states."""
+        if self._is_straight(stages):
+            self._is_bound |= laid.memory.peak > self.memory
+            yield laid
+        else:
+            yield from self._pipelined(laid, stages, parts)
+
     def _placed(
-        self, asked: LayoutRequest, settings: Sequence[States], stages: int, parts: int
+        self, whole: Candidate, stages: int, parts: int, settings: Sequence[States]
     ) -> Iterator[Candidate]:
-        """Every way with the fastest layouts and one of some settings of states."""
-        whole, _ = self._layouts.find(asked)
+        """Every way with the layouts of one, and one of some settings of states."""
         for states in settings:
             laid = whole.placed(states)
             if not laid.decisions.apart or self._is_interrupted:
                 return
-            if asked.is_all:
-                search = whole.search and whole.search.taken(laid.cost.seconds)
-                yield laid.changed(search)
-            else:
-                yield from self._pipelined(laid, stages, parts)
+            if self._is_straight(stages):
+                laid = laid.changed(whole.search and whole.search.taken(laid.cost.seconds))
+            yield from self._laid(laid, stages, parts)
 
     def _with_states(self, asked: LayoutRequest, stages: int, parts: int) -> Iterator[Candidate]:
         """Every way with one setting of states, and the fastest layouts that leave it room."""
@@ -283,26 +354,24 @@ class Planner:
         impossible = 0.0  # bytes that no layouts fit in
         for attempt in range(ATTEMPTS):
             try:
-                laid, needed = self._layouts.find(replace(asked, memory=limit))
+                cutoff = self._fastest * stages
+                laid, needed = self._layouts.find(replace(asked, memory=limit, cutoff=cutoff))
             except NothingFits:
                 if not attempt:
                     raise
                 impossible, limit = limit, (limit + least) / 2
                 continue
             search = laid.search
-            self._is_bound |= search is not None and search.multiplier > 0
             if asked.is_all:
-                self._is_bound |= laid.memory.peak > self.memory
                 yield laid
                 return
             # A pipeline without bubbles gives every stage its part of the work.
             if search is not None and search.objective / stages >= self._fastest:
                 return
-            taken = math.inf
-            for candidate in self._pipelined(laid, stages, parts):
-                yield candidate
-                taken = min(taken, candidate.memory.peak)
-            if taken <= self.memory or search is None:
+            if id(laid.decisions.strategies) not in self._tried:
+                yield from self._pipelined(laid, stages, parts)
+            taken = self._tried[id(laid.decisions.strategies)].memory
+            if taken <= self.memory or taken == math.inf or search is None:
                 return
             # Stages are uneven, and keep several micro-batches: leaner layouts may leave room.
             asked = replace(asked, offered=[laid.mesh])
@@ -315,7 +384,14 @@ class Planner:
         assert axis is not None
         mesh = asked.whole_mesh(laid.mesh, stages)
         ways = cache(lambda kind: laid.recomputed(self.regions.all(kind)))
-        lines = cache(lambda kind: ways(kind).stage_costs(mesh, axis))
+        tried = self._tried.setdefault(id(laid.decisions.strategies), _Tried())
+
+        @cache
+        def lines(kind: Recompute) -> StageCosts:
+            line = ways(kind).stage_costs(mesh, axis, tried.lines.get(kind))
+            tried.lines.setdefault(kind, line)
+            return line
+
         fastest = cache(lambda count, kind: choose_stages(lines(kind), count, pins=pins))
 
         def piped(made: Schedule, stages: Sequence[StageCost], kind: Recompute) -> Candidate:
@@ -324,11 +400,13 @@ class Planner:
             return ways(kind).changed(search, pipelining)
 
         kinds = (*self.regions.kinds, *self.regions.leaner(asked.cluster.device.host))
-        for made in asked.schedules(stages, parts):
+        for number, made in enumerate(asked.schedules(stages, parts)):
             least = 0.0  # bytes besides activations
             for kind in kinds:
                 if kind not in self.regions.kinds and least > self.memory:
                     break
+                if tried.seconds.get((number, kind), 0.0) >= self._fastest:
+                    break  # cutting the states of the same layouts makes no way faster
                 try:
                     way = piped(made, fastest(made.stages, kind), kind)
                 except InvalidInput:
@@ -336,16 +414,31 @@ class Planner:
                     if made.stages == stages or made is asked.schedule:
                         raise
                     break
-                is_tight = way.memory.peak > self.memory and way.seconds < self._fastest
+                tried.seconds.setdefault((number, kind), way.seconds)
+                is_faster = way.seconds < self._fastest
+                is_hopeless = is_faster and _least_held(way) > self.memory
+                is_tight = is_hopeless or (is_faster and way.memory.peak > self.memory)
                 self._is_bound |= is_tight
-                if is_tight:
+                if is_tight and not is_hopeless:
                     kept, room = peaks(made, not kind.is_plain), self.memory
                     with suppress(InvalidInput):
                         cut = choose_stages(
                             lines(kind), made.stages, pins=pins, memory=room, peaks=kept
                         )
                         way = piped(made, cut, kind)
-                yield way
+                is_shown = self._best is None or len(self.captured.operators) <= LARGE
+                if is_shown or (is_faster and not is_hopeless):
+                    tried.memory = min(tried.memory, way.memory.peak)
+                    yield way
+                if is_hopeless:
+                    tried.memory = min(tried.memory, _least_held(way))
+                    return  # with every schedule, whatever is recomputed
                 if not is_tight:
                     break
                 least = way.memory.peak - way.memory.activations
+
+
+def _least_held(way: Candidate) -> float:
+    """The bytes of states on the fullest rank of a pipeline, if they were spread evenly."""
+    held = sum(sum(held_bytes(node, way.mesh)) for node in way.flow.held_at)
+    return held / way.pipelining.schedule.ranks if way.pipelining else held

@@ -5,6 +5,7 @@ Then the states of its parameters are cut, over the ranks that turn out to hold 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -42,6 +43,7 @@ class LayoutRequest:
     states: States = WHOLE
     # The regions that run again in backward.
     recompute: Mapping[str, Recompute] = field(default_factory=dict)
+    cutoff: float = math.inf  # seconds of a step: layouts that take so long are not wanted
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,22 @@ class Layouts:
 
     def _found(self, asked: LayoutRequest) -> tuple[Candidate, float]:
         """With states that are whole yet. What was asked before is known: layouts without a limit
-        are the start of several ways to save memory."""
+        are the start of several ways to save memory, and the answer if they fit."""
         regions = tuple(sorted(asked.recompute.items()))
-        about = id(asked.captured), tuple(asked.offered), asked.memory, asked.is_all
-        key = *about, asked.states, regions
-        if key not in self._known:
-            self._known[key] = self._searched(asked)
-        return self._known[key]
+        key = id(asked.captured), tuple(asked.offered), asked.is_all, asked.states, regions
+        if (free := self._known.get((*key, math.inf))) and self._keeps_to(free, asked):
+            return free
+        # What was found is the best whatever was to be beaten.
+        if (*key, asked.memory) not in self._known:
+            self._known[*key, asked.memory] = self._searched(asked)
+        return self._known[*key, asked.memory]
+
+    def _keeps_to(self, found: tuple[Candidate, float], asked: LayoutRequest) -> bool:
+        """Whether layouts that were found without a limit are what is asked for."""
+        laid, memory = found
+        if memory > asked.memory or (laid.search is not None and laid.search.interrupted):
+            return False
+        return not asked.is_all or laid.placed(asked.states).memory.peak <= asked.memory
 
     def _searched(self, asked: LayoutRequest) -> tuple[Candidate, float]:
         program, cluster = asked.captured, self.request.cluster
@@ -105,7 +116,8 @@ class Layouts:
             return last[0].placed(asked.states).memory.peak
 
         parts = 1 if asked.batches is None else asked.batches.count
-        search = LayoutSearch(program, cluster, bound, asked.memory, parts, asked.states)
+        limits = asked.memory, parts, asked.states, asked.cutoff
+        search = LayoutSearch(program, cluster, bound, *limits)
         search.finished, search.report = needed if asked.is_all else None, self.report
         found = search.run(asked.offered)
         if last and last[0].decisions is found.decisions:

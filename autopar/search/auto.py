@@ -122,6 +122,7 @@ class LayoutSearch:
     memory: float | None = None  # bytes that a plan may need on each device
     microbatches: int = 1  # `captured` is the program of one of these
     states: States = WHOLE  # how those of parameters are cut
+    cutoff: float = math.inf  # seconds of a step: what takes so long is not looked for
     # Tells the bytes that the finished program needs: the last word on what fits. The result has
     # the very decisions that it was asked about, if it was.
     finished: Callable[[Decisions], float] | None = None
@@ -130,6 +131,7 @@ class LayoutSearch:
     _bound: float = math.inf  # the least of all meshes that were weighed
     _considered: list[Considered] = field(default_factory=list)
     _smallest: SmallestFootprint | None = None  # when nothing fits
+    _is_beaten: bool = False  # some mesh was not the best
 
     def run(self, meshes: Sequence[Mesh]) -> SearchResult:
         """The fastest plan over all `meshes` that keeps to the memory."""
@@ -138,6 +140,8 @@ class LayoutSearch:
         if self._best is None:
             if is_interrupted:
                 raise too_early()
+            if self._is_beaten:
+                raise NothingFaster
             assert self._smallest is not None
             assert self.memory is not None
             raise NothingFits.of(self.memory, self._smallest)
@@ -179,12 +183,13 @@ class LayoutSearch:
 
     def _is_worth(self, mesh: Mesh, meshes: Sequence[Mesh]) -> bool:
         """Whether to try a mesh: all of a kind if they are few, else one that splits a good one."""
-        axes = len(mesh.names)
-        if sum(len(other.names) == axes for other in meshes) <= MOST_OF_A_KIND:
+        axes, is_small = len(mesh.names), len(self.captured.operators) <= _SMALL
+        most = MOST_OF_A_KIND if is_small or axes < 3 else MOST_REFINED
+        if sum(len(other.names) == axes for other in meshes) <= most:
             return True
-        solved = [c for c in self._considered if c.seconds is not None]
-        tried = [c for c in solved if len(c.mesh.names) == axes - 1]
-        tried.sort(key=lambda considered: considered.seconds or 0.0)
+        tried = [c for c in self._considered if len(c.mesh.names) == axes - 1]
+        # Of those that do not fit, the ones that nearly do.
+        tried.sort(key=lambda c: (c.seconds is None, c.seconds or c.memory or math.inf))
         return not tried or any(_splits(mesh, other.mesh) for other in tried[:MOST_REFINED])
 
     def _weigh(self, mesh: Mesh) -> bool:
@@ -198,6 +203,7 @@ class LayoutSearch:
         fastest = [float(table.cost.min()) for table in tables]
         alone = sum(fastest[number] for number in numbers)
         if alone >= so_far:
+            self._is_beaten = True
             why = f"its operators alone take {alone:.3g} s"
             self._considered.append(Considered(mesh, None, None, why))
             self._cannot_beat(alone, built.slack)
@@ -215,6 +221,7 @@ class LayoutSearch:
             return False
         solution = solved.solution
         if solution.bound >= so_far:
+            self._is_beaten = True
             bound = solution.bound * self.microbatches
             self._considered.append(Considered(mesh, bound, None, "takes at least that"))
             return solution.interrupted
@@ -222,64 +229,90 @@ class LayoutSearch:
         self._considered.append(Considered(mesh, seconds, solved.memory))
         if solution.objective < so_far * (1 - _TIE):
             self._best = solved
+        self._is_beaten = True
         return solution.interrupted
 
     def _fitting(self, built: Built) -> _Solved:
         """The best solution whose finished program fits; an error if there is none."""
-        memory, so_far = self.memory, self._objective
-        limit = None if memory is None else memory - built.fixed_bytes
-        guess = 0.0 if self._best is None else self._best.solution.multiplier
-
-        def solved() -> _Solved:
-            how = {"cutoff": so_far, "multiplier": guess}
-            return _Solved(built, solve(built.graph, limit, self.report, **how))
-
-        found = solved()
+        limit = None if self.memory is None else self.memory - built.fixed_bytes
+        found = self._solved(built, limit)
         bound = found.solution.bound
         self._cannot_beat(bound, built.slack)
-        if memory is None or limit is None or self.finished is None:
+        if limit is None or self.finished is None:
             return found
-        best: _Solved | None = None  # of those that fit
-        over, left = math.inf, _TIGHTENED  # a limit that is too high; attempts
-        while left:
-            left -= 1
-            solution = found.solution
-            if over == math.inf and (
-                solution.memory <= _SURE * limit or solution.objective >= so_far
-            ):
-                return found
-            needed = self.finished(found.decisions)
-            if needed <= memory:
-                if best is None or solution.objective < best.solution.objective:
-                    best = found
-                # What lies between this limit and one that is too high may be faster.
-                is_close = relative_gap(best.solution.objective, bound) <= _CLOSE
-                if over == math.inf or is_close or len(self.captured.operators) > _SMALL:
-                    return best
-                left, fits = min(left, _WIDENED), limit
-            else:
-                over = min(over, limit, solution.memory)
-            limit = (fits + over) / 2 if best is not None else over - (needed - memory)
+        if found.solution.memory <= _SURE * limit or found.solution.objective >= self._objective:
+            return found
+        fitting, fits, over = self._tightened(built, found, limit)
+        if fits == limit or len(self.captured.operators) > _SMALL:
+            return fitting
+        return self._widened(built, fitting, (fits, over), bound)
+
+    def _solved(self, built: Built, limit: float | None) -> _Solved:
+        guess = 0.0 if self._best is None else self._best.solution.multiplier
+        how = {"cutoff": self._objective, "multiplier": guess}
+        return _Solved(built, solve(built.graph, limit, self.report, **how))
+
+    def _needed(self, found: _Solved) -> float:
+        """The bytes of the finished program."""
+        assert self.finished is not None
+        return self.finished(found.decisions)
+
+    def _tightened(
+        self, built: Built, found: _Solved, limit: float
+    ) -> tuple[_Solved, float, float]:
+        """The first solution whose finished program fits, as the limit of the search is lowered;
+        the limit under which it was found, and one that was too high."""
+        assert self.memory is not None
+        over = math.inf
+        for _ in range(_TIGHTENED):
+            needed = self._needed(found)
+            if needed <= self.memory:
+                return found, limit, over
+            over = min(over, limit, found.solution.memory)
+            limit = over - (needed - self.memory)
             try:
-                found = solved()
+                found = self._solved(built, limit)
             except NoRoom:
                 break
-        if best is not None:
-            return best
         raise NoRoom(
             "the finished program fits into memory",
-            got=f"{bytes_text(needed, 4)} with a limit of {bytes_text(memory, 4)}",
+            got=f"{bytes_text(needed, 4)} with a limit of {bytes_text(self.memory, 4)}",
             remedy="a little more memory",
         )
 
+    def _widened(
+        self, built: Built, best: _Solved, limits: tuple[float, float], bound: float
+    ) -> _Solved:
+        """A solution that fits, or a better one: what lies between the limit under which it was
+        found and one that is too high may be faster."""
+        assert self.memory is not None
+        fits, over = limits
+        for _ in range(_WIDENED):
+            if relative_gap(best.solution.objective, bound) <= _CLOSE:
+                break
+            limit = (fits + over) / 2
+            found = self._solved(built, limit)
+            if self._needed(found) > self.memory:
+                over = min(limit, found.solution.memory)
+                continue
+            fits = limit
+            if found.solution.objective < best.solution.objective:
+                best = found
+        return best
+
     @property
     def _objective(self) -> float:
-        """The seconds of the best so far."""
-        return math.inf if self._best is None else self._best.solution.objective
+        """The seconds of a micro-batch that are to be beaten."""
+        known = self.cutoff / self.microbatches
+        return known if self._best is None else min(known, self._best.solution.objective)
 
     def _cannot_beat(self, bound: float, slack: float) -> None:
         """No plan on some mesh is below `bound`, but for what a cut prologue would save."""
         self._bound = min(self._bound, max(0.0, bound - slack))
+
+
+class NothingFaster(Exception):
+    """No layouts take less than a search was told to beat."""
 
 
 def was_interrupted(error: BaseException) -> bool:

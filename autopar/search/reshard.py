@@ -42,7 +42,7 @@ class Placements(tuple[Placement, ...]):
         return cls._known[key]
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=32)
 def reshard_table(mesh: Mesh, ndim: int) -> ReshardTable:
     """The table for tensors of `ndim` dims on `mesh`."""
     return ReshardTable(mesh, ndim)

@@ -86,13 +86,27 @@ class StageCosts:
     makes it, as a parameter is held by every stage that reads it.
     """
 
-    def __init__(self, flow: Flow, mesh: Mesh, cost: PriceOf, link_bandwidth: float) -> None:
+    def __init__(
+        self,
+        flow: Flow,
+        mesh: Mesh,
+        cost: PriceOf,
+        link_bandwidth: float,
+        like: StageCosts | None = None,
+    ) -> None:
+        """`like`: that of the same program with other places of its parameters."""
         self.flow, self.mesh, self.bandwidth = flow, mesh, link_bandwidth
-        self.kept, self.weight_halves = kept_by_stages(flow, mesh)
-        self._regions = regions_of(flow, mesh)
-        self._parameters = [_parameters(flow, node) for node in flow.activations]
+        if like is None:
+            self.kept, self.weight_halves = kept_by_stages(flow, mesh)
+            self._regions = regions_of(flow, mesh)
+            parameters = [_parameters(flow, node) for node in flow.activations]
+            self._parameters = [{held.name for held in row} for row in parameters]
+            self._crossing: dict[int, int] = {}
+        else:
+            self.kept, self.weight_halves = like.kept, like.weight_halves
+            self._regions, self._parameters = like._regions, like._parameters
+            self._crossing = like._crossing
         self._holding = [0, *itertools.accumulate(bool(held) for held in self._parameters)]
-        self._crossing: dict[int, int] = {}
         self._tables: dict[tuple[int, ...], StageTable] = {}  # by cut points
         self._clean: dict[float, list[int]] = {}  # by reach
         self._alone, self._shared = self._add_up(cost)

@@ -29,8 +29,8 @@ def kept_by_stages(flow: Flow, mesh: Mesh) -> tuple[Spans, Spans]:
     sizes: dict[Storage, float] = {}
     put_off = {flow.position[node] for node in flow.weight_inputs}
     for node, positions in flow.read_at.items():
-        kept, weights = kept_through(node, mesh), flow.weight_inputs.get(node)
-        own = kept_by(node, mesh)
+        own, weights = kept_by(node, mesh), flow.weight_inputs.get(node)
+        kept = kept_through(node, mesh)
         sizes |= kept | own
         waits = weights.product if weights is not None else flow.is_weight(node)
         for key in kept:
@@ -77,6 +77,8 @@ def regions_of(flow: Flow, mesh: Mesh) -> list[tuple[int, int, float]]:
 
 def remade_in(flow: Flow, mesh: Mesh, start: int, end: int) -> float:
     """The bytes by which a stage comes to keep more in the backward of one micro-batch."""
+    if not any(info(node).region for node in flow.graph.nodes):
+        return 0.0
     stage = [node for node, at in flow.read_at.items() if any(start <= p < end for p in at)]
     order = {node: index for index, node in enumerate(flow.graph.nodes)}
     return most_remade(sorted(stage, key=order.__getitem__), mesh)
