@@ -12,8 +12,6 @@ sent for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
@@ -23,6 +21,7 @@ from autopar.collectives import Movement, operator_call
 from autopar.collectives.eager import EAGER
 from autopar.layout import Layout
 from autopar.mesh import Mesh
+from autopar.runtime.host import Copied, HostLink
 
 Axes = tuple[str, ...]
 # A movement of one row on each rank of this process, whose whole has so many elements.
@@ -47,6 +46,7 @@ class Keeper:
     def __init__(self, move: Move) -> None:
         self.move = move
         self._last: ReferenceType[Away] | None = None
+        self._link: HostLink | None = None  # once something is kept on the host
 
     def begin(self) -> None:
         """A forward begins: what others keep is wanted after all of its own."""
@@ -54,7 +54,9 @@ class Keeper:
 
     def put(self, values: Sequence[Tensor], axes: Axes, on_host: bool) -> Away:
         """The memory of `values`, one for each rank of this process."""
-        away = Away(self.move, values, axes, on_host, self._last)
+        if on_host and self._link is None:
+            self._link = HostLink(values[0].device)
+        away = Away(self.move, values, axes, self._link if on_host else None, self._last)
         self._last = ref(away)
         return away
 
@@ -67,9 +69,10 @@ class Away:
         move: Move,
         values: Sequence[Tensor],
         axes: Axes,
-        on_host: bool,
+        link: HostLink | None,
         before: ReferenceType[Away] | None,
     ) -> None:
+        """`link`: to the host, where they are kept there."""
         self._move, self._axes, self._before = move, axes, before
         self._wholes: list[Tensor] = []
         with torch.no_grad():
@@ -77,10 +80,10 @@ class Away:
             self._size = pieces[0].numel()
             if axes:
                 pieces = move(Movement("slice", axes, 0), pieces, self._size)
-            self._pieces = [OnHost(piece) if on_host else piece for piece in pieces]
+            self._pieces = [piece if link is None else OnHost(piece, link) for piece in pieces]
 
     def send_for(self) -> None:
-        """Have copies from the host begin, where they run by themselves."""
+        """Have copies from the host begin."""
         for piece in self._pieces:
             if isinstance(piece, OnHost):
                 piece.send_for()
@@ -99,48 +102,30 @@ class Away:
 
 
 class OnHost:
-    """One tensor on the host, whose device knows when it has come there and back."""
+    """One tensor on the host, from which it comes back once."""
 
-    def __init__(self, value: Tensor) -> None:
-        self._device, self._value = value.device, None
-        if not value.is_cuda:
-            self._kept = value.clone()
-            return
-        beside, now = _beside(value.device), torch.cuda.current_stream(value.device)
-        beside.wait_stream(now)
-        with torch.cuda.stream(beside):
-            self._kept = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-            self._kept.copy_(value, non_blocking=True)
-        value.record_stream(beside)
+    def __init__(self, value: Tensor, link: HostLink) -> None:
+        self._link, self._back = link, None
+        self._kept, _ = link.down(value)
 
-    _value: Tensor | None
     _kept: Tensor | None
-    _come: Any = None
+    _back: tuple[Tensor, Copied] | None
 
     def send_for(self) -> None:
-        if self._kept is not None and self._device.type == "cuda":
-            with torch.cuda.stream(_beside(self._device)):
-                self._value = self._kept.to(self._device, non_blocking=True)
-                self._come = torch.cuda.current_stream(self._device).record_event()
-            self._kept = None
+        """Have the copy begin, where it runs by itself."""
+        if self._link.is_beside:
+            self._start()
 
     def back(self) -> Tensor:
-        self.send_for()
-        value, kept = self._value, self._kept
-        self._value = self._kept = None
-        if value is None:
-            assert kept is not None
-            return kept.clone()
-        now = torch.cuda.current_stream(self._device)
-        now.wait_event(self._come)
-        value.record_stream(now)
+        self._start()
+        assert self._back is not None
+        (value, copied), self._back = self._back, None
+        copied.precede()
         return value
 
-
-@cache
-def _beside(device: torch.device) -> Any:
-    """The stream of copies to and from the host."""
-    return torch.cuda.Stream(device)
+    def _start(self) -> None:
+        if self._kept is not None:
+            self._back, self._kept = self._link.back(self._kept), None
 
 
 def _memory(value: Tensor) -> Tensor:

@@ -42,6 +42,11 @@ class HostLink:
         self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
+    @property
+    def is_beside(self) -> bool:
+        """Whether copies run by themselves, so that one is worth being asked for ahead."""
+        return self._stream is not None
+
     @contextmanager
     def beside(self) -> Iterator[None]:
         """What is done in here comes after what was asked of the device so far, and nothing else
@@ -76,6 +81,14 @@ class HostLink:
             copy.copy_(source, non_blocking=True)
             source.record_stream(self._stream)
             return copy, Copied(self._stream.record_event())
+
+    def back(self, kept: Tensor) -> tuple[Tensor, Copied]:
+        """A copy on the device of what `down` made; copies are made in the order asked for."""
+        copy = torch.empty(kept.shape, dtype=kept.dtype, device=self.device)
+        copied = self.up([copy], [kept])
+        if self._stream is not None:
+            copy.record_stream(self._stream)
+        return copy, copied
 
 
 def _in_dtype(source: Tensor, dtype: torch.dtype) -> Tensor:
