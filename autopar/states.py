@@ -182,6 +182,12 @@ class StateBytes:
     gradient: int
     optimizer: int  # its states
 
+    @property
+    def updated(self) -> int:
+        """What an optimizer moves: it reads the gradient, reads and writes the master and its
+        states."""
+        return self.master + 2 * (self.master + self.optimizer)
+
     @classmethod
     def of(
         cls,

@@ -243,6 +243,23 @@ def test_states_go_to_the_host_at_last(gpt, tmp_path):
     assert (again.states, again.memory) == (plan.states, plan.memory)
 
 
+@pytest.mark.parametrize(("bandwidth", "is_there"), [(1e12, True), (1e6, False)])
+def test_the_fastest_that_fits_is_on_the_host_or_recomputed(gpt, bandwidth, is_there):
+    """Under a limit that recomputation meets, too."""
+    (node,) = machines(4, 1e8, 0.0).nodes
+    host = Host(copy_alpha=0.0, copy_bandwidth=bandwidth, bandwidth=bandwidth)
+    node = replace(node, device=replace(node.device, host=host))
+    options = {"cluster": replace(machines(4, 1e8, 0.0), nodes=(node,)), "microbatches": 2}
+    remade = planned(gpt, ap.Mesh(dp=4), states="zero3", recompute="full", **options)
+    hosted = planned(gpt, ap.Mesh(dp=4), states=BOTH, **options)
+    limit = max(remade.memory.peak, hosted.memory.peak)
+    assert limit < planned(gpt, ap.Mesh(dp=4), states="zero3", **options).memory.peak
+    plan = planned(gpt, ap.Mesh(dp=4), memory=limit, **options)
+    assert (plan.states.optimizer_device == "host") == is_there
+    assert plan.memory.peak <= limit
+    assert plan.cost.seconds <= min(remade.cost.seconds, hosted.cost.seconds)
+
+
 def test_no_room_on_the_host_is_refused(gpt):
     cluster = machines(4, 1e9, 0.0)
     (node,) = cluster.nodes

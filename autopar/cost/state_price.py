@@ -150,10 +150,8 @@ class StatePrice:
         return self._device.host.copied(size, size / BUFFER_BYTES)
 
     def _updated(self, at: Layout, shape: tuple[int, ...], bytes_: StateBytes) -> float:
-        """By how much the host takes longer than the device to update what lies at `at`: an
-        optimizer reads the gradient, and reads and writes the master and its states."""
-        moved = bytes_.master + 2 * (bytes_.master + bytes_.optimizer)
-        size = local_elements(at.dims, shape, self.price.mesh) * moved
+        """By how much the host takes longer than the device to update what lies at `at`."""
+        size = local_elements(at.dims, shape, self.price.mesh) * bytes_.updated
         host, device = self._device.host.bandwidth, self._device.bandwidth
         return max(0.0, size / host - size / device)
 

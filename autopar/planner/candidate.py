@@ -6,7 +6,7 @@ other way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -40,7 +40,6 @@ from autopar.search.auto import Search
 from autopar.search.decisions import Decisions
 from autopar.search.smallest_footprint import SmallestFootprint
 from autopar.states import WHOLE, States
-from autopar.units import bytes_text
 
 
 @dataclass(frozen=True)
@@ -261,16 +260,3 @@ class Candidate:
         states = memory.parameters + memory.gradients + memory.optimizer
         size = figures.mesh.size
         return SmallestFootprint(how, size, memory.peak, states, figures.microbatches)
-
-
-def no_room_on_host(tried: Sequence[Candidate]) -> InvalidInput:
-    """Why plans do not fit that keep something on the host."""
-    least = min(tried, key=lambda candidate: candidate.memory.host)
-    memory, host = least.memory, least.cluster.device.host
-    beside = f" beside {bytes_text(memory.peak, 4)} of the device, which is the same memory"
-    return InvalidInput(
-        "what is kept on the host fits into the memory that each device has of it",
-        got=f"{bytes_text(memory.host, 4)}{beside if host.is_device else ''}, where it has "
-        f"{bytes_text(host.memory, 4)}, with states {least.states} on {least.whole_mesh}",
-        remedy="cut states into more parts, keep less on the host, or give a cluster with more",
-    )

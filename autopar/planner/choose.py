@@ -17,7 +17,6 @@ from functools import cache, cached_property, partial
 from torch import nn
 
 from autopar.capture.annotations import (
-    devices_of,
     marked_regions,
     parameter_annotations,
     stage_pins,
@@ -34,7 +33,8 @@ from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.stages.costs import StageCost, StageCosts
 from autopar.pipeline.stages.cut import choose_stages
-from autopar.planner.candidate import Alternative, Candidate, no_room_on_host
+from autopar.planner.candidate import Alternative, Candidate
+from autopar.planner.hosting import least_update, may_go, no_room_on_host
 from autopar.planner.layouts import LayoutRequest, Layouts
 from autopar.planner.recomputation import KINDS, PLAIN, Regions, mixed_problem
 from autopar.planner.request import Request
@@ -78,27 +78,12 @@ class Planner:
         self._weighed: list[Alternative] = []
         self._too_large: list[SmallestFootprint] = []
         self._too_large_for_host: list[Candidate] = []
-        self._hosted = request.hosted if self._may_go(model) else ()
+        self._hosted = request.hosted if may_go(model, request.states) else ()
+        self._bound: list[tuple[int, int]] = []  # sizes of which memory rules out what is faster
         self._layouts = Layouts(request, self.constraints, report)
         self._tried: dict[int, _Tried] = {}  # by layouts
         self._is_bound = False  # memory kept the last layouts from what would be faster
         self._is_interrupted = False  # then the best so far is taken, though something is left
-
-    def _may_go(self, model: nn.Module) -> bool:
-        """Whether states may go to the host; refuse them where a module is to be on the device."""
-        devices = devices_of(model)
-        stays = [(path, at) for path, (device, at) in devices.items() if device == "device"]
-        within = [path for path, (device, _) in devices.items() if device == "host"]
-        stays = [one for one in stays if not any(f"{one[0]}.".startswith(f"{p}.") for p in within)]
-        asked = self.request.states
-        if stays and asked is not None and asked.optimizer_device == "host":
-            raise InvalidInput(
-                "a module that is to be on the device has no states on the host",
-                got=f"{stays[0][0]}, with states {asked}",
-                remedy='no device="device" for it, or states on the device',
-                source=stays[0][1],
-            )
-        return not stays
 
     @property
     def alternatives(self) -> tuple[Alternative, ...]:
@@ -109,13 +94,16 @@ class Planner:
     def best(self) -> Candidate:
         """The fastest way to run a step, of those that are asked for and fit."""
         reasons: list[str] = []
-        left = sizes = sorted(self.request.sizes(), key=self._promise)
+        sizes = sorted(self.request.sizes(), key=self._promise)
+        left = [(self._candidates, size) for size in sizes]
+        # What is on the host seldom is the fastest that fits.
+        left += [(self._on_host, size) for size in sizes if self._hosted]
         while left and not self._is_interrupted:
-            stages, parts = left[0]
+            ways, (stages, parts) = left[0]
             size = f"{stages} stages, {parts} micro-batches"
             try:
                 self.report("pipeline", size)
-                for candidate in self._candidates(stages, parts):
+                for candidate in ways(stages, parts):
                     self._weigh(candidate)
             except (KeyboardInterrupt, ExecutionError) as error:
                 if not was_interrupted(error):
@@ -211,8 +199,7 @@ class Planner:
         The fastest layouts come first: no way takes less time than these without bubbles. Where
         memory binds, the same with states that are cut, and with regions that are recomputed for
         each schedule; then layouts that leave more room, as long as they may be faster than what
-        fits already. Without a pipeline, regions are recomputed
-        then. States go to the host at last.
+        fits already. Without a pipeline, regions are recomputed then.
         """
         whole, *others = settings = self.request.settings(stages)
         asked = replace(self._layout_request(stages, parts), cutoff=self._fastest * stages)
@@ -250,28 +237,30 @@ class Planner:
                 lean = self.regions.all(self.regions.kinds[-1])
                 leaner = replace(asked, states=settings[-1], recompute=lean)
                 yield from weighed(self._with_states(leaner, stages, parts))
-        if self._hosted and not (any(found) or self._best or self._is_interrupted):
-            yield from weighed(self._on_host(free, asked, (stages, parts), found))
+        self._bound.append((stages, parts))
         self._too_large += [error.smallest.in_stages(stages) for error in refused]
 
-    def _on_host(
-        self,
-        free: Candidate,
-        asked: LayoutRequest,
-        size: tuple[int, int],
-        found: Sequence[bool],
-    ) -> Iterator[Candidate]:
-        """At last, with states on the host; `found` grows by whether each of these fits."""
+    def _on_host(self, stages: int, parts: int) -> Iterator[Candidate]:
+        """Ways with states on the host, as long as they may be faster than what fits already:
+        without recomputation, then with it and, where nothing fits that is on the device alone,
+        with layouts of their own."""
+        if (stages, parts) not in self._bound:
+            return
+        asked = replace(self._layout_request(stages, parts), cutoff=self._fastest * stages)
+        free, _ = self._layouts.find(asked)
+        if free.seconds / stages + least_update(self.captured, self.request) >= self._fastest:
+            return
         self.report("memory", "states on the host")
-        settings = self._hosted
-        yield from self._placed(free, *size, settings)
-        for states in settings if asked.is_all and len(self.regions.kinds) > 1 else ():
-            way = None if any(found) else self._mixed(free.placed(states))
-            if way is not None:
-                yield way.changed(way.search and way.search.taken(way.cost.seconds))
-        for states in settings if self.request.mode == "auto" else ():
-            if not any(found):
-                yield from self._with_states(replace(asked, states=states), *size)
+        yield from self._placed(free, stages, parts, self._hosted)
+        for states in self._hosted if asked.is_all and len(self.regions.kinds) > 1 else ():
+            source = free.placed(states)
+            if source.memory.peak > self.memory and source.seconds < self._fastest:
+                way = self._mixed(source)
+                if way is not None:
+                    yield way.changed(way.search and way.search.taken(way.cost.seconds))
+        for states in self._hosted if self.request.mode == "auto" else ():
+            if not self._fits_device:
+                yield from self._with_states(replace(asked, states=states), stages, parts)
 
     def _recomputing(
         self, free: Candidate, asked: LayoutRequest, settings: Sequence[States]

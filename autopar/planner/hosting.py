@@ -1,0 +1,56 @@
+"""Hosting: whether states may be on the host, what that takes at least, and what has no room."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from autopar.capture.annotations import devices_of
+from autopar.capture.captured import Captured
+from autopar.capture.origins import state_bytes
+from autopar.errors import InvalidInput
+from autopar.planner.candidate import Candidate
+from autopar.planner.request import Request
+from autopar.states import States
+from autopar.strategies.node_info import info
+from autopar.units import bytes_text
+
+
+def may_go(model: nn.Module, asked: States | None) -> bool:
+    """Whether states may go to the host; refuse them where a module is to be on the device."""
+    devices = devices_of(model)
+    stays = [(path, at) for path, (device, at) in devices.items() if device == "device"]
+    within = [path for path, (device, _) in devices.items() if device == "host"]
+    stays = [one for one in stays if not any(f"{one[0]}.".startswith(f"{p}.") for p in within)]
+    if stays and asked is not None and asked.optimizer_device == "host":
+        raise InvalidInput(
+            "a module that is to be on the device has no states on the host",
+            got=f"{stays[0][0]}, with states {asked}",
+            remedy='no device="device" for it, or states on the device',
+            source=stays[0][1],
+        )
+    return not stays
+
+
+def least_update(captured: Captured, request: Request) -> float:
+    """The seconds by which a step is longer, at least, where hosts update all that learns: each
+    device's host a part that is no larger than others'."""
+    device, devices = request.cluster.device, request.cluster.devices
+    nodes = captured.graph.find_nodes(op="placeholder")
+    learned = [n for n in nodes if n.name in captured.parameters and info(n).differentiable]
+    moved = sum(info(node).val.numel() * state_bytes(node).updated for node in learned)
+    return max(0.0, moved / devices * (1 / device.host.bandwidth - 1 / device.bandwidth))
+
+
+def no_room_on_host(tried: Sequence[Candidate]) -> InvalidInput:
+    """Why plans do not fit that keep something on the host."""
+    least = min(tried, key=lambda candidate: candidate.memory.host)
+    memory, host = least.memory, least.cluster.device.host
+    beside = f" beside {bytes_text(memory.peak, 4)} of the device, which is the same memory"
+    return InvalidInput(
+        "what is kept on the host fits into the memory that each device has of it",
+        got=f"{bytes_text(memory.host, 4)}{beside if host.is_device else ''}, where it has "
+        f"{bytes_text(host.memory, 4)}, with states {least.states} on {least.whole_mesh}",
+        remedy="cut states into more parts, keep less on the host, or give a cluster with more",
+    )
