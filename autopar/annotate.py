@@ -51,8 +51,9 @@ def shard(
     with one such tuple (or None: no wish) for each tensor input, in order; `out_strategy` the same
     for the outputs; `params` maps names of parameters (dotted, from the module) to entries.
     `stage` is the stage of a pipeline that starts with this module. With `device="host"` the
-    parameters of a module are kept on the host, and its operators run there, as is worth it for a
-    large embedding; what it reads and gives crosses. A part of it can be on the "device" again.
+    parameters of a module are kept on the host, and buffers that stay as they are; its operators
+    run there, as is worth it for a large embedding; what it reads and gives crosses. A part of it
+    can be on the "device" again.
     `recompute`: what of this module runs again in backward, "full", "selective", a `Recompute`, or
     None: nothing.
     """

@@ -101,6 +101,41 @@ def test_what_crosses_has_its_price():
     assert [plan.prices(n).backward for n in crossing] == [0, rows]
 
 
+class Turned(nn.Module):
+    """An embedding that is scaled by a table, and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Embedding(10, 8)
+        self.register_buffer("table", torch.linspace(1, 2, 8))
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, ids):
+        self.calls += 1
+        return self.rows(ids) * self.table
+
+
+class Loss(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+
+def with_buffers_there() -> models.Case:
+    torch.manual_seed(0)
+    model = nn.Sequential(ap.shard(Turned(), device="host"), Loss(8, 8)).double()
+    ids = torch.arange(8).view(4, 2) % 10
+    return models.Case("turned", model, (ids,))
+
+
+def test_buffers_that_stay_as_they_are_are_there():
+    case = with_buffers_there()
+    plan = ap.plan(case.model, case.args, case.kwargs, mesh=ap.Mesh(dp=2), mode="data")
+    assert plan.memory.host_buffers == case.model[0].table.nbytes
+    assert plan.memory.buffers == case.model[0].calls.nbytes
+    assert plan.program.on_host == {"0.rows.weight", "0.table"}
+    assert_parity(case, mesh=ap.Mesh(dp=2), mode="data")
+
+
 def test_what_cannot_be_is_refused():
     model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4))
     with pytest.raises(ap.InvalidInput, match="'disk'") as error:

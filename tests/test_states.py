@@ -12,6 +12,7 @@ from torch import nn
 import autopar as ap
 from autopar.capture import capture
 from autopar.cluster import Host
+from autopar.plan.plan import SavedPlan
 from autopar.planner.candidate import Candidate
 from autopar.states import NAMED
 from tests import large_models, models
@@ -266,6 +267,22 @@ def test_no_room_on_the_host_is_refused(gpt):
     node = replace(node, device=replace(node.device, host=Host(memory=1e4)))
     with pytest.raises(ap.InvalidInput, match="fits into the memory that each device has of it"):
         planned(gpt, ap.Mesh(dp=4), states=HOST, cluster=replace(cluster, nodes=(node,)))
+
+
+@pytest.mark.parametrize("side", ["device", "host"])
+def test_a_file_for_less_memory_than_a_plan_takes_is_refused(gpt, side):
+    plan = planned(gpt, ap.Mesh(dp=4), states=BOTH, memory=1e9, cluster=machines(4, 1e9, 0.0))
+    saved = SavedPlan.of(plan)
+    again = saved.attach(gpt.model, gpt.args, gpt.kwargs)
+    assert again.memory == plan.memory
+    (node,) = plan.cluster.nodes
+    less = replace(node, device=replace(node.device, host=Host(memory=plan.memory.host - 1)))
+    changed = {
+        "device": {"limit": plan.memory.peak - 1},
+        "host": {"cluster": replace(plan.cluster, nodes=(less,))},
+    }
+    with pytest.raises(ap.InvalidInput, match="fits into the memory"):
+        replace(saved, **changed[side]).attach(gpt.model, gpt.args, gpt.kwargs)
 
 
 def test_an_axis_is_split_for_factors_inside_it(gpt):

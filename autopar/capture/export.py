@@ -135,7 +135,8 @@ def _freeze(builder: GraphBuilder, example: Example) -> Captured:
         for node in graph.find_nodes(op="placeholder"):
             if node.name in builder.parameters:
                 info(node).state_bytes = _in_several_dtypes(node, example.precision)
-    cross_to_host(graph, example.model, builder.parameters, builder.tied)
+    constant = {p: n for p, n in builder.buffers.items() if n not in builder.mutated}
+    cross_to_host(graph, example.model, builder.parameters | constant, builder.tied)
     outputs: list[fx.Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
     info(graph.output_node()).end(outputs)
     count = len(outputs) - len(builder.mutated)

@@ -2,9 +2,10 @@
 
     ids ──to_host──▶ embedding ──to_device──▶ ...
 
-`shard(module, device="host")` keeps the parameters of a module on the host, and its operators run
-there. At its borders stand two operators that copy, each the backward of the other; whoever reads
-the same value on the other side shares one copy.
+`shard(module, device="host")` keeps the parameters of a module on the host, and those of its
+buffers that stay as they are; its operators run there. At its borders stand two operators that
+copy, each the backward of the other; whoever reads the same value on the other side shares one
+copy.
 """
 
 from __future__ import annotations
@@ -61,13 +62,14 @@ for _crossing in CROSSINGS:
 
 
 def cross_to_host(
-    graph: fx.Graph, model: nn.Module, parameters: Mapping[str, str], tied: Mapping[str, str]
+    graph: fx.Graph, model: nn.Module, kept: Mapping[str, str], tied: Mapping[str, str]
 ) -> None:
-    """Say what is on the host, and insert what crosses. `parameters`: names by placeholder."""
+    """Say what is on the host, and insert what crosses. `kept`: the names of parameters, and of
+    buffers that stay as they are, by placeholder."""
     devices = devices_of(model)
     if not any(device == "host" for device, _ in devices.values()):
         return
-    _mark(graph, {path: device for path, (device, _) in devices.items()}, parameters, tied)
+    _mark(graph, {path: device for path, (device, _) in devices.items()}, kept, tied)
     for node in graph.nodes:
         is_operator = isinstance(node.target, torch._ops.OpOverload)
         if info(node).on_host and is_operator and not runs_on_host(node.target):
@@ -91,15 +93,15 @@ def cross_to_host(
 def _mark(
     graph: fx.Graph,
     devices: Mapping[str, str],
-    parameters: Mapping[str, str],
+    kept: Mapping[str, str],
     tied: Mapping[str, str],
 ) -> None:
     names: dict[str, list[str]] = {}
     for alias, name in tied.items():
         names.setdefault(name, []).append(alias)
     for node in graph.nodes:
-        if node.op == "placeholder" and node.name in parameters:
-            name = parameters[node.name]
+        if node.op == "placeholder" and node.name in kept:
+            name = kept[node.name]
             info(node).on_host = any(
                 _is_there(one, devices) for one in (name, *names.get(name, ()))
             )

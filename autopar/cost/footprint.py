@@ -102,7 +102,8 @@ def program_memory(graph: fx.Graph, mesh: Mesh, buffer_bytes: int = BUFFER_BYTES
 def held_bytes(node: fx.Node, mesh: Mesh, of_host: bool = False) -> Held:
     """Of a parameter or buffer on one rank, on the device or the host; of anything else nothing."""
     if node.op == "placeholder" and info(node).origin[0] == "buffer":
-        return 0, 0, 0, 0 if of_host else info(node).type.local_bytes(mesh), 0
+        is_here = info(node).on_host == of_host
+        return 0, 0, 0, info(node).type.local_bytes(mesh) if is_here else 0, 0
     places = info(node).places
     return (0,) * 5 if places is None else parameter_bytes(node, places, mesh, of_host=of_host)
 

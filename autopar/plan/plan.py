@@ -12,6 +12,7 @@ pm = parallelize(model, args, kwargs, plan=saved)
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from autopar.plan.sound import require_fitting, require_sound, require_types
 from autopar.plan.text import plan_data, plan_text, saved_text
 from autopar.plan.value import PlanValue
 from autopar.planner.candidate import Candidate
+from autopar.planner.hosting import require_room
 from autopar.schema import Mismatch, read, write
 from autopar.search.constraints import LayoutConstraint, read_constraints
 
@@ -156,6 +158,11 @@ class SavedPlan(SavedValue):
         candidate = Candidate(*about, search=self.search, states=self.states)
         if self.pipelining is not None:
             candidate = candidate.cut_as(self.pipelining)
+        # A way that is given by name may take more than a device has; the host is never exceeded.
+        is_kept = self.limit is not None and (
+            self.mode == "auto" or self.limit != self.cluster.device.memory
+        )
+        require_room(candidate, self.limit if is_kept and self.limit else math.inf)
         names = {name: placeholder for placeholder, name in captured.parameters.items()}
         said = {
             name: LayoutConstraint(decisions.placeholders[names[name]], source)

@@ -88,10 +88,10 @@ class Program:
 
     @cached_property
     def on_host(self) -> frozenset[str]:
-        """The parameters that are on the host from step to step."""
-        named = self.captured.parameters.items()
-        at = {name: info(self.placeholders[placeholder]).places for placeholder, name in named}
-        return frozenset(name for name, places in at.items() if places and places.on_host)
+        """The parameters and buffers that are on the host from step to step."""
+        named = (self.captured.parameters | self.captured.buffers).items()
+        at = {name: info(self.placeholders[placeholder]) for placeholder, name in named}
+        return frozenset(name for name, about in at.items() if (about.places or about).on_host)
 
     @cached_property
     def has_loss(self) -> bool:

@@ -1,4 +1,5 @@
-"""Hosting: whether states may be on the host, what that takes at least, and what has no room."""
+"""Hosting: whether states may be on the host, what that takes at least, and what has no room there
+or on the device."""
 
 from __future__ import annotations
 
@@ -54,3 +55,16 @@ def no_room_on_host(tried: Sequence[Candidate]) -> InvalidInput:
         f"{bytes_text(host.memory, 4)}, with states {least.states} on {least.whole_mesh}",
         remedy="cut states into more parts, keep less on the host, or give a cluster with more",
     )
+
+
+def require_room(given: Candidate, limit: float) -> None:
+    """Refuse a plan that takes more than `limit` bytes of a device, or than its host has."""
+    if given.memory.peak > limit:
+        raise InvalidInput(
+            "a plan fits into the memory of every device",
+            got=f"{bytes_text(given.memory.peak, 4)} on {given.whole_mesh}, where a plan keeps to "
+            f"{bytes_text(limit, 4)}",
+            remedy="make the plan again, for the memory that there is",
+        )
+    if not given.fits_host:
+        raise no_room_on_host([given])

@@ -17,6 +17,7 @@ from tests import models
 from tests.distributed.memory import CASES, measured
 from tests.distributed.states import parity
 from tests.held import copies_of, held_by
+from tests.test_host import with_buffers_there
 
 
 def run_all(say: Callable[[Any], None], ranks: int) -> None:
@@ -152,7 +153,12 @@ def runs_modules_there(ranks: int) -> None:
     parity(case, "whole", **options)
 
 
+def keeps_buffers_there(ranks: int) -> None:
+    parity(with_buffers_there(), "zero1", mesh=ap.Mesh(dp=ranks))
+
+
 CHECKS = (
+    keeps_buffers_there,
     runs_modules_there,
     trains_like_one_device,
     trains_in_pipelines,
