@@ -34,7 +34,8 @@ _LISTED = 8  # meshes, and ways to run a step
 def plan_text(plan: PlanValue) -> str:
     """The whole page."""
     cost, memory, host = plan.cost, plan.memory, plan.cluster.device.host
-    sizes = {k: v for k, v in sorted(asdict(memory).items(), key=lambda i: -i[1]) if v}
+    kinds = {kind: size for kind, size in asdict(memory).items() if size and kind != "peak"}
+    sizes = dict(sorted(kinds.items(), key=lambda item: -item[1]))
     parts = {kind: size for kind, size in sizes.items() if not kind.startswith(HOST)}
     there = {kind.removeprefix(HOST): size for kind, size in sizes.items() if kind not in parts}
     count = f", {plan.microbatches} micro-batches" if plan.batches is not None else ""
@@ -43,7 +44,7 @@ def plan_text(plan: PlanValue) -> str:
         f"plan on {plan.whole_mesh}, {_cluster(plan.cluster)}, mode {plan.mode}",
         f"  step       {seconds_text(cost.seconds)}: compute {seconds_text(cost.compute)}, "
         f"communication {seconds_text(cost.communication)}{hidden}{count}",
-        f"  memory     {_held(memory.peak, plan.cluster.device.memory, parts)}",
+        f"  memory     {_held(memory.peak, plan.cluster.device.memory, parts)}{_besides(plan)}",
         *([f"  host       {_held(memory.host, host.memory, there)}"] if there else []),
         f"  search     {_search(plan.search)}",
         *_states(plan.states),
@@ -61,6 +62,11 @@ def plan_text(plan: PlanValue) -> str:
     lines += [*_regions(plan.decisions.recompute), "parameters", *_grouped(rows)]
     lines += [*_movements(plan), *_fallbacks(plan)]
     return "\n".join(lines + _weighed(plan.search, plan.alternatives))
+
+
+def _besides(plan: PlanValue) -> str:
+    """What its memory leaves out."""
+    return "" if plan.loss is not None else "; without what backward takes, as there is no loss"
 
 
 def _held(most: float, limit: float, parts: Mapping[str, float]) -> str:

@@ -121,15 +121,18 @@ class Candidate:
         return made
 
     def placed(self, states: States) -> Self:
-        """The same program, of whole states so far, with the states of its parameters cut."""
+        """The same program with the states of its parameters in these places."""
         if states == self.states:
             return self
+        if self.decisions.apart:  # where gradients are summed is read from whole states
+            whole = replace(self, decisions=replace(self.decisions, apart={}), states=WHOLE)
+            return whole.placed(states)
         apart = {} if states.is_whole else state_places(self.rewritten, states, self.mesh)
         decisions = replace(self.decisions, apart=apart)
         made = replace(self, decisions=decisions, states=states)
-        if apart == self.decisions.apart:
+        if not apart:
             vars(made).update(rewritten=self.rewritten)
-        elif not self.decisions.apart:
+        else:
             about = self.captured, decisions, self.prices.price
             vars(made).update(rewritten=replace_states(self.rewritten, *about))
         return made
