@@ -143,7 +143,7 @@ def test_less_memory_takes_other_cuts_recomputation_and_leaner_layouts(mesh, sha
 
 
 def test_a_choice_that_recomputes_is_exact_and_can_be_saved(tmp_path) -> None:
-    limit = {"memory": 1.2e6, "cluster": slow_network(2), "microbatches": 8}
+    limit = {"memory": 1.2e6, "cluster": slow_network(2), "microbatches": 8, "states": "whole"}
     chosen = plan(deep(), mesh=ap.Mesh(pp=2), **limit)
     assert chosen.decisions.recompute
     chosen.save(tmp_path / "plan.json")
