@@ -25,6 +25,7 @@ from autopar.passes import remark, replace_states, rewrite
 from autopar.passes.flow import Flow, flow_of
 from autopar.passes.microbatches import Microbatches
 from autopar.passes.stages import cut_stage
+from autopar.pipeline.alike_stages import StageMemories
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.price import memory_by_place, pipeline_cost, price_step, stage_link
 from autopar.pipeline.schedule import Option, one_stage
@@ -206,7 +207,7 @@ class Candidate:
             key = *bounds, index in pipelining.schedule.split_stages
             if key not in self._taken:
                 stage = cut_stage(self.flow, index, *bounds)
-                self._taken[key] = StageMemory.of_stage(stage, self.mesh, key[-1])
+                self._taken[key] = StageMemories(self.mesh)(stage, key[-1])
             found[index] = self._taken[key]
         return found
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import fx
@@ -22,7 +23,6 @@ from autopar.recompute import Recompute
 from autopar.states import StateBytes
 from autopar.strategies.rule import Facts, Rule, Strategy
 
-Fact = TypeVar("Fact")
 Ways = Mapping[tuple[str, Placement], tuple[Placement, ...]]  # (value, what is wanted) ->
 
 
@@ -48,67 +48,49 @@ class Region:
         return self.how.kind == "full"
 
 
-class _Key(Generic[Fact]):
-    """One key of `node.meta`. Without a default it is there from the pass on that writes it."""
-
-    def __init__(self, *default: Fact) -> None:
-        self.default = default
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, at: NodeInfo, owner: type) -> Fact:
-        return at.meta.get(self.name, *self.default) if self.default else at.meta[self.name]
-
-    def __set__(self, at: NodeInfo, fact: Fact) -> None:
-        at.meta[self.name] = fact
-
-
 class NodeInfo:
-    """The facts of one node."""
-
-    __slots__ = ("meta",)
+    """The facts of one node. Without a default one is there from the pass on that writes it."""
 
     def __init__(self, node: fx.Node) -> None:
-        self.meta = node.meta
+        self.__dict__ = node.meta  # so that a fact is read as fast as any attribute
 
     # From capture
-    val = _Key[torch.Tensor]()  # the fake tensor, global; of several results a flat tuple
-    source = _Key[str | None](None)  # the user's line
-    module = _Key[str]("")  # the path of the module that makes the value
-    differentiable = _Key[bool](False)  # whether a gradient flows through it
-    state_bytes = _Key[StateBytes | None](None)  # of a parameter that is read in another dtype
-    no_grad = _Key[bool](False)  # made under torch.no_grad; gone when the graph is frozen
+    val: torch.Tensor  # the fake tensor, global; of several results a flat tuple
+    source: str | None = None  # the user's line
+    module: str = ""  # the path of the module that makes the value
+    differentiable: bool = False  # whether a gradient flows through it
+    state_bytes: StateBytes | None = None  # of a parameter that is read in another dtype
+    no_grad: bool = False  # made under torch.no_grad; gone when the graph is frozen
 
-    on_host = _Key[bool](False)  # of a parameter: where it is kept; of a call: where it runs
-    checkpoint = _Key[int | None](None)  # the user's checkpoint that it stands in, by number
+    on_host: bool = False  # of a parameter: where it is kept; of a call: where it runs
+    checkpoint: int | None = None  # the user's checkpoint that it stands in, by number
 
     # From assign_types
-    origin = _Key[tuple[str, str]]()  # of a placeholder: its kind ("parameter", ...) and name
-    places = _Key[ParameterPlacement | None](None)  # of a parameter; its type is that in storage
-    type = _Key[TensorType]()  # shape, dtype and layout; of several results a flat tuple
-    wants = _Key[tuple[Placement, ...]]()  # of each tensor input
-    ways = _Key[Ways]({})  # what readers share on the way to what they want
-    rule = _Key[Rule | None](None)
-    strategy = _Key[Strategy | None](None)
-    saved = _Key[tuple[int, ...]](())  # the tensor arguments that backward keeps
-    saves_output = _Key[bool](False)
-    calls = _Key[tuple[tuple[Facts, Strategy], ...]](())  # what the price follows from
+    origin: tuple[str, str]  # of a placeholder: its kind ("parameter", ...) and name
+    places: ParameterPlacement | None = None  # of a parameter; its type is that in storage
+    type: TensorType  # shape, dtype and layout; of several results a flat tuple
+    wants: tuple[Placement, ...]  # of each tensor input
+    ways: Ways = MappingProxyType({})  # what readers share on the way to what they want
+    rule: Rule | None = None
+    strategy: Strategy | None = None
+    saved: tuple[int, ...] = ()  # the tensor arguments that backward keeps
+    saves_output: bool = False
+    calls: tuple[tuple[Facts, Strategy], ...] = ()  # what the price follows from
 
     # From later passes
-    start_of = _Key[tuple[Rule, Strategy, str] | None](None)  # the factor whose start it takes
-    movement = _Key[Movement | None](None)  # of a collective
-    alone = _Key[bool](False)  # it goes all the way between two layouts
-    bytes = _Key[int]()  # that a movement moves
-    region = _Key[Region | None](None)  # that is recomputed, and it stands in
-    remade = _Key[bool](False)  # its forward runs again in backward
-    dropped = _Key[bool](False)  # what it gives is made again where backward reads it
+    start_of: tuple[Rule, Strategy, str] | None = None  # the factor whose start it takes
+    movement: Movement | None = None  # of a collective
+    alone: bool = False  # it goes all the way between two layouts
+    bytes: int  # that a movement moves
+    region: Region | None = None  # that is recomputed, and it stands in
+    remade: bool = False  # its forward runs again in backward
+    dropped: bool = False  # what it gives is made again where backward reads it
     # By the regions that keep its memory elsewhere, the axes over whose ranks they cut it.
-    away = _Key[Mapping[Region, tuple[str, ...]]]({})
-    sync = _Key[tuple[str, ...]](())  # of a parameter: the axes that sum its gradient last
-    pending = _Key[tuple[str, ...]](())  # the axes over which its own gradient stays a sum
-    buffers = _Key[tuple[str, ...]](())  # of an output: the buffers whose new values it gives
-    weight_inputs = _Key[WeightInputs | None](None)
+    away: Mapping[Region, tuple[str, ...]] = MappingProxyType({})
+    sync: tuple[str, ...] = ()  # of a parameter: the axes that sum its gradient last
+    pending: tuple[str, ...] = ()  # the axes over which its own gradient stays a sum
+    buffers: tuple[str, ...] = ()  # of an output: the buffers whose new values it gives
+    weight_inputs: WeightInputs | None = None
 
     @property
     def values(self) -> tuple[Any, ...]:

@@ -178,6 +178,7 @@ class Traits:
 
 
 _RULES: dict[Operator, tuple[RuleFunction, Traits]] = {}
+_UNKNOWN = None, Traits()
 
 
 def register_rule(
@@ -295,7 +296,7 @@ def registered() -> tuple[Operator, ...]:
 def _find(target: Operator) -> tuple[RuleFunction | None, Traits]:
     if target not in _RULES and isinstance(target, torch._ops.OpOverload):
         target = target.overloadpacket
-    return _RULES.get(target, (None, Traits()))
+    return _RULES.get(target, _UNKNOWN)
 
 
 def _linear_passes(rule: Rule, call: Call) -> Iterator[frozenset[int]]:
