@@ -5,6 +5,7 @@ The work of `microbatches.cut_batch`, one live operator after the other, by thei
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -49,6 +50,7 @@ class Cutter:
         self.constants = dict(captured.constants)
         self.summed: dict[fx.Node, fx.Node] = {}  # summed value -> placeholder of its total
         self.parts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}  # same for all -> its share
+        self.pieces: dict[Hashable, Tensor] = {}  # of one micro-batch, of tensors that are alike
         self.read: dict[fx.Node, fx.Node] = {}  # what the operator at hand reads instead
         decisions = propagate(captured, self.mesh) if count > 1 else None
         self.strategies = decisions.strategies if decisions else {}
@@ -286,6 +288,12 @@ class Cutter:
         """The value of one micro-batch."""
         if not isinstance(status, int):
             return value
+        key = tuple(value.shape), value.stride(), value.dtype, value.device, status
+        if key not in self.pieces:
+            self.pieces[key] = self._piece(value, status)
+        return self.pieces[key]
+
+    def _piece(self, value: Tensor, status: int) -> Tensor:
         shape, whole = list(value.shape), value.stride(status) * value.shape[status]
         shape[status] //= self.count
         outside = [bool(whole) and stride >= whole for stride in value.stride()]

@@ -148,11 +148,17 @@ class Candidate:
         vars(made)["rewritten"] = remark(self.rewritten, self.captured, decisions, price)
         return made
 
-    def stage_costs(self, mesh: Mesh, axis: str, like: StageCosts | None = None) -> StageCosts:
+    def stage_costs(
+        self,
+        mesh: Mesh,
+        axis: str,
+        like: StageCosts | None = None,
+        beside: StageCosts | None = None,
+    ) -> StageCosts:
         """The program, to be cut into stages along `axis` of the `mesh` of all ranks; `like` that
-        of the same layouts with other states."""
+        of the same layouts with other states, `beside` with other regions recomputed."""
         link = stage_link(self.cluster, mesh, axis)
-        return StageCosts(self.flow, self.mesh, self.prices, link.bandwidth, like)
+        return StageCosts(self.flow, self.mesh, self.prices, link.bandwidth, like, beside)
 
     def cut_as(self, given: Pipelining) -> Candidate:
         """This program in the stages of a pipeline, with what they take here."""

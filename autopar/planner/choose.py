@@ -377,7 +377,8 @@ class Planner:
 
         @cache
         def lines(kind: Recompute) -> StageCosts:
-            line = ways(kind).stage_costs(mesh, axis, tried.lines.get(kind))
+            beside = next(iter(tried.lines.values()), None)
+            line = ways(kind).stage_costs(mesh, axis, tried.lines.get(kind), beside)
             tried.lines.setdefault(kind, line)
             return line
 

@@ -93,19 +93,23 @@ class StageCosts:
         cost: PriceOf,
         link_bandwidth: float,
         like: StageCosts | None = None,
+        beside: StageCosts | None = None,
     ) -> None:
-        """`like`: that of the same program with other places of its parameters."""
+        """`like`: that of the same program with other places of its parameters; `beside`: of the
+        same layouts, though other regions may be recomputed."""
         self.flow, self.mesh, self.bandwidth = flow, mesh, link_bandwidth
         if like is None:
             self.kept, self.weight_halves = kept_by_stages(flow, mesh)
             self._regions = regions_of(flow, mesh)
+        else:
+            self.kept, self.weight_halves = like.kept, like.weight_halves
+            self._regions = like._regions
+        if (known := like or beside) is None:
             parameters = [_parameters(flow, node) for node in flow.activations]
             self._parameters = [{held.name for held in row} for row in parameters]
             self._crossing: dict[int, int] = {}
         else:
-            self.kept, self.weight_halves = like.kept, like.weight_halves
-            self._regions, self._parameters = like._regions, like._parameters
-            self._crossing = like._crossing
+            self._parameters, self._crossing = known._parameters, known._crossing
         self._holding = [0, *itertools.accumulate(bool(held) for held in self._parameters)]
         self._tables: dict[tuple[int, ...], StageTable] = {}  # by cut points
         self._clean: dict[float, list[int]] = {}  # by reach

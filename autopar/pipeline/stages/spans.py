@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import combinations, pairwise
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,10 +42,14 @@ class Spans:
 
     def table(self, bounds: Sequence[int]) -> NDArray[np.int64]:
         """By start and end among `bounds`."""
-        found = np.zeros((len(bounds), len(bounds)), np.int64)
-        for i, j in combinations(range(len(bounds)), 2):
-            found[i, j] = self.bytes(bounds[i], bounds[j])
-        return found
+        first, last, sizes = self._columns
+        row = np.searchsorted(bounds, first, "right") - 1  # the last bound it does not lie before
+        column = np.searchsorted(bounds, last, "right")  # the first bound it lies before
+        inside = (row >= 0) & (column < len(bounds))
+        found = np.zeros((len(bounds), len(bounds)))
+        np.add.at(found, (row[inside], column[inside]), sizes[inside])
+        found = found[::-1].cumsum(axis=0)[::-1].cumsum(axis=1)
+        return np.triu(np.rint(found).astype(np.int64), 1)
 
     @cached_property
     def _columns(self) -> tuple[NDArray, NDArray, NDArray]:

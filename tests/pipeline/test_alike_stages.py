@@ -1,0 +1,47 @@
+"""Alike stages: what is known of one is what would be seen of the other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from autopar import Cluster, Mesh, plan
+from autopar.passes.stages import Stage
+from autopar.pipeline.alike_stages import StageMemories
+from autopar.pipeline.step_memory import StageMemory
+from autopar.planner import candidate
+from tests.models import gpt
+
+
+@pytest.mark.parametrize("states", ["whole", "zero1", "zero3"])
+@pytest.mark.parametrize("recompute", [None, "selective", "full"])
+def test_alike_stages_take_the_same(
+    monkeypatch: pytest.MonkeyPatch, states: str, recompute: str | None
+) -> None:
+    case, met = gpt(layers=6), list[bool]()
+
+    class Compared(StageMemories):
+        def __call__(self, stage: Stage, is_split: bool) -> StageMemory:
+            before = len(self._seen)
+            found = super().__call__(stage, is_split)
+            met.append(len(self._seen) == before)
+            seen = StageMemory.of_stage(stage, self.mesh, is_split)
+            assert np.array_equal(found.sizes, seen.sizes)
+            assert (dict(found.learned), found.at_once) == (dict(seen.learned), seen.at_once)
+            assert found.host == seen.host
+            return found
+
+    monkeypatch.setattr(candidate, "StageMemories", Compared)
+    plan(
+        case.model,
+        case.args,
+        case.kwargs,
+        mesh=Mesh(pp=4, dp=2),
+        cluster=Cluster.preset("dgx-a100"),
+        schedule="zb-h1",
+        microbatches=4,
+        states=states,
+        recompute=recompute,
+        mode="data",
+    )
+    assert len(met) == 4
