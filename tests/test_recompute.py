@@ -171,6 +171,19 @@ def test_the_users_checkpoints_are_kept(how: str, tmp_path) -> None:
     assert attached.memory == module.plan.memory
 
 
+def test_what_a_checkpoint_covers_is_asked_for_once(tmp_path) -> None:
+    model = Checkpointed("plain")
+    ap.shard(model.rows[0], recompute="full")
+    options = {"mesh": ap.Mesh(dp=2), "mode": "data"}
+    plan = ap.plan(model, (X,), **options)
+    assert plan.decisions.recompute == {f"checkpoint {n}": FULL for n in range(2)}
+    plan.save(tmp_path / "plan.json")
+    assert ap.Plan.load(tmp_path / "plan.json").attach(model, (X,)).memory == plan.memory
+    for how in ("selective", None):
+        with pytest.raises(ap.InvalidInput, match="all of it inside a checkpoint"):
+            ap.plan(Checkpointed("plain"), (X,), recompute={"rows.0": how}, **options)
+
+
 def test_a_checkpoint_that_chooses_what_it_keeps_is_refused() -> None:
     def context():
         return torch.autograd.graph.save_on_cpu(), torch.autograd.graph.save_on_cpu()

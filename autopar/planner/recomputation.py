@@ -78,7 +78,8 @@ class Regions:
                 remedy = "annotate modules inside it, or remove the annotation"
                 raise InvalidInput(rule, got=one.name, remedy=remedy, source=one.source)
         outer = {name: kind for name, kind in named.items() if not _is_below(name, named)}
-        self.fixed |= {name: how for name, how in outer.items() if not how.is_plain}
+        covered = _covered(captured, self.fixed, outer)
+        self.fixed |= {n: how for n, how in outer.items() if not how.is_plain and n not in covered}
         free = [n for n in own if n not in outer and not _is_below(n, outer)]
         if asked.blocks == "auto":  # what is said of a part is not chosen with the whole
             free = [n for n in free if not any(_is_below(part, [n]) for part in outer)]
@@ -123,6 +124,23 @@ def _require_free_of_checkpoints(marked: Sequence[MarkedRegion], captured: Captu
             if is_inside and info(node).checkpoint is not None:
                 rule = "what the model wraps in torch.utils.checkpoint is recomputed in full"
                 raise _refused(rule, one, f"a checkpoint at {info(node).source}")
+
+
+def _covered(
+    captured: Captured, wrapped: Mapping[str, Recompute], asked: Mapping[str, Recompute]
+) -> list[str]:
+    """The names that are asked for and have nothing outside what the user wrapped: that is
+    recomputed in full, and they may ask for nothing else."""
+    left = found(captured, (*wrapped, *asked)) if wrapped else asked
+    covered = [name for name in asked if name not in left]
+    for name in covered:
+        if asked[name] != FULL:
+            raise InvalidInput(
+                "what the model wraps in torch.utils.checkpoint is recomputed in full",
+                got=f"recompute={{{name!r}: {str(asked[name])!r}}}, all of it inside a checkpoint",
+                remedy='"full" for it, or no checkpoint around it',
+            )
+    return covered
 
 
 def _are_nested(one: str, other: str) -> bool:
