@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -356,16 +356,30 @@ def test_a_limit_that_nothing_meets_says_what_would_help():
     options = {"cluster": CLUSTER, "mesh": MESH, "mode": "auto"}
     with pytest.raises(ap.InvalidInput) as error:
         ap.plan(case.model, case.args, memory=1000, **options)
-    assert "the least that any plan needs is" in str(error.value)
+    assert "the least that was found takes" in str(error.value)
     assert "more devices could hold them" in str(error.value)
     of_parts = SmallestFootprint(str(MESH), MESH.size, memory=100.0, states=40.0, microbatches=2)
     assert "microbatches=6 " in of_parts.remedy(60.0)
+    below = replace(of_parts, is_bound=True)
+    assert "at least 100 bytes are needed" in below.said(60.0)
+    assert "100" not in below.said(200.0) + below.remedy(200.0)
     for pipeline in ("auto", 2):
         with pytest.raises(ap.InvalidInput) as error:
             ap.plan(case.model, case.args, cluster=CLUSTER, memory=1000, pipeline=pipeline)
         assert error.value.rule == "a plan fits into the memory of every device"
-        assert "the least that any plan needs is" in str(error.value)
+        assert "the least that was found takes" in str(error.value)
         assert "more devices could hold them" in str(error.value)
+
+
+@pytest.mark.parametrize("mode", ["data", "auto"])
+def test_what_recomputation_leaves_is_named_where_nothing_fits(mode):
+    case = mlp()
+    options = {"cluster": CLUSTER, "mesh": MESH, "mode": mode, "memory": 40_000, "states": "whole"}
+    with pytest.raises(ap.InvalidInput) as error:
+        ap.plan(case.model, tuple(arg.repeat(512, 1) for arg in case.args), **options)
+    assert error.value.rule == "a plan fits into the memory of every device"
+    assert "recomputed" in error.value.got
+    assert 'states="auto" may make room' in error.value.remedy
 
 
 def test_an_interrupt_keeps_the_best_so_far():

@@ -43,7 +43,7 @@ from autopar.recompute import Recompute
 from autopar.search.auto import NothingFaster, too_early, was_interrupted
 from autopar.search.constraints import Constraints, read_constraints
 from autopar.search.smallest_footprint import NothingFits, SmallestFootprint
-from autopar.states import States
+from autopar.states import HOSTED, States
 from autopar.strategies.node_info import info
 
 ATTEMPTS = 4  # at layouts so lean that the stages fit
@@ -77,6 +77,7 @@ class Planner:
         self._fastest = math.inf  # its seconds
         self._weighed: list[Alternative] = []
         self._too_large: list[SmallestFootprint] = []
+        self._dropped: list[Candidate] = []  # recomputed as far as they can be, and too large
         self._too_large_for_host: list[Candidate] = []
         self._hosted = request.hosted if may_go(model, request.states) else ()
         self._bound: list[tuple[int, int]] = []  # sizes of which memory rules out what is faster
@@ -151,15 +152,24 @@ class Planner:
             return too_early()
         if self._too_large_for_host:
             return no_room_on_host(self._too_large_for_host)
-        if self._too_large:
-            least = min(self._too_large, key=lambda footprint: footprint.memory)
-            may_recompute = self.regions.kinds == (PLAIN,) and bool(self.regions.free)
-            return NothingFits.of(self.memory, replace(least, may_recompute=may_recompute))
+        dropped = [way.footprint(way.alternative(self.memory)) for way in self._dropped]
+        dropped = [footprint for footprint in dropped if footprint.memory > self.memory]
+        if found := [*self._too_large, *dropped]:
+            # Where plans were priced, what layouts need at least says no more.
+            least = min(found, key=lambda footprint: (footprint.is_bound, footprint.memory))
+            return NothingFits.of(self.memory, replace(least, untried=self._untried))
         return InvalidInput(
             "a model can be run in some number of stages and micro-batches",
             got="\n".join(dict.fromkeys(reasons)),
             remedy="fix fewer of mesh, pipeline, microbatches and memory",
         )
+
+    @property
+    def _untried(self) -> tuple[str, ...]:
+        """The options that could save memory, and that the request takes away."""
+        plain = self.regions.kinds == (PLAIN,) and bool(self.regions.free)
+        states = self.request.states is not None and self.request.states not in HOSTED
+        return ('recompute="auto"',) * plain + ('states="auto"',) * states
 
     def _promise(self, size: tuple[int, int]) -> tuple[bool, int]:
         """The order in which sizes are weighed: what needs recomputation to fit seldom is the
@@ -295,12 +305,13 @@ class Planner:
         for _ in range(ATTEMPTS):
             kinds = problem.solve(room)
             if kinds is None:
-                return None
+                break
             decided = regions.fixed | {n: how for n, how in kinds.items() if not how.is_plain}
             mixed = laid.recomputed(decided)
             if mixed.memory.peak <= self.memory:
                 return mixed
             room -= mixed.memory.peak - self.memory
+        self._dropped.append(ways[KINDS[-1]])
         return None
 
     def _is_straight(self, stages: int) -> bool:

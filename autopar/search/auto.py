@@ -215,7 +215,8 @@ class LayoutSearch:
             least += built.fixed_bytes
             if self._smallest is None or least < self._smallest.memory:
                 states, how = _states(built, choice), str(mesh)
-                self._smallest = SmallestFootprint(how, mesh.size, least, states, self.microbatches)
+                needs = how, mesh.size, least, states, self.microbatches
+                self._smallest = SmallestFootprint(*needs, is_bound=True)
             why = f"needs at least {bytes_text(least, 4)}"
             self._considered.append(Considered(mesh, None, least, why))
             return False

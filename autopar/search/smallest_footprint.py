@@ -1,4 +1,4 @@
-"""SmallestFootprint: where no plan fits into memory, the least that one needs, and a remedy."""
+"""SmallestFootprint: where no plan fits into memory, the least that one takes, and a remedy."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from autopar.units import bytes_text
 
 @dataclass(frozen=True)
 class SmallestFootprint:
-    """The plan that needs the least memory, where none fits."""
+    """The plan that takes the least memory, where none fits; or what none on its mesh is below."""
 
     how: str  # its mesh, and its schedule if it has one
     devices: int
     memory: float  # bytes on each device
     states: float  # the part of it that parameters, gradients and optimizer take
     microbatches: int = 1
-    may_recompute: bool = False  # the caller could ask for it, and has not
+    is_bound: bool = False  # it adds up what layouts need at least, and is no plan's
+    untried: tuple[str, ...] = ()  # the options that the caller has taken away, and could give
 
     def in_stages(self, stages: int) -> SmallestFootprint:
         """What each of so many stages needs at least, of a model that was searched as a whole."""
@@ -32,21 +33,31 @@ class SmallestFootprint:
             states=self.states / stages,
         )
 
+    def said(self, limit: float) -> str:
+        """What there is, for who has less."""
+        if not self.is_bound:
+            return f"the least that was found takes {bytes_text(self.memory, 4)}, on {self.how}"
+        if self.memory <= limit:
+            return f"nothing that fits was found on {self.how}"
+        return f"at least {bytes_text(self.memory, 4)} are needed on {self.how}"
+
     def remedy(self, limit: float) -> str:
-        """What would help, by what takes most."""
+        """What may help, by what takes most."""
         activations = self.memory - self.states
+        untried = f"{' or '.join(self.untried)} may make room; " if self.untried else ""
         if self.states >= limit:
             devices = math.ceil(self.devices * self.states / limit)
             return (
-                f"more devices: parameters, gradients and optimizer alone take "
+                f"{untried}more devices: parameters, gradients and optimizer alone take "
                 f"{bytes_text(self.states, 4)} on each, {devices} or more devices could hold them; "
                 "or devices with more memory"
             )
+        if self.memory <= limit:
+            return f"{untried}a smaller batch, more devices, or devices with more memory"
         count = math.ceil(self.microbatches * activations / (limit - self.states))
-        recompute = 'recompute="auto" may make room; ' if self.may_recompute else ""
         return (
-            f"{bytes_text(activations, 4)} of it are activations: {recompute}microbatches={count} "
-            "(or a smaller batch) would make room; else more devices, or devices with more memory"
+            f"{bytes_text(activations, 4)} of it are activations: {untried}microbatches={count} "
+            "(or a smaller batch) may make room; else more devices, or devices with more memory"
         )
 
 
@@ -57,11 +68,10 @@ class NothingFits(InvalidInput):
 
     @classmethod
     def of(cls, limit: float, smallest: SmallestFootprint) -> NothingFits:
-        """The error that says the least, and what would help."""
+        """The error that says the least, and what may help."""
         error = cls(
             "a plan fits into the memory of every device",
-            got=f"a limit of {bytes_text(limit, 4)}; the least that any plan needs is "
-            f"{bytes_text(smallest.memory, 4)}, on {smallest.how}",
+            got=f"a limit of {bytes_text(limit, 4)}; {smallest.said(limit)}",
             remedy=smallest.remedy(limit),
         )
         error.smallest = smallest
