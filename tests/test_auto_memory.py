@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import autopar as ap
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
+from autopar.planner.bounds import most_saved
 from tests.held import kept_for_backward
 from tests.models import ZOO, Case
 from tests.pipeline.models import share_captures  # noqa: F401
@@ -72,6 +73,7 @@ def test_a_plan_under_a_limit_fits_and_costs_no_less(name: str) -> None:
     options = {"mesh": MESH, "cluster": machines(8, *EVEN), "mode": "auto"}
     free = ap.plan(case.model, case.args, case.kwargs, **options)
     before = free.cost.seconds
+    assert free.search is not None
     for part in (0.8, 0.6, 0.55):
         limit = free.memory.peak * part
         plan = ap.plan(case.model, case.args, case.kwargs, memory=limit, **options)
@@ -80,6 +82,9 @@ def test_a_plan_under_a_limit_fits_and_costs_no_less(name: str) -> None:
         assert plan.search.bound <= plan.cost.seconds * (1 + 1e-6)
         assert plan.cost.seconds >= before * 0.985  # both are within their gaps
         assert plan.search.gap <= 0.02
+        if plan.states.is_cut:  # as of large programs, where no further layouts are searched for
+            rough = free.search.bound - most_saved(free.captured, free.cluster, [MESH])
+            assert 0 < rough <= plan.search.bound
         before = plan.cost.seconds
 
 

@@ -33,6 +33,7 @@ from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.stages.costs import StageCost, StageCosts
 from autopar.pipeline.stages.cut import choose_stages
+from autopar.planner.bounds import CHEAPEST, beside, most_saved
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.planner.hosting import least_update, may_go, no_room_on_host
 from autopar.planner.layouts import LayoutRequest, Layouts
@@ -124,7 +125,9 @@ class Planner:
             raise self._nothing(reasons)
         search = self._best.search
         is_cut_short = left or (self._is_interrupted and not (search and search.interrupted))
-        return self._best.changed(search.cut_short()) if search and is_cut_short else self._best
+        if search and is_cut_short:
+            return self._best.changed(search.cut_short())
+        return self._bounded(self._best)
 
     def constraints(
         self, program: Captured, decided: Mapping[str, Recompute], mesh: Mesh
@@ -145,6 +148,17 @@ class Planner:
             self._best, self._fastest = candidate, figures.seconds
         if candidate.search is not None and candidate.search.interrupted:
             self._is_interrupted = True
+
+    def _bounded(self, best: Candidate) -> Candidate:
+        """With a bound that holds for all cut states, where these were chosen."""
+        if best.search is None or not best.states.is_cut or self.request.states is not None:
+            return best
+        stages = 1 if best.pipelining is None else best.pipelining.schedule.ranks
+        asked = replace(self._layout_request(stages, best.microbatches), states=CHEAPEST)
+        if len(self.captured.operators) > LARGE:
+            saved = most_saved(self.captured, self.request.cluster, asked.offered)
+            return best.changed(best.search.lowered(best.search.bound - saved / stages))
+        return best.changed(beside(best.search, stages, partial(self._layouts.find, asked)))
 
     def _nothing(self, reasons: Sequence[str]) -> Exception:
         """Why there is no plan."""
@@ -290,7 +304,7 @@ class Planner:
         for way in ways:
             account = way.search
             if account is not None and free.search is not None:
-                # No plan that fits is faster than the best without a limit.
+                # With the same states, none that fits is faster than the best without a limit.
                 account = account.made(way.seconds, free.search.bound)
             yield way.changed(account)
 

@@ -55,7 +55,9 @@ class Search:
 
     seconds: float
     objective: float  # predicted seconds of a step, as the search adds them up
-    bound: float  # no plan that fits takes less, on any mesh that was tried; 0: not known
+    # No plan that fits takes less, on any mesh that was tried, with states that are whole, or cut
+    # in any way, as those of the plan are. 0: not known.
+    bound: float
     gap: float
     sizes: Sizes
     considered: tuple[Considered, ...] = ()
@@ -69,6 +71,10 @@ class Search:
     def taken(self, seconds: float) -> Search:
         """The same of a plan that takes longer than what was found."""
         return replace(self, objective=seconds, gap=relative_gap(seconds, self.bound))
+
+    def lowered(self, bound: float) -> Search:
+        """The same, where some plans may take as little as `bound`."""
+        return self.made(self.objective, max(0.0, min(self.bound, bound)))
 
     def made(self, objective: float, bound: float) -> Search:
         """The same of a program that takes other seconds, none of which takes less than `bound`."""

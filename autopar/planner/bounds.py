@@ -1,0 +1,71 @@
+"""Bounds: how much less than with whole states a step may take with cut ones.
+
+They may be faster: backward hides no more of an all-reduce than it computes, while of cut states
+forward hides the gathers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import combinations
+
+from autopar.capture.captured import Captured
+from autopar.capture.origins import state_bytes
+from autopar.cluster import Cluster
+from autopar.cost.price import ClusterPrice
+from autopar.errors import ExecutionError
+from autopar.mesh import Mesh
+from autopar.planner.candidate import Candidate
+from autopar.search.auto import Search, was_interrupted
+from autopar.states import States
+from autopar.strategies.node_info import info
+
+CHEAPEST = States.of("zero1")  # of states that are cut: the others move no less
+
+
+def most_saved(captured: Captured, cluster: Cluster, meshes: Sequence[Mesh]) -> float:
+    """The seconds of a step that cut states save at most, with any layouts on any of `meshes`.
+
+    One all-reduce becomes two movements that together seldom take less, and forward hides some of
+    the second. No parameter is larger than a whole one.
+    """
+    prices = {
+        (price, axes)
+        for mesh in meshes
+        for price in [ClusterPrice(cluster, mesh)]
+        for count in range(1, len(mesh.names) + 1)
+        for axes in combinations(mesh.names, count)
+    }
+
+    def saved(size: float) -> float:
+        def of(price: ClusterPrice, axes: tuple[str, ...]) -> float:
+            kinds = ("all_reduce", "reduce_scatter", "all_gather")
+            once, first, second = (float(price.bucketed(axes, size, kind)) for kind in kinds)
+            return max(0.0, once - first - second) + cluster.device.overlap * second
+
+        return max((of(*way) for way in prices), default=0.0)
+
+    learned = [
+        node
+        for node in captured.graph.find_nodes(op="placeholder")
+        if node.name in captured.parameters and info(node).differentiable
+    ]
+    sizes = [
+        info(n).val.numel() * max(state_bytes(n).copy, state_bytes(n).gradient) for n in learned
+    ]
+    known = {size: saved(float(size)) for size in set(sizes)}
+    return sum(known[size] for size in sizes)
+
+
+def beside(known: Search, stages: int, find: Callable[[], tuple[Candidate, float]]) -> Search:
+    """What is known of a plan in so many stages, beside the layouts that `find` gives; if Ctrl-C
+    comes, these might take no time at all."""
+    try:
+        search = find()[0].search
+    except (KeyboardInterrupt, ExecutionError) as error:
+        if not was_interrupted(error):
+            raise
+        return known.cut_short()
+    if search is None or search.interrupted:
+        return known.cut_short()
+    return known.lowered(search.bound / stages)
