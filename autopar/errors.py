@@ -52,11 +52,15 @@ class InvalidInput(AutoparError, ValueError):
     """The caller asked for something that a rule forbids."""
 
 
+_MEANT = {"cpu": "host", "cuda": "device", "gpu": "device"}  # by those who say it in torch's words
+
+
 def require_one_of(what: str, value: object, known: Sequence[str]) -> None:
     """Refuse a word that is none of those that are known."""
     if value not in known:
         names = ", ".join(map(repr, known))
-        meant = [*difflib.get_close_matches(str(value), known, 1), *known][0]
+        same = [word for word in known if word == _MEANT.get(str(value).partition(":")[0].lower())]
+        meant = [*same, *difflib.get_close_matches(str(value), known, 1), *known][0]
         raise InvalidInput(f"{what} is one of {names}", got=repr(value), remedy=repr(meant))
 
 

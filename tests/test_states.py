@@ -318,6 +318,7 @@ def test_annotations_of_a_split_axis_mean_all_its_parts():
         (lambda: ap.States(optimizer=0), "optimizer=0"),
         (lambda: ap.States(lifetime="week"), "'week'"),
         (lambda: ap.States(optimizer_device="disk"), "'disk'"),
+        (lambda: ap.States(optimizer_device="cpu"), "remedy: 'host'"),
         (lambda: ap.States(parameters_device="host"), "optimizer_device='device'"),
         (lambda: replace(BOTH, lifetime="step"), "for each use"),
         (lambda: ap.States(buffer_bytes=0), "buffer_bytes=0"),

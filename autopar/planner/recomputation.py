@@ -294,7 +294,8 @@ def _is_below(name: str, others: Sequence[str] | Mapping[str, Recompute]) -> boo
 
 
 def _unknown(pattern: str, known: Sequence[str]) -> InvalidInput:
-    close = difflib.get_close_matches(pattern, known, 4, 0.4) or list(known[:4])
+    known = list(dict.fromkeys(known))
+    close = difflib.get_close_matches(pattern, known, 4, 0.4) or known[:4]
     return InvalidInput(
         "recompute names modules of the model that run, or patterns of such names",
         got=repr(pattern),

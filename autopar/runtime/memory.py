@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from autopar._torch import allocations, local_of
 from autopar.cost.footprint import HOST, Memory
+from autopar.errors import InvalidInput, require_one_of
 from autopar.plan.program import Program
 from autopar.runtime.stage_ranks import StageRanks, Users
 from autopar.units import bytes_text, table
@@ -49,17 +50,32 @@ class RankMemory:
     kinds: Mapping[str, Bytes]
 
     def __getitem__(self, kind: str) -> Bytes:
+        require_one_of("a kind of memory", kind, list(self.kinds))
         return self.kinds[kind]
+
+    @property
+    def note(self) -> str:
+        """What of it is to be read otherwise than it stands there."""
+        kept = self["optimizer"]
+        if kept.held is not None or not kept.planned or "reserved" in self.kinds:
+            return ""
+        return "the planned peak is without the optimizer's states: .memory(optimizer) counts them"
 
     def to_json(self) -> dict[str, dict[str, float | None]]:
         return {k: {"held": one.held, "planned": one.planned} for k, one in self.kinds.items()}
 
-    def __str__(self) -> str:
+    @property
+    def figures(self) -> str:
+        """The table, without what is noted."""
+
         def text(size: float | None) -> str:
             return "not known" if size is None else bytes_text(size)
 
         rows = [(kind, text(one.held), text(one.planned)) for kind, one in self.kinds.items()]
         return "\n".join(table([(f"rank {self.rank}", "held", "planned"), *rows]))
+
+    def __str__(self) -> str:
+        return "\n".join(filter(None, (self.figures, self.note)))
 
 
 @dataclass(frozen=True)
@@ -69,13 +85,21 @@ class MemoryUse:
     ranks: Mapping[int, RankMemory]
 
     def __getitem__(self, rank: int) -> RankMemory:
+        if rank not in self.ranks:
+            raise InvalidInput(
+                "the memory of this process is that of its own ranks",
+                got=f"rank {rank!r}",
+                remedy=f"one of {', '.join(map(str, self.ranks))}",
+            )
         return self.ranks[rank]
 
     def to_json(self) -> dict[int, dict[str, dict[str, float | None]]]:
         return {rank: one.to_json() for rank, one in self.ranks.items()}
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.ranks.values()))
+        tables = [one.figures for one in self.ranks.values()]
+        notes = dict.fromkeys(one.note for one in self.ranks.values() if one.note)
+        return "\n".join([*tables, *notes])
 
 
 Held = dict[str, int | None]
@@ -104,6 +128,22 @@ class MemoryWatch:
         for change in allocations(self._profile):
             now += change
             self.most = max(self.most, now)
+
+
+def require_known(optimizer: object, parameters: Iterable[Tensor]) -> None:
+    """Refuse what is no optimizer of some of these parameters."""
+    ours = set(map(id, parameters))
+    remedy = "the optimizer that was made of this module's parameters()"
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        rule = "memory() counts the states of a torch.optim.Optimizer"
+        got = f"{optimizer!r}, of type {type(optimizer).__name__}"
+        raise InvalidInput(rule, got=got, remedy=remedy)
+    if ours and not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+        raise InvalidInput(
+            "memory() counts the states of the module's own optimizer",
+            got=f"{type(optimizer).__name__}, which has none of the module's parameters",
+            remedy=remedy,
+        )
 
 
 def _profile() -> profile:

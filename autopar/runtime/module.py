@@ -32,6 +32,7 @@ from autopar.runtime.memory import (
     beside_plan,
     here,
     of_rank,
+    require_known,
 )
 from autopar.runtime.modes import Modes
 from autopar.runtime.part import add_parts, part_at, refuse_late_hooks
@@ -294,6 +295,7 @@ class ParallelModule(nn.Module):
             "buffers": {name: [value] for name, value in self.named_buffers()},
         }
         if optimizer is not None:
+            require_known(optimizer, parameters.values())
             found["optimizer"] = {
                 name: [v for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
                 for name, p in parameters.items()

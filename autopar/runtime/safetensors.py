@@ -43,6 +43,8 @@ DTYPES = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
+SUFFIX = ".safetensors"
+_CONVERTED = "weights=torch.load(path, weights_only=True) if it was written by torch.save"
 INDEX = "model.safetensors.index.json"
 MOST_HEADER = 100_000_000  # bytes, as the format has it
 # Runs of bytes that are shorter cost more in calls than the bytes between them: whole rows then.
@@ -130,7 +132,7 @@ def _opened(given: Any) -> Weights:
         return SafetensorsFiles([path])
     if not path.is_dir():
         raise _unknown(f"{path}, where nothing is")
-    files = sorted(path.glob("*.safetensors"))
+    files = sorted(path.glob(f"*{SUFFIX}"))
     if (index := path / INDEX).is_file():
         files = _indexed(index)
     if not files:
@@ -138,11 +140,11 @@ def _opened(given: Any) -> Weights:
     return SafetensorsFiles(files)
 
 
-def _unknown(got: str) -> InvalidInput:
+def _unknown(got: str, remedy: str = 'weights="model.safetensors"') -> InvalidInput:
     return InvalidInput(
         "weights are a safetensors file, a folder of them, or a mapping of names to tensors",
         got=got,
-        remedy='weights="model.safetensors"',
+        remedy=remedy,
     )
 
 
@@ -172,6 +174,9 @@ def _header(path: Path) -> dict[str, Held]:
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little") if size >= 8 else MOST_HEADER + 1
+        if path.suffix != SUFFIX and file.read(1) != b"{":
+            raise _unknown(f"{path}, which is no safetensors file", _CONVERTED)
+        file.seek(8)
         if length > min(MOST_HEADER, size - 8):
             raise _malformed(path, "its header ends behind the file")
         text = file.read(length)

@@ -56,5 +56,21 @@ def test_what_nobody_knows_is_said_to_be_unknown() -> None:
     text = str(module.memory())
     assert "rank 1" in text
     assert "not known" in text
+    assert text.count("planned peak is without the optimizer's states") == 1
+    assert "without" not in str(module.memory(optimizer))
     optimizer.zero_grad()
     assert module.memory()[0]["gradients"].held == 0
+
+
+def test_what_is_no_memory_of_this_module_is_refused() -> None:
+    module, _ = trained(mesh=ap.Mesh(dp=2), mode="data")
+    other = torch.optim.SGD(models.shared("mlp").model.parameters())
+    asked = {
+        "of type str": lambda: module.memory("x"),
+        "has none of the module's parameters": lambda: module.memory(other),
+        "one of 0, 1": lambda: module.memory()[7],
+        "a kind of memory is one of": lambda: module.memory()[0]["params"],
+    }
+    for said, ask in asked.items():
+        with pytest.raises(ap.InvalidInput, match=said):
+            ask()

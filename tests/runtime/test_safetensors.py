@@ -241,6 +241,13 @@ def test_other_weights_are_refused(tmp_path: Path) -> None:
             open_weights(tmp_path)
 
 
+def test_a_file_of_torch_is_said_to_be_another(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2)}, tmp_path / "x.pt")
+    with pytest.raises(ap.InvalidInput, match=r"x\.pt, which is no safetensors file") as error:
+        open_weights(tmp_path / "x.pt")
+    assert "torch.load" in str(error.value)
+
+
 def test_a_file_that_becomes_shorter_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "a", {"a": torch.ones(100)})
     weights = open_weights(tmp_path / "a")
