@@ -6,7 +6,7 @@ forward hides the gathers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 
 from autopar.capture.captured import Captured
@@ -15,7 +15,7 @@ from autopar.cluster import Cluster
 from autopar.cost.price import ClusterPrice
 from autopar.errors import ExecutionError
 from autopar.mesh import Mesh
-from autopar.planner.candidate import Candidate
+from autopar.planner.layouts import LayoutRequest, Layouts
 from autopar.search.auto import Search, was_interrupted
 from autopar.states import States
 from autopar.strategies.node_info import info
@@ -57,11 +57,19 @@ def most_saved(captured: Captured, cluster: Cluster, meshes: Sequence[Mesh]) -> 
     return sum(known[size] for size in sizes)
 
 
-def beside(known: Search, stages: int, find: Callable[[], tuple[Candidate, float]]) -> Search:
-    """What is known of a plan in so many stages, beside the layouts that `find` gives; if Ctrl-C
-    comes, these might take no time at all."""
+def lowered(
+    known: Search, asked: LayoutRequest, layouts: Layouts, stages: int, is_large: bool
+) -> Search:
+    """What is known of a plan in so many stages, with a bound for all cut states.
+
+    The layouts that are `asked` for have the cheapest; of large programs they are not looked for.
+    If Ctrl-C comes, they might take no time at all.
+    """
+    if is_large:
+        saved = most_saved(asked.captured, layouts.request.cluster, asked.offered)
+        return known.lowered(known.bound - saved / stages)
     try:
-        search = find()[0].search
+        search = layouts.find(asked)[0].search
     except (KeyboardInterrupt, ExecutionError) as error:
         if not was_interrupted(error):
             raise

@@ -17,7 +17,7 @@ from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.cluster import Cluster
-from autopar.cost.footprint import Memory, program_memory
+from autopar.cost.footprint import Memory, held_bytes, program_memory
 from autopar.cost.program import Cost, NodePrices, program_cost
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
@@ -234,6 +234,12 @@ class Candidate:
     def seconds(self) -> float:
         """Predicted for a step."""
         return self.cost.seconds if self.timeline is None else self.timeline.step_time
+
+    @property
+    def least_held(self) -> float:
+        """The bytes of states on the fullest rank of a pipeline, if they were spread evenly."""
+        held = sum(sum(held_bytes(node, self.mesh)) for node in self.flow.held_at)
+        return held / self.pipelining.schedule.ranks if self.pipelining else held
 
     @cached_property
     def fits_host(self) -> bool:

@@ -22,7 +22,7 @@ from autopar.capture.annotations import (
     stage_pins,
 )
 from autopar.capture.captured import Captured
-from autopar.cost.footprint import held_bytes, parameter_bytes
+from autopar.cost.footprint import parameter_bytes
 from autopar.cost.saved_tensors import kept_bytes
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.layout import Layout, ParameterPlacement
@@ -33,7 +33,7 @@ from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.stages.costs import StageCost, StageCosts
 from autopar.pipeline.stages.cut import choose_stages
-from autopar.planner.bounds import CHEAPEST, beside, most_saved
+from autopar.planner.bounds import CHEAPEST, lowered
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.planner.hosting import least_update, may_go, no_room_on_host
 from autopar.planner.layouts import LayoutRequest, Layouts
@@ -125,9 +125,8 @@ class Planner:
             raise self._nothing(reasons)
         search = self._best.search
         is_cut_short = left or (self._is_interrupted and not (search and search.interrupted))
-        if search and is_cut_short:
-            return self._best.changed(search.cut_short())
-        return self._bounded(self._best)
+        best = self._best
+        return best.changed(search.cut_short()) if search and is_cut_short else self._bounded(best)
 
     def constraints(
         self, program: Captured, decided: Mapping[str, Recompute], mesh: Mesh
@@ -155,10 +154,8 @@ class Planner:
             return best
         stages = 1 if best.pipelining is None else best.pipelining.schedule.ranks
         asked = replace(self._layout_request(stages, best.microbatches), states=CHEAPEST)
-        if len(self.captured.operators) > LARGE:
-            saved = most_saved(self.captured, self.request.cluster, asked.offered)
-            return best.changed(best.search.lowered(best.search.bound - saved / stages))
-        return best.changed(beside(best.search, stages, partial(self._layouts.find, asked)))
+        is_large = len(self.captured.operators) > LARGE
+        return best.changed(lowered(best.search, asked, self._layouts, stages, is_large))
 
     def _nothing(self, reasons: Sequence[str]) -> Exception:
         """Why there is no plan."""
@@ -431,7 +428,7 @@ class Planner:
                     break
                 tried.seconds.setdefault((number, kind), way.seconds)
                 is_faster = way.seconds < self._fastest
-                is_hopeless = is_faster and _least_held(way) > self.memory
+                is_hopeless = is_faster and way.least_held > self.memory
                 is_tight = is_hopeless or (is_faster and way.memory.peak > self.memory)
                 self._is_bound |= is_tight
                 if is_tight and not is_hopeless:
@@ -446,14 +443,8 @@ class Planner:
                     tried.memory = min(tried.memory, way.memory.peak)
                     yield way
                 if is_hopeless:
-                    tried.memory = min(tried.memory, _least_held(way))
+                    tried.memory = min(tried.memory, way.least_held)
                     return  # with every schedule, whatever is recomputed
                 if not is_tight:
                     break
                 least = way.memory.peak - way.memory.activations
-
-
-def _least_held(way: Candidate) -> float:
-    """The bytes of states on the fullest rank of a pipeline, if they were spread evenly."""
-    held = sum(sum(held_bytes(node, way.mesh)) for node in way.flow.held_at)
-    return held / way.pipelining.schedule.ranks if way.pipelining else held
