@@ -241,6 +241,11 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def age_of(tensor: Tensor) -> int:
+    """Grows with every change in place. torch counts those of a DTensor and of its piece apart."""
+    return tensor._version + local_of(tensor)._version
+
+
 def allocations(profiled: profile) -> list[int]:
     """The bytes that torch's allocator gave, and took back as negative ones, in their order."""
     assert profiled.profiler is not None

@@ -126,6 +126,16 @@ def test_gradients_are_summed_in_the_dtype_that_is_asked_for(options):
         assert (distance(found, rounded) == 0) == (reduce == torch.bfloat16)
 
 
+def test_a_step_that_fails_leaves_nothing_behind():
+    case = models.gpt(layers=1)
+    case = replace(case, model=case.model.float())
+    module = ap.parallelize(case.model, case.args, mesh=ap.Mesh(dp=2), mode="data", precision=BF16)
+    wrong = [arg + 10**6 for arg in case.args]
+    with pytest.raises(IndexError):
+        module.step(*wrong)
+    module.step(*case.args)
+
+
 def test_what_moves_is_listed_in_the_dtype_in_which_it_moves():
     case = in_float32(models.mlp(hidden=32))
     options = {"mesh": ap.Mesh(dp=2), "mode": "data", "states": "zero3"}

@@ -7,6 +7,7 @@ a parameter share leaves the program: its placeholder is the copy then. They com
     leave_copies(group)               after the last reader in forward
     watch_readers(y, groups, next)    before the backward of what made y, which reads them again
 
+Each reader knows its groups: what runs again in backward asks for them anew.
 What stands in the memory of a copy (views of it) is read as the copy is.
 """
 
@@ -80,8 +81,10 @@ def mark_copies(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
             if reader.op == "output":
                 reader = _cloned(graph, reader, value)
             found.setdefault(group, _Readers(group)).all.append(reader)
-            if group not in setting.copies.lasting and _keeps(reader, value):
-                again.setdefault(reader, set()).add(group)
+            if group not in setting.copies.lasting:
+                info(reader).copies = tuple(sorted({*info(reader).copies, group}))
+                if _keeps(reader, value):
+                    again.setdefault(reader, set()).add(group)
     place = {node: at for at, node in enumerate(graph.nodes)}
     for readers in found.values():
         readers.all.sort(key=place.__getitem__)

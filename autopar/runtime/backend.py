@@ -134,10 +134,11 @@ class Backend(ABC):
 
     def step(self, kept: Mapping[str, Tensor], batches: Sequence[Batch]) -> Tensor:
         """All micro-batches forward and backward: the loss of the batch."""
-        self._begin(kept, batches)
-        loss = self._run()
-        self._begin({}, ())  # nothing of a step stays
-        return loss
+        try:
+            self._begin(kept, batches)
+            return self._run()
+        finally:
+            self._begin({}, ())  # nothing of a step stays
 
     @abstractmethod
     def _run(self) -> Tensor:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar._torch import copy_each, wait_for
+from autopar._torch import age_of, copy_each, wait_for
 from autopar.errors import InvalidInput
 from autopar.passes.gathers import NONE, have_copies, leave_copies, watch_readers
 from autopar.runtime.exchange import Exchange, UnderWay
@@ -117,7 +117,7 @@ class Group:
             storage.resize_(nbytes)
 
     def _require_unchanged(self) -> None:
-        age = sum(parameter._version for parameter in self.parameters)
+        age = sum(map(age_of, self.parameters))
         if self._age not in (None, age):
             raise changed_in_between()
         self._age = age
@@ -147,6 +147,7 @@ class Window:
         self._here: dict[int, Group] = {}
         self._read: set[Group] = set()  # in a forward that is under way
         self._wanted: set[Group] = set()  # in backward
+        self._held: set[Group] = set()  # in backward, by what waits for a forward that runs again
         self._is_again = False  # a forward runs again in backward
         self.most = 0  # bytes of a group that does not last
         self.largest = 0  # of any
@@ -166,11 +167,9 @@ class Window:
 
     def have(self, number: int, following: int) -> None:
         """A forward is about to read a group; the other one comes after it."""
-        group = self._of(number)
         if self._is_again:
-            self._wanted.add(group)
-            self._bring(group)
             return
+        group = self._of(number)
         self._read.add(group)
         self._wanted.clear()
         self._bring(group)
@@ -200,12 +199,26 @@ class Window:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """A forward runs again in backward, which sees to what comes and goes."""
-        before, self._is_again = self._is_again, True
+        """A forward runs again in backward, which sees to what comes and goes: the groups that the
+        backward wants stay here if there is room, and are here at the end."""
+        before = self._is_again, self._wanted, self._held
+        self._is_again, self._held = True, self._wanted | self._held
         try:
             yield
         finally:
-            self._is_again = before
+            self._is_again, self._wanted, self._held = before
+        for group in sorted(self._wanted, key=lambda group: group.number):
+            self._bring(group)
+
+    def bringing(self, function: Callable[..., Any], numbers: tuple[int, ...]) -> Any:
+        """`function`, which reads these groups: where it runs again they are brought first."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._is_again:
+                self._want(tuple(map(self._of, numbers)), None, None)
+            return function(*args, **kwargs)
+
+        return call
 
     def bring_lasting(self) -> None:
         """Have all groups here that last."""
@@ -221,6 +234,7 @@ class Window:
         self._here.clear()
         self._read.clear()
         self._wanted.clear()
+        self._held.clear()
 
     def _want(self, groups: tuple[Group, ...], following: Group | None, _: Any) -> None:
         self._wanted = {*groups}
@@ -267,10 +281,12 @@ class Window:
         return sum(group.bytes for group in self._passing)
 
     def _make_room(self, wanted: Group, is_full: Callable[[], bool]) -> None:
-        """Let go of groups that nobody reads, the one whose last use is the longest ago first."""
+        """Let go of groups that nobody reads, the one whose last use is the longest ago first;
+        then of those that come before they are wanted, and those that are only held."""
         kept = {wanted, *self._read, *self._wanted}
-        for group in self._passing:
-            if is_full() and group.is_here and group not in kept:
+        others = [group for group in self._passing if group not in kept]
+        for group in sorted(others, key=lambda one: (one in self._held, not one.is_here)):
+            if is_full():
                 self._let_go(group)
 
     def _let_go(self, group: Group) -> None:

@@ -85,6 +85,6 @@ def compile_graph(
             node.target = halves.apart(node.target, weights)
     beside = [halves.aside] if halves is not None else []
     beside = beside if window is None else [*beside, window.again]
-    call_regions(quick, Around(beside, plain, keeper))
+    call_regions(quick, Around(beside, plain, keeper, window))
     wholes = tuple(name for kind, name in origins if kind == "whole")
     return Eager(fx.GraphModule({}, quick).forward, wholes)

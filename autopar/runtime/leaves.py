@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar._torch import local_of
+from autopar._torch import age_of, local_of
 from autopar.cost.groups import groups_of
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -102,9 +102,8 @@ class Leaves:
 
     @property
     def age(self) -> int:
-        """Grows when a parameter changes whose memory its leaf shares. (torch counts the changes
-        of a DTensor, not those of its piece.)"""
-        return sum(p._version for name, p in self.parameters.items() if name not in self._copied)
+        """Grows when a parameter changes whose memory its leaf shares."""
+        return sum(age_of(p) for name, p in self.parameters.items() if name not in self._copied)
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
         """Take what the module holds now."""

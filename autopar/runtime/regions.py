@@ -14,6 +14,7 @@ from typing import Any
 from torch import fx
 
 from autopar.runtime.away import Keeper
+from autopar.runtime.copies import Window
 from autopar.runtime.recompute import Beside, Full, Leaving, Selective
 from autopar.strategies.node_info import Region, info
 
@@ -85,6 +86,7 @@ class Around:
     beside: Sequence[Beside]  # what a second forward runs in
     plain: Mapping[fx.Node, Any]  # what makes the value of a call again that does more than that
     keeper: Keeper | None  # where regions keep what they do not keep where it is
+    window: Window | None = None  # through which copies of parameters come and go
 
 
 def call_regions(graph: fx.Graph, around: Around) -> None:
@@ -104,13 +106,19 @@ def _call(graph: fx.Graph, part: Part, around: Around) -> None:
     results = [copies[node] for node in outputs]
     inside.output(tuple(results) if len(results) != 1 else results[0])
     runner = part.runner(lambda *inputs: inputs, around.beside, around.keeper)
-    if isinstance(runner, Selective):
-        for node in part.nodes:
-            target: Any = copies[node].target
-            if info(node).remade:
-                copies[node].target = runner.noted(target, around.plain.get(node))
-            elif (axes := info(node).away.get(part.region)) is not None:  # type: ignore[arg-type]
-                copies[node].target = runner.leaves(target, axes)
+    for node in part.nodes:
+        target: Any = copies[node].target
+        reads, window = info(node).copies, around.window
+        if not isinstance(runner, Selective):
+            if reads and window is not None:
+                copies[node].target = window.bringing(target, reads)
+        elif info(node).remade:
+            plain = around.plain.get(node, target)
+            if reads and window is not None:
+                plain = window.again()(window.bringing(plain, reads))
+            copies[node].target = runner.noted(target, plain)
+        elif (axes := info(node).away.get(part.region)) is not None:  # type: ignore[arg-type]
+            copies[node].target = runner.leaves(target, axes)
     runner.function = fx.GraphModule({}, inside).forward
 
     def region(*inputs: Any) -> Any:  # a function: fx wants its name

@@ -91,6 +91,7 @@ class NodeInfo:
     pending: tuple[str, ...] = ()  # the axes over which its own gradient stays a sum
     buffers: tuple[str, ...] = ()  # of an output: the buffers whose new values it gives
     weight_inputs: WeightInputs | None = None
+    copies: tuple[int, ...] = ()  # the groups of copies that it reads, which come and go
 
     @property
     def values(self) -> tuple[Any, ...]:

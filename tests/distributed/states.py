@@ -13,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import autopar as ap
+from autopar._torch import local_of
 from autopar.runtime.copies import Window
 from autopar.runtime.exchange import Exchange
 from tests import models
@@ -249,14 +251,14 @@ def refuses_a_backward_from_before(ranks: int) -> None:
     """Of a forward on parameters that have changed since, another forward in between or not."""
     case = models.shared("mlp", hidden=10, layers=4)
     for states in ("whole", *NAMED):
-        for calls_again in (False, True):
+        for calls_again, of_piece in ((False, False), (True, False), (True, True)):
             module = ap.parallelize(
                 case.model, case.args, mesh=ap.Mesh(dp=ranks), mode="data", states=states
             )
             loss = case.loss(module(*case.args))
             with torch.no_grad():
                 for parameter in module.parameters():
-                    parameter.add_(1.0)
+                    (local_of(parameter) if of_piece else parameter).add_(1.0)
             if calls_again:
                 module(*case.args)
             elif states != "whole":
@@ -301,8 +303,42 @@ def holds_pieces_alone(ranks: int) -> None:
             assert most == size
 
 
+class Blocks(nn.Module):
+    """Of several groups of copies each; the user may checkpoint them."""
+
+    def __init__(self, checkpoints: bool) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(8)]
+        self.blocks = nn.ModuleList(nn.Sequential(*blocks[at : at + 4]) for at in (0, 4))
+        self.checkpoints = checkpoints
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x))
+        return x.square().mean()
+
+
+def of_blocks(checkpoints: bool) -> Case:
+    torch.manual_seed(0)
+    return Case("blocks", Blocks(checkpoints).double(), (torch.randn(4, 8).double(),))
+
+
+def recomputes_what_reads_many_groups(ranks: int) -> None:
+    """A region asks for its groups again, and no more of them are there at a time."""
+    pieces = ap.States("all", "all", "all", buffer_bytes=600)
+    on_host = replace(pieces, parameters_device="host", optimizer_device="host")
+    for recompute in ("full", "selective", None):
+        case = of_blocks(checkpoints=recompute is None)
+        for states in (pieces, on_host):
+            module = parity(case, states, mesh=ap.Mesh(dp=ranks), recompute=recompute)
+            window = module.backend.leaves.window
+            assert len(window.groups) >= 6
+            assert most_gathered(module, case) <= 2 * window.most
+
+
 CHECKS = {
     2: (
+        recomputes_what_reads_many_groups,
         trains_like_one_device,
         trains_as_users_do,
         moves_no_more_than_it_must,
