@@ -79,7 +79,8 @@ def parallelize(
     Values are those of rank 0's model, which sends each rank its pieces. What lies on the meta
     device there is made on each rank, module by module, by the model's own `reset_parameters()` or
     `_init_weights(module)`, and `init(module)` after these, as `model.apply(init)` would: so values
-    are those of a model built on the CPU from the same state of random numbers. `weights`: a
+    are those of a model built on the CPU from the same state of random numbers. What a constructor
+    draws itself, beside these methods, is not repeated: that is for `init`. `weights`: a
     safetensors file, a folder of such, or a mapping of names to tensors, of which each rank reads
     its slices in place of both.
     """

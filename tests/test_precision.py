@@ -165,6 +165,8 @@ def test_a_file_has_the_precision(tmp_path):
     plan.save(tmp_path / "plan.json")
     saved = ap.Plan.load(tmp_path / "plan.json")
     assert saved.precision == BF16
+    for text in map(str, (plan, saved)):
+        assert f"  precision  {BF16}" in text
     again = saved.attach(case.model, case.args, case.kwargs)
     assert again.decisions == plan.decisions
     assert again.attach(case.model).precision == BF16

@@ -285,6 +285,13 @@ def test_a_file_for_less_memory_than_a_plan_takes_is_refused(gpt, side):
         replace(saved, **changed[side]).attach(gpt.model, gpt.args, gpt.kwargs)
 
 
+def test_a_file_whose_states_are_not_where_its_parameters_are_is_refused(gpt):
+    saved = SavedPlan.of(planned(gpt, ap.Mesh(dp=4), states=HOST))
+    for states in (BOTH, ap.States.of("zero3"), ap.States()):
+        with pytest.raises(ap.InvalidInput, match="follow from the states of a plan"):
+            replace(saved, states=states).attach(gpt.model, gpt.args, gpt.kwargs)
+
+
 def test_an_axis_is_split_for_factors_inside_it(gpt):
     states = ap.States(parameters=2, gradients=4, optimizer=8)
     plan = planned(gpt, ap.Mesh(dp=8), states=states)

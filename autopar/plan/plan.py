@@ -28,7 +28,7 @@ from autopar.passes.microbatches import cut_batch
 from autopar.plan.diff import compare
 from autopar.plan.explain import explain
 from autopar.plan.saved import SavedValue, malformed, read_file, values_to_save
-from autopar.plan.sound import require_fitting, require_sound, require_types
+from autopar.plan.sound import require_apart, require_fitting, require_sound, require_types
 from autopar.plan.text import plan_data, plan_text, saved_text
 from autopar.plan.value import PlanValue
 from autopar.planner.candidate import Candidate
@@ -154,8 +154,9 @@ class SavedPlan(SavedValue):
         captured = captured if batches is None else batches.captured
         require_fitting(self, captured)
         decisions = self.decisions
-        about = captured, self.cluster, decisions, batches
-        candidate = Candidate(*about, search=self.search, states=self.states)
+        about = captured, self.cluster, replace(decisions, apart={}), batches
+        candidate = Candidate(*about, search=self.search).placed(self.states)
+        require_apart(self, candidate.decisions.apart)
         if self.pipelining is not None:
             candidate = candidate.cut_as(self.pipelining)
         # A way that is given by name may take more than a device has; the host is never exceeded.

@@ -135,6 +135,15 @@ def _require_rule(saved: SavedValue, captured: Captured, node: fx.Node) -> None:
     rule.validate(strategy, saved.mesh, info(node).source)
 
 
+def require_apart(saved: SavedValue, apart: Mapping[str, ParameterPlacement]) -> None:
+    """Refuse a plan that has parameters elsewhere than its states say."""
+    given = saved.decisions.apart
+    for name in dict.fromkeys([*given, *apart]):
+        if given.get(name) != apart.get(name):
+            got = f"{name}: {given.get(name)}, where {apart.get(name)} follows from {saved.states}"
+            _fail("the places of parameters follow from the states of a plan", got)
+
+
 def require_types(saved: SavedValue, types: Mapping[str, TensorType]) -> None:
     """Refuse a plan that says other layouts than follow from its decisions."""
     for name in dict.fromkeys([*saved.types, *types]):

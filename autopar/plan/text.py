@@ -24,7 +24,6 @@ from autopar.planner.candidate import Alternative
 from autopar.recompute import Recompute
 from autopar.schema import write
 from autopar.search.auto import Search
-from autopar.states import States
 from autopar.strategies.node_info import info
 from autopar.units import bytes_text, listed, seconds_text, share_text, table
 
@@ -47,7 +46,7 @@ def plan_text(plan: PlanValue) -> str:
         f"  memory     {_held(memory.peak, plan.cluster.device.memory, parts)}{_besides(plan)}",
         *([f"  host       {_held(memory.host, host.memory, there)}"] if there else []),
         f"  search     {_search(plan.search)}",
-        *_states(plan.states),
+        *_states(plan),
     ]
     if plan.pipelining is not None:
         lines += str(plan.pipelining).splitlines()
@@ -82,7 +81,7 @@ def saved_text(saved: SavedValue) -> str:
         f"made with torch {saved.fingerprint.torch}",
         f"  search     {_search(saved.search)}",
         f"  operators  {len(saved.fingerprint.operators)}; micro-batches {saved.microbatches}",
-        *_states(saved.states),
+        *_states(saved),
         "  time and memory are computed once a model is attached: .attach(model, args, kwargs)",
         *_regions(saved.decisions.recompute),
         "parameters",
@@ -104,6 +103,7 @@ def plan_data(plan: PlanValue) -> dict[str, Any]:
         "search": write(plan.search),
         "pipeline": write(plan.pipelining),
         "states": write(plan.states),
+        "precision": write(plan.precision),
         "recompute": {name: str(how) for name, how in plan.decisions.recompute.items()},
         "parameters": {n: str(plan.types[n]) for n in plan.captured.parameters.values()},
         "movements": [asdict(record) for record in plan.movements()],
@@ -137,8 +137,10 @@ def _summed(axes: Sequence[str] | None) -> str:
     return f"gradient summed over {', '.join(axes)}" if axes else ""
 
 
-def _states(states: States) -> list[str]:
-    return [] if states.is_whole else [f"  states     {states}"]
+def _states(plan: PlanValue | SavedValue) -> list[str]:
+    """What of parameters is cut, and in which dtypes, where that is not as it always is."""
+    states = [] if plan.states.is_whole else [f"  states     {plan.states}"]
+    return states + ([f"  precision  {plan.precision}"] if plan.precision else [])
 
 
 def _regions(decided: Mapping[str, Recompute]) -> list[str]:
