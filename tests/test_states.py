@@ -14,6 +14,7 @@ from autopar.capture import capture
 from autopar.cluster import Host
 from autopar.plan.plan import SavedPlan
 from autopar.planner.candidate import Candidate
+from autopar.planner.state_places import data_axes
 from autopar.states import NAMED
 from tests import large_models, models
 from tests.annotations import megatron
@@ -114,6 +115,28 @@ def test_what_moves_once_a_step_and_what_for_each_micro_batch(gpt):
     for states, times in (("zero1", 2), ("zero2", 3), (STEP, 3), ("zero3", 6)):
         cost = planned(gpt, ap.Mesh(dp=4), states=states, cluster=cluster, microbatches=2).cost
         assert cost.communication - others == pytest.approx(times * size, rel=1e-3)
+
+
+class Squares(nn.Sequential):
+    """Layers, and the mean of the squares of what they give."""
+
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+
+@pytest.mark.parametrize("states", ["zero1", "zero3"])
+def test_what_is_asked_for_is_searched_with_an_axis_for_the_batch(states):
+    """Of such layers the search rather cuts the weights, of which no rank has a replica then."""
+    layers = nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64, bias=False)
+    model = Squares(*layers).double()
+    case = models.Case("squares", model, (torch.randn(4, 64, dtype=torch.float64),))
+    options = {"cluster": machines(4, 1e9, 1e-6), "mode": "auto"}
+    free = planned(case, ap.Mesh(a=2, b=2), states="whole", **options)
+    assert not any(data_axes(free.rewritten, free.mesh).values())
+    module = assert_parity(case, ap.Mesh(a=2, b=2), states=states, **options)
+    assert module.plan.decisions.apart
+    assert free.cost.seconds <= module.plan.cost.seconds
+    assert 0 < module.plan.search.bound <= module.plan.cost.seconds * (1 + 1e-9)
 
 
 def test_less_memory_cuts_more_states(gpt):

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from torch import fx
+
 from autopar.capture.captured import Captured
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
@@ -17,6 +19,7 @@ from autopar.passes.microbatches import Microbatches
 from autopar.planner.candidate import Candidate
 from autopar.planner.request import Request
 from autopar.planner.state_places import (
+    data_axes,
     main_axes,
     require_agreement,
     require_something_to_cut,
@@ -24,10 +27,11 @@ from autopar.planner.state_places import (
 )
 from autopar.progress import Report
 from autopar.recompute import Recompute
-from autopar.search.auto import LayoutSearch
+from autopar.search.auto import LayoutSearch, NothingFaster
 from autopar.search.constraints import Constraints
 from autopar.search.decisions import Decisions
-from autopar.search.propagate import propagate
+from autopar.search.propagate import propagate, with_batch_axis
+from autopar.search.smallest_footprint import NothingFits
 from autopar.states import WHOLE, States
 
 
@@ -44,6 +48,7 @@ class LayoutRequest:
     # The regions that run again in backward.
     recompute: Mapping[str, Recompute] = field(default_factory=dict)
     cutoff: float = math.inf  # seconds of a step: layouts that take so long are not wanted
+    batch_axis: str = ""  # of the mesh that is offered: it cuts the batch
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,9 @@ class Layouts:
             if asked.states.is_whole:
                 return found.placed(asked.states), memory
             graph, mesh = found.rewritten, found.mesh
+            if self._lacks_replicas(asked, graph, mesh):
+                found, memory = self._with_batch_axis(asked)
+                graph, mesh = found.rewritten, found.mesh
             try:
                 split = split_for(asked.states, main_axes(graph, mesh), mesh)
             except InvalidInput:
@@ -83,17 +91,54 @@ class Layouts:
             require_something_to_cut(graph, asked.states, mesh)
         return found.placed(asked.states), memory
 
+    def _lacks_replicas(self, asked: LayoutRequest, graph: fx.Graph, mesh: Mesh) -> bool:
+        """Whether states that were asked for by name are to be cut, and there is nothing to cut."""
+        asked_for = self.request.mode == "auto" and self.request.states is not None
+        may_be = asked.states.is_cut and not asked.batch_axis and mesh.size > 1
+        return asked_for and may_be and not any(data_axes(graph, mesh).values())
+
+    def _with_batch_axis(self, asked: LayoutRequest) -> tuple[Candidate, float]:
+        """The fastest layouts in which some axis cuts the batch; any, if there are none."""
+        ways: list[tuple[Candidate, float]] = []
+        refused: list[Exception] = []
+        for mesh in asked.offered:
+            named = self.constraints(asked.captured, asked.recompute, mesh).axes
+            for axis in [axis for axis in mesh if mesh[axis] > 1 and axis not in named]:
+                one = replace(asked, offered=[mesh], batch_axis=axis)
+                try:
+                    way = self._found(one)
+                except (NothingFits, NothingFaster) as error:
+                    refused.append(error)
+                except InvalidInput:
+                    pass  # the batch is too small
+                else:
+                    if not self._lacks_replicas(asked, way[0].rewritten, mesh):
+                        ways.append(way)
+        if refused and not ways:
+            raise refused[0]
+        if not ways:
+            return self._found(asked)
+        best, memory = min(ways, key=lambda way: way[0].placed(asked.states).cost.seconds)
+        bound = min(way.search.bound for way, _ in ways if way.search is not None)
+        return best.changed(best.search and best.search.lowered(bound)), memory
+
     def _found(self, asked: LayoutRequest) -> tuple[Candidate, float]:
         """With states that are whole yet. What was asked before is known: layouts without a limit
         are the start of several ways to save memory, and the answer if they fit."""
         regions = tuple(sorted(asked.recompute.items()))
-        key = id(asked.captured), tuple(asked.offered), asked.is_all, asked.states, regions
+        about = asked.batch_axis, asked.is_all, asked.states, regions
+        key = id(asked.captured), tuple(asked.offered), *about
         if (free := self._known.get((*key, math.inf))) and self._keeps_to(free, asked):
             return free
         # What was found is the best whatever was to be beaten.
         if (*key, asked.memory) not in self._known:
             self._known[*key, asked.memory] = self._searched(asked)
         return self._known[*key, asked.memory]
+
+    def _constraints(self, asked: LayoutRequest, mesh: Mesh) -> Constraints:
+        found = self.constraints(asked.captured, asked.recompute, mesh)
+        axis = asked.batch_axis
+        return with_batch_axis(asked.captured, mesh, axis, found) if axis else found
 
     def _keeps_to(self, found: tuple[Candidate, float], asked: LayoutRequest) -> bool:
         """Whether layouts that were found without a limit are what is asked for."""
@@ -104,7 +149,7 @@ class Layouts:
 
     def _searched(self, asked: LayoutRequest) -> tuple[Candidate, float]:
         program, cluster = asked.captured, self.request.cluster
-        bound = partial(self.constraints, program, asked.recompute)
+        bound = partial(self._constraints, asked)
         made = partial(Candidate, program, cluster, batches=asked.batches)
         if self.request.mode != "auto":
             (mesh,) = asked.offered

@@ -168,7 +168,7 @@ class _Builder:
             states = (
                 Placements([Placement(constraint.layout)])
                 if constraint is not None
-                else storage_states(shape, self.mesh)
+                else self._stored_at(shape)
             )
             places = [self.edges.places(node, state.layout) for state in states]
             held = [self._held(node, at) for at in places]
@@ -176,6 +176,11 @@ class _Builder:
         states, memory = self._stored[key]
         number = self.built.graph.add_node(self.edges.zeros(len(states)), memory, name=name)
         self.producers[node.name] = self.built.parameters[node.name] = Variable(number, states)
+
+    def _stored_at(self, shape: tuple[int, ...]) -> Placements:
+        """The layouts of a parameter of which nothing was said."""
+        batch_axis, states = self.constraints.batch_axis, storage_states(shape, self.mesh)
+        return Placements(state for state in states if batch_axis not in state.layout.axes)
 
     def _held(self, node: fx.Node, places: ParameterPlacement) -> float:
         """The bytes of a parameter at the moment that is counted."""
@@ -294,11 +299,18 @@ class _Builder:
                 self.built.graph.add_edge(variable.number, sink, costs)
 
     def _allowed(self, node: fx.Node, candidates: Candidates) -> Candidates:
-        """The candidates that keep the annotations."""
+        """The candidates that keep the annotations, and leave the batch its axis."""
         constraint = self.constraints.values.get(node.name) if node.target is ANNOTATE else None
         bound = self.constraints.bound.get(node.name, {})
         if constraint is None and not bound:
-            return candidates
+            kept = [
+                index
+                for index, strategy in enumerate(candidates.strategies)
+                if node.name in self.prologue.names or self.constraints.agrees(node.name, strategy)
+            ]
+            return (
+                candidates.taken(kept) if 0 < len(kept) < len(candidates.strategies) else candidates
+            )
         for offered in (candidates, self.classes.candidates(node, every=True)):
             kept = [
                 index

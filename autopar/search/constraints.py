@@ -19,7 +19,7 @@ from autopar.errors import InvalidInput
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.recompute import Recompute
-from autopar.strategies import Rule, rule_of, tensor_inputs
+from autopar.strategies import Rule, Strategy, rule_of, tensor_inputs
 from autopar.strategies.node_info import info
 
 
@@ -41,6 +41,10 @@ class Constraints:
     # by operator and input
     bound: Mapping[str, Mapping[int, LayoutConstraint]] = field(default_factory=dict)
 
+    # An axis that cuts the batch and no parameter, and by operator the factors that it cuts.
+    batch_axis: str = ""
+    batch_cuts: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
     # Regions that are recomputed, by the names of capture/regions.py.
     recompute: Mapping[str, Recompute] = field(default_factory=dict)
 
@@ -54,6 +58,11 @@ class Constraints:
         """Every axis that some annotation names."""
         constraints = [*self.values.values(), *self.parameters.values(), *self.inputs.values()]
         return frozenset(axis for constraint in constraints for axis in constraint.layout.axes)
+
+    def agrees(self, operator: str, strategy: Strategy) -> bool:
+        """Whether the axis that cuts the batch cuts nothing else of an operator."""
+        cut = {factor for factor, axes in strategy.cuts if self.batch_axis in axes}
+        return not self.batch_axis or cut == self.batch_cuts.get(operator, cut)
 
 
 def read_constraints(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 
 from torch import fx
 
@@ -49,6 +50,15 @@ def propagate(
         spread.cut_batch([a for a in mesh.names if mesh[a] > 1 and a not in constraints.axes])
     spread.carry_partial_sums()
     return spread.decisions()
+
+
+def with_batch_axis(
+    captured: Captured, mesh: Mesh, axis: str, constraints: Constraints
+) -> Constraints:
+    """The same, with `axis` for the batch, as it cuts it in data parallelism."""
+    alone = propagate(captured, Mesh(**{axis: mesh[axis]}))
+    cuts = {name: frozenset(dict(way.cuts)) for name, way in alone.strategies.items()}
+    return replace(constraints, batch_axis=axis, batch_cuts=cuts)
 
 
 class _Propagation:
