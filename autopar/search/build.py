@@ -303,14 +303,11 @@ class _Builder:
         constraint = self.constraints.values.get(node.name) if node.target is ANNOTATE else None
         bound = self.constraints.bound.get(node.name, {})
         if constraint is None and not bound:
-            kept = [
-                index
-                for index, strategy in enumerate(candidates.strategies)
-                if node.name in self.prologue.names or self.constraints.agrees(node.name, strategy)
-            ]
-            return (
-                candidates.taken(kept) if 0 < len(kept) < len(candidates.strategies) else candidates
-            )
+            if not self.constraints.batch_axis or node.name in self.prologue.names:
+                return candidates
+            agrees = partial(self.constraints.agrees, node.name)
+            kept = [i for i, way in enumerate(candidates.strategies) if agrees(way)]
+            return candidates.taken(kept) if kept else candidates
         for offered in (candidates, self.classes.candidates(node, every=True)):
             kept = [
                 index

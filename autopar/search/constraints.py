@@ -62,7 +62,7 @@ class Constraints:
     def agrees(self, operator: str, strategy: Strategy) -> bool:
         """Whether the axis that cuts the batch cuts nothing else of an operator."""
         cut = {factor for factor, axes in strategy.cuts if self.batch_axis in axes}
-        return not self.batch_axis or cut == self.batch_cuts.get(operator, cut)
+        return cut == self.batch_cuts.get(operator, cut)
 
 
 def read_constraints(
