@@ -139,7 +139,9 @@ def test_what_is_asked_for_is_searched_with_an_axis_for_the_batch(states):
     assert 0 < module.plan.search.bound <= module.plan.cost.seconds * (1 + 1e-9)
 
 
-def test_less_memory_cuts_more_states(gpt):
+def test_less_memory_cuts_more_states():
+    """Of a model larger than the buckets, in which gradients wait until they are cut."""
+    gpt = models.gpt(hidden=128, layers=8)
     names, seconds = ("whole", "zero1", "zero2", "zero3"), []
     for name in names:
         limit = planned(gpt, ap.Mesh(dp=4), states=name, microbatches=2).memory.peak
@@ -153,9 +155,11 @@ def test_less_memory_cuts_more_states(gpt):
         planned(gpt, ap.Mesh(dp=4), memory=0.05 * whole.memory.peak)
 
 
-def test_falling_limits(gpt):
+def test_falling_limits():
     """The same layouts with ever less memory: every plan fits, none is faster than with more; at
-    first nothing is cut and nothing runs again, at last all is cut and runs again."""
+    first nothing is cut and nothing runs again, at last all is cut, and runs again or leaves the
+    device."""
+    gpt = models.gpt(hidden=128, sequence=64, layers=8)  # larger than what waits in buckets
     free = planned(gpt, ap.Mesh(dp=4), microbatches=2)
     lean = planned(gpt, ap.Mesh(dp=4), microbatches=2, states="zero3", recompute="full")
     walk = [free]
@@ -166,8 +170,9 @@ def test_falling_limits(gpt):
     assert all(one.cost.seconds <= two.cost.seconds * (1 + 1e-9) for one, two in pairwise(walk))
     assert free.states.is_whole
     assert not free.decisions.recompute
-    assert str(walk[-1].states) == "zero3"
-    assert {one.kind for one in walk[-1].decisions.recompute.values()} == {"full"}
+    last = walk[-1]
+    assert last.states.parameters == "all"
+    assert last.memory.host or {one.kind for one in last.decisions.recompute.values()} == {"full"}
     kinds = [(str(one.states), bool(one.decisions.recompute)) for one in walk]
     assert len(set(kinds)) > 3
 

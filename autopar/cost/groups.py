@@ -7,7 +7,7 @@ a buffer holds them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Protocol, TypeVar
@@ -109,14 +109,20 @@ def _joined(runs: Sequence[_Run], most: float, buffer_bytes: int) -> list[_Run]:
     return found
 
 
+def numbered_modules(name: str) -> list[str]:
+    """The numbered modules that a parameter belongs to, the outermost first: all that groups ask of
+    its name."""
+    return [name[: match.end()] for match in _NUMBERED.finditer(name)]
+
+
 def _blocks(routes: Sequence[Gathered]) -> Callable[[Gathered], str | None]:
     """The numbered module that a parameter belongs to: the outermost of which there are several."""
 
     def at(depth: int) -> dict[str, str | None]:
         paths = {}
         for route in routes:
-            found = [match.end() for match in _NUMBERED.finditer(route.name)]
-            paths[route.name] = route.name[: found[depth]] if len(found) > depth else None
+            found = numbered_modules(route.name)
+            paths[route.name] = found[depth] if len(found) > depth else None
         return paths
 
     depth, paths = 0, at(0)
@@ -140,21 +146,50 @@ class _Used:
 
 def used_bytes(nodes: Iterable[fx.Node], mesh: Mesh, buffer_bytes: int = BUFFER_BYTES) -> float:
     """Of the copies of parameters that are gathered for each use: two groups live."""
-    apart = [n for n in nodes if (at := info(n).places) is not None and at.is_copied_for_use]
+    sizes = _sizes(nodes, mesh, buffer_bytes, for_use=True)
+    return min(sum(sizes), LIVE_GROUPS * max(sizes, default=0.0))
+
+
+def largest_group(nodes: Iterable[fx.Node], mesh: Mesh, buffer_bytes: int = BUFFER_BYTES) -> int:
+    """Bytes of the largest group of copies, that live a use or a step."""
+    nodes = list(nodes)
+    both = [_sizes(nodes, mesh, buffer_bytes, for_use) for for_use in (False, True)]
+    return int(max((size for sizes in both for size in sizes), default=0))
+
+
+def _sizes(nodes: Iterable[fx.Node], mesh: Mesh, buffer_bytes: int, for_use: bool) -> list[float]:
+    """Bytes of the groups of copies that live a use, or a step."""
+    apart = [node for node in nodes if _is_copied(node, for_use)]
     if not apart:
-        return 0.0
+        return []
     place = {node: at for at, node in enumerate(apart[0].graph.nodes)}
-    apart = [node for node in apart if _readers(node)]
-    used = [_used(node, place, mesh) for node in apart]
     kinds: dict[Any, list[_Used]] = {}
-    for node, one in zip(apart, used):
-        kinds.setdefault((info(node).places.storage.axes, info(node).val.dtype), []).append(one)  # type: ignore[union-attr]
-    sizes = [
+    for node in apart:
+        if not (readers := _readers(node)):
+            continue
+        places, at = info(node).places, [place[user] for user in readers]
+        assert places is not None
+        fine, coarse = places.optimizer, places.storage
+        if for_use:
+            fine, coarse = places.storage, places.working
+        size = local_elements(coarse.dims, tuple(info(node).val.shape), mesh)
+        name, bytes_ = info(node).origin[1], float(size * state_bytes(node).copy)
+        one = _Used(name, min(at), max(at), bytes_)
+        kinds.setdefault((fine.axes, info(node).val.dtype), []).append(one)
+    return [
         sum(one.bytes for one in group)
         for those in kinds.values()
         for group in groups_of(those, lambda one: one.bytes, buffer_bytes)
     ]
-    return LIVE_GROUPS * max(sizes) if len(sizes) > 1 else sum(sizes)
+
+
+def _is_copied(node: fx.Node, for_use: bool) -> bool:
+    """Whether there is a copy of a parameter for each use, or once a step."""
+    places = info(node).places
+    if places is None or for_use:
+        return places is not None and places.is_copied_for_use
+    moves, kept = places.goes_up == ("optimizer", "storage"), state_bytes(node)
+    return places.storage != places.optimizer or kept.copy != kept.master or moves
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
@@ -163,11 +198,3 @@ def _readers(node: fx.Node) -> list[fx.Node]:
     while len(users) == 1 and info(users[0]).movement is not None:
         users = list(users[0].users)
     return users
-
-
-def _used(node: fx.Node, place: Mapping[fx.Node, int], mesh: Mesh) -> _Used:
-    places, whole = info(node).places, tuple(info(node).val.shape)
-    assert places is not None
-    size = local_elements(places.working.dims, whole, mesh) * state_bytes(node).copy
-    at = [place[user] for user in _readers(node)]
-    return _Used(info(node).origin[1], min(at), max(at), float(size))

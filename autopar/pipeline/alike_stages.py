@@ -1,6 +1,6 @@
 """Alike stages: those that take the same bytes, in one program or in several, are looked at once.
 
-    memories = StageMemories(mesh)
+    memories = StageMemories(mesh, travel)
     memories(stage, is_split)           # what `StageMemory.of_stage` says of it
 
 A model of repeated blocks has stages of as many blocks, and a planner weighs the same layouts with
@@ -15,6 +15,8 @@ from typing import ClassVar
 
 from torch import fx
 
+from autopar.cost.buckets import Travel
+from autopar.cost.groups import numbered_modules
 from autopar.mesh import Mesh
 from autopar.passes.stages import Stage
 from autopar.pipeline.step_memory import StageMemory
@@ -32,8 +34,8 @@ class StageMemories:
     _seen: ClassVar[dict[Hashable, tuple[StageMemory, list[str]]]] = {}
     _size: ClassVar[int] = 0  # of all keys
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, travel: Travel) -> None:
+        self.mesh, self.travel = mesh, travel
 
     def __call__(self, stage: Stage, is_split: bool) -> StageMemory:
         cls = type(self)
@@ -42,10 +44,11 @@ class StageMemories:
             cls._seen.clear()
             cls._size = 0
         results = len(stage.sends), stage.has_loss, stage.learns_sent, len(stage.statistics)
-        key = self.mesh, is_split, results, self._described(stage.graph)
+        key = self.mesh, self.travel, is_split, results, self._described(stage.graph)
         names = [node.name for node in stage.graph.find_nodes(op="placeholder")]
         if key not in cls._seen:
-            cls._seen[key] = StageMemory.of_stage(stage, self.mesh, is_split), names
+            seen = StageMemory.of_stage(stage, self.mesh, is_split, self.travel)
+            cls._seen[key] = seen, names
             cls._size += len(stage.graph.nodes)
         memory, before = cls._seen[key]
         return memory if before == names else _renamed(memory, dict(zip(before, names)))
@@ -54,7 +57,8 @@ class StageMemories:
         """The calls of a stage one after another, whatever their names are."""
         places: dict[fx.Node, int] = {}
         regions: dict[Region, int] = {}
-        found: list[int] = []
+        modules: dict[str, int] = {}
+        found: list[Hashable] = []
 
         def number(region: Region) -> int:
             return regions.setdefault(region, len(regions))
@@ -67,6 +71,9 @@ class StageMemories:
             found.append(self._forms.setdefault(form, len(self._forms)))
             found.append(-1 if region is None else number(region))
             found += [places[value] for value in node.all_input_nodes]
+            if info(node).places is not None:
+                inside = numbered_modules(info(node).origin[1])
+                found.append(tuple(modules.setdefault(one, len(modules)) for one in inside))
         return tuple(found)
 
 
@@ -79,8 +86,7 @@ def _form(node: fx.Node) -> Hashable:
     if node.op == "output":
         return target, constants
     values = tuple((tuple(value.shape), value.dtype, value.stride()) for value in tensors_of(node))
-    places, start = known.places, known.start_of
-    kept = places and (places.storage, places.working, places.gradient, places.on_host)
+    start = known.start_of
     return (
         target,
         constants,
@@ -89,7 +95,7 @@ def _form(node: fx.Node) -> Hashable:
         start and start[1:],
         (known.saved, known.saves_output, known.differentiable, known.on_host),
         (known.remade, known.dropped, known.weight_inputs),
-        (kept, known.state_bytes),
+        (known.places, known.state_bytes, known.sync, known.pending),
         known.origin[0] if node.op == "placeholder" else "",
     )
 

@@ -1,6 +1,6 @@
 """Course: the bytes that one rank holds while a program runs, moment by moment.
 
-    course = ProgramCourse(graph, mesh, [loss])
+    course = ProgramCourse(graph, mesh, [loss], Travel())
     course.forward, course.backward        # what is held as each call makes its results
 
 The calls of a program are followed in their order, and those of its backward in the opposite one:
@@ -15,17 +15,18 @@ and `weights` makes these.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autopar.capture.origins import copied_parameter, state_bytes
-from autopar.collectives.redistribution import local_elements
+from autopar.capture.origins import copied_parameter
+from autopar.cost.buckets import Travel
 from autopar.cost.saved_tensors import kept_through, remade_for, storage
 from autopar.mesh import Mesh
 from autopar.pipeline.call_memory import HANDED_ON, CallMemories
+from autopar.pipeline.held import Held
+from autopar.pipeline.sums import Sums
 from autopar.strategies.node_info import Region, info
 from autopar.strategies.results import is_result, maker, tensor_arguments, values_of
 
@@ -43,6 +44,7 @@ class Moment:
     flowing: float  # gradients that are under way
     gradients: float  # of parameters, from calls before
     more: float  # while it runs
+    last: float = 0.0  # how much more it is in the last run of a step, which sums gradients
 
     @property
     def bytes(self) -> float:
@@ -50,50 +52,27 @@ class Moment:
         return self.kept + self.flowing + self.gradients + self.more
 
 
-class _Held:
-    """Pieces of memory with those who hold them."""
-
-    def __init__(self) -> None:
-        self.bytes = 0.0
-        self._sizes: dict[Hashable, float] = {}
-        self._holders: Counter[Hashable] = Counter()
-
-    def take(self, key: Hashable, size: float = 0.0) -> None:
-        """Hold some memory, which is new unless somebody holds it."""
-        if not self._holders[key]:
-            self._sizes[key] = size
-            self.bytes += size
-        self._holders[key] += 1
-
-    def let_go(self, key: Hashable) -> None:
-        self._holders[key] -= 1
-        if not self._holders[key]:
-            self.bytes -= self._sizes.pop(key)
-
-    def is_shared(self, key: Hashable) -> bool:
-        return self._holders[key] > 1
-
-    def size(self, key: Hashable) -> float:
-        """Of what somebody holds."""
-        return self._sizes.get(key, 0.0)
-
-
 class ProgramCourse:
     """Follows one run of a program forward and backward on the rank that holds most."""
 
     def __init__(
-        self, graph: fx.Graph, mesh: Mesh, roots: Sequence[fx.Node], is_split: bool = False
+        self,
+        graph: fx.Graph,
+        mesh: Mesh,
+        roots: Sequence[fx.Node],
+        travel: Travel,
+        is_split: bool = False,
     ) -> None:
         """`roots`: of the results, those whose gradients backward begins with."""
         self.graph, self.mesh = graph, mesh
         self._calls = CallMemories(mesh)
         self._nodes = [n for n in graph.nodes if n.op == "call_function" and not is_result(n)]
-        self._values, self._flowing = _Held(), _Held()
+        self._values, self._flowing = Held(), Held()
         self._saved: dict[fx.Node, list[Hashable]] = {}
         self._gradient_of: dict[fx.Node, Hashable] = {}
         self._whole: set[Region] = set()  # those that were made again in full
         self._again: set[Hashable] = set()  # what was made again
-        self._gradients = 0.0  # bytes of those of parameters
+        self._sums = Sums(graph, mesh, travel, self._flowing)
         self._count = 0
         self._ends: dict[fx.Node, list[fx.Node]] = {}
         last: dict[fx.Node, fx.Node] = {}
@@ -106,15 +85,20 @@ class ProgramCourse:
         self._weights = _made_of_parameters(graph) if is_split else frozenset[fx.Node]()
         self._is_split = is_split
         self._put_off: list[tuple[fx.Node, Hashable]] = []  # with the gradient of its result
-        self.learned: dict[str, float] = {}  # by placeholder, the bytes of its gradient
         self.forward = tuple(self._forward())
         self._left = self._leave(graph.output_node())
         self.kept = self._values.bytes  # for backward
         self.backward = tuple(self._backward(roots))
         self.halves = self._values.bytes + self._flowing.bytes  # kept for the gradients of weights
-        self.at_once = frozenset(self.learned)  # parameters whose gradients are there by then
+        # Parameters whose gradients are there by then.
+        self.at_once = frozenset(n for n in self.learned if not self._sums.are_waiting(n))
         self.weights = tuple(self._later())
-        self.gradients = self._gradients  # bytes, after all
+        self.gradients = self._sums.there  # bytes, after all
+
+    @property
+    def learned(self) -> Mapping[str, float]:
+        """By placeholder, the bytes of its gradient."""
+        return self._sums.learned
 
     def _memory(self, value: fx.Node) -> fx.Node:
         return maker(storage(value))
@@ -127,8 +111,14 @@ class ProgramCourse:
 
     def _moment(self, node: fx.Node, is_backward: bool, more: float) -> Moment:
         """After the results of a call were made; `more` it takes besides while it makes them."""
-        kept, flowing = self._values.bytes, self._flowing.bytes
-        return Moment(node.name, is_backward, kept, flowing, self._gradients, more)
+        kept, flowing, sums = self._values.bytes, self._flowing.bytes, self._sums
+        return Moment(node.name, is_backward, kept, flowing, sums.there, more, sums.last)
+
+    def _summed(self, node: fx.Node, all_: bool = False) -> Iterator[Moment]:
+        """Sum the gradients that are complete after a call."""
+        for more, last in self._sums.begin(all_):
+            moment = self._moment(node, True, more)
+            yield replace(moment, last=moment.last + last)
 
     def _forward(self) -> Iterator[Moment]:
         for node in self._nodes:
@@ -166,9 +156,13 @@ class ProgramCourse:
         for node in reversed(self._nodes):
             if node not in self._weights:
                 yield from self._back(node)
+                if not self._is_split:
+                    yield from self._summed(node)
         for node in self.graph.find_nodes(op="placeholder"):
             if node in self._gradient_of:  # it is sent on
                 self._flowing.let_go(self._gradient_of.pop(node))
+        if self._nodes and not self._is_split:
+            yield from self._summed(self._nodes[0], all_=True)
 
     def _back(self, node: fx.Node) -> Iterator[Moment]:
         """Backward through one call, and what it lets go of."""
@@ -177,7 +171,9 @@ class ProgramCourse:
         self._remake(node)
         given = [v for v in values_of(node) if v in self._gradient_of]
         arrived = [self._gradient_of.pop(value) for value in given]
-        weights = self._weights_of(node)
+        weights, parameter = self._weights_of(node), copied_parameter(node)
+        if arrived and parameter is not None:  # as it arrives, it is summed
+            self._stay(parameter, arrived.pop())
         if arrived:
             yield from self._through(node, arrived[0], weights)
         if arrived and weights and info(node).weight_inputs.product:  # type: ignore[union-attr]
@@ -200,6 +196,8 @@ class ProgramCourse:
         for node in reversed(self._nodes if self._is_split else ()):
             if node in self._weights:
                 yield from self._back(node)
+        if self._nodes:
+            yield from self._summed(self._nodes[0], all_=True)
 
     def _weights_of(self, node: fx.Node) -> list[fx.Node]:
         """The inputs of a call whose gradients come later."""
@@ -277,18 +275,9 @@ class ProgramCourse:
             self._flowing.let_go(gradient)
 
     def _stay(self, parameter: fx.Node, gradient: Hashable) -> None:
-        """A gradient of a parameter: the first one is kept (a copy, where others hold it too), and
-        any more are added to it."""
+        """A gradient of a parameter: a copy, where others hold it too."""
         self._flowing.let_go(gradient)
-        if parameter.name not in self.learned:
-            places, whole = info(parameter).places, tuple(info(parameter).val.shape)
-            assert places is not None
-            if "gradient" in places.on_host:
-                return
-            elements = local_elements(places.gradient.dims, whole, self.mesh)
-            size = float(elements * state_bytes(parameter).gradient)
-            self.learned[parameter.name] = size
-            self._gradients += size
+        self._sums.arrive(parameter)
 
 
 def _made_of_parameters(graph: fx.Graph) -> frozenset[fx.Node]:

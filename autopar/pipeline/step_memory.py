@@ -1,6 +1,6 @@
 """Step memory: what a rank makes at most in a step, from its schedule and the course of each stage.
 
-    stage = StageMemory.of(graph, mesh, roots, is_split)
+    stage = StageMemory.of(graph, mesh, roots, travel)
     most_in_step(schedule, rank, {0: stage})
 
 What a rank holds at a time is a sum over its stages of counts times bytes: of so many micro-batches
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
+from autopar.cost.buckets import Travel
 from autopar.cost.saved_tensors import kept_on_host
 from autopar.mesh import Mesh
 from autopar.passes.stages import Stage
@@ -44,10 +45,14 @@ class Part(IntEnum):
     F = auto()  # it runs
     B = auto()  # the first, in which gradients of parameters come
     B_AGAIN = auto()
+    B_LAST = auto()  # the last, in which they are summed
+    B_ONLY = auto()  # the first and last
     I = auto()  # noqa: E741
     I_AGAIN = auto()
     W = auto()
     W_AGAIN = auto()
+    W_LAST = auto()
+    W_ONLY = auto()
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,12 +70,13 @@ class StageMemory:
         graph: fx.Graph,
         mesh: Mesh,
         roots: Sequence[fx.Node],
+        travel: Travel,
         is_split: bool = False,
         sends: Sequence[fx.Node] = (),
         statistics: Sequence[fx.Node] = (),
     ) -> StageMemory:
         """Of a program whose backward begins at `roots`; in a pipeline it sends some results."""
-        course = ProgramCourse(graph, mesh, roots, is_split)
+        course = ProgramCourse(graph, mesh, roots, travel, is_split)
         given = [n for n in graph.find_nodes(op="placeholder") if info(n).origin[0] == "received"]
         early = sum(course.learned[name] for name in course.at_once)
 
@@ -85,27 +91,37 @@ class StageMemory:
         sizes[Part.SENT], sizes[Part.STATISTICS] = course.left(sends), course.left(statistics)
         sizes[Part.EARLY], sizes[Part.LATE] = early, course.gradients - early
         sizes[Part.F] = most(course.forward)
-        first, again = (Part.I, Part.I_AGAIN) if is_split else (Part.B, Part.B_AGAIN)
-        sizes[first] = most(course.backward)
-        sizes[again] = most(course.backward, without_gradients=True)
-        sizes[Part.W] = most(course.weights) - early if course.weights else 0.0
-        sizes[Part.W_AGAIN] = most(course.weights, without_gradients=True)
+        if is_split:
+            sizes[Part.I], sizes[Part.I_AGAIN], *_ = _running(course.backward)
+            sizes[Part.W : Part.W_ONLY + 1] = _running(course.weights, early)
+        else:
+            sizes[Part.B : Part.B_ONLY + 1] = _running(course.backward)
         on_host = {k: v for n in graph.nodes for k, v in kept_on_host(n, mesh).items()}
         return cls(sizes, course.learned, course.at_once, sum(on_host.values()))
 
     @classmethod
-    def of_stage(cls, stage: Stage, mesh: Mesh, is_split: bool) -> StageMemory:
+    def of_stage(cls, stage: Stage, mesh: Mesh, is_split: bool, travel: Travel) -> StageMemory:
         """Of a stage of a pipeline."""
         results: Sequence[fx.Node] = stage.graph.output_node().args[0]  # type: ignore[assignment]
         count, first = len(stage.sends), len(stage.sends) + stage.has_loss
         learning = [one for one, learns in zip(results, stage.learns_sent) if learns]
         roots = [*learning, *results[count:first]]
-        return cls.of(stage.graph, mesh, roots, is_split, results[:count], results[first:])
+        about = stage.graph, mesh, roots, travel, is_split
+        return cls.of(*about, results[:count], results[first:])
 
 
-def most(moments: Sequence[Moment], without_gradients: bool = False) -> float:
-    """The most bytes of some moments."""
-    return max((m.bytes - m.gradients * without_gradients for m in moments), default=0.0)
+def most(moments: Sequence[Moment], again: bool = False, last: bool = False) -> float:
+    """The most bytes of some moments, besides gradients that are there from the first run."""
+    return max((m.bytes - m.gradients * again + m.last * last for m in moments), default=0.0)
+
+
+def _running(moments: Sequence[Moment], early: float = 0.0) -> list[float]:
+    """The most bytes of a run backward: of the first, the next ones, the last and the only one;
+    besides the bytes of gradients that came `early`."""
+    if not moments:
+        return [0.0] * 4
+    first, only = most(moments) - early, most(moments, last=True) - early
+    return [first, most(moments, again=True), most(moments, again=True, last=True), only]
 
 
 def most_in_step(schedule: Schedule, rank: int, stages: Mapping[int, StageMemory]) -> float:
@@ -150,6 +166,11 @@ def step_counts(schedule: Schedule) -> tuple[Counts, ...]:
     return tuple(_Counting(schedule, rank).rows for rank in range(schedule.ranks))
 
 
+def _run_of(first: Part, is_again: bool, is_last: bool) -> Part:
+    """Of the four parts from that of the first run."""
+    return Part(first + (is_again + is_last if is_again else 3 * is_last))
+
+
 class _Counting:
     """Goes through the actions of one rank."""
 
@@ -166,6 +187,8 @@ class _Counting:
             for position, (waited, _, _) in enumerate(row)
             if waited >= 0
         }
+        # Where the last gradients of each stage are made.
+        self._last = {a.stage: at for at, a in enumerate(schedule.orders[rank]) if a.kind in "BW"}
         self._due = {other: self._coming(other) for other in range(schedule.ranks) if other != rank}
         self._here: set[int] = set()  # those of which there is a buffer
         seen: dict[tuple[int, ...], None] = {}
@@ -189,7 +212,7 @@ class _Counting:
                 self._have_arrived(*self.schedule.senders[waited])
             if position + 1 < len(order):
                 self._expect(messages[position + 1][0])
-            yield from self._do(action, sent)
+            yield from self._do(action, position, sent)
 
     def _expect(self, key: int) -> None:
         """A buffer is made for a message, and for those that come before it."""
@@ -232,19 +255,22 @@ class _Counting:
     def _has(self, stage: int, part: Part) -> bool:
         return bool(self._now[self._first[stage] + part])
 
-    def _do(self, action: Action, sent: int) -> Iterator[tuple[int, ...]]:
+    def _do(self, action: Action, position: int, sent: int) -> Iterator[tuple[int, ...]]:
         stage, kind = action.stage, action.kind
         is_split = stage in self.schedule.split_stages
-        for _ in action.microbatches:
+        for number in range(len(action.microbatches)):
+            is_last = position == self._last[stage] and number == len(action.microbatches) - 1
             if kind == "F":
                 yield self._running(stage, Part.F)
                 self._add(stage, Part.KEPT, 1)
                 self._add(stage, Part.STATISTICS, 1)
             if kind in ("B", "I"):
                 self._add(stage, Part.KEPT, -1)
-                first, again = (Part.I, Part.I_AGAIN) if is_split else (Part.B, Part.B_AGAIN)
-                done = Part.EARLY if is_split else Part.LATE
-                yield self._running(stage, again if self._has(stage, done) else first)
+                if is_split:
+                    part = Part.I_AGAIN if self._has(stage, Part.EARLY) else Part.I
+                else:
+                    part = _run_of(Part.B, self._has(stage, Part.LATE), is_last)
+                yield self._running(stage, part)
                 self._come(stage, *([Part.EARLY] if is_split else [Part.EARLY, Part.LATE]))
                 self._add(stage, Part.HALVES, is_split)
                 if stage:
@@ -253,8 +279,7 @@ class _Counting:
                 self._add(stage, Part.HALVES, -1)
                 given = kind == "B" and stage > 0
                 self._add(stage, Part.GIVEN, given)
-                part = Part.W_AGAIN if self._has(stage, Part.LATE) else Part.W
-                yield self._running(stage, part)
+                yield self._running(stage, _run_of(Part.W, self._has(stage, Part.LATE), is_last))
                 self._add(stage, Part.GIVEN, -given)
                 self._come(stage, Part.LATE)
             if sent >= 0 and sent in self._read_at:

@@ -17,6 +17,7 @@ from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.cluster import Cluster
+from autopar.cost.buckets import Travel
 from autopar.cost.footprint import Memory, held_bytes, program_memory
 from autopar.cost.program import Cost, NodePrices, program_cost
 from autopar.errors import InvalidInput
@@ -195,7 +196,7 @@ class Candidate:
         held = program_memory(self.rewritten, self.mesh, self.states.buffer_bytes)
         if loss is None:
             return [held]
-        program = StageMemory.of(self.rewritten, self.mesh, [loss])
+        program = StageMemory.of(self.rewritten, self.mesh, [loss], self._travel)
         return [held.at_once(most_in_step(one_stage(self.microbatches), 0, {0: program}))]
 
     def place_of(self, rank: int) -> int:
@@ -213,7 +214,7 @@ class Candidate:
             key = *bounds, index in pipelining.schedule.split_stages
             if key not in self._taken:
                 stage = cut_stage(self.flow, index, *bounds)
-                self._taken[key] = StageMemories(self.mesh)(stage, key[-1])
+                self._taken[key] = StageMemories(self.mesh, self._travel)(stage, key[-1])
             found[index] = self._taken[key]
         return found
 
@@ -221,6 +222,11 @@ class Candidate:
     def _taken(self) -> dict[tuple[int, int, bool], StageMemory]:
         """What stages take, by their cut points, and whether their backward is split."""
         return {}
+
+    @property
+    def _travel(self) -> Travel:
+        """How gradients of parameters travel."""
+        return Travel(self.states.buffer_bytes, self.cluster.device.host.is_device)
 
     @property
     def loss(self) -> fx.Node | None:

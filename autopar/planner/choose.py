@@ -16,11 +16,7 @@ from functools import cache, cached_property, partial
 
 from torch import nn
 
-from autopar.capture.annotations import (
-    marked_regions,
-    parameter_annotations,
-    stage_pins,
-)
+from autopar.capture.annotations import marked_regions, parameter_annotations, stage_pins
 from autopar.capture.captured import Captured
 from autopar.cost.footprint import parameter_bytes
 from autopar.cost.saved_tensors import kept_bytes

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,15 +39,15 @@ from autopar._torch import (
     wait_for,
 )
 from autopar.collectives.eager import LateSum
+from autopar.cost.buckets import ALONE_BYTES, buckets_of
 from autopar.runtime.exchange import Exchange
 from autopar.runtime.host import Copied, HostLink
 from autopar.runtime.packing import Pieces
 from autopar.runtime.placing import in_own_memory
 from autopar.states import BUFFER_BYTES
 
-FIRST_BUCKET_BYTES = 4 * 2**20  # the first gradients wait for no more
 NEVER = -2  # no place in an order of actions
-ALONE_BYTES = 2 * 2**20  # from here on, a copy costs more than a collective of its own
+NOTHING: Mapping[Hashable, int] = MappingProxyType({})
 
 Sums = Generator[Pending, None, None]  # the collectives of a bucket, each when the last is done
 
@@ -138,6 +139,7 @@ class Bucket:
             gradients.clear()
             yield from self._cut(work)
             self.buffer = part if self.buffer is None else self.buffer.add_(part)
+            del part, work
             if not is_last:
                 return
             gradients = self._each.own(self.buffer)
@@ -224,32 +226,25 @@ class Bucket:
 
 def make_buckets(
     slots: Sequence[tuple[Slot, Hashable]],
-    cut: Set[Hashable] = frozenset(),
-    cut_bytes: int = FIRST_BUCKET_BYTES,
+    cut: Mapping[Hashable, int] = NOTHING,
     buffer_bytes: int = BUFFER_BYTES,
 ) -> list[Bucket]:
     """Buckets for parameters and what tells their sums apart, in the order that backward fills.
 
-    Those of the keys in `cut` hold `cut_bytes`, and none with several parameters more than
+    Those of the keys in `cut` hold no more than it says, and none with several parameters more than
     `buffer_bytes`.
     """
-    filling: dict[Hashable, Bucket] = {}
-    first: dict[Hashable, Bucket | None] = {}
-    buckets: list[Bucket] = []
-    for slot, key in reversed(slots):
-        kind = key, slot.leaf.dtype, slot.reduce
-        alone = slot.size >= ALONE_BYTES and key not in cut
-        bucket = None if alone else filling.get(kind)
-        limit = FIRST_BUCKET_BYTES if first.get(key) is bucket else buffer_bytes
-        limit = min(buffer_bytes, cut_bytes if key in cut else limit)
-        if bucket is None or bucket.size + slot.size > limit:
-            bucket = Bucket(key, is_cut=key in cut)
-            buckets.append(bucket)
-            first.setdefault(key, bucket)
-            if not alone:
-                filling[kind] = bucket
-        bucket.slots.append(slot)
-    return buckets
+
+    def kind(slot: Slot, key: Hashable) -> Hashable:
+        return key, slot.leaf.dtype, slot.reduce
+
+    limits = {kind(slot, key): cut[key] for slot, key in slots if key in cut}
+    kinds = [(slot, kind(slot, key)) for slot, key in slots]
+    keys = {kind(slot, key): key for slot, key in slots}
+    return [
+        Bucket(keys[found[0][1]], [slot for slot, _ in found], keys[found[0][1]] in cut)
+        for found in buckets_of(kinds, limits, buffer_bytes)
+    ]
 
 
 def take_gradients(leaves: Iterable[Tensor]) -> list[Tensor]:
@@ -275,14 +270,14 @@ class GradientSync:
         self,
         slots: Sequence[tuple[Slot, Hashable]],
         sums: Mapping[Any, Summed],
-        cut_bytes: int = FIRST_BUCKET_BYTES,
+        cut: Mapping[Hashable, int] = NOTHING,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
-        """`slots`: all that learn here, with a key of `sums`; without, no other rank has a part."""
+        """`slots`: all that learn here, with a key of `sums`; without, no other rank has a part.
+        `cut`: how much is cut together, by key."""
         self.slots, self._sums = [slot for slot, _ in slots], sums
-        cut = {key for key, one in sums.items() if one.is_cut}
         shared = [(slot, key) for slot, key in slots if key in sums]
-        self.buckets = make_buckets(shared, cut, cut_bytes, buffer_bytes)
+        self.buckets = make_buckets(shared, cut, buffer_bytes)
         self._alone = [slot for slot, key in slots if key not in sums]
         self._due: dict[Hashable, list[Bucket]] = {}  # of each key, those that are not yet summed
         self._reached: Set[str] = frozenset()
@@ -325,6 +320,7 @@ class GradientSync:
                 self._expect(key)
             for bucket in self._due.pop(key, ()):
                 self._start(bucket, position)
+        self._finish_cuts()
         self._now = position + 1
         for key in self._begin.get(self._now, ()):
             self._expect(key)
@@ -388,8 +384,7 @@ class GradientSync:
         summed = self._sums[bucket.key]
         if summed.is_cut:
             # A bucket is whole until it is cut: one at a time, beside the backward of the next.
-            for other in [one for one in self._under_way if one.is_cutting]:
-                self._go_on(other)
+            self._finish_cuts()
         if summed.link is not None:  # what is complete leaves the device
             for other in [one for one in self._under_way if one.is_complete]:
                 while other in self._under_way:
@@ -398,6 +393,11 @@ class GradientSync:
         bucket.sums = bucket.sum(summed, bucket.is_complete)
         self._under_way.append(bucket)
         self._go_on(bucket)
+
+    def _finish_cuts(self) -> None:
+        """Wait for what is being cut."""
+        for bucket in [one for one in self._under_way if one.is_cutting]:
+            self._go_on(bucket)
 
     def _go_on(self, bucket: Bucket) -> None:
         """Wait for a collective of a bucket, and begin the next."""

@@ -150,7 +150,6 @@ class Window:
         self._held: set[Group] = set()  # in backward, by what waits for a forward that runs again
         self._is_again = False  # a forward runs again in backward
         self.most = 0  # bytes of a group that does not last
-        self.largest = 0  # of any
         self.take(groups)
 
     def take(self, groups: Sequence[Group | None]) -> None:
@@ -158,7 +157,6 @@ class Window:
         self.groups = list(groups)
         here = [group for group in self.groups if group is not None]
         self.most = max((group.bytes for group in here if not group.lasts), default=0)
-        self.largest = max((group.bytes for group in here), default=0)
 
     @property
     def calls(self) -> dict[Any, Callable[..., None]]:

@@ -11,7 +11,7 @@ Chimera these are stages of both directions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor, fx
 
 from autopar._torch import call_after_backward, local_of, wait_for, will_reach
 from autopar.collectives.eager import LateSum
+from autopar.cost.buckets import cut_bytes
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, TensorType
 from autopar.passes import localize
@@ -33,7 +34,7 @@ from autopar.pipeline.worker import Value, sum_in_order
 from autopar.plan.program import Program
 from autopar.runtime.away import Keeper, mover
 from autopar.runtime.backend import Backend, Batch
-from autopar.runtime.buckets import FIRST_BUCKET_BYTES, GradientSync
+from autopar.runtime.buckets import GradientSync
 from autopar.runtime.collecting import collect
 from autopar.runtime.copies import changed_in_between
 from autopar.runtime.eager import compile_graph
@@ -258,8 +259,12 @@ class TorchBackend(Backend):
                 for route, key in keys.items()
                 if self._learns(route)
             ]
-            cut_bytes = max(FIRST_BUCKET_BYTES, self.leaves.window.largest * 5 // 4)
-            self._sync = GradientSync(slots, self._sums, cut_bytes, self.program.buffer_bytes)
+            cut: dict[Hashable, int] = {
+                key: cut_bytes(self.leaves.largest(key.stages))
+                for key, one in self._sums.items()
+                if one.is_cut
+            }
+            self._sync = GradientSync(slots, self._sums, cut, self.program.buffer_bytes)
             self._version = self.leaves.version
         return self._sync
 

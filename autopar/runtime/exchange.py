@@ -31,10 +31,9 @@ from autopar._torch import (
     wait_for,
 )
 from autopar.collectives.operators import movable
+from autopar.cost.buckets import goes_straight
 from autopar.runtime.host import Copied, HostLink
 from autopar.runtime.packing import Packing, Pieces, packed
-
-STRAIGHT_BYTES = 2**15  # of a piece: from here on, a copy costs more than a message of its own
 
 
 @dataclass
@@ -76,7 +75,8 @@ class Exchange:
         self._carrier = torch.device("cpu") if on_host else device
         is_better = self._sends_itself and has_straight
         is_large = [
-            is_better and one.leads and math.prod(one.shape_of(0)) * dtype.itemsize > STRAIGHT_BYTES
+            is_better
+            and goes_straight(one.shape, one.dim, math.prod(one.shape_of(0)) * dtype.itemsize)
             for one in tensors
         ]
         self._large = [at for at, large in enumerate(is_large) if large]

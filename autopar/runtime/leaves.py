@@ -37,6 +37,11 @@ class GroupPlan:
     axes: Axes
     goes_up: bool  # from the host to the device
     on_host: bool  # these copies are there
+    stages: tuple[int, ...]  # that read the parameters
+
+    def bytes(self, mesh: Mesh) -> int:
+        """Of the largest pieces."""
+        return sum(_bytes(route, self.way(route)[1], mesh) for route in self.routes)
 
     def way(self, route: Route) -> tuple[Layout, Layout]:
         """From the finer layout to the coarser one."""
@@ -62,16 +67,19 @@ def plan_groups(
         kind = is_last, lasts, axes, goes_up, on_host
 
         def size(route: Route, last: bool = is_last) -> int:
-            coarse = route.copied[-1 if last else 0].coarse
-            shape = coarse.largest_shape(route.shape, mesh)
-            return torch.Size(shape).numel() * route.dtype.itemsize
+            return _bytes(route, route.copied[-1 if last else 0].coarse, mesh)
 
         for group in groups_of(those, size, buffer_bytes):
             by_stages: dict[tuple[int, ...], list[Route]] = {}
             for route in group:
                 by_stages.setdefault(stages(route.name), []).append(route)
-            found += [GroupPlan(tuple(own), *kind) for own in by_stages.values()]
+            found += [GroupPlan(tuple(own), *kind, read) for read, own in by_stages.items()]
     return found
+
+
+def _bytes(route: Route, layout: Layout, mesh: Mesh) -> int:
+    """Of the largest piece of a copy."""
+    return torch.Size(layout.largest_shape(route.shape, mesh)).numel() * route.dtype.itemsize
 
 
 class Leaves:
@@ -99,6 +107,12 @@ class Leaves:
         self._copied = {route.name for plan in plans for route in plan.routes}
         self._between: dict[str, Tensor] = {}  # copies that others are made of
         self.window = Window()
+
+    def largest(self, stages: tuple[int, ...]) -> int:
+        """Bytes of the largest group of copies of parameters that these stages read: all ranks that
+        sum their gradients see the same."""
+        there = [plan for plan in self._plans if plan.stages == stages]
+        return max((plan.bytes(self._mesh) for plan in there if self._mesh), default=0)
 
     @property
     def age(self) -> int:

@@ -25,7 +25,7 @@ def test_alike_stages_take_the_same(
             before = len(self._seen)
             found = super().__call__(stage, is_split)
             met.append(len(self._seen) == before)
-            seen = StageMemory.of_stage(stage, self.mesh, is_split)
+            seen = StageMemory.of_stage(stage, self.mesh, is_split, self.travel)
             assert np.array_equal(found.sizes, seen.sizes)
             assert (dict(found.learned), found.at_once) == (dict(seen.learned), seen.at_once)
             assert found.host == seen.host

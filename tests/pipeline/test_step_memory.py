@@ -44,9 +44,10 @@ def stage(gradients: dict[str, float], **sizes: float) -> StageMemory:
 
 
 def test_later_micro_batches_find_the_gradients_of_those_before() -> None:
-    only = stage({"w": 5.0}, KEPT=10, F=12, B=14, B_AGAIN=13, LATE=5)
-    assert most_in_step(one_stage(1), 0, {0: only}) == 14
-    assert most_in_step(one_stage(2), 0, {0: only}) == 13 + 5
+    only = stage({"w": 5.0}, KEPT=10, F=12, B=14, B_AGAIN=13, B_LAST=11, B_ONLY=15, LATE=5)
+    assert most_in_step(one_stage(1), 0, {0: only}) == 15
+    assert most_in_step(one_stage(2), 0, {0: only}) == 12 + 5
+    assert most_in_step(one_stage(3), 0, {0: only}) == 13 + 5
 
 
 def test_a_parameter_of_two_stages_has_one_gradient() -> None:

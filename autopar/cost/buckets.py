@@ -1,0 +1,200 @@
+"""Buckets: which gradients of parameters are summed together, and what that takes for a moment.
+
+Plan and runtime form the same ones. A bucket holds parameters of one kind, from the last one to the
+first, as backward makes their gradients. Those that are cut on the way stay whole until their
+bucket has them all: such a bucket holds no more than the largest group of copies needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from torch import fx
+
+from autopar.capture.origins import state_bytes
+from autopar.collectives.redistribution import local_elements
+from autopar.cost.groups import largest_group
+from autopar.layout import Layout, ParameterPlacement
+from autopar.mesh import Mesh
+from autopar.states import BUFFER_BYTES
+from autopar.strategies.node_info import info
+
+FIRST_BUCKET_BYTES = 4 * 2**20  # the first gradients wait for no more
+ALONE_BYTES = 2 * 2**20  # from here on, a copy costs more than a collective of its own
+STRAIGHT_BYTES = 2**15  # of a piece: from here on, a copy costs more than a message of its own
+
+
+class Gradient(Protocol):
+    """Of a parameter."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the largest piece: all ranks form the same buckets, whatever is theirs."""
+        ...
+
+
+Made = TypeVar("Made", bound=Gradient)
+Key = TypeVar("Key", bound=Hashable)
+
+
+def cut_bytes(largest: int) -> int:
+    """What a bucket of gradients holds that are cut; `largest`: bytes of a group of copies."""
+    return max(FIRST_BUCKET_BYTES, largest * 5 // 4)
+
+
+def buckets_of(
+    gradients: Iterable[tuple[Made, Key]],
+    cut: Mapping[Key, int],
+    buffer_bytes: int = BUFFER_BYTES,
+) -> list[list[tuple[Made, Key]]]:
+    """Gradients, with what tells their sums apart, in the order that backward fills buckets.
+
+    Those of the keys in `cut` hold no more than it says, and none with several parameters more than
+    `buffer_bytes`.
+    """
+    filling: dict[Key, list[tuple[Made, Key]]] = {}
+    first: dict[Key, list[tuple[Made, Key]]] = {}
+    found: list[list[tuple[Made, Key]]] = []
+    for one, key in reversed([*gradients]):
+        alone = one.size >= ALONE_BYTES and key not in cut
+        bucket = None if alone else filling.get(key)
+        limit = FIRST_BUCKET_BYTES if first.get(key) is bucket else buffer_bytes
+        limit = min(buffer_bytes, cut.get(key, limit))
+        if bucket is None or sum(other.size for other, _ in bucket) + one.size > limit:
+            bucket = []
+            found.append(bucket)
+            first.setdefault(key, bucket)
+            if not alone:
+                filling[key] = bucket
+        bucket.append((one, key))
+    return found
+
+
+def goes_straight(shape: Sequence[int], dim: int, piece: int) -> bool:
+    """Whether a rank's piece of a tensor, so many bytes, goes by itself in a message from where it
+    lies: it is large, and in one stretch of memory."""
+    return math.prod(shape[:dim]) == 1 and piece > STRAIGHT_BYTES
+
+
+@dataclass(frozen=True)
+class Travel:
+    """How gradients and copies of parameters travel."""
+
+    buffer_bytes: int = BUFFER_BYTES  # no more together
+    on_host: bool = False  # by messages from host to host, large pieces straight
+
+
+@dataclass(frozen=True, eq=False)
+class Learned:
+    """The gradient of one parameter of a program."""
+
+    parameter: fx.Node
+    whole: float  # bytes, as backward makes it
+    kept: float  # as it adds up, on the device
+    part: float  # of its sum, as it is at the end
+    packed: float  # bytes that are copied to a buffer
+
+    @property
+    def size(self) -> int:
+        return int(self.whole)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What gradients of one bucket have in common."""
+
+    summed: frozenset[str]
+    each: tuple[str, ...]  # axes over which that of a micro-batch is cut
+    last: tuple[str, ...]  # and what has added up
+    adds: bool  # they add up in another dtype
+    about: tuple[Hashable, ...]
+
+
+@dataclass(eq=False)
+class SumOf:
+    """A bucket of a program, which is summed when it has all its gradients."""
+
+    gradients: list[Learned]
+    waits: bool  # what each backward makes is whole until then
+    # Bytes that its sum takes: besides the gradients while it begins; in their place while it goes
+    # on. In their place after it, where they have added up whole.
+    begins: float
+    goes_on: float
+    part: float
+
+    @property
+    def whole(self) -> float:
+        return sum(one.whole for one in self.gradients)
+
+
+def sums_of(graph: fx.Graph, mesh: Mesh, travel: Travel) -> list[SumOf]:
+    """The buckets of a program, of the parameters that learn."""
+    nodes = [n for n in graph.nodes if info(n).places is not None and info(n).differentiable]
+    kinds = {node: _kind(node, mesh) for node in nodes}
+    made = [
+        (_learned(node, kind, mesh, travel), kind)
+        for node, kind in kinds.items()
+        if kind.summed or kind.each or kind.last or kind.adds
+    ]
+    limit = cut_bytes(largest_group(graph.nodes, mesh, travel.buffer_bytes))
+    cut = {kind: limit for _, kind in made if kind.each or kind.last}
+    return [
+        _sum_of([one for one, _ in bucket], bucket[0][1], mesh, travel)
+        for bucket in buckets_of(made, cut, travel.buffer_bytes)
+    ]
+
+
+def _kind(node: fx.Node, mesh: Mesh) -> _Kind:
+    at, bytes_ = places_of(node), state_bytes(node)
+    each, last = _between(at.working, at.gradient, mesh), _between(at.gradient, at.optimizer, mesh)
+    summed = frozenset(info(node).sync)
+    about = (info(node).val.dtype, bytes_.copy, at.goes_up, at.on_host)
+    return _Kind(summed, each, last, bytes_.copy != bytes_.gradient and not each, about)
+
+
+def _learned(node: fx.Node, kind: _Kind, mesh: Mesh, travel: Travel) -> Learned:
+    at, bytes_, shape = places_of(node), state_bytes(node), tuple(info(node).val.shape)
+
+    def size(layout: Layout, itemsize: int) -> float:
+        return float(local_elements(layout.dims, shape, mesh) * itemsize)
+
+    is_there = "gradient" in at.on_host
+    fine = at.gradient if kind.each else at.optimizer
+    whole, part = size(at.working, bytes_.copy), size(fine, bytes_.gradient)
+    dim = next((d for d, cut in enumerate(at.working.dims) if cut != fine.dims[d]), 0)
+    leads = goes_straight(at.working.largest_shape(shape, mesh), dim, int(part))
+    is_straight = travel.on_host and leads and bytes_.copy == bytes_.gradient
+    kept = 0.0 if is_there else size(at.gradient, bytes_.gradient)
+    packed = 0.0 if is_straight else size(at.working, bytes_.gradient)
+    return Learned(node, whole, kept, part, packed)
+
+
+def _sum_of(gradients: list[Learned], kind: _Kind, mesh: Mesh, travel: Travel) -> SumOf:
+    packed = sum(one.packed for one in gradients)
+    part = sum(one.part for one in gradients)
+    waits = bool(kind.each or kind.adds)
+    if kind.adds:  # the buffer is what they add up in, and is cut as it is
+        more = part if kind.last else 0.0
+        return SumOf(gradients, True, sum(one.kept for one in gradients) + more, more, part)
+    if not (kind.each or kind.last):
+        whole = sum(one.whole for one in gradients)
+        return SumOf(gradients, waits, whole if len(gradients) > 1 else 0.0, whole, whole)
+    members = math.prod(mesh[axis] for axis in kind.each or kind.last)
+    arriving = part * (max(1, members - 1) if travel.on_host else 1)
+    straight = sum(one.whole for one in gradients if not one.packed)
+    return SumOf(gradients, waits, packed + arriving, packed + arriving + straight, part)
+
+
+def places_of(node: fx.Node) -> ParameterPlacement:
+    """Of a parameter."""
+    places = info(node).places
+    assert places is not None
+    return places
+
+
+def _between(coarse: Layout, fine: Layout, mesh: Mesh) -> tuple[str, ...]:
+    """The axes that cut `fine` besides those that cut `coarse`."""
+    return tuple(axis for axis in mesh if axis in {*fine.axes} - {*coarse.axes})
