@@ -272,9 +272,10 @@ def test_states_go_to_the_host_at_last(gpt, tmp_path):
     assert (again.states, again.memory) == (plan.states, plan.memory)
 
 
-@pytest.mark.parametrize(("bandwidth", "is_there"), [(1e12, True), (1e6, False)])
-def test_the_fastest_that_fits_is_on_the_host_or_recomputed(gpt, bandwidth, is_there):
+@pytest.mark.parametrize(("bandwidth", "is_there"), [(1e12, True), (1e4, False)])
+def test_the_fastest_that_fits_is_on_the_host_or_recomputed(bandwidth, is_there):
     """Under a limit that recomputation meets, too."""
+    gpt = models.gpt(hidden=128, sequence=64, layers=8)  # larger than what waits in buckets
     (node,) = machines(4, 1e8, 0.0).nodes
     host = Host(copy_alpha=0.0, copy_bandwidth=bandwidth, bandwidth=bandwidth)
     node = replace(node, device=replace(node.device, host=host))

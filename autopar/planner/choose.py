@@ -318,8 +318,11 @@ class Planner:
             if mixed.memory.peak <= self.memory:
                 return mixed
             room -= mixed.memory.peak - self.memory
-        self._dropped.append(ways[KINDS[-1]])
-        return None
+        # The problem adds up what is kept, which is not all there is at the peak.
+        alike = [way for way in ways.values() if way.memory.peak <= self.memory]
+        if not alike:
+            self._dropped.append(ways[KINDS[-1]])
+        return min(alike, key=lambda way: way.seconds, default=None)
 
     def _is_straight(self, stages: int) -> bool:
         """Whether devices hold no more than one program."""

@@ -226,7 +226,7 @@ class Bucket:
 
 def make_buckets(
     slots: Sequence[tuple[Slot, Hashable]],
-    cut: Mapping[Hashable, int] = NOTHING,
+    cut: Mapping[Any, int] = NOTHING,
     buffer_bytes: int = BUFFER_BYTES,
 ) -> list[Bucket]:
     """Buckets for parameters and what tells their sums apart, in the order that backward fills.
@@ -270,7 +270,7 @@ class GradientSync:
         self,
         slots: Sequence[tuple[Slot, Hashable]],
         sums: Mapping[Any, Summed],
-        cut: Mapping[Hashable, int] = NOTHING,
+        cut: Mapping[Any, int] = NOTHING,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
         """`slots`: all that learn here, with a key of `sums`; without, no other rank has a part.

@@ -11,7 +11,7 @@ Chimera these are stages of both directions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -22,7 +22,6 @@ from torch import Tensor, fx
 
 from autopar._torch import call_after_backward, local_of, wait_for, will_reach
 from autopar.collectives.eager import LateSum
-from autopar.cost.buckets import cut_bytes
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, TensorType
 from autopar.passes import localize
@@ -259,11 +258,7 @@ class TorchBackend(Backend):
                 for route, key in keys.items()
                 if self._learns(route)
             ]
-            cut: dict[Hashable, int] = {
-                key: cut_bytes(self.leaves.largest(key.stages))
-                for key, one in self._sums.items()
-                if one.is_cut
-            }
+            cut = {k: self.leaves.cut_bytes(k.stages) for k, s in self._sums.items() if s.is_cut}
             self._sync = GradientSync(slots, self._sums, cut, self.program.buffer_bytes)
             self._version = self.leaves.version
         return self._sync

@@ -14,7 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+<<<<<<< HEAD
 from autopar._torch import age_of, local_of
+=======
+from autopar._torch import local_of
+from autopar.cost.buckets import cut_bytes
+>>>>>>> f4f371a (Regions alike may fit where the mix found does not; what buckets hold of cut gradients is asked of leaves)
 from autopar.cost.groups import groups_of
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -108,11 +113,11 @@ class Leaves:
         self._between: dict[str, Tensor] = {}  # copies that others are made of
         self.window = Window()
 
-    def largest(self, stages: tuple[int, ...]) -> int:
-        """Bytes of the largest group of copies of parameters that these stages read: all ranks that
-        sum their gradients see the same."""
+    def cut_bytes(self, stages: tuple[int, ...]) -> int:
+        """What a bucket holds of gradients that are cut, of parameters that these stages read: all
+        ranks that sum them see the same groups of copies."""
         there = [plan for plan in self._plans if plan.stages == stages]
-        return max((plan.bytes(self._mesh) for plan in there if self._mesh), default=0)
+        return cut_bytes(max((plan.bytes(self._mesh) for plan in there if self._mesh), default=0))
 
     @property
     def age(self) -> int:
