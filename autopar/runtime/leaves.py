@@ -14,12 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-<<<<<<< HEAD
 from autopar._torch import age_of, local_of
-=======
-from autopar._torch import local_of
 from autopar.cost.buckets import cut_bytes
->>>>>>> f4f371a (Regions alike may fit where the mix found does not; what buckets hold of cut gradients is asked of leaves)
 from autopar.cost.groups import groups_of
 from autopar.layout import Layout
 from autopar.mesh import Mesh
