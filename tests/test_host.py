@@ -42,7 +42,9 @@ LAW = [
 ]
 
 
-@pytest.mark.parametrize(("there", "options"), LAW, ids=str)
+@pytest.mark.parametrize(
+    ("there", "options"), LAW, ids=lambda one: getattr(one, "__name__", str(one))
+)
 def test_parity(there, options):
     case = models.gpt(layers=2)
     assert_parity(there(megatron(case) if options["mesh"] is TP else case), **options)
