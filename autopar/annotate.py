@@ -101,20 +101,14 @@ def _shard(
 
 
 def _recompute(target: Any, given: Any) -> None:
-    how, source = Recompute.of(given), caller() or ""
+    how = Recompute.of(given)
     if not isinstance(target, nn.Module):
         raise InvalidInput(
             "recompute= is of a module, whose operators are a region",
             got=f"recompute={given!r} for {type(target).__name__}",
             remedy='shard(model.layers[2], recompute="full")',
         )
-    earlier = target.__dict__.setdefault(RECOMPUTE, (how, source))
-    if earlier[0] != how:
-        raise InvalidInput(
-            "a module is recomputed in one way",
-            got=f"{earlier[0]} at {earlier[1]}\nand {how} at {source}",
-            remedy="remove one of them",
-        )
+    _note(target, RECOMPUTE, how, "a module is recomputed in one way")
 
 
 def _pin(target: Any, stage: int) -> None:
@@ -124,32 +118,32 @@ def _pin(target: Any, stage: int) -> None:
             got=f"stage={stage!r} for {type(target).__name__}",
             remedy="shard(model.layers[2], stage=1)",
         )
+    _note(target, STAGE, stage, "a module starts one stage", "stage {}".format)
+
+
+def _note(
+    target: nn.Module, key: str, value: object, rule: str, say: Callable[[Any], str] = str
+) -> None:
+    """Say something of a module that it can be told once, with the user's line."""
     source = caller() or ""
-    earlier = target.__dict__.setdefault(STAGE, (stage, source))
-    if earlier[0] != stage:
+    earlier, before = target.__dict__.setdefault(key, (value, source))
+    if earlier != value:
         raise InvalidInput(
-            "a module starts one stage",
-            got=f"stage {earlier[0]} at {earlier[1]}\nand stage {stage} at {source}",
+            rule,
+            got=f"{say(earlier)} at {before}\nand {say(value)} at {source}",
             remedy="remove one of them",
         )
 
 
 def _put(target: Any, device: str) -> None:
-    source = caller() or ""
     if not isinstance(target, nn.Module) or device not in ("host", "device"):
         raise InvalidInput(
             'device= says where a module is: "host", or "device"',
             got=f"device={device!r} for {type(target).__name__}",
             remedy='shard(model.embedding, device="host")',
-            source=source,
+            source=caller() or "",
         )
-    earlier = target.__dict__.setdefault(DEVICE, (device, source))
-    if earlier[0] != device:
-        raise InvalidInput(
-            "a module is on the host, or on the device",
-            got=f"{earlier[0]!r} at {earlier[1]}\nand {device!r} at {source}",
-            remedy="remove one of them",
-        )
+    _note(target, DEVICE, device, "a module is on the host, or on the device", repr)
 
 
 def _shard_module(

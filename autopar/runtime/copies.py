@@ -24,12 +24,11 @@ import torch
 from torch import Tensor
 
 from autopar._torch import age_of, copy_each, wait_for
+from autopar.cost.groups import LIVE_GROUPS
 from autopar.errors import InvalidInput
 from autopar.passes.gathers import NONE, have_copies, leave_copies, watch_readers
 from autopar.runtime.exchange import Exchange, UnderWay
 from autopar.runtime.host import HostLink
-
-AT_A_TIME = 2  # groups: the one that is read, and the next
 
 
 @dataclass(eq=False)
@@ -256,7 +255,7 @@ class Window:
             for needed in group.needs:
                 self._bring(needed)
             if not group.lasts:
-                self._make_room(group, lambda: len(self._passing) >= AT_A_TIME)
+                self._make_room(group, lambda: len(self._passing) >= LIVE_GROUPS)
             group.start()
         self._here[group.number] = group
 
@@ -265,7 +264,7 @@ class Window:
             self._start(group)
             more = 0 if group.is_direct else group.bytes  # beside its buffer
             if not group.lasts:
-                self._make_room(group, lambda: self._bytes + more > AT_A_TIME * self.most)
+                self._make_room(group, lambda: self._bytes + more > LIVE_GROUPS * self.most)
             with torch.no_grad():
                 group.finish()
         self._here[group.number] = self._here.pop(group.number, group)
