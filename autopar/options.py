@@ -216,7 +216,7 @@ def read_request(options: PlanOptions) -> Request:
     request = replace(request, recompute=again)
     is_weighed = options.mode == "auto" and options.schedule in ("auto", None)
     if mesh is None and is_weighed and options.pipeline is not None:
-        axis, stages = _axis_to_make(options.pipeline)
+        axis, stages = _axis_to_make(options.pipeline, cluster.devices)
     if axis is None:
         _refuse_words(
             options,
@@ -282,9 +282,15 @@ def _pipeline_axis(mesh: Mesh, pipeline: str | int | None) -> tuple[str | None, 
     return name, mesh
 
 
-def _axis_to_make(pipeline: str | int) -> tuple[str, int | None]:
+def _axis_to_make(pipeline: str | int, devices: int) -> tuple[str, int | None]:
     """The name and the ranks (None: any) of the pipeline's axis, where the mesh is chosen too."""
     if is_count(pipeline):
+        if devices % int(pipeline):
+            raise InvalidInput(
+                "the stages of a pipeline share the devices of the cluster evenly",
+                got=f"pipeline={pipeline} on {devices} devices",
+                remedy='a divisor of the number of devices, or pipeline="auto"',
+            )
         return AXIS, int(pipeline)
     if pipeline == "auto":
         return AXIS, None

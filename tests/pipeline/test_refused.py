@@ -10,6 +10,9 @@ import pytest
 import autopar as ap
 from autopar.pipeline import load, save, schedule
 from tests.pipeline.models import share_captures, shared  # noqa: F401
+from tests.toy import machines
+
+SIX = machines(6)
 
 
 def make(**options):
@@ -65,7 +68,9 @@ def test_bad_words(mode, options, message):
         ({"mesh": ap.Mesh(pp=4)}, "as many stages as the model has layers"),
         ({"mesh": ap.Mesh(pp=2), "microbatches": 3}, "equal parts of the batch"),
         ({"mesh": ap.Mesh(pp=2), "schedule_options": {"pipes": 2}}, "name of the schedule"),
-        ({"pipeline": 3, "microbatches": 6}, "micro-batches"),
+        ({"pipeline": 3, "microbatches": 6, "cluster": SIX}, "micro-batches"),
+        ({"pipeline": 4, "microbatches": 4, "cluster": SIX}, "share the devices"),
+        ({"pipeline": 8, "cluster": SIX}, "share the devices"),
         ({"pipeline": "x"}, "a name for its axis"),
         ({"pipeline": 0}, "a name for its axis"),
     ],
