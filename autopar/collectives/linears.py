@@ -60,14 +60,14 @@ class _Linears(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         moved, *weights = ctx.saved_tensors
-        rows = [None if one is None else one.reshape(-1, one.shape[-1]) for one in gradients]
+        rows = [None if one is None else _rows(one) for one in gradients]
         total: Tensor | None = None
         for row, weight in zip(rows, weights):
             if row is not None:
                 total = row @ weight if total is None else total.addmm_(row, weight)
         assert total is not None
         finish = ctx.start(total.view(moved.shape), *ctx.arguments)
-        columns = moved.reshape(-1, moved.shape[-1])
+        columns = _rows(moved)
         found: list[Tensor | None] = []
         for row, (weight, bias) in zip(rows, _pairs(ctx.needs_input_grad[3:])):
             found += [
@@ -75,6 +75,11 @@ class _Linears(torch.autograd.Function):
                 row.sum(0) if bias and row is not None else None,
             ]
         return finish(), None, None, *found
+
+
+def _rows(value: Tensor) -> Tensor:
+    """As a matrix, also where it has no elements."""
+    return value.reshape(value.shape[:-1].numel(), value.shape[-1])
 
 
 def _pairs(values: Sequence[bool]) -> list[tuple[bool, bool]]:

@@ -6,7 +6,8 @@ and the linears that alone read it, become one call (`collectives/linears.py`):
     x' = identity(x, "tp"); y = linear(x', w); z = linear(x', v)
     y, z = linears(x, identity, ("tp",), w, None, v, None)
 
-Where backward is split it has parted the two already, and is left as it is.
+Where backward is split it has parted the two already, and is left as it is. This moves
+a collective of backward before others, so all ranks join the same: one without elements, too.
 """
 
 from __future__ import annotations

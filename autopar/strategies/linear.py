@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autopar.strategies.language import ELLIPSIS
 from autopar.strategies.registry import Call, Traits, aten, register_rule
@@ -91,7 +92,7 @@ def _without_broadcast(
 
 
 _PRODUCT = Traits(leading="", makes_new=True)
-register_rule("aten.linear", _linear, traits=_PRODUCT)
+register_rule("aten.linear", _linear, traits=replace(_PRODUCT, takes_nothing=True))
 register_rule("aten.matmul", _matmul, traits=_PRODUCT)
 register_rule(aten("dot vdot mv"), _matmul)
 register_rule("aten.mm", "m k, k n -> m n", passes="each", saved="0 1")

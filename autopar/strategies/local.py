@@ -57,7 +57,9 @@ def piece_call(
     rank: int,
 ) -> LocalCall:
     """Function and arguments on `rank`; without a rule, whole on every rank."""
-    if rule is not None and strategy is not None and node.all_input_nodes:
+    traits = traits_of(node)
+    takes_all = traits.takes_nothing or not node.all_input_nodes
+    if rule is not None and strategy is not None and not takes_all:
         lengths = [rule.bounds(factor, strategy, mesh, rank)[1] for factor, _ in strategy.cuts]
         if 0 in lengths:
             shapes = [list(t.layout.local_shape(t.shape, mesh, rank)) for t in flat(types)]
@@ -67,5 +69,5 @@ def piece_call(
                 return no_results, (shapes, dtypes, learns, *node.all_input_nodes), {}
             return nothing, (shapes[0], dtypes[0], learns, *node.all_input_nodes), {}
     # Every reshape that looks at sizes becomes `reshape`.
-    function = torch.ops.aten.reshape.default if traits_of(node).as_reshape else node.target
+    function = torch.ops.aten.reshape.default if traits.as_reshape else node.target
     return function, *localize_arguments(node, types, mesh, rank)  # type: ignore[return-value]

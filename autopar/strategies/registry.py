@@ -175,6 +175,7 @@ class Traits:
     # Its output, and the gradient of its first input, are new memory; backward reads no output.
     makes_new: bool = False
     shape_only: bool = False  # reads no values of its first input, only shape and dtype
+    takes_nothing: bool = False  # runs on pieces without elements, forward and backward
 
 
 _RULES: dict[Operator, tuple[RuleFunction, Traits]] = {}

@@ -13,15 +13,18 @@ from autopar.passes.reductions import hide_reductions
 from tests import models
 from tests.annotations import megatron, sequence
 from tests.models import Case
+from tests.runtime.acts import tree
 
 own = torch.ops.autopar
 
 
-def joined(case: Case, mesh: ap.Mesh, split: bool = False, **options: object) -> list[fx.Node]:
+def joined(
+    case: Case, mesh: ap.Mesh, split: bool = False, rank: int = 0, **options: object
+) -> list[fx.Node]:
     """The calls that are made, in the program of a rank."""
     options = {"mode": "propagate", **options}
     plan = ap.plan(case.model, case.args, case.kwargs, mesh=mesh, **options)  # type: ignore[arg-type]
-    graph = localize(plan.program.graph, plan.mesh, 0, torch.device("cpu"), "+".join)
+    graph = localize(plan.program.graph, plan.mesh, rank, torch.device("cpu"), "+".join)
     hide_reductions(graph, LocalSetting(once=True, is_split=split))
     graph.lint()
     return [node for node in graph.nodes if node.target is linears]
@@ -46,6 +49,14 @@ def test_readers_of_one_value_are_joined() -> None:
 
 def test_backward_that_is_split_stays_as_it_is() -> None:
     assert not joined(megatron(models.gpt(layers=1)), ap.Mesh(tp=2), split=True)
+
+
+def test_ranks_without_elements_join_the_same() -> None:
+    """Or collectives of backward would be called in another order there."""
+    found = [joined(tree(), ap.Mesh(d=4), rank=rank) for rank in range(4)]  # of six columns
+    names = [[(node.name, node.args[1]) for node in nodes] for nodes in found]
+    assert len(names[0]) == 1
+    assert names == [names[0]] * 4
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
@@ -81,6 +92,6 @@ def test_other_readers_and_frozen_weights_leave_it_alone(also, frozen, count) ->
     model = Read(also, frozen)
     ap.shard(model.up, params={"weight": ("tp", None), "bias": ("tp",)})
     plan = ap.plan(model, (torch.randn(3, 4),), mesh=ap.Mesh(tp=2), mode="propagate")
-    graph = localize(plan.program.graph, plan.mesh, 0, torch.device("cpu"), "+".join)
+    graph = localize(plan.program.graph, plan.mesh, rank, torch.device("cpu"), "+".join)
     hide_reductions(graph, LocalSetting(once=True))
     assert sum(node.target is linears for node in graph.nodes) == count
