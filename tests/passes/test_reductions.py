@@ -92,6 +92,6 @@ def test_other_readers_and_frozen_weights_leave_it_alone(also, frozen, count) ->
     model = Read(also, frozen)
     ap.shard(model.up, params={"weight": ("tp", None), "bias": ("tp",)})
     plan = ap.plan(model, (torch.randn(3, 4),), mesh=ap.Mesh(tp=2), mode="propagate")
-    graph = localize(plan.program.graph, plan.mesh, rank, torch.device("cpu"), "+".join)
+    graph = localize(plan.program.graph, plan.mesh, 0, torch.device("cpu"), "+".join)
     hide_reductions(graph, LocalSetting(once=True))
     assert sum(node.target is linears for node in graph.nodes) == count
