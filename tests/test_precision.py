@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 import autopar as ap
 from autopar.plan.plan import SavedPlan
+from autopar.strategies.node_info import info
 from tests import models
 from tests.models import Case
 
@@ -144,6 +145,24 @@ def test_what_moves_is_listed_in_the_dtype_in_which_it_moves():
     size = sum(parameter.numel() for parameter in case.model.parameters())
     assert sum(one.bytes for one in gathers) == 2 * size
     assert {one.tensor[:4] for one in gathers} == {"bf16"}
+
+
+def test_the_same_gradients_are_summed_once_a_step():
+    """Those of positions, too, which no input cuts: a cast is no operator that reads them."""
+    case = in_float32(models.gpt())
+    found = []
+    for precision in (None, BF16):
+        options = {"mesh": MESH, "mode": "data", "states": "zero2", "precision": precision}
+        plan = ap.plan(case.model, case.args, **options)
+        sums = {n: info(p).sync for n, p in plan.program.placeholders.items() if info(p).places}
+        found.append((sums, plan.decisions.apart))
+        text = next(line for line in str(plan).splitlines() if "positions.weight" in line)
+        assert "kept as f32[8@dp@tp, 32]" in text
+    assert found[0] == found[1]
+    plan = ap.plan(case.model, case.args, **{**options, "states": "zero3"})
+    text = next(line for line in str(plan).splitlines() if "positions.weight" in line)
+    assert "f32[8@dp@tp, 32]" in text
+    assert "read as bf16[8, 32]" in text
 
 
 def test_a_model_in_few_digits_has_masters_and_states_in_more():

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from autopar.capture.origins import copied_parameter
 from autopar.collectives import Movement
 from autopar.layout import Placement
 from autopar.passes.redistribution import insert_movement
@@ -59,6 +60,7 @@ def _lift(graph: fx.Graph, identity: fx.Node, axes: tuple[str, ...]) -> None:
         with graph.inserting_before(value):
             moved = insert_movement(graph, node, Movement("identity", axes, pending=True))
         value.replace_input_with(node, moved)
+        _lift(graph, moved, axes)  # on, to the parameter behind its cast
     info(value).wants = tuple(
         Placement(want.layout, {*want.pending, *axes}) if node in learned else want
         for node, want in zip(inputs, info(value).wants)
@@ -76,7 +78,7 @@ def _identity_axes(node: fx.Node) -> tuple[str, ...]:
 
 def _has_room(node: fx.Node, axes: tuple[str, ...], reader: fx.Node) -> bool:
     """Whether summing the gradient of `node` instead costs no more: its other sums join it."""
-    if info(node).places is None:
+    if info(node).places is None and copied_parameter(node) is None:
         return False
     others = [user for user in node.users if user is not reader]
     joined = all(set(axes) <= set(_identity_axes(user)) for user in others)

@@ -154,15 +154,17 @@ def _kept(plan: PlanValue, placeholder: str, name: str) -> str:
     places = plan.decisions.apart.get(placeholder)
     if places is None:
         return "on the host" * info(plan.program.placeholders[placeholder]).on_host
-    type_ = plan.types[name]
+    kept, bytes_ = plan.types[name], info(plan.program.placeholders[placeholder]).state_bytes
+    is_cast = plan.precision is not None and bytes_ is not None and bytes_.copy != bytes_.master
+    read = replace(kept, dtype=plan.precision.compute) if is_cast and plan.precision else kept
     said = {
-        "kept as": places.optimizer,
-        "read as": places.working,
-        "gradient as": places.gradient,
+        "kept as": (kept, places.optimizer),
+        "read as": (read, places.working),
+        "gradient as": (kept, places.gradient),
     }
     found = [
         f"{how} {replace(type_, layout=layout)}"
-        for how, layout in said.items()
+        for how, (type_, layout) in said.items()
         if layout != places.storage
     ]
     return ", ".join(found + [_there(places)] * bool(places.on_host))
