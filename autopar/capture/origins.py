@@ -27,6 +27,17 @@ def is_made_of_parameters(value: fx.Node) -> bool:
     return _comes_from(value, lambda placeholder: info(placeholder).origin[0] == "parameter")
 
 
+def summed_parameter(value: fx.Node) -> fx.Node | None:
+    """The parameter whose gradient is summed where readers of a value ask for the sum of its: the
+    value itself, or what it is made of by one operator, a cast as a rule."""
+    if value.op == "placeholder":
+        return value if info(value).state_bytes is None else None
+    learned = [argument for argument in value.all_input_nodes if info(argument).differentiable]
+    if len(learned) != 1 or learned[0].op != "placeholder" or len(learned[0].users) > 1:
+        return None
+    return learned[0]
+
+
 def state_bytes(parameter: fx.Node) -> StateBytes:
     """What training keeps for each of its elements."""
     return info(parameter).state_bytes or StateBytes.of(info(parameter).val.dtype)

@@ -20,7 +20,7 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.capture.listing import operator_of
 from autopar.capture.marker import ANNOTATE
-from autopar.capture.origins import copied_parameter, is_of_parameters
+from autopar.capture.origins import copied_parameter, is_of_parameters, summed_parameter
 from autopar.capture.regions import runs
 from autopar.cluster import Cluster
 from autopar.cost.footprint import HELD, parameter_bytes
@@ -332,17 +332,17 @@ class _Builder:
 
     def _connect(self, value: fx.Node, readings: Sequence[Reading]) -> None:
         """Edges from the producer of a value to its readers, by way of what they share."""
-        is_stored = value.name in self.built.parameters
-        late: Late = "derived" if is_of_parameters(value, self.captured) else ""
-        # Where readers ask for the sum. Behind a cast nobody knows which parameter they ask.
-        last: Late = "parameter" if is_stored and info(value).state_bytes is None else late
+        late = Late() if is_of_parameters(value, self.captured) else None
         producer, shared = self.producers[value.name], self.built.values.get(value.name)
-        if shared is None:
-            self._join(value, producer, readings[0], last, "always")
-            return
         groups = self.built.groups.get(value.name, [])
         grouped = {reading for group in groups for reading in group.readings}
         alone = [reading for reading in readings if reading not in grouped]
+        asks_once = len(groups) + len(alone) == 1
+        # Where readers ask for the sum.
+        last = Late(summed_parameter(value)) if late and asks_once else late
+        if shared is None:
+            self._join(value, producer, readings[0], last, "always")
+            return
         kept_at_all = self._keeps(readings)
         # What several readers keep is counted once: where they part.
         storing = [group for group in groups if self._keeps(group.readings)]
@@ -373,7 +373,7 @@ class _Builder:
         return not set(facts.rule.cuttable) <= own
 
     def _link(
-        self, value: fx.Node, first: Variable, second: Variable, late: Late, kept: str
+        self, value: fx.Node, first: Variable, second: Variable, late: Late | None, kept: str
     ) -> None:
         """An edge between two layouts of one value; `kept` "always", or only if it is "moved".
         What the readings of the second compute runs beside what brings the gradient back."""
@@ -388,7 +388,7 @@ class _Builder:
         self.built.graph.add_edge(first.number, second.number, cost, memory)
 
     def _join(
-        self, value: fx.Node, first: Variable, reading: Reading, late: Late, kept: str
+        self, value: fx.Node, first: Variable, reading: Reading, late: Late | None, kept: str
     ) -> None:
         """An edge from a layout of a value to a reader."""
         wants = self._offers[reading.reader][0].inputs[reading.position]

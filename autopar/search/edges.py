@@ -6,7 +6,8 @@ Tables that are equal are one object, so that the cost graph knows them again at
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +27,14 @@ from autopar.states import States
 from autopar.strategies.node_info import info
 
 Array = NDArray[np.float64]
-# How the gradient of a value is summed: inside the program; after backward; as a parameter's.
-Late = Literal["", "derived", "parameter"]
+
+
+@dataclass(frozen=True)
+class Late:
+    """The gradient of a value is summed when backward has gone past it: of the `parameter` that
+    the value is, or that alone it is made of, as its states say."""
+
+    parameter: fx.Node | None = None
 
 
 class Edges:
@@ -54,40 +61,32 @@ class Edges:
         value: fx.Node,
         first: Placements,
         second: Placements,
-        late: Late,
+        late: Late | None,
         kept: str,
         beside: Beside,
     ) -> tuple[Array, Array | None]:
         """Seconds and bytes from each of the `first` states to each of the `second`.
 
-        `late`: the gradient of the value is summed late; of a "parameter" its states are cut over
-        the axes of the sum. `kept`: whether what arrives is kept for
-        backward: "always", or only if it was "moved". `beside`: what is computed meanwhile, in each
-        of the `second` states."""
-        key = (
-            self._type(value),
-            first,
-            second,
-            late,
-            kept,
-            id(beside.forward),
-            id(beside.backward),
-        )
+        `kept`: whether what arrives is kept for backward: "always", or only if it was "moved".
+        `beside`: what is computed meanwhile, in each of the `second` states."""
+        about = late and self._about(late)
+        meanwhile = id(beside.forward), id(beside.backward)
+        key = (self._type(value), first, second, about, kept, *meanwhile)
         if key not in self._tables:
             table, seconds = self.seconds(value)
             rows, columns = table.rows(first), table.rows(second)
             cost = seconds[np.ix_(rows, columns)]
             same = table.data[rows][:, None] == table.data[columns][None, :]
             if late:
-                cost = self._summed_late(value, first, second, cost, beside)
+                cost = self._summed_late(value, first, second, cost, late, beside)
             elif np.any(beside.backward):
                 cost = cost - self._hidden(value, first, second, cost, beside)
             # From a pending copy nothing but that copy can be had.
             stuck = table.pending[rows][:, None] & (rows[:, None] != columns[None, :])
             size = np.broadcast_to(self.bytes(value, second), cost.shape)
             memory = np.where(same & (kept != "always"), 0.0, size) if kept else None
-            if late == "parameter" and not self.states.is_whole:
-                more = self._states(value, first, second, beside)
+            if late and late.parameter is not None and not self.states.is_whole:
+                more = self._states(value, late.parameter, first, second, beside)
                 cost, memory = cost + more[0], more[1] + (0.0 if memory is None else memory)
             self._tables[key] = np.where(stuck, np.inf, cost), memory
         return self._tables[key]
@@ -103,28 +102,42 @@ class Edges:
         is_there = info(value).on_host
         return self.states.places(layout, shape, axes, self.mesh, learns, is_there=is_there)
 
+    def _about(self, late: Late) -> tuple:
+        if late.parameter is None:
+            return (None,)
+        known = info(late.parameter)
+        return self._type(late.parameter), state_bytes(late.parameter), known.on_host
+
     def _states(
-        self, value: fx.Node, first: Placements, second: Placements, beside: Beside
+        self,
+        value: fx.Node,
+        parameter: fx.Node,
+        first: Placements,
+        second: Placements,
+        beside: Beside,
     ) -> tuple[Array, Array]:
-        """Seconds that cutting the states of a parameter adds to summing its gradient, and bytes
-        that are more than those of states that are cut over all replicas."""
-        val, learns = info(value).val, info(value).differentiable
-        is_there = info(value).on_host
-        about = tuple(val.shape), state_bytes(value), learns
+        """Seconds that cutting the states of the `parameter` that a value is, or is made of, adds
+        to summing its gradient, and bytes that are more than those of states that are cut over all
+        replicas."""
+        val, learns = info(parameter).val, info(parameter).differentiable
+        is_there = info(parameter).on_host
+        about = tuple(val.shape), state_bytes(parameter), learns
         cost, memory = (np.zeros((len(first), len(second))) for _ in range(2))
-        for i, start in enumerate(first):
-            least = sum(parameter_bytes(value, self.places(value, start.layout), self.mesh))
+        for i, state in enumerate(first):
+            if (layout := _made_of(parameter, value, state)) is None:
+                continue
+            least = sum(parameter_bytes(parameter, self.places(parameter, layout), self.mesh))
             found: dict[tuple[str, ...], tuple[Array, float]] = {}
-            for j, state in enumerate(second):
-                if (pending := state.pending) not in found:
-                    summed = [axis for axis in pending if axis not in start.layout.axes]
-                    key = (*self._type(value), start.layout, pending, is_there)
+            for j, end in enumerate(second):
+                if (pending := end.pending) not in found:
+                    summed = [axis for axis in pending if axis not in layout.axes]
+                    key = (*self._type(parameter), about[1], layout, pending, is_there)
                     if key not in self._places:
-                        places = self.places(value, start.layout, summed)
-                        held = sum(parameter_bytes(value, places, self.mesh))
+                        places = self.places(parameter, layout, summed)
+                        held = sum(parameter_bytes(parameter, places, self.mesh))
                         self._places[key] = places, float(held - least)
                     places, held_more = self._places[key]
-                    tied = ParameterPlacement.tied(start.layout, ALL_PLACES * is_there)
+                    tied = ParameterPlacement.tied(layout, ALL_PLACES * is_there)
                     more = self._seconds(self.state_price.whole(places, about, summed, beside))
                     less = self._seconds(self.state_price.whole(tied, about, summed, beside))
                     all_ = np.broadcast_to(more - less, (len(second),))
@@ -160,7 +173,13 @@ class Edges:
         return self.state_price.hidden(reduced, beside.backward)
 
     def _summed_late(
-        self, value: fx.Node, first: Placements, second: Placements, cost: Array, beside: Beside
+        self,
+        value: fx.Node,
+        first: Placements,
+        second: Placements,
+        cost: Array,
+        late: Late,
+        beside: Beside,
     ) -> Array:
         """The same costs where gradients are summed over the axes on which a parameter is stored
         whole when backward has gone past it."""
@@ -169,6 +188,8 @@ class Edges:
         if value.op != "placeholder" and len(value.users) == 1:
             # The parameter's own gradient is summed instead: no sums of pieces, but pieces.
             size = size / [self.mesh.degree(state.partial) for state in first]
+        if late.parameter is not None:
+            size = size * (state_bytes(late.parameter).gradient / info(value).val.itemsize)
         rows = table.rows(first)
         cost = cost.copy()
         kinds: dict[tuple[str, ...], list[int]] = {}
@@ -191,9 +212,9 @@ class Edges:
                 apart = moved <= self.seconds(value)[1][where] * (1 + 1e-9)
                 once = self.price.bucketed(summed, size[members])[:, None]
                 once = once - self.state_price.hidden(once, beside.backward[None, js])
-                late = once * self.share + moved
+                after = once * self.share + moved
                 here = np.ix_(np.array(members), np.array(js))
-                cost[here] = np.where(apart, late, cost[here])
+                cost[here] = np.where(apart, after, cost[here])
         return cost
 
     def bytes(self, value: fx.Node, states: Placements) -> Array:
@@ -234,3 +255,15 @@ class Edges:
     def same(self, array: Array, kind: str) -> Array:
         """One object for equal arrays, so that the cost graph knows them again at once."""
         return self._arrays.setdefault((kind, array.shape, array.tobytes()), array)
+
+
+def _made_of(parameter: fx.Node, value: fx.Node, state: Placement) -> Layout | None:
+    """Where a parameter is read when what is made of it is at `state`; None: that is not told."""
+    if value is parameter:
+        return state.layout
+    if state.partial:
+        return None
+    if info(value).val.shape == info(parameter).val.shape:
+        return state.layout
+    is_whole = not state.layout.axes
+    return Layout.replicated(info(parameter).val.ndim) if is_whole else None
