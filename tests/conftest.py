@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
+from multiprocessing import forkserver
 
+import pytest
 import torch
 
 torch.set_num_threads(1)  # tiny tensors: threads only cost
@@ -18,3 +21,11 @@ def pytest_collection_finish() -> None:
 def pytest_make_parametrize_id(config, val, argname):
     """Functions are named: their addresses would differ between the processes of one run."""
     return getattr(val, "__name__", None) if callable(val) else None
+
+
+@pytest.fixture(scope="session")
+def warm_ranks() -> None:
+    """Ranks are forked from a process that knows what they need (`tests/warm.py`), where none has
+    started before."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.warm"])
+    forkserver.ensure_running()

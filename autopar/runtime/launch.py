@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar._torch import LOADED_BY_EXPORT
 from autopar.errors import ExecutionError
 from autopar.runtime.failures import tell
 
@@ -148,11 +149,11 @@ def _rank_main(
 
 
 def _context() -> Any:
-    """How processes start: forked from one that has imported torch already, where that exists."""
+    """How processes start: forked, where that exists, from one that has loaded what all need."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["autopar"])
+    context.set_forkserver_preload(["autopar", *LOADED_BY_EXPORT])
     return context
 
 

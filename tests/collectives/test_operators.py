@@ -15,7 +15,7 @@ from autopar.runtime.launch import launch
 from tests.collectives import processes
 
 
-def test_four_processes_do_as_four_virtual_ranks() -> None:
+def test_four_processes_do_as_four_virtual_ranks(warm_ranks: None) -> None:
     """One launch for everything that only processes can show; see `processes`."""
     counts: list[int] = []
     launch(processes.check_all, 4, heard=lambda rank, count: counts.append(count))

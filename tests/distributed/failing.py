@@ -44,7 +44,6 @@ def reports(
     """
     port = _free_port() if failing == 0 else None
     context = get_context("forkserver")
-    context.set_forkserver_preload(["autopar"])
     ranks: list[Any] = [
         context.Process(target=_live, args=(rank, way, folder, options, failing, port), daemon=True)
         for rank in range(RANKS)

@@ -66,7 +66,6 @@ def launch_forked(
 ) -> list[Any]:
     """As `launch`, in a process of its own, which captures `cases` and then forks the ranks."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["autopar"])
     reader, writer = context.Pipe(duplex=False)
     process = context.Process(target=_main, args=(writer, cases, function, ranks, arguments))
     process.start()

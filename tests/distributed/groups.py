@@ -7,16 +7,16 @@ import os
 import time
 import weakref
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import autopar as ap
-from autopar import planning
 from autopar.runtime.world import world
 from tests import models
+from tests.models import Case
 
 PATIENCE = 60.0  # seconds until a first use counts as hung
 FORMS = [
@@ -64,34 +64,50 @@ def use_lazily() -> None:
         setattr(dist, name, lazy(getattr(dist, name), 2))
 
 
-def runs_with_lazy_communicators(say: Callable[[Any], None]) -> None:
-    """Each form makes its groups anew, and takes one step."""
-    torch.manual_seed(0)
-    case = models.mlp(layers=8, hidden=16)
-    expected = case.model(*case.args).item()
-    captured = planning.capture(case.model, case.args, case.kwargs)
-    planning.capture = lambda *call: captured  # type: ignore[assignment]
-    world()
-    use_lazily()
-    for name, microbatches, options in FORMS:
-        world().groups.clear()
-        world().meshes.clear()
-        module = ap.parallelize(
+@cache
+def forms() -> list[ap.Plan]:
+    """A plan of every form on four ranks; made once for all of these."""
+    case = chain()
+    return [
+        ap.plan(
             case.model,
             case.args,
             mode="propagate",
-            mesh=ap.Mesh(pp=dist.get_world_size()),
+            mesh=ap.Mesh(pp=4),
             microbatches=microbatches,
             schedule=name,
             schedule_options=options,
         )
+        for name, microbatches, options in FORMS
+    ]
+
+
+chain = partial(models.shared, "mlp", layers=8, hidden=16)
+
+
+def cases() -> list[tuple[Case, None]]:
+    """What is captured before the ranks are there."""
+    forms()
+    return [(models.shared("mlp"), None)]
+
+
+def runs_with_lazy_communicators(say: Callable[[Any], None]) -> None:
+    """Each form makes its groups anew, and takes one step."""
+    case = chain()
+    expected = case.model(*case.args).item()
+    world()
+    use_lazily()
+    for plan in forms():
+        world().groups.clear()
+        world().meshes.clear()
+        module = ap.parallelize(case.model, plan=plan)
         assert float(module.step(*case.args)) == pytest.approx(expected, rel=1e-12)
-        say(name)
+        say(plan.pipelining.schedule.name)
 
 
 def many_modules_share_groups(say: Callable[[Any], None]) -> None:
     """What this process holds open after a few modules, and after many."""
-    case = models.mlp()
+    case = models.shared("mlp")
     plans = [
         ap.plan(case.model, case.args, mode="propagate", **options)
         for options in ({"mesh": ap.Mesh(dp=2)}, {"mesh": ap.Mesh(pp=2), "microbatches": 2})

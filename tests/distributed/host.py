@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -12,20 +12,26 @@ import torch
 from torch import nn
 
 import autopar as ap
+from autopar.precision import Precision
 from autopar.runtime.host import HostLink
 from tests import models
-from tests.distributed.memory import CASES, measured
+from tests.distributed.memory import case_of, measured
 from tests.distributed.states import parity
 from tests.held import copies_of, held_by
+from tests.models import Case
 from tests.test_host import with_buffers_there
 
 
-def run_all(say: Callable[[Any], None], ranks: int) -> None:
-    """Every check; each says its name when it has passed."""
-    warnings.simplefilter("ignore")
-    for check in CHECKS:
-        check(ranks)
-        say(check.__name__)
+def cases() -> list[tuple[Case, Precision | None]]:
+    """What is captured before the ranks are there."""
+    ours = [small(), models.shared("gpt", layers=1), models.shared("gpt", layers=2), with_buffers()]
+    ours += [embedded(), partly_there(), case_of("gpt")]
+    return [*((case, None) for case in ours), (models.shared("gpt", layers=1), WIDE)]
+
+
+small = partial(models.shared, "mlp", hidden=10, layers=4)
+with_buffers = cache(with_buffers_there)
+WIDE = Precision(compute=torch.float32, reduce=torch.float64)
 
 
 ON_HOST = {"parameters_device": "host", "optimizer_device": "host"}
@@ -43,26 +49,27 @@ def trains_like_one_device(ranks: int) -> None:
     mesh = ap.Mesh(dp=ranks)
     for number, states in enumerate(SETTINGS):
         if number % 3:
-            parity(models.mlp(hidden=10, layers=4), states, mesh=mesh)
+            parity(small(), states, mesh=mesh)
         else:
-            parity(models.gpt(layers=1), states, mesh=mesh, microbatches=2)
-    parity(models.gpt(layers=2), SETTINGS[-1], mesh=mesh, microbatches=2, recompute="full")
+            parity(models.shared("gpt", layers=1), states, mesh=mesh, microbatches=2)
+    parity(
+        models.shared("gpt", layers=2), SETTINGS[-1], mesh=mesh, microbatches=2, recompute="full"
+    )
 
 
 def trains_in_pipelines(ranks: int) -> None:
     for schedule, states in (("zb-h1", SETTINGS[3]), ("chimera", SETTINGS[0])):
         options = {"schedule": schedule, "microbatches": 2, "mesh": ap.Mesh(pp=2)}
-        parity(models.gpt(layers=2), states, **options)
+        parity(models.shared("gpt", layers=2), states, **options)
 
 
 def computes_in_another_dtype(ranks: int) -> None:
     """The copies on either side are in the compute dtype."""
-    precision = ap.Precision(compute=torch.float32, reduce=torch.float64)
-    case, mesh = models.gpt(layers=1), ap.Mesh(dp=ranks)
+    case, mesh = models.shared("gpt", layers=1), ap.Mesh(dp=ranks)
     found = []
     for states in ("zero3", SETTINGS[5]):
-        options = {"mesh": mesh, "mode": "data", "precision": precision, "states": states}
-        module = ap.parallelize(case.fresh().model, case.args, case.kwargs, **options)
+        options = {"mesh": mesh, "mode": "data", "precision": WIDE, "states": states}
+        module = ap.parallelize(case.model, case.args, case.kwargs, **options)
         module.step(*case.args, **case.kwargs)
         found.append(module.full_grads())
     for other in found[1:]:
@@ -91,7 +98,7 @@ def crossing() -> Iterator[dict[str, list[int]]]:
 def holds_what_was_predicted(ranks: int) -> None:
     """To the byte, on each side."""
     for states in (SETTINGS[1], SETTINGS[5]):
-        case = CASES["gpt"]()
+        case = case_of("gpt")
         options = {"mesh": ap.Mesh(dp=ranks), "mode": "data", "states": states}
         module = ap.parallelize(case.model, case.args, case.kwargs, **options)
         optimizer = torch.optim.AdamW(module.parameters())
@@ -117,17 +124,17 @@ def holds_what_was_predicted(ranks: int) -> None:
 def takes_what_was_predicted(ranks: int) -> None:
     """At most; here the host is the same memory."""
     for states in (SETTINGS[1], SETTINGS[3]):
-        found, planned = measured(CASES["gpt"](), states=states)
+        found, planned = measured(case_of("gpt"), states=states)
         assert abs(found / planned - 1) < 0.05, (str(states), found / planned)
 
 
 def collects_and_loads(ranks: int) -> None:
     """Whole values, and clipping, as of a module on the device."""
-    case = models.mlp(hidden=10)
+    case = small()
     found = []
     for states in ("whole", SETTINGS[5]):
         options = {"mesh": ap.Mesh(dp=ranks), "mode": "data", "states": states}
-        module = ap.parallelize(case.fresh().model, case.args, case.kwargs, **options)
+        module = ap.parallelize(case.model, case.args, case.kwargs, **options)
         module.step(*case.args, **case.kwargs)
         norm = module.clip_grad_norm_(0.01)
         other = nn.utils.clip_grad_norm_(module.parameters(), 0.005)
@@ -140,21 +147,31 @@ def collects_and_loads(ranks: int) -> None:
     torch.testing.assert_close(found[1], found[3])
 
 
-def runs_modules_there(ranks: int) -> None:
+@cache
+def partly_there() -> Case:
     """An embedding, tied to what is on the device, and all of a block but its attention."""
     case = models.gpt(layers=1)
     ap.shard(case.model.tokens, device="host")
     ap.shard(case.model.layers[0], device="host")
     ap.shard(case.model.layers[0].attention, device="device")
-    parity(case, SETTINGS[-1], mesh=ap.Mesh(dp=ranks), microbatches=2)
+    return case
+
+
+@cache
+def embedded() -> Case:
     case = models.gpt(layers=2)
     ap.shard(case.model.tokens, device="host")
+    return case
+
+
+def runs_modules_there(ranks: int) -> None:
+    parity(partly_there(), SETTINGS[-1], mesh=ap.Mesh(dp=ranks), microbatches=2)
     options = {"schedule": "1f1b", "microbatches": 2, "mesh": ap.Mesh(pp=2)}
-    parity(case, "whole", **options)
+    parity(embedded(), "whole", **options)
 
 
 def keeps_buffers_there(ranks: int) -> None:
-    parity(with_buffers_there(), "zero1", mesh=ap.Mesh(dp=ranks))
+    parity(with_buffers(), "zero1", mesh=ap.Mesh(dp=ranks))
 
 
 CHECKS = (

@@ -8,7 +8,7 @@ import pytest
 
 from autopar.runtime.launch import launch
 from tests.distributed import checks, failing, groups, placing
-from tests.distributed.forked import assert_all_pass
+from tests.distributed.forked import assert_all_pass, launch_forked
 
 
 def test_processes_do_what_virtual_ranks_do() -> None:
@@ -62,11 +62,13 @@ def test_a_rank_lost_in_a_pipeline_ends_all_others(
 
 def test_no_group_connects_in_the_middle_of_a_step() -> None:
     heard: list[str] = []
-    launch(groups.runs_with_lazy_communicators, 4, heard=lambda rank, name: heard.append(name))
+    run = groups.runs_with_lazy_communicators
+    launch_forked(groups.cases, run, 4, heard=lambda rank, name: heard.append(name))
     assert len(heard) == 4 * len(groups.FORMS)
 
 
 def test_modules_on_the_same_ranks_share_their_groups() -> None:
     heard: list[str] = []
-    launch(groups.many_modules_share_groups, 2, heard=lambda rank, word: heard.append(word))
+    run = groups.many_modules_share_groups
+    launch_forked(groups.cases, run, 2, heard=lambda rank, word: heard.append(word))
     assert heard == ["shared"] * 2

@@ -1,25 +1,20 @@
-"""What only processes can show: messages, replicas that stay equal, what ranks hold, a lost one."""
+"""What only processes can show: messages, replicas that stay equal, what ranks hold."""
 
 from __future__ import annotations
 
-import io
-import os
-import signal
-import time
+from functools import cache, partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import autopar as ap
-from autopar import planning
-from autopar.errors import ExecutionError
 from autopar.pipeline import simulate
-from autopar.runtime.launch import launch
 from autopar.runtime.messages import Messages
 from tests.annotations import megatron
+from tests.distributed.forked import launch_forked
 from tests.held import held_in_a_step, predicted_course
-from tests.models import gpt, mlp
+from tests.models import Case, gpt, mlp
 from tests.parity import Outcome, assert_equal, parallel_outcome, single_outcome
 from tests.pipeline.models import residuals
 
@@ -34,35 +29,26 @@ CHIMERAS = [
 OTHERS = [("1f1b", 8, {}), ("interleaved", 8, {}), ("zb-h1", 8, {}), ("zb-v", 8, {})]
 
 
-def small(layers: int):
-    """A GPT, or where many ranks plan many layers a chain of linear layers."""
+@cache
+def small(layers: int) -> Case:
+    """A GPT, or of many layers a chain of linear layers."""
     if layers > 8:
         return mlp(layers=layers, hidden=16)
     return gpt(layers=layers, batch=8, hidden=16, heads=2, sequence=4, vocabulary=19)
 
 
-def packed(outcome: Outcome) -> bytes:
-    """Tensors as plain bytes, which travel to any number of processes."""
-    buffer = io.BytesIO()
-    torch.save((outcome.losses, outcome.grads, outcome.state), buffer)
-    return buffer.getvalue()
+@cache
+def outcome(layers: int, clip: tuple[float, float] | None = None) -> Outcome:
+    """What one device does, once for all ranks."""
+    return single_outcome(small(layers).fresh(), clip=clip)
 
 
-def unpacked(data: bytes) -> Outcome:
-    return Outcome(*torch.load(io.BytesIO(data)))
-
-
-def train(say, layers, forms, reference: bytes, tags: bool):
-    """Every form on all ranks as one pipeline; without tags, as by NCCL, order is all there is."""
-    if not tags:
-        Messages._tag = lambda self, key, number: 0
-    expected = unpacked(reference)
+@cache
+def forms(ranks: int, layers: int) -> list[ap.Plan]:
+    """A plan of every form, made once for all ranks, which are one pipeline."""
     case = small(layers)
-    captured = planning.capture(case.model, case.args, case.kwargs)
-    planning.capture = lambda *call: captured
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    for schedule, microbatches, options in forms:
-        module = ap.parallelize(
+    return [
+        ap.plan(
             case.model,
             case.args,
             case.kwargs,
@@ -72,12 +58,30 @@ def train(say, layers, forms, reference: bytes, tags: bool):
             schedule=schedule,
             schedule_options=options,
         )
-        assert_equal(parallel_outcome(module, case), expected)
+        for schedule, microbatches, options in CHIMERAS + OTHERS
+    ]
+
+
+def of_forms(ranks: int, layers: int) -> list[tuple[Case, None]]:
+    """What is known before the ranks are there."""
+    forms(ranks, layers)
+    outcome(layers)
+    return []
+
+
+def train(say, layers: int, tags: bool):
+    """Every form; without tags, as by NCCL, order is all there is."""
+    if not tags:
+        Messages._tag = lambda self, key, number: 0
+    case, ranks, rank = small(layers), dist.get_world_size(), dist.get_rank()
+    for plan in forms(ranks, layers):
+        module = ap.parallelize(case.model, case.args, case.kwargs, plan=plan)
+        assert_equal(parallel_outcome(module, case), outcome(layers))
         made = module.plan.pipelining.schedule
         recorded = module.backend.recorded[rank]
         assert tuple(recorded.order) == made.orders[rank]
         assert recorded.peak_activations == simulate(made).peak_activations[rank]
-        if layers <= 8 and schedule in ("1f1b", "zb-h1"):
+        if layers <= 8 and made.name in ("1f1b", "zb-h1"):
             predicted = predicted_course(module, rank)
             assert held_in_a_step(module, case) == [sum(moment.values()) for moment in predicted]
         held = {name: value.to_local().clone() for name, value in module.named_parameters()}
@@ -86,7 +90,7 @@ def train(say, layers, forms, reference: bytes, tags: bool):
         for other in everyones:
             for name, value in other.items():
                 assert name not in held or torch.equal(held[name], value), name
-        say((schedule, microbatches, options))
+        say(made.name)
 
 
 @pytest.mark.parametrize(
@@ -94,14 +98,23 @@ def train(say, layers, forms, reference: bytes, tags: bool):
     [(4, 8, False), (8, 17, True)],
 )
 def test_parity_on_real_ranks(ranks, layers, tags):
-    expected = packed(single_outcome(small(layers)))
-    forms, heard = CHIMERAS + OTHERS, []
-    launch(train, ranks, layers, forms, expected, tags, heard=lambda rank, form: heard.append(form))
-    assert len(heard) == ranks * len(forms)
+    heard: list[str] = []
+    cases = partial(of_forms, ranks, layers)
+    launch_forked(cases, train, ranks, layers, tags, heard=lambda rank, form: heard.append(form))
+    assert len(heard) == ranks * len(CHIMERAS + OTHERS)
 
 
-def train_inside(say, expected: bytes):
-    case = megatron(small(4))
+@cache
+def cut_inside() -> Case:
+    return megatron(gpt(layers=4, batch=8, hidden=16, heads=2, sequence=4, vocabulary=19))
+
+
+def of_four() -> list[tuple[Case, None]]:
+    return [(small(4), None), (cut_inside(), None), (with_norms(), None)]
+
+
+def train_inside(say):
+    case = cut_inside()
     module = ap.parallelize(
         case.model,
         case.args,
@@ -111,21 +124,21 @@ def train_inside(say, expected: bytes):
         microbatches=4,
         schedule="chimera",
     )
-    assert_equal(parallel_outcome(module, case), unpacked(expected))
+    assert_equal(parallel_outcome(module, case), outcome(4))
 
 
 def test_data_and_tensor_parallel_inside_stages():
-    launch(train_inside, 8, packed(single_outcome(small(4))))
+    launch_forked(of_four, train_inside, 8)
 
 
 CLIPS = [(0.05, 2.0), (0.01, float("inf"))]
 
 
-def train_clipped(say, references: list[bytes]):
+def train_clipped(say):
     """The embedding is tied, every stage lies on two ranks, or is cut inside: counted once."""
-    for clip, reference in zip(CLIPS, references):
+    for clip in CLIPS:
         for mesh, schedule in [({"pp": 4}, "chimera"), ({"pp": 2, "tp": 2}, "1f1b")]:
-            case = small(4) if "tp" not in mesh else megatron(small(4))
+            case = small(4) if "tp" not in mesh else cut_inside()
             module = ap.parallelize(
                 case.model,
                 case.args,
@@ -135,19 +148,21 @@ def train_clipped(say, references: list[bytes]):
                 microbatches=4,
                 schedule=schedule,
             )
-            assert_equal(parallel_outcome(module, case, clip=clip), unpacked(reference))
+            assert_equal(parallel_outcome(module, case, clip=clip), outcome(4, clip))
 
 
 def test_gradients_are_clipped_by_the_norm_of_all_stages():
-    expected = [single_outcome(small(4), clip=clip) for clip in CLIPS]
-    for (most, _), outcome in zip(CLIPS, expected):
-        assert min(outcome.losses[1::2]) > most  # norms, before they are clipped
-    launch(train_clipped, 4, [packed(outcome) for outcome in expected])
+    for clip in CLIPS:
+        assert min(outcome(4, clip).losses[1::2]) > clip[0]  # norms, before they are clipped
+    launch_forked(of_four, train_clipped, 4)
+
+
+with_norms = cache(partial(residuals, batch=8, layers=2))
 
 
 def train_norms(say):
     """Replicas of a stage see other micro-batches, and keep the same running statistics."""
-    case = residuals(batch=8, layers=2)
+    case = with_norms()
     options = {"mode": "propagate", "mesh": ap.Mesh(pp=2), "microbatches": 4, "schedule": "chimera"}
     real, virtual = (
         ap.parallelize(case.model, case.args, backend=backend, **options)
@@ -157,32 +172,4 @@ def train_norms(say):
 
 
 def test_batch_norm_between_replicas():
-    launch(train_norms, 2)
-
-
-def lose_one(say):
-    case = small(4)
-    module = ap.parallelize(
-        case.model,
-        case.args,
-        case.kwargs,
-        mode="propagate",
-        mesh=ap.Mesh(pp=4),
-        microbatches=8,
-        schedule="1f1b",
-    )
-    module.step(*case.args, **case.kwargs)
-    if dist.get_rank() == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        module.step(*case.args, **case.kwargs)
-    except ExecutionError as error:
-        say(str(error))
-
-
-def test_a_killed_rank_ends_all_others():
-    heard = {}
-    start = time.monotonic()
-    with pytest.raises(ExecutionError, match="rank 2: ended with exit code -9"):
-        launch(lose_one, 4, heard=lambda rank, text: heard.setdefault(rank, text), timeout=30.0)
-    assert time.monotonic() - start < 100
+    launch_forked(of_four, train_norms, 2)

@@ -47,7 +47,7 @@ def _disagree(say):
     return loss, layouts, other_model, constant, other_plan, no_plan
 
 
-def test_ranks_agree_or_say_who_does_not():
+def test_ranks_agree_or_say_who_does_not(warm_ranks):
     first, second = launch(_disagree, 2)
     expected = float(Model(16)(X).detach())
     assert abs(first[0] - expected) < 1e-6
