@@ -215,7 +215,7 @@ def test_the_search_cuts_states_where_memory_asks_for_it(gpt):
     assert plan.search.bound <= plan.cost.seconds == plan.search.objective
 
 
-@pytest.mark.parametrize("precision", [None, ap.Precision(compute=torch.float32)])
+@pytest.mark.parametrize("precision", [None, ap.Precision(compute=torch.bfloat16)])
 def test_what_a_search_without_a_limit_adds_up_is_exact(gpt, precision):
     """Positions are read as what is looked up of them, or cast, is: its sum is that of theirs."""
     options = {"mode": "auto", "cluster": machines(4, 1e8, 1e-6), "precision": precision}

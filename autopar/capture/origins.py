@@ -29,13 +29,14 @@ def is_made_of_parameters(value: fx.Node) -> bool:
 
 def summed_parameter(value: fx.Node) -> fx.Node | None:
     """The parameter whose gradient is summed where readers of a value ask for the sum of its: the
-    value itself, or what it is made of by one operator, a cast as a rule."""
+    value itself, or what it is made of by a cast, by one operator, or by both."""
     if value.op == "placeholder":
         return value if info(value).state_bytes is None else None
     learned = [argument for argument in value.all_input_nodes if info(argument).differentiable]
-    if len(learned) != 1 or learned[0].op != "placeholder" or len(learned[0].users) > 1:
+    if len(learned) != 1 or len(learned[0].users) > 1:
         return None
-    return learned[0]
+    found = learned[0] if learned[0].op == "placeholder" else copied_parameter(learned[0])
+    return found if found is not None and len(found.users) == 1 else None
 
 
 def state_bytes(parameter: fx.Node) -> StateBytes:
