@@ -91,7 +91,17 @@ def wait_for(work: Pending) -> None:
     work.wait()
 
 
-_WAITS = (all_reduce_now.__code__, wait_for.__code__)
+def send_to(x: Tensor, member: int, group: ProcessGroup) -> Pending:
+    """`dist.isend` to a member of a group, without what that checks at each call."""
+    return group.send([x], member, 0)
+
+
+def receive_from(x: Tensor, member: int, group: ProcessGroup) -> Pending:
+    """`dist.irecv` from a member of a group, without what that checks at each call."""
+    return group.recv([x], member, 0)
+
+
+_WAITS = tuple(one.__code__ for one in (all_reduce_now, wait_for, send_to, receive_from))
 _TORCH = Path(torch.__file__).parent
 _COLLECTIVES = [
     _TORCH / "distributed" / f for f in ("distributed_c10d.py", "_functional_collectives.py")

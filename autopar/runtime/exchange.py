@@ -27,7 +27,9 @@ from autopar._torch import (
     copy_each,
     is_gloo,
     moves_on_host,
+    receive_from,
     reduce_scatter_single,
+    send_to,
     wait_for,
 )
 from autopar.collectives.operators import movable
@@ -211,11 +213,11 @@ class Exchange:
 
     def _rows(self, large: Sequence[Tensor]) -> list[list[Tensor]]:
         """The pieces of large tensors, member by member, each one stretch of memory."""
-        cuts = [self._tensors[at] for at in self._large]
-        return [
-            [one.narrow(cut.dim, *cut.bounds[m]).view(-1) for one, cut in zip(large, cuts)]
-            for m in range(self._members)
-        ]
+        by_tensor = []
+        for one, cut in zip(large, [self._tensors[at] for at in self._large]):
+            pieces = cut.rows(one) if cut.is_even else [one.narrow(cut.dim, *b) for b in cut.bounds]
+            by_tensor.append([piece.view(-1) for piece in pieces])
+        return [list(row) for row in zip(*by_tensor)] or [[] for _ in range(self._members)]
 
     def _send_and_receive(
         self,
@@ -223,15 +225,17 @@ class Exchange:
         sent: Sequence[Sequence[Tensor]],
         received: Sequence[Sequence[Tensor]],
     ) -> None:
-        """With each other member, the neighbours first."""
-        for step in range(1, self._members):
-            source, target = (self._own - step) % self._members, (self._own + step) % self._members
-            for one in received[source]:
-                if one.numel():
-                    way.works.append(dist.irecv(one, group=self.group, group_src=source))
-            for one in sent[target]:
-                if one.numel():
-                    way.works.append(dist.isend(one, group=self.group, group_dst=target))
+        """With each other member, the neighbours first.
+
+        What is sent before its receiver waits for it is written by gloo's thread, beside what this
+        one does; else by this thread, and that one spins meanwhile.
+        """
+        steps = range(1, self._members)
+        for target in [(self._own + step) % self._members for step in steps]:
+            way.works += [send_to(one, target, self.group) for one in sent[target] if one.numel()]
+        for source in [(self._own - step) % self._members for step in steps]:
+            pieces = [one for one in received[source] if one.numel()]
+            way.works += [receive_from(one, source, self.group) for one in pieces]
         way.held += [one for row in (*sent, *received) for one in row]
 
     def _sum_by_collective(self, way: UnderWay, part: Tensor, flat: Tensor) -> None:

@@ -56,16 +56,24 @@ class Pieces:
             return ()
         return (*self.shape[: self.dim], self.bounds[member][1], *self.shape[self.dim + 1 :])
 
-    @property
+    @cached_property
     def leads(self) -> bool:
         """Whether each piece lies in one stretch of memory."""
         return math.prod(self.shape[: self.dim]) == 1
 
-    @property
+    @cached_property
     def is_even(self) -> bool:
         """Whether the pieces are equal, and lie one after the other as the members do."""
         length = self.bounds[0][1]
         return all(bound == (at * length, length) for at, bound in enumerate(self.bounds))
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """The pieces of a tensor, which are equal, member by member; those that lie in one stretch
+        as rows."""
+        members, length = len(self.bounds), self.bounds[0][1]
+        if self.leads:
+            return tensor.view(members, tensor.numel() // members)
+        return tensor.unflatten(self.dim, (members, length)).movedim(self.dim, 0)
 
 
 class Packing:
@@ -101,8 +109,20 @@ class Packing:
         """Whether this member's part has no room left."""
         return sum(self._own_numels) == self.length
 
+    @cached_property
+    def is_regular(self) -> bool:
+        """Whether all pieces of each tensor are equal: its place is the same in every part."""
+        return all(one.is_even and one.shape for one in self.tensors)
+
     def inside(self, flat: Tensor) -> list[Tensor]:
-        """The pieces in a buffer; those that lie in one stretch, as a row."""
+        """The pieces in a buffer; those that lie in one stretch, as a row. Where all are equal,
+        those of a tensor together, member by member."""
+        if self.is_regular:
+            columns = flat.view(self.members, self.length).split_with_sizes(self._own_numels, 1)
+            return [
+                column if one.leads else column.view(self.members, *shape)
+                for column, one, shape in zip(columns, self.tensors, self._own_shapes)
+            ]
         found = flat.split_with_sizes(self._splits)
         return [
             found[at] if shape is None else found[at].view(shape)
@@ -111,6 +131,8 @@ class Packing:
 
     def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The same pieces of the tensors themselves, which are contiguous."""
+        if self.is_regular:
+            return [one.rows(tensor) for one, tensor in zip(self.tensors, tensors)]
         pieces = []
         for (_, t, member), shape in zip(self._filled, self._shapes):
             cut = self.tensors[t]
