@@ -69,14 +69,26 @@ def computes_in_more_digits(ranks: int) -> None:
 
 
 def rounds_as_one_device_does(ranks: int) -> None:
+    data = [{"mesh": ap.Mesh(dp=ranks), "states": states} for states in ("whole", *NAMED)]
+    pipelines = [{"mesh": ap.Mesh(pp=ranks), "schedule": name} for name in ("1f1b", "chimera")]
+    assert_rounds(small_gpt(), *data, *pipelines)
+    assert_rounds(small_gpt(4), {"mesh": ap.Mesh(pp=ranks), "schedule": "zb-v"})
+
+
+def rounds_in_pipelines_with_cut_states(ranks: int) -> None:
+    mesh = ap.Mesh(pp=2, dp=ranks // 2)
+    names = ("zb-h1", "zero2"), ("chimera", "zero3")
+    ways = [{"mesh": mesh, "schedule": name, "states": states} for name, states in names]
+    assert_rounds(small_gpt(), *ways)
+    assert_rounds(small_gpt(4), {"mesh": mesh, "schedule": "zb-v", "states": "zero3"})
+
+
+def assert_rounds(case: Case, *ways: dict[str, Any]) -> None:
     """As in `tests/test_precision.py`."""
-    case = small_gpt()
     exact_loss, exact = alone(case, torch.float32)
     _, rounded = alone(case, torch.bfloat16)
     lost = distance(rounded, exact)
-    data = [{"mesh": ap.Mesh(dp=ranks), "states": states} for states in ("whole", *NAMED)]
-    pipelines = [{"mesh": ap.Mesh(pp=ranks), "schedule": name} for name in ("1f1b", "chimera")]
-    for options in (*data, *pipelines):
+    for options in ways:
         found, gradients = stepped(case, BF16, microbatches=2, **options)
         assert distance(gradients, rounded) < 2 * lost, options
         assert abs(found - float(exact_loss)) < 2**-7 * float(exact_loss), options
@@ -152,11 +164,14 @@ def an_overflow_on_one_rank_skips_the_step_on_all(ranks: int) -> None:
         assert distance(module.full_grads(), plain) < 2e-2
 
 
-CHECKS = (
-    computes_in_more_digits,
-    rounds_as_one_device_does,
-    sends_what_it_computes_with,
-    holds_copies_in_few_digits,
-    is_called,
-    an_overflow_on_one_rank_skips_the_step_on_all,
-)
+CHECKS = {
+    2: (
+        computes_in_more_digits,
+        rounds_as_one_device_does,
+        sends_what_it_computes_with,
+        holds_copies_in_few_digits,
+        is_called,
+        an_overflow_on_one_rank_skips_the_step_on_all,
+    ),
+    4: (rounds_in_pipelines_with_cut_states,),
+}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.distributed import precision
 from tests.distributed.forked import assert_all_pass
 
 
-def test_programs_compute_in_another_dtype() -> None:
-    assert_all_pass(precision.cases, precision.CHECKS, 2, 2)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_programs_compute_in_another_dtype(ranks: int) -> None:
+    assert_all_pass(precision.cases, precision.CHECKS[ranks], ranks, ranks)
