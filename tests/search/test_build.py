@@ -28,7 +28,7 @@ def built(case: Case, mesh: Mesh, links: tuple[float, float] = EVEN) -> Built:
     ("name", "links"), [("gpt", EVEN), ("llama", FAST), ("bert", SLOW), ("vit", EVEN)]
 )
 def test_folded_and_unfolded_optimum_are_the_same(name: str, links: tuple[float, float]) -> None:
-    graph = built(ZOO[name](layers=6), Mesh(a=2, b=2), links).graph
+    graph = built(ZOO[name](layers=4), Mesh(a=2, b=2), links).graph
     folded = solve(graph)
     assert folded.sizes.runs
     assert folded.sizes.folded_nodes < folded.sizes.nodes
@@ -45,7 +45,6 @@ def test_folded_and_unfolded_optimum_are_the_same(name: str, links: tuple[float,
         ("mlp", {"layers": 6}, Mesh(a=4)),
         ("gpt", {"layers": 1}, Mesh(a=2)),
         ("gpt2", {"layers": 1}, Mesh(a=2)),
-        ("llama", {"layers": 1}, Mesh(a=2)),
         ("bert", {"layers": 1}, Mesh(a=2)),
         ("vit", {"layers": 1}, Mesh(a=2)),
         ("resnet", {"blocks": 2}, Mesh(a=2)),
@@ -123,9 +122,9 @@ def test_equal_blocks_fold_also_when_called_on_separate_lines() -> None:
 def test_deeper_models_leave_no_more_to_look_at() -> None:
     folded = {
         layers: solve(built(ZOO["gpt"](layers=layers), Mesh(a=2)).graph).sizes.folded_nodes
-        for layers in (6, 12)
+        for layers in (5, 9)
     }
-    assert folded[6] == folded[12]
+    assert folded[5] == folded[9]
 
 
 def test_the_prologue_is_whole_and_ties_no_layers_together() -> None:
