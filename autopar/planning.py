@@ -52,9 +52,10 @@ def plan(
     `pipeline`: the axis of a pipeline ("auto": `pp`, if the mesh has it; without a mesh, what such
     an axis shall be called), a number of ranks, or None for no pipeline; `schedule`: a name, a
     mapping with a name and options, or a schedule, as `ap.pipeline.load("mine.csv")` reads one;
-    `recompute`: which of the repeated blocks run their forward again in backward, "full" or
-    "selective" (all that is cheap to make again), or by module, as {"layers.*": "full"}, and no
-    others; a `Recompute` also says where what is kept is kept; "auto": as much as memory asks for.
+    `recompute`: which of the repeated blocks run their forward again in backward, "full" (or True)
+    or "selective" (all that is cheap to make again), None (or False), or by module, as
+    {"layers.*": "full"}, and no others; a `Recompute` also says where what is kept is kept;
+    "auto": as much as memory asks for.
     What the model wraps in torch.utils.checkpoint is recomputed.
     `states`: into how many parts parameters, their gradients and what an optimizer keeps are cut
     over ranks that hold replicas: "whole", "zero1" (what an optimizer keeps), "zero2" (gradients

@@ -80,6 +80,13 @@ class States:
                     remedy=f"{name}={finer!r}, or a larger number for {other}",
                 )
 
+        if self.lifetime == "step" and self.parameters == 1:
+            raise InvalidInput(
+                "what is gathered for a step is stored in parts",
+                got="lifetime='step', parameters=1",
+                remedy='parameters="all" beside it, or no lifetime',
+            )
+
     def _require_sides(self) -> None:
         if self.parameters_device == "device":
             return

@@ -364,6 +364,7 @@ def test_annotations_of_a_split_axis_mean_all_its_parts():
         (lambda: ap.States(parameters="all"), "parameters='all', gradients=1"),
         (lambda: ap.States(optimizer=0), "optimizer=0"),
         (lambda: ap.States(lifetime="week"), "'week'"),
+        (lambda: ap.States(1, "all", "all", lifetime="step"), "stored in parts"),
         (lambda: ap.States(optimizer_device="disk"), "'disk'"),
         (lambda: ap.States(optimizer_device="cpu"), "remedy: 'host'"),
         (lambda: ap.States(parameters_device="host"), "optimizer_device='device'"),

@@ -14,7 +14,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,19 @@ class Weights:
     def read(self, name: str, bounds: Bounds) -> Tensor:
         """A part of a tensor in memory of its own."""
         raise NotImplementedError
+
+    def read_alike(self, names: Sequence[str], bounds: Bounds) -> Tensor:
+        """The same of a tensor that is here under several names, with one value."""
+        part = self.read(names[0], bounds)
+        for name in names[1:]:
+            other = self.read(name, bounds).to(part.dtype)
+            if not torch.allclose(part, other, rtol=0, atol=0, equal_nan=True):
+                raise InvalidInput(
+                    "tensors that are tied in the model have one value in its weights",
+                    got=f"other values for {names[0]} than for {name}",
+                    remedy="leave one of them out, or build a model in which they are not tied",
+                )
+        return part
 
 
 class GivenTensors(Weights):

@@ -41,7 +41,7 @@ class Values:
     ) -> None:
         self._model, self._init, self._given = model, init, weights
         self._weights: Weights | None = None
-        self._read_as: dict[str, str] = {}  # name of a tensor -> that in the weights
+        self._read_as: dict[str, list[str]] = {}  # name of a tensor -> those in the weights
         self._deferred: list[str] = []  # what initialisers make, from that state of their numbers
         self._initialisers: Initialisers | None = None
 
@@ -98,7 +98,7 @@ class Values:
         for name, like in self.tensors.items():
             if name in self._read_as:
                 assert self._weights is not None
-                read = partial(self._weights.read, self._read_as[name])
+                read = partial(self._weights.read_alike, self._read_as[name])
                 placed[name] = backend.place_part(name, like, types[name], read)
             elif name not in self._deferred:
                 placed[name] = backend.place_tensor(name, like, types[name])
@@ -126,7 +126,7 @@ def _numbers_from(state: Tensor) -> Iterator[None]:
             torch.set_rng_state(own)
 
 
-def _require_names(model: nn.Module, weights: Weights) -> dict[str, str]:
+def _require_names(model: nn.Module, weights: Weights) -> dict[str, list[str]]:
     """Under which of its names each tensor of the model is in the weights, if all of them fit."""
     first: dict[int, str] = {}
     names: dict[str, Tensor] = {}
@@ -134,13 +134,13 @@ def _require_names(model: nn.Module, weights: Weights) -> dict[str, str]:
         for name, tensor in named(remove_duplicate=False):
             first.setdefault(id(tensor), name)
             names[name] = tensor
-    found: dict[str, str] = {}
+    found: dict[str, list[str]] = {}
     wrong = []
     for name, tensor in names.items():
         held = weights.held.get(name)
         if held is None:
             continue
-        found.setdefault(first[id(tensor)], name)
+        found.setdefault(first[id(tensor)], []).append(name)
         if held.shape != tuple(tensor.shape) or not torch.can_cast(held.dtype, tensor.dtype):
             wrong.append(f"misshapen: {name} {_type(held)}, not {_type(tensor)}")
     needed = dict.fromkeys(first[id(names[name])] for name in _torch.state_names(model))

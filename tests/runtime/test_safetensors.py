@@ -147,6 +147,23 @@ def test_models_take_weights(form: str, is_meta: bool, tmp_path: Path, read: lis
     assert sum(read) == (0 if form == "mapping" else sum(value.nbytes for value in state.values()))
 
 
+@pytest.mark.parametrize("form", ["file", "mapping"])
+def test_what_is_tied_has_one_value(form: str, tmp_path: Path) -> None:
+    """Under both names: refused where these differ."""
+    state = {name: value.detach() for name, value in Tied().state_dict().items()}
+    for change in (0.0, 1.0):
+        state["table.weight"] = state["head.weight"] + change
+        save(tmp_path / "all.safetensors", state)
+        given: Any = state if form == "mapping" else tmp_path / "all.safetensors"
+        options = {"mesh": Mesh(d=2), "mode": "propagate", "weights": given}
+        if not change:
+            module = ap.parallelize(Tied(), IDS, **options)
+            assert torch.equal(module.full_state_dict()["head.weight"], state["head.weight"])
+            continue
+        with pytest.raises(ap.InvalidInput, match=r"for table\.weight than for head\.weight"):
+            ap.parallelize(Tied(), IDS, **options)
+
+
 def test_what_weights_do_not_hold_is_made(tmp_path: Path) -> None:
     """Buffers that are no part of a state, by their modules' initialisers."""
 
