@@ -23,6 +23,7 @@ from autopar.states import BUFFER_BYTES
 from autopar.strategies.node_info import info
 
 FIRST_BUCKET_BYTES = 4 * 2**20  # the first gradients wait for no more
+LEAST_CUT_BYTES = 2 * 2**20  # fewer bytes that are cut do not pay for a collective
 ALONE_BYTES = 2 * 2**20  # from here on, a copy costs more than a collective of its own
 STRAIGHT_BYTES = 2**15  # of a piece: from here on, a copy costs more than a message of its own
 
@@ -42,7 +43,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 def cut_bytes(largest: int) -> int:
     """What a bucket of gradients holds that are cut; `largest`: bytes of a group of copies."""
-    return max(FIRST_BUCKET_BYTES, largest * 5 // 4)
+    return max(LEAST_CUT_BYTES, largest * 9 // 8)
 
 
 def buckets_of(
