@@ -84,7 +84,8 @@ class Exchange:
         self._large = [at for at, large in enumerate(is_large) if large]
         self._small = [at for at, large in enumerate(is_large) if not large]
         self._tensors = tensors
-        self._packing = Packing([tensors[at] for at in self._small]) if self._small else None
+        small = [tensors[at] for at in self._small]
+        self._packing = Packing(small, device) if small else None
         own = [math.prod(tensors[at].shape_of(self._own)) for at in self._large]
         self._numels = own  # of the large ones
         self._packed_length = self._packing.length if self._packing is not None else 0

@@ -79,7 +79,10 @@ class Pieces:
 class Packing:
     """Of several tensors that are cut over one group."""
 
-    def __init__(self, tensors: Sequence[Pieces]) -> None:
+    def __init__(self, tensors: Sequence[Pieces], device: torch.device) -> None:
+        """`device`: where the tensors are."""
+        # A GPU copies many stretches of memory at once, but strided ones one by one.
+        self._is_together = device.type == "cpu" and all(t.is_even and t.shape for t in tensors)
         self.tensors, own = tensors, tensors[0].own
         self.members = len(tensors[0].bounds)
         shapes = [[one.shape_of(m) for one in tensors] for m in range(self.members)]
@@ -109,15 +112,10 @@ class Packing:
         """Whether this member's part has no room left."""
         return sum(self._own_numels) == self.length
 
-    @cached_property
-    def is_regular(self) -> bool:
-        """Whether all pieces of each tensor are equal: its place is the same in every part."""
-        return all(one.is_even and one.shape for one in self.tensors)
-
     def inside(self, flat: Tensor) -> list[Tensor]:
-        """The pieces in a buffer; those that lie in one stretch, as a row. Where all are equal,
-        those of a tensor together, member by member."""
-        if self.is_regular:
+        """The pieces in a buffer; those that lie in one stretch, as a row. On a host, where all
+        are equal, those of a tensor together, member by member."""
+        if self._is_together:
             columns = flat.view(self.members, self.length).split_with_sizes(self._own_numels, 1)
             return [
                 column if one.leads else column.view(self.members, *shape)
@@ -131,7 +129,7 @@ class Packing:
 
     def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The same pieces of the tensors themselves, which are contiguous."""
-        if self.is_regular:
+        if self._is_together:
             return [one.rows(tensor) for one, tensor in zip(self.tensors, tensors)]
         pieces = []
         for (_, t, member), shape in zip(self._filled, self._shapes):
