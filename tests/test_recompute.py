@@ -302,7 +302,7 @@ def test_what_is_kept_on_the_host_is_what_is_predicted(name, kind, monkeypatch) 
 
 @pytest.mark.parametrize("kind", ["full", "selective", None])
 def test_ranks_that_keep_alike_keep_pieces(kind, monkeypatch) -> None:
-    case, watched = megatron(models.gpt(layers=4, hidden=16, heads=2)), Watched(monkeypatch)
+    case, watched = annotated_for_tensors(), Watched(monkeypatch)
     options = {"mesh": ap.Mesh(tp=2), "mode": "propagate", "backend": "virtual"}
     device, cut, host = (
         ap.parallelize(case.model, case.args, recompute=ap.Recompute(kind, keep), **options)
@@ -317,6 +317,11 @@ def test_ranks_that_keep_alike_keep_pieces(kind, monkeypatch) -> None:
     assert torch.equal(loss, device.step(*case.args))
     assert host.plan.memory.activations < cut.plan.memory.activations
     assert host.plan.memory.host == host.plan.memory.host_activations >= less
+
+
+@cache
+def annotated_for_tensors() -> Case:
+    return megatron(models.gpt(layers=4, hidden=16, heads=2))
 
 
 def annotated(**recompute: object) -> Case:
@@ -412,6 +417,15 @@ def test_people_are_told_of_regions(tmp_path) -> None:
         "layers.2": ("selectively, kept on the host", None),
     }
     assert "  layers.1: in full | -" in str(diff)
+
+
+@pytest.mark.parametrize("kind", ["full", None])
+def test_people_are_told_where_nothing_is_kept_in_pieces(kind) -> None:
+    case, told = annotated_for_tensors(), "kept as pieces: no ranks keep it alike"
+    options = {"mode": "propagate", "recompute": ap.Recompute(kind, keep="cut")}
+    for mesh, is_told in ((ap.Mesh(dp=2, tp=1), True), (ap.Mesh(tp=2), False)):
+        plan = ap.plan(case.model, case.args, mesh=mesh, **options)
+        assert (told in str(plan)) == is_told
 
 
 def test_less_is_kept_on_devices_where_memory_binds() -> None:

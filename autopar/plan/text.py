@@ -10,7 +10,7 @@ parameters
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -58,7 +58,7 @@ def plan_text(plan: PlanValue) -> str:
         )
         for placeholder, name in plan.captured.parameters.items()
     ]
-    lines += [*_regions(plan.decisions.recompute), "parameters", *_grouped(rows)]
+    lines += [*_regions(plan.decisions.recompute, _uncut(plan)), "parameters", *_grouped(rows)]
     lines += [*_movements(plan), *_fallbacks(plan)]
     return "\n".join(lines + _weighed(plan.search, plan.alternatives))
 
@@ -143,10 +143,20 @@ def _states(plan: PlanValue | SavedValue) -> list[str]:
     return states + ([f"  precision  {plan.precision}"] if plan.precision else [])
 
 
-def _regions(decided: Mapping[str, Recompute]) -> list[str]:
+def _regions(decided: Mapping[str, Recompute], uncut: Collection[str] = ()) -> list[str]:
     """What runs again in backward, and where regions keep what it reads."""
-    rows = [(name, (how.words,)) for name, how in decided.items()]
+    rows = [
+        (name, (how.words + ": no ranks keep it alike" * (name in uncut),))
+        for name, how in decided.items()
+    ]
     return ["recomputed in backward", *_grouped(rows)] if rows else []
+
+
+def _uncut(plan: PlanValue) -> set[str]:
+    """The regions that keep pieces where there is nothing to cut."""
+    asked = {name for name, how in plan.decisions.recompute.items() if how.keep == "cut"}
+    cut = {r.name.partition(" (")[0] for n in plan.rewritten.nodes for r in info(n).away}
+    return asked - cut
 
 
 def _kept(plan: PlanValue, placeholder: str, name: str) -> str:
