@@ -15,7 +15,8 @@ from autopar.cluster import Host
 from autopar.plan.plan import SavedPlan
 from autopar.planner.candidate import Candidate
 from autopar.planner.state_places import data_axes
-from autopar.states import NAMED
+from autopar.states import NAMED, StateBytes
+from autopar.strategies.node_info import info
 from tests import large_models, models
 from tests.annotations import megatron
 from tests.parity import assert_parity
@@ -195,7 +196,8 @@ def test_other_states_need_no_other_program(gpt, states):
 
 
 def test_a_part_of_a_large_model_without_a_mesh():
-    """Two of GPT-3's blocks on 16 devices with so little memory that states have to be cut."""
+    """Two of GPT-3's blocks on 16 devices with so little memory that states have to be cut: no rank
+    keeps what an optimizer keeps of a parameter beside another that does."""
     case = large_models.gpt3(layers=2, batch=16)
     limit, cluster = 16e9, ap.Cluster.preset("dgx-a100", 2)
     precision = ap.Precision(compute=torch.bfloat16)
@@ -204,6 +206,12 @@ def test_a_part_of_a_large_model_without_a_mesh():
     fitting = [one for one in plan.alternatives if one.fits]
     assert fitting[0].seconds == min(one.seconds for one in fitting)
     assert fitting[0].memory == plan.memory.peak
+    parameters = [n for n in plan.rewritten.nodes if info(n).places is not None]
+    for node in parameters:
+        assert {*info(node).sync} <= {*info(node).places.optimizer.axes}
+    assert {info(node).state_bytes for node in parameters} == {
+        StateBytes.of(torch.float32, torch.bfloat16, precision.reduce)
+    }
 
 
 def test_the_search_cuts_states_where_memory_asks_for_it(gpt):

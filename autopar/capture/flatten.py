@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.checkpoints import BORDER
 from autopar.capture.failure import VALUES, VALUES_REMEDY
-from autopar.capture.graph_builder import GraphBuilder, fake_like
+from autopar.capture.graph_builder import GraphBuilder, fake_like, is_mutable
 from autopar.capture.listing import operator_name
 from autopar.capture.source import of_stack
 from autopar.errors import InvalidInput, unforeseen
@@ -61,6 +61,7 @@ def flatten(
     """
     tied = {alias: name for alias, name in names.items() if alias != name}
     builder = GraphBuilder(mode, tied, input_spec, program.call_spec.out_spec)
+    builder.shares_values = not _changes_values(program.graph_module)
     values = _placeholders(builder, program, names, fakes, flat_inputs)
     results = _Inliner(builder).inline(program.graph_module, values, Region())
     tensors = []
@@ -71,6 +72,12 @@ def flatten(
             builder.output_constants[index] = result
     builder.graph.output(tuple(tensors))
     return builder
+
+
+def _changes_values(module: fx.GraphModule) -> bool:
+    """Whether some call, of sub-graphs too, changes what it is given."""
+    graphs = [one.graph for one in module.modules() if isinstance(one, fx.GraphModule)]
+    return any(is_mutable(node.target) for graph in graphs for node in graph.nodes)
 
 
 def _placeholders(
@@ -242,7 +249,7 @@ class _Inliner:
     def _cast(self, node: fx.Node, args: Any, kwargs: Any, region: Region) -> tuple[Any, Any]:
         """Cast what autocast casts for this operator, seen from the dtype of its result."""
         with region.autocast():
-            result = self.builder.evaluate(node.target, args, kwargs)  # type: ignore[arg-type]
+            result = self.builder.evaluate(node.target, args, kwargs, is_plain=False)  # type: ignore[arg-type]
         tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if not tensors or not tensors[0].is_floating_point():
             return args, kwargs

@@ -43,6 +43,10 @@ class GraphBuilder:
     output_constants: dict[int, object] = field(default_factory=dict)
     mutated: list[str] = field(default_factory=list)
     looked_at: fx.Node | None = None  # for errors that nobody foresaw
+    # Whether calls that are alike have one value: where nothing is changed in place, it does not
+    # matter that others than views share memory.
+    shares_values: bool = False
+    _made: dict[tuple[object, str], Any] = field(default_factory=dict)
 
     @property
     def output(self) -> fx.Node:
@@ -86,19 +90,33 @@ class GraphBuilder:
         self.graph.erase_node(node)
 
     def evaluate(
-        self, target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+        self,
+        target: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        *,
+        is_plain: bool = True,
     ) -> Any:
-        """The fake value of a call."""
+        """The fake value of a call; what torch makes of it may depend on more than its arguments
+        where it is not `is_plain`."""
 
         def value(node: fx.Node) -> Any:
             # t_ and its like change the shape of the tensor that they are given: of an alias.
             fake = info(node).val
             return fake.detach() if changes and isinstance(fake, torch.Tensor) else fake
 
-        changes = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+        changes = is_mutable(target)
+        key = None
+        if self.shares_values and is_plain and not changes:
+            key = target, _described(args, kwargs)
+            if key in self._made:
+                return self._made[key]
         fake_args, fake_kwargs = fx.map_arg((tuple(args), kwargs), value)
         with self.mode, torch.no_grad():
-            return target(*fake_args, **fake_kwargs)
+            made = target(*fake_args, **fake_kwargs)
+        if key is not None:
+            self._made[key] = made
+        return made
 
     def constant(self, name: str, value: torch.Tensor, like: fx.Node) -> fx.Node:
         """A placeholder for a constant, after those that exist."""
@@ -125,6 +143,31 @@ class GraphBuilder:
     @property
     def outputs(self) -> tuple[fx.Node, ...]:
         return tuple(self.output.args[0])  # type: ignore[arg-type]
+
+
+def is_mutable(target: object) -> bool:
+    """Whether an operator changes what it is given."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def _described(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    """Equal for arguments of which an operator makes the same."""
+    numbers: dict[fx.Node, str] = {}
+
+    def described(node: fx.Node) -> str:
+        if node not in numbers:
+            forms = pytree.tree_map(_form, info(node).val)
+            numbers[node] = f"%{len(numbers)} {forms}"
+        return numbers[node]
+
+    return repr(fx.map_arg((tuple(args), kwargs), described))
+
+
+def _form(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    place = value.stride(), value.storage_offset(), value.device
+    return tuple(value.shape), value.dtype, value.requires_grad, *place
 
 
 def _inherit(node: fx.Node, like: fx.Node) -> None:

@@ -83,7 +83,9 @@ def runs(
     labels = _labels([None if of_parameters(node) else node for node in calls], set(names))
     for name in names:
         start, to, end = name.partition(_TO)
-        inside = [index for index, node in enumerate(calls) if to and _is_in(node, start, end)]
+        if not to:
+            continue
+        inside = [index for index, node in enumerate(calls) if _is_in(node, start, end)]
         if inside:
             first, last = inside[0], inside[-1] + 1
             labels[first:last] = [name] * (last - first)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 from torch import fx
@@ -117,11 +118,21 @@ def parameter_bytes(
 ) -> Held:
     """Of a parameter with its places, of its gradient, of what an optimizer keeps and of copies:
     on the device, or on the host."""
-    value = info(node).val
-    kept = kept or state_bytes(node)
+    shape, learns = tuple(info(node).val.shape), info(node).differentiable
+    return _parameter_bytes(shape, learns, places, mesh, kept or state_bytes(node), of_host)
 
+
+@lru_cache(maxsize=1 << 12)
+def _parameter_bytes(
+    shape: tuple[int, ...],
+    learns: bool,
+    places: ParameterPlacement,
+    mesh: Mesh,
+    kept: StateBytes,
+    of_host: bool,
+) -> Held:
     def elements(layout: Layout) -> int:
-        return local_elements(layout.dims, tuple(value.shape), mesh)
+        return local_elements(layout.dims, shape, mesh)
 
     def is_here(place: Place) -> bool:
         return (place in places.on_host) == of_host
@@ -130,7 +141,7 @@ def parameter_bytes(
     is_copied = places.storage != places.optimizer or kept.copy != kept.master or moves
     copy = elements(places.storage) * kept.copy if is_copied and is_here("storage") else 0
     own = elements(places.optimizer) if is_here("optimizer") else 0
-    if not info(node).differentiable:
+    if not learns:
         return own * kept.master, 0, 0, 0, copy
     gradient = elements(places.gradient) * kept.gradient if is_here("gradient") else 0
     if is_here("optimizer") and not is_here("gradient"):

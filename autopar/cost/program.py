@@ -6,7 +6,7 @@ up tables; this adds up the nodes that are there, as the stages of a pipeline do
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from torch import fx
@@ -18,11 +18,10 @@ from autopar.cost.operators import ShardSizes, seconds, work
 from autopar.cost.price import ClusterPrice
 from autopar.cost.reductions import linears_behind, weight_seconds
 from autopar.cost.saved_tensors import piece_bytes, storage
-from autopar.cost.state_price import Beside, NodeCost, StatePrice
-from autopar.layout import TensorType
+from autopar.cost.state_price import About, Beside, NodeCost, StatePrice
+from autopar.layout import ParameterPlacement, TensorType
 from autopar.mesh import Mesh
 from autopar.recompute import Keep
-from autopar.states import StateBytes
 from autopar.strategies import Strategy, tensor_inputs
 from autopar.strategies.node_info import Region, info
 from autopar.strategies.rule import Facts
@@ -82,6 +81,9 @@ class NodePrices:
         self.price = ClusterPrice(cluster, mesh)
         self.states = StatePrice(self.price, self.device.overlap)
         self._known: dict[tuple[Facts, Strategy], NodeCost] = {}
+        self._states: dict[Hashable, NodeCost] = {}
+        # By identity, with what it is of: copies of a program share what is known of calls.
+        self._calls: dict[int, tuple[Sequence[tuple[Facts, Strategy]], NodeCost]] = {}
 
     def __call__(self, node: fx.Node) -> NodeCost:
         return sum(self.elsewhere(node).values(), self.own(node))
@@ -111,12 +113,24 @@ class NodePrices:
         if (movement := info(node).movement) is not None:
             return self._movement(node, movement)
         if (places := info(node).places) is not None:
-            beside = self._beside(node)
-            kept = self.states.kept(places, _about(node), info(node).sync, beside)
-            if places.storage == places.working:  # no movement of the program stands for the copy
-                kept += self.states.used(places, _about(node), (), beside)
-            return kept
-        return sum((self._call(*call) for call in info(node).calls), NodeCost())
+            beside, about = self._beside(node), (places, _about(node), info(node).sync)
+            key = *about, beside.forward, beside.backward
+            if key not in self._states:
+                self._states[key] = self._kept(*about, beside)
+            return self._states[key]
+        calls = info(node).calls
+        if id(calls) not in self._calls:
+            self._calls[id(calls)] = calls, sum((self._call(*one) for one in calls), NodeCost())
+        return self._calls[id(calls)][1]
+
+    def _kept(
+        self, places: ParameterPlacement, about: About, sync: tuple[str, ...], beside: Beside
+    ) -> NodeCost:
+        """Of a parameter."""
+        kept = self.states.kept(places, about, sync, beside)
+        if places.storage == places.working:  # no movement of the program stands for the copy
+            kept += self.states.used(places, about, (), beside)
+        return kept
 
     def _call(self, facts: Facts, strategy: Strategy) -> NodeCost:
         key = facts, strategy
@@ -184,7 +198,7 @@ def _call_of(reader: fx.Node, value: fx.Node) -> tuple[tuple[Facts, Strategy], .
     return calls[:1] if value in tensor_inputs(reader)[:first] else calls[1:]
 
 
-def _about(parameter: fx.Node) -> tuple[tuple[int, ...], StateBytes, bool]:
+def _about(parameter: fx.Node) -> About:
     """Shape, bytes of an element, and whether it learns."""
     value = info(parameter).val
     return tuple(value.shape), state_bytes(parameter), info(parameter).differentiable

@@ -28,6 +28,7 @@ from autopar.strategies.results import maker, place_of, tensor_arguments, tensor
 from autopar.strategies.rule import Facts
 
 Storage = tuple[fx.Node, int | str]
+Kept = Mapping[Storage, float]  # bytes
 
 
 class SavedTensors:
@@ -157,14 +158,16 @@ def _bytes(values: Sequence[fx.Node], mesh: Mesh) -> dict[Storage, float]:
     }
 
 
-def kept_through(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
+def kept_through(node: fx.Node, mesh: Mesh, own: Kept | None = None) -> dict[Storage, float]:
     """What of an operator is kept on the device from forward to backward: of a region that runs
-    again what it reads, of one that keeps some values all but those that it drops."""
+    again what it reads, of one that keeps some values all but those that it drops. `own`: what it
+    keeps by itself, where that is known."""
     region = info(node).region
     if region is None or node.op != "call_function":
-        return {k: size for k, size in kept_by(node, mesh).items() if not info(k[0]).on_host}
+        own = kept_by(node, mesh) if own is None else own
+        return {k: size for k, size in own.items() if not info(k[0]).on_host}
     kept = dict[Storage, float]()
-    for key, size in lasting(node, region, mesh).items():
+    for key, size in lasting(node, region, mesh, own).items():
         if info(key[0]).on_host:
             continue
         axes = kept_away(key, region.how.keep, mesh)
@@ -189,16 +192,16 @@ def kept_on_host(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
     return kept
 
 
-def remade_for(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
+def remade_for(node: fx.Node, mesh: Mesh, own: Kept | None = None) -> dict[Storage, float]:
     """The bytes that an operator's backward reads and its region makes again, or brings back."""
     region = info(node).region
     if region is None or node.op != "call_function":
         return {}
-    own = {k: size for k, size in kept_by(node, mesh).items() if not info(k[0]).on_host}
-    again = {k: size for k, size in own.items() if _is_remade(k, region)}
+    own = kept_by(node, mesh) if own is None else own
+    again = {k: v for k, v in own.items() if _is_remade(k, region) and not info(k[0]).on_host}
     if region.how.keep == "device":
         return again
-    kept = lasting(node, region, mesh).items()
+    kept = lasting(node, region, mesh, own).items()
     return again | {k: s for k, s in kept if kept_away(k, region.how.keep, mesh) is not None}
 
 
@@ -224,15 +227,45 @@ def _elsewhere(key: Storage, region: Region) -> Storage:
     return key[0], f"{key[1]} of {region.name}"
 
 
-def lasting(node: fx.Node, region: Region, mesh: Mesh) -> dict[Storage, float]:
+def lasting(
+    node: fx.Node, region: Region, mesh: Mesh, own: Kept | None = None
+) -> dict[Storage, float]:
     """What an operator of a region reads in backward that does not come from running again."""
-    kept = kept_by(node, mesh)
+    kept = dict(kept_by(node, mesh) if own is None else own)
     if region.is_full and info(node).remade:
         kept |= _bytes([storage(value) for value in node.all_input_nodes], mesh)
     return {key: size for key, size in kept.items() if not _is_remade(key, region)}
 
 
-def most_remade(nodes: Sequence[fx.Node], mesh: Mesh) -> float:
+class KeptOnce:
+    """The same of the nodes of one program, each looked at once."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._own: dict[fx.Node, Kept] = {}
+        self._through: dict[fx.Node, Kept] = {}
+        self._remade: dict[fx.Node, Kept] = {}
+
+    def own(self, node: fx.Node) -> Kept:
+        """What `kept_by` says."""
+        if node not in self._own:
+            self._own[node] = kept_by(node, self.mesh)
+        return self._own[node]
+
+    def through(self, node: fx.Node) -> Kept:
+        """What `kept_through` says."""
+        if node not in self._through:
+            self._through[node] = kept_through(node, self.mesh, self.own(node))
+        return self._through[node]
+
+    def remade(self, node: fx.Node) -> Kept:
+        """What `remade_for` says."""
+        if node not in self._remade:
+            self._remade[node] = remade_for(node, self.mesh, self.own(node))
+        return self._remade[node]
+
+
+def most_remade(nodes: Sequence[fx.Node], mesh: Mesh, known: KeptOnce | None = None) -> float:
     """The bytes by which backward through `nodes`, a program or a stage in its order, comes to keep
     more than forward has kept: no less than 0.
 
@@ -241,17 +274,18 @@ def most_remade(nodes: Sequence[fx.Node], mesh: Mesh) -> float:
     """
     if all(info(node).region is None for node in nodes):
         return 0.0
+    known = known or KeptOnce(mesh)
     own, first = set(nodes), dict[Storage, tuple[int, float]]()
     regions: dict[Region, dict[Storage, list[float]]] = {}
     ends: dict[Region, int] = {}
     for index, node in enumerate(nodes):
-        for key, size in kept_through(node, mesh).items():
+        for key, size in known.through(node).items():
             if key[0] in own:
                 first.setdefault(key, (index, size))
         region = info(node).region
         if region is not None and node.op == "call_function":
             ends[region] = index
-            for key, size in remade_for(node, mesh).items():
+            for key, size in known.remade(node).items():
                 spans = regions.setdefault(region, {}).setdefault(key, [index, index, size])
                 spans[1] = index
     if not regions:

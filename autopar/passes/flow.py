@@ -12,10 +12,13 @@ graph. A cut point is a number i: between activation i - 1 and activation i.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import fx
 
 from autopar.capture.captured import Captured
@@ -24,6 +27,9 @@ from autopar.strategies import traits_of
 from autopar.strategies.node_info import WeightInputs, info
 from autopar.strategies.results import is_result, tensor_arguments, values_of
 
+Integers = NDArray[np.int64]
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Flow:
@@ -31,6 +37,27 @@ class Flow:
 
     graph: fx.Graph
     mutations: tuple[str, ...]  # the buffers' placeholders, in the order of the results
+
+    def moved_to(self, graph: fx.Graph) -> Flow:
+        """The same of a copy of the graph: of the same calls, of which it may say other things."""
+        to = {node.name: node for node in graph.nodes}
+
+        def moved(rows: Mapping[fx.Node, T]) -> dict[fx.Node, T]:
+            return {to[node.name]: row for node, row in rows.items()}
+
+        made = Flow(graph, self.mutations)
+        vars(made).update(
+            updates=frozenset(to[node.name] for node in self.updates),
+            activations=tuple(to[node.name] for node in self.activations),
+            position=moved(self.position),
+            read_at=moved(self.read_at),
+            held_at=moved(self.held_at),
+            sources=moved(self.sources),
+            weight_inputs=moved(self.weight_inputs),
+            crossings=self.crossings,
+            _last_reader=moved(self._last_reader),
+        )
+        return made
 
     @cached_property
     def loss(self) -> fx.Node:
@@ -136,9 +163,31 @@ class Flow:
 
         return {node for node in ancestors([new_value], reads) if node in self.position}
 
+    def made_in(self, start: int, end: int) -> list[fx.Node]:
+        """What a stage between two cut points makes, or holds, in the order of the graph."""
+        nodes, places, first, last = self._places
+        near = np.flatnonzero((first < end) & (last >= start)).tolist()
+        return [nodes[at] for at in near if any(start <= place < end for place in places[at])]
+
+    @cached_property
+    def _places(self) -> tuple[list[fx.Node], list[tuple[int, ...]], Integers, Integers]:
+        """The nodes that have places, in the order of the graph; these, the first and the last."""
+        nodes = [node for node in self.graph.nodes if node in self.read_at]
+        places = [self.read_at[node] for node in nodes]
+        first, last = (np.array([row[end] for row in places], np.int64) for end in (0, -1))
+        return nodes, places, first, last
+
     def crossing(self, point: int) -> list[fx.Node]:
         """The activations before a cut point that are read after it, in their order."""
-        return [n for n, at in self.position.items() if at < point <= self._last_reader[n]]
+        nodes, at, last = self._reach
+        return [nodes[index] for index in np.flatnonzero((at < point) & (last >= point)).tolist()]
+
+    @cached_property
+    def _reach(self) -> tuple[list[fx.Node], Integers, Integers]:
+        """Of each activation its position and that of its last reader."""
+        at = np.array(list(self.position.values()), np.int64)
+        last = np.array([self._last_reader[node] for node in self.position], np.int64)
+        return list(self.position), at, last
 
     @cached_property
     def crossings(self) -> list[int]:

@@ -1,16 +1,18 @@
 """Alike stages: those that take the same bytes, in one program or in several, are looked at once.
 
-    memories = StageMemories(mesh, travel)
-    memories(stage, is_split)           # what `StageMemory.of_stage` says of it
+    memories = StageMemories(flow, mesh, travel)
+    memories(index, start, end, is_split)    # what `StageMemory.of_stage` says of that stage
 
 A model of repeated blocks has stages of as many blocks, and a planner weighs the same layouts with
-many schedules and places of states: of all these stages few differ.
+many schedules and places of states: of all these stages few differ, and the others are not cut out
+of the program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
+from itertools import count
 from typing import ClassVar
 
 from torch import fx
@@ -18,7 +20,8 @@ from torch import fx
 from autopar.cost.buckets import Travel
 from autopar.cost.groups import numbered_modules
 from autopar.mesh import Mesh
-from autopar.passes.stages import Stage
+from autopar.passes.flow import Flow
+from autopar.passes.stages import cut_stage
 from autopar.pipeline.step_memory import StageMemory
 from autopar.strategies.node_info import Region, info
 from autopar.strategies.results import tensors_of
@@ -27,54 +30,81 @@ MOST_KNOWN = 1 << 18  # calls of stages, before they are forgotten
 
 
 class StageMemories:
-    """What stages take on one mesh."""
+    """What stages of one program take on one mesh."""
 
     _forms: ClassVar[dict[Hashable, int]] = {}
-    # With the placeholders that a stage had when it was looked at.
+    _numbers: ClassVar[Iterator[int]] = count()
+    # With the parameters that a stage had when it was looked at.
     _seen: ClassVar[dict[Hashable, tuple[StageMemory, list[str]]]] = {}
     _size: ClassVar[int] = 0  # of all keys
 
-    def __init__(self, mesh: Mesh, travel: Travel) -> None:
-        self.mesh, self.travel = mesh, travel
+    def __init__(
+        self, flow: Flow, mesh: Mesh, travel: Travel, known: dict[str, int] | None = None
+    ) -> None:
+        """`known`: the forms of calls by name, as far as programs with these calls were looked at;
+        what is found is added."""
+        self.flow, self.mesh, self.travel = flow, mesh, travel
+        self._known = {} if known is None else known
 
-    def __call__(self, stage: Stage, is_split: bool) -> StageMemory:
+    def __call__(self, index: int, start: int, end: int, is_split: bool) -> StageMemory:
         cls = type(self)
         if cls._size > MOST_KNOWN:
             cls._forms.clear()
             cls._seen.clear()
             cls._size = 0
-        results = len(stage.sends), stage.has_loss, stage.learns_sent, len(stage.statistics)
-        key = self.mesh, self.travel, is_split, results, self._described(stage.graph)
-        names = [node.name for node in stage.graph.find_nodes(op="placeholder")]
+        described, names = self._described(start, end)
+        key = self.mesh, self.travel, is_split, described
         if key not in cls._seen:
+            stage = cut_stage(self.flow, index, start, end)
             seen = StageMemory.of_stage(stage, self.mesh, is_split, self.travel)
             cls._seen[key] = seen, names
             cls._size += len(stage.graph.nodes)
         memory, before = cls._seen[key]
         return memory if before == names else _renamed(memory, dict(zip(before, names)))
 
-    def _described(self, graph: fx.Graph) -> Hashable:
-        """The calls of a stage one after another, whatever their names are."""
-        places: dict[fx.Node, int] = {}
+    def _described(self, start: int, end: int) -> tuple[Hashable, list[str]]:
+        """What a stage receives, its calls one after another, and its results, whatever their
+        names are; and the names of its parameters."""
+        flow = self.flow
+        received, names = flow.crossing(start), list[str]()
+        places = {node: place for place, node in enumerate(received)}
         regions: dict[Region, int] = {}
         modules: dict[str, int] = {}
-        found: list[Hashable] = []
-
-        def number(region: Region) -> int:
-            return regions.setdefault(region, len(regions))
-
-        for node in graph.nodes:
+        found: list[Hashable] = [self._form_of(node) for node in received]
+        own = flow.made_in(start, end)
+        for node in own:
+            if node in flow.updates:
+                continue
             places[node] = len(places)
-            region = info(node).region
-            away = tuple((number(one), axes) for one, axes in info(node).away.items())
-            form = _form(node), away, region and region.how
-            found.append(self._forms.setdefault(form, len(self._forms)))
-            found.append(-1 if region is None else number(region))
+            known = info(node)
+            found.append(4 * self._form_of(node) + 2 * known.remade + known.dropped)
+            for region in (known.region, *known.away):
+                if region is not None and region not in regions:
+                    regions[region] = len(regions)
+                    found.append(region.how)
+            found.append(-1 if known.region is None else regions[known.region])
+            if known.away:
+                found.append(tuple((regions[one], axes) for one, axes in known.away.items()))
             found += [places[value] for value in node.all_input_nodes]
-            if info(node).places is not None:
-                inside = numbered_modules(info(node).origin[1])
+            if known.places is not None:
+                names.append(node.name)
+                inside = numbered_modules(known.origin[1])
                 found.append(tuple(modules.setdefault(one, len(modules)) for one in inside))
-        return tuple(found)
+        sent = [places[node] for node in flow.crossing(end)]
+        statistics = [places[node] for node in own if node in flow.statistics]
+        ends = len(received), tuple(sent), end == len(flow.activations), tuple(statistics)
+        return (ends, *found), names
+
+    def _form_of(self, node: fx.Node) -> int:
+        """A number for all that the bytes of a call follow from, besides which calls it reads and
+        what is done of it again."""
+        if node.name not in self._known or info(node).places is not None:
+            form = _form(node), self.flow.weight_inputs.get(node)
+            cls = type(self)
+            if form not in cls._forms:
+                cls._forms[form] = next(cls._numbers)
+            self._known[node.name] = cls._forms[form]
+        return self._known[node.name]
 
 
 def _form(node: fx.Node) -> Hashable:
@@ -94,7 +124,6 @@ def _form(node: fx.Node) -> Hashable:
         (known.type, known.movement, known.strategy),
         start and start[1:],
         (known.saved, known.saves_output, known.differentiable, known.on_host),
-        (known.remade, known.dropped, known.weight_inputs),
         (known.places, known.state_bytes, known.sync, known.pending),
         known.origin[0] if node.op == "placeholder" else "",
     )

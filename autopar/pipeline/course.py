@@ -22,7 +22,7 @@ from torch import fx
 
 from autopar.capture.origins import copied_parameter
 from autopar.cost.buckets import Travel
-from autopar.cost.saved_tensors import kept_through, remade_for, storage
+from autopar.cost.saved_tensors import KeptOnce, storage
 from autopar.mesh import Mesh
 from autopar.pipeline.call_memory import HANDED_ON, CallMemories
 from autopar.pipeline.held import Held
@@ -70,6 +70,11 @@ class ProgramCourse:
         self._values, self._flowing = Held(), Held()
         self._saved: dict[fx.Node, list[Hashable]] = {}
         self._gradient_of: dict[fx.Node, Hashable] = {}
+        self._inside: dict[Region, list[fx.Node]] = {}
+        for node in self._nodes:
+            if (region := info(node).region) is not None:
+                self._inside.setdefault(region, []).append(node)
+        self._once = KeptOnce(mesh)
         self._whole: set[Region] = set()  # those that were made again in full
         self._again: set[Hashable] = set()  # what was made again
         self._sums = Sums(graph, mesh, travel, self._flowing)
@@ -127,7 +132,7 @@ class ProgramCourse:
                 self._values.take(node, 0.0 if copied_parameter(node) else self._size(node))
             if info(node).movement is None and not info(node).on_host:
                 more = self._calls(node).forward
-            for key, size in kept_through(node, self.mesh).items():
+            for key, size in self._once.through(node).items():
                 held: Hashable = key if isinstance(key[1], str) else key[0]
                 self._values.take(held, size)
                 self._saved.setdefault(node, []).append(held)
@@ -213,15 +218,15 @@ class ProgramCourse:
         region = info(node).region
         if region is None or region in self._whole:
             return
-        inside = [one for one in self._nodes if info(one).region == region]
-        wanted = remade_for(node, self.mesh)
+        inside = self._inside[region]
+        wanted = self._once.remade(node)
         if region.is_full:
             self._whole.add(region)
-            wanted = {k: v for one in inside for k, v in remade_for(one, self.mesh).items()}
+            wanted = {k: v for one in inside for k, v in self._once.remade(one).items()}
         new = {key: size for key, size in wanted.items() if key not in self._again}
         self._again |= new.keys()
         for one in inside if new else ():
-            for key in remade_for(one, self.mesh).keys() & new.keys():
+            for key in self._once.remade(one).keys() & new.keys():
                 self._values.take(("again", key), new[key])
                 self._saved.setdefault(one, []).append(("again", key))
 

@@ -65,6 +65,14 @@ class Schedule:
     # The options that it was made with, by name, sorted.
     options: tuple[tuple[str, Option], ...] = ()
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Of thousands of actions, once."""
+        return hash((self.name, self.microbatches, self.placement, self.orders, self.options))
+
     @property
     def ranks(self) -> int:
         """How many ranks the pipeline has."""

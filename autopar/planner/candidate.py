@@ -18,14 +18,13 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.cluster import Cluster
 from autopar.cost.buckets import Travel
-from autopar.cost.footprint import Memory, held_bytes, program_memory
+from autopar.cost.footprint import Memory, program_memory
 from autopar.cost.program import Cost, NodePrices, program_cost
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes import remark, replace_states, rewrite
 from autopar.passes.flow import Flow, flow_of
 from autopar.passes.microbatches import Microbatches
-from autopar.passes.stages import cut_stage
 from autopar.pipeline.alike_stages import StageMemories
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.price import memory_by_place, pipeline_cost, price_step, stage_link
@@ -109,7 +108,7 @@ class Candidate:
     @cached_property
     def rewritten(self) -> fx.Graph:
         """The program of all ranks."""
-        return rewrite(self.captured, self.decisions, self.prices.price)
+        return rewrite(self.captured, self.decisions, self.prices.price, each=False)
 
     @cached_property
     def flow(self) -> Flow:
@@ -119,7 +118,8 @@ class Candidate:
     def changed(self, search: Search | None, pipelining: Pipelining | None = None) -> Self:
         """The same program, found so and in these stages; it is not rewritten again."""
         made = replace(self, search=search, pipelining=pipelining or self.pipelining)
-        vars(made).update(rewritten=self.rewritten, flow=self.flow, _taken=self._taken)
+        vars(made).update(prices=self.prices, rewritten=self.rewritten, flow=self.flow)
+        vars(made).update(_forms=self._forms, _taken=self._taken, _look_at=self._look_at)
         return made
 
     def placed(self, states: States) -> Self:
@@ -132,12 +132,15 @@ class Candidate:
         apart = {} if states.is_whole else state_places(self.rewritten, states, self.mesh)
         decisions = replace(self.decisions, apart=apart)
         made = replace(self, decisions=decisions, states=states)
+        vars(made).update(prices=self.prices)
+        if not made.has_copies:
+            vars(made).update(_forms=self._forms)  # the same calls
         if not apart:
             vars(made).update(rewritten=self.rewritten)
         else:
             about = self.captured, decisions, self.prices.price
             vars(made).update(rewritten=replace_states(self.rewritten, *about))
-        return made
+        return made if made.has_copies else self._flowing(made)
 
     def recomputed(self, decided: Mapping[str, Recompute]) -> Self:
         """The same layouts, with other regions recomputed."""
@@ -145,8 +148,14 @@ class Candidate:
             return self
         decisions = replace(self.decisions, recompute=dict(decided))
         made = replace(self, decisions=decisions)
-        price = self.prices.price
-        vars(made)["rewritten"] = remark(self.rewritten, self.captured, decisions, price)
+        graph = remark(self.rewritten, self.captured, decisions, self.prices.price)
+        vars(made).update(prices=self.prices, _forms=self._forms, rewritten=graph)
+        return self._flowing(made)
+
+    def _flowing(self, made: Self) -> Self:
+        """With what is known of the flow of the same calls."""
+        if "flow" in vars(self):
+            vars(made)["flow"] = self.flow.moved_to(made.rewritten)
         return made
 
     def stage_costs(
@@ -213,14 +222,23 @@ class Candidate:
         for index, bounds in enumerate(pairwise([*starts, len(self.flow.activations)])):
             key = *bounds, index in pipelining.schedule.split_stages
             if key not in self._taken:
-                stage = cut_stage(self.flow, index, *bounds)
-                self._taken[key] = StageMemories(self.mesh, self._travel)(stage, key[-1])
+                self._taken[key] = self._look_at(index, *key)
             found[index] = self._taken[key]
         return found
 
     @cached_property
     def _taken(self) -> dict[tuple[int, int, bool], StageMemory]:
         """What stages take, by their cut points, and whether their backward is split."""
+        return {}
+
+    @cached_property
+    def _look_at(self) -> StageMemories:
+        """Tells what a stage takes."""
+        return StageMemories(self.flow, self.mesh, self._travel, self._forms)
+
+    @cached_property
+    def _forms(self) -> dict[str, int]:
+        """The forms of its calls by name, as they become known."""
         return {}
 
     @property
@@ -242,10 +260,9 @@ class Candidate:
         return self.cost.seconds if self.timeline is None else self.timeline.step_time
 
     @property
-    def least_held(self) -> float:
-        """The bytes of states on the fullest rank of a pipeline, if they were spread evenly."""
-        held = sum(sum(held_bytes(node, self.mesh)) for node in self.flow.held_at)
-        return held / self.pipelining.schedule.ranks if self.pipelining else held
+    def has_copies(self) -> bool:
+        """Whether readers start from copies of parameters that are gathered."""
+        return any(at.storage != at.working for at in self.decisions.apart.values())
 
     @cached_property
     def fits_host(self) -> bool:

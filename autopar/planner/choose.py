@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache, cached_property, partial
 
 from torch import nn
@@ -24,17 +23,14 @@ from autopar.errors import ExecutionError, InvalidInput
 from autopar.layout import Layout, ParameterPlacement
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import cut_batch
-from autopar.pipeline.activation_counts import peaks
-from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.schedule import Schedule
-from autopar.pipeline.stages.costs import StageCost, StageCosts
-from autopar.pipeline.stages.cut import choose_stages
 from autopar.planner.bounds import CHEAPEST, lowered
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.planner.hosting import least_update, may_go, no_room_on_host
 from autopar.planner.layouts import LayoutRequest, Layouts
 from autopar.planner.recomputation import KINDS, PLAIN, Regions, mixed_problem
 from autopar.planner.request import Request
+from autopar.planner.staged import StagedProgram, Tried, Way
 from autopar.progress import Report
 from autopar.recompute import Recompute
 from autopar.search.auto import NothingFaster, too_early, was_interrupted
@@ -45,18 +41,8 @@ from autopar.strategies.node_info import info
 
 ATTEMPTS = 4  # at layouts so lean that the stages fit
 EQUAL = 1e-9  # relative: what differs by less is as fast, and the first is taken
-LARGE = 2000  # calls of a program whose memory is not looked at where it cannot be the best
+LARGE = 2000  # calls of a program that is not looked at where it cannot be the best
 LEANER = 0.9  # than their memory asks for: few layouts are in between
-
-
-@dataclass
-class _Tried:
-    """What came of one program's layouts in the stages of pipelines."""
-
-    # By number of the schedule and kind of recomputation: what the fastest stages take.
-    seconds: dict[tuple[int, Recompute], float] = field(default_factory=dict)
-    lines: dict[Recompute, StageCosts] = field(default_factory=dict)
-    memory: float = math.inf  # bytes on the fullest device, of the way that takes least
 
 
 class Planner:
@@ -74,12 +60,14 @@ class Planner:
         self._fastest = math.inf  # its seconds
         self._weighed: list[Alternative] = []
         self._too_large: list[SmallestFootprint] = []
+        self._schedules = cache(request.schedules)
         self._dropped: list[Candidate] = []  # recomputed as far as they can be, and too large
+        self._leanest: Way | None = None  # of those of which it was clear that they are too large
         self._too_large_for_host: list[Candidate] = []
         self._hosted = request.hosted if may_go(model, request.states) else ()
         self._bound: list[tuple[int, int]] = []  # sizes of which memory rules out what is faster
         self._layouts = Layouts(request, self.constraints, report)
-        self._tried: dict[int, _Tried] = {}  # by layouts
+        self._tried: dict[int, Tried] = {}  # by layouts
         self._is_bound = False  # memory kept the last layouts from what would be faster
         self._is_interrupted = False  # then the best so far is taken, though something is left
 
@@ -159,7 +147,8 @@ class Planner:
             return too_early()
         if self._too_large_for_host:
             return no_room_on_host(self._too_large_for_host)
-        dropped = [way.footprint(way.alternative(self.memory)) for way in self._dropped]
+        ways = [*self._dropped, *([self._leanest.candidate] if self._leanest else [])]
+        dropped = [way.footprint(way.alternative(self.memory)) for way in ways]
         dropped = [footprint for footprint in dropped if footprint.memory > self.memory]
         if found := [*self._too_large, *dropped]:
             # Where plans were priced, what layouts need at least says no more.
@@ -241,6 +230,7 @@ class Planner:
             if not self._is_bound or self._is_interrupted:
                 return
             yield from weighed(self._placed(free, stages, parts, others))
+            yield from weighed(self._placed(free, stages, parts, settings, is_leaner=True))
         if self.request.mode == "auto" and not is_crowded:
             yield from weighed(self._with_states(replace(asked, states=whole), stages, parts))
             for states in others:
@@ -268,7 +258,9 @@ class Planner:
         if free.seconds / stages + least_update(self.captured, self.request) >= self._fastest:
             return
         self.report("memory", "states on the host")
+        fits_device = self._fits_device
         yield from self._placed(free, stages, parts, self._hosted)
+        yield from self._placed(free, stages, parts, self._hosted, is_leaner=True)
         for states in self._hosted if asked.is_all and len(self.regions.kinds) > 1 else ():
             source = free.placed(states)
             if source.memory.peak > self.memory and source.seconds < self._fastest:
@@ -276,7 +268,7 @@ class Planner:
                 if way is not None:
                     yield way.changed(way.search and way.search.taken(way.cost.seconds))
         for states in self._hosted if self.request.mode == "auto" else ():
-            if not self._fits_device:
+            if not fits_device:
                 yield from self._with_states(replace(asked, states=states), stages, parts)
 
     def _recomputing(
@@ -337,25 +329,32 @@ class Planner:
         plain = self.regions.all(self.regions.kinds[0])
         return LayoutRequest(program, batches, offered, math.inf, is_straight, recompute=plain)
 
-    def _laid(self, laid: Candidate, stages: int, parts: int) -> Iterator[Candidate]:
+    def _laid(
+        self, laid: Candidate, stages: int, parts: int, is_leaner: bool = False
+    ) -> Iterator[Candidate]:
         """Every way with these layouts and states."""
         if self._is_straight(stages):
             self._is_bound |= laid.memory.peak > self.memory
             yield laid
         else:
-            yield from self._pipelined(laid, stages, parts)
+            yield from self._pipelined(laid, stages, parts, is_leaner)
 
     def _placed(
-        self, whole: Candidate, stages: int, parts: int, settings: Sequence[States]
+        self,
+        whole: Candidate,
+        stages: int,
+        parts: int,
+        settings: Sequence[States],
+        is_leaner: bool = False,
     ) -> Iterator[Candidate]:
         """Every way with the layouts of one, and one of some settings of states."""
-        for states in settings:
+        for states in () if is_leaner and self._is_straight(stages) else settings:
             laid = whole.placed(states)
-            if not laid.decisions.apart or self._is_interrupted:
+            if self._is_interrupted or not (laid.decisions.apart or states == whole.states):
                 return
             if self._is_straight(stages):
                 laid = laid.changed(whole.search and whole.search.taken(laid.cost.seconds))
-            yield from self._laid(laid, stages, parts)
+            yield from self._laid(laid, stages, parts, is_leaner)
 
     def _with_states(self, asked: LayoutRequest, stages: int, parts: int) -> Iterator[Candidate]:
         """Every way with one setting of states, and the fastest layouts that leave it room."""
@@ -380,6 +379,7 @@ class Planner:
                 return
             if id(laid.decisions.strategies) not in self._tried:
                 yield from self._pipelined(laid, stages, parts)
+                yield from self._pipelined(laid, stages, parts, is_leaner=True)
             taken = self._tried[id(laid.decisions.strategies)].memory
             if taken <= self.memory or taken == math.inf or search is None:
                 return
@@ -388,62 +388,54 @@ class Planner:
             least = min(limit, needed)
             limit = max(LEANER * least * self.memory / taken, (impossible + least) / 2)
 
-    def _pipelined(self, laid: Candidate, stages: int, parts: int) -> Iterator[Candidate]:
-        """A program with its layouts in so many stages, by every schedule."""
-        asked, axis, pins = self.request, self.request.axis, self._pins
-        assert axis is not None
-        mesh = asked.whole_mesh(laid.mesh, stages)
-        ways = cache(lambda kind: laid.recomputed(self.regions.all(kind)))
-        tried = self._tried.setdefault(id(laid.decisions.strategies), _Tried())
-
-        @cache
-        def lines(kind: Recompute) -> StageCosts:
-            beside = next(iter(tried.lines.values()), None)
-            line = ways(kind).stage_costs(mesh, axis, tried.lines.get(kind), beside)
-            tried.lines.setdefault(kind, line)
-            return line
-
-        fastest = cache(lambda count, kind: choose_stages(lines(kind), count, pins=pins))
-
-        def piped(made: Schedule, stages: Sequence[StageCost], kind: Recompute) -> Candidate:
-            pipelining = Pipelining(axis, mesh, made, tuple(stages))
-            search = laid.search and laid.search.shared(made.ranks)
-            return ways(kind).changed(search, pipelining)
-
-        kinds = (*self.regions.kinds, *self.regions.leaner(asked.cluster.device.host))
-        for number, made in enumerate(asked.schedules(stages, parts)):
-            least = 0.0  # bytes besides activations
-            for kind in kinds:
-                if kind not in self.regions.kinds and least > self.memory:
-                    break
+    def _pipelined(
+        self, laid: Candidate, stages: int, parts: int, is_leaner: bool = False
+    ) -> Iterator[Candidate]:
+        """A program with its layouts in so many stages, by every schedule; `is_leaner`: what its
+        regions keep is kept elsewhere, where they are too large though all run again."""
+        tried = self._tried.setdefault(id(laid.decisions.strategies), Tried())
+        program = StagedProgram(laid, stages, self.request, self.regions, self._pins, tried)
+        is_large = len(self.captured.operators) > LARGE
+        kinds = self.regions.kinds
+        leaner = self.regions.leaner(self.request.cluster.device.host) if is_leaner else ()
+        for number, made in enumerate(self._schedules(stages, parts)):
+            if is_leaner:
+                last = tried.seconds.get((number, kinds[-1]), math.inf)
+                if last >= self._fastest or not program.lacks_room(made, kinds[-1], self.memory):
+                    continue
+            for kind in leaner if is_leaner else kinds:
                 if tried.seconds.get((number, kind), 0.0) >= self._fastest:
                     break  # cutting the states of the same layouts makes no way faster
                 try:
-                    way = piped(made, fastest(made.stages, kind), kind)
+                    way = program.fastest(made, kind)
                 except InvalidInput:
                     # Schedules with several chunks want more stages than others: only they fail.
-                    if made.stages == stages or made is asked.schedule:
+                    if made.stages == stages or made is self.request.schedule:
                         raise
                     break
                 tried.seconds.setdefault((number, kind), way.seconds)
                 is_faster = way.seconds < self._fastest
-                is_hopeless = is_faster and way.least_held > self.memory
-                is_tight = is_hopeless or (is_faster and way.memory.peak > self.memory)
+                is_hopeless = is_faster and way.spread > self.memory
+                is_tight = is_hopeless or (is_faster and not way.fits(self.memory))
                 self._is_bound |= is_tight
-                if is_tight and not is_hopeless:
-                    kept, room = peaks(made, not kind.is_plain), self.memory
-                    with suppress(InvalidInput):
-                        cut = choose_stages(
-                            lines(kind), made.stages, pins=pins, memory=room, peaks=kept
-                        )
-                        way = piped(made, cut, kind)
-                is_shown = self._best is None or len(self.captured.operators) <= LARGE
-                if is_shown or (is_faster and not is_hopeless):
-                    tried.memory = min(tried.memory, way.memory.peak)
-                    yield way
+                if is_tight and not is_hopeless and self._is_worth_cutting(made):
+                    way = program.within(made, kind, self.memory) or way
+                if not is_large or (way.seconds < self._fastest and way.least <= self.memory):
+                    tried.memory = min(tried.memory, way.candidate.memory.peak)
+                    yield way.candidate
+                elif is_tight:
+                    tried.memory = min(tried.memory, way.least)
+                    if self._leanest is None or way.least < self._leanest.least:
+                        self._leanest = way
                 if is_hopeless:
-                    tried.memory = min(tried.memory, way.least_held)
+                    tried.memory = min(tried.memory, way.spread)
                     return  # with every schedule, whatever is recomputed
                 if not is_tight:
                     break
-                least = way.memory.peak - way.memory.activations
+
+    def _is_worth_cutting(self, made: Schedule) -> bool:
+        """Whether to look for stages that fit: not for those of large programs that share their
+        ranks, which takes seconds, where something fits and the schedule is one of many."""
+        is_shared = made.pipes > 1 or made.chunks > 1
+        is_one_of_many = self.request.schedule is None and self._best is not None
+        return not (is_shared and is_one_of_many and len(self.captured.operators) > LARGE)

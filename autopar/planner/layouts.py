@@ -28,6 +28,7 @@ from autopar.planner.state_places import (
 from autopar.progress import Report
 from autopar.recompute import Recompute
 from autopar.search.auto import LayoutSearch, NothingFaster
+from autopar.search.build import Built
 from autopar.search.constraints import Constraints
 from autopar.search.decisions import Decisions
 from autopar.search.propagate import propagate, with_batch_axis
@@ -59,6 +60,7 @@ class Layouts:
     constraints: Callable[[Captured, Mapping[str, Recompute], Mesh], Constraints]
     report: Report
     _known: dict[tuple[object, ...], tuple[Candidate, float]] = field(default_factory=dict)
+    _built: dict[tuple[object, ...], dict[Mesh, Built]] = field(default_factory=dict)
 
     def find(self, asked: LayoutRequest) -> tuple[Candidate, float]:
         """The program with its layouts and states, and the bytes that the search found.
@@ -135,6 +137,15 @@ class Layouts:
             self._known[*key, asked.memory] = self._searched(asked)
         return self._known[*key, asked.memory]
 
+    def _graphs(self, asked: LayoutRequest) -> dict[Mesh, Built]:
+        """The cost graphs of a program, which is looked at under several limits in a row."""
+        regions = tuple(sorted(asked.recompute.items()))
+        key = id(asked.captured), asked.batch_axis, asked.states, regions
+        if key not in self._built:
+            self._built.clear()
+            self._built[key] = {}
+        return self._built[key]
+
     def _constraints(self, asked: LayoutRequest, mesh: Mesh) -> Constraints:
         found = self.constraints(asked.captured, asked.recompute, mesh)
         axis = asked.batch_axis
@@ -163,6 +174,7 @@ class Layouts:
         parts = 1 if asked.batches is None else asked.batches.count
         limits = asked.memory, parts, asked.states, asked.cutoff
         search = LayoutSearch(program, cluster, bound, *limits)
+        search.known = self._graphs(asked)
         search.finished, search.report = needed if asked.is_all else None, self.report
         found = search.run(asked.offered)
         if last and last[0].decisions is found.decisions:

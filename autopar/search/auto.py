@@ -133,6 +133,8 @@ class LayoutSearch:
     # the very decisions that it was asked about, if it was.
     finished: Callable[[Decisions], float] | None = None
     report: Report = lambda phase, detail: None
+    # Cost graphs that were built before for the same program, constraints and states.
+    known: dict[Mesh, Built] = field(default_factory=dict)
     _best: _Solved | None = None
     _bound: float = math.inf  # the least of all meshes that were weighed
     _considered: list[Considered] = field(default_factory=list)
@@ -200,10 +202,7 @@ class LayoutSearch:
 
     def _weigh(self, mesh: Mesh) -> bool:
         """Solve one mesh, unless it cannot be the best; keep it if it is. Whether Ctrl-C came."""
-        self.report("build", f"the cost graph of {mesh}")
-        constraints = self.constraints(mesh)
-        about = self.captured, mesh, self.cluster, constraints, self.microbatches
-        built = build(*about, self.states)
+        built = self._built(mesh)
         so_far = self._objective
         tables, _, numbers, _ = built.graph.tables()
         fastest = [float(table.cost.min()) for table in tables]
@@ -238,6 +237,13 @@ class LayoutSearch:
             self._best = solved
         self._is_beaten = True
         return solution.interrupted
+
+    def _built(self, mesh: Mesh) -> Built:
+        if mesh not in self.known:
+            self.report("build", f"the cost graph of {mesh}")
+            about = self.captured, mesh, self.cluster, self.constraints(mesh), self.microbatches
+            self.known[mesh] = build(*about, self.states)
+        return self.known[mesh]
 
     def _fitting(self, built: Built) -> _Solved:
         """The best solution whose finished program fits; an error if there is none."""

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 
@@ -24,8 +24,11 @@ from autopar.solver.optimum import Optimiser
 from autopar.solver.prune import prune
 from autopar.solver.residual import relative_gap
 
+MOST_PREPARED = 4  # graphs that are known again, when they are solved for another limit
+_PREPARED: dict[Packed, tuple[Optimiser, Sizes]] = {}
 
-@dataclass
+
+@dataclass(frozen=True)
 class Sizes:
     """How much there was to decide, and what was left of it after each phase."""
 
@@ -77,17 +80,17 @@ def solve(
     also stops when no choice can cost less than `cutoff`; `multiplier` is a guess at the
     solution's own."""
     start = time.perf_counter()
-    sizes, limit = Sizes(), np.inf if memory is None else float(memory)
+    limit = np.inf if memory is None else float(memory)
     search: LagrangianSearch | None = None
     interrupted = False
     try:
-        optimiser = _prepared(graph.packed, sizes, report)
+        optimiser, sizes = _prepared(graph.packed, report)
         search = LagrangianSearch(
             optimiser.packed, limit, optimiser, tolerance, lambda detail: report("memory", detail)
         )
         report("eliminate", f"{sizes.folded_nodes} of {sizes.nodes} nodes")
         branch_and_bound(search, cutoff, multiplier)
-        sizes.core_nodes = optimiser.core
+        sizes = replace(sizes, core_nodes=optimiser.core)
     except KeyboardInterrupt:
         if search is None or search.choice is None:
             raise ExecutionError(
@@ -124,17 +127,24 @@ def least_memory(graph: CostGraph) -> tuple[float, list[int]]:
     return packed.evaluate(choice)[1], packed.original(choice).tolist()
 
 
-def _prepared(packed: Packed, sizes: Sizes, report: Report) -> Optimiser:
-    """Prune and fold, and write down how much that left."""
-    sizes.nodes, sizes.strategies = len(packed), int(packed.sizes.sum())
-    sizes.entries = packed.strategy_pairs
-    report("prune", f"{sizes.strategies:,} strategies of {len(packed):,} nodes")
-    packed = prune(packed)
-    sizes.pruned_strategies = int(packed.sizes.sum())
-    sizes.pruned_entries = packed.strategy_pairs
-    report("fold", f"{sizes.pruned_strategies:,} strategies left")
-    optimiser = Optimiser(packed)
-    runs = [chain.run for chain in optimiser.chains]
-    sizes.runs = [(run.count, run.period) for run in runs]
-    sizes.folded_nodes = len(packed) - sum(run.saved for run in runs)
-    return optimiser
+def _prepared(packed: Packed, report: Report) -> tuple[Optimiser, Sizes]:
+    """Prune and fold, and write down how much that left: once for all limits."""
+    if packed not in _PREPARED:
+        report("prune", f"{packed.sizes.sum():,} strategies of {len(packed):,} nodes")
+        pruned = prune(packed)
+        report("fold", f"{pruned.sizes.sum():,} strategies left")
+        optimiser = Optimiser(pruned)
+        runs = [chain.run for chain in optimiser.chains]
+        sizes = Sizes(
+            nodes=len(packed),
+            strategies=int(packed.sizes.sum()),
+            entries=packed.strategy_pairs,
+            pruned_strategies=int(pruned.sizes.sum()),
+            pruned_entries=pruned.strategy_pairs,
+            runs=[(run.count, run.period) for run in runs],
+            folded_nodes=len(pruned) - sum(run.saved for run in runs),
+        )
+        while len(_PREPARED) >= MOST_PREPARED:
+            del _PREPARED[next(iter(_PREPARED))]
+        _PREPARED[packed] = optimiser, sizes
+    return _PREPARED[packed]

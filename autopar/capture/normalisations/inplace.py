@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.graph_builder import GraphBuilder, shape_of
+from autopar.capture.graph_builder import GraphBuilder, is_mutable, shape_of
 from autopar.capture.normalisations.shapes import as_call
 from autopar.capture.values import refresh
 from autopar.errors import InvalidInput
@@ -40,8 +40,12 @@ _SCATTERS: dict[object, Callable[..., Any]] = {  # with the arguments of the vie
 def functionalise(builder: GraphBuilder) -> None:
     """In-place operators become functional; writes to buffers become mutations."""
     if any(_is_mutable(node) for node in builder.calls()):
+        if builder.shares_values:  # a normalisation has made writes visible
+            builder.shares_values = False
+            refresh(builder)
         _Functionaliser(builder).run()
         refresh(builder)
+    builder.shares_values = True
 
 
 @dataclass
@@ -227,8 +231,7 @@ class _Functionaliser:
 
 
 def _is_mutable(node: fx.Node) -> bool:
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    return is_mutable(node.target)
 
 
 def _may_learn(value: fx.Node) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,11 +19,12 @@ from torch import fx
 
 from autopar.capture.annotations import Pin
 from autopar.cost.footprint import HELD, held_bytes
+from autopar.cost.saved_tensors import KeptOnce
 from autopar.cost.state_price import NodeCost
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes.flow import Flow, ancestors
-from autopar.pipeline.stages.kept import kept_by_stages, regions_of, remade_in
+from autopar.pipeline.stages.kept import Remade, kept_by_stages
 from autopar.pipeline.stages.table import StageTable
 from autopar.strategies.node_info import info
 
@@ -99,11 +101,12 @@ class StageCosts:
         same layouts, though other regions may be recomputed."""
         self.flow, self.mesh, self.bandwidth = flow, mesh, link_bandwidth
         if like is None:
-            self.kept, self.weight_halves = kept_by_stages(flow, mesh)
-            self._regions = regions_of(flow, mesh)
+            once = KeptOnce(mesh)
+            self.kept, self.weight_halves = kept_by_stages(flow, once)
+            self._remade_in = Remade(flow, once)
         else:
             self.kept, self.weight_halves = like.kept, like.weight_halves
-            self._regions = like._regions
+            self._remade_in = like._remade_in
         if (known := like or beside) is None:
             parameters = [_parameters(flow, node) for node in flow.activations]
             self._parameters = [{held.name for held in row} for row in parameters]
@@ -113,27 +116,78 @@ class StageCosts:
         self._holding = [0, *itertools.accumulate(bool(held) for held in self._parameters)]
         self._tables: dict[tuple[int, ...], StageTable] = {}  # by cut points
         self._clean: dict[float, list[int]] = {}  # by reach
-        self._alone, self._shared = self._add_up(cost)
+        self._rows: dict[str, tuple[bool, list[float]]] = {}  # of nodes by name
+        self._alone, self._shared = self._add_up(cost, {} if known is None else known._rows)
 
     @cached_property
     def total(self) -> float:
         """Seconds of all activations, forward and backward."""
         return self._at(len(self.flow.activations))
 
-    def _add_up(self, cost: PriceOf) -> tuple[Array, list[tuple[Array, Array]]]:
+    def _add_up(
+        self, cost: PriceOf, known: Mapping[str, tuple[bool, list[float]]]
+    ) -> tuple[Array, list[tuple[Array, Array]]]:
         """Sums of all that one activation reads; by which, and the sum, of what several read."""
         alone = np.zeros((len(self.flow.activations) + 1, len(COLUMNS)))
         shared: dict[tuple[int, ...], Array] = {}
+        places, rows = list[int](), list[list[float]]()
         for node, readers in (self.flow.read_at | self.flow.held_at).items():
-            price, held = cost(node), held_bytes(node, self.mesh)
-            once = price.summed + price.gathered + price.updated
-            seconds = price.forward, price.backward, price.again, price.reduced
-            row = np.array([*seconds, once, *held])
+            again = info(node).remade
+            # What is made of parameters alone depends on their places.
+            may_be = self.flow.sources[node] != {"parameter"} and not info(node).away
+            old = known.get(node.name) if may_be else None
+            row = self._row(node, cost) if old is None or old[0] != again else old[1]
+            if may_be or node.op == "placeholder":
+                self._rows[node.name] = again, row
             if len(readers) == 1:
-                alone[readers[0] + 1] += row
-            elif row.any():
-                shared[readers] = shared.get(readers, 0.0) + row
+                places.append(readers[0] + 1)
+                rows.append(row)
+            elif any(row):
+                shared[readers] = shared.get(readers, 0.0) + np.array(row)
+        np.add.at(alone, np.array(places, int), np.array(rows).reshape(-1, len(COLUMNS)))
         return alone.cumsum(axis=0), [(np.array(readers), row) for readers, row in shared.items()]
+
+    def _row(self, node: fx.Node, cost: PriceOf) -> list[float]:
+        """The columns of one node."""
+        price = cost(node)
+        once = price.summed + price.gathered + price.updated
+        seconds = price.forward, price.backward, price.again, price.reduced
+        return [*seconds, once, *held_bytes(node, self.mesh)]
+
+    def restated(self, placeholders: Mapping[str, fx.Node], cost: PriceOf) -> StageCosts:
+        """The same program where its parameters are as these `placeholders` say, and no copies of
+        them are gathered."""
+        made = copy(self)
+        made._tables, made._clean, made._rows = {}, {}, dict(self._rows)
+        vars(made).pop("_seconds", None)
+        vars(made).pop("total", None)
+        change, shared = np.zeros_like(self._alone), list(self._shared)
+        for node, readers in self.flow.held_at.items():
+            again, before = self._rows[node.name]
+            row = made._row(placeholders[node.name], cost)
+            made._rows[node.name] = again, row
+            more = np.array(row) - before
+            if len(readers) == 1:
+                change[readers[0] + 1] += more
+            elif more.any():
+                shared.append((np.array(readers), more))
+        made._alone, made._shared = self._alone + change.cumsum(axis=0), shared
+        return made
+
+    @cached_property
+    def has_copies(self) -> bool:
+        """Whether readers start from copies of parameters that are gathered."""
+        places = [info(node).places for node in self.flow.held_at]
+        return any(at is not None and at.storage != at.working for at in places)
+
+    def held(self, bounds: Sequence[tuple[int, int]], gradients: bool = True) -> float:
+        """The bytes of states that stages with these first and last points hold together."""
+        kinds = [name in HELD and (gradients or name != "gradients") for name in COLUMNS]
+        size = sum(self._alone[end] - self._alone[start] for start, end in bounds)
+        for readers, row in self._shared:
+            if any(((readers >= start) & (readers < end)).any() for start, end in bounds):
+                size = size + row
+        return float(np.sum(np.asarray(size)[kinds]))
 
     def sums(self, bounds: Sequence[int]) -> Array:
         """By start, end and column: what is made between two of `bounds`, each thing once."""
@@ -175,7 +229,7 @@ class StageCosts:
     def _remade(self, bounds: Sequence[int]) -> NDArray[np.int64]:
         """The bytes that the largest region of a stage makes again, by start and end."""
         at, found = np.array(bounds), np.zeros((len(bounds), len(bounds)), np.int64)
-        for first, last, size in self._regions:
+        for first, last, size in self._remade_in.regions:
             where = np.ix_(at <= last, at > first)
             found[where] = np.maximum(found[where], round(size))
         return found
@@ -201,7 +255,7 @@ class StageCosts:
             activations=self.kept.bytes(start, end),
             receives=self.received(start),
             weight_halves=self.weight_halves.bytes(start, end),
-            remade=round(remade_in(self.flow, self.mesh, start, end)),
+            remade=round(self._remade_in.bytes(start, end)),
         )
 
     def is_clean(self, point: int, reach: float) -> bool:
@@ -283,7 +337,12 @@ class StageCosts:
         return point
 
     def _at(self, point: int) -> float:
-        return float(self._alone[point, :2].sum())
+        return self._seconds[point]
+
+    @cached_property
+    def _seconds(self) -> list[float]:
+        """Of all activations before each cut point, forward and backward."""
+        return self._alone[:, :2].sum(axis=1).tolist()
 
 
 def _parameters(flow: Flow, node: fx.Node) -> set[fx.Node]:

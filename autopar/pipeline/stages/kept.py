@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import fx
 
-from autopar.cost.saved_tensors import (
-    Storage,
-    kept_by,
-    kept_through,
-    local_bytes,
-    most_remade,
-    remade_for,
-)
-from autopar.mesh import Mesh
+from autopar.cost.saved_tensors import KeptOnce, Storage, local_bytes, most_remade
 from autopar.passes.flow import Flow
 from autopar.pipeline.stages.spans import Spans
 from autopar.strategies.node_info import Region, info
 from autopar.strategies.results import values_of
 
 
-def kept_by_stages(flow: Flow, mesh: Mesh) -> tuple[Spans, Spans]:
+def kept_by_stages(flow: Flow, known: KeptOnce) -> tuple[Spans, Spans]:
     """What stages keep of one micro-batch from forward to backward, besides what they received.
 
     Then what they keep from the gradients of their inputs to those of their weights.
@@ -29,9 +23,10 @@ def kept_by_stages(flow: Flow, mesh: Mesh) -> tuple[Spans, Spans]:
     sizes: dict[Storage, float] = {}
     put_off = {flow.position[node] for node in flow.weight_inputs}
     for node, positions in flow.read_at.items():
-        own, weights = kept_by(node, mesh), flow.weight_inputs.get(node)
-        kept = kept_through(node, mesh)
-        sizes |= kept | own
+        own, weights = known.own(node), flow.weight_inputs.get(node)
+        kept = known.through(node)
+        sizes |= kept
+        sizes |= own
         waits = weights.product if weights is not None else flow.is_weight(node)
         for key in kept:
             keepers.setdefault(key, set()).update(positions)
@@ -41,7 +36,7 @@ def kept_by_stages(flow: Flow, mesh: Mesh) -> tuple[Spans, Spans]:
             waiting = values_of(node) if weights.product else flow.weights_of(node)
             for value in [value for value in waiting if info(value).differentiable]:
                 key = value, f"gradient of {node.name}"
-                later[key], sizes[key] = set(positions), local_bytes(value, mesh)
+                later[key], sizes[key] = set(positions), local_bytes(value, known.mesh)
     whole, weight_halves = Spans(), Spans()
     for key, readers in keepers.items():
         made = flow.position.get(key[0])
@@ -54,31 +49,33 @@ def kept_by_stages(flow: Flow, mesh: Mesh) -> tuple[Spans, Spans]:
     return whole, weight_halves
 
 
-def regions_of(flow: Flow, mesh: Mesh) -> list[tuple[int, int, float]]:
-    """Of each region that is recomputed the first and the last position, and what it makes again
-    at most."""
-    inside: dict[Region, list[fx.Node]] = {}
-    for node in flow.graph.nodes:
-        region = info(node).region
-        if region is not None and node in flow.read_at:
-            inside.setdefault(region, []).append(node)
-    found = []
-    for nodes in inside.values():
-        at = [position for node in nodes for position in flow.read_at[node]]
-        sizes = {
-            key: size
-            for node in nodes
-            for held in (kept_by, kept_through, remade_for)
-            for key, size in held(node, mesh).items()
-        }
-        found.append((min(at), max(at), sum(sizes.values())))
-    return found
+class Remade:
+    """What stages of a program make again in backward."""
 
+    def __init__(self, flow: Flow, known: KeptOnce) -> None:
+        self.flow, self._known = flow, known
+        inside: dict[Region, list[fx.Node]] = {}
+        for node in flow.graph.nodes:
+            region = info(node).region
+            if region is not None and node in flow.read_at:
+                inside.setdefault(region, []).append(node)
+        # Of each region the first and the last position, and what it makes again at most.
+        self.regions = [self._span(nodes) for nodes in inside.values()]
+        self._found: dict[tuple[int, int], float] = {}
 
-def remade_in(flow: Flow, mesh: Mesh, start: int, end: int) -> float:
-    """The bytes by which a stage comes to keep more in the backward of one micro-batch."""
-    if not any(info(node).region for node in flow.graph.nodes):
-        return 0.0
-    stage = [node for node, at in flow.read_at.items() if any(start <= p < end for p in at)]
-    order = {node: index for index, node in enumerate(flow.graph.nodes)}
-    return most_remade(sorted(stage, key=order.__getitem__), mesh)
+    def _span(self, nodes: Sequence[fx.Node]) -> tuple[int, int, float]:
+        at = [position for node in nodes for position in self.flow.read_at[node]]
+        sizes: dict[Storage, float] = {}
+        for node in nodes:
+            for held in (self._known.own, self._known.through, self._known.remade):
+                sizes |= held(node)
+        return min(at), max(at), sum(sizes.values())
+
+    def bytes(self, start: int, end: int) -> float:
+        """The bytes by which a stage comes to keep more in the backward of one micro-batch."""
+        if not self.regions:
+            return 0.0
+        if (start, end) not in self._found:
+            stage = self.flow.made_in(start, end)
+            self._found[start, end] = most_remade(stage, self._known.mesh, self._known)
+        return self._found[start, end]

@@ -1,0 +1,182 @@
+"""Staged: one program with its layouts and states, in the stages of a pipeline.
+
+    program = StagedProgram(laid, 8, request, regions, pins, Tried())
+    way = program.fastest(schedule, PLAIN)      # its seconds, and the bytes that it holds at least
+    way.candidate                               # the same with the program that it runs
+
+A planner weighs many schedules, places of states and regions to recompute, of which few are worth a
+program of their own. What a way takes is known from the sums of its stages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache, cached_property, lru_cache, partial
+
+from autopar.capture.annotations import Pin
+from autopar.cluster import Cluster
+from autopar.errors import InvalidInput
+from autopar.pipeline.activation_counts import Live, peaks
+from autopar.pipeline.pipelining import Pipelining
+from autopar.pipeline.price import price_step
+from autopar.pipeline.schedule import Schedule
+from autopar.pipeline.stages.costs import StageCost, StageCosts
+from autopar.pipeline.stages.cut import choose_stages
+from autopar.pipeline.timeline import Timeline
+from autopar.planner.candidate import Candidate
+from autopar.planner.recomputation import Regions
+from autopar.planner.request import Request
+from autopar.recompute import Recompute
+
+
+@dataclass
+class Tried:
+    """What came of one program's layouts in the stages of pipelines."""
+
+    # By number of the schedule and kind of recomputation: what the fastest stages take.
+    seconds: dict[tuple[int, Recompute], float] = field(default_factory=dict)
+    lines: dict[Recompute, StageCosts] = field(default_factory=dict)
+    memory: float = math.inf  # bytes on the fullest device, of the way that takes least
+
+
+@dataclass(frozen=True)
+class Way:
+    """A program in its stages, by one schedule, with some regions recomputed."""
+
+    pipelining: Pipelining
+    line: StageCosts
+    peaks: Callable[[], Sequence[Live]]  # what its ranks keep when they keep most
+    cluster: Cluster
+    made: Callable[[Pipelining], Candidate]
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The simulated step."""
+        return price_step(self.pipelining, self.cluster)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted for a step."""
+        return self.timeline.step_time
+
+    @cached_property
+    def candidate(self) -> Candidate:
+        """The same with the program that it runs."""
+        found = self.made(self.pipelining)
+        vars(found)["timeline"] = self.timeline
+        return found
+
+    def fits(self, memory: float) -> bool:
+        """Whether it has room on devices of so many bytes."""
+        return self.least <= memory and self.candidate.memory.peak <= memory
+
+    @cached_property
+    def spread(self) -> float:
+        """The bytes of states on the fullest rank, if they were spread evenly."""
+        return self.line.held([(0, len(self.line.flow.activations))]) / self._schedule.ranks
+
+    @cached_property
+    def least(self) -> float:
+        """The bytes that some rank holds at least: its states, and what it keeps for backward."""
+        return self._most(kept=1)
+
+    @cached_property
+    def barest(self) -> float:
+        """The same, if it kept nothing of what forward keeps."""
+        return self._most(kept=0)
+
+    @property
+    def _schedule(self) -> Schedule:
+        return self.pipelining.schedule
+
+    def _most(self, kept: int) -> float:
+        stages = self.pipelining.stages
+        places = {node.name: at for at, node in enumerate(self.line.flow.activations)}
+        starts = [places[stage.starts] for stage in stages]
+        bounds = list(zip(starts, [*starts[1:], len(places)]))
+        # Gradients come when some of what is kept has gone.
+        held = cache(lambda own: self.line.held([bounds[at] for at in own], gradients=False))
+        most = 0.0
+        for live in self.peaks():
+            size = held(tuple(sorted(live)))
+            for at, (whole, received, later, _) in live.items():
+                size += kept * (whole * stages[at].activations + received * stages[at].receives)
+                size += later * stages[at].weight_halves
+            most = max(most, size)
+        return most
+
+
+class StagedProgram:
+    """A program with its layouts and states, to be cut into stages."""
+
+    def __init__(
+        self,
+        laid: Candidate,
+        stages: int,
+        request: Request,
+        regions: Regions,
+        pins: Sequence[Pin],
+        tried: Tried,
+    ) -> None:
+        """`tried`: what is known of the same layouts with other states."""
+        assert request.axis is not None
+        self.laid, self.axis, self.mesh = laid, request.axis, request.whole_mesh(laid.mesh, stages)
+        self._regions, self._pins, self._tried = regions, pins, tried
+        self._programs = cache(lambda kind: laid.recomputed(regions.all(kind)))
+        self._lines = cache(self._line)
+        self._fastest = cache(
+            lambda count, kind: choose_stages(self._lines(kind), count, pins=pins)
+        )
+
+    def fastest(self, made: Schedule, kind: Recompute) -> Way:
+        """In the stages of which the slowest is fastest."""
+        return self._way(made, kind, self._fastest(made.stages, kind))
+
+    def within(self, made: Schedule, kind: Recompute, memory: float) -> Way | None:
+        """The same of stages that fit into memory, as far as their sums tell."""
+        line, live = self._lines(kind), self._live(made, kind)
+        with suppress(InvalidInput):
+            cut = choose_stages(line, made.stages, pins=self._pins, memory=memory, peaks=live)
+            return self._way(made, kind, cut)
+        return None
+
+    def lacks_room(self, made: Schedule, kind: Recompute, memory: float) -> bool:
+        """Whether the fastest stages do not fit into memory, but might if their regions, which are
+        treated so, kept nothing."""
+        way = self.fastest(made, kind)
+        if way.spread > memory or way.barest > memory:
+            return False
+        return not way.fits(memory)
+
+    def _way(self, made: Schedule, kind: Recompute, stages: Sequence[StageCost]) -> Way:
+        def candidate(pipelining: Pipelining) -> Candidate:
+            search = self.laid.search and self.laid.search.shared(made.ranks)
+            return self._programs(kind).changed(search, pipelining)
+
+        pipelining = Pipelining(self.axis, self.mesh, made, tuple(stages))
+        cluster, live = self.laid.cluster, partial(self._live, made, kind)
+        return Way(pipelining, self._lines(kind), live, cluster, candidate)
+
+    def _live(self, made: Schedule, kind: Recompute) -> Sequence[Live]:
+        return _peaks(made, not kind.is_plain)
+
+    def _line(self, kind: Recompute) -> StageCosts:
+        known, laid = self._tried.lines, self.laid
+        like = known.get(kind)
+        if like is not None and not like.has_copies and not laid.has_copies:
+            # Nothing else differs than what parameters take where they are.
+            placeholders = {n.name: n for n in laid.rewritten.find_nodes(op="placeholder")}
+            line = like.restated(placeholders, laid.prices)
+        else:
+            # Copies of parameters are kept in other ways than parameters.
+            like = like if like is not None and like.has_copies == laid.has_copies else None
+            beside = next(iter(known.values()), None)
+            line = self._programs(kind).stage_costs(self.mesh, self.axis, like, beside)
+        known.setdefault(kind, line)
+        return line
+
+
+_peaks = lru_cache(maxsize=64)(peaks)
