@@ -113,15 +113,19 @@ class NodePrices:
         if (movement := info(node).movement) is not None:
             return self._movement(node, movement)
         if (places := info(node).places) is not None:
-            beside, about = self._beside(node), (places, _about(node), info(node).sync)
-            key = *about, beside.forward, beside.backward
-            if key not in self._states:
-                self._states[key] = self._kept(*about, beside)
-            return self._states[key]
+            return self.stored(node, places)
         calls = info(node).calls
         if id(calls) not in self._calls:
             self._calls[id(calls)] = calls, sum((self._call(*one) for one in calls), NodeCost())
         return self._calls[id(calls)][1]
+
+    def stored(self, node: fx.Node, places: ParameterPlacement) -> NodeCost:
+        """Of a parameter, if it is in these places."""
+        beside, about = self._beside(node), (places, _about(node), info(node).sync)
+        key = *about, beside.forward, beside.backward
+        if key not in self._states:
+            self._states[key] = self._kept(*about, beside)
+        return self._states[key]
 
     def _kept(
         self, places: ParameterPlacement, about: About, sync: tuple[str, ...], beside: Beside

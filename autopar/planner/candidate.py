@@ -108,12 +108,30 @@ class Candidate:
     @cached_property
     def rewritten(self) -> fx.Graph:
         """The program of all ranks."""
+        if self._source is not None:
+            about = self.captured, self.decisions, self.prices.price
+            source, is_same = self._source.rewritten, not self.decisions.apart
+            return source if is_same else replace_states(source, *about)
         return rewrite(self.captured, self.decisions, self.prices.price, each=False)
+
+    @cached_property
+    def _source(self) -> Candidate | None:
+        """The same with states that are whole, of which this is made."""
+        return None
 
     @cached_property
     def flow(self) -> Flow:
         """The same as a line of activations, to be cut into stages."""
+        if self._source is not None and self._knows_flow:
+            return self._source.flow.moved_to(self.rewritten)
         return flow_of(self.captured, self.rewritten)
+
+    @property
+    def _knows_flow(self) -> bool:
+        """Whether it was looked at, here or where the same calls read whole states."""
+        source = self._source
+        is_there = source is not None and not self.has_copies and "flow" in vars(source)
+        return is_there or "flow" in vars(self)
 
     def changed(self, search: Search | None, pipelining: Pipelining | None = None) -> Self:
         """The same program, found so and in these stages; it is not rewritten again."""
@@ -132,15 +150,10 @@ class Candidate:
         apart = {} if states.is_whole else state_places(self.rewritten, states, self.mesh)
         decisions = replace(self.decisions, apart=apart)
         made = replace(self, decisions=decisions, states=states)
-        vars(made).update(prices=self.prices)
+        vars(made).update(prices=self.prices, _source=self)
         if not made.has_copies:
             vars(made).update(_forms=self._forms)  # the same calls
-        if not apart:
-            vars(made).update(rewritten=self.rewritten)
-        else:
-            about = self.captured, decisions, self.prices.price
-            vars(made).update(rewritten=replace_states(self.rewritten, *about))
-        return made if made.has_copies else self._flowing(made)
+        return made
 
     def recomputed(self, decided: Mapping[str, Recompute]) -> Self:
         """The same layouts, with other regions recomputed."""
@@ -150,12 +163,8 @@ class Candidate:
         made = replace(self, decisions=decisions)
         graph = remark(self.rewritten, self.captured, decisions, self.prices.price)
         vars(made).update(prices=self.prices, _forms=self._forms, rewritten=graph)
-        return self._flowing(made)
-
-    def _flowing(self, made: Self) -> Self:
-        """With what is known of the flow of the same calls."""
-        if "flow" in vars(self):
-            vars(made)["flow"] = self.flow.moved_to(made.rewritten)
+        if self._knows_flow:
+            vars(made)["flow"] = self.flow.moved_to(graph)
         return made
 
     def stage_costs(

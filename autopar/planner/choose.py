@@ -418,7 +418,8 @@ class Planner:
                 is_hopeless = is_faster and way.spread > self.memory
                 is_tight = is_hopeless or (is_faster and not way.fits(self.memory))
                 self._is_bound |= is_tight
-                if is_tight and not is_hopeless and self._is_worth_cutting(made):
+                is_cut = is_tight and not is_hopeless and self._is_worth_cutting(made)
+                if is_cut:
                     way = program.within(made, kind, self.memory) or way
                 if not is_large or (way.seconds < self._fastest and way.least <= self.memory):
                     tried.memory = min(tried.memory, way.candidate.memory.peak)
@@ -430,8 +431,8 @@ class Planner:
                 if is_hopeless:
                     tried.memory = min(tried.memory, way.spread)
                     return  # with every schedule, whatever is recomputed
-                if not is_tight:
-                    break
+                if not is_tight or (is_large and not is_cut and way.barest > self.memory):
+                    break  # in these stages, whatever is recomputed
 
     def _is_worth_cutting(self, made: Schedule) -> bool:
         """Whether to look for stages that fit: not for those of large programs that share their

@@ -166,16 +166,16 @@ class StagedProgram:
     def _line(self, kind: Recompute) -> StageCosts:
         known, laid = self._tried.lines, self.laid
         like = known.get(kind)
-        if like is not None and not like.has_copies and not laid.has_copies:
+        if like is not None and like.are_tied and not laid.has_copies:
             # Nothing else differs than what parameters take where they are.
-            placeholders = {n.name: n for n in laid.rewritten.find_nodes(op="placeholder")}
-            line = like.restated(placeholders, laid.prices)
+            line = like.restated(laid.decisions.apart, laid.prices.stored)
         else:
             # Copies of parameters are kept in other ways than parameters.
-            like = like if like is not None and like.has_copies == laid.has_copies else None
+            like = None if laid.has_copies else like
             beside = next(iter(known.values()), None)
             line = self._programs(kind).stage_costs(self.mesh, self.axis, like, beside)
-        known.setdefault(kind, line)
+        if not laid.has_copies:
+            known.setdefault(kind, line)
         return line
 
 

@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from torch import fx
 
 from autopar.capture.annotations import Pin
-from autopar.cost.footprint import HELD, held_bytes
+from autopar.cost.footprint import HELD, Held, held_bytes, parameter_bytes
 from autopar.cost.saved_tensors import KeptOnce
 from autopar.cost.state_price import NodeCost
 from autopar.errors import InvalidInput
+from autopar.layout import ParameterPlacement
 from autopar.mesh import Mesh
 from autopar.passes.flow import Flow, ancestors
 from autopar.pipeline.stages.kept import Remade, kept_by_stages
@@ -149,22 +150,26 @@ class StageCosts:
 
     def _row(self, node: fx.Node, cost: PriceOf) -> list[float]:
         """The columns of one node."""
-        price = cost(node)
-        once = price.summed + price.gathered + price.updated
-        seconds = price.forward, price.backward, price.again, price.reduced
-        return [*seconds, once, *held_bytes(node, self.mesh)]
+        return _columns(cost(node), held_bytes(node, self.mesh))
 
-    def restated(self, placeholders: Mapping[str, fx.Node], cost: PriceOf) -> StageCosts:
-        """The same program where its parameters are as these `placeholders` say, and no copies of
-        them are gathered."""
+    def restated(
+        self,
+        places: Mapping[str, ParameterPlacement],
+        cost: Callable[[fx.Node, ParameterPlacement], NodeCost],
+    ) -> StageCosts:
+        """Of a program whose parameters have one place: the same where some have others, by name,
+        and no copies of them are gathered."""
         made = copy(self)
         made._tables, made._clean, made._rows = {}, {}, dict(self._rows)
-        vars(made).pop("_seconds", None)
-        vars(made).pop("total", None)
+        for known in ("_seconds", "total", "are_tied"):
+            vars(made).pop(known, None)
         change, shared = np.zeros_like(self._alone), list(self._shared)
         for node, readers in self.flow.held_at.items():
+            if node.name not in places:
+                continue
+            at = places[node.name]
             again, before = self._rows[node.name]
-            row = made._row(placeholders[node.name], cost)
+            row = _columns(cost(node, at), parameter_bytes(node, at, self.mesh))
             made._rows[node.name] = again, row
             more = np.array(row) - before
             if len(readers) == 1:
@@ -172,13 +177,14 @@ class StageCosts:
             elif more.any():
                 shared.append((np.array(readers), more))
         made._alone, made._shared = self._alone + change.cumsum(axis=0), shared
+        made.are_tied = self.are_tied and not places
         return made
 
     @cached_property
-    def has_copies(self) -> bool:
-        """Whether readers start from copies of parameters that are gathered."""
+    def are_tied(self) -> bool:
+        """Whether each parameter has one place."""
         places = [info(node).places for node in self.flow.held_at]
-        return any(at is not None and at.storage != at.working for at in places)
+        return all(at is None or at.is_tied for at in places)
 
     def held(self, bounds: Sequence[tuple[int, int]], gradients: bool = True) -> float:
         """The bytes of states that stages with these first and last points hold together."""
@@ -343,6 +349,11 @@ class StageCosts:
     def _seconds(self) -> list[float]:
         """Of all activations before each cut point, forward and backward."""
         return self._alone[:, :2].sum(axis=1).tolist()
+
+
+def _columns(price: NodeCost, held: Held) -> list[float]:
+    once = price.summed + price.gathered + price.updated
+    return [price.forward, price.backward, price.again, price.reduced, once, *held]
 
 
 def _parameters(flow: Flow, node: fx.Node) -> set[fx.Node]:
