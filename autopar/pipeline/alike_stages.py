@@ -73,8 +73,6 @@ class StageMemories:
         found: list[Hashable] = [self._form_of(node) for node in received]
         own = flow.made_in(start, end)
         for node in own:
-            if node in flow.updates:
-                continue
             places[node] = len(places)
             known = info(node)
             found.append(4 * self._form_of(node) + 2 * known.remade + known.dropped)
@@ -85,7 +83,8 @@ class StageMemories:
             found.append(-1 if known.region is None else regions[known.region])
             if known.away:
                 found.append(tuple((regions[one], axes) for one, axes in known.away.items()))
-            found += [places[value] for value in node.all_input_nodes]
+            # A change of a buffer, which is done apart, may read what other stages make.
+            found += [places.get(value, -1) for value in node.all_input_nodes]
             if known.places is not None:
                 names.append(node.name)
                 inside = numbered_modules(known.origin[1])
