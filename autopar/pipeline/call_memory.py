@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.cost.host_kernels import workspace
 from autopar.mesh import Mesh
 from autopar.passes.kernels import local_call
 from autopar.strategies.node_info import flat, info
@@ -42,8 +44,9 @@ class CallMemories:
 
     _seen: ClassVar[dict[tuple[Any, ...], tuple[int, int, tuple[int | None, ...]]]] = {}
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, on_host: bool = False) -> None:
+        """`on_host`: their kernels are those of a host."""
+        self.mesh, self.on_host = mesh, on_host
         if len(self._seen) > MOST_KNOWN:
             self._seen.clear()
 
@@ -54,6 +57,7 @@ class CallMemories:
         inputs = tuple(dict.fromkeys(found))
         names = {value: f"%{number}" for number, value in enumerate(inputs)}
         key = (
+            self.on_host,
             function,
             str(fx.map_arg((args, kwargs), names.__getitem__)),
             *((self._shape(v), info(v).type.dtype, info(v).differentiable) for v in inputs),
@@ -64,7 +68,8 @@ class CallMemories:
             # Through lists, since fx keeps its own immutable ones.
             args, kwargs = pytree.tree_map(lambda x: x, (list(args), dict(kwargs)))
             try:
-                self._seen[key] = _observe(lambda: function(*args, **kwargs), [*leaves.values()])
+                call = partial(function, *args, **kwargs)
+                self._seen[key] = _observe(call, [*leaves.values()], self.on_host)
             except Exception:  # whatever torch, or an operator of the user, raises without values
                 sizes = (self._bytes(v) if info(v).differentiable else None for v in inputs)
                 self._seen[key] = 0, 0, tuple(sizes)
@@ -85,9 +90,10 @@ class CallMemories:
 class _Watch(TorchDispatchMode):
     """Counts the bytes that are made and not yet let go, inside."""
 
-    def __init__(self, known: Iterable[Tensor]) -> None:
+    def __init__(self, known: Iterable[Tensor], on_host: bool) -> None:
         super().__init__()
         self.bytes = self.most = 0
+        self._workspace = workspace if on_host else _none
         self.sizes = {_key(tensor): 0 for tensor in known}
 
     def __torch_dispatch__(
@@ -99,12 +105,17 @@ class _Watch(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 self.sizes[_key(tensor)] = storage.nbytes()
                 self.bytes += storage.nbytes()
-                self.most = max(self.most, self.bytes)
                 weakref.finalize(storage, self._let_go, _key(tensor))
+        self.most = max(self.most, self.bytes + self._workspace(function, args))
         return given
 
     def _let_go(self, key: int) -> None:
         self.bytes -= self.sizes.pop(key, 0)
+
+
+def _none(operator: Any, args: Any) -> int:
+    """What a kernel takes of which nothing is known."""
+    return 0
 
 
 def _key(tensor: Tensor) -> int:
@@ -112,7 +123,7 @@ def _key(tensor: Tensor) -> int:
 
 
 def _observe(
-    call: Callable[[], Any], leaves: Sequence[Tensor]
+    call: Callable[[], Any], leaves: Sequence[Tensor], on_host: bool
 ) -> tuple[int, int, tuple[int | None, ...]]:
     saved: list[Tensor] = []  # held to the end: what is kept is counted elsewhere
 
@@ -121,7 +132,7 @@ def _observe(
         return value
 
     with torch.enable_grad():
-        with _Watch(leaves) as forward, saved_tensors_hooks(keep, lambda value: value):
+        with _Watch(leaves, on_host) as forward, saved_tensors_hooks(keep, lambda value: value):
             outputs = [value for value in flat(call()) if isinstance(value, Tensor)]
         more = forward.most - forward.bytes
         given = [output for output in outputs if output.requires_grad]
@@ -129,7 +140,7 @@ def _observe(
         if not given or not learning:
             return more, 0, (None,) * len(leaves)
         seeds = [torch.empty_like(output) for output in given]
-        with _Watch([*leaves, *outputs, *seeds, *saved]) as backward:
+        with _Watch([*leaves, *outputs, *seeds, *saved], on_host) as backward:
             found = torch.autograd.grad(given, learning, seeds, allow_unused=True)
     made = iter(found)
     gradients = [next(made) if leaf.requires_grad else None for leaf in leaves]

@@ -65,7 +65,7 @@ class ProgramCourse:
     ) -> None:
         """`roots`: of the results, those whose gradients backward begins with."""
         self.graph, self.mesh = graph, mesh
-        self._calls = CallMemories(mesh)
+        self._calls = CallMemories(mesh, travel.on_host)
         self._nodes = [n for n in graph.nodes if n.op == "call_function" and not is_result(n)]
         self._values, self._flowing = Held(), Held()
         self._saved: dict[fx.Node, list[Hashable]] = {}

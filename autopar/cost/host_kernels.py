@@ -1,0 +1,127 @@
+"""Host kernels: what a convolution takes on a host while it runs, besides its results.
+
+oneDNN copies the tensors of single precision to layouts of its own, with channels in blocks. What
+it does not run is a product with columns, that are made of the whole input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK = 16  # channels, of the layouts of oneDNN
+# From here on torch prefers oneDNN: elements of one image, images where a product would do.
+LEAST_ELEMENTS, LEAST_IMAGES = 20480, 16
+
+
+def workspace(operator: Any, args: Sequence[Any]) -> int:
+    """The bytes that an ATen operator takes on a host and lets go when it is done."""
+    if operator is torch.ops.aten.convolution.default:
+        return _Convolution(*args[:2], *args[3:9]).forward
+    if operator is torch.ops.aten.convolution_backward.default:
+        return _Convolution(*args[1:3], *args[4:10], gradient=args[0]).backward(*args[10][:2])
+    return 0
+
+
+class _Convolution:
+    """Of one call: the sizes of what its kernel reads and writes."""
+
+    def __init__(
+        self,
+        image: Tensor,
+        weight: Tensor,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        transposed: bool,
+        output_padding: Sequence[int],
+        groups: int,
+        *,
+        gradient: Tensor | None = None,
+    ) -> None:
+        self._image, self._weight, self._groups = image, weight, groups
+        self._is_strided, self._transposed = max(stride) > 1, transposed
+        self._is_dilated = max(dilation) > 1
+        self._is_moved = self._is_strided or self._is_dilated
+        kernel, space = weight.shape[2:], image.shape[2:]
+        self._is_point = math.prod(kernel) == 1
+        self._is_plain = self._is_point and not (self._is_moved or max(padding))
+        if gradient is not None:
+            self._given = tuple(gradient.shape)
+        elif transposed:
+            ways = zip(space, stride, padding, dilation, kernel, output_padding)
+            after = [(n - 1) * s - 2 * p + d * (k - 1) + o + 1 for n, s, p, d, k, o in ways]
+            self._given = len(image), weight.shape[1] * groups, *after
+        else:
+            steps = zip(space, stride, padding, dilation, kernel)
+            after = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, s, p, d, k in steps]
+            self._given = len(image), len(weight), *after
+
+    @property
+    def forward(self) -> int:
+        if not self._is_of_onednn:
+            return self._columns(one_by_one=self._is_dilated)
+        image = self._blocked(self._image.shape) if self._image.shape[1] >= BLOCK else 0
+        output, copy = math.prod(self._given), self._blocked(self._given)
+        back = copy * (1 + (self._transposed and self._is_strided))
+        return max(image + self._copy_of_weight + copy - output, back) * self._image.itemsize
+
+    def backward(self, of_image: bool, of_weight: bool) -> int:
+        if not self._is_of_onednn:
+            return self._columns(one_by_one=self._is_dilated or self._transposed)
+        has_blocks = self._image.shape[1] >= BLOCK or not self._is_strided
+        image = self._blocked(self._image.shape) if has_blocks else self._image.numel()
+        weight = self._copy_of_weight
+        gradient, made = self._blocked(self._given), 0
+        most = [0]
+        if of_image:
+            made = self._image.numel()
+            most = [gradient + weight + image, (1 + self._is_strided) * image + made]
+        if of_weight:
+            read = image if self._image.shape[1] >= BLOCK else 0
+            most += [made + read + gradient + weight, made + weight + self._weight.numel()]
+            made += self._weight.numel()
+        return max(0, max(most) - made) * self._image.itemsize
+
+    @property
+    def _is_of_onednn(self) -> bool:
+        """As torch decides."""
+        image, kernel = self._image, self._weight.shape[2:]
+        if not torch.backends.mkldnn.is_available() or image.dtype != torch.float32:
+            return False
+        is_better = self._is_moved or len(image) >= LEAST_IMAGES or not self._is_point
+        is_large = len(image) > 1 or image.numel() > LEAST_ELEMENTS or min(kernel) > 3
+        return (is_better or torch.get_num_threads() > 1) and (is_large or self._groups > 1)
+
+    def _columns(self, one_by_one: bool) -> int:
+        """Of all images, or of one at a time; of one group at a time, whose results are joined."""
+        output, groups = math.prod(self._given), self._groups
+        joined = output if groups > 1 else 0
+        if self._is_plain:
+            return joined * self._image.itemsize
+        grid, over = self._given[2:], self._image.shape[1]
+        if self._transposed:
+            grid, over = self._image.shape[2:], self._given[1]
+        images = 1 if one_by_one else len(self._image)
+        columns = math.prod((images, over, *self._weight.shape[2:], *grid)) // groups
+        return max(columns + joined // groups, joined) * self._image.itemsize
+
+    @property
+    def _copy_of_weight(self) -> int:
+        outputs, inputs, *kernel = self._weight.shape
+        if self._groups > 1:
+            return self._weight.numel()
+        return math.prod((_in_blocks(outputs), _in_blocks(inputs), *kernel))
+
+    def _blocked(self, shape: Sequence[int]) -> int:
+        """Elements of a copy."""
+        images, channels, *space = shape
+        return math.prod((images, _in_blocks(channels), *space))
+
+
+def _in_blocks(channels: int) -> int:
+    return -(-channels // BLOCK) * BLOCK
