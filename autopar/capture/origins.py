@@ -1,4 +1,4 @@
-"""Origins: values that are made of parameters alone."""
+"""Origins: values that are made of parameters alone, and copies of them."""
 
 from __future__ import annotations
 
@@ -45,12 +45,19 @@ def state_bytes(parameter: fx.Node) -> StateBytes:
 
 
 def copied_parameter(value: fx.Node) -> fx.Node | None:
-    """The parameter of which a value is the copy that a step works with: gathered, or cast."""
-    if value.target is torch.ops.aten.to.dtype:
-        (value,) = value.all_input_nodes
-        found = value if value.op == "placeholder" else gathered_parameter(value)
-        return found if found is not None and info(found).state_bytes is not None else None
-    return gathered_parameter(value) if info(value).movement is not None else None
+    """The parameter of which a value is a copy that comes and goes: gathered, or cast."""
+    node = value
+    while node.op == "call_function" and _is_way(node):
+        (node,) = node.all_input_nodes
+    if node is value or node.op != "placeholder":
+        return None
+    if info(node).places is not None:
+        return node if value in taken_copies(node) else None
+    return node if info(node).state_bytes is not None else None
+
+
+def _is_way(node: fx.Node) -> bool:
+    return info(node).movement is not None or node.target is torch.ops.aten.to.dtype
 
 
 def gathered_parameter(node: fx.Node) -> fx.Node | None:
@@ -62,6 +69,37 @@ def gathered_parameter(node: fx.Node) -> fx.Node | None:
     places = info(node).places
     is_there = places is None or any(info(v).type.layout == places.working for v in passed)
     return None if is_there else node
+
+
+def copies_behind(parameter: fx.Node) -> list[fx.Node]:
+    """The all-gathers, and the cast, that a parameter goes through before its readers, who share
+    them. A cast is one by a precision: what a model casts itself is for its own program to do."""
+    found, node = list[fx.Node](), parameter
+    is_cast = info(parameter).state_bytes is None
+    while len(node.users) == 1:
+        (node,) = node.users
+        movement = info(node).movement
+        if movement is not None and movement.kind == "all_gather":
+            found.append(node)
+        elif node.target is torch.ops.aten.to.dtype and not is_cast:
+            is_cast = True
+            found.append(node)
+        else:
+            break
+    return found
+
+
+def taken_copies(node: fx.Node) -> list[fx.Node]:
+    """The gathers and casts behind a parameter that the runtime does."""
+    places, found = info(node).places, list[fx.Node]()
+    assert places is not None
+    for copy in copies_behind(node):
+        movement, after = info(copy).movement, info(copy).type.layout
+        is_summed = movement is None or movement.pending or not info(node).differentiable
+        if not is_summed or not after.cuts_into(places.optimizer):
+            break
+        found.append(copy)
+    return found
 
 
 def moved_dtype(node: fx.Node) -> torch.dtype:

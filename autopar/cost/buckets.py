@@ -16,7 +16,7 @@ from torch import fx
 
 from autopar.capture.origins import state_bytes
 from autopar.collectives.redistribution import local_elements
-from autopar.cost.groups import largest_group
+from autopar.cost.ways import Copied, copied_in, groups_by_kind, in_order, largest_group
 from autopar.layout import Layout, ParameterPlacement
 from autopar.mesh import Mesh
 from autopar.states import BUFFER_BYTES
@@ -107,7 +107,7 @@ class Learned:
 class _Kind:
     """What gradients of one bucket have in common."""
 
-    summed: frozenset[str]
+    summed: tuple[str, ...]  # axes over which what is not cut is summed
     each: tuple[str, ...]  # axes over which that of a micro-batch is cut
     last: tuple[str, ...]  # and what has added up
     adds: bool  # they add up in another dtype
@@ -133,14 +133,15 @@ class SumOf:
 
 def sums_of(graph: fx.Graph, mesh: Mesh, travel: Travel) -> list[SumOf]:
     """The buckets of a program, of the parameters that learn."""
-    nodes = [n for n in graph.nodes if info(n).places is not None and info(n).differentiable]
-    kinds = {node: _kind(node, mesh) for node in nodes}
+    copied = copied_in(graph.nodes, mesh)
+    kinds = {n: _kind(n, one, mesh) for n, one in copied.items() if info(n).differentiable}
     made = [
-        (_learned(node, kind, mesh, travel), kind)
+        (_learned(node, copied[node], kind, mesh, travel), kind)
         for node, kind in kinds.items()
         if kind.summed or kind.each or kind.last or kind.adds
     ]
-    limit = cut_bytes(largest_group(graph.nodes, mesh, travel.buffer_bytes))
+    groups = groups_by_kind(copied.values(), mesh, travel.buffer_bytes)
+    limit = cut_bytes(largest_group(groups, mesh))
     cut = {kind: limit for _, kind in made if kind.each or kind.last}
     return [
         _sum_of([one for one, _ in bucket], bucket[0][1], mesh, travel)
@@ -148,28 +149,29 @@ def sums_of(graph: fx.Graph, mesh: Mesh, travel: Travel) -> list[SumOf]:
     ]
 
 
-def _kind(node: fx.Node, mesh: Mesh) -> _Kind:
-    at, bytes_ = places_of(node), state_bytes(node)
-    each, last = _between(at.working, at.gradient, mesh), _between(at.gradient, at.optimizer, mesh)
-    summed = frozenset(info(node).sync)
-    about = (info(node).val.dtype, bytes_.copy, at.goes_up, at.on_host)
-    return _Kind(summed, each, last, bytes_.copy != bytes_.gradient and not each, about)
+def _kind(node: fx.Node, copied: Copied, mesh: Mesh) -> _Kind:
+    at, bytes_ = copied.places, state_bytes(node)
+    each = in_order({*copied.summed.axes} - {*copied.leaf.axes}, mesh)
+    last = in_order({*at.optimizer.axes} - {*copied.summed.axes}, mesh)
+    whole = in_order({*copied.pending} - {*at.optimizer.axes}, mesh)
+    about = (copied.dtype, bytes_.gradient, at.goes_up, at.on_host)
+    return _Kind(whole, each, last, bytes_.copy != bytes_.gradient and not each, about)
 
 
-def _learned(node: fx.Node, kind: _Kind, mesh: Mesh, travel: Travel) -> Learned:
-    at, bytes_, shape = places_of(node), state_bytes(node), tuple(info(node).val.shape)
+def _learned(node: fx.Node, copied: Copied, kind: _Kind, mesh: Mesh, travel: Travel) -> Learned:
+    at, leaf, bytes_, shape = copied.places, copied.leaf, state_bytes(node), copied.shape
 
     def size(layout: Layout, itemsize: int) -> float:
         return float(local_elements(layout.dims, shape, mesh) * itemsize)
 
     is_there = "gradient" in at.on_host
-    fine = at.gradient if kind.each else at.optimizer
-    whole, part = size(at.working, bytes_.copy), size(fine, bytes_.gradient)
-    dim = next((d for d, cut in enumerate(at.working.dims) if cut != fine.dims[d]), 0)
-    leads = goes_straight(at.working.largest_shape(shape, mesh), dim, int(part))
+    fine = copied.summed if kind.each else at.optimizer
+    whole, part = size(leaf, bytes_.copy), size(fine, bytes_.gradient)
+    dim = next((d for d, cut in enumerate(leaf.dims) if cut != fine.dims[d]), 0)
+    leads = goes_straight(leaf.largest_shape(shape, mesh), dim, int(part))
     is_straight = travel.on_host and leads and bytes_.copy == bytes_.gradient
-    kept = 0.0 if is_there else size(at.gradient, bytes_.gradient)
-    packed = 0.0 if is_straight else size(at.working, bytes_.gradient)
+    kept = 0.0 if is_there else size(copied.summed, bytes_.gradient)
+    packed = 0.0 if is_straight else size(leaf, bytes_.gradient)
     return Learned(node, whole, kept, part, packed)
 
 
@@ -194,8 +196,3 @@ def places_of(node: fx.Node) -> ParameterPlacement:
     places = info(node).places
     assert places is not None
     return places
-
-
-def _between(coarse: Layout, fine: Layout, mesh: Mesh) -> tuple[str, ...]:
-    """The axes that cut `fine` besides those that cut `coarse`."""
-    return tuple(axis for axis in mesh if axis in {*fine.axes} - {*coarse.axes})

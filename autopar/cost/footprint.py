@@ -15,8 +15,8 @@ from torch import fx
 
 from autopar.capture.origins import state_bytes
 from autopar.collectives.redistribution import local_elements
-from autopar.cost.groups import used_bytes
 from autopar.cost.saved_tensors import Storage, kept_on_host, kept_through, most_remade
+from autopar.cost.ways import groups_in, used_bytes
 from autopar.layout import Layout, ParameterPlacement, Place
 from autopar.mesh import Mesh
 from autopar.states import BUFFER_BYTES, StateBytes
@@ -64,16 +64,17 @@ class Memory:
         mesh: Mesh,
         activations: float,
         inputs: float = 0.0,
-        buffer_bytes: int = BUFFER_BYTES,
+        used: float = 0.0,
     ) -> Memory:
-        """With all that the parameters and buffers among `nodes` take, all at one time."""
+        """With all that the parameters and buffers among `nodes` take, all at one time; `used` the
+        copies that live a use."""
 
         def kinds_of(of_host: bool) -> dict[str, float]:
             held = [held_bytes(node, mesh, of_host) for node in nodes]
             return dict(zip(HELD, np.sum([(0,) * len(HELD), *held], axis=0).astype(float).tolist()))
 
         kinds = kinds_of(False) | {"activations": activations, "inputs": inputs}
-        kinds["gathered"] += used_bytes(nodes, mesh, buffer_bytes)
+        kinds["gathered"] += used
         there = {f"{HOST}{kind}": size for kind, size in kinds_of(True).items()}
         return cls(**kinds, peak=sum(kinds.values()), **there)
 
@@ -95,7 +96,8 @@ def program_memory(graph: fx.Graph, mesh: Mesh, buffer_bytes: int = BUFFER_BYTES
         if node.op == "placeholder" and info(node).origin[0] not in ("parameter", "buffer"):
             inputs += info(node).type.local_bytes(mesh)
     nodes = list(graph.nodes)
-    found = Memory.of(nodes, mesh, sum(kept.values()), inputs, buffer_bytes)
+    used = used_bytes(groups_in(nodes, mesh, buffer_bytes), mesh)
+    found = Memory.of(nodes, mesh, sum(kept.values()), inputs, used)
     peak, host = found.peak + most_remade(nodes, mesh), sum(on_host.values())
     return replace(found, peak=peak, host_activations=found.host_activations + host)
 

@@ -7,18 +7,12 @@ a buffer holds them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Protocol, TypeVar
 
-from torch import fx
-
-from autopar.capture.origins import state_bytes
-from autopar.collectives.redistribution import local_elements
-from autopar.mesh import Mesh
 from autopar.states import BUFFER_BYTES
-from autopar.strategies.node_info import info
 
 SMALL = 8  # a group of less than this share of the largest block joins its neighbour
 LIVE_GROUPS = 2  # of copies that live a use: the one in use, and the next
@@ -132,69 +126,3 @@ def _blocks(routes: Sequence[Gathered]) -> Callable[[Gathered], str | None]:
     if not set(paths.values()) - {None}:
         paths = at(0)
     return lambda route: paths[route.name]
-
-
-@dataclass(frozen=True)
-class _Used:
-    """A parameter whose copies live a use."""
-
-    name: str
-    first: int
-    last: int
-    bytes: float
-
-
-def used_bytes(nodes: Iterable[fx.Node], mesh: Mesh, buffer_bytes: int = BUFFER_BYTES) -> float:
-    """Of the copies of parameters that are gathered for each use: two groups live."""
-    sizes = _sizes(nodes, mesh, buffer_bytes, for_use=True)
-    return min(sum(sizes), LIVE_GROUPS * max(sizes, default=0.0))
-
-
-def largest_group(nodes: Iterable[fx.Node], mesh: Mesh, buffer_bytes: int = BUFFER_BYTES) -> int:
-    """Bytes of the largest group of copies, that live a use or a step."""
-    nodes = list(nodes)
-    both = [_sizes(nodes, mesh, buffer_bytes, for_use) for for_use in (False, True)]
-    return int(max((size for sizes in both for size in sizes), default=0))
-
-
-def _sizes(nodes: Iterable[fx.Node], mesh: Mesh, buffer_bytes: int, for_use: bool) -> list[float]:
-    """Bytes of the groups of copies that live a use, or a step."""
-    apart = [node for node in nodes if _is_copied(node, for_use)]
-    if not apart:
-        return []
-    place = {node: at for at, node in enumerate(apart[0].graph.nodes)}
-    kinds: dict[Any, list[_Used]] = {}
-    for node in apart:
-        if not (readers := _readers(node)):
-            continue
-        places, at = info(node).places, [place[user] for user in readers]
-        assert places is not None
-        fine, coarse = places.optimizer, places.storage
-        if for_use:
-            fine, coarse = places.storage, places.working
-        size = local_elements(coarse.dims, tuple(info(node).val.shape), mesh)
-        name, bytes_ = info(node).origin[1], float(size * state_bytes(node).copy)
-        one = _Used(name, min(at), max(at), bytes_)
-        kinds.setdefault((fine.axes, info(node).val.dtype), []).append(one)
-    return [
-        sum(one.bytes for one in group)
-        for those in kinds.values()
-        for group in groups_of(those, lambda one: one.bytes, buffer_bytes)
-    ]
-
-
-def _is_copied(node: fx.Node, for_use: bool) -> bool:
-    """Whether there is a copy of a parameter for each use, or once a step."""
-    places = info(node).places
-    if places is None or for_use:
-        return places is not None and places.is_copied_for_use
-    moves, kept = places.goes_up == ("optimizer", "storage"), state_bytes(node)
-    return places.storage != places.optimizer or kept.copy != kept.master or moves
-
-
-def _readers(node: fx.Node) -> list[fx.Node]:
-    """Those of a parameter, behind its gathers."""
-    users = list(node.users)
-    while len(users) == 1 and info(users[0]).movement is not None:
-        users = list(users[0].users)
-    return users

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.passes.gradient_sync import copies_behind
+from autopar.capture.origins import copies_behind
 from autopar.passes.setting import LocalSetting
 from autopar.strategies import tensor_inputs, traits_of
 from autopar.strategies.node_info import info

@@ -10,7 +10,6 @@ gradient stays a partial sum then, over the axes in its `pending`.
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from autopar.capture.origins import copied_parameter
@@ -83,24 +82,6 @@ def _has_room(node: fx.Node, axes: tuple[str, ...], reader: fx.Node) -> bool:
     others = [user for user in node.users if user is not reader]
     joined = all(set(axes) <= set(_identity_axes(user)) for user in others)
     return joined or info(node).val.numel() <= info(reader).val.numel()
-
-
-def copies_behind(parameter: fx.Node) -> list[fx.Node]:
-    """The all-gathers, and the cast, that a parameter goes through before its readers, who share
-    them. A cast is one by a precision: what a model casts itself is for its own program to do."""
-    found, node = list[fx.Node](), parameter
-    is_cast = info(parameter).state_bytes is None
-    while len(node.users) == 1:
-        (node,) = node.users
-        movement = info(node).movement
-        if movement is not None and movement.kind == "all_gather":
-            found.append(node)
-        elif node.target is torch.ops.aten.to.dtype and not is_cast:
-            is_cast = True
-            found.append(node)
-        else:
-            break
-    return found
 
 
 def pending_axes(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:

@@ -10,12 +10,14 @@ from autopar.cluster import AxisLink, Cluster
 from autopar.cost.footprint import Memory
 from autopar.cost.model import COLLECTIVES
 from autopar.cost.program import Cost
+from autopar.cost.ways import groups_in, used_bytes
 from autopar.mesh import Mesh
 from autopar.passes.flow import Flow
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.simulator import simulate
 from autopar.pipeline.step_memory import StageMemory, host_in_step, kept_in_step, most_in_step
 from autopar.pipeline.timeline import Timeline
+from autopar.strategies.node_info import info
 
 
 def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
@@ -79,12 +81,14 @@ def memory_by_place(
         node: {bisect_right(starts, place) - 1 for place in places}
         for node, places in flow.held_at.items()
     }
+    stages_of = {info(node).origin[1]: tuple(sorted(read)) for node, read in users.items()}
     found = []
     for rank in range(made.ranks):
         own = {stage for _, stage in made.local_stages(rank)}
         held = [node for node, read in users.items() if read & own]
         kept = kept_in_step(made, rank, taken)
-        memory = Memory.of(held, mesh, kept, buffer_bytes=buffer_bytes)
+        groups = groups_in(held, mesh, buffer_bytes, lambda one: stages_of[one.name])
+        memory = Memory.of(held, mesh, kept, used=used_bytes(groups, mesh))
         on_host = memory.host_activations + host_in_step(made, rank, taken)
         memory = replace(memory, host_activations=on_host)
         found.append(memory.at_once(most_in_step(made, rank, taken)))

@@ -96,7 +96,7 @@ class TorchBackend(Backend):
 
     def _make_leaves(self) -> Leaves:
         plans = plan_groups(self.routes, self._users.stages, self.mesh, self.program.buffer_bytes)
-        wanted = {plan.axes for plan in plans if plan.axes}
+        wanted = {plan.kind.axes for plan in plans if plan.kind.axes}
         gathering = Groups(self.mesh, wanted, self.ranks.meshes, "gathers")
         about = gathering.__getitem__, self.mesh, self.ranks.inner, self.device
         return Leaves(plans, *about)

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from autopar._torch import age_of, local_of
 from autopar.cost.buckets import cut_bytes
-from autopar.cost.groups import groups_of
-from autopar.layout import Layout
+from autopar.cost.ways import Kind, groups_by_kind
 from autopar.mesh import Mesh
 from autopar.passes import Copies
 from autopar.passes.localize import Axes
@@ -25,7 +24,7 @@ from autopar.runtime.copies import Group, Window
 from autopar.runtime.exchange import Exchange
 from autopar.runtime.host import HOST, HostLink
 from autopar.runtime.packing import Pieces
-from autopar.runtime.routes import Route, in_order
+from autopar.runtime.routes import Route
 
 
 @dataclass(frozen=True)
@@ -33,21 +32,8 @@ class GroupPlan:
     """Parameters whose copies come together, from one layout, or dtype, of each to another."""
 
     routes: tuple[Route, ...]
-    is_last: bool  # of the ways of a parameter: these copies are leaves
-    lasts: bool  # to the end of a step
-    axes: Axes
-    goes_up: bool  # from the host to the device
-    on_host: bool  # these copies are there
+    kind: Kind
     stages: tuple[int, ...]  # that read the parameters
-
-    def bytes(self, mesh: Mesh) -> int:
-        """Of the largest pieces."""
-        return sum(_bytes(route, self.way(route)[1], mesh) for route in self.routes)
-
-    def way(self, route: Route) -> tuple[Layout, Layout]:
-        """From the finer layout to the coarser one."""
-        way = route.copied[-1 if self.is_last else 0]
-        return way.fine, way.coarse
 
 
 def plan_groups(
@@ -57,30 +43,9 @@ def plan_groups(
     buffer_bytes: int,
 ) -> list[GroupPlan]:
     """The groups of all ranks. One lies on the ranks of certain stages, and all see the same."""
-    found: list[GroupPlan] = []
-    kinds: dict[tuple[bool, bool, Axes, bool, bool, torch.dtype], list[Route]] = {}
-    for route in routes.values():
-        for way in route.copied:
-            axes = in_order(set(way.fine.axes) - set(way.coarse.axes), mesh)
-            key = way == route.copied[-1], way.lasts, axes, way.goes_up, way.on_host, route.dtype
-            kinds.setdefault(key, []).append(route)
-    for (is_last, lasts, axes, goes_up, on_host, _), those in kinds.items():
-        kind = is_last, lasts, axes, goes_up, on_host
-
-        def size(route: Route, last: bool = is_last) -> int:
-            return _bytes(route, route.copied[-1 if last else 0].coarse, mesh)
-
-        for group in groups_of(those, size, buffer_bytes):
-            by_stages: dict[tuple[int, ...], list[Route]] = {}
-            for route in group:
-                by_stages.setdefault(stages(route.name), []).append(route)
-            found += [GroupPlan(tuple(own), *kind, read) for read, own in by_stages.items()]
-    return found
-
-
-def _bytes(route: Route, layout: Layout, mesh: Mesh) -> int:
-    """Of the largest piece of a copy."""
-    return torch.Size(layout.largest_shape(route.shape, mesh)).numel() * route.dtype.itemsize
+    read = {name: stages(name) for name in routes}
+    groups = groups_by_kind(routes.values(), mesh, buffer_bytes, lambda route: read[route.name])
+    return [GroupPlan(tuple(own), kind, read[own[0].name]) for kind, own in groups]
 
 
 class Leaves:
@@ -100,7 +65,9 @@ class Leaves:
         """For `rank` of `mesh`, which computes on `device`; `group_over` some axes are the ranks
         that gather."""
         self._device = device
-        self.link = HostLink(device) if any(plan.goes_up for plan in plans) and device else None
+        self.link = (
+            HostLink(device) if any(plan.kind.goes_up for plan in plans) and device else None
+        )
         self.parameters: dict[str, nn.Parameter] = {}
         self.version = 0  # grows when parameters are replaced, frozen or unfrozen
         self.by_name: dict[str, Tensor] = {}
@@ -113,7 +80,12 @@ class Leaves:
         """What a bucket holds of gradients that are cut, of parameters that these stages read: all
         ranks that sum them see the same groups of copies."""
         there = [plan for plan in self._plans if plan.stages == stages]
-        return cut_bytes(max((plan.bytes(self._mesh) for plan in there if self._mesh), default=0))
+        return cut_bytes(
+            max(
+                (plan.kind.bytes(plan.routes, self._mesh) for plan in there if self._mesh),
+                default=0,
+            )
+        )
 
     @property
     def age(self) -> int:
@@ -148,20 +120,20 @@ class Leaves:
             route.name: number
             for number, plan in enumerate(self._plans)
             for route in plan.routes
-            if plan.is_last
+            if plan.kind.is_last
         }
-        lasting = frozenset(number for number, plan in enumerate(self._plans) if plan.lasts)
+        lasting = frozenset(number for number, plan in enumerate(self._plans) if plan.kind.lasts)
         return Copies({r.name: r.taken for r in routes.values() if r.taken}, groups, lasting)
 
     def _make_groups(self, replaced: set[str]) -> None:
         """Groups of what is there now; one stays the same if all its tensors do."""
         made: list[Group | None] = [None] * len(self._plans)
         holder: dict[str, Group] = {}  # of the copies that others are made of
-        for number, plan in sorted(enumerate(self._plans), key=lambda one: one[1].is_last):
+        for number, plan in sorted(enumerate(self._plans), key=lambda one: one[1].kind.is_last):
             names = [route.name for route in plan.routes]
             if self.parameters.keys() >= {*names}:
                 group = made[number] = self._group(number, plan, replaced, holder)
-                if not plan.is_last:
+                if not plan.kind.is_last:
                     holder |= dict.fromkeys(names, group)
         self.window.take(made)
 
@@ -171,7 +143,7 @@ class Leaves:
         names = [route.name for route in plan.routes]
         parameters: list[Tensor] = [self.parameters[name] for name in names]
         targets = [self._target(plan, route, route.name in replaced) for route in plan.routes]
-        is_second = plan.is_last and not plan.lasts
+        is_second = plan.kind.is_last and not plan.kind.lasts
         sources = [
             self._between[name] if is_second and name in holder else local_of(parameter)
             for name, parameter in zip(names, parameters)
@@ -182,22 +154,21 @@ class Leaves:
             if all(one is other for one, other in tensors):
                 return old
             old.forget()
-        over = self._group_over(plan.axes) if plan.axes and self._group_over else None
+        over = self._group_over(plan.kind.axes) if plan.kind.axes and self._group_over else None
         needs = tuple(dict.fromkeys(holder[name] for name in names if name in holder))
         exchange = self._exchange(plan, over, targets[0]) if over is not None else None
-        link = self.link if plan.goes_up else None
-        return Group(number, exchange, parameters, sources, targets, plan.lasts, needs, link)
+        link = self.link if plan.kind.goes_up else None
+        return Group(number, exchange, parameters, sources, targets, plan.kind.lasts, needs, link)
 
     def _target(self, plan: GroupPlan, route: Route, is_new: bool) -> Tensor:
         """The copy of a parameter, without memory until its group comes."""
-        held = self.by_name if plan.is_last else self._between
+        held = self.by_name if plan.kind.is_last else self._between
         if is_new or route.name not in held:
             assert self._mesh is not None
-            _, coarse = plan.way(route)
-            shape = coarse.local_shape(route.shape, self._mesh, self._rank)
+            shape = plan.kind.way(route).coarse.local_shape(route.shape, self._mesh, self._rank)
             local = local_of(self.parameters[route.name])
             where: dict[str, Any] = {"device": self._device or local.device}
-            if plan.on_host:
+            if plan.kind.on_host:
                 where = {"device": HOST, "pin_memory": local.is_pinned()}
             held[route.name] = torch.empty(shape, dtype=route.dtype, **where)
             held[route.name].untyped_storage().resize_(0)
@@ -206,8 +177,10 @@ class Leaves:
     def _exchange(self, plan: GroupPlan, over: dist.ProcessGroup, like: Tensor) -> Exchange:
         assert self._mesh is not None
         pieces = [
-            Pieces.between(coarse, fine, route.shape, self._mesh, self._rank, plan.axes)
+            Pieces.between(
+                way.coarse, way.fine, route.shape, self._mesh, self._rank, plan.kind.axes
+            )
             for route in plan.routes
-            for fine, coarse in [plan.way(route)]
+            for way in [plan.kind.way(route)]
         ]
         return Exchange(pieces, over, like.dtype, like.device)

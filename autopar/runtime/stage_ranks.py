@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from autopar.cost.ways import in_order
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes.localize import Axes
@@ -18,7 +19,7 @@ from autopar.runtime.groups import Groups
 from autopar.runtime.host import HostLink
 from autopar.runtime.leaves import Leaves
 from autopar.runtime.packing import Pieces
-from autopar.runtime.routes import Route, in_order
+from autopar.runtime.routes import Route
 from autopar.runtime.world import world
 
 
