@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar._torch import (
+    Pending,
     active_modes,
     all_gather_single,
     below_autograd,
@@ -35,6 +36,7 @@ from autopar._torch import (
     reduce_scatter_single,
     wait_for,
 )
+from autopar.collectives.messages import Scattered, exchange, go_by_messages
 from autopar.collectives.movement import Movement
 from autopar.errors import VerifierError
 from autopar.layout import Layout, chunk
@@ -102,7 +104,10 @@ def _all_gather(
     members = process_group(group)
     piece = _carried(_padded(x, dim, full), members)
     gathered = piece.new_empty((parts * piece.shape[0], *piece.shape[1:]))
-    all_gather_single(movable(gathered), movable(piece), group=members)
+    if go_by_messages(piece.device, members):
+        exchange([piece] * parts, gathered.view(parts, *piece.shape).unbind(), index, members)
+    else:
+        all_gather_single(movable(gathered), movable(piece), group=members)
     gathered = gathered.to(x.device)
     if _leads(piece.shape, dim):
         joined = gathered if dim == 0 else gathered.view(_resized(x, dim, parts * full))
@@ -123,8 +128,16 @@ def start_reduce_scatter(
     full = -(-size // parts)
     members = process_group(group)
     stacked = _carried(_stacked(_padded(_summable(x), dim, parts * full), dim, parts), members)
-    piece = stacked.new_empty(_resized(x, dim, full))
-    work = reduce_scatter_single(piece, stacked, group=members, async_op=later)
+    work: Pending | None
+    if go_by_messages(stacked.device, members):
+        work = scattered = Scattered(
+            stacked.view(parts, *_resized(x, dim, full)).unbind(), index, members
+        )
+        piece = scattered.part
+    else:
+        piece = stacked.new_empty(_resized(x, dim, full))
+        work = reduce_scatter_single(piece, stacked, group=members, async_op=later)
+    del stacked
 
     def finish() -> Tensor:
         if work is not None:
@@ -156,7 +169,11 @@ def _all_to_all(
     sent = _stacked(_padded(_padded(x, dim, full), to_dim, parts * to_full), to_dim, parts)
     sent = _carried(sent, members)
     received = torch.empty_like(sent)
-    dist.all_to_all_single(movable(received), movable(sent), group=members)
+    if go_by_messages(sent.device, members):
+        exchange(sent.chunk(parts), received.chunk(parts), index, members)
+    else:
+        dist.all_to_all_single(movable(received), movable(sent), group=members)
+    del sent
     received = received.to(x.device)
     piece = _resized(x, to_dim, to_full)
     piece[dim] = full

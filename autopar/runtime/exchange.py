@@ -25,13 +25,11 @@ from autopar._torch import (
     add_each,
     all_gather_single,
     copy_each,
-    is_gloo,
     moves_on_host,
-    receive_from,
     reduce_scatter_single,
-    send_to,
     wait_for,
 )
+from autopar.collectives.messages import go_by_messages, send_and_receive
 from autopar.collectives.operators import movable
 from autopar.cost.buckets import goes_straight
 from autopar.runtime.host import Copied, HostLink
@@ -71,7 +69,7 @@ class Exchange:
         """`has_straight`: large pieces may go straight, where that is better."""
         self.group, self._own, self._dtype = group, tensors[0].own, dtype
         self._members = len(tensors[0].bounds)
-        self._sends_itself = device.type == "cpu" and is_gloo(group, "cpu")
+        self._sends_itself = go_by_messages(device, group)
         # What lies on a GPU and is moved by gloo travels through the host.
         on_host = device.type == "cuda" and moves_on_host(group)
         self._carrier = torch.device("cpu") if on_host else device
@@ -226,17 +224,7 @@ class Exchange:
         sent: Sequence[Sequence[Tensor]],
         received: Sequence[Sequence[Tensor]],
     ) -> None:
-        """With each other member, the neighbours first.
-
-        What is sent before its receiver waits for it is written by gloo's thread, beside what this
-        one does; else by this thread, and that one spins meanwhile.
-        """
-        steps = range(1, self._members)
-        for target in [(self._own + step) % self._members for step in steps]:
-            way.works += [send_to(one, target, self.group) for one in sent[target] if one.numel()]
-        for source in [(self._own - step) % self._members for step in steps]:
-            pieces = [one for one in received[source] if one.numel()]
-            way.works += [receive_from(one, source, self.group) for one in pieces]
+        way.works += send_and_receive(sent, received, self._own, self.group)
         way.held += [one for row in (*sent, *received) for one in row]
 
     def _sum_by_collective(self, way: UnderWay, part: Tensor, flat: Tensor) -> None:
