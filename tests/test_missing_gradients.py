@@ -60,6 +60,27 @@ def test_what_the_user_differentiates_decides() -> None:
         assert module.program.learned[output] == set(module.full_grads())
 
 
+@pytest.mark.parametrize("states", ["whole", "zero2"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_memory_is_planned_for_what_learns_alone(states: str, microbatches: int) -> None:
+    module = ap.parallelize(
+        CASE.model,
+        CASE.args,
+        mesh=ap.Mesh(dp=2),
+        mode="data",
+        states=states,
+        microbatches=microbatches,
+        backend="virtual",
+    )
+    optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
+    module.step(*CASE.args)
+    optimizer.step()
+    held = module.memory(optimizer)[0]
+    counters = 8 * len(optimizer.state)  # steps that it counts, no larger
+    assert held["gradients"].held == held["gradients"].planned
+    assert 0 <= held["optimizer"].held - held["optimizer"].planned <= counters
+
+
 class Read(nn.Module):
     """Two parameters, read in any way."""
 

@@ -134,7 +134,7 @@ class SumOf:
 def sums_of(graph: fx.Graph, mesh: Mesh, travel: Travel) -> list[SumOf]:
     """The buckets of a program, of the parameters that learn."""
     copied = copied_in(graph.nodes, mesh)
-    kinds = {n: _kind(n, one, mesh) for n, one in copied.items() if info(n).differentiable}
+    kinds = {n: _kind(n, one, mesh) for n, one in copied.items() if info(n).learns}
     made = [
         (_learned(node, copied[node], kind, mesh, travel), kind)
         for node, kind in kinds.items()

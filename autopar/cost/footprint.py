@@ -120,7 +120,7 @@ def parameter_bytes(
 ) -> Held:
     """Of a parameter with its places, of its gradient, of what an optimizer keeps and of copies:
     on the device, or on the host."""
-    shape, learns = tuple(info(node).val.shape), info(node).differentiable
+    shape, learns = tuple(info(node).val.shape), info(node).learns
     return _parameter_bytes(shape, learns, places, mesh, kept or state_bytes(node), of_host)
 
 

@@ -123,7 +123,7 @@ def _form(node: fx.Node) -> Hashable:
         (known.type, known.movement, known.strategy),
         start and start[1:],
         (known.saved, known.saves_output, known.differentiable, known.on_host),
-        (known.places, known.state_bytes, known.sync, known.pending),
+        (known.places, known.learns, known.state_bytes, known.sync, known.pending),
         known.origin[0] if node.op == "placeholder" else "",
     )
 

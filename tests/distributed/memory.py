@@ -12,14 +12,16 @@ import torch.distributed as dist
 
 import autopar as ap
 from tests import models
+from tests.annotations import megatron
 from tests.models import Case
 from tests.test_precision import in_float32
 
-# In float32: convolutions in float64 take room of their own on a CPU.
+# In float32, as models are.
 CASES = {
     "gpt": lambda: in_float32(models.gpt(hidden=128, sequence=64, vocabulary=256)),
     "llama": lambda: in_float32(models.llama(hidden=128, sequence=64, vocabulary=256)),
     "resnet": lambda: in_float32(models.resnet(width=32, size=16)),
+    "megatron": lambda: megatron(CASES["gpt"]()),
 }
 case_of = cache(lambda name: CASES[name]())
 WAYS = [
@@ -33,10 +35,15 @@ WAYS = [
     ("gpt", {"recompute": ap.Recompute("full", keep="host")}),
     ("gpt", {"mesh": ap.Mesh(tp=2), "recompute": ap.Recompute("full", keep="cut")}),
     ("llama", {"states": "zero2"}),
+    ("llama", {"states": "zero3", "recompute": "full"}),
     ("resnet", {"states": "zero1"}),
+    ("resnet", {"states": "zero3", "recompute": "full"}),
+    ("megatron", {"mesh": ap.Mesh(tp=2), "mode": "auto"}),
+    ("megatron", {"mesh": ap.Mesh(tp=2), "mode": "auto", "recompute": "full"}),
     ("gpt", {"mesh": ap.Mesh(pp=2), "schedule": "1f1b", "microbatches": 4}),
     ("gpt", {"mesh": ap.Mesh(pp=2), "schedule": "zb-h1", "microbatches": 4, "recompute": "full"}),
     ("llama", {"mesh": ap.Mesh(pp=2), "schedule": "zb-h1", "microbatches": 4}),
+    ("resnet", {"mesh": ap.Mesh(pp=2), "schedule": "1f1b", "microbatches": 4}),
 ]
 
 

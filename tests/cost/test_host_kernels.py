@@ -1,0 +1,72 @@
+"""What convolutions take on a host while they run, beside what torch's allocator gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.cost.host_kernels import workspace
+from autopar.runtime.memory import MemoryWatch
+
+CLOSE = 0.15
+# Images, channels, size, filters, kernel, stride, groups, dilation.
+CALLS = [
+    (8, 64, 16, 64, 3, 1, 1, 1),
+    (8, 64, 16, 64, 3, 2, 1, 1),
+    (8, 256, 12, 512, 1, 2, 1, 1),
+    (4, 512, 3, 512, 3, 1, 1, 1),
+    (2, 256, 4, 512, 1, 1, 1, 1),
+    (16, 64, 12, 256, 1, 1, 1, 1),
+    (8, 3, 96, 64, 7, 2, 1, 1),
+    (8, 24, 16, 40, 3, 1, 1, 1),
+    (8, 64, 16, 64, 3, 1, 4, 1),
+    (8, 64, 16, 64, 3, 1, 1, 2),
+]
+
+
+class Workspaces(TorchDispatchMode):
+    """Those of the convolutions inside, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[int] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        if "convolution" in function.name():
+            self.found.append(workspace(function, args))
+        return function(*args, **(kwargs or {}))
+
+
+def convolution(call: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Any, list[Tensor]]:
+    images, channels, size, filters, kernel, stride, groups, dilation = call
+    shapes = (images, channels, size, size), (filters, channels // groups, kernel, kernel)
+    inputs = [torch.randn(s, dtype=dtype, device=device, requires_grad=True) for s in shapes]
+    about = stride, kernel // 2 * dilation, dilation, groups
+    return lambda: F.conv2d(*inputs, None, *about), inputs
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_a_convolution_takes_what_is_counted(call: tuple[int, ...], dtype: torch.dtype) -> None:
+    run, inputs = convolution(call, dtype, "cpu")
+    with MemoryWatch(torch.device("cpu")) as forward:
+        made = run()
+    seed = torch.randn_like(made)
+    with MemoryWatch(torch.device("cpu")) as backward:
+        torch.autograd.grad(made, inputs, seed)
+    run, fakes = convolution(call, dtype, "meta")
+    with Workspaces() as counted:
+        fake = run()
+        torch.autograd.grad(fake, fakes, torch.empty_like(fake))
+    given = [made.nbytes, sum(value.nbytes for value in inputs)]
+    for watched, results, more in zip((forward, backward), given, counted.found, strict=True):
+        assert watched.most is not None
+        assert results + more == pytest.approx(watched.most, rel=CLOSE)
