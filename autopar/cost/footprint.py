@@ -78,9 +78,11 @@ class Memory:
         there = {f"{HOST}{kind}": size for kind, size in kinds_of(True).items()}
         return cls(**kinds, peak=sum(kinds.values()), **there)
 
-    def at_once(self, made: float) -> Memory:
-        """The same where a step makes at most so many bytes at one time, gradients among them."""
-        stays = self.parameters + self.optimizer + self.buffers + self.gathered + self.inputs
+    def at_once(self, made: float, used: float) -> Memory:
+        """The same where a step makes at most so many bytes at one time, gradients among them, and
+        copies that live a use, of which `used` are counted here."""
+        parts = ("parameters", "optimizer", "buffers", "gathered", "inputs")
+        stays = sum(getattr(self, kind) for kind in parts) - used
         return replace(self, peak=stays + max(made, self.gradients))
 
     def to_json(self) -> dict[str, float]:

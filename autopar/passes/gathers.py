@@ -77,13 +77,13 @@ def mark_copies(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
         group = setting.copies.groups.get(name) if kind == "parameter" else None
         if group is None:
             continue
-        for reader, value in list(_readers(node)):
+        for reader, value in list(readers_of(node)):
             if reader.op == "output":
                 reader = _cloned(graph, reader, value)
             found.setdefault(group, _Readers(group)).all.append(reader)
             if group not in setting.copies.lasting:
                 info(reader).copies = tuple(sorted({*info(reader).copies, group}))
-                if _keeps(reader, value):
+                if is_read_again(reader, value):
                     again.setdefault(reader, set()).add(group)
     place = {node: at for at, node in enumerate(graph.nodes)}
     for readers in found.values():
@@ -123,12 +123,12 @@ def _mark_backward(
             graph.call_function(watch_readers, (reader, groups, following))
 
 
-def _readers(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+def readers_of(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Those of a value, and of all that stands in its memory, each with what it reads."""
     for reader in value.users:
         yield reader, value
         if reader.op != "output" and _may_alias(reader):
-            yield from _readers(reader)
+            yield from readers_of(reader)
 
 
 def _may_alias(reader: fx.Node) -> bool:
@@ -147,7 +147,7 @@ def _may_alias(reader: fx.Node) -> bool:
     )
 
 
-def _keeps(reader: fx.Node, value: fx.Node) -> bool:
+def is_read_again(reader: fx.Node, value: fx.Node) -> bool:
     """Whether the backward of a reader may read the elements of a value again."""
     if not info(reader).differentiable or reader.target in _PIECES or is_result(reader):
         return False

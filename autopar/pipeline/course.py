@@ -5,8 +5,8 @@
 
 The calls of a program are followed in their order, and those of its backward in the opposite one:
 what a call gives is let go after its last reader, what it keeps after its own backward, and a
-gradient once the calls that made the value have used it. Bytes are counted besides what stays from
-step to step. A gradient of a parameter stays.
+gradient once the calls that made the value have used it. Copies of parameters that live a use come
+and go. Bytes are counted besides what stays through a step. A gradient of a parameter stays.
 
 The program may be a stage of a pipeline. What it receives, of activations and of gradients, is held
 by others and not counted. Where backward is split, `backward` leaves out the gradients of weights,
@@ -26,6 +26,7 @@ from autopar.cost.saved_tensors import KeptOnce, storage
 from autopar.mesh import Mesh
 from autopar.pipeline.call_memory import HANDED_ON, CallMemories
 from autopar.pipeline.held import Held
+from autopar.pipeline.passing import Passing
 from autopar.pipeline.sums import Sums
 from autopar.strategies.node_info import Region, info
 from autopar.strategies.results import is_result, maker, tensor_arguments, values_of
@@ -45,11 +46,12 @@ class Moment:
     gradients: float  # of parameters, from calls before
     more: float  # while it runs
     last: float = 0.0  # how much more it is in the last run of a step, which sums gradients
+    copies: float = 0.0  # of parameters, that live a use
 
     @property
     def bytes(self) -> float:
         """All of it."""
-        return self.kept + self.flowing + self.gradients + self.more
+        return self.kept + self.flowing + self.gradients + self.more + self.copies
 
 
 class ProgramCourse:
@@ -78,6 +80,8 @@ class ProgramCourse:
         self._whole: set[Region] = set()  # those that were made again in full
         self._again: set[Hashable] = set()  # what was made again
         self._sums = Sums(graph, mesh, travel, self._flowing)
+        self.passing = Passing(graph, mesh, travel.buffer_bytes)
+        self._is_late = False  # gradients are made that were put off
         self._count = 0
         self._ends: dict[fx.Node, list[fx.Node]] = {}
         last: dict[fx.Node, fx.Node] = {}
@@ -117,7 +121,11 @@ class ProgramCourse:
     def _moment(self, node: fx.Node, is_backward: bool, more: float) -> Moment:
         """After the results of a call were made; `more` it takes besides while it makes them."""
         kept, flowing, sums = self._values.bytes, self._flowing.bytes, self._sums
-        return Moment(node.name, is_backward, kept, flowing, sums.there, more, sums.last)
+        about = node.name, is_backward, kept, flowing, sums.there, more, sums.last
+        if self._is_late:  # what copies are here is what is left here
+            return Moment(*about)
+        passing = self.passing.backward if is_backward else self.passing.forward
+        return Moment(*about, passing(node))
 
     def _summed(self, node: fx.Node, all_: bool = False) -> Iterator[Moment]:
         """Sum the gradients that are complete after a call."""
@@ -194,6 +202,7 @@ class ProgramCourse:
 
     def _later(self) -> Iterator[Moment]:
         """The gradients of weights that a split backward puts off."""
+        self._is_late = self._is_split
         for node, arrived in self._put_off:
             others = [v for v in node.all_input_nodes if v not in self._weights_of(node)]
             yield from self._through(node, arrived, others)

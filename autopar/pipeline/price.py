@@ -88,10 +88,11 @@ def memory_by_place(
         held = [node for node, read in users.items() if read & own]
         kept = kept_in_step(made, rank, taken)
         groups = groups_in(held, mesh, buffer_bytes, lambda one: stages_of[one.name])
-        memory = Memory.of(held, mesh, kept, used=used_bytes(groups, mesh))
+        used = used_bytes(groups, mesh)
+        memory = Memory.of(held, mesh, kept, used=used)
         on_host = memory.host_activations + host_in_step(made, rank, taken)
         memory = replace(memory, host_activations=on_host)
-        found.append(memory.at_once(most_in_step(made, rank, taken)))
+        found.append(memory.at_once(most_in_step(made, rank, taken), used))
     return found
 
 

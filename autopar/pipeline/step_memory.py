@@ -42,6 +42,8 @@ class Part(IntEnum):
     STATISTICS = auto()  # what buffers change by, to the end of the step
     EARLY = auto()  # whether there are those gradients of parameters that I makes
     LATE = auto()  # and all others
+    AFTER_F = auto()  # whether there are the copies of parameters that its last F has left
+    AFTER_B = auto()  # or its last B or I
     F = auto()  # it runs
     B = auto()  # the first, in which gradients of parameters come
     B_AGAIN = auto()
@@ -90,6 +92,8 @@ class StageMemory:
         sizes[Part.RETURNED] = size(sends, learn=True)
         sizes[Part.SENT], sizes[Part.STATISTICS] = course.left(sends), course.left(statistics)
         sizes[Part.EARLY], sizes[Part.LATE] = early, course.gradients - early
+        sizes[Part.AFTER_F] = course.passing.after_forward
+        sizes[Part.AFTER_B] = course.passing.after_backward
         sizes[Part.F] = most(course.forward)
         if is_split:
             sizes[Part.I], sizes[Part.I_AGAIN], *_ = _running(course.backward)
@@ -260,8 +264,11 @@ class _Counting:
         is_split = stage in self.schedule.split_stages
         for number in range(len(action.microbatches)):
             is_last = position == self._last[stage] and number == len(action.microbatches) - 1
+            if kind != "W":
+                self._leave()
             if kind == "F":
                 yield self._running(stage, Part.F)
+                self._leave(stage, Part.AFTER_F)
                 self._add(stage, Part.KEPT, 1)
                 self._add(stage, Part.STATISTICS, 1)
             if kind in ("B", "I"):
@@ -272,6 +279,7 @@ class _Counting:
                     part = _run_of(Part.B, self._has(stage, Part.LATE), is_last)
                 yield self._running(stage, part)
                 self._come(stage, *([Part.EARLY] if is_split else [Part.EARLY, Part.LATE]))
+                self._leave(stage, Part.AFTER_B)
                 self._add(stage, Part.HALVES, is_split)
                 if stage:
                     self._add(stage, Part.RECEIVED, -1)
@@ -291,6 +299,13 @@ class _Counting:
     def _come(self, stage: int, *parts: Part) -> None:
         """Gradients of parameters are there from now on."""
         for part in parts:
+            self._now[self._first[stage] + part] = 1
+
+    def _leave(self, stage: int = -1, part: Part = Part.AFTER_F) -> None:
+        """Copies of parameters come, and those of before go; what a stage has read last stays."""
+        for first in self._first.values():
+            self._now[first + Part.AFTER_F] = self._now[first + Part.AFTER_B] = 0
+        if stage >= 0:
             self._now[self._first[stage] + part] = 1
 
     def _send(self, action: Action, key: int) -> None:

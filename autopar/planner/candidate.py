@@ -20,6 +20,7 @@ from autopar.cluster import Cluster
 from autopar.cost.buckets import Travel
 from autopar.cost.footprint import Memory, program_memory
 from autopar.cost.program import Cost, NodePrices, program_cost
+from autopar.cost.ways import groups_in, used_bytes
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes import remark, replace_states, rewrite
@@ -211,11 +212,14 @@ class Candidate:
             taken = self._of_stages(self.pipelining)
             return memory_by_place(self.pipelining, self.flow, taken, self.states.buffer_bytes)
         loss = self.loss
-        held = program_memory(self.rewritten, self.mesh, self.states.buffer_bytes)
+        about = self.mesh, self.states.buffer_bytes
+        held = program_memory(self.rewritten, *about)
         if loss is None:
             return [held]
         program = StageMemory.of(self.rewritten, self.mesh, [loss], self._travel)
-        return [held.at_once(most_in_step(one_stage(self.microbatches), 0, {0: program}))]
+        made = most_in_step(one_stage(self.microbatches), 0, {0: program})
+        used = used_bytes(groups_in(self.rewritten.nodes, *about), self.mesh)
+        return [held.at_once(made, used)]
 
     def place_of(self, rank: int) -> int:
         """Of a rank along the axis of the pipeline."""

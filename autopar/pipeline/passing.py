@@ -1,0 +1,81 @@
+"""Passing: the copies of parameters that are here while a call runs, of those that live a use.
+
+Two groups at a time: the one that is read, and the one that comes next, as the runtime brings them
+(`runtime/copies.py`). In backward those calls ask for them that read their elements again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+
+from torch import fx
+
+from autopar.capture.origins import taken_copies
+from autopar.cost.ways import copied_in, groups_by_kind
+from autopar.mesh import Mesh
+from autopar.passes.gathers import is_read_again, readers_of
+
+
+class Passing:
+    """Of one program."""
+
+    def __init__(self, graph: fx.Graph, mesh: Mesh, buffer_bytes: int) -> None:
+        copied = copied_in(graph.nodes, mesh)
+        groups = groups_by_kind(copied.values(), mesh, buffer_bytes)
+        self._sizes = [float(kind.bytes(g, mesh)) for kind, g in groups if not kind.lasts]
+        self._place: dict[fx.Node, int] = {}
+        if not self._sizes:
+            return
+        self._place = {node: at for at, node in enumerate(graph.nodes)}
+        passing = [group for kind, group in groups if not kind.lasts]
+        number = {one.name: at for at, group in enumerate(passing) for one in group}
+        spans = [(len(self._place), -1)] * len(passing)
+        again: dict[int, set[int]] = {}  # by the place of a reader, the groups
+        for node, one in copied.items():
+            if (group := number.get(one.name)) is None:
+                continue
+            end = [node, *taken_copies(node)][-1]
+            for reader, value in readers_of(end):
+                at, (first, last) = self._place[reader], spans[group]
+                spans[group] = min(first, at), max(last, at)
+                if is_read_again(reader, value):
+                    again.setdefault(at, set()).add(group)
+        self._order = sorted(range(len(passing)), key=lambda group: spans[group][0])
+        self._spans, self._again = spans, again
+        self._firsts = [spans[group][0] for group in self._order]
+        self._asked = sorted(again)
+        # What is left here.
+        self.after_forward = self._bytes(self._order[-2:])
+        self.after_backward = self._wanted(-1)
+
+    after_forward = after_backward = 0.0
+
+    def forward(self, node: fx.Node) -> float:
+        """Bytes while a call runs."""
+        if not self._sizes:
+            return 0.0
+        place, order = self._place[node], self._order
+        at = bisect_right(self._firsts, place) - 1
+        if at < 0:
+            return 0.0
+        near = order[at : at + 2] if at + 1 < len(order) else order[-2:]
+        return self._bytes({*near, *(one for one in order[:at] if self._spans[one][1] >= place)})
+
+    def backward(self, node: fx.Node) -> float:
+        """Bytes while its backward runs."""
+        return self._wanted(self._place[node]) if self._sizes else 0.0
+
+    def _wanted(self, place: int) -> float:
+        """Where backward has come to a place."""
+        at = bisect_left(self._asked, place)
+        if at == len(self._asked):
+            return self.after_forward
+        groups = self._again[self._asked[at]]
+        before = reversed(self._asked[:at])
+        others = (self._again[one] - groups for one in (*before, *self._asked[at + 1 :]))
+        following = next((max(found) for found in others if found), None)
+        return self._bytes(groups if following is None else {*groups, following})
+
+    def _bytes(self, groups: Iterable[int]) -> float:
+        return sum(self._sizes[group] for group in groups)
