@@ -11,7 +11,6 @@ import numpy as np
 from autopar.cluster import AxisLink, Cluster
 from autopar.cost.model import collective_seconds
 from autopar.mesh import Mesh
-from autopar.states import BUFFER_BYTES
 
 
 @dataclass(frozen=True)
@@ -20,10 +19,11 @@ class ClusterPrice:
 
     cluster: Cluster
     mesh: Mesh
+    buffer_bytes: int  # of what travels together
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.cluster, self.mesh))
+        return hash((self.cluster, self.mesh, self.buffer_bytes))
 
     def __hash__(self) -> int:
         return self._hash
@@ -47,4 +47,4 @@ class ClusterPrice:
         """Seconds of a collective of `size` bytes, as of a gradient, as its part of a bucket: the
         latency is shared by all that is in the bucket."""
         whole, latency = (self.seconds(kind, axes, x) for x in (size, 0.0 * size))
-        return whole - latency * np.maximum(0.0, 1.0 - size / BUFFER_BYTES)
+        return whole - latency * np.maximum(0.0, 1.0 - size / self.buffer_bytes)

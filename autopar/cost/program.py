@@ -76,9 +76,9 @@ class Cost:
 class NodePrices:
     """The one price of every node of a rewritten program, from what the node itself carries."""
 
-    def __init__(self, cluster: Cluster, mesh: Mesh) -> None:
+    def __init__(self, cluster: Cluster, mesh: Mesh, buffer_bytes: int) -> None:
         self.mesh, self.device = mesh, cluster.device
-        self.price = ClusterPrice(cluster, mesh)
+        self.price = ClusterPrice(cluster, mesh, buffer_bytes)
         self.states = StatePrice(self.price, self.device.overlap)
         self._known: dict[tuple[Facts, Strategy], NodeCost] = {}
         self._states: dict[Hashable, NodeCost] = {}
@@ -208,9 +208,8 @@ def _about(parameter: fx.Node) -> About:
     return tuple(value.shape), state_bytes(parameter), info(parameter).differentiable
 
 
-def program_cost(graph: fx.Graph, mesh: Mesh, cluster: Cluster, microbatches: int = 1) -> Cost:
+def program_cost(graph: fx.Graph, prices: NodePrices, microbatches: int = 1) -> Cost:
     """The cost of so many runs of the rewritten `graph` in a step: the sum of its nodes' prices."""
-    prices = NodePrices(cluster, mesh)
     worked, moved = NodeCost(), NodeCost()
     for node in graph.nodes:
         if info(node).movement is not None or info(node).places is not None:

@@ -23,7 +23,7 @@ from autopar.collectives.redistribution import local_elements
 from autopar.cost.model import HIDDEN
 from autopar.cost.price import ClusterPrice
 from autopar.layout import Layout, ParameterPlacement
-from autopar.states import BUFFER_BYTES, StateBytes
+from autopar.states import StateBytes
 
 Axes = tuple[str, ...]
 About = tuple[tuple[int, ...], StateBytes, bool]  # shape, bytes of an element, whether it learns
@@ -147,7 +147,7 @@ class StatePrice:
     def _copied(self, at: Layout, shape: tuple[int, ...], itemsize: int) -> float:
         """Between host and device, as a part of what is copied together."""
         size = local_elements(at.dims, shape, self.price.mesh) * itemsize
-        return self._device.host.copied(size, size / BUFFER_BYTES)
+        return self._device.host.copied(size, size / self.price.buffer_bytes)
 
     def _updated(self, at: Layout, shape: tuple[int, ...], bytes_: StateBytes) -> float:
         """By how much the host takes longer than the device to update what lies at `at`."""

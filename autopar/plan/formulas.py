@@ -17,7 +17,6 @@ from autopar.cost.price import ClusterPrice
 from autopar.layout import Placement, TensorType
 from autopar.search.candidates import Candidates
 from autopar.search.reshard import reshard_table
-from autopar.states import BUFFER_BYTES
 from autopar.strategies.node_info import info
 
 REDUCTIONS = ("all_reduce", "reduce_scatter")
@@ -78,7 +77,8 @@ def edge(
         size = itemsize * math.prod(first.layout.largest_shape(shape, mesh))
         once = float(price.bucketed(added, size))
         seconds = once - HIDDEN(C=once, **beside)
-        lines.append(f"summed in buckets of {BUFFER_BYTES:,} bytes, which share the latency")
+        buckets = f"buckets of {price.buffer_bytes:,} bytes"
+        lines.append(f"summed in {buckets}, which share the latency")
         lines.append(f"less what backward hides: {HIDDEN.explain(C=once, **beside)} s")
     elif added and meanwhile and len(steps) == 1 and last is not None and last[0] in REDUCTIONS:
         reduced = float(price.seconds(*last))

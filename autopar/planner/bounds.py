@@ -32,7 +32,7 @@ def most_saved(captured: Captured, cluster: Cluster, meshes: Sequence[Mesh]) -> 
     prices = {
         (price, axes)
         for mesh in meshes
-        for price in [ClusterPrice(cluster, mesh)]
+        for price in [ClusterPrice(cluster, mesh, CHEAPEST.buffer_bytes)]
         for count in range(1, len(mesh.names) + 1)
         for axes in combinations(mesh.names, count)
     }

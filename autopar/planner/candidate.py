@@ -104,7 +104,7 @@ class Candidate:
     @cached_property
     def prices(self) -> NodePrices:
         """What its nodes take."""
-        return NodePrices(self.cluster, self.mesh)
+        return NodePrices(self.cluster, self.mesh, self.states.buffer_bytes)
 
     @cached_property
     def rewritten(self) -> fx.Graph:
@@ -195,7 +195,7 @@ class Candidate:
     @cached_property
     def cost(self) -> Cost:
         """The predicted seconds of one step, and their parts."""
-        about = self.rewritten, self.mesh, self.cluster
+        about = self.rewritten, self.prices
         if self.pipelining is not None and self.timeline is not None:
             return pipeline_cost(self.pipelining, program_cost(*about), self.timeline)
         return program_cost(*about, self.microbatches)

@@ -111,7 +111,7 @@ class _Builder:
     states: States
 
     def __post_init__(self) -> None:
-        price = ClusterPrice(self.cluster, self.mesh)
+        price = ClusterPrice(self.cluster, self.mesh, self.states.buffer_bytes)
         self.classes = NodeClasses(self.captured, self.mesh, self.cluster.device, price)
         self.edges = Edges(self.mesh, self.cluster, price, self.microbatches, self.states)
         self.built = Built(self.captured, self.mesh, self.constraints)

@@ -9,7 +9,6 @@ import pytest
 from torch import nn
 
 import autopar as ap
-from autopar.cost.program import NodePrices
 from autopar.cost.state_price import NodeCost
 from autopar.passes.flow import flow_of
 from autopar.pipeline.stages.costs import StageCosts, imbalance
@@ -27,7 +26,7 @@ def plan():
 
 def cut(plan, count, cost=None, link_bandwidth=25e9, **options):
     flow = flow_of(plan.captured, plan.program.graph)
-    cost = cost or NodePrices(plan.cluster, plan.mesh)
+    cost = cost or plan.prices
     return choose_stages(StageCosts(flow, plan.mesh, cost, link_bandwidth), count, **options)
 
 

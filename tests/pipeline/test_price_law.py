@@ -15,6 +15,7 @@ import autopar as ap
 from autopar.cost.program import NodePrices
 from autopar.passes.flow import flow_of
 from autopar.pipeline.stages.costs import COLUMNS, StageCosts
+from autopar.states import BUFFER_BYTES
 from tests.annotations import megatron
 from tests.models import ZOO, Case
 from tests.pipeline.models import MAKERS, share_captures  # noqa: F401
@@ -44,7 +45,7 @@ def test_the_nodes_of_a_line_cost_what_the_program_costs(name, mode, mesh, links
     case, cluster = case_of(name), machines(mesh.size, *links)
     options = {"mode": mode, "mesh": mesh, "cluster": cluster, "microbatches": 2}
     plan = ap.plan(case.model, case.args, case.kwargs, **options)
-    prices = NodePrices(cluster, mesh)
+    prices = NodePrices(cluster, mesh, BUFFER_BYTES)
     line = StageCosts(flow_of(plan.captured, plan.program.graph), mesh, prices, 1e9)
     whole = line.sums([0, len(line.flow.activations)])[0, 1]
     found = dict(zip(COLUMNS, whole.tolist()))
@@ -54,6 +55,19 @@ def test_the_nodes_of_a_line_cost_what_the_program_costs(name, mode, mesh, links
     memory = plan.memory
     held = found["parameters"], found["gradients"], found["buffers"]
     assert held == (memory.parameters, memory.gradients, memory.buffers)
+
+
+@pytest.mark.parametrize("states", ["whole", "zero3"])
+def test_what_travels_in_smaller_buffers_shares_less_latency(states: str) -> None:
+    case, cluster = case_of("gpt"), machines(2)
+    moved = []
+    for size in (BUFFER_BYTES, 1 << 10):
+        asked = replace(ap.States.of(states), buffer_bytes=size)
+        options = {"mode": "data", "mesh": ap.Mesh(dp=2), "cluster": cluster, "states": asked}
+        plan = ap.plan(case.model, case.args, case.kwargs, **options)
+        assert plan.states.buffer_bytes == size
+        moved.append(plan.cost.communication)
+    assert moved[0] < moved[1]
 
 
 @pytest.mark.parametrize("links", [EVEN, SLOW])
@@ -76,7 +90,7 @@ def test_what_is_hidden_is_bounded_by_what_is_computed() -> None:
         device = replace(node.device, overlap=overlap)
         cluster = replace(cluster, nodes=(replace(node, device=device),))
         plan = ap.plan(case.model, case.args, case.kwargs, cluster=cluster, **options)
-        cost, prices = plan.cost, NodePrices(cluster, plan.mesh)
+        cost, prices = plan.cost, NodePrices(cluster, plan.mesh, BUFFER_BYTES)
         hidden = cost.communication - cost.exposed
         assert hidden <= min(overlap * cost.communication, cost.compute) * (1 + 1e-9)
         assert (hidden == 0) == (overlap == 0)

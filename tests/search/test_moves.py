@@ -10,6 +10,7 @@ from autopar.cost.price import ClusterPrice
 from autopar.layout import Layout, Placement
 from autopar.mesh import Mesh
 from autopar.search.reshard import reshard_table
+from autopar.states import BUFFER_BYTES
 from tests.toy import machines
 
 SHAPES = [(8, 16), (8, 9, 10), (1, 8, 3), (3,), (16, 8)]
@@ -20,7 +21,7 @@ SHAPES = [(8, 16), (8, 9, 10), (1, 8, 3), (3,), (16, 8)]
 def test_every_pair_costs_what_its_shortest_redistribution_costs(
     mesh: Mesh, differentiable: bool
 ) -> None:
-    price = ClusterPrice(machines(), mesh)
+    price = ClusterPrice(machines(), mesh, BUFFER_BYTES)
     random = np.random.default_rng(0)
     checked = 0
     for shape in SHAPES:
@@ -47,7 +48,7 @@ def test_every_pair_costs_what_its_shortest_redistribution_costs(
 def test_no_movement_goes_over_frozen_axes() -> None:
     mesh = Mesh(a=2, b=2)
     table = reshard_table(mesh, 1)
-    price = ClusterPrice(machines(), mesh)
+    price = ClusterPrice(machines(), mesh, BUFFER_BYTES)
     seconds = table.seconds((8,), 4, price, frozen=("a",))
     cut = {axis: table.index[Placement(Layout(axis))] for axis in "ab"}
     whole = table.index[Placement.whole(1)]
