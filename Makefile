@@ -6,7 +6,7 @@ demo: .venv/ready
 	$(RUN) -m autopar.cli demo
 
 test: .venv/ready lint types
-	$(RUN) -m pytest --numprocesses 2 --dist loadfile
+	$(RUN) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # In any environment with torch and the packages of pyproject.toml: nothing is installed.
 GPU_PYTHON := $(if $(filter command,$(firstword $(origin PYTHON))),$(PYTHON),$(or $(wildcard .venv/bin/python),$(PYTHON)))

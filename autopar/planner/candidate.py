@@ -151,7 +151,9 @@ class Candidate:
         apart = {} if states.is_whole else state_places(self.rewritten, states, self.mesh)
         decisions = replace(self.decisions, apart=apart)
         made = replace(self, decisions=decisions, states=states)
-        vars(made).update(prices=self.prices, _source=self)
+        vars(made).update(_source=self)
+        if states.buffer_bytes == self.states.buffer_bytes:
+            vars(made).update(prices=self.prices)
         if not made.has_copies:
             vars(made).update(_forms=self._forms)  # the same calls
         return made

@@ -107,7 +107,7 @@ def test_propagation_follows_a_pinned_node() -> None:
 def test_progress_names_the_phases() -> None:
     phases: list[str] = []
     graph = chain(20)
-    solve(graph, solve(graph).memory * 0.5, lambda phase, detail: phases.append(phase))
+    solve(graph, solve(chain(20)).memory * 0.5, lambda phase, detail: phases.append(phase))
     assert list(dict.fromkeys(phases)) == ["prune", "fold", "eliminate", "memory", "done"]
 
 
