@@ -152,7 +152,11 @@ class PlanValue(Candidate):
         return fallback_costs(self.decisions.fallbacks, self.rewritten, self.prices)
 
     def movements(self) -> list[MovementRecord]:
-        """Everything that moves in forward or backward, in the order of the program."""
+        """What moves inside the program, in forward or backward, once each, in its order.
+
+        What a step moves of states is in `cost`: gradients that are summed at the end (or with
+        each micro-batch, where they are cut), copies that live a step, and those that are gathered
+        again for backward."""
         records = []
         for node in self.rewritten.nodes:
             if (movement := info(node).movement) is None:
