@@ -64,16 +64,20 @@ class Scattered:
         received.insert(own, [])
         sent = [[one] for one in terms]
         self._works = send_and_receive(sent, received, own, group)
-        self._terms: Sequence[Tensor] = terms
-        self._own = terms[own]
+        self._terms: Sequence[Tensor] | None = terms  # as long as they are being sent
+        self._own = own
 
     def wait(self) -> None:
+        """Finish `part`; once it is there, this does nothing."""
+        if self._terms is None:
+            return
         for work in self._works:
             wait_for(work)
-        if not self._arriving:
-            self.part.copy_(self._own)
-            return
-        self.part.add_(self._own)
+        own = self._terms[self._own]
+        if self._arriving:
+            self.part.add_(own)
+        else:
+            self.part.copy_(own)
         for one in self._arriving[1:]:
             self.part.add_(one)
-        self._works, self._terms, self._arriving = [], [], [self.part]
+        self._works, self._terms, self._arriving = [], None, []
