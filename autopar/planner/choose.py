@@ -30,7 +30,7 @@ from autopar.planner.hosting import least_update, may_go, no_room_on_host
 from autopar.planner.layouts import LayoutRequest, Layouts
 from autopar.planner.recomputation import KINDS, PLAIN, Regions, mixed_problem
 from autopar.planner.request import Request
-from autopar.planner.staged import StagedProgram, Tried, Way
+from autopar.planner.staged import StagedProgram, StagedWay, Tried
 from autopar.progress import Report
 from autopar.recompute import Recompute
 from autopar.search.auto import NothingFaster, too_early, was_interrupted
@@ -62,7 +62,8 @@ class Planner:
         self._too_large: list[SmallestFootprint] = []
         self._schedules = cache(request.schedules)
         self._dropped: list[Candidate] = []  # recomputed as far as they can be, and too large
-        self._leanest: Way | None = None  # of those of which it was clear that they are too large
+        # Of those of which it was clear that they are too large.
+        self._leanest: StagedWay | None = None
         self._too_large_for_host: list[Candidate] = []
         self._hosted = request.hosted if may_go(model, request.states) else ()
         self._bound: list[tuple[int, int]] = []  # sizes of which memory rules out what is faster

@@ -43,7 +43,7 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Way:
+class StagedWay:
     """A program in its stages, by one schedule, with some regions recomputed."""
 
     pipelining: Pipelining
@@ -131,11 +131,11 @@ class StagedProgram:
             lambda count, kind: choose_stages(self._lines(kind), count, pins=pins)
         )
 
-    def fastest(self, made: Schedule, kind: Recompute) -> Way:
+    def fastest(self, made: Schedule, kind: Recompute) -> StagedWay:
         """In the stages of which the slowest is fastest."""
         return self._way(made, kind, self._fastest(made.stages, kind))
 
-    def within(self, made: Schedule, kind: Recompute, memory: float) -> Way | None:
+    def within(self, made: Schedule, kind: Recompute, memory: float) -> StagedWay | None:
         """The same of stages that fit into memory, as far as their sums tell."""
         line, live = self._lines(kind), self._live(made, kind)
         with suppress(InvalidInput):
@@ -151,14 +151,14 @@ class StagedProgram:
             return False
         return not way.fits(memory)
 
-    def _way(self, made: Schedule, kind: Recompute, stages: Sequence[StageCost]) -> Way:
+    def _way(self, made: Schedule, kind: Recompute, stages: Sequence[StageCost]) -> StagedWay:
         def candidate(pipelining: Pipelining) -> Candidate:
             search = self.laid.search and self.laid.search.shared(made.ranks)
             return self._programs(kind).changed(search, pipelining)
 
         pipelining = Pipelining(self.axis, self.mesh, made, tuple(stages))
         cluster, live = self.laid.cluster, partial(self._live, made, kind)
-        return Way(pipelining, self._lines(kind), live, cluster, candidate)
+        return StagedWay(pipelining, self._lines(kind), live, cluster, candidate)
 
     def _live(self, made: Schedule, kind: Recompute) -> Sequence[Live]:
         return _peaks(made, not kind.is_plain)

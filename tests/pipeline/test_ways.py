@@ -16,7 +16,7 @@ from autopar.pipeline.stages.costs import price_stages
 from autopar.planner.candidate import Candidate
 from autopar.planner.recomputation import AskedRecomputation, Regions
 from autopar.planner.request import Request
-from autopar.planner.staged import StagedProgram, Tried, Way
+from autopar.planner.staged import StagedProgram, StagedWay, Tried
 from autopar.search.constraints import Constraints
 from autopar.search.propagate import propagate, with_batch_axis
 from autopar.states import NAMED
@@ -39,12 +39,12 @@ def _whole() -> tuple[Candidate, Regions]:
 
 
 @cache
-def _ways(states: str) -> list[Way]:
+def _ways(states: str) -> list[StagedWay]:
     """Those of all schedules and kinds of recomputation; whole states come first, as they do where
     plans are made."""
     whole, regions = _whole()
     request = Request(CLUSTER, "data", math.inf, False, "pp", MESH, STAGES, PARTS)
-    tried, ways = Tried(), list[Way]()
+    tried, ways = Tried(), list[StagedWay]()
     for name in dict.fromkeys(("whole", states)):
         program = StagedProgram(whole.placed(NAMED[name]), STAGES, request, regions, (), tried)
         ways.clear()
