@@ -16,7 +16,7 @@ from torch import fx
 
 from autopar.capture.origins import state_bytes
 from autopar.collectives.redistribution import local_elements
-from autopar.cost.ways import Copied, copied_in, groups_by_kind, in_order, largest_group
+from autopar.cost.ways import Copied, copied_in, copy_groups, in_order, largest_group
 from autopar.layout import Layout, ParameterPlacement
 from autopar.mesh import Mesh
 from autopar.states import BUFFER_BYTES
@@ -49,7 +49,7 @@ def cut_bytes(largest: int) -> int:
 def buckets_of(
     gradients: Iterable[tuple[Made, Key]],
     cut: Mapping[Key, int],
-    buffer_bytes: int = BUFFER_BYTES,
+    buffer_bytes: int,
 ) -> list[list[tuple[Made, Key]]]:
     """Gradients, with what tells their sums apart, in the order that backward fills buckets.
 
@@ -107,6 +107,8 @@ class Learned:
 class _Kind:
     """What gradients of one bucket have in common."""
 
+    stages: tuple[int, ...]  # that read their parameters
+    holders: tuple[int, ...]  # which are at these places of a pipeline: summed over all of them
     summed: tuple[str, ...]  # axes over which what is not cut is summed
     each: tuple[str, ...]  # axes over which that of a micro-batch is cut
     last: tuple[str, ...]  # and what has added up
@@ -138,11 +140,14 @@ def sums_of(graph: fx.Graph, mesh: Mesh, travel: Travel) -> list[SumOf]:
     made = [
         (_learned(node, copied[node], kind, mesh, travel), kind)
         for node, kind in kinds.items()
-        if kind.summed or kind.each or kind.last or kind.adds
+        if kind.summed or kind.each or kind.last or kind.adds or len(kind.holders) > 1
     ]
-    groups = groups_by_kind(copied.values(), mesh, travel.buffer_bytes)
-    limit = cut_bytes(largest_group(groups, mesh))
-    cut = {kind: limit for _, kind in made if kind.each or kind.last}
+    groups = copy_groups(copied.values(), mesh, travel.buffer_bytes)
+    cut = {
+        kind: cut_bytes(largest_group(groups, kind.stages, mesh))
+        for kind in dict.fromkeys(kind for _, kind in made)
+        if kind.each or kind.last
+    }
     return [
         _sum_of([one for one, _ in bucket], bucket[0][1], mesh, travel)
         for bucket in buckets_of(made, cut, travel.buffer_bytes)
@@ -155,7 +160,9 @@ def _kind(node: fx.Node, copied: Copied, mesh: Mesh) -> _Kind:
     last = in_order({*at.optimizer.axes} - {*copied.summed.axes}, mesh)
     whole = in_order({*copied.pending} - {*at.optimizer.axes}, mesh)
     about = (copied.dtype, bytes_.gradient, at.goes_up, at.on_host)
-    return _Kind(whole, each, last, bytes_.copy != bytes_.gradient and not each, about)
+    adds = bytes_.copy != bytes_.gradient and not each
+    readers = copied.readers
+    return _Kind(readers.stages, readers.holders, whole, each, last, adds, about)
 
 
 def _learned(node: fx.Node, copied: Copied, kind: _Kind, mesh: Mesh, travel: Travel) -> Learned:

@@ -19,7 +19,7 @@ from autopar.cost.saved_tensors import Storage, kept_on_host, kept_through, most
 from autopar.cost.ways import groups_in, used_bytes
 from autopar.layout import Layout, ParameterPlacement, Place
 from autopar.mesh import Mesh
-from autopar.states import BUFFER_BYTES, StateBytes
+from autopar.states import StateBytes
 from autopar.strategies.node_info import info
 
 # What parameters and buffers take all through a step.
@@ -89,7 +89,7 @@ class Memory:
         return asdict(self) | {"host": self.host}
 
 
-def program_memory(graph: fx.Graph, mesh: Mesh, buffer_bytes: int = BUFFER_BYTES) -> Memory:
+def program_memory(graph: fx.Graph, mesh: Mesh, buffer_bytes: int) -> Memory:
     """The bytes that one rank of the rewritten `graph` holds."""
     inputs, kept, on_host = 0.0, dict[Storage, float](), dict[Storage, float]()
     for node in graph.nodes:

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Protocol, TypeVar
 
-from autopar.states import BUFFER_BYTES
-
 SMALL = 8  # a group of less than this share of the largest block joins its neighbour
 LIVE_GROUPS = 2  # of copies that live a use: the one in use, and the next
 _NUMBERED = re.compile(r"(?<![^.])\d+(?=\.)")  # a module with a number for its name
@@ -52,7 +50,7 @@ class _Run:
 
 
 def groups_of(
-    routes: Sequence[Read], size: Callable[[Read], float], buffer_bytes: int = BUFFER_BYTES
+    routes: Sequence[Read], size: Callable[[Read], float], buffer_bytes: int
 ) -> list[list[Read]]:
     """Neighbouring parameters in groups, in the order of their first use.
 

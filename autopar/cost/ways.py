@@ -10,9 +10,10 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from types import MappingProxyType
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import fx
@@ -21,8 +22,9 @@ from autopar.capture.origins import taken_copies
 from autopar.cost.groups import LIVE_GROUPS, groups_of
 from autopar.layout import Layout, ParameterPlacement
 from autopar.mesh import Mesh
-from autopar.states import BUFFER_BYTES
-from autopar.strategies.node_info import info
+from autopar.strategies.node_info import Readers, info
+
+NOBODY: Mapping[fx.Node, Readers] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,15 @@ class Copied:
     taken: int  # of the gathers and casts behind the placeholder, by the runtime
     leaf: Layout
     pending: tuple[str, ...]  # over which the leaf's gradient is a partial sum
-    first: int  # the place of its first reader in the program, and of its last; -1: none
-    last: int
+    readers: Readers
+
+    @property
+    def first(self) -> int:
+        return self.readers.first
+
+    @property
+    def last(self) -> int:
+        return self.readers.last
 
     @property
     def is_read(self) -> bool:
@@ -80,15 +89,21 @@ class Copied:
         return torch.Size(layout.largest_shape(self.shape, mesh)).numel() * self.dtype.itemsize
 
 
-def copied_of(node: fx.Node, place: Mapping[fx.Node, int], mesh: Mesh) -> Copied:
-    """What a program copies of a parameter; `place` of all its nodes."""
+def copied_of(
+    node: fx.Node, place: Mapping[fx.Node, int], mesh: Mesh, known: Readers | None
+) -> Copied:
+    """What a program copies of a parameter; `place` of all its nodes. `known`: who reads it, where
+    the program is that of all stages of a pipeline."""
     places, type_ = info(node).places, info(node).type
     assert places is not None
     taken = taken_copies(node)
     end = taken[-1] if taken else node
     moved = [movement for one in taken if (movement := info(one).movement) is not None]
     gathered = {axis for movement in moved for axis in movement.axes}
-    readers, dtype = [place[user] for user in end.users], info(end).type.dtype
+    reading, dtype = [place[user] for user in end.users], info(end).type.dtype
+    readers = known or info(node).readers
+    if readers is None:
+        readers = Readers((0,), (0,), min(reading, default=-1), max(reading, default=-1))
     return Copied(
         info(node).origin[1],
         type_.shape,
@@ -96,20 +111,22 @@ def copied_of(node: fx.Node, place: Mapping[fx.Node, int], mesh: Mesh) -> Copied
         dtype != type_.dtype,
         places,
         len(taken),
-        info(end).type.layout if readers else places.optimizer,
+        info(end).type.layout if reading else places.optimizer,
         in_order({*info(node).sync, *gathered}, mesh),
-        min(readers, default=-1),
-        max(readers, default=-1),
+        readers,
     )
 
 
-def copied_in(nodes: Iterable[fx.Node], mesh: Mesh) -> dict[fx.Node, Copied]:
-    """The same of all parameters among some nodes of one program."""
+def copied_in(
+    nodes: Iterable[fx.Node], mesh: Mesh, readers: Mapping[fx.Node, Readers] = NOBODY
+) -> dict[fx.Node, Copied]:
+    """The same of all parameters among some nodes of one program. `readers`: of a program of all
+    stages of a pipeline; a stage itself says who else reads its parameters."""
     parameters = [node for node in nodes if info(node).places is not None]
     if not parameters:
         return {}
     place = {node: at for at, node in enumerate(parameters[0].graph.nodes)}
-    return {node: copied_of(node, place, mesh) for node in parameters}
+    return {node: copied_of(node, place, mesh, readers.get(node)) for node in parameters}
 
 
 class Kind(NamedTuple):
@@ -120,6 +137,8 @@ class Kind(NamedTuple):
     axes: tuple[str, ...]  # over which they are gathered
     goes_up: bool  # from the host to the device
     on_host: bool  # these copies are there
+    dtype: torch.dtype
+    stages: tuple[int, ...]  # that read them: the ranks of these have them all
 
     def way(self, parameter: Copied) -> Way:
         return parameter.copied[-1 if self.is_last else 0]
@@ -132,26 +151,37 @@ class Kind(NamedTuple):
 Some = TypeVar("Some", bound=Copied)
 
 
-def groups_by_kind(
-    parameters: Iterable[Some],
-    mesh: Mesh,
-    buffer_bytes: int = BUFFER_BYTES,
-    apart: Callable[[Some], Hashable] = lambda parameter: None,
-) -> list[tuple[Kind, list[Some]]]:
-    """Groups of copies; those of parameters that something keeps `apart` are not in one."""
-    kinds: dict[Hashable, tuple[Kind, list[Some]]] = {}
+@dataclass(frozen=True)
+class CopyGroup(Generic[Some]):
+    """Parameters whose copies come together, from one layout, or dtype, of each to another."""
+
+    kind: Kind
+    parameters: tuple[Some, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(one.name for one in self.parameters)
+
+    def bytes(self, mesh: Mesh) -> int:
+        """Of the largest pieces."""
+        return self.kind.bytes(self.parameters, mesh)
+
+
+def copy_groups(parameters: Iterable[Some], mesh: Mesh, buffer_bytes: int) -> list[CopyGroup[Some]]:
+    """The copies of some parameters, all of those that the same stages read."""
+    kinds: dict[Kind, list[Some]] = {}
     for one in parameters:
         for way in one.copied:
             axes = in_order({*way.fine.axes} - {*way.coarse.axes}, mesh)
-            kind = Kind(way == one.copied[-1], way.lasts, axes, way.goes_up, way.on_host)
-            kinds.setdefault((kind, one.dtype, apart(one)), (kind, []))[1].append(one)
+            about = axes, way.goes_up, way.on_host, one.dtype, one.readers.stages
+            kinds.setdefault(Kind(way == one.copied[-1], way.lasts, *about), []).append(one)
     found = []
-    for kind, those in kinds.values():
+    for kind, those in kinds.items():
 
         def size(one: Some, kind: Kind = kind) -> int:
             return kind.bytes([one], mesh)
 
-        found += [(kind, group) for group in groups_of(those, size, buffer_bytes)]
+        found += [CopyGroup(kind, tuple(group)) for group in groups_of(those, size, buffer_bytes)]
     return found
 
 
@@ -164,19 +194,20 @@ def in_order(axes: Iterable[str], mesh: Mesh) -> tuple[str, ...]:
 def groups_in(
     nodes: Iterable[fx.Node],
     mesh: Mesh,
-    buffer_bytes: int = BUFFER_BYTES,
-    apart: Callable[[Copied], Hashable] = lambda parameter: None,
-) -> list[tuple[Kind, list[Copied]]]:
-    """Those of the parameters among some nodes of one program."""
-    return groups_by_kind(copied_in(nodes, mesh).values(), mesh, buffer_bytes, apart)
+    buffer_bytes: int,
+    readers: Mapping[fx.Node, Readers] = NOBODY,
+) -> list[CopyGroup[Copied]]:
+    """The same of the parameters among some nodes of one program."""
+    return copy_groups(copied_in(nodes, mesh, readers).values(), mesh, buffer_bytes)
 
 
-def used_bytes(groups: Iterable[tuple[Kind, Sequence[Copied]]], mesh: Mesh) -> float:
+def used_bytes(groups: Iterable[CopyGroup], mesh: Mesh) -> float:
     """Of the copies of parameters that come for each use: two groups live."""
-    sizes = [float(kind.bytes(those, mesh)) for kind, those in groups if not kind.lasts]
+    sizes = [float(group.bytes(mesh)) for group in groups if not group.kind.lasts]
     return min(sum(sizes), LIVE_GROUPS * max(sizes, default=0.0))
 
 
-def largest_group(groups: Iterable[tuple[Kind, Sequence[Copied]]], mesh: Mesh) -> int:
-    """Bytes of the largest group of copies, that live a use or a step."""
-    return max((kind.bytes(those, mesh) for kind, those in groups), default=0)
+def largest_group(groups: Iterable[CopyGroup], stages: tuple[int, ...], mesh: Mesh) -> int:
+    """Bytes of the largest group of copies, that live a use or a step, which these stages read."""
+    there = (group.bytes(mesh) for group in groups if group.kind.stages == stages)
+    return max(there, default=0)

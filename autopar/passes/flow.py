@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from autopar.capture.captured import Captured
+from autopar.capture.origins import taken_copies
 from autopar.errors import InvalidInput
 from autopar.strategies import traits_of
 from autopar.strategies.node_info import WeightInputs, info
@@ -52,6 +53,7 @@ class Flow:
             position=moved(self.position),
             read_at=moved(self.read_at),
             held_at=moved(self.held_at),
+            spans=moved(self.spans),
             sources=moved(self.sources),
             weight_inputs=moved(self.weight_inputs),
             crossings=self.crossings,
@@ -154,6 +156,17 @@ class Flow:
             for node in self.graph.nodes
             if node.op == "placeholder" and info(node).origin[0] in ("parameter", "buffer")
         }
+
+    @cached_property
+    def spans(self) -> dict[fx.Node, tuple[int, int]]:
+        """The places in the graph of the first and last reader of each parameter; -1: none."""
+        place = {node: at for at, node in enumerate(self.graph.nodes)}
+        found = {}
+        for node in self.held_at:
+            if info(node).places is not None:
+                reading = [place[user] for user in [node, *taken_copies(node)][-1].users]
+                found[node] = min(reading, default=-1), max(reading, default=-1)
+        return found
 
     def read_by(self, new_value: fx.Node) -> set[fx.Node]:
         """The statistics that the new value of one buffer is made of."""

@@ -1,6 +1,6 @@
 """Stages: a rewritten program becomes one program for each stage of a pipeline.
 
-    split_stages(flow, ["add_8", "add_16"])     # three stages; the second starts at add_8
+    split_stages(Cut.at(flow, ["add", "add_8", "add_16"], placement), mesh)    # three stages
 
 Comes last, when every movement is in place. A stage receives the activations that cross its start
 and returns those that cross its end: one that a later stage reads passes through those between.
@@ -12,7 +12,8 @@ step, in the order of the micro-batches, from the statistics that a stage also r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,7 +26,64 @@ from autopar.mesh import Mesh
 from autopar.passes.flow import Flow, ancestors, part_of
 from autopar.passes.recomputation import stay_received
 from autopar.strategies import traits_of
-from autopar.strategies.node_info import info
+from autopar.strategies.node_info import Readers, info
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a program is cut into stages."""
+
+    flow: Flow
+    points: tuple[int, ...]  # the starts of the stages, and the end
+    placement: tuple[tuple[int, ...], ...]  # of each pipe, the places that hold its stages
+
+    @classmethod
+    def at(cls, flow: Flow, starts: Sequence[str], placement: tuple[tuple[int, ...], ...]) -> Cut:
+        """Stages that begin at these activations; the first at the first of all."""
+        places = {node.name: place for node, place in flow.position.items()}
+        points = 0, *(places[name] for name in starts[1:]), len(flow.activations)
+        return cls(flow, points, placement)
+
+    @property
+    def count(self) -> int:
+        return len(self.points) - 1
+
+    def bounds(self, index: int) -> tuple[int, int]:
+        """Of a stage."""
+        return self.points[index], self.points[index + 1]
+
+    @cached_property
+    def stages(self) -> dict[fx.Node, tuple[int, ...]]:
+        """Those that read each parameter and buffer; what none reads lies with the first."""
+        starts = self.points[:-1]
+        return {
+            node: tuple(sorted({bisect_right(starts, place) - 1 for place in places}))
+            for node, places in self.flow.held_at.items()
+        }
+
+    @cached_property
+    def readers(self) -> dict[fx.Node, Readers]:
+        """Of each parameter."""
+        return {
+            node: Readers(self.stages[node], self._holders[self.stages[node]], *span)
+            for node, span in self.flow.spans.items()
+        }
+
+    def shared(self, index: int) -> tuple[Hashable, ...]:
+        """What of a stage others hold too: all of it, or some parameters."""
+        found = ((name, one) for name, one in self._shared if index in one.stages)
+        return len(self._holders_of((index,))) > 1, *found
+
+    @cached_property
+    def _shared(self) -> list[tuple[str, Readers]]:
+        return [(node.name, one) for node, one in self.readers.items() if not one.is_own]
+
+    @cached_property
+    def _holders(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        return {stages: self._holders_of(stages) for stages in {*self.stages.values()}}
+
+    def _holders_of(self, stages: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(sorted({places[stage] for places in self.placement for stage in stages}))
 
 
 @dataclass(frozen=True)
@@ -61,21 +119,20 @@ class Stage:
         return list(dict.fromkeys(info(n).origin[1] for n in nodes if info(n).origin[0] == kind))
 
 
-def split_stages(flow: Flow, starts: Sequence[str], mesh: Mesh) -> tuple[Stage, ...]:
-    """The stages that begin at the activations `starts`; the first is that of the first stage."""
-    names = {node.name: position for node, position in flow.position.items()}
-    points = [0, *(names[start] for start in starts[1:]), len(flow.activations)]
-    stages = []
-    for index in range(len(starts)):
-        stage = cut_stage(flow, index, points[index], points[index + 1])
+def split_stages(cut: Cut, mesh: Mesh) -> tuple[Stage, ...]:
+    """The stages of a program."""
+    flow, stages = cut.flow, []
+    for index in range(cut.count):
+        stage = cut_stage(cut, index)
         verify(stage.graph, "moved", mesh)
         stages.append(stage)
     _all_updated(flow, stages)
     return tuple(stages)
 
 
-def cut_stage(flow: Flow, index: int, start: int, end: int) -> Stage:
+def cut_stage(cut: Cut, index: int) -> Stage:
     """The stage between two cut points."""
+    flow, (start, end) = cut.flow, cut.bounds(index)
     own = [node for node, position in flow.position.items() if start <= position < end]
     received, sent = flow.crossing(start), flow.crossing(end)
     statistics = [node for node in own if node in flow.statistics]
@@ -86,6 +143,9 @@ def cut_stage(flow: Flow, index: int, start: int, end: int) -> Stage:
     for node in received:
         info(copies[node.name]).origin = ("received", node.name)
     stay_received(graph)
+    for node, readers in cut.readers.items():
+        if index in readers.stages and node.name in copies:
+            info(copies[node.name]).readers = readers
     for node in own:
         if node in flow.weight_inputs:
             info(copies[node.name]).weight_inputs = flow.weight_inputs[node]

@@ -1,7 +1,7 @@
 """Alike stages: those that take the same bytes, in one program or in several, are looked at once.
 
-    memories = StageMemories(flow, mesh, travel)
-    memories(index, start, end, is_split)    # what `StageMemory.of_stage` says of that stage
+    memories = StageMemories(mesh, travel)
+    memories(cut, index, is_split)    # what `StageMemory.of_stage` says of that stage
 
 A model of repeated blocks has stages of as many blocks, and a planner weighs the same layouts with
 many schedules and places of states: of all these stages few differ, and the others are not cut out
@@ -21,7 +21,7 @@ from autopar.cost.buckets import Travel
 from autopar.cost.groups import numbered_modules
 from autopar.mesh import Mesh
 from autopar.passes.flow import Flow
-from autopar.passes.stages import cut_stage
+from autopar.passes.stages import Cut, cut_stage
 from autopar.pipeline.step_memory import StageMemory
 from autopar.strategies.node_info import Region, info
 from autopar.strategies.results import tensors_of
@@ -30,7 +30,7 @@ MOST_KNOWN = 1 << 18  # calls of stages, before they are forgotten
 
 
 class StageMemories:
-    """What stages of one program take on one mesh."""
+    """What stages of programs with the same calls take on one mesh."""
 
     _forms: ClassVar[dict[Hashable, int]] = {}
     _numbers: ClassVar[Iterator[int]] = count()
@@ -38,44 +38,42 @@ class StageMemories:
     _seen: ClassVar[dict[Hashable, tuple[StageMemory, list[str]]]] = {}
     _size: ClassVar[int] = 0  # of all keys
 
-    def __init__(
-        self, flow: Flow, mesh: Mesh, travel: Travel, known: dict[str, int] | None = None
-    ) -> None:
+    def __init__(self, mesh: Mesh, travel: Travel, known: dict[str, int] | None = None) -> None:
         """`known`: the forms of calls by name, as far as programs with these calls were looked at;
         what is found is added."""
-        self.flow, self.mesh, self.travel = flow, mesh, travel
+        self.mesh, self.travel = mesh, travel
         self._known = {} if known is None else known
 
-    def __call__(self, index: int, start: int, end: int, is_split: bool) -> StageMemory:
+    def __call__(self, cut: Cut, index: int, is_split: bool) -> StageMemory:
         cls = type(self)
         if cls._size > MOST_KNOWN:
             cls._forms.clear()
             cls._seen.clear()
             cls._size = 0
-        described, names = self._described(start, end)
+        described, names = self._described(cut, index)
         key = self.mesh, self.travel, is_split, described
         if key not in cls._seen:
-            stage = cut_stage(self.flow, index, start, end)
+            stage = cut_stage(cut, index)
             seen = StageMemory.of_stage(stage, self.mesh, is_split, self.travel)
             cls._seen[key] = seen, names
             cls._size += len(stage.graph.nodes)
         memory, before = cls._seen[key]
         return memory if before == names else _renamed(memory, dict(zip(before, names)))
 
-    def _described(self, start: int, end: int) -> tuple[Hashable, list[str]]:
+    def _described(self, cut: Cut, index: int) -> tuple[Hashable, list[str]]:
         """What a stage receives, its calls one after another, and its results, whatever their
         names are; and the names of its parameters."""
-        flow = self.flow
+        flow, (start, end) = cut.flow, cut.bounds(index)
         received, names = flow.crossing(start), list[str]()
         places = {node: place for place, node in enumerate(received)}
         regions: dict[Region, int] = {}
         modules: dict[str, int] = {}
-        found: list[Hashable] = [self._form_of(node) for node in received]
+        found: list[Hashable] = [self._form_of(node, flow) for node in received]
         own = flow.made_in(start, end)
         for node in own:
             places[node] = len(places)
             known = info(node)
-            found.append(4 * self._form_of(node) + 2 * known.remade + known.dropped)
+            found.append(4 * self._form_of(node, flow) + 2 * known.remade + known.dropped)
             for region in (known.region, *known.away):
                 if region is not None and region not in regions:
                     regions[region] = len(regions)
@@ -87,6 +85,8 @@ class StageMemories:
             found += [places.get(value, -1) for value in node.all_input_nodes]
             if known.places is not None:
                 names.append(node.name)
+                readers = cut.readers[node]
+                found.append(len(readers.holders) > 1 if readers.is_own else readers)
                 inside = numbered_modules(known.origin[1])
                 found.append(tuple(modules.setdefault(one, len(modules)) for one in inside))
         sent = [places[node] for node in flow.crossing(end)]
@@ -94,11 +94,11 @@ class StageMemories:
         ends = len(received), tuple(sent), end == len(flow.activations), tuple(statistics)
         return (ends, *found), names
 
-    def _form_of(self, node: fx.Node) -> int:
+    def _form_of(self, node: fx.Node, flow: Flow) -> int:
         """A number for all that the bytes of a call follow from, besides which calls it reads and
         what is done of it again."""
         if node.name not in self._known or info(node).places is not None:
-            form = _form(node), self.flow.weight_inputs.get(node)
+            form = _form(node), flow.weight_inputs.get(node)
             cls = type(self)
             if form not in cls._forms:
                 cls._forms[form] = next(cls._numbers)

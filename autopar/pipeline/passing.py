@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from torch import fx
 
 from autopar.capture.origins import taken_copies
-from autopar.cost.ways import copied_in, groups_by_kind
+from autopar.cost.ways import copied_in, copy_groups
 from autopar.mesh import Mesh
 from autopar.passes.gathers import is_read_again, readers_of
 
@@ -22,14 +22,14 @@ class Passing:
 
     def __init__(self, graph: fx.Graph, mesh: Mesh, buffer_bytes: int) -> None:
         copied = copied_in(graph.nodes, mesh)
-        groups = groups_by_kind(copied.values(), mesh, buffer_bytes)
-        self._sizes = [float(kind.bytes(g, mesh)) for kind, g in groups if not kind.lasts]
+        groups = copy_groups(copied.values(), mesh, buffer_bytes)
+        passing = [group for group in groups if not group.kind.lasts]
+        self._sizes = [float(group.bytes(mesh)) for group in passing]
         self._place: dict[fx.Node, int] = {}
         if not self._sizes:
             return
         self._place = {node: at for at, node in enumerate(graph.nodes)}
-        passing = [group for kind, group in groups if not kind.lasts]
-        number = {one.name: at for at, group in enumerate(passing) for one in group}
+        number = {name: at for at, group in enumerate(passing) for name in group.names}
         spans = [(len(self._place), -1)] * len(passing)
         again: dict[int, set[int]] = {}  # by the place of a reader, the groups
         for node, one in copied.items():

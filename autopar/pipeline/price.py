@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -12,12 +11,11 @@ from autopar.cost.model import COLLECTIVES
 from autopar.cost.program import Cost
 from autopar.cost.ways import groups_in, used_bytes
 from autopar.mesh import Mesh
-from autopar.passes.flow import Flow
+from autopar.passes.stages import Cut
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.simulator import simulate
 from autopar.pipeline.step_memory import StageMemory, host_in_step, kept_in_step, most_in_step
 from autopar.pipeline.timeline import Timeline
-from autopar.strategies.node_info import info
 
 
 def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
@@ -69,26 +67,17 @@ def pipeline_cost(pipelining: Pipelining, once: Cost, timeline: Timeline) -> Cos
 
 
 def memory_by_place(
-    pipelining: Pipelining, flow: Flow, taken: Mapping[int, StageMemory], buffer_bytes: int
+    pipelining: Pipelining, cut: Cut, taken: Mapping[int, StageMemory], buffer_bytes: int
 ) -> list[Memory]:
     """The bytes on each rank along the pipeline's axis: each parameter and buffer once that some
     of its stages read, and what these take in a step."""
-    made, stages = pipelining.schedule, pipelining.stages
-    mesh = pipelining.mesh.without(pipelining.axis)
-    places = {node.name: place for node, place in flow.position.items()}
-    starts = [0, *(places[stage.starts] for stage in stages[1:])]
-    users = {
-        node: {bisect_right(starts, place) - 1 for place in places}
-        for node, places in flow.held_at.items()
-    }
-    stages_of = {info(node).origin[1]: tuple(sorted(read)) for node, read in users.items()}
+    made, mesh = pipelining.schedule, pipelining.mesh.without(pipelining.axis)
     found = []
     for rank in range(made.ranks):
         own = {stage for _, stage in made.local_stages(rank)}
-        held = [node for node, read in users.items() if read & own]
+        held = [node for node, read in cut.stages.items() if not own.isdisjoint(read)]
         kept = kept_in_step(made, rank, taken)
-        groups = groups_in(held, mesh, buffer_bytes, lambda one: stages_of[one.name])
-        used = used_bytes(groups, mesh)
+        used = used_bytes(groups_in(held, mesh, buffer_bytes, cut.readers), mesh)
         memory = Memory.of(held, mesh, kept, used=used)
         on_host = memory.host_activations + host_in_step(made, rank, taken)
         memory = replace(memory, host_activations=on_host)

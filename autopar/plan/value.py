@@ -69,8 +69,7 @@ class PlanValue(Candidate):
         )
         if self.pipelining is None:
             return program
-        starts = [stage.starts for stage in self.pipelining.stages]
-        stages = split_stages(self.flow, starts, self.mesh)
+        stages = split_stages(self.cut(self.pipelining), self.mesh)
         return replace(program, pipelining=self.pipelining, stages=stages)
 
     @cached_property

@@ -6,11 +6,10 @@ other way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Self
 
 from torch import fx
@@ -26,6 +25,7 @@ from autopar.mesh import Mesh
 from autopar.passes import remark, replace_states, rewrite
 from autopar.passes.flow import Flow, flow_of
 from autopar.passes.microbatches import Microbatches
+from autopar.passes.stages import Cut
 from autopar.pipeline.alike_stages import StageMemories
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.price import memory_by_place, pipeline_cost, price_step, stage_link
@@ -211,8 +211,9 @@ class Candidate:
     def memories(self) -> list[Memory]:
         """The same on each rank along the axis of the pipeline; without one there is one."""
         if self.pipelining is not None:
-            taken = self._of_stages(self.pipelining)
-            return memory_by_place(self.pipelining, self.flow, taken, self.states.buffer_bytes)
+            cut = self.cut(self.pipelining)
+            taken = self._of_stages(cut, self.pipelining.schedule.split_stages)
+            return memory_by_place(self.pipelining, cut, taken, self.states.buffer_bytes)
         loss = self.loss
         about = self.mesh, self.states.buffer_bytes
         held = program_memory(self.rewritten, *about)
@@ -229,27 +230,31 @@ class Candidate:
             return 0
         return self.whole_mesh.coordinate(rank)[self.pipelining.axis]
 
-    def _of_stages(self, pipelining: Pipelining) -> dict[int, StageMemory]:
+    def cut(self, pipelining: Pipelining) -> Cut:
+        """Its stages."""
+        starts = [stage.starts for stage in pipelining.stages]
+        return Cut.at(self.flow, starts, pipelining.schedule.placement)
+
+    def _of_stages(self, cut: Cut, split: Collection[int]) -> dict[int, StageMemory]:
         """What the stages take in a step. Those that start and end alike are looked at once."""
-        places = {node.name: place for node, place in self.flow.position.items()}
-        starts = [0, *(places[stage.starts] for stage in pipelining.stages[1:])]
         found = {}
-        for index, bounds in enumerate(pairwise([*starts, len(self.flow.activations)])):
-            key = *bounds, index in pipelining.schedule.split_stages
+        for index in range(cut.count):
+            key = cut.bounds(index), cut.shared(index), index in split
             if key not in self._taken:
-                self._taken[key] = self._look_at(index, *key)
+                self._taken[key] = self._look_at(cut, index, index in split)
             found[index] = self._taken[key]
         return found
 
     @cached_property
-    def _taken(self) -> dict[tuple[int, int, bool], StageMemory]:
-        """What stages take, by their cut points, and whether their backward is split."""
+    def _taken(self) -> dict[Hashable, StageMemory]:
+        """What stages take, by their cut points, who else reads their parameters, and whether their
+        backward is split."""
         return {}
 
     @cached_property
     def _look_at(self) -> StageMemories:
         """Tells what a stage takes."""
-        return StageMemories(self.flow, self.mesh, self._travel, self._forms)
+        return StageMemories(self.mesh, self._travel, self._forms)
 
     @cached_property
     def _forms(self) -> dict[str, int]:

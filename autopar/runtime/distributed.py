@@ -22,6 +22,7 @@ from torch import Tensor, fx
 
 from autopar._torch import call_after_backward, local_of, wait_for, will_reach
 from autopar.collectives.eager import LateSum
+from autopar.cost.ways import copy_groups
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, TensorType
 from autopar.passes import localize
@@ -40,7 +41,7 @@ from autopar.runtime.eager import compile_graph
 from autopar.runtime.failures import local_checks, one_fails_all_stop
 from autopar.runtime.groups import Groups
 from autopar.runtime.kept import KeptTensors
-from autopar.runtime.leaves import Leaves, plan_groups
+from autopar.runtime.leaves import Leaves
 from autopar.runtime.messages import Messages, Shape
 from autopar.runtime.norm import norm_over_world
 from autopar.runtime.placing import Placing, Read, wrapper
@@ -95,11 +96,10 @@ class TorchBackend(Backend):
         self._prepare(self.messages, self._after)
 
     def _make_leaves(self) -> Leaves:
-        plans = plan_groups(self.routes, self._users.stages, self.mesh, self.program.buffer_bytes)
+        plans = copy_groups(self.routes.values(), self.mesh, self.program.buffer_bytes)
         wanted = {plan.kind.axes for plan in plans if plan.kind.axes}
         gathering = Groups(self.mesh, wanted, self.ranks.meshes, "gathers")
-        about = gathering.__getitem__, self.mesh, self.ranks.inner, self.device
-        return Leaves(plans, *about)
+        return Leaves(plans, gathering.__getitem__, self.mesh, self.ranks.inner, self.device)
 
     def graph(self, stage: int | None = None) -> fx.Graph:
         """The program of the first stage that this rank holds, or of any stage."""

@@ -7,7 +7,6 @@ memory comes and goes with its group (copies.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from autopar._torch import age_of, local_of
 from autopar.cost.buckets import cut_bytes
-from autopar.cost.ways import Kind, groups_by_kind
+from autopar.cost.ways import CopyGroup, largest_group
 from autopar.mesh import Mesh
 from autopar.passes import Copies
 from autopar.passes.localize import Axes
@@ -27,27 +26,6 @@ from autopar.runtime.packing import Pieces
 from autopar.runtime.routes import Route
 
 
-@dataclass(frozen=True)
-class GroupPlan:
-    """Parameters whose copies come together, from one layout, or dtype, of each to another."""
-
-    routes: tuple[Route, ...]
-    kind: Kind
-    stages: tuple[int, ...]  # that read the parameters
-
-
-def plan_groups(
-    routes: Mapping[str, Route],
-    stages: Callable[[str], tuple[int, ...]],
-    mesh: Mesh,
-    buffer_bytes: int,
-) -> list[GroupPlan]:
-    """The groups of all ranks. One lies on the ranks of certain stages, and all see the same."""
-    read = {name: stages(name) for name in routes}
-    groups = groups_by_kind(routes.values(), mesh, buffer_bytes, lambda route: read[route.name])
-    return [GroupPlan(tuple(own), kind, read[own[0].name]) for kind, own in groups]
-
-
 class Leaves:
     """One leaf for each parameter that lies here.
 
@@ -56,14 +34,14 @@ class Leaves:
 
     def __init__(
         self,
-        plans: Sequence[GroupPlan] = (),
+        plans: Sequence[CopyGroup[Route]] = (),
         group_over: Callable[[Axes], dist.ProcessGroup] | None = None,
         mesh: Mesh | None = None,
         rank: int = 0,
         device: torch.device | None = None,
     ) -> None:
-        """For `rank` of `mesh`, which computes on `device`; `group_over` some axes are the ranks
-        that gather."""
+        """For `rank` of `mesh`, which computes on `device`; `plans` are the groups of copies of all
+        ranks, `group_over` some axes are the ranks that gather."""
         self._device = device
         self.link = (
             HostLink(device) if any(plan.kind.goes_up for plan in plans) and device else None
@@ -72,20 +50,14 @@ class Leaves:
         self.version = 0  # grows when parameters are replaced, frozen or unfrozen
         self.by_name: dict[str, Tensor] = {}
         self._plans, self._group_over, self._mesh, self._rank = plans, group_over, mesh, rank
-        self._copied = {route.name for plan in plans for route in plan.routes}
+        self._copied = {name for plan in plans for name in plan.names}
         self._between: dict[str, Tensor] = {}  # copies that others are made of
         self.window = Window()
 
     def cut_bytes(self, stages: tuple[int, ...]) -> int:
         """What a bucket holds of gradients that are cut, of parameters that these stages read: all
         ranks that sum them see the same groups of copies."""
-        there = [plan for plan in self._plans if plan.stages == stages]
-        return cut_bytes(
-            max(
-                (plan.kind.bytes(plan.routes, self._mesh) for plan in there if self._mesh),
-                default=0,
-            )
-        )
+        return cut_bytes(largest_group(self._plans, stages, self._mesh) if self._mesh else 0)
 
     @property
     def age(self) -> int:
@@ -117,9 +89,9 @@ class Leaves:
     def copies(self, routes: Mapping[str, Route]) -> Copies:
         """What a program with these routes is told of them."""
         groups = {
-            route.name: number
+            name: number
             for number, plan in enumerate(self._plans)
-            for route in plan.routes
+            for name in plan.names
             if plan.kind.is_last
         }
         lasting = frozenset(number for number, plan in enumerate(self._plans) if plan.kind.lasts)
@@ -130,19 +102,18 @@ class Leaves:
         made: list[Group | None] = [None] * len(self._plans)
         holder: dict[str, Group] = {}  # of the copies that others are made of
         for number, plan in sorted(enumerate(self._plans), key=lambda one: one[1].kind.is_last):
-            names = [route.name for route in plan.routes]
-            if self.parameters.keys() >= {*names}:
+            if self.parameters.keys() >= {*plan.names}:
                 group = made[number] = self._group(number, plan, replaced, holder)
                 if not plan.kind.is_last:
-                    holder |= dict.fromkeys(names, group)
+                    holder |= dict.fromkeys(plan.names, group)
         self.window.take(made)
 
     def _group(
-        self, number: int, plan: GroupPlan, replaced: set[str], holder: Mapping[str, Group]
+        self, number: int, plan: CopyGroup[Route], replaced: set[str], holder: Mapping[str, Group]
     ) -> Group:
-        names = [route.name for route in plan.routes]
+        names = plan.names
         parameters: list[Tensor] = [self.parameters[name] for name in names]
-        targets = [self._target(plan, route, route.name in replaced) for route in plan.routes]
+        targets = [self._target(plan, one, one.name in replaced) for one in plan.parameters]
         is_second = plan.kind.is_last and not plan.kind.lasts
         sources = [
             self._between[name] if is_second and name in holder else local_of(parameter)
@@ -160,7 +131,7 @@ class Leaves:
         link = self.link if plan.kind.goes_up else None
         return Group(number, exchange, parameters, sources, targets, plan.kind.lasts, needs, link)
 
-    def _target(self, plan: GroupPlan, route: Route, is_new: bool) -> Tensor:
+    def _target(self, plan: CopyGroup[Route], route: Route, is_new: bool) -> Tensor:
         """The copy of a parameter, without memory until its group comes."""
         held = self.by_name if plan.kind.is_last else self._between
         if is_new or route.name not in held:
@@ -174,13 +145,13 @@ class Leaves:
             held[route.name].untyped_storage().resize_(0)
         return held[route.name]
 
-    def _exchange(self, plan: GroupPlan, over: dist.ProcessGroup, like: Tensor) -> Exchange:
+    def _exchange(self, plan: CopyGroup[Route], over: dist.ProcessGroup, like: Tensor) -> Exchange:
         assert self._mesh is not None
         pieces = [
             Pieces.between(
                 way.coarse, way.fine, route.shape, self._mesh, self._rank, plan.kind.axes
             )
-            for route in plan.routes
+            for route in plan.parameters
             for way in [plan.kind.way(route)]
         ]
         return Exchange(pieces, over, like.dtype, like.device)

@@ -15,6 +15,7 @@ import torch
 from autopar.cost.ways import Copied, copied_in
 from autopar.errors import InvalidInput
 from autopar.plan.program import Program
+from autopar.strategies.node_info import info
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,13 @@ def routes_of(program: Program) -> dict[str, Route]:
     """Of all parameters of a program, by name."""
     learned = frozenset().union(*program.learned)
     precision = program.captured.example.precision
-    copied = copied_in(program.placeholders.values(), program.mesh)
+    readers = {
+        program.placeholders[node.name]: known
+        for stage in program.stages
+        for node in stage.nodes.values()
+        if (known := info(node).readers) is not None
+    }
+    copied = copied_in(program.placeholders.values(), program.mesh, readers)
     found = {}
     for placeholder, name in program.captured.parameters.items():
         own = copied[program.placeholders[placeholder]]

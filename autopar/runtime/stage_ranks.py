@@ -94,7 +94,7 @@ class Users:
         adds = route.dtype != route.reduce and not each
         goes_down = route.places.goes_up is not None
         is_there = "gradient" in route.places.on_host
-        return SumKey(self.stages(route.name), each, last, whole, adds, goes_down, is_there)
+        return SumKey(route.readers.stages, each, last, whole, adds, goes_down, is_there)
 
 
 def slot_of(route: Route, key: SumKey, leaves: Leaves, mesh: Mesh, rank: int) -> Slot:

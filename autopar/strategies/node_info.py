@@ -48,6 +48,21 @@ class Region:
         return self.how.kind == "full"
 
 
+@dataclass(frozen=True)
+class Readers:
+    """Of a parameter."""
+
+    stages: tuple[int, ...]  # of a pipeline, that read it
+    holders: tuple[int, ...]  # the places along the pipeline that hold one of these
+    first: int  # in the program of all stages, the first call that reads it; -1: none
+    last: int
+
+    @property
+    def is_own(self) -> bool:
+        """Whether one stage reads it."""
+        return len(self.stages) == 1
+
+
 class NodeInfo:
     """The facts of one node. Without a default one is there from the pass on that writes it."""
 
@@ -92,6 +107,7 @@ class NodeInfo:
     pending: tuple[str, ...] = ()  # the axes over which its own gradient stays a sum
     buffers: tuple[str, ...] = ()  # of an output: the buffers whose new values it gives
     weight_inputs: WeightInputs | None = None
+    readers: Readers | None = None  # of a parameter of a stage: those of all stages
     copies: tuple[int, ...] = ()  # the groups of copies that it reads, which come and go
 
     @property

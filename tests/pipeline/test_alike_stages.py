@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autopar import Cluster, Mesh, plan
-from autopar.passes.stages import cut_stage
+from autopar.passes.stages import Cut, cut_stage
 from autopar.pipeline.alike_stages import StageMemories
 from autopar.pipeline.step_memory import StageMemory
 from autopar.planner import candidate
@@ -21,11 +21,11 @@ def test_alike_stages_take_the_same(
     case, met = gpt(layers=6), list[bool]()
 
     class Compared(StageMemories):
-        def __call__(self, index: int, start: int, end: int, is_split: bool) -> StageMemory:
+        def __call__(self, cut: Cut, index: int, is_split: bool) -> StageMemory:
             before = len(self._seen)
-            found = super().__call__(index, start, end, is_split)
+            found = super().__call__(cut, index, is_split)
             met.append(len(self._seen) == before)
-            stage = cut_stage(self.flow, index, start, end)
+            stage = cut_stage(cut, index)
             seen = StageMemory.of_stage(stage, self.mesh, is_split, self.travel)
             assert np.array_equal(found.sizes, seen.sizes)
             assert (dict(found.learned), found.at_once) == (dict(seen.learned), seen.at_once)
