@@ -168,7 +168,7 @@ class HeldByWorkers:
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor)
 
     def of(self, worker: Worker, microbatch: int) -> tuple[int, int]:
-        """Bytes: every storage once; and with each gradient by itself, that may share another's."""
+        """Bytes: every storage once; and with gradients apart, that may share a tensor's."""
         tensors = [box.tensor for box in self._boxes[worker, microbatch]]
         again = [stand_in.value for stand_in in self._again[worker, microbatch]]
         tensors += [value for value in again if value is not None]
@@ -183,8 +183,7 @@ class HeldByWorkers:
             sizes = {storage.data_ptr(): storage.nbytes() for storage in found}
             return sum(size for pointer, size in sizes.items() if pointer not in self._outside)
 
-        by_itself = sum(gradient.numel() * gradient.itemsize for gradient in gradients)
-        return storages([*tensors, *gradients]), storages(tensors) + by_itself
+        return storages([*tensors, *gradients]), storages(tensors) + storages(gradients)
 
 
 def predicted_course(module: ap.ParallelModule, rank: int) -> list[dict[int, int]]:
@@ -193,7 +192,7 @@ def predicted_course(module: ap.ParallelModule, rank: int) -> list[dict[int, int
     return [
         {
             stage: whole * cost.activations + received * cost.receives + later * cost.weight_halves
-            for stage, (whole, received, later, _) in moment.items()
+            for stage, (whole, received, later, *_) in moment.items()
             for cost in [pipelining.stages[stage]]
         }
         for moment in live_microbatches(pipelining.schedule, rank)

@@ -11,7 +11,7 @@ has made again is kept besides: `most_remade`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from torch import fx
@@ -265,12 +265,18 @@ class KeptOnce:
         return self._remade[node]
 
 
-def most_remade(nodes: Sequence[fx.Node], mesh: Mesh, known: KeptOnce | None = None) -> float:
+def most_remade(
+    nodes: Sequence[fx.Node],
+    mesh: Mesh,
+    known: KeptOnce | None = None,
+    stays: Callable[[fx.Node], Kept] = lambda node: {},
+) -> float:
     """The bytes by which backward through `nodes`, a program or a stage in its order, comes to keep
     more than forward has kept: no less than 0.
 
     Backward goes from the last to the first. What an operator keeps is there until its own backward
-    is done, what a region makes again from the first that is read of it.
+    is done, what a region makes again from the first that is read of it. Of some operators
+    something `stays`, if it is made inside.
     """
     if all(info(node).region is None for node in nodes):
         return 0.0
@@ -278,30 +284,38 @@ def most_remade(nodes: Sequence[fx.Node], mesh: Mesh, known: KeptOnce | None = N
     own, first = set(nodes), dict[Storage, tuple[int, float]]()
     regions: dict[Region, dict[Storage, list[float]]] = {}
     ends: dict[Region, int] = {}
+    staying: dict[Storage, tuple[int, float]] = {}  # those of all operators from there on
     for index, node in enumerate(nodes):
         for key, size in known.through(node).items():
             if key[0] in own:
                 first.setdefault(key, (index, size))
+        staying |= {key: (index, size) for key, size in stays(node).items() if key[0] in own}
         region = info(node).region
-        if region is not None and node.op == "call_function":
+        if region is not None and info(node).differentiable and node.op == "call_function":
             ends[region] = index
             for key, size in known.remade(node).items():
                 spans = regions.setdefault(region, {}).setdefault(key, [index, index, size])
                 spans[1] = index
-    if not regions:
-        return 0.0
-    sizes = np.zeros(len(nodes))
+    kept, sizes = sum(size for _, size in first.values()), np.zeros(len(nodes))
     for index, size in first.values():
         sizes[index] += size
+    until = {key: first.get(key, found)[0] for key, found in staying.items()}
+    for key, (_, size) in staying.items():  # before that, it is there as what is kept
+        sizes[0] += size
+        sizes[until[key]] -= size
     alive, most = sizes.cumsum().tolist(), 0.0
     for region, remade in regions.items():
         if region.is_full:
             most = max(most, alive[ends[region]] + sum(size for _, _, size in remade.values()))
             continue
         for at in {int(end) for _, end, _ in remade.values()}:
-            there = sum(size for start, end, size in remade.values() if start <= at <= end)
-            most = max(most, alive[at] + there)
-    return max(0.0, most - alive[-1])
+            found = [
+                size
+                for key, (start, end, size) in remade.items()
+                if start <= at <= end and until.get(key, 0) <= at
+            ]
+            most = max(most, alive[at] + sum(found))
+    return max(0.0, most - kept)
 
 
 def _is_remade(key: Storage, region: Region) -> bool:

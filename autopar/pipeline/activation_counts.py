@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from operator import add, le
 
-from autopar.pipeline.schedule import Schedule
+from autopar.pipeline.schedule import Action, Schedule
 
 # Of how many micro-batches a stage keeps all that its forward keeps, of how many what it received,
-# of how many what the gradients of its weights are made of, and whether it makes something again.
-LiveCounts = tuple[int, int, int, int]
+# of how many what the gradients of its weights are made of; and whether it makes something again in
+# a backward that is whole, or in one that is split.
+LiveCounts = tuple[int, int, int, int, int]
 Live = Mapping[int, LiveCounts]  # what one rank keeps at one time, by stage
 
 
@@ -24,19 +25,25 @@ def live_microbatches(schedule: Schedule, rank: int, recompute: bool = False) ->
     """What a rank keeps, each time that it has become more."""
     again = int(recompute)
     steps: dict[str, list[LiveCounts]] = {
-        "F": [(1, 1, 0, 0)],
-        "B": [(0, 0, 0, again), (-1, -1, 0, -again)],
-        # What the gradients of weights are made of stays of each region that has been made again.
-        "I": [(0, 0, again, again), (-1, -1, 1 - again, -again)],
-        "W": [(0, 0, -1, 0)],
+        "F": [(1, 1, 0, 0, 0)],
+        "B": [(0, 0, 0, again, 0), (-1, -1, 0, -again, 0)],
+        "I": [(0, 0, 0, 0, again), (-1, -1, 1, 0, -again)],
+        "W": [(0, 0, -1, 0, 0)],
     }
-    kept: dict[int, LiveCounts] = {stage: (0, 0, 0, 0) for _, stage in schedule.local_stages(rank)}
+    kept: dict[int, LiveCounts] = {stage: (0,) * 5 for _, stage in schedule.local_stages(rank)}
     for action in schedule.orders[rank]:
-        for more in steps[action.kind] * len(action.microbatches):
-            whole, received, later, remade = map(add, kept[action.stage], more)
-            kept[action.stage] = whole, received, later, remade
+        kinds = "IW" if recompute and _is_both(schedule, action) else action.kind
+        done = [more for kind in kinds for more in steps[kind]]
+        for more in done * len(action.microbatches):
+            whole, received, later, again, split = map(add, kept[action.stage], more)
+            kept[action.stage] = whole, received, later, again, split
             if max(more) > 0:
                 yield dict(kept)
+
+
+def _is_both(schedule: Schedule, action: Action) -> bool:
+    """Whether it does I and W, one after the other."""
+    return action.kind == "B" and action.stage in schedule.split_stages
 
 
 def peaks(schedule: Schedule, recompute: bool) -> list[Live]:

@@ -24,15 +24,12 @@ from autopar.capture.origins import copied_parameter
 from autopar.cost.buckets import Travel
 from autopar.cost.saved_tensors import KeptOnce, storage
 from autopar.mesh import Mesh
-from autopar.pipeline.call_memory import HANDED_ON, CallMemories
+from autopar.pipeline.call_memory import HANDED_ON, IN_PLACE_BACK, CallMemories
 from autopar.pipeline.held import Held
 from autopar.pipeline.passing import Passing
 from autopar.pipeline.sums import Sums
 from autopar.strategies.node_info import Region, info
 from autopar.strategies.results import is_result, maker, tensor_arguments, values_of
-
-# Movements whose gradient lies where that of their result was.
-IN_PLACE_BACK = ("identity", "all_reduce")
 
 
 @dataclass(frozen=True)
@@ -163,9 +160,11 @@ class ProgramCourse:
                 self._values.let_go(value)
 
     def _backward(self, roots: Sequence[fx.Node]) -> Iterator[Moment]:
+        given: dict[Hashable, fx.Node] = {}
         for root in roots:
             self._gradient_of[root] = gradient = self._new(0.0)
             self._flowing.take(gradient)  # who handed it over holds it, too
+            given[gradient] = root
         for node in reversed(self._nodes):
             if node not in self._weights:
                 yield from self._back(node)
@@ -176,10 +175,24 @@ class ProgramCourse:
                 self._flowing.let_go(self._gradient_of.pop(node))
         if self._nodes and not self._is_split:
             yield from self._summed(self._nodes[0], all_=True)
+        self._take_over(given)
+
+    def _take_over(self, given: Mapping[Hashable, fx.Node]) -> None:
+        """Of what was received, gradients among it, hold what the gradients of weights are made of:
+        the others who held it let go."""
+        for gradient, root in given.items():
+            self._flowing.let_go(gradient, self._size(root))
+        for node, _ in self._put_off:
+            read = tensor_arguments(node)
+            for value in {storage(read[at]) for at in info(node).saved if at < len(read)}:
+                if value.op == "placeholder" and info(value).origin[0] == "received":
+                    self._values.take(value, self._size(value))
+                    self._saved.setdefault(node, []).append(value)
 
     def _back(self, node: fx.Node) -> Iterator[Moment]:
         """Backward through one call, and what it lets go of."""
         if not info(node).differentiable:
+            self._let_go(node, ())
             return
         self._remake(node)
         given = [v for v in values_of(node) if v in self._gradient_of]

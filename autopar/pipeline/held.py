@@ -21,10 +21,14 @@ class Held:
             self.bytes += size
         self._holders[key] += 1
 
-    def let_go(self, key: Hashable) -> None:
+    def let_go(self, key: Hashable, size: float | None = None) -> None:
+        """`size`: for those who hold it still, if it was others' to count."""
         self._holders[key] -= 1
         if not self._holders[key]:
             self.bytes -= self._sizes.pop(key)
+        elif size is not None:
+            self.bytes += size - self._sizes[key]
+            self._sizes[key] = size
 
     def is_shared(self, key: Hashable) -> bool:
         return self._holders[key] > 1

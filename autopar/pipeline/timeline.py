@@ -102,7 +102,7 @@ class Timeline:
         def kept(live: Live) -> float:
             return sum(
                 self.activations[stage] * (whole + later)
-                for stage, (whole, _, later, _) in live.items()
+                for stage, (whole, _, later, *_) in live.items()
             )
 
         by_rank = (live_microbatches(self.schedule, rank) for rank in range(self.schedule.ranks))

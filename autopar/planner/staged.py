@@ -102,9 +102,11 @@ class StagedWay:
         most = 0.0
         for live in self.peaks():
             size = held(tuple(sorted(live)))
-            for at, (whole, received, later, _) in live.items():
+            for at, (whole, received, later, again, split) in live.items():
                 size += kept * (whole * stages[at].activations + received * stages[at].receives)
                 size += later * stages[at].weight_halves
+                for is_split in (False,) * again + (True,) * split:
+                    size += kept * self.line.remade(*bounds[at], is_split)
             most = max(most, size)
         return most
 

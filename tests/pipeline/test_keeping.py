@@ -95,14 +95,14 @@ def test_ranks_hold_what_is_predicted(name, schedule, options, recompute) -> Non
 def test_moments_that_another_contains_are_left_out() -> None:
     made = ap.pipeline.schedule("zb-h1", stages=2, microbatches=4)
     assert peaks(made, recompute=False) == [
-        {0: (1, 1, 1, 0)},
-        {0: (2, 2, 0, 0)},
-        {1: (0, 0, 2, 0)},
-        {1: (1, 1, 1, 0)},
+        {0: (1, 1, 1, 0, 0)},
+        {0: (2, 2, 0, 0, 0)},
+        {1: (0, 0, 2, 0, 0)},
+        {1: (1, 1, 1, 0, 0)},
     ]
     found = peaks(made, recompute=True)
     assert all(len(moment) == 1 for moment in found)
-    assert {0: (2, 2, 1, 1)} in found
+    assert {0: (2, 2, 0, 0, 1)} in found
 
 
 @cache
@@ -129,7 +129,7 @@ def test_recomputation_takes_its_forward_and_spares_its_memory(tmp_path, schedul
     assert again.timeline.busy == pytest.approx(busy)
     assert again.cost.seconds > plain.cost.seconds
     # From I to W, what gradients of weights are made of is kept of all that was made again.
-    assert (again.memory.peak < plain.memory.peak) == spares
+    assert (again.memory.peak < 0.97 * plain.memory.peak) == spares
     again.save(tmp_path / "plan.json")
     case = four_layers()
     loaded = ap.Plan.load(tmp_path / "plan.json").attach(case.model, case.args, case.kwargs)

@@ -21,7 +21,7 @@ def test_activations_and_halves_are_those_of_the_order(name: str) -> None:
         for number, stage in enumerate(stages_of(made, rank)):
             live = [moment[stage] for moment in live_microbatches(made, rank)]
             assert counts[:, number, Part.KEPT].max() == max(whole for whole, *_ in live)
-            assert counts[:, number, Part.HALVES].max() == max(later for _, _, later, _ in live)
+            assert counts[:, number, Part.HALVES].max() == max(later for _, _, later, *_ in live)
             ends = stage == 0, stage == made.stages - 1
             for part, is_none in zip((Part.RECEIVED, Part.RETURNED), ends):
                 assert (counts[:, number, part].max() == 0) == is_none

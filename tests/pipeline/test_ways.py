@@ -6,13 +6,16 @@ import math
 from functools import cache
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from autopar import Cluster, Mesh
 from autopar.capture import capture
 from autopar.errors import InvalidInput
 from autopar.passes.microbatches import cut_batch
-from autopar.pipeline.schedules import weighed_schedules
+from autopar.pipeline.schedules import schedule, weighed_schedules
 from autopar.pipeline.stages.costs import price_stages
+from autopar.pipeline.step_memory import Part
 from autopar.planner.candidate import Candidate
 from autopar.planner.recomputation import AskedRecomputation, Regions
 from autopar.planner.request import Request
@@ -20,18 +23,51 @@ from autopar.planner.staged import StagedProgram, StagedWay, Tried
 from autopar.search.constraints import Constraints
 from autopar.search.propagate import propagate, with_batch_axis
 from autopar.states import NAMED
-from tests.models import gpt
+from tests.models import Case, gpt
+from tests.pipeline.models import residuals
 
 STAGES, PARTS, MESH = 2, 4, Mesh(pp=2, dp=2)
 CLUSTER = Cluster.preset("dgx-a100")
 
 
+class Beside(nn.Module):
+    """Linears whose results are added: they have one gradient."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.one, self.other = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.one(h) + self.other(torch.relu(h))
+
+
+class Squares(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()
+
+
+def beside() -> Case:
+    model = Squares(*(Beside(16) for _ in range(9))).double()
+    return Case("beside", model, (torch.zeros(48, 16, dtype=torch.float64),))
+
+
+# Of the others most is what is kept for backward.
+CASES = {
+    "gpt": lambda: gpt(layers=6, batch=16),
+    "long": lambda: gpt(layers=5, batch=8, hidden=16, heads=2, sequence=32, vocabulary=31),
+    "residuals": lambda: residuals(36, 9),
+    "beside": beside,
+}
+
+
 @cache
-def _whole() -> tuple[Candidate, Regions]:
+def _whole(name: str = "gpt", parts: int = PARTS) -> tuple[Candidate, Regions]:
     """A program of one micro-batch, its batch cut over two ranks."""
-    case, inner = gpt(layers=6, batch=16), MESH.without("pp")
+    case, inner = CASES[name](), MESH.without("pp")
     captured = capture(case.model, case.args, case.kwargs)
-    batches = cut_batch(captured, PARTS)
+    batches = cut_batch(captured, parts)
     asked = with_batch_axis(batches.captured, inner, "dp", Constraints())
     decisions = propagate(batches.captured, inner, asked)
     laid = Candidate(batches.captured, CLUSTER, decisions, batches)
@@ -63,6 +99,37 @@ def test_a_way_takes_what_its_program_takes(states: str) -> None:
     for way in _ways(states):
         assert way.barest <= way.least <= way.candidate.memory.peak
         assert str(way.candidate.states) == states
+
+
+ASKED = [
+    ("long", 2, "zero3", "1f1b gpipe zb-h1 zb-v"),
+    ("residuals", 3, "whole", "interleaved zb-h1 zb-v"),
+    ("beside", 4, "whole", "gpipe 1f1b interleaved zb-h1 zb-v chimera chimera-zb dualpipe-v"),
+    ("beside", 3, "zero3", "zb-v 1f1b zb-h1"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:batch norm")
+@pytest.mark.parametrize(("name", "stages", "states", "schedules"), ASKED)
+def test_no_way_holds_less_than_is_told(
+    name: str, stages: int, states: str, schedules: str
+) -> None:
+    mesh, parts = Mesh(pp=stages, dp=2), 2 * stages
+    whole, regions = _whole(name, parts)
+    request = Request(CLUSTER, "data", math.inf, False, "pp", mesh, stages, parts)
+    laid = whole.placed(NAMED[states])
+    program = StagedProgram(laid, stages, request, regions, (), Tried())
+    kinds = [*regions.kinds, *regions.leaner(CLUSTER.device.host)]
+    for number, schedule_name in enumerate(schedules.split()):
+        made = schedule(schedule_name, stages=stages, microbatches=parts)
+        for kind in {kinds[number % len(kinds)], *kinds[:3][:: 1 + (number % 2)]}:
+            way = program.fastest(made, kind)
+            assert way.barest <= way.least <= way.candidate.memory.peak
+            taken = way.candidate._of_stages(way.pipelining)
+            for at, (stage, held) in enumerate(zip(way.pipelining.stages, taken.values())):
+                assert stage.activations == held.sizes[Part.KEPT]
+                if at in made.split_stages:
+                    assert stage.weight_halves <= held.sizes[Part.HALVES]
 
 
 @pytest.mark.parametrize("states", NAMED)

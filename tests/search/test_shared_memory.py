@@ -14,9 +14,9 @@ from autopar.pipeline.stages.table import StageTable
 PLACES, STAGES = 9, 4
 # Moments on two ranks: all activations of some slices, what was received or waits of others.
 CHIMERA = [
-    {0: (2, 0, 0, 0), 3: (1, 1, 1, 0)},
-    {0: (1, 0, 2, 0), 3: (2, 1, 0, 0)},
-    {1: (3, 2, 0, 0), 2: (1, 0, 1, 0)},
+    {0: (2, 0, 0, 0, 0), 3: (1, 1, 1, 0, 0)},
+    {0: (1, 0, 2, 0, 0), 3: (2, 1, 0, 0, 0)},
+    {1: (3, 2, 0, 0, 0), 2: (1, 0, 1, 0, 0)},
 ]
 
 
@@ -51,7 +51,7 @@ def taken(pieces: StageTable, cut: Cut, moment: dict[int, tuple[int, int, int]])
         + whole * pieces.kept[cut[s], cut[s + 1]]
         + received * pieces.received[cut[s]]
         + later * pieces.weight_halves[cut[s], cut[s + 1]]
-        for s, (whole, received, later, _) in moment.items()
+        for s, (whole, received, later, *_) in moment.items()
     )
 
 

@@ -25,7 +25,7 @@ from autopar.errors import InvalidInput
 from autopar.layout import ParameterPlacement
 from autopar.mesh import Mesh
 from autopar.passes.flow import Flow, ancestors
-from autopar.pipeline.stages.kept import Remade, kept_by_stages
+from autopar.pipeline.stages.kept import Halves, Remade, kept_by_stages
 from autopar.pipeline.stages.table import StageTable
 from autopar.strategies.node_info import info
 
@@ -103,8 +103,9 @@ class StageCosts:
         self.flow, self.mesh, self.bandwidth = flow, mesh, link_bandwidth
         if like is None:
             once = KeptOnce(mesh)
-            self.kept, self.weight_halves = kept_by_stages(flow, once)
-            self._remade_in = Remade(flow, once)
+            halves = Halves(flow, once)
+            self.kept, self.weight_halves = kept_by_stages(flow, once, halves)
+            self._remade_in = Remade(flow, once, halves)
         else:
             self.kept, self.weight_halves = like.kept, like.weight_halves
             self._remade_in = like._remade_in
@@ -194,6 +195,11 @@ class StageCosts:
             if any(((readers >= start) & (readers < end)).any() for start, end in bounds):
                 size = size + row
         return float(np.sum(np.asarray(size)[kinds]))
+
+    def remade(self, start: int, end: int, is_split: bool) -> float:
+        """The bytes by which the backward of one micro-batch keeps more than forward has kept, by
+        what it makes again; at least."""
+        return self._remade_in.bytes(start, end, is_split)
 
     def sums(self, bounds: Sequence[int]) -> Array:
         """By start, end and column: what is made between two of `bounds`, each thing once."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from torch import fx
 
-from autopar.cost.saved_tensors import KeptOnce, Storage, local_bytes, most_remade
+from autopar.cost.saved_tensors import Kept, KeptOnce, Storage, local_bytes, most_remade
 from autopar.passes.flow import Flow
+from autopar.pipeline.call_memory import HANDED_ON, IN_PLACE_BACK, CallMemories
 from autopar.pipeline.stages.spans import Spans
 from autopar.strategies.node_info import Region, info
-from autopar.strategies.results import values_of
+from autopar.strategies.results import is_result, values_of
 
 
-def kept_by_stages(flow: Flow, known: KeptOnce) -> tuple[Spans, Spans]:
+def kept_by_stages(flow: Flow, known: KeptOnce, halves: Halves) -> tuple[Spans, Spans]:
     """What stages keep of one micro-batch from forward to backward, besides what they received.
 
     Then what they keep from the gradients of their inputs to those of their weights.
@@ -23,20 +24,13 @@ def kept_by_stages(flow: Flow, known: KeptOnce) -> tuple[Spans, Spans]:
     sizes: dict[Storage, float] = {}
     put_off = {flow.position[node] for node in flow.weight_inputs}
     for node, positions in flow.read_at.items():
-        own, weights = known.own(node), flow.weight_inputs.get(node)
         kept = known.through(node)
         sizes |= kept
-        sizes |= own
-        waits = weights.product if weights is not None else flow.is_weight(node)
         for key in kept:
             keepers.setdefault(key, set()).update(positions)
-        for key in own if waits else ():
+        for key, size in halves(node).items():
             later.setdefault(key, set()).update(put_off.intersection(positions))
-        if weights is not None:
-            waiting = values_of(node) if weights.product else flow.weights_of(node)
-            for value in [value for value in waiting if info(value).differentiable]:
-                key = value, f"gradient of {node.name}"
-                later[key], sizes[key] = set(positions), local_bytes(value, known.mesh)
+            sizes[key] = max(size, sizes.get(key, 0.0))
     whole, weight_halves = Spans(), Spans()
     for key, readers in keepers.items():
         made = flow.position.get(key[0])
@@ -49,11 +43,67 @@ def kept_by_stages(flow: Flow, known: KeptOnce) -> tuple[Spans, Spans]:
     return whole, weight_halves
 
 
+class Halves:
+    """Of an operator, what the gradients of weights are made of, where they are put off."""
+
+    def __init__(self, flow: Flow, known: KeptOnce) -> None:
+        self._flow, self._known = flow, known
+        self._calls = CallMemories(known.mesh)
+        self._found: dict[fx.Node, Kept] = {}
+        self._handed_on: dict[Hashable, bool] = {}  # by call and input
+
+    def __call__(self, node: fx.Node) -> Kept:
+        if node not in self._found:
+            self._found[node] = self._of(node)
+        return self._found[node]
+
+    def _of(self, node: fx.Node) -> Kept:
+        weights, region = self._flow.weight_inputs.get(node), info(node).region
+        if weights is None:
+            # What is made of weights alone is made again with their gradients.
+            is_late = region is not None and not region.is_full
+            kept = self._known.through(node) if is_late else self._known.own(node)
+            return kept if self._flow.is_weight(node) else {}
+        found = dict(self._known.own(node)) if weights.product else {}
+        waiting = values_of(node) if weights.product else self._flow.weights_of(node)
+        for value in [value for value in waiting if info(value).differentiable]:
+            # One gradient may be that of several values, which wait together.
+            same = self._with_same_gradient(value) if weights.product else value
+            size = min(local_bytes(one, self._known.mesh) for one in (value, same))
+            key = same, "gradient" if weights.product else f"gradient of {node.name}"
+            found[key] = max(size, found.get(key, 0.0))
+        return found
+
+    def _with_same_gradient(self, value: fx.Node) -> fx.Node:
+        """The value whose gradient is its own: sums and views hand theirs on as it is."""
+        while len(readers := [one for one in value.users if info(one).differentiable]) == 1:
+            if not self._hands_on(readers[0], value):
+                break
+            value = readers[0]
+        return value
+
+    def _hands_on(self, reader: fx.Node, value: fx.Node) -> bool:
+        if reader.op != "call_function" or is_result(reader) or values_of(reader) != [reader]:
+            return False
+        if (movement := info(reader).movement) is not None:
+            return movement.kind in IN_PLACE_BACK
+        inputs = reader.all_input_nodes
+        names = {one: f"%{place}" for place, one in enumerate(inputs)}
+        call = str(fx.map_arg((reader.args, reader.kwargs), names.__getitem__))
+        types = (*((info(one).type, info(one).differentiable) for one in inputs),)
+        key = reader.target, call, types, names[value]
+        if key not in self._handed_on:
+            seen = self._calls(reader)
+            found = dict(zip(seen.inputs, seen.gradients)).get(value)
+            self._handed_on[key] = found == HANDED_ON
+        return self._handed_on[key]
+
+
 class Remade:
     """What stages of a program make again in backward."""
 
-    def __init__(self, flow: Flow, known: KeptOnce) -> None:
-        self.flow, self._known = flow, known
+    def __init__(self, flow: Flow, known: KeptOnce, halves: Halves) -> None:
+        self.flow, self._known, self._halves = flow, known, halves
         inside: dict[Region, list[fx.Node]] = {}
         for node in flow.graph.nodes:
             region = info(node).region
@@ -61,7 +111,7 @@ class Remade:
                 inside.setdefault(region, []).append(node)
         # Of each region the first and the last position, and what it makes again at most.
         self.regions = [self._span(nodes) for nodes in inside.values()]
-        self._found: dict[tuple[int, int], float] = {}
+        self._found: dict[tuple[int, int, bool], float] = {}
 
     def _span(self, nodes: Sequence[fx.Node]) -> tuple[int, int, float]:
         at = [position for node in nodes for position in self.flow.read_at[node]]
@@ -71,11 +121,14 @@ class Remade:
                 sizes |= held(node)
         return min(at), max(at), sum(sizes.values())
 
-    def bytes(self, start: int, end: int) -> float:
-        """The bytes by which a stage comes to keep more in the backward of one micro-batch."""
+    def bytes(self, start: int, end: int, is_split: bool = False) -> float:
+        """The bytes by which a stage comes to keep more in the backward of one micro-batch; where
+        that is split, what gradients of weights are made of stays as regions go."""
         if not self.regions:
             return 0.0
-        if (start, end) not in self._found:
-            stage = self.flow.made_in(start, end)
-            self._found[start, end] = most_remade(stage, self._known.mesh, self._known)
-        return self._found[start, end]
+        about = start, end, is_split
+        if about not in self._found:
+            stage, known = self.flow.made_in(start, end), self._known
+            stays = [self._halves] if is_split else []
+            self._found[about] = most_remade(stage, known.mesh, known, *stays)
+        return self._found[about]

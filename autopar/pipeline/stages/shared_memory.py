@@ -95,7 +95,7 @@ def _narrowed(
 
     Weights move to the peaks that are worst in the cut whose mean is least.
     """
-    kept = np.zeros((len(peaks), len(offered), 5))  # of micro-batches as in LiveCounts, of states
+    kept = np.zeros((len(peaks), len(offered), 6))  # of micro-batches as in LiveCounts, of states
     for number, live in enumerate(peaks):
         for stage, counts in live.items():
             kept[number, stage] = *counts, 1
@@ -108,13 +108,7 @@ def _narrowed(
         if starts is None:
             break
         ends = [*starts[1:], table.count - 1]
-        held = [
-            table.kept[starts, ends],
-            table.received[starts],
-            table.weight_halves[starts, ends],
-            table.remade[starts, ends],
-            table.states[starts, ends],
-        ]
+        held = [one[starts, ends] for one in table.by_count]
         used = (kept * np.stack(held, 1)).sum((1, 2))
         weights *= np.exp(_PACE * (used / used.max() - 1))
         weights /= weights.sum()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,18 +45,20 @@ class StageTable:
             rows.append(row & (end == fixed.get(stage + 1, end)))
         return rows
 
-    def bytes(
-        self,
-        whole: float,
-        received: float,
-        weight_halves: float,
-        remade: float = 0,
-        states: float = 1,
-    ) -> NDArray:
-        """With its states, what a stage keeps of so many micro-batches (see LiveCounts)."""
-        kept = whole * self.kept + received * self.received[:, None]
-        later = weight_halves * self.weight_halves + remade * self.remade
-        return states * self.states + kept + later
+    @cached_property
+    def by_count(self) -> tuple[NDArray, ...]:
+        """Bytes for one of each of LiveCounts, then the states."""
+        # As regions go, what gradients of weights are made of takes the place of what they kept.
+        growth = np.maximum(self.weight_halves - self.kept, 0)
+        received = np.broadcast_to(self.received[:, None], self.kept.shape)
+        again = self.remade, self.remade + growth
+        return self.kept, received, self.weight_halves, *again, self.states
+
+    def bytes(self, *counts: float) -> NDArray:
+        """What a stage keeps of so many micro-batches, as in LiveCounts, and its states: once, if
+        it is not said how often."""
+        first, *others = (count * size for count, size in zip((*counts, 1), self.by_count))
+        return sum(others, first)
 
     def fastest(self, offered: Sequence[Mask]) -> list[int] | None:
         """The cut with fewest empty stages; of these with the fastest slowest; that sends least.
