@@ -6,7 +6,7 @@ other way.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -211,8 +211,7 @@ class Candidate:
     def memories(self) -> list[Memory]:
         """The same on each rank along the axis of the pipeline; without one there is one."""
         if self.pipelining is not None:
-            cut = self.cut(self.pipelining)
-            taken = self._of_stages(cut, self.pipelining.schedule.split_stages)
+            cut, taken = self.cut(self.pipelining), self.taken_by_stages(self.pipelining)
             return memory_by_place(self.pipelining, cut, taken, self.states.buffer_bytes)
         loss = self.loss
         about = self.mesh, self.states.buffer_bytes
@@ -235,8 +234,9 @@ class Candidate:
         starts = [stage.starts for stage in pipelining.stages]
         return Cut.at(self.flow, starts, pipelining.schedule.placement)
 
-    def _of_stages(self, cut: Cut, split: Collection[int]) -> dict[int, StageMemory]:
-        """What the stages take in a step. Those that start and end alike are looked at once."""
+    def taken_by_stages(self, pipelining: Pipelining) -> dict[int, StageMemory]:
+        """What its stages take in a step. Those that start and end alike are looked at once."""
+        cut, split = self.cut(pipelining), pipelining.schedule.split_stages
         found = {}
         for index in range(cut.count):
             key = cut.bounds(index), cut.shared(index), index in split

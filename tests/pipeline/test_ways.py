@@ -125,7 +125,7 @@ def test_no_way_holds_less_than_is_told(
         for kind in {kinds[number % len(kinds)], *kinds[:3][:: 1 + (number % 2)]}:
             way = program.fastest(made, kind)
             assert way.barest <= way.least <= way.candidate.memory.peak
-            taken = way.candidate._of_stages(way.pipelining)
+            taken = way.candidate.taken_by_stages(way.pipelining)
             for at, (stage, held) in enumerate(zip(way.pipelining.stages, taken.values())):
                 assert stage.activations == held.sizes[Part.KEPT]
                 if at in made.split_stages:
