@@ -233,6 +233,17 @@ def runs_on_host(operator: torch._ops.OpOverload) -> bool:
     return torch._C._dispatch_has_computed_kernel_for_dispatch_key(operator.name(), "CPU")
 
 
+def onednn_dtypes() -> frozenset[torch.dtype]:
+    """Of the tensors that oneDNN may work on here, as torch asks it."""
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
+        return frozenset()
+    lower = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        torch.half: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+    }
+    return frozenset({torch.float32, *(dtype for dtype, is_there in lower.items() if is_there)})
+
+
 def moves_what_is_on_host(group: ProcessGroup) -> bool:
     """Whether a group moves tensors that are on the host."""
     return torch.device("cpu") in group._device_types

@@ -16,10 +16,10 @@ from torch import fx
 
 from autopar.capture.origins import state_bytes
 from autopar.collectives.redistribution import local_elements
+from autopar.cost.host_kernels import HostKernels
 from autopar.cost.ways import Copied, copied_in, copy_groups, in_order, largest_group
 from autopar.layout import Layout, ParameterPlacement
 from autopar.mesh import Mesh
-from autopar.states import BUFFER_BYTES
 from autopar.strategies.node_info import info
 
 FIRST_BUCKET_BYTES = 4 * 2**20  # the first gradients wait for no more
@@ -82,10 +82,15 @@ def goes_straight(shape: Sequence[int], dim: int, piece: int) -> bool:
 
 @dataclass(frozen=True)
 class Travel:
-    """How gradients and copies of parameters travel."""
+    """How gradients and copies of parameters travel, and what computes them."""
 
-    buffer_bytes: int = BUFFER_BYTES  # no more together
-    on_host: bool = False  # by messages from host to host, large pieces straight
+    buffer_bytes: int  # no more together
+    kernels: HostKernels | None = None  # of a host
+
+    @property
+    def on_host(self) -> bool:
+        """They go by messages from host to host, large pieces straight."""
+        return self.kernels is not None
 
 
 @dataclass(frozen=True, eq=False)

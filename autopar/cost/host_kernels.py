@@ -1,30 +1,48 @@
 """Host kernels: what a convolution takes on a host while it runs, besides its results.
 
-oneDNN copies the tensors of single precision to layouts of its own, with channels in blocks. What
-it does not run is a product with columns, that are made of the whole input.
+oneDNN copies tensors to layouts of its own, with channels in blocks; on newer processors those of
+lower precision with channels last. It adds up the gradients of weights in bfloat16 in single
+precision. What it does not run is a product with columns, that are made of the whole input.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from autopar._torch import onednn_dtypes
 
 BLOCK = 16  # channels, of the layouts of oneDNN
 # From here on torch prefers oneDNN: elements of one image, images where a product would do.
 LEAST_ELEMENTS, LEAST_IMAGES = 20480, 16
 
 
-def workspace(operator: Any, args: Sequence[Any]) -> int:
-    """The bytes that an ATen operator takes on a host and lets go when it is done."""
-    if operator is torch.ops.aten.convolution.default:
-        return _Convolution(*args[:2], *args[3:9]).forward
-    if operator is torch.ops.aten.convolution_backward.default:
-        return _Convolution(*args[1:3], *args[4:10], gradient=args[0]).backward(*args[10][:2])
-    return 0
+@dataclass(frozen=True)
+class HostKernels:
+    """Those of a host, and what torch chooses them by."""
+
+    threads: int
+    onednn: frozenset[torch.dtype]  # of the tensors that oneDNN may work on
+
+    @classmethod
+    def here(cls) -> HostKernels:
+        """Of this process."""
+        return cls(torch.get_num_threads(), onednn_dtypes())
+
+    def workspace(self, operator: Any, args: Sequence[Any]) -> int:
+        """The bytes that an ATen operator takes and lets go when it is done."""
+        if operator is torch.ops.aten.convolution.default:
+            return _Convolution(self, *args[:2], *args[3:9]).forward
+        if operator is torch.ops.aten.convolution_backward.default:
+            made = _Convolution(self, *args[1:3], *args[4:10], gradient=args[0])
+            return made.backward(*args[10][:2])
+        return 0
 
 
 class _Convolution:
@@ -32,6 +50,7 @@ class _Convolution:
 
     def __init__(
         self,
+        kernels: HostKernels,
         image: Tensor,
         weight: Tensor,
         stride: Sequence[int],
@@ -43,9 +62,11 @@ class _Convolution:
         *,
         gradient: Tensor | None = None,
     ) -> None:
-        self._image, self._weight, self._groups = image, weight, groups
+        self._kernels, self._image, self._weight, self._groups = kernels, image, weight, groups
         self._is_strided, self._transposed = max(stride) > 1, transposed
         self._is_dilated = max(dilation) > 1
+        # More than a kernel reaches.
+        self._is_padded = transposed and any(o >= s for o, s in zip(output_padding, stride))
         self._is_moved = self._is_strided or self._is_dilated
         kernel, space = weight.shape[2:], image.shape[2:]
         self._is_point = math.prod(kernel) == 1
@@ -67,7 +88,7 @@ class _Convolution:
             return self._columns(one_by_one=self._is_dilated)
         image = self._blocked(self._image.shape) if self._image.shape[1] >= BLOCK else 0
         output, copy = math.prod(self._given), self._blocked(self._given)
-        back = copy * (1 + (self._transposed and self._is_strided))
+        back = copy * (1 + (self._has_channels_last or (self._transposed and self._is_strided)))
         return max(image + self._copy_of_weight + copy - output, back) * self._image.itemsize
 
     def backward(self, of_image: bool, of_weight: bool) -> int:
@@ -75,27 +96,39 @@ class _Convolution:
             return self._columns(one_by_one=self._is_dilated or self._transposed)
         has_blocks = self._image.shape[1] >= BLOCK or not self._is_strided
         image = self._blocked(self._image.shape) if has_blocks else self._image.numel()
-        weight = self._copy_of_weight
+        dtype, weight = self._image.dtype, self._copy_of_weight
         gradient, made = self._blocked(self._given), 0
         most = [0]
         if of_image:
-            made = self._image.numel()
-            most = [gradient + weight + image, (1 + self._is_strided) * image + made]
+            made, is_twice = self._image.numel(), self._is_strided or dtype == torch.half
+            most = [gradient + weight + image, (1 + is_twice) * image + made]
         if of_weight:
-            read = image if self._image.shape[1] >= BLOCK else 0
-            most += [made + read + gradient + weight, made + weight + self._weight.numel()]
+            is_bf16 = dtype == torch.bfloat16
+            is_read = self._image.shape[1] >= BLOCK or (is_bf16 and self._has_channels_last)
+            read = image if is_read and dtype != torch.half else 0
+            sums = weight * (3 if is_bf16 else 1)  # in float32, and as they are given
+            most += [made + read + gradient + sums, made + weight + self._weight.numel()]
             made += self._weight.numel()
         return max(0, max(most) - made) * self._image.itemsize
 
-    @property
+    @cached_property
     def _is_of_onednn(self) -> bool:
-        """As torch decides."""
-        image, kernel = self._image, self._weight.shape[2:]
-        if not torch.backends.mkldnn.is_available() or image.dtype != torch.float32:
+        """As torch decides: by threads and sizes where it has kernels of its own that are good."""
+        image, known = self._image, self._kernels
+        if image.dtype not in known.onednn or self._is_padded:
             return False
-        is_better = self._is_moved or len(image) >= LEAST_IMAGES or not self._is_point
-        is_large = len(image) > 1 or image.numel() > LEAST_ELEMENTS or min(kernel) > 3
-        return (is_better or torch.get_num_threads() > 1) and (is_large or self._groups > 1)
+        if image.dtype != torch.float32:
+            return True
+        kernel = (1, *self._weight.shape[2:])[-2:]  # torch looks at no more
+        is_better = self._is_moved or len(image) >= LEAST_IMAGES or max(kernel) > 1
+        elements = math.prod(image.shape[:4])
+        is_large = len(image) > 1 or elements > LEAST_ELEMENTS or min(kernel) > 3
+        return (is_better or known.threads > 1) and (is_large or self._groups > 1)
+
+    @property
+    def _has_channels_last(self) -> bool:
+        """The processors on which oneDNN knows half precision are the newer ones."""
+        return self._image.dtype != torch.float32 and torch.half in self._kernels.onednn
 
     def _columns(self, one_by_one: bool) -> int:
         """Of all images, or of one at a time; of one group at a time, whose results are joined."""
@@ -120,7 +153,8 @@ class _Convolution:
     def _blocked(self, shape: Sequence[int]) -> int:
         """Elements of a copy."""
         images, channels, *space = shape
-        return math.prod((images, _in_blocks(channels), *space))
+        channels = channels if self._has_channels_last else _in_blocks(channels)
+        return math.prod((images, channels, *space))
 
 
 def _in_blocks(channels: int) -> int:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.cost.host_kernels import workspace
+from autopar.cost.host_kernels import HostKernels
 from autopar.mesh import Mesh
 from autopar.passes.kernels import local_call
 from autopar.strategies.node_info import flat, info
@@ -46,9 +46,9 @@ class CallMemories:
 
     _seen: ClassVar[dict[tuple[Any, ...], tuple[int, int, tuple[int | None, ...]]]] = {}
 
-    def __init__(self, mesh: Mesh, on_host: bool = False) -> None:
-        """`on_host`: their kernels are those of a host."""
-        self.mesh, self.on_host = mesh, on_host
+    def __init__(self, mesh: Mesh, kernels: HostKernels | None = None) -> None:
+        """`kernels`: of a host, on which they run."""
+        self.mesh, self.kernels = mesh, kernels
         if len(self._seen) > MOST_KNOWN:
             self._seen.clear()
 
@@ -59,7 +59,7 @@ class CallMemories:
         inputs = tuple(dict.fromkeys(found))
         names = {value: f"%{number}" for number, value in enumerate(inputs)}
         key = (
-            self.on_host,
+            self.kernels,
             function,
             str(fx.map_arg((args, kwargs), names.__getitem__)),
             *((self._shape(v), info(v).type.dtype, info(v).differentiable) for v in inputs),
@@ -71,8 +71,8 @@ class CallMemories:
             args, kwargs = pytree.tree_map(lambda x: x, (list(args), dict(kwargs)))
             try:
                 call = partial(function, *args, **kwargs)
-                self._seen[key] = _observe(call, [*leaves.values()], self.on_host)
-            except Exception:  # whatever torch, or an operator of the user, raises without values
+                self._seen[key] = _observe(call, [*leaves.values()], self.kernels)
+            except _Unseen:
                 sizes = (self._bytes(v) if info(v).differentiable else None for v in inputs)
                 self._seen[key] = 0, 0, tuple(sizes)
         return CallMemory(inputs, *self._seen[key])
@@ -89,35 +89,56 @@ class CallMemories:
         return made.requires_grad_(info(node).differentiable)
 
 
+Made = TypeVar("Made")
+
+
+class _Unseen(Exception):
+    """Whatever torch, or an operator of the user, raises without values."""
+
+
 class _Watch(TorchDispatchMode):
     """Counts the bytes that are made and not yet let go, inside."""
 
-    def __init__(self, known: Iterable[Tensor], on_host: bool) -> None:
+    def __init__(self, known: Iterable[Tensor], kernels: HostKernels | None) -> None:
         super().__init__()
         self.bytes = self.most = 0
-        self._workspace = workspace if on_host else _none
+        self._kernels = kernels
+        self._failure: Exception | None = None  # of the count itself
         self.sizes = {_key(tensor): 0 for tensor in known}
+
+    def see(self, run: Callable[[], Made]) -> Made:
+        """What is made inside."""
+        try:
+            with self:
+                return run()
+        except Exception as error:
+            if self._failure is not None:
+                raise self._failure from None
+            raise _Unseen from error
 
     def __torch_dispatch__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         given = function(*args, **(kwargs or {}))
+        try:
+            self._count(given)
+            more = self._kernels.workspace(function, args) if self._kernels is not None else 0
+        except Exception as error:
+            self._failure = error
+            raise
+        self.most = max(self.most, self.bytes + more)
+        return given
+
+    def _count(self, given: Any) -> None:
         for tensor in pytree.tree_leaves(given):
             if isinstance(tensor, Tensor) and _key(tensor) not in self.sizes:
                 storage = tensor.untyped_storage()
                 self.sizes[_key(tensor)] = storage.nbytes()
                 self.bytes += storage.nbytes()
                 weakref.finalize(storage, self._let_go, _key(tensor))
-        self.most = max(self.most, self.bytes + self._workspace(function, args))
-        return given
 
     def _let_go(self, key: int) -> None:
         self.bytes -= self.sizes.pop(key, 0)
-
-
-def _none(operator: Any, args: Any) -> int:
-    """What a kernel takes of which nothing is known."""
-    return 0
 
 
 def _key(tensor: Tensor) -> int:
@@ -125,7 +146,7 @@ def _key(tensor: Tensor) -> int:
 
 
 def _observe(
-    call: Callable[[], Any], leaves: Sequence[Tensor], on_host: bool
+    call: Callable[[], Any], leaves: Sequence[Tensor], kernels: HostKernels | None
 ) -> tuple[int, int, tuple[int | None, ...]]:
     saved: list[Tensor] = []  # held to the end: what is kept is counted elsewhere
 
@@ -134,16 +155,18 @@ def _observe(
         return value
 
     with torch.enable_grad():
-        with _Watch(leaves, on_host) as forward, saved_tensors_hooks(keep, lambda value: value):
-            outputs = [value for value in flat(call()) if isinstance(value, Tensor)]
+        forward = _Watch(leaves, kernels)
+        with saved_tensors_hooks(keep, lambda value: value):
+            results = forward.see(call)
+        outputs = [value for value in flat(results) if isinstance(value, Tensor)]
         more = forward.most - forward.bytes
         given = [output for output in outputs if output.requires_grad]
         learning = [leaf for leaf in leaves if leaf.requires_grad]
         if not given or not learning:
             return more, 0, (None,) * len(leaves)
         seeds = [torch.empty_like(output) for output in given]
-        with _Watch([*leaves, *outputs, *seeds, *saved], on_host) as backward:
-            found = torch.autograd.grad(given, learning, seeds, allow_unused=True)
+        backward = _Watch([*leaves, *outputs, *seeds, *saved], kernels)
+        found = backward.see(lambda: torch.autograd.grad(given, learning, seeds, allow_unused=True))
     made = iter(found)
     gradients = [next(made) if leaf.requires_grad else None for leaf in leaves]
     sizes: list[int | None] = []

@@ -1,6 +1,6 @@
 """Course: the bytes that one rank holds while a program runs, moment by moment.
 
-    course = ProgramCourse(graph, mesh, [loss], Travel())
+    course = ProgramCourse(graph, mesh, [loss], Travel(buffer_bytes))
     course.forward, course.backward        # what is held as each call makes its results
 
 The calls of a program are followed in their order, and those of its backward in the opposite one:
@@ -64,7 +64,7 @@ class ProgramCourse:
     ) -> None:
         """`roots`: of the results, those whose gradients backward begins with."""
         self.graph, self.mesh = graph, mesh
-        self._calls = CallMemories(mesh, travel.on_host)
+        self._calls = CallMemories(mesh, travel.kernels)
         self._nodes = [n for n in graph.nodes if n.op == "call_function" and not is_result(n)]
         self._values, self._flowing = Held(), Held()
         self._saved: dict[fx.Node, list[Hashable]] = {}

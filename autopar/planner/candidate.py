@@ -18,6 +18,7 @@ from autopar.capture.captured import Captured
 from autopar.cluster import Cluster
 from autopar.cost.buckets import Travel
 from autopar.cost.footprint import Memory, program_memory
+from autopar.cost.host_kernels import HostKernels
 from autopar.cost.program import Cost, NodePrices, program_cost
 from autopar.cost.ways import groups_in, used_bytes
 from autopar.errors import InvalidInput
@@ -263,8 +264,9 @@ class Candidate:
 
     @property
     def _travel(self) -> Travel:
-        """How gradients of parameters travel."""
-        return Travel(self.states.buffer_bytes, self.cluster.device.host.is_device)
+        """How gradients of parameters travel, from which kernels."""
+        kernels = HostKernels.here() if self.cluster.device.host.is_device else None
+        return Travel(self.states.buffer_bytes, kernels)
 
     @property
     def loss(self) -> fx.Node | None:

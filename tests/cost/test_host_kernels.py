@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.cost.host_kernels import workspace
+from autopar.cost.host_kernels import HostKernels
 from autopar.runtime.memory import MemoryWatch
 
 CLOSE = 0.15
@@ -35,12 +36,13 @@ class Workspaces(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[int] = []
+        self.kernels = HostKernels.here()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         if "convolution" in function.name():
-            self.found.append(workspace(function, args))
+            self.found.append(self.kernels.workspace(function, args))
         return function(*args, **(kwargs or {}))
 
 
@@ -52,10 +54,7 @@ def convolution(call: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple
     return lambda: F.conv2d(*inputs, None, *about), inputs
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("call", CALLS, ids=str)
-def test_a_convolution_takes_what_is_counted(call: tuple[int, ...], dtype: torch.dtype) -> None:
+def assert_counted(call: tuple[int, ...], dtype: torch.dtype) -> None:
     run, inputs = convolution(call, dtype, "cpu")
     with MemoryWatch(torch.device("cpu")) as forward:
         made = run()
@@ -70,3 +69,43 @@ def test_a_convolution_takes_what_is_counted(call: tuple[int, ...], dtype: torch
     for watched, results, more in zip((forward, backward), given, counted.found, strict=True):
         assert watched.most is not None
         assert results + more == pytest.approx(watched.most, rel=CLOSE)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_a_convolution_takes_what_is_counted(call: tuple[int, ...], dtype: torch.dtype) -> None:
+    assert_counted(call, dtype)
+
+
+@pytest.mark.parametrize(
+    ("call", "dtype"),
+    [*((call, torch.bfloat16) for call in CALLS), (CALLS[1], torch.half), (CALLS[5], torch.half)],
+    ids=str,
+)
+def test_so_does_one_of_lower_precision(call: tuple[int, ...], dtype: torch.dtype) -> None:
+    if dtype not in HostKernels.here().onednn:
+        pytest.skip("oneDNN does not know it here")
+    images, *rest = call
+    # What oneDNN takes whatever the sizes is little beside larger ones; half is slow.
+    assert_counted((images * (8 if dtype == torch.bfloat16 else 1), *rest), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_so_does_one_without_onednn(dtype: torch.dtype) -> None:
+    before = torch.backends.mkldnn.set_flags(_enabled=False)[0]
+    try:
+        assert HostKernels.here().onednn == frozenset()
+        for call in CALLS[:2]:
+            assert_counted(call, dtype)
+    finally:
+        torch.backends.mkldnn.set_flags(_enabled=before)
+
+
+def test_a_product_of_points_is_onednn_s_on_several_threads() -> None:
+    one = HostKernels(1, frozenset({torch.float32}))
+    image, weight = torch.empty(8, 64, 12, 12), torch.empty(32, 64, 1, 1)
+    args = image, weight, None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1
+    operator = torch.ops.aten.convolution.default
+    assert one.workspace(operator, args) == 0
+    assert replace(one, threads=2).workspace(operator, args) > 0
