@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.loss import index_of_loss
 from autopar.capture.marker import ANNOTATE
 from autopar.capture.randomness import is_random
+from autopar.errors import InvalidInput
 from autopar.precision import Precision
 from autopar.strategies import Rule, observed_rule, rule_of
 from autopar.strategies.node_info import info
@@ -44,7 +46,8 @@ class Captured:
     one flat tuple: the user's outputs (tensors only), then the new values of mutated buffers.
     Every node has in `meta`: `val` (a fake tensor of the global shape), `source` (the user's line,
     "file:line: text", or None), `module` (dotted path of the module that ran it),
-    `differentiable` (whether a gradient flows through it). A call is of a functional operator, or
+    `differentiable` (whether a gradient flows through it), `learns` (whether that of a step does).
+    A call is of a functional operator, or
     of one of autopar's kernels; if it has several results, each is a node of its own that reads it
     (`strategies/results.py`).
     """
@@ -73,6 +76,14 @@ class Captured:
         learned = [node is not None and info(node).differentiable for node in nodes]
         place = index_of_loss(pytree.tree_unflatten(values, self.output_spec), learned)
         return sum(node is not None for node in nodes[:place])
+
+    @cached_property
+    def differentiated(self) -> tuple[int, ...]:
+        """Which of the results a step differentiates: the loss, or all outputs if there is none."""
+        with suppress(InvalidInput):
+            return (self.loss_index,)
+        results: Any = self.graph.output_node().args[0]
+        return tuple(range(len(results) - len(self.mutations)))
 
     @cached_property
     def operators(self) -> tuple[fx.Node, ...]:

@@ -15,7 +15,8 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from autopar.capture.fake import (
 )
 from autopar.capture.flatten import flatten
 from autopar.capture.functions import own_backwards_refused
-from autopar.capture.gradients import reached
+from autopar.capture.gradients import mark_learning
 from autopar.capture.graph_builder import GraphBuilder
 from autopar.capture.hooks import hooks_refused, refuse_hooks, warn_of_memory
 from autopar.capture.host import cross_to_host
@@ -48,7 +49,6 @@ from autopar.capture.node_classes import number_calls
 from autopar.capture.normalise import normalise
 from autopar.capture.source import whole_stacks
 from autopar.capture.verifier import verify
-from autopar.errors import InvalidInput
 from autopar.garbage import collected_later
 from autopar.precision import Precision
 from autopar.states import StateBytes
@@ -86,7 +86,6 @@ def capture(
         builder = flatten(program, mode, _canonical(copy), held, input_spec, fakes)
         normalise(builder)
         captured = _freeze(builder, Example(copy, call[0], call[1], device, precision))
-        _mark_learning(captured)
         warn_of_counters(run, mode, pytree.tree_unflatten(inputs, input_spec), changes)
     warn_of_memory(lines)
     verify(captured.graph, "captured")
@@ -148,14 +147,14 @@ def _freeze(builder: GraphBuilder, example: Example) -> Captured:
         builder.output_constants[index] if index in builder.output_constants else next(tensors)
         for index in range(builder.output_spec.num_leaves)
     ]
-    return Captured(
+    captured = Captured(
         graph=graph,
         parameters=builder.parameters,
         buffers=builder.buffers,
         constants=builder.constants,
         inputs=builder.inputs,
         tied=builder.tied,
-        classes=number_calls(graph),
+        classes={},
         mutations={name: node.name for name, node in zip(builder.mutated, outputs[count:])},
         input_spec=builder.input_spec,
         output_spec=builder.output_spec,
@@ -163,17 +162,8 @@ def _freeze(builder: GraphBuilder, example: Example) -> Captured:
         example=example,
         static_inputs=builder.static_inputs,
     )
-
-
-def _mark_learning(captured: Captured) -> None:
-    """Say which parameters a step gives a gradient: what it differentiates reaches them; any
-    output, where it is not known which."""
-    results: Any = captured.graph.output_node().args[0]
-    roots = results[: len(results) - len(captured.mutations)]
-    with suppress(InvalidInput):
-        roots = [roots[captured.loss_index]]
-    for node in reached(roots):
-        info(node).learns = node.name in captured.parameters
+    mark_learning(graph, captured.differentiated)
+    return replace(captured, classes=number_calls(graph))
 
 
 @contextmanager

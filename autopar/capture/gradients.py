@@ -2,11 +2,17 @@
 
 A gradient flows from every value that takes one (`differentiable`) to those of its inputs that do:
 where autograd would not pass it on, capture has put a `detach`.
+
+What *learns* gets a gradient in a step: the backward of what a step differentiates reaches it. That
+is the loss; where a model has none, each of its outputs, which its caller differentiates. All that
+a plan says of backward (seconds, bytes, buckets, places of states) is of what learns. What takes a
+gradient and does not learn (a head that the loss does not read) has movements for it in the
+program, as a call of a module with a loss may be differentiated by any output, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, fx
@@ -25,6 +31,15 @@ def reached(results: Iterable[fx.Node]) -> set[fx.Node]:
             found.add(node)
             waiting.extend(node.all_input_nodes)
     return found
+
+
+def mark_learning(graph: fx.Graph, differentiated: Sequence[int]) -> None:
+    """Write on every value whether it learns, given which of the results a step differentiates."""
+    results: Any = graph.output_node().args[0]
+    found = reached(results[place] for place in differentiated)
+    for node in graph.nodes:
+        info(node).learns = node in found
+    info(graph.output_node()).learns = bool(found)
 
 
 def passed_over(result: object, inputs: Iterable[Tensor]) -> list[Tensor]:

@@ -28,7 +28,7 @@ def _described(node: fx.Node) -> tuple[Any, ...]:
     slots = {value: _Slot(index) for index, value in enumerate(inputs)}
     constants = repr(fx.map_arg((node.args, node.kwargs), slots.__getitem__))  # type: ignore[arg-type]
     tensors = tuple((*_form(value), info(value).differentiable) for value in inputs)
-    return node.target, constants, tensors, _form(node), info(node).on_host
+    return node.target, constants, tensors, _form(node), info(node).on_host, info(node).learns
 
 
 def _form(value: fx.Node) -> tuple[Any, ...]:

@@ -91,13 +91,15 @@ def redistribute(
     mesh: Mesh,
     price: Price,
     differentiable: bool = True,
+    learns: bool = True,
 ) -> tuple[Movement, ...]:
     """The cheapest movements from `source` to `target`.
 
     Without `differentiable` only the way forward counts, and it says nothing where the target is
-    pending.
+    pending. Without `learns` there is a way back, and it is not gone in a step: it costs nothing.
     """
-    return _solve(source, target, tuple(shape), itemsize, mesh, price, differentiable)[0]
+    about = itemsize, mesh, price, differentiable, learns and differentiable
+    return _solve(source, target, tuple(shape), *about)[0]
 
 
 def redistribution_cost(
@@ -108,9 +110,11 @@ def redistribution_cost(
     mesh: Mesh,
     price: Price,
     differentiable: bool = True,
+    learns: bool = True,
 ) -> float:
     """The seconds that the movements of `redistribute` take, forward and backward."""
-    return _solve(source, target, tuple(shape), itemsize, mesh, price, differentiable)[1]
+    about = itemsize, mesh, price, differentiable, learns and differentiable
+    return _solve(source, target, tuple(shape), *about)[1]
 
 
 def apply_path(path: Iterable[Movement], source: Layout) -> Placement:
@@ -139,18 +143,18 @@ def movement_cost(
     itemsize: float,
     mesh: Mesh,
     price: Price,
-    differentiable: bool = True,
+    learns: bool = True,
 ) -> float:
     """The seconds of one movement from `layout`, forward and, where it counts, backward."""
     after = movement.apply(layout)
     size = itemsize * max(
         math.prod(layout.largest_shape(shape, mesh)), math.prod(after.largest_shape(shape, mesh))
     )
-    return _edge_cost(movement, size, price, differentiable)
+    return _edge_cost(movement, size, price, learns)
 
 
-def _edge_cost(movement: Movement, size: float, price: Price, differentiable: bool) -> float:
-    kinds = (movement.kind, movement.backward) if differentiable else (movement.kind,)
+def _edge_cost(movement: Movement, size: float, price: Price, learns: bool) -> float:
+    kinds = (movement.kind, movement.backward) if learns else (movement.kind,)
     return sum(
         (price.seconds(kind, movement.axes, size) for kind in kinds if kind not in FREE), 0.0
     )
@@ -165,6 +169,7 @@ def _solve(
     mesh: Mesh,
     price: Price,
     differentiable: bool,
+    learns: bool,
 ) -> tuple[tuple[Movement, ...], float]:
     if Placement(source) is target:
         return (), 0.0
@@ -174,7 +179,7 @@ def _solve(
         # Every cut is even: only the bytes count, so that shapes of one size share a search.
         even = (mesh.size,) * len(shape)
         size = itemsize * math.prod(shape) / math.prod(even)
-    search = _search(source, even, size, mesh, price, differentiable)
+    search = _search(source, even, size, mesh, price, differentiable, learns)
     return search.reach(target)
 
 
@@ -205,6 +210,7 @@ class _Search:
     mesh: Mesh
     price: Price
     differentiable: bool
+    learns: bool
 
     def __post_init__(self) -> None:
         self.start = Placement(self.source)
@@ -251,7 +257,7 @@ class _Search:
     def _cost(self, movement: Movement, size: float) -> float:
         key = (movement.kind, movement.pending, movement.axes, size)
         if key not in self.costs:
-            self.costs[key] = _edge_cost(movement, size, self.price, self.differentiable)
+            self.costs[key] = _edge_cost(movement, size, self.price, self.learns)
         return self.costs[key]
 
     def _bytes(self, dims: tuple[tuple[str, ...], ...]) -> float:

@@ -152,7 +152,7 @@ def facts_of(node: fx.Node, rule: Rule, inputs: Sequence[fx.Node]) -> Facts:
     return Facts(
         rule,
         tuple(info(value).val.dtype.itemsize for value in inputs),
-        tuple(info(node).differentiable and info(value).differentiable for value in inputs),
+        tuple(info(node).learns and info(value).learns for value in inputs),
         tuple(tensor.dtype for tensor in tensors_of(node)),
         is_view(node),
         info(node).on_host,

@@ -122,7 +122,7 @@ class NodePrices:
     def stored(self, node: fx.Node, places: ParameterPlacement) -> NodeCost:
         """Of a parameter, if it is in these places."""
         beside, about = self._beside(node), (places, _about(node), info(node).sync)
-        key = *about, beside.forward, beside.backward
+        key = *about, beside
         if key not in self._states:
             self._states[key] = self._kept(*about, beside)
         return self._states[key]
@@ -155,18 +155,18 @@ class NodePrices:
             if not is_first:
                 return NodeCost()
             return self.states.used(places, _about(parameter), summed, self._beside(parameter))
-        if movement.kind == "identity" and is_made_of_parameters(value):
+        if movement.kind == "identity" and is_made_of_parameters(value) and info(node).learns:
             once = float(self.price.bucketed(movement.axes, before.local_bytes(self.mesh)))
             behind = self.states.hidden(once, self._beside(node).backward)
             return NodeCost(summed=once, covered=behind)
 
-        def both(differentiable: bool) -> float:
+        def both(learns: bool) -> float:
             size, mesh = before.dtype.itemsize, self.mesh
-            about = before.layout, before.shape, size, mesh, self.price, differentiable
+            about = before.layout, before.shape, size, mesh, self.price, learns
             return movement_cost(movement, *about)
 
         forward = both(False)
-        backward = both(info(node).differentiable) - forward
+        backward = both(info(node).learns) - forward
         hidden = self.states.hidden(backward, self._weights(node)) if backward else 0.0
         return NodeCost(forward, backward - hidden, hidden, reduced=hidden)
 
@@ -179,9 +179,11 @@ class NodePrices:
 
     def _beside(self, value: fx.Node) -> Beside:
         """What the readers of a parameter compute, of which neighbours do about as much."""
-        calls = [call for reader, read in _readers(value) for call in _call_of(reader, read)]
-        costs = [self._call(*call) for call in calls]
-        return Beside(sum(cost.forward for cost in costs), sum(cost.backward for cost in costs))
+        readers = list(_readers(value))
+        costs = [self._call(*call) for one in readers for call in _call_of(*one)]
+        learns = any(info(reader).learns for reader, _ in readers)
+        forward, backward = (sum(getattr(c, way) for c in costs) for way in ("forward", "backward"))
+        return Beside(forward, backward, learns)
 
 
 def _readers(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
@@ -205,7 +207,7 @@ def _call_of(reader: fx.Node, value: fx.Node) -> tuple[tuple[Facts, Strategy], .
 def _about(parameter: fx.Node) -> About:
     """Shape, bytes of an element, and whether it learns."""
     value = info(parameter).val
-    return tuple(value.shape), state_bytes(parameter), info(parameter).differentiable
+    return tuple(value.shape), state_bytes(parameter), info(parameter).learns
 
 
 def program_cost(graph: fx.Graph, prices: NodePrices, microbatches: int = 1) -> Cost:

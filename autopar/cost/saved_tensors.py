@@ -100,7 +100,7 @@ def kept_bytes(captured: Captured) -> float:
     kept: dict[tuple[fx.Node, int], int] = {}
     for node in captured.operators:
         rule, inputs = captured.priced[node.name], tensor_inputs(node)
-        learns = [info(value).differentiable for value in inputs]
+        learns = [info(node).learns and info(value).learns for value in inputs]
         if rule is None or not any(learns):
             continue
         values = [storage(inputs[i]) for i in rule.saved.inputs_for(learns)]
@@ -165,6 +165,7 @@ def kept_through(node: fx.Node, mesh: Mesh, own: Kept | None = None) -> dict[Sto
     region = info(node).region
     if region is None or node.op != "call_function":
         own = kept_by(node, mesh) if own is None else own
+        own = own if info(node).learns else {}  # else it goes with its results
         return {k: size for k, size in own.items() if not info(k[0]).on_host}
     kept = dict[Storage, float]()
     for key, size in lasting(node, region, mesh, own).items():
@@ -182,7 +183,8 @@ def kept_on_host(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
     """What of an operator is kept on the host from forward to backward."""
     region = info(node).region
     if region is None or node.op != "call_function":
-        return {k: size for k, size in kept_by(node, mesh).items() if info(k[0]).on_host}
+        own = kept_by(node, mesh) if info(node).learns else {}
+        return {k: size for k, size in own.items() if info(k[0]).on_host}
     kept, is_host = dict[Storage, float](), region.how.keep == "host"
     for key, size in lasting(node, region, mesh).items():
         if info(key[0]).on_host:

@@ -72,6 +72,7 @@ class Beside:
 
     forward: Any = 0.0
     backward: Any = 0.0
+    learns: bool = True  # they have a backward, which reads what they read
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class StatePrice:
             gather += self._copied(places.storage, shape, bytes_.copy)
         own = [axis for axis in cut if axis in summed]
         scatter = self._moved("reduce_scatter", own, places.working, shape, bytes_.gradient)
-        backward = gather + scatter * learns
+        backward = gather * beside.learns + scatter * learns
         ahead, behind = (
             self.hidden(gather, beside.forward),
             self.hidden(backward, beside.backward),

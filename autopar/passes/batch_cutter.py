@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autopar.capture.captured import Captured
-from autopar.capture.gradients import reached
+from autopar.capture.gradients import mark_learning
 from autopar.capture.listing import operator_of
 from autopar.capture.node_classes import number_calls
 from autopar.errors import InvalidInput
@@ -97,12 +97,12 @@ class Cutter:
         results = tuple(self.copies[node] for node in (self.loss, *mutated))
         output = self.graph.output(results)
         info(output).end(results)
+        mark_learning(self.graph, [0])
         for node in reversed(list(self.graph.nodes)):  # the terms of totals have no reader left
             if node.op == "call_function" and not node.users:
                 self.graph.erase_node(node)
-        learned = reached([self.copies[self.loss]])  # nothing else is differentiated
-        for node in self.graph.nodes:
-            info(node).differentiable = node.op == "output" or node in learned
+        for node in self.graph.nodes:  # nothing else is differentiated
+            info(node).differentiable = info(node).learns
         mutations = {
             buffer: self.copies[node].name for buffer, node in zip(self.captured.mutations, mutated)
         }

@@ -108,13 +108,15 @@ def _mark_forward(graph: fx.Graph, order: list[_Readers], lasting: frozenset[int
 def _mark_backward(
     graph: fx.Graph, readers: list[fx.Node], again: Mapping[fx.Node, set[int]]
 ) -> None:
-    """Of each reader, and of the one before it whose groups are others: backward comes there next.
+    """Of each reader, and of the one before it whose groups are others: backward comes there next,
+    that of a step.
 
     A weight that is read beside another is not put off: each gradient reads the other weight.
     """
     for at, reader in enumerate(readers):
         groups = tuple(sorted(again[reader]))
-        before = [one for earlier in reversed(readers[:at]) for one in sorted(again[earlier])]
+        earlier = [one for one in reversed(readers[:at]) if info(one).learns]
+        before = [group for one in earlier for group in sorted(again[one])]
         following = next((one for one in before if one not in groups), NONE)
         weights = info(reader).weight_inputs
         if weights is not None and weights.product and len(weights.positions) > 1:

@@ -52,9 +52,8 @@ def _gather(graph: fx.Graph, setting: Setting, node: fx.Node, reader: fx.Node) -
     info(node).sync = tuple(axis for axis in info(node).sync if axis not in summed)
     _store(node)
     about = type_.shape, type_.dtype.itemsize, setting.mesh, setting.price
-    path = redistribute(
-        places.storage, Placement(places.working, summed), *about, info(node).differentiable
-    )
+    back = info(node).differentiable, info(node).learns
+    path = redistribute(places.storage, Placement(places.working, summed), *about, *back)
     with graph.inserting_before(reader):
         for movement in path:
             node = insert_movement(graph, node, movement)

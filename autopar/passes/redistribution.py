@@ -11,10 +11,11 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from autopar.capture.gradients import mark_learning
 from autopar.capture.marker import ANNOTATE
 from autopar.capture.origins import is_made_of_parameters, moved_dtype
 from autopar.collectives import Movement, Price, redistribute, redistribution_cost
-from autopar.layout import Layout, Placement, TensorType
+from autopar.layout import Placement, TensorType
 from autopar.mesh import Mesh
 from autopar.passes.setting import Setting
 from autopar.strategies import tensor_inputs
@@ -53,10 +54,11 @@ class _Insertion:
         self.graph, self.mesh, self.price = graph, mesh, price
         self.versions: dict[fx.Node, dict[Placement, fx.Node]] = {}
         self.wanted: dict[fx.Node, set[Placement]] = {}
+        self.learned: set[tuple[fx.Node, Placement]] = set()  # for whom there is a gradient
         for node in graph.nodes:
             if _reads_tensors(node):
                 for value, want in zip(_inputs(node), info(node).wants):
-                    self._expect(value, want)
+                    self._expect(value, want, info(node).learns)
 
     def bring(
         self, reader: fx.Node, value: fx.Node, want: Placement, before: Placement | None = None
@@ -79,7 +81,7 @@ class _Insertion:
         clear = [at for at in versions if not at.pending]
         at = min(clear, key=lambda at: (at is not before, self._cost(value, at, want)))
         node = versions[at]
-        path = self._path(value, at.layout, want)
+        path = self._path(value, at, want)
         for movement in path:
             at = movement.place(at)
             if at not in versions:
@@ -92,32 +94,37 @@ class _Insertion:
             info(node).update(**about)
         return node
 
-    def _path(self, value: fx.Node, start: Layout, want: Placement) -> tuple[Movement, ...]:
+    def _path(self, value: fx.Node, at: Placement, want: Placement) -> tuple[Movement, ...]:
         """The cheapest movements. Over the axes on which a parameter is stored whole its gradient
         is summed last: then that need not wait in the program."""
+        start, about = at.layout, self._about(value, want)
         late = tuple(axis for axis in self.mesh if axis in want.pending and axis not in start.axes)
         if late and info(value).differentiable and is_made_of_parameters(value):
             rest = Placement(want.layout, set(want.pending) - set(late))
-            path = redistribute(start, rest, *self._about(value))
+            path = redistribute(start, rest, *about)
             if not any(set(movement.axes) & set(late) for movement in path):
                 return (Movement("identity", late, pending=True), *path)
-        return redistribute(start, want, *self._about(value))
+        return redistribute(start, want, *about)
 
-    def _expect(self, value: fx.Node, want: Placement) -> None:
+    def _expect(self, value: fx.Node, want: Placement, learns: bool) -> None:
         if value.target is ANNOTATE:
             own = Placement(info(value).type.layout)
             is_own = want.layout == own.layout
-            self._expect(value.all_input_nodes[0], want if is_own else own)
+            self._expect(value.all_input_nodes[0], want if is_own else own, learns)
             if is_own:
                 return
         self.wanted.setdefault(value, set()).add(want)
+        self.learned |= {(value, want)} if learns else set()
 
     def _cost(self, value: fx.Node, at: Placement, want: Placement) -> float:
-        return redistribution_cost(at.layout, want, *self._about(value))
+        return redistribution_cost(at.layout, want, *self._about(value, want))
 
-    def _about(self, value: fx.Node) -> tuple[tuple[int, ...], int, Mesh, Price, bool]:
+    def _about(
+        self, value: fx.Node, want: Placement
+    ) -> tuple[tuple[int, ...], int, Mesh, Price, bool, bool]:
         type_, differentiable = info(value).type, info(value).differentiable
-        return type_.shape, type_.dtype.itemsize, self.mesh, self.price, differentiable
+        learns = (value, want) in self.learned
+        return type_.shape, type_.dtype.itemsize, self.mesh, self.price, differentiable, learns
 
 
 def insert_movement(graph: fx.Graph, value: fx.Node, movement: Movement) -> fx.Node:
@@ -133,13 +140,16 @@ def insert_movement(graph: fx.Graph, value: fx.Node, movement: Movement) -> fx.N
         source=info(value).source,
         module=info(value).module,
         differentiable=info(value).differentiable,
+        learns=info(value).learns,
         on_host=info(value).on_host,
     )
     return node
 
 
 def measure_movements(graph: fx.Graph, setting: Setting) -> fx.Graph:
-    """Write on every movement how many bytes it moves: the larger of a piece before and after."""
+    """Write on every movement how many bytes it moves, the larger of a piece before and after, and
+    whether a gradient goes back through it in a step."""
+    mark_learning(graph, setting.captured.differentiated)
     for node in graph.nodes:
         if info(node).movement is not None:
             dtype, types = moved_dtype(node), (info(node.args[0]).type, info(node).type)

@@ -15,6 +15,7 @@ from autopar.capture.origins import taken_copies
 from autopar.cost.ways import copied_in, copy_groups
 from autopar.mesh import Mesh
 from autopar.passes.gathers import is_read_again, readers_of
+from autopar.strategies.node_info import info
 
 
 class Passing:
@@ -39,7 +40,7 @@ class Passing:
             for reader, value in readers_of(end):
                 at, (first, last) = self._place[reader], spans[group]
                 spans[group] = min(first, at), max(last, at)
-                if is_read_again(reader, value):
+                if info(reader).learns and is_read_again(reader, value):
                     again.setdefault(at, set()).add(group)
         self._order = sorted(range(len(passing)), key=lambda group: spans[group][0])
         self._spans, self._again = spans, again

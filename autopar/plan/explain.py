@@ -174,11 +174,12 @@ class _Explainer:
             first = way[-1] if way else self._gives(value)
             meanwhile = self._meanwhile(value, node, offered, index)
             wants = offered.inputs[position][index]
-            yield self._edge(value, value.name, first, wants, meanwhile)
+            learns = info(node).learns and info(value).learns
+            yield self._edge(value, value.name, first, wants, meanwhile, learns)
         for value in values_of(node):
             gives = offered.results[place_of(value)][index]
             for reader, wants in self._wanted(value):
-                yield self._edge(value, reader, gives, wants, self._of_readers(value, reader))
+                yield self._edge_to(value, reader, gives, wants)
 
     def _edge(
         self,
@@ -187,9 +188,15 @@ class _Explainer:
         first: Placement,
         second: Placement,
         meanwhile: float,
+        learns: bool,
     ) -> Edge:
-        of_parameters = is_of_parameters(value, self.captured)
-        return edge(value, neighbour, first, second, self.price, of_parameters, meanwhile)
+        about = self.price, is_of_parameters(value, self.captured), meanwhile, learns
+        return edge(value, neighbour, first, second, *about)
+
+    def _edge_to(self, value: fx.Node, name: str, first: Placement, second: Placement) -> Edge:
+        """To the reader of that name, or to what readers share."""
+        learns = info(self.nodes.get(name, value)).learns and info(value).learns
+        return self._edge(value, name, first, second, self._of_readers(value, name), learns)
 
     def _of_readers(self, value: fx.Node, name: str) -> float:
         """What the reader of that name, or else all readers, compute meanwhile, as decided."""
@@ -262,8 +269,7 @@ class _Explainer:
                     output=kept,
                     memory=float(sum(parameter_bytes(node, places, self.mesh))),
                     edges=tuple(
-                        self._edge(node, reader, state, wants, self._of_readers(node, reader))
-                        for reader, wants in wanted
+                        self._edge_to(node, reader, state, wants) for reader, wants in wanted
                     ),
                     step=step,
                     chosen=state == now,
@@ -292,7 +298,7 @@ class _Explainer:
             tuple(info(node).val.shape),
             axes,
             self.mesh,
-            info(node).differentiable,
+            info(node).learns,
             is_there=info(node).on_host,
         )
 

@@ -42,17 +42,18 @@ def edge(
     price: ClusterPrice,
     of_parameters: bool,
     meanwhile: float,
+    learns: bool,
 ) -> Edge:
-    """The way from one state of `value` to another.
+    """The way from one state of `value` to another, whose readers have a gradient for it or not.
 
     `of_parameters`: sums of its gradient go in buckets. `meanwhile`: seconds of what is computed
     beside what brings its gradient back."""
-    val, differentiable = info(value).val, info(value).differentiable
+    val, back = info(value).val, (info(value).differentiable, learns)
     shape, itemsize, mesh = tuple(val.shape), val.dtype.itemsize, price.mesh
     table = reshard_table(mesh, val.ndim)
     seconds = math.inf
     if first is second or (first in table.index and second in table.index and not first.pending):
-        all_pairs = table.seconds(shape, itemsize, price, differentiable)
+        all_pairs = table.seconds(shape, itemsize, price, *back)
         seconds = float(all_pairs[table.index[first], table.index[second]])
     added = tuple(axis for axis in second.pending if axis not in first.pending)
     lines: list[str] = []
@@ -61,26 +62,33 @@ def edge(
     beside = {"o": price.cluster.device.overlap, "K": meanwhile}
     if first is not second and seconds > 0 and math.isfinite(seconds):
         layout, rest = first.layout, Placement(second.layout, added)
-        steps = redistribute(layout, rest, shape, itemsize, mesh, price, differentiable)
+        steps = redistribute(layout, rest, shape, itemsize, mesh, price, *back)
         for step in steps:
             moved, link = step.apply(layout), price.link(step.axes)
             size = itemsize * max(math.prod(x.largest_shape(shape, mesh)) for x in (layout, moved))
             kinds = {"forward": step.kind}
-            if differentiable:
+            if learns:
                 kinds["backward"] = step.backward
             for way, kind in kinds.items():
                 if kind not in FREE:
                     formula = COLLECTIVES[kind].explain(**collective_values(kind, link, size))
                     lines.append(f"{way} over {'*'.join(step.axes)}: {formula} s, {link.level}")
             layout, last = moved, (step.backward, step.axes, size)
-    if of_parameters and first.layout == second.layout and seconds:
+    if of_parameters and learns and first.layout == second.layout and seconds:
         size = itemsize * math.prod(first.layout.largest_shape(shape, mesh))
         once = float(price.bucketed(added, size))
         seconds = once - HIDDEN(C=once, **beside)
         buckets = f"buckets of {price.buffer_bytes:,} bytes"
         lines.append(f"summed in {buckets}, which share the latency")
         lines.append(f"less what backward hides: {HIDDEN.explain(C=once, **beside)} s")
-    elif added and meanwhile and len(steps) == 1 and last is not None and last[0] in REDUCTIONS:
+    elif (
+        added
+        and learns
+        and meanwhile
+        and len(steps) == 1
+        and last is not None
+        and last[0] in REDUCTIONS
+    ):
         reduced = float(price.seconds(*last))
         seconds -= HIDDEN(C=reduced, **beside)
         hidden = HIDDEN.explain(C=reduced, **beside)

@@ -163,7 +163,7 @@ class PlanValue(Candidate):
             records.append(
                 MovementRecord(
                     forward=movement.kind,
-                    backward=movement.backward if info(node).differentiable else None,
+                    backward=movement.backward if info(node).learns else None,
                     axis=",".join(movement.axes),
                     tensor=str(replace(info(node.args[0]).type, dtype=moved_dtype(node))),
                     bytes=info(node).bytes,

@@ -48,7 +48,7 @@ def most_saved(captured: Captured, cluster: Cluster, meshes: Sequence[Mesh]) -> 
     learned = [
         node
         for node in captured.graph.find_nodes(op="placeholder")
-        if node.name in captured.parameters and info(node).differentiable
+        if node.name in captured.parameters and info(node).learns
     ]
     sizes = [
         info(n).val.numel() * max(state_bytes(n).copy, state_bytes(n).gradient) for n in learned

@@ -39,7 +39,7 @@ def least_update(captured: Captured, request: Request) -> float:
     device's host a part that is no larger than others'."""
     device, devices = request.cluster.device, request.cluster.devices
     nodes = captured.graph.find_nodes(op="placeholder")
-    learned = [n for n in nodes if n.name in captured.parameters and info(n).differentiable]
+    learned = [n for n in nodes if n.name in captured.parameters and info(n).learns]
     moved = sum(info(node).val.numel() * state_bytes(node).updated for node in learned)
     return max(0.0, moved / devices * (1 / device.host.bandwidth - 1 / device.bandwidth))
 

@@ -29,7 +29,7 @@ def state_places(graph: fx.Graph, states: States, mesh: Mesh) -> dict[str, Param
         places = info(node).places
         if places is None:
             continue
-        shape, learns = tuple(info(node).val.shape), info(node).differentiable
+        shape, learns = tuple(info(node).val.shape), info(node).learns
         order = sorted(axes[node], key=main.__contains__)  # those of most parameters innermost
         already = mesh.degree(axis for axis in places.working.axes if axis in main)
         about = shape, order, mesh, learns, already, info(node).on_host
@@ -54,7 +54,7 @@ def main_axes(graph: fx.Graph, mesh: Mesh) -> Axes:
     """The data axes of most elements of parameters."""
     count: Counter[Axes] = Counter()
     for node, axes in data_axes(graph, mesh).items():
-        if info(node).differentiable:
+        if info(node).learns:
             count[axes] += info(node).val.numel()
     return max(count, key=lambda axes: (bool(axes), count[axes]), default=())
 

@@ -307,6 +307,8 @@ class GradientSync:
         for bucket in self.buckets:
             bucket.clear()
         self._under_way.clear()
+        self._due.clear()
+        self._now = NEVER
 
     def start(self, reached: Set[str]) -> None:
         """A step, or a backward pass, begins; it reaches these parameters, or some of them."""

@@ -11,19 +11,17 @@ Chimera these are stages of both directions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from autopar._torch import call_after_backward, local_of, wait_for, will_reach
+from autopar._torch import local_of, wait_for
 from autopar.collectives.eager import LateSum
 from autopar.cost.ways import copy_groups
-from autopar.errors import InvalidInput
 from autopar.layout import Layout, TensorType
 from autopar.passes import localize
 from autopar.passes.localize import axes_used
@@ -36,7 +34,7 @@ from autopar.runtime.away import Keeper, mover
 from autopar.runtime.backend import Backend, Batch
 from autopar.runtime.buckets import GradientSync
 from autopar.runtime.collecting import collect
-from autopar.runtime.copies import changed_in_between
+from autopar.runtime.direct_calls import DirectCalls
 from autopar.runtime.eager import compile_graph
 from autopar.runtime.failures import local_checks, one_fails_all_stop
 from autopar.runtime.groups import Groups
@@ -47,7 +45,7 @@ from autopar.runtime.norm import norm_over_world
 from autopar.runtime.placing import Placing, Read, wrapper
 from autopar.runtime.routes import Route, routes_of
 from autopar.runtime.stage_ranks import StageRanks, Users, gradient_sums, slot_of
-from autopar.runtime.world import require_living, world
+from autopar.runtime.world import world
 from autopar.strategies.node_info import info
 
 
@@ -86,12 +84,10 @@ class TorchBackend(Backend):
         self._loss: tuple[Tensor, dist.Work] | None = None  # the shares of all ranks, being summed
         # All forwards of a rank are done before its last action.
         self._last_forward = len(self.schedule.orders[ranks.place]) - 2
-        self._sync: GradientSync | None = None
-        self._version = 0  # of the leaves that it is made for
-        self._pending = False  # a backward pass of a direct call is under way
-        self._reached: frozenset[str] = frozenset()  # parameters that it leads to
-        # Of passes that are restricted to some inputs, none reaches it.
-        self._anchor = torch.empty(0, requires_grad=True)
+        self._syncs: dict[frozenset[str], GradientSync] = {}  # by the parameters that learn
+        self._sync: GradientSync | None = None  # that of a step under way
+        self._version = 0  # of the leaves that they are made for
+        self._calls = DirectCalls(program, self.leaves, self.world, self._give)
         self.messages = Messages(ranks, self._shapes, device)
         self._prepare(self.messages, self._after)
 
@@ -191,9 +187,8 @@ class TorchBackend(Backend):
     # A step.
 
     def _run(self) -> Tensor:
-        sync, (runner,) = self._follow_leaves(), self.runners
-        reached = self.program.learned[self.program.captured.loss_index]
-        sync.clear()
+        reached, (runner,) = self.program.learned[self.program.captured.loss_index], self.runners
+        sync = self._sync = self._sync_of(reached)
         self.leaves.window.forget()
         sync.start(reached)
         sync.after(-1)
@@ -247,26 +242,30 @@ class TorchBackend(Backend):
             else:
                 parameter.grad += gradient
 
-    def _follow_leaves(self) -> GradientSync:
-        """Sum the gradients of those parameters that learn now, in the order of the program."""
-        if self._sync is None or self._version != self.leaves.version:
-            if self._sync is not None:
-                self._sync.close()
-            keys = {route: self._users.key(route) for route in self.routes.values()}
+    def _sync_of(self, names: frozenset[str]) -> GradientSync:
+        """What sums the gradients of those of some parameters that learn now, in the order of the
+        program: of a step those that its loss reaches, of a direct call those of any output."""
+        for sync in self._syncs.values():
+            sync.clear()
+        if self._version != self.leaves.version:
+            for sync in self._syncs.values():
+                sync.close()
+            self._syncs.clear()
+            self._version = self.leaves.version
+        if names not in self._syncs:
+            keys = {r: self._users.key(r) for r in self.routes.values() if r.name in names}
             slots = [
                 (slot_of(route, key, self.leaves, self.mesh, self.ranks.inner), key)
                 for route, key in keys.items()
                 if self._learns(route)
             ]
             cut = {k: self.leaves.cut_bytes(k.stages) for k, s in self._sums.items() if s.is_cut}
-            self._sync = GradientSync(slots, self._sums, cut, self.program.buffer_bytes)
-            self._version = self.leaves.version
-        return self._sync
+            self._syncs[names] = GradientSync(slots, self._sums, cut, self.program.buffer_bytes)
+        return self._syncs[names]
 
     def _learns(self, route: Route) -> bool:
         leaf = self.leaves.by_name.get(route.name)
-        is_learned = any(route.name in names for names in self.program.learned)
-        return is_learned and leaf is not None and leaf.requires_grad
+        return leaf is not None and leaf.requires_grad
 
     def _shapes(self, key: MessageKey) -> list[Shape]:
         """What a message to one of this rank's stages holds."""
@@ -319,7 +318,8 @@ class TorchBackend(Backend):
         window.forget()
         outputs = self.whole.forward(kept, inputs)
         if torch.is_grad_enabled() and any(output.requires_grad for output in outputs):
-            outputs = self._watch_backward(outputs)
+            sync = self._sync_of(frozenset().union(*self.program.learned))
+            outputs = self._calls.watch(outputs, sync, len(self.schedule.actions) - 2)
         else:
             window.forget()
         self._works += [late.start() for late in self._late]
@@ -334,65 +334,6 @@ class TorchBackend(Backend):
         if type_.layout.is_replicated:
             return value
         return wrapper(type_.layout, type_.shape, self.device_mesh)(value)
-
-    def _watch_backward(self, outputs: list[Tensor]) -> list[Tensor]:
-        """Have `_finish` called at the end of any backward pass through this run."""
-        sync = self._follow_leaves()
-        sync.clear()
-        self._pending, self._reached = False, frozenset()
-        parameters, come = [slot.parameter for slot in sync.slots], self._backward_comes
-        age = self.leaves.age
-        return [
-            _Watched.apply(partial(come, names, age), output, self._anchor, *parameters)
-            if output.requires_grad
-            else output
-            for output, names in zip(outputs, self.program.learned)
-        ]
-
-    def _backward_comes(self, names: frozenset[str], age: int) -> None:
-        """A backward pass goes through an output: to the parameters `names`, or to inputs alone.
-        `age` is that of the leaves when the output was made.
-
-        Which of the two is the same on all ranks, whatever each of them finds there.
-        """
-        assert self._sync is not None
-        if torch.is_grad_enabled():
-            raise InvalidInput(
-                "on processes a call has gradients, and these have none of their own",
-                got="a backward pass with create_graph=True",
-                remedy='backend="virtual", or a penalty that is part of forward',
-            )
-        if age != self.leaves.age:
-            raise changed_in_between()
-        window = self.leaves.window
-        window.bring_lasting()
-        if not self._pending:
-            call_after_backward(window.forget)
-        if not will_reach(self._anchor):
-            asked = [slot.name for slot in self._sync.slots if will_reach(slot.parameter)]
-            if asked:
-                raise InvalidInput(
-                    "on processes a backward pass goes to all parameters, or to inputs alone",
-                    got=f"a pass to {', '.join(asked)} alone",
-                    remedy="backward() without inputs=, and drop the gradients not wanted",
-                )
-            return
-        self._reached |= names
-        if not self._pending:
-            require_living(self.world)
-            self._pending = True
-            self._sync.start({slot.name for slot in self._sync.slots})
-            self._sync.after(len(self.schedule.actions) - 2)
-            call_after_backward(self._finish)
-
-    def _finish(self) -> None:
-        """Give every parameter its gradient of this backward pass."""
-        assert self._sync is not None
-        self._pending = False
-        with torch.no_grad(), self.guard():
-            self._give(self._sync.finish(self._reached))
-            self._sync.clear()
-        self._reached = frozenset()
 
 
 class TorchGraph:
@@ -434,17 +375,3 @@ class TorchGraph:
         ]
         wholes = [inputs[name].to(backend.device) for name in self._function.whole_inputs]
         return [[result] for result in self._function(*arguments, *wholes)]
-
-
-class _Watched(torch.autograd.Function):
-    """The same value, of which a backward pass is told; it leads to `others` too."""
-
-    @staticmethod
-    def forward(ctx: Any, come: Callable[[], None], value: Tensor, *others: Tensor) -> Tensor:
-        ctx.come, ctx.count = come, len(others)
-        return value.detach()  # no view: the caller may change what he gets in place
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.come()
-        return None, grad, *[None] * ctx.count

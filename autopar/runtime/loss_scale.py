@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 FIRST = 2.0**16
@@ -29,14 +30,15 @@ class LossScale:
             self.value, self.good = self.value * 2, 0
 
 
-def taken(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor | None]]:
-    """Parameters with the gradients that they had; now they have none."""
-    found = [(parameter, parameter.grad) for parameter in parameters]
+def taken(kept: Iterable[Tensor]) -> list[tuple[nn.Parameter, Tensor | None]]:
+    """Those that are parameters, with the gradients that they had; now they have none."""
+    found = [(one, one.grad) for one in kept if isinstance(one, nn.Parameter)]
     for parameter, _ in found:
         parameter.grad = None
     return found
 
 
+@torch.no_grad()
 def give_back(
     before: Iterable[tuple[nn.Parameter, Tensor | None]], scale: float, is_good: bool
 ) -> None:
@@ -45,5 +47,6 @@ def give_back(
         made, parameter.grad = parameter.grad, earlier
         if made is None or not is_good:
             continue
-        made.div_(scale)
+        if scale != 1:
+            made.div_(scale)
         parameter.grad = made if earlier is None else earlier.add_(made)

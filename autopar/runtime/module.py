@@ -182,19 +182,21 @@ class ParallelModule(nn.Module):
     def _scaled(
         self, kept: Mapping[str, Tensor], batches: Sequence[Mapping[str, Tensor]]
     ) -> Tensor:
-        """A step whose loss is scaled, if that was asked for."""
-        if self.loss_scale is None:
-            return self.backend.step(kept, batches)
-        before, scale = taken(self.parameters()), self.loss_scale.value
+        """A step whose loss is scaled, if that was asked for. One that breaks off leaves gradients
+        as they were."""
+        scaled = self.loss_scale
+        before, scale, is_good = taken(kept.values()), 1.0 if scaled is None else scaled.value, True
         self.backend.seed = scale
         try:
             loss = self.backend.step(kept, batches)
-            is_good = bool(self.backend.norm(self._gradients(), 1.0).isfinite())
+            if scaled is not None:
+                is_good = bool(self.backend.norm(self._gradients(), 1.0).isfinite())
         except BaseException:
             give_back(before, scale, is_good=False)
             raise
         give_back(before, scale, is_good)
-        self.loss_scale.update(is_good)
+        if scaled is not None:
+            scaled.update(is_good)
         return loss
 
     def _require_learning(self, inputs: Mapping[str, Tensor]) -> None:

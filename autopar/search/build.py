@@ -163,7 +163,8 @@ class _Builder:
         name, known = self.captured.parameters[node.name], info(node)
         constraint = self.constraints.parameters.get(name)
         shape = tuple(known.val.shape)
-        key = shape, known.val.dtype, known.differentiable, constraint and constraint.layout
+        back = known.differentiable, known.learns
+        key = shape, known.val.dtype, *back, constraint and constraint.layout
         if key not in self._stored:
             states = (
                 Placements([Placement(constraint.layout)])
@@ -203,7 +204,7 @@ class _Builder:
             if self.saved.keeps_output(call.name)
         }
         activations = sum(_bytes(self.nodes[v]) for v in kept - set(self.captured.parameters))
-        learned = [n for n in self.captured.parameters if info(self.nodes[n]).differentiable]
+        learned = [n for n in self.captured.parameters if info(self.nodes[n]).learns]
         gradients = sum(_bytes(self.nodes[name]) for name in learned)
         self.counts_gradients = activations < gradients
         self.counts_activations = not self.counts_gradients
@@ -286,7 +287,8 @@ class _Builder:
             if value.op != "call_function":
                 continue
             variable = self.producers[value.name]
-            table, seconds = self.edges.seconds(value)
+            learns = index in self.captured.differentiated
+            table, seconds = self.edges.seconds(value, learns)
             costs = np.zeros(len(variable.states))
             for number, state in enumerate(variable.states):
                 target = Placement(state.layout.with_partial(()))
@@ -373,17 +375,27 @@ class _Builder:
         return not set(facts.rule.cuttable) <= own
 
     def _link(
-        self, value: fx.Node, first: Variable, second: Variable, late: Late | None, kept: str
+        self,
+        value: fx.Node,
+        first: Variable,
+        second: Variable,
+        late: Late | None,
+        kept: str,
+        reader: str | None = None,
     ) -> None:
         """An edge between two layouts of one value; `kept` "always", or only if it is "moved".
-        What the readings of the second compute runs beside what brings the gradient back."""
+        What the readings of the second compute runs beside what brings the gradient back. The
+        second is a `reader` alone, a group of them, or what all share."""
         kept = "moved" if kept and not self._makes(value) else kept
         ways = [
             Way(self.nodes[r.reader], self._offers[r.reader][0], r.position)
             for r in second.readings
         ]
         parts = computed(value, ways, second.states, bool(late))
-        beside = Beside(*(self.edges.same(part, "beside") for part in parts))
+        forward, backward = (self.edges.same(part, "beside") for part in parts)
+        readings = second.readings or self.readings[value.name]
+        names = [reader] if reader else [reading.reader for reading in readings]
+        beside = Beside(forward, backward, any(info(self.nodes[name]).learns for name in names))
         cost, memory = self.edges.table(value, first.states, second.states, late, kept, beside)
         self.built.graph.add_edge(first.number, second.number, cost, memory)
 
@@ -396,7 +408,8 @@ class _Builder:
         alone = () if first.readings and not late else (reading,)
         number = self.built.operators[reading.reader].number
         reader = Variable(number, wants, readings=alone)
-        self._link(value, first, reader, late, kept if self._keeps([reading]) else "")
+        kept = kept if self._keeps([reading]) else ""
+        self._link(value, first, reader, late, kept, reading.reader)
 
     def _makes(self, value: fx.Node) -> bool:
         """Whether a value has memory that nothing else has counted yet."""

@@ -68,18 +68,20 @@ class Edges:
         """Seconds and bytes from each of the `first` states to each of the `second`.
 
         `kept`: whether what arrives is kept for backward: "always", or only if it was "moved".
-        `beside`: what is computed meanwhile, in each of the `second` states."""
+        `beside`: what is computed meanwhile, in each of the `second` states, by those who want
+        them; and whether they learn."""
         about = late and self._about(late)
         meanwhile = id(beside.forward), id(beside.backward)
-        key = (self._type(value), first, second, about, kept, *meanwhile)
+        key = (self._type(value), first, second, about, kept, *meanwhile, beside.learns)
         if key not in self._tables:
-            table, seconds = self.seconds(value)
+            table, seconds = self.seconds(value, beside.learns)
             rows, columns = table.rows(first), table.rows(second)
             cost = seconds[np.ix_(rows, columns)]
             same = table.data[rows][:, None] == table.data[columns][None, :]
-            if late:
+            learns = beside.learns and info(value).learns
+            if late and learns:
                 cost = self._summed_late(value, first, second, cost, late, beside)
-            elif np.any(beside.backward):
+            elif learns and np.any(beside.backward):
                 cost = cost - self._hidden(value, first, second, cost, beside)
             # From a pending copy nothing but that copy can be had.
             stuck = table.pending[rows][:, None] & (rows[:, None] != columns[None, :])
@@ -96,11 +98,12 @@ class Edges:
     ) -> ParameterPlacement:
         """Of a parameter that is read at `layout`, with a gradient to sum over `pending`; None:
         over all axes on which it is a replica."""
-        shape, learns = tuple(info(value).val.shape), info(value).differentiable
-        asked = self.mesh.names if pending is None or not learns else tuple(pending)
+        known, shape = info(value), tuple(info(value).val.shape)
+        is_told = pending is not None and known.differentiable
+        asked = tuple(pending or ()) if is_told else self.mesh.names
         axes = [axis for axis in self.mesh if axis in asked and axis not in layout.axes]
-        is_there = info(value).on_host
-        return self.states.places(layout, shape, axes, self.mesh, learns, is_there=is_there)
+        about = layout, shape, axes, self.mesh, known.learns
+        return self.states.places(*about, is_there=known.on_host)
 
     def _about(self, late: Late) -> tuple:
         if late.parameter is None:
@@ -119,9 +122,8 @@ class Edges:
         """Seconds that cutting the states of the `parameter` that a value is, or is made of, adds
         to summing its gradient, and bytes that are more than those of states that are cut over all
         replicas."""
-        val, learns = info(parameter).val, info(parameter).differentiable
-        is_there = info(parameter).on_host
-        about = tuple(val.shape), state_bytes(parameter), learns
+        val, is_there = info(parameter).val, info(parameter).on_host
+        about = tuple(val.shape), state_bytes(parameter), info(parameter).learns
         cost, memory = (np.zeros((len(first), len(second))) for _ in range(2))
         for i, state in enumerate(first):
             if (layout := _made_of(parameter, value, state)) is None:
@@ -202,7 +204,7 @@ class Edges:
         for pending, js in kinds.items():
             for axes, members in used.items():
                 summed = tuple(axis for axis in pending if axis not in axes)
-                if not summed or not info(value).differentiable:
+                if not summed:
                     continue
                 rest = tuple(axis for axis in pending if axis in axes)
                 columns = table.rows(Placement(second[j].layout, rest) for j in js)
@@ -235,17 +237,21 @@ class Edges:
             self._arrays[key] = seconds[start, table.rows(candidates.inputs[position])]
         return self._arrays[key]
 
-    def seconds(self, value: fx.Node, frozen: tuple[str, ...] = ()) -> tuple[ReshardTable, Array]:
-        """All layouts of a value, and the seconds between them."""
-        val, differentiable = info(value).val, info(value).differentiable
+    def seconds(
+        self, value: fx.Node, learns: bool = True, frozen: tuple[str, ...] = ()
+    ) -> tuple[ReshardTable, Array]:
+        """All layouts of a value, and the seconds between them, on the way to who `learns` or
+        not."""
+        val, known = info(value).val, info(value)
         table = reshard_table(self.mesh, val.ndim)
-        shape, itemsize = tuple(val.shape), val.dtype.itemsize
-        return table, table.seconds(shape, itemsize, self.price, differentiable, frozen)
+        back = known.differentiable, learns and known.learns
+        return table, table.seconds(tuple(val.shape), val.itemsize, self.price, *back, frozen)
 
     def _type(self, value: fx.Node) -> tuple:
         if value not in self._types:
             val = info(value).val
-            self._types[value] = tuple(val.shape), val.dtype, info(value).differentiable
+            back = info(value).differentiable, info(value).learns
+            self._types[value] = tuple(val.shape), val.dtype, *back
         return self._types[value]
 
     def zeros(self, count: int) -> Array:

@@ -54,6 +54,7 @@ class _Terms(NamedTuple):
     itemsize: int
     price: Price
     differentiable: bool
+    learns: bool
     frozen: tuple[str, ...]
 
 
@@ -126,14 +127,15 @@ class ReshardTable:
         itemsize: int,
         price: Price,
         differentiable: bool = True,
+        learns: bool = True,
         frozen: tuple[str, ...] = (),
     ) -> Array:
-        """The least seconds, forward and backward, from each state to each state.
+        """The least seconds, forward and (if it `learns`) backward, from each state to each state.
 
         No movement goes over the axes that are `frozen`."""
         even = all(size % self.mesh.size == 0 for size in shape)
         whole = float(np.prod(shape, dtype=np.float64) * itemsize)
-        terms = _Terms(itemsize, price, differentiable, frozen)
+        terms = _Terms(itemsize, price, differentiable, learns and differentiable, frozen)
         key = (whole if even else shape, terms)
         if key not in self._solved:
             dims = tuple(
@@ -194,7 +196,7 @@ class ReshardTable:
             if (kind == "identity" and not terms.differentiable) or set(axes) & set(terms.frozen):
                 cost[part] = np.inf
                 continue
-            for each in (kind, backward) if terms.differentiable else (kind,):
+            for each in (kind, backward) if terms.learns else (kind,):
                 if each not in FREE:
                     cost[part] += terms.price.seconds(each, axes, larger[part])
         even = [all(shape[dim] % degree == 0 for dim, degree in cuts) for cuts in self._evenly]

@@ -74,7 +74,7 @@ class NodeInfo:
     source: str | None = None  # the user's line
     module: str = ""  # the path of the module that makes the value
     differentiable: bool = False  # whether a gradient flows through it
-    learns: bool = False  # of a parameter: a step gives it a gradient
+    learns: bool = False  # a step gives it a gradient
     state_bytes: StateBytes | None = None  # of a parameter that is read in another dtype
     no_grad: bool = False  # made under torch.no_grad; gone when the graph is frozen
 
