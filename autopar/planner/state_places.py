@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
+from autopar.capture.gradients import reached
 from autopar.errors import InvalidInput
 from autopar.layout import ParameterPlacement
 from autopar.mesh import Mesh
@@ -38,13 +39,15 @@ def state_places(graph: fx.Graph, states: States, mesh: Mesh) -> dict[str, Param
 
 
 def data_axes(graph: fx.Graph, mesh: Mesh) -> dict[fx.Node, Axes]:
-    """By parameter; one that learns nothing is cut where others are, if it is a replica there."""
+    """By parameter; one that no result gives a gradient is cut where others are, if it is a replica
+    there."""
     nodes = [n for n in graph.find_nodes(op="placeholder") if info(n).places is not None]
     every = {axis for node in nodes for axis in info(node).sync}
+    learned = reached(graph.output_node().args[0])  # type: ignore[arg-type]
 
     def of(node: fx.Node) -> Axes:
         used = info(node).type.layout.axes
-        own = info(node).sync if info(node).differentiable else every - set(used)
+        own = info(node).sync if node in learned else every - set(used)
         return tuple(axis for axis in mesh if axis in own and mesh[axis] > 1)
 
     return {node: of(node) for node in nodes}
