@@ -10,63 +10,52 @@ import pytest
 import autopar as ap
 from autopar.cost.footprint import held_bytes
 from autopar.strategies.node_info import info
-from tests.parity import assert_equal, parallel_outcome, relative, single_outcome
+from tests.parity import assert_equal, parallel_outcome, single_outcome
+from tests.pipeline.models import share_captures  # noqa: F401
 from tests.toy import EVEN, machines
-from tests.unlearned import NAMES, pair
+from tests.unlearned import assert_called_alike, pair
 
-# What is hidden by what differs: the other program reads its parameters by way of detach.
+# Not what is hidden by what: the other program reads its parameters by way of detach.
 ALIKE = ("compute", "communication", "forward", "backward", "gradient_sync", "gathered")
-WAYS: list[dict] = [
-    {"mesh": ap.Mesh(dp=2), "mode": "data", "states": "whole"},
-    {"mesh": ap.Mesh(dp=2), "mode": "data", "states": "zero1"},
-    {"mesh": ap.Mesh(dp=2), "mode": "data", "states": "zero3"},
-    {"mesh": ap.Mesh(a=2), "mode": "auto", "states": "whole"},
-    {"mesh": ap.Mesh(a=2, b=2), "mode": "auto", "states": "zero3"},
-    {"mesh": ap.Mesh(dp=2), "mode": "data", "states": "zero3", "microbatches": 2},
-    {"mesh": ap.Mesh(pp=2, dp=2), "mode": "data", "states": "zero1", "microbatches": 2},
+AUTO = {"mode": "auto"}
+WAYS: list[tuple[str, dict]] = [
+    ("head", {"mesh": ap.Mesh(dp=2), "states": "whole"}),
+    ("head", {"mesh": ap.Mesh(dp=2), "states": "zero3"}),
+    ("head", {"mesh": ap.Mesh(dp=2), "states": "zero3", "microbatches": 2}),
+    ("head", {"mesh": ap.Mesh(a=2, b=2), "states": "zero1", **AUTO}),
+    ("detached", {"mesh": ap.Mesh(dp=2), "states": "zero1"}),
+    ("detached", {"mesh": ap.Mesh(dp=2), "states": "zero3"}),
+    ("detached", {"mesh": ap.Mesh(pp=2, dp=2), "states": "zero1", "microbatches": 2}),
+    ("detached", {"mesh": ap.Mesh(a=2), "states": "whole", **AUTO}),
 ]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "way"), WAYS, ids=str)
 def test_a_step_is_planned_for_what_learns_alone(name: str, way: dict) -> None:
-    way = {**way, "cluster": machines(way["mesh"].size, *EVEN)}
-    plan, like = (ap.plan(case.model, case.args, **way) for case in pair(name))
+    way = {"mode": "data", "cluster": machines(way["mesh"].size, *EVEN), **way}
+    case, like = pair(name)
+    plan = ap.plan(case.model, case.args, **way)
     for node in plan.program.graph.nodes:
         assert info(node).learns or plan.prices.own(node).backward == 0
-    for each in plan.captured.parameters:
-        node = plan.program.placeholders[each]
+    for node in plan.program.placeholders.values():
         assert info(node).learns or not any(held_bytes(node, plan.mesh)[1:3])
-    if way["mode"] == "data":  # a search finds other layouts where the other program has detach
-        found, expected = (one.cost.to_json() for one in (plan, like))
-        assert all(found[part] == pytest.approx(expected[part]) for part in ALIKE)
-        assert plan.memory.to_json() == pytest.approx(like.memory.to_json(), rel=1e-9)
-        moved = [
-            [(r.forward, r.backward, r.bytes) for r in one.movements() if r.forward != "identity"]
-            for one in (plan, like)
-        ]
-        assert moved[0] == moved[1]
-    if plan.search is not None:
+    if way["mode"] == "data":
+        assert_planned_alike(plan, ap.plan(like.model, like.args, **way))
+    else:
+        assert plan.search is not None
         assert plan.search.objective == pytest.approx(plan.cost.seconds, rel=1e-6)
-
-
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("name", NAMES)
-def test_steps_and_calls_give_the_gradients_of_one_device(name: str, way: dict) -> None:
-    case, _ = pair(name)
-    module = ap.parallelize(case.model, case.args, backend="virtual", check=True, **way)
+    module = ap.parallelize(case.model, case.args, plan=plan, backend="virtual", check=True)
     assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()))
-    if module.program.stages:
-        return
-    state = module.full_state_dict()
-    for places in ((0,), (1,), (0, 1)):
-        single = case.fresh()
-        single.model.load_state_dict(state)
-        module.zero_grad()
-        for run in (single.run, lambda: module(*case.args)):
-            outputs = run()
-            sum(outputs[place].square().sum() for place in places).backward()
-        expected = {n: p.grad for n, p in single.model.named_parameters() if p.grad is not None}
-        found = module.full_grads()
-        assert found.keys() == expected.keys()
-        assert all(relative(found[n], expected[n], 1e-6) < 1e-9 for n in expected)
+    if not module.program.stages:
+        assert_called_alike(module, case)
+
+
+def assert_planned_alike(plan: ap.Plan, like: ap.Plan) -> None:
+    found, expected = (one.cost.to_json() for one in (plan, like))
+    assert all(found[part] == pytest.approx(expected[part]) for part in ALIKE)
+    assert plan.memory.to_json() == pytest.approx(like.memory.to_json(), rel=1e-9)
+    moved = [
+        [(r.forward, r.backward, r.bytes) for r in one.movements() if r.forward != "identity"]
+        for one in (plan, like)
+    ]
+    assert moved[0] == moved[1]

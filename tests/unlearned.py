@@ -8,11 +8,15 @@ takes none there.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import cache
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+import autopar as ap
 from tests.models import Case
+from tests.parity import relative
 
 NAMES = ("head", "detached")
 
@@ -42,6 +46,7 @@ class Unlearned(nn.Module):
         return self.last(h).square().mean(), side
 
 
+@cache
 def pair(name: str, width: int = 8, batch: int = 8) -> tuple[Case, Case]:
     """The model that takes gradients, and that which does not."""
     found = []
@@ -52,3 +57,25 @@ def pair(name: str, width: int = 8, batch: int = 8) -> tuple[Case, Case]:
             x = torch.randn(batch, width, dtype=torch.float64)
         found.append(Case(f"{name} {takes_gradients}", model, (x,)))
     return found[0], found[1]
+
+
+def assert_called_alike(module: ap.ParallelModule, case: Case) -> None:
+    """Direct calls, differentiated by each output and by both, steps in between."""
+    state = module.full_state_dict()
+    for places in ((0,), (1,), (0, 1)):
+        single = case.fresh()
+        single.model.load_state_dict(state)
+        module.step(*case.args)
+        module.zero_grad()
+        for run in (single.run, lambda: module(*case.args)):
+            outputs = [whole(output) for output in run()]
+            torch.stack([outputs[place].square().sum() for place in places]).sum().backward()
+        named = single.model.named_parameters()
+        expected = {name: p.grad for name, p in named if p.grad is not None}
+        found = module.full_grads()
+        assert found.keys() == expected.keys()
+        assert all(relative(found[name], expected[name], 1e-6) < 1e-9 for name in expected)
+
+
+def whole(output: Tensor) -> Tensor:
+    return output.full_tensor() if isinstance(output, DTensor) else output

@@ -23,12 +23,13 @@ Axes = tuple[str, ...]
 
 
 def state_places(graph: fx.Graph, states: States, mesh: Mesh) -> dict[str, ParameterPlacement]:
-    """The places of the parameters of a program that have more than one."""
+    """The places of the parameters of a program that have more than one. What nobody reads has
+    one: another program on the same parameters may read it, without a copy in this one."""
     axes, main = data_axes(graph, mesh), main_axes(graph, mesh)
     found = {}
     for node in graph.find_nodes(op="placeholder"):
         places = info(node).places
-        if places is None:
+        if places is None or not node.users:
             continue
         shape, learns = tuple(info(node).val.shape), info(node).learns
         order = sorted(axes[node], key=main.__contains__)  # those of most parameters innermost

@@ -23,7 +23,7 @@ from autopar.layout import ALL_PLACES, Layout, ParameterPlacement, Placement
 from autopar.mesh import Mesh
 from autopar.search.candidates import Candidates
 from autopar.search.reshard import Placements, ReshardTable, reshard_table
-from autopar.states import States
+from autopar.states import WHOLE, States
 from autopar.strategies.node_info import info
 
 Array = NDArray[np.float64]
@@ -103,7 +103,8 @@ class Edges:
         asked = tuple(pending or ()) if is_told else self.mesh.names
         axes = [axis for axis in self.mesh if axis in asked and axis not in layout.axes]
         about = layout, shape, axes, self.mesh, known.learns
-        return self.states.places(*about, is_there=known.on_host)
+        states = self.states if value.users else WHOLE  # as `planner/state_places.py` has it
+        return states.places(*about, is_there=known.on_host)
 
     def _about(self, late: Late) -> tuple:
         if late.parameter is None:

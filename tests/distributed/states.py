@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +20,7 @@ import autopar as ap
 from autopar._torch import local_of
 from autopar.runtime.copies import Window
 from autopar.runtime.exchange import Exchange
+from autopar.strategies.node_info import info
 from tests import models
 from tests.distributed.checks import assert_close, tensor_parallel_gpt
 from tests.held import copies_of, held_by, local_bytes, pieces_of
@@ -26,13 +28,16 @@ from tests.models import Case
 from tests.parity import assert_equal, parallel_outcome, single_outcome
 from tests.runtime.acts import DONE, assert_done, shared_tree
 from tests.training import assert_trains_alike
+from tests.unlearned import NAMES as UNLEARNED
+from tests.unlearned import assert_called_alike, pair
 
 
 def cases() -> list[tuple[Case, None]]:
     """What is captured before the ranks are there."""
     gpts = [models.shared("gpt", layers=layers) for layers in (1, 2, 4)]
     others = [models.shared("mlp", hidden=10, layers=4), shared_tree(), tensor_parallel_gpt()]
-    return [(case, None) for case in (*gpts, *others)]
+    unlearned = [pair(name)[0] for name in UNLEARNED]
+    return [(case, None) for case in (*gpts, *others, *unlearned)]
 
 
 NAMED = ("zero1", "zero2", "zero3")
@@ -159,6 +164,32 @@ def moves_no_more_than_it_must(ranks: int) -> None:
             assert all(tensor.numel() == 1 for tensor in found.summed), "losses alone"
 
 
+def moves_for_what_learns_alone(ranks: int) -> None:
+    """Gradients that the loss gives none are not summed in a step, nor their parameters gathered
+    for its backward; direct calls give them."""
+    ways = (("whole", 1), ("zero1", 1), ("zero3", 1), ("zero3", 2))
+    for name, (states, count) in product(UNLEARNED, ways):
+        case, _ = pair(name)
+        options = {"mesh": ap.Mesh(dp=ranks), "mode": "data", "microbatches": count}
+        module = ap.parallelize(case.model, case.args, states=states, **options)
+        with exchanged() as found:
+            module.step(*case.args)
+        module.zero_grad()
+        nodes = [n for n in module.program.placeholders.values() if info(n).places and n.users]
+        size = sum(info(node).val.numel() for node in nodes if info(node).learns)
+        rest = sum(info(node).val.numel() for node in nodes) - size
+        if states == "whole":
+            assert sum(tensor.numel() for tensor in found.summed) == size + 1  # the loss
+        else:
+            assert elements(found.cut) == count * size
+            passes = count if states == "zero3" else 1
+            uses = 2 if states == "zero3" else 1
+            assert size + rest * (uses - 1) <= elements(found.gathered) / passes
+            assert elements(found.gathered) / passes <= uses * size + rest * (uses - 1)
+        assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()))
+        assert_called_alike(module, case)
+
+
 def moves_in_buffers_of_a_size(ranks: int) -> None:
     """What travels together takes no more than is said, or is one parameter."""
     case, most = models.shared("gpt", layers=2), 2**13
@@ -250,7 +281,8 @@ def goes_on_after_an_error(ranks: int) -> None:
 def refuses_a_backward_from_before(ranks: int) -> None:
     """Of a forward on parameters that have changed since, another forward in between or not."""
     case = models.shared("mlp", hidden=10, layers=4)
-    for states in ("whole", *NAMED):
+    on_host = replace(ap.States.of("zero2"), optimizer_device="host")
+    for states in ("whole", *NAMED, on_host):
         for calls_again, of_piece in ((False, False), (True, False), (True, True)):
             module = ap.parallelize(
                 case.model, case.args, mesh=ap.Mesh(dp=ranks), mode="data", states=states
@@ -342,6 +374,7 @@ CHECKS = {
         trains_like_one_device,
         trains_as_users_do,
         moves_no_more_than_it_must,
+        moves_for_what_learns_alone,
         moves_in_buffers_of_a_size,
         follows_its_tree,
         is_called,
