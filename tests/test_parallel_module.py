@@ -17,6 +17,7 @@ from tests import models
 from tests.annotations import megatron, sequence, vocabulary
 from tests.models import Case
 from tests.parity import assert_equal, assert_parity, parallel_outcome, relative, single_outcome
+from tests.training import assert_broken_steps_leave_no_trace
 
 D2 = Mesh(d=2)
 
@@ -127,6 +128,19 @@ def test_gradients_add_up_over_steps() -> None:
     module.step(*case.args)
     for name, grad in module.full_grads().items():
         torch.testing.assert_close(grad, 2 * once[name], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mesh": Mesh(dp=2)}, {"mesh": Mesh(pp=2), "microbatches": 2, "schedule": "zb-h1"}],
+    ids=str,
+)
+def test_a_step_that_breaks_off_leaves_gradients_as_they_were(options) -> None:
+    case = models.mlp()
+    options = {"mode": "propagate", "backend": "virtual", **options}
+    module = ap.parallelize(case.model, case.args, **options)
+    assert_broken_steps_leave_no_trace(module, case)
+    assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()))
 
 
 def test_state_of_the_model_is_loaded() -> None:

@@ -8,13 +8,16 @@ SGD shows what AdamW hides: a gradient too large or too small by a factor.
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar as ap
+from autopar.pipeline.executor import RankRunner
 from tests.models import Case
 from tests.parity import Outcome, assert_equal
 
@@ -76,3 +79,37 @@ def _trained(
         seen.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         optimizer.step()
     return seen, first
+
+
+def assert_broken_steps_leave_no_trace(module: ap.ParallelModule, case: Case) -> None:
+    """A step that breaks off after any of its actions leaves gradients as they were, and nothing
+    in the way of the next."""
+    advance = RankRunner.advance
+
+    def breaking(left: int) -> Callable[[RankRunner], None]:
+        def advance_or_break(self: RankRunner) -> None:
+            nonlocal left
+            if left == 0:
+                raise KeyboardInterrupt
+            left -= 1
+            advance(self)
+
+        return advance_or_break
+
+    actions = sum(len(runner.order) for runner in module.backend.runners)
+    for earlier in (False, True):
+        module.zero_grad()
+        if earlier:
+            module.step(*case.args, **case.kwargs)
+        held = {name: p.grad for name, p in module.named_parameters()}
+        before = module.full_grads()
+        for left in range(actions):
+            with (
+                patch.object(RankRunner, "advance", breaking(left)),
+                pytest.raises(KeyboardInterrupt),
+            ):
+                module.step(*case.args, **case.kwargs)
+            assert all(p.grad is held[name] for name, p in module.named_parameters())
+        after = module.full_grads()
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[name], before[name]) for name in before)

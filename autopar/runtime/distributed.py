@@ -189,6 +189,7 @@ class TorchBackend(Backend):
     def _run(self) -> Tensor:
         reached, (runner,) = self.program.learned[self.program.captured.loss_index], self.runners
         sync = self._sync = self._sync_of(reached)
+        self._late.clear()  # of a step that broke off
         self.leaves.window.forget()
         sync.start(reached)
         sync.after(-1)

@@ -27,7 +27,7 @@ from tests.held import copies_of, held_by, local_bytes, pieces_of
 from tests.models import Case
 from tests.parity import assert_equal, parallel_outcome, single_outcome
 from tests.runtime.acts import DONE, assert_done, shared_tree
-from tests.training import assert_trains_alike
+from tests.training import assert_broken_steps_leave_no_trace, assert_trains_alike
 from tests.unlearned import NAMES as UNLEARNED
 from tests.unlearned import assert_called_alike, pair
 
@@ -260,7 +260,7 @@ def is_called(ranks: int) -> None:
 
 
 def goes_on_after_an_error(ranks: int) -> None:
-    """Of a backward that breaks off on all ranks nothing stays."""
+    """Of a backward, or a step, that breaks off on all ranks nothing stays."""
     case = models.shared("mlp", hidden=10, layers=4)
     x, target = case.args
     x = x.clone().requires_grad_()
@@ -275,6 +275,11 @@ def goes_on_after_an_error(ranks: int) -> None:
         with pytest.raises(ZeroDivisionError, match="deliberate"):
             module(x, target).backward()
         hook.remove()
+        assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()))
+    for states in ("whole", "zero1", "zero3"):
+        options = {"mesh": ap.Mesh(dp=ranks), "mode": "data", "microbatches": 2}
+        module = ap.parallelize(case.model, case.args, states=states, **options)
+        assert_broken_steps_leave_no_trace(module, case)
         assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()))
 
 
