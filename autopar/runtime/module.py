@@ -229,7 +229,8 @@ class ParallelModule(nn.Module):
         """Scale all gradients so that their norm is at most `max_norm`; the norm before.
 
         It is that of the whole model, every parameter counted once, and the same on every rank.
-        `torch.nn.utils.clip_grad_norm_(module.parameters(), ...)` does the same without a pipeline.
+        `torch.nn.utils.clip_grad_norm_(module.parameters(), ...)` does the same without a pipeline
+        (of what is cut over two axes torch logs that it makes two sums, where this makes one).
         On a rank of a pipeline it would see the gradients of this rank's stages alone, and scale
         them by another number than other ranks do: use this method there.
         """
