@@ -43,12 +43,12 @@ class Moment:
     gradients: float  # of parameters, from calls before
     more: float  # while it runs
     last: float = 0.0  # how much more it is in the last run of a step, which sums gradients
-    copies: float = 0.0  # of parameters, that live a use
+    copies: float | None = None  # of parameters, that live a use; None: what is left is here
 
     @property
     def bytes(self) -> float:
         """All of it."""
-        return self.kept + self.flowing + self.gradients + self.more + self.copies
+        return self.kept + self.flowing + self.gradients + self.more + (self.copies or 0.0)
 
 
 class ProgramCourse:
@@ -119,7 +119,7 @@ class ProgramCourse:
         """After the results of a call were made; `more` it takes besides while it makes them."""
         kept, flowing, sums = self._values.bytes, self._flowing.bytes, self._sums
         about = node.name, is_backward, kept, flowing, sums.there, more, sums.last
-        if self._is_late:  # what copies are here is what is left here
+        if self._is_late:
             return Moment(*about)
         passing = self.passing.backward if is_backward else self.passing.forward
         return Moment(*about, passing(node))

@@ -7,7 +7,7 @@ Two groups at a time: the one that is read, and the one that comes next, as the 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torch import fx
 
@@ -46,37 +46,41 @@ class Passing:
         self._spans, self._again = spans, again
         self._firsts = [spans[group][0] for group in self._order]
         self._asked = sorted(again)
-        # What is left here.
-        self.after_forward = self._bytes(self._order[-2:])
-        self.after_backward = self._wanted(-1)
+        self.after_forward = tuple(self._sizes[group] for group in self._order[-2:])
+        wanted = reversed(self._wanted(-1))
+        self.after_backward = tuple(self._bytes(groups) for groups in wanted if groups)
 
-    after_forward = after_backward = 0.0
+    # Bytes of the groups that are left here, at most two, the one that was read last at the end.
+    after_forward: tuple[float, ...] = ()
+    after_backward: tuple[float, ...] = ()
 
-    def forward(self, node: fx.Node) -> float:
-        """Bytes while a call runs."""
+    def forward(self, node: fx.Node) -> float | None:
+        """Bytes while a call runs; None before the first of them have come."""
         if not self._sizes:
-            return 0.0
+            return None
         place, order = self._place[node], self._order
         at = bisect_right(self._firsts, place) - 1
         if at < 0:
-            return 0.0
+            return None
         near = order[at : at + 2] if at + 1 < len(order) else order[-2:]
         return self._bytes({*near, *(one for one in order[:at] if self._spans[one][1] >= place)})
 
-    def backward(self, node: fx.Node) -> float:
+    def backward(self, node: fx.Node) -> float | None:
         """Bytes while its backward runs."""
-        return self._wanted(self._place[node]) if self._sizes else 0.0
+        wanted, following = self._wanted(self._place[node]) if self._sizes else ((), ())
+        return self._bytes({*wanted, *following}) if wanted else None
 
-    def _wanted(self, place: int) -> float:
-        """Where backward has come to a place."""
+    def _wanted(self, place: int) -> tuple[Collection[int], Collection[int]]:
+        """The groups that are wanted where backward has come to a place, and the one beside them:
+        none before the first are."""
         at = bisect_left(self._asked, place)
         if at == len(self._asked):
-            return self.after_forward
+            return (), ()
         groups = self._again[self._asked[at]]
         before = reversed(self._asked[:at])
         others = (self._again[one] - groups for one in (*before, *self._asked[at + 1 :]))
         following = next((max(found) for found in others if found), None)
-        return self._bytes(groups if following is None else {*groups, following})
+        return groups, () if following is None else (following,)
 
     def _bytes(self, groups: Iterable[int]) -> float:
         return sum(self._sizes[group] for group in groups)

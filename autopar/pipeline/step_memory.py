@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from autopar.cost.buckets import Travel
+from autopar.cost.groups import LIVE_GROUPS
 from autopar.cost.saved_tensors import kept_on_host
 from autopar.mesh import Mesh
 from autopar.passes.stages import Stage
@@ -42,19 +43,33 @@ class Part(IntEnum):
     STATISTICS = auto()  # what buffers change by, to the end of the step
     EARLY = auto()  # whether there are those gradients of parameters that I makes
     LATE = auto()  # and all others
-    AFTER_F = auto()  # whether there are the copies of parameters that its last F has left
-    AFTER_B = auto()  # or its last B or I
-    F = auto()  # it runs
+    # Copies of parameters that live a use, as they are left.
+    READ_F = auto()  # whether there is the group that its F has read last
+    BEFORE_F = auto()  # and the one before that
+    READ_B = auto()  # of B or I
+    BEFORE_B = auto()
+    F = auto()  # it runs; up to `I_AGAIN`, no copy has come that it reads
     B = auto()  # the first, in which gradients of parameters come
     B_AGAIN = auto()
     B_LAST = auto()  # the last, in which they are summed
     B_ONLY = auto()  # the first and last
     I = auto()  # noqa: E741
     I_AGAIN = auto()
+    F_READING = auto()  # the same with the copies that it reads
+    B_READING = auto()
+    B_AGAIN_READING = auto()
+    B_LAST_READING = auto()
+    B_ONLY_READING = auto()
+    I_READING = auto()
+    I_AGAIN_READING = auto()
     W = auto()
     W_AGAIN = auto()
     W_LAST = auto()
     W_ONLY = auto()
+
+
+READING = Part.F_READING - Part.F
+Groups = tuple[int, int]  # that F leaves here, and B or I: 2 at most
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +80,7 @@ class StageMemory:
     learned: Mapping[str, float]  # gradients by placeholder
     at_once: frozenset[str]  # those of them that are there after I
     host: float  # kept for backward on the host
+    groups: Groups = (0, 0)
 
     @classmethod
     def of(
@@ -92,16 +108,24 @@ class StageMemory:
         sizes[Part.RETURNED] = size(sends, learn=True)
         sizes[Part.SENT], sizes[Part.STATISTICS] = course.left(sends), course.left(statistics)
         sizes[Part.EARLY], sizes[Part.LATE] = early, course.gradients - early
-        sizes[Part.AFTER_F] = course.passing.after_forward
-        sizes[Part.AFTER_B] = course.passing.after_backward
-        sizes[Part.F] = most(course.forward)
+        left = course.passing.after_forward, course.passing.after_backward
+        for part, groups in zip((Part.READ_F, Part.READ_B), left):
+            sizes[part : part + len(groups)] = groups[::-1]
+        for more in (0, READING):
+            forward, backward = (
+                [one for one in moments if (one.copies is not None) == bool(more)]
+                for moments in (course.forward, course.backward)
+            )
+            sizes[Part.F + more] = most(forward)
+            if is_split:
+                sizes[Part.I + more : Part.I_AGAIN + more + 1] = _running(backward)[:2]
+            else:
+                sizes[Part.B + more : Part.B_ONLY + more + 1] = _running(backward)
         if is_split:
-            sizes[Part.I], sizes[Part.I_AGAIN], *_ = _running(course.backward)
             sizes[Part.W : Part.W_ONLY + 1] = _running(course.weights, early)
-        else:
-            sizes[Part.B : Part.B_ONLY + 1] = _running(course.backward)
         on_host = {k: v for n in graph.nodes for k, v in kept_on_host(n, mesh).items()}
-        return cls(sizes, course.learned, course.at_once, sum(on_host.values()))
+        about = sizes, course.learned, course.at_once, sum(on_host.values())
+        return cls(*about, (len(left[0]), len(left[1])))
 
     @classmethod
     def of_stage(cls, stage: Stage, mesh: Mesh, is_split: bool, travel: Travel) -> StageMemory:
@@ -130,7 +154,7 @@ def _running(moments: Sequence[Moment], early: float = 0.0) -> list[float]:
 
 def most_in_step(schedule: Schedule, rank: int, stages: Mapping[int, StageMemory]) -> float:
     """The most bytes that a rank makes at one time, gradients of parameters among them."""
-    counts = step_counts(schedule)[rank]
+    counts = _counts(schedule, rank, stages)
     held = [stages[stage] for stage in stages_of(schedule, rank)]
     bytes_ = np.einsum("msp,sp->m", counts, np.array([stage.sizes for stage in held]))
     # A parameter of several stages has one gradient.
@@ -148,7 +172,7 @@ def most_in_step(schedule: Schedule, rank: int, stages: Mapping[int, StageMemory
 def kept_in_step(schedule: Schedule, rank: int, stages: Mapping[int, StageMemory]) -> float:
     """The most of that which is kept for backward."""
     parts = [Part.KEPT, Part.RECEIVED, Part.HALVES]
-    counts = step_counts(schedule)[rank][:, :, parts]
+    counts = _counts(schedule, rank, stages)[:, :, parts]
     held = [stages[stage].sizes[parts] for stage in stages_of(schedule, rank)]
     return float(np.einsum("msp,sp->m", counts, np.array(held)).max(initial=0.0))
 
@@ -156,7 +180,7 @@ def kept_in_step(schedule: Schedule, rank: int, stages: Mapping[int, StageMemory
 def host_in_step(schedule: Schedule, rank: int, stages: Mapping[int, StageMemory]) -> float:
     """The most bytes that are kept for backward on the host."""
     host = np.array([stages[stage].host for stage in stages_of(schedule, rank)])
-    return float((step_counts(schedule)[rank][:, :, Part.KEPT] @ host).max(initial=0.0))
+    return float((_counts(schedule, rank, stages)[:, :, Part.KEPT] @ host).max(initial=0.0))
 
 
 def stages_of(schedule: Schedule, rank: int) -> list[int]:
@@ -164,10 +188,15 @@ def stages_of(schedule: Schedule, rank: int) -> list[int]:
     return sorted({stage for _, stage in schedule.local_stages(rank)})
 
 
+def _counts(schedule: Schedule, rank: int, stages: Mapping[int, StageMemory]) -> Counts:
+    return step_counts(schedule, tuple(stages[n].groups for n in range(schedule.stages)))[rank]
+
+
 @lru_cache(maxsize=64)
-def step_counts(schedule: Schedule) -> tuple[Counts, ...]:
+def step_counts(schedule: Schedule, groups: tuple[Groups, ...] = ()) -> tuple[Counts, ...]:
     """Of each rank, what it holds of its stages at all moments that differ."""
-    return tuple(_Counting(schedule, rank).rows for rank in range(schedule.ranks))
+    given = groups or ((0, 0),) * schedule.stages
+    return tuple(_Counting(schedule, rank, given).rows for rank in range(schedule.ranks))
 
 
 def _run_of(first: Part, is_again: bool, is_last: bool) -> Part:
@@ -178,8 +207,9 @@ def _run_of(first: Part, is_again: bool, is_last: bool) -> Part:
 class _Counting:
     """Goes through the actions of one rank."""
 
-    def __init__(self, schedule: Schedule, rank: int) -> None:
-        self.schedule, self.rank = schedule, rank
+    def __init__(self, schedule: Schedule, rank: int, groups: Sequence[Groups]) -> None:
+        self.schedule, self.rank, self._groups = schedule, rank, groups
+        self._left: list[int] = []  # the groups of copies that are here, by place in `_now`
         own = stages_of(schedule, rank)
         self._first = {stage: number * len(Part) for number, stage in enumerate(own)}
         self._now = [0] * (len(own) * len(Part))
@@ -264,11 +294,8 @@ class _Counting:
         is_split = stage in self.schedule.split_stages
         for number in range(len(action.microbatches)):
             is_last = position == self._last[stage] and number == len(action.microbatches) - 1
-            if kind != "W":
-                self._leave()
             if kind == "F":
-                yield self._running(stage, Part.F)
-                self._leave(stage, Part.AFTER_F)
+                yield from self._run(stage, Part.F, Part.READ_F)
                 self._add(stage, Part.KEPT, 1)
                 self._add(stage, Part.STATISTICS, 1)
             if kind in ("B", "I"):
@@ -277,9 +304,8 @@ class _Counting:
                     part = Part.I_AGAIN if self._has(stage, Part.EARLY) else Part.I
                 else:
                     part = _run_of(Part.B, self._has(stage, Part.LATE), is_last)
-                yield self._running(stage, part)
+                yield from self._run(stage, part, Part.READ_B)
                 self._come(stage, *([Part.EARLY] if is_split else [Part.EARLY, Part.LATE]))
-                self._leave(stage, Part.AFTER_B)
                 self._add(stage, Part.HALVES, is_split)
                 if stage:
                     self._add(stage, Part.RECEIVED, -1)
@@ -301,12 +327,30 @@ class _Counting:
         for part in parts:
             self._now[self._first[stage] + part] = 1
 
-    def _leave(self, stage: int = -1, part: Part = Part.AFTER_F) -> None:
-        """Copies of parameters come, and those of before go; what a stage has read last stays."""
-        for first in self._first.values():
-            self._now[first + Part.AFTER_F] = self._now[first + Part.AFTER_B] = 0
-        if stage >= 0:
-            self._now[self._first[stage] + part] = 1
+    def _run(self, stage: int, part: Part, left: Part) -> Iterator[tuple[int, ...]]:
+        """First beside what copies are left here. Those that come take their room: `left` are the
+        last of them."""
+        yield self._running(stage, part)
+        count = self._groups[stage][left == Part.READ_B]
+        if not count:
+            return
+        if max(self._groups[stage]) == 1:
+            left = Part.READ_F  # there is one group
+        first = self._first[stage] + left
+        own = list(range(first, first + count))[::-1]
+        room = LIVE_GROUPS - count
+        beside = [one for one in self._left if one not in own]
+        self._put(beside[len(beside) - room :])
+        yield self._running(stage, Part(part + READING))
+        self._put([*self._left, *own])
+
+    def _put(self, left: list[int]) -> None:
+        """Let these groups of copies be here."""
+        for one in self._left:
+            self._now[one] = 0
+        for one in left:
+            self._now[one] = 1
+        self._left = left
 
     def _send(self, action: Action, key: int) -> None:
         """One of the micro-batches of a message leaves."""

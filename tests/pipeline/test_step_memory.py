@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import numpy as np
 import pytest
+import torch
 
 import autopar as ap
+from autopar.passes.gathers import NONE
 from autopar.pipeline.activation_counts import live_microbatches
-from autopar.pipeline.schedule import one_stage
+from autopar.pipeline.schedule import Schedule, one_stage
 from autopar.pipeline.step_memory import Part, StageMemory, most_in_step, stages_of, step_counts
+from autopar.runtime.copies import Group, Window
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "chimera", "dualpipe"]
 
@@ -41,6 +47,58 @@ def stage(gradients: dict[str, float], **sizes: float) -> StageMemory:
     for name, size in sizes.items():
         found[Part[name]] = size
     return StageMemory(found, gradients, frozenset(), 0.0)
+
+
+def copies(made: Schedule, counts: tuple[int, ...]) -> dict[int, list[Group]]:
+    """Of stages that read so many groups of copies in turn, of which no two are of one size."""
+    found: dict[int, list[Group]] = {}
+    for index in range(made.stages):
+        first = sum(map(len, found.values()))
+        sizes = [100 + 7 * (first + at) ** 2 % 91 for at in range(counts[index % len(counts)])]
+        found[index] = [
+            Group(first + at, None, [], [torch.zeros(size)], [torch.zeros(size)], False)
+            for at, size in enumerate(sizes)
+        ]
+    return found
+
+
+def seen_in_window(made: Schedule, rank: int, by_stage: dict[int, list[Group]]) -> int:
+    """The most bytes of copies that are here while a rank's forwards and backwards run."""
+    own = {stage: by_stage[stage] for stage in stages_of(made, rank)}
+    window, most = Window([group for groups in by_stage.values() for group in groups]), 0
+    for action in made.orders[rank]:
+        numbers = [group.number for group in own[action.stage]]
+        ordered = numbers if action.kind == "F" else numbers[::-1]
+        turns = list(zip(ordered, [*ordered[1:], NONE]))
+        for _ in action.microbatches if action.kind != "W" else ():
+            for number, following in turns:
+                if action.kind == "F":
+                    window.have(number, following)
+                    window.leave(number)
+                else:
+                    beside = None if following == NONE else window.groups[following]
+                    window._want((window.groups[number],), beside, None)
+                most = max(most, window._bytes)
+    window.forget()
+    return most
+
+
+@pytest.mark.parametrize("counts", [(1,), (2, 1), (1, 0, 3), (3,)])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_copies_stay_as_long_as_the_runtime_lets_them(name: str, counts: tuple[int, ...]) -> None:
+    made = ap.pipeline.schedule(name, stages=4, microbatches=8)
+    by_stage, stages = copies(made, counts), {}
+    for index, groups in by_stage.items():
+        sizes = [float(group.bytes) for group in groups]
+        parts = {"READ_F": sizes[-1:], "BEFORE_F": sizes[-2:-1]}
+        parts |= {"READ_B": sizes[:1], "BEFORE_B": sizes[1:2]}
+        together = max(map(sum, pairwise(sizes)), default=sum(sizes))
+        running = [part.name for part in Part if part.name.endswith("_READING")]
+        given = {part: sum(some) for part, some in parts.items()} | dict.fromkeys(running, together)
+        left = min(2, len(sizes))
+        stages[index] = replace(stage({}, **given), groups=(left, left))
+    for rank in range(made.ranks):
+        assert most_in_step(made, rank, stages) == seen_in_window(made, rank, by_stage)
 
 
 def test_later_micro_batches_find_the_gradients_of_those_before() -> None:
