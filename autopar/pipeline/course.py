@@ -87,6 +87,8 @@ class ProgramCourse:
                 last[self._memory(value)] = node
         for value, reader in last.items():
             self._ends.setdefault(maker(reader), []).append(value)
+        self._until = _until(graph)
+        self._lapsing: dict[fx.Node, list[Hashable]] = {}  # what goes then
         # Of a split backward: values that are made of parameters alone, and what is put off.
         self._weights = _made_of_parameters(graph) if is_split else frozenset[fx.Node]()
         self._is_split = is_split
@@ -137,10 +139,15 @@ class ProgramCourse:
                 self._values.take(node, 0.0 if copied_parameter(node) else self._size(node))
             if info(node).movement is None and not info(node).on_host:
                 more = self._calls(node).forward
-            for key, size in self._once.through(node).items():
-                held: Hashable = key if isinstance(key[1], str) else key[0]
-                self._values.take(held, size)
-                self._saved.setdefault(node, []).append(held)
+            lapses = node in self._until and info(node).region is None
+            kept = self._once.own(node) if lapses else self._once.through(node)
+            held: list[Hashable] = [key if isinstance(key[1], str) else key[0] for key in kept]
+            for key, size in zip(held, kept.values()):
+                self._values.take(key, size)
+            if lapses:
+                self._lapsing.setdefault(self._until[node], []).extend(held)
+            else:
+                self._saved[node] = held
             yield self._moment(node, False, more)
             self._end(node)
 
@@ -158,6 +165,8 @@ class ProgramCourse:
         for value in self._ends.get(reader, ()):
             if value.op == "call_function":
                 self._values.let_go(value)
+        for key in self._lapsing.pop(reader, ()):
+            self._values.let_go(key)
 
     def _backward(self, roots: Sequence[fx.Node]) -> Iterator[Moment]:
         given: dict[Hashable, fx.Node] = {}
@@ -305,6 +314,19 @@ class ProgramCourse:
         """A gradient of a parameter: a copy, where others hold it too."""
         self._flowing.let_go(gradient)
         self._sums.arrive(parameter)
+
+
+def _until(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Of calls that take a gradient and do not learn, the one after which nothing is there that
+    backward would come from: till then autograd keeps what it would read."""
+    place = {node: at for at, node in enumerate(graph.nodes)}
+    found: dict[fx.Node, fx.Node] = {}
+    for node in reversed(graph.nodes):
+        about = info(node)
+        if node.op == "call_function" and about.differentiable and not about.learns:
+            ends = [found.get(user, user) for user in node.users]
+            found[node] = maker(max(ends, key=place.__getitem__, default=node))
+    return found
 
 
 def _made_of_parameters(graph: fx.Graph) -> frozenset[fx.Node]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import autopar as ap
-from tests import models
+from tests import models, unlearned
 from tests.annotations import megatron
 from tests.models import Case
 from tests.test_precision import in_float32
@@ -22,6 +22,8 @@ CASES = {
     "llama": lambda: in_float32(models.llama(hidden=128, sequence=64, vocabulary=256)),
     "resnet": lambda: in_float32(models.resnet(width=32, size=16)),
     "megatron": lambda: megatron(CASES["gpt"]()),
+    "head": lambda: unlearned.pair("head", width=64, batch=4096)[0],
+    "detached": lambda: unlearned.pair("detached", width=64, batch=4096)[0],
 }
 case_of = cache(lambda name: CASES[name]())
 WAYS = [
@@ -38,6 +40,8 @@ WAYS = [
     ("llama", {"states": "zero3", "recompute": "full"}),
     ("resnet", {"states": "zero1"}),
     ("resnet", {"states": "zero3", "recompute": "full"}),
+    ("head", {"states": "whole"}),
+    ("detached", {"states": "zero3"}),
     ("megatron", {"mesh": ap.Mesh(tp=2), "mode": "auto"}),
     ("megatron", {"mesh": ap.Mesh(tp=2), "mode": "auto", "recompute": "full"}),
     ("gpt", {"mesh": ap.Mesh(pp=2), "schedule": "1f1b", "microbatches": 4}),
