@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import autopar as ap
 from autopar._torch import local_of
+from autopar.pipeline.passing import Passing
+from autopar.plan.program import Program
 from autopar.runtime.copies import Window
 from autopar.runtime.exchange import Exchange
 from autopar.strategies.node_info import info
@@ -340,6 +342,35 @@ def holds_pieces_alone(ranks: int) -> None:
             assert most == size
 
 
+Asked = list[tuple[set[str], set[str]]]  # parameters, and those whose copies are here then
+
+
+def asked_in_backward(module: ap.ParallelModule, case: Case) -> Asked:
+    """The copies that a step asks for in backward."""
+    seen, want, plans = Asked(), Window._want, module.backend.leaves._plans
+
+    def named(groups: Any) -> set[str]:
+        return {name for group in groups for name in plans[group.number].names}
+
+    def look(self: Window, groups: Any, following: Any, grads: Any) -> None:
+        want(self, groups, following, grads)
+        seen.append((named(groups), named(self._passing)))
+
+    with patch.object(Window, "_want", look):
+        module.step(*case.args)
+    return seen
+
+
+def counted_in_backward(program: Program) -> Asked:
+    """The same as a plan counts them."""
+    passing = Passing(program.graph, program.mesh, program.buffer_bytes)
+
+    def named(groups: Any) -> set[str]:
+        return {name for group in groups for name in passing.groups[group].names}
+
+    return [(named(one.groups), named(one.here)) for one in passing.asks]
+
+
 class Blocks(nn.Module):
     """Of several groups of copies each; the user may checkpoint them."""
 
@@ -371,6 +402,7 @@ def recomputes_what_reads_many_groups(ranks: int) -> None:
             window = module.backend.leaves.window
             assert len(window.groups) >= 6
             assert most_gathered(module, case) <= 2 * window.most
+            assert asked_in_backward(module, case) == counted_in_backward(module.program)
 
 
 CHECKS = {
