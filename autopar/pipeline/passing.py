@@ -143,7 +143,7 @@ class _Backward:
     def _run_again(self, node: fx.Node) -> Iterator[fx.Node]:
         """The calls that run again when backward reads what a call has kept."""
         region = info(node).region
-        if region is None or region in self._remade:
+        if region is None or region in self._remade or not info(node).learns:
             return
         wanted = remade_for(node, self._mesh)
         if region.is_full and wanted:
