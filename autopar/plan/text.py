@@ -50,7 +50,8 @@ def plan_text(plan: PlanValue) -> str:
     ]
     if plan.pipelining is not None:
         lines += str(plan.pipelining).splitlines()
-    sync = {p: info(node).sync for p, node in plan.program.placeholders.items()}
+    own = plan.program.placeholders.items()
+    sync = {p: info(node).sync if info(node).learns else () for p, node in own}
     rows = [
         (
             name,

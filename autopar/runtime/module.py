@@ -169,7 +169,9 @@ class ParallelModule(nn.Module):
         return self.backend if is_whole else self.backend.of(self.plan.whole_program)
 
     def step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Forward and backward of one global batch, all micro-batches of it: the batch's loss."""
+        """Forward and backward of one global batch, all micro-batches of it: the batch's loss.
+
+        A step that breaks off leaves gradients as they were."""
         with torch.inference_mode(False), torch.enable_grad():
             with self.backend.local_checks():
                 _ = self.program.captured.loss_index  # a program without one is refused
