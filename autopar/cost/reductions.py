@@ -6,6 +6,7 @@ of their weights do not wait for it: `passes/reductions.py` lets them be made me
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from torch import fx
 
 from autopar.strategies.node_info import info
 from autopar.strategies.rule import Facts
+
+# Movements whose backward is started by itself (`collectives/linears.py`).
+JOINED = ("identity", "all_reduce", "all_gather")
 
 aten = torch.ops.aten
 
@@ -28,6 +32,20 @@ def linears_behind(movement: fx.Node) -> list[fx.Node]:
         return []
     learns = any(info(weight_of(reader)).differentiable for reader in readers)
     return readers if learns else []
+
+
+def linears_together(calls: Iterable[fx.Node]) -> list[list[fx.Node]]:
+    """Of a program that runs eagerly, the linears that become one call with the movement before
+    them, in order: where all that they read is there before any of what they make is read."""
+    found = []
+    for node in calls:
+        movement = info(node).movement
+        if movement is None or movement.kind not in JOINED or not (some := linears_behind(node)):
+            continue
+        read = [value for one in some for value in one.all_input_nodes]
+        if max(read) < min(user for one in some for user in one.users):
+            found.append(sorted(some))
+    return found
 
 
 def weight_seconds(facts: Facts, backward: Any) -> Any:

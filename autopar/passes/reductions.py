@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx
 
 from autopar.collectives.linears import STARTS, linears
-from autopar.cost.reductions import linears_behind
+from autopar.cost.reductions import linears_together
 from autopar.passes.setting import LocalSetting
 from autopar.strategies.node_info import info
 
@@ -26,11 +26,11 @@ from autopar.strategies.node_info import info
 def hide_reductions(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
     """Join every such movement and its readers, in place."""
     if setting.once and not setting.is_split:
-        for node in list(graph.nodes):
-            if node.target in STARTS and (readers := linears_behind(node)):
+        for readers in linears_together(graph.nodes):
+            movement = readers[0].all_input_nodes[0]
+            if movement.target in STARTS:
                 read = [value for reader in readers for value in reader.all_input_nodes]
-                if max(read) < min(user for reader in readers for user in reader.users):
-                    _join(node, readers, max(read))
+                _join(movement, readers, max(read))
     return graph
 
 

@@ -22,6 +22,7 @@ from torch import fx
 
 from autopar.capture.origins import copied_parameter
 from autopar.cost.buckets import Travel
+from autopar.cost.reductions import linears_together
 from autopar.cost.saved_tensors import KeptOnce, storage
 from autopar.mesh import Mesh
 from autopar.pipeline.call_memory import HANDED_ON, IN_PLACE_BACK, CallMemories
@@ -65,7 +66,10 @@ class ProgramCourse:
         """`roots`: of the results, those whose gradients backward begins with."""
         self.graph, self.mesh = graph, mesh
         self._calls = CallMemories(mesh, travel.kernels)
-        self._nodes = [n for n in graph.nodes if n.op == "call_function" and not is_result(n)]
+        calls = [n for n in graph.nodes if n.op == "call_function" and not is_result(n)]
+        # Linears whose backward is one, by the last of them.
+        self._together = {} if is_split else {some[-1]: some for some in linears_together(calls)}
+        self._nodes = _in_order(calls, self._together.values())
         self._values, self._flowing = Held(), Held()
         self._saved: dict[fx.Node, list[Hashable]] = {}
         self._gradient_of: dict[fx.Node, Hashable] = {}
@@ -174,9 +178,10 @@ class ProgramCourse:
             self._gradient_of[root] = gradient = self._new(0.0)
             self._flowing.take(gradient)  # who handed it over holds it, too
             given[gradient] = root
+        together = {one for some in self._together.values() for one in some}
         for node in reversed(self._nodes):
             if node not in self._weights:
-                yield from self._back(node)
+                yield from self._back_together(node) if node in together else self._back(node)
                 if not self._is_split:
                     yield from self._summed(node)
         for node in self.graph.find_nodes(op="placeholder"):
@@ -215,6 +220,36 @@ class ProgramCourse:
             self._put_off.append((node, arrived[0]))
             return
         self._let_go(node, arrived)
+
+    def _back_together(self, last: fx.Node) -> Iterator[Moment]:
+        """Backward through linears of one value: one sum of its gradients, which is on its way
+        while those of the weights are made."""
+        if last not in self._together:
+            return  # it was gone through with the last
+        linears = self._together[last]
+        for node in linears:
+            self._remake(node)
+        arrived = {n: self._gradient_of.pop(n) for n in linears if n in self._gradient_of}
+        made: list[tuple[fx.Node, Hashable]] = []
+        (moved, *_), more = linears[0].all_input_nodes, 0.0
+        if arrived and info(moved).differentiable:
+            made.append((moved, self._new(self._size(moved))))
+            movement = info(moved).movement
+            if movement is not None and movement.kind not in IN_PLACE_BACK:
+                more = self._size(moved.all_input_nodes[0])
+        for node in arrived:
+            call = self._calls(node)
+            gradients = zip(call.inputs, call.gradients)
+            made += [(v, self._new(size)) for v, size in gradients if size and v is not moved]
+        if arrived:
+            yield self._moment(last, True, more)
+        for value, gradient in made:
+            if value.op == "placeholder" and info(value).places is not None:
+                self._stay(value, gradient)
+            else:
+                self._arrive(value, gradient)
+        for node in linears:
+            self._let_go(node, [arrived[node]] if node in arrived else [])
 
     def _let_go(self, node: fx.Node, arrived: Iterable[Hashable]) -> None:
         for key in arrived:
@@ -326,6 +361,21 @@ def _until(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         if node.op == "call_function" and about.differentiable and not about.learns:
             ends = [found.get(user, user) for user in node.users]
             found[node] = maker(max(ends, key=place.__getitem__, default=node))
+    return found
+
+
+def _in_order(calls: Sequence[fx.Node], together: Iterable[Sequence[fx.Node]]) -> list[fx.Node]:
+    """Calls as they run: those that run `together` where all that they read is there."""
+    moved = {one for some in together for one in some}
+    after: dict[fx.Node, list[fx.Node]] = {}
+    for some in together:
+        read = {maker(value) for one in some for value in one.all_input_nodes}
+        last = max(value for value in read if value.op == "call_function")
+        after.setdefault(last, []).extend(some)
+    found: list[fx.Node] = []
+    for node in calls:
+        found += [] if node in moved else [node]
+        found += after.get(node, ())
     return found
 
 

@@ -394,7 +394,8 @@ class Planner:
     ) -> Iterator[Candidate]:
         """A program with its layouts in so many stages, by every schedule; `is_leaner`: what its
         regions keep is kept elsewhere, where they are too large though all run again."""
-        tried = self._tried.setdefault(id(laid.decisions.strategies), Tried())
+        strategies = laid.decisions.strategies
+        tried = self._tried.setdefault(id(strategies), Tried(strategies))
         program = StagedProgram(laid, stages, self.request, self.regions, self._pins, tried)
         is_large = len(self.captured.operators) > LARGE
         kinds = self.regions.kinds

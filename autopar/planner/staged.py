@@ -36,9 +36,11 @@ from autopar.recompute import Recompute
 class Tried:
     """What came of one program's layouts in the stages of pipelines."""
 
+    layouts: object = None  # held here, so that no others come to have their identity
     # By number of the schedule and kind of recomputation: what the fastest stages take.
     seconds: dict[tuple[int, Recompute], float] = field(default_factory=dict)
-    lines: dict[Recompute, StageCosts] = field(default_factory=dict)
+    # By kind, and bytes of the buffers by which states travel.
+    lines: dict[tuple[Recompute, int], StageCosts] = field(default_factory=dict)
     memory: float = math.inf  # bytes on the fullest device, of the way that takes least
 
 
@@ -167,7 +169,8 @@ class StagedProgram:
 
     def _line(self, kind: Recompute) -> StageCosts:
         known, laid = self._tried.lines, self.laid
-        like = known.get(kind)
+        key = kind, laid.states.buffer_bytes
+        like = known.get(key)
         if like is not None and like.are_tied and not laid.has_copies:
             # Nothing else differs than what parameters take where they are.
             line = like.restated(laid.decisions.apart, laid.prices.stored)
@@ -177,7 +180,7 @@ class StagedProgram:
             beside = next(iter(known.values()), None)
             line = self._programs(kind).stage_costs(self.mesh, self.axis, like, beside)
         if not laid.has_copies:
-            known.setdefault(kind, line)
+            known.setdefault(key, line)
         return line
 
 

@@ -44,7 +44,7 @@ class Optimiser:
     def __init__(self, packed: Packed, fold: bool = True, limit: int = LIMIT) -> None:
         self.packed, self.limit = packed, limit
         runs = find_runs(packed) if fold else []
-        self.core = 0  # the most nodes that elimination ever left
+        self.core = 0  # the most nodes that elimination left, since whoever asks set it to 0
         self._place([Chain(packed, run, limit) for run in runs if Chain.worthwhile(packed, run)])
 
     def _place(self, chains: list[Chain]) -> None:

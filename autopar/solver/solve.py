@@ -85,6 +85,7 @@ def solve(
     interrupted = False
     try:
         optimiser, sizes = _prepared(graph.packed, report)
+        optimiser.core = 0  # of this solution, not of those before
         search = LagrangianSearch(
             optimiser.packed, limit, optimiser, tolerance, lambda detail: report("memory", detail)
         )

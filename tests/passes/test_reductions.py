@@ -8,6 +8,7 @@ from torch import Tensor, fx, nn
 
 import autopar as ap
 from autopar.collectives.linears import linears
+from autopar.cost.reductions import linears_together
 from autopar.passes import LocalSetting, localize
 from autopar.passes.reductions import hide_reductions
 from tests import models
@@ -27,6 +28,10 @@ def joined(
     graph = localize(plan.program.graph, plan.mesh, rank, torch.device("cpu"), "+".join)
     hide_reductions(graph, LocalSetting(once=True, is_split=split))
     graph.lint()
+    if not split:  # the plan counts on the same
+        together = linears_together(plan.program.graph.nodes)
+        counts = [len(node.args[3:]) // 2 for node in graph.nodes if node.target is linears]
+        assert [len(readers) for readers in together] == counts
     return [node for node in graph.nodes if node.target is linears]
 
 

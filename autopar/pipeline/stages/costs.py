@@ -31,6 +31,7 @@ from autopar.strategies.node_info import info
 
 Array = NDArray[np.float64]
 PriceOf = Callable[[fx.Node], NodeCost]  # of any node of a rewritten program
+Mark = tuple[bool, bool]  # whether a node runs again, and whether its value is kept elsewhere
 COLUMNS = ("forward", "backward", "again", "reduced", "summed", *HELD)  # seconds, then bytes
 _NUMBERED = re.compile(r"(.*\.)?\d+(?=\.|$)")
 
@@ -118,7 +119,7 @@ class StageCosts:
         self._holding = [0, *itertools.accumulate(bool(held) for held in self._parameters)]
         self._tables: dict[tuple[int, ...], StageTable] = {}  # by cut points
         self._clean: dict[float, list[int]] = {}  # by reach
-        self._rows: dict[str, tuple[bool, list[float]]] = {}  # of nodes by name
+        self._rows: dict[str, tuple[Mark, list[float]]] = {}  # of nodes by name
         self._alone, self._shared = self._add_up(cost, {} if known is None else known._rows)
 
     @cached_property
@@ -127,20 +128,20 @@ class StageCosts:
         return self._at(len(self.flow.activations))
 
     def _add_up(
-        self, cost: PriceOf, known: Mapping[str, tuple[bool, list[float]]]
+        self, cost: PriceOf, known: Mapping[str, tuple[Mark, list[float]]]
     ) -> tuple[Array, list[tuple[Array, Array]]]:
         """Sums of all that one activation reads; by which, and the sum, of what several read."""
         alone = np.zeros((len(self.flow.activations) + 1, len(COLUMNS)))
         shared: dict[tuple[int, ...], Array] = {}
         places, rows = list[int](), list[list[float]]()
         for node, readers in (self.flow.read_at | self.flow.held_at).items():
-            again = info(node).remade
+            mark = info(node).remade, bool(info(node).away)
             # What is made of parameters alone depends on their places.
             may_be = self.flow.sources[node] != {"parameter"} and not info(node).away
             old = known.get(node.name) if may_be else None
-            row = self._row(node, cost) if old is None or old[0] != again else old[1]
+            row = self._row(node, cost) if old is None or old[0] != mark else old[1]
             if may_be or node.op == "placeholder":
-                self._rows[node.name] = again, row
+                self._rows[node.name] = mark, row
             if len(readers) == 1:
                 places.append(readers[0] + 1)
                 rows.append(row)
@@ -169,9 +170,9 @@ class StageCosts:
             if node.name not in places:
                 continue
             at = places[node.name]
-            again, before = self._rows[node.name]
+            mark, before = self._rows[node.name]
             row = _columns(cost(node, at), parameter_bytes(node, at, self.mesh))
-            made._rows[node.name] = again, row
+            made._rows[node.name] = mark, row
             more = np.array(row) - before
             if len(readers) == 1:
                 change[readers[0] + 1] += more
