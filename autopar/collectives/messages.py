@@ -13,7 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar._torch import Pending, is_gloo, receive_from, send_to, wait_for
+from autopar._torch import (
+    Pending,
+    add_each,
+    copy_each,
+    is_gloo,
+    receive_from,
+    send_to,
+    wait_for,
+)
 
 
 def go_by_messages(device: torch.device, group: dist.ProcessGroup) -> bool:
@@ -54,18 +62,24 @@ def exchange(
 class Scattered:
     """Of the sum of all members' terms one's own part, which is there after `wait`."""
 
-    def __init__(self, terms: Sequence[Tensor], own: int, group: dist.ProcessGroup) -> None:
-        """`terms`: what this member adds to the part of each."""
-        self.part = torch.empty_like(terms[own])
+    def __init__(
+        self,
+        terms: Sequence[Sequence[Tensor]],
+        part: Tensor,
+        own: int,
+        group: dist.ProcessGroup,
+    ) -> None:
+        """`terms`: what this member adds to the part of each, which lies one after another in
+        `part`."""
+        self._part, self._own = part, terms[own]
+        self._lengths = [one.numel() for one in self._own]
         # The first that arrives lies in `part` itself, and all others are added to it.
-        more = [torch.empty_like(self.part) for _ in range(len(terms) - 2)]
-        self._arriving = [self.part, *more] if len(terms) > 1 else []
-        received = [[one] for one in self._arriving]
+        more = [torch.empty_like(part) for _ in range(len(terms) - 2)]
+        self._arriving = [part, *more] if len(terms) > 1 else []
+        received = [self._split(one) for one in self._arriving]
         received.insert(own, [])
-        sent = [[one] for one in terms]
-        self._works = send_and_receive(sent, received, own, group)
-        self._terms: Sequence[Tensor] | None = terms  # as long as they are being sent
-        self._own = own
+        self._works = send_and_receive(terms, received, own, group)
+        self._terms: Sequence[Sequence[Tensor]] | None = terms  # as long as they are being sent
 
     def wait(self) -> None:
         """Finish `part`; once it is there, this does nothing."""
@@ -73,11 +87,11 @@ class Scattered:
             return
         for work in self._works:
             wait_for(work)
-        own = self._terms[self._own]
-        if self._arriving:
-            self.part.add_(own)
-        else:
-            self.part.copy_(own)
+        put = add_each if self._arriving else copy_each
+        put(self._split(self._part), [one.reshape(-1) for one in self._own])
         for one in self._arriving[1:]:
-            self.part.add_(one)
-        self._works, self._terms, self._arriving = [], None, []
+            self._part.add_(one)
+        self._works, self._terms, self._arriving, self._own = [], None, [], ()
+
+    def _split(self, part: Tensor) -> list[Tensor]:
+        return list(part.view(-1).split_with_sizes(self._lengths))

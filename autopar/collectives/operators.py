@@ -128,14 +128,12 @@ def start_reduce_scatter(
     full = -(-size // parts)
     members = process_group(group)
     stacked = _carried(_stacked(_padded(_summable(x), dim, parts * full), dim, parts), members)
+    piece = stacked.new_empty(_resized(x, dim, full))
     work: Pending | None
     if go_by_messages(stacked.device, members):
-        work = scattered = Scattered(
-            stacked.view(parts, *_resized(x, dim, full)).unbind(), index, members
-        )
-        piece = scattered.part
+        terms = [[one] for one in stacked.view(parts, -1).unbind()]
+        work = Scattered(terms, piece, index, members)
     else:
-        piece = stacked.new_empty(_resized(x, dim, full))
         work = reduce_scatter_single(piece, stacked, group=members, async_op=later)
     del stacked
 

@@ -22,14 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar._torch import (
-    add_each,
     all_gather_single,
     copy_each,
     moves_on_host,
     reduce_scatter_single,
     wait_for,
 )
-from autopar.collectives.messages import go_by_messages, send_and_receive
+from autopar.collectives.messages import Scattered, go_by_messages, send_and_receive
 from autopar.collectives.operators import movable
 from autopar.cost.buckets import goes_straight
 from autopar.runtime.host import Copied, HostLink
@@ -189,26 +188,8 @@ class Exchange:
         sent = self._rows([terms[at].contiguous() for at in self._large])
         for row, packed_part in zip(sent, () if flat is None else flat.view(self._members, -1)):
             row.append(packed_part)
-        # The first that arrives lies in `part` itself, and all others are added to it.
-        more = like.new_empty((max(0, self._members - 2), self.length), dtype=self._dtype)
-        arriving = [part, *more]
-        received = [self._split(one) for one in arriving]
-        received.insert(self._own, [])
-        self._send_and_receive(way, sent, received[: self._members])
-        own = sent[self._own]
-
-        def add() -> None:
-            add_each(self._split(part), own)
-            for one in arriving[1:]:
-                part.add_(one)
-
-        way.then = add
+        way.then = Scattered(sent, part, self._own, self.group).wait
         return part, way
-
-    def _split(self, part: Tensor) -> list[Tensor]:
-        """A rank's part as it arrives."""
-        lengths = [*self._numels, self._packed_length] if self._packing else self._numels
-        return list(part.split_with_sizes(lengths))
 
     def _rows(self, large: Sequence[Tensor]) -> list[list[Tensor]]:
         """The pieces of large tensors, member by member, each one stretch of memory."""
