@@ -190,7 +190,9 @@ def _forward(
     In micro-batches the first one is run, which has no output but its share of the loss.
     """
     program, captured = plan.program, plan.captured
-    given = dict(program.split(program.bind(*call, program.whole_shapes))[0])
+    with same_numbers(0):
+        inputs = program.bind(*call, program.whole_shapes) | captured.draw()
+    given = dict(program.split(inputs)[0])
     named = dict(model.named_parameters()) | dict(model.named_buffers())
     given |= {key: named[n] for key, n in (captured.parameters | captured.buffers).items()}
     expected: dict[str, Tensor] = {}

@@ -66,6 +66,15 @@ class Captured:
     output_leaves: tuple[object, ...]
     example: Example
     static_inputs: dict[int, object] = field(default_factory=dict)  # flat arguments not tensors
+    key: str | None = None  # the placeholder of that which random numbers follow from
+
+    def draw(self) -> dict[str, torch.Tensor]:
+        """The key of one step, which torch's generator gives, by placeholder."""
+        if self.key is None:
+            return {}
+        ends = torch.iinfo(torch.int64)
+        drawn = torch.randint(ends.min, ends.max, (1,), dtype=torch.int64, device="cpu")
+        return {self.key: torch.cat([drawn, torch.zeros_like(drawn)])}
 
     @cached_property
     def loss_index(self) -> int:

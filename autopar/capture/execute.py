@@ -31,7 +31,7 @@ def run(
     given = {name: value for name, value in zip(captured.inputs, flat) if name is not None}
     given |= {key: parameters[name] for key, name in captured.parameters.items()}
     given |= {key: buffers[name] for key, name in captured.buffers.items()}
-    held = {**captured.constants, **given}
+    held = {**captured.constants, **captured.draw(), **given}
     return _outputs(captured, evaluate(captured.graph, held, change))
 
 

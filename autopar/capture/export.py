@@ -161,6 +161,7 @@ def _freeze(builder: GraphBuilder, example: Example) -> Captured:
         output_leaves=tuple(leaves),
         example=example,
         static_inputs=builder.static_inputs,
+        key=builder.key,
     )
     mark_learning(graph, captured.differentiated)
     return replace(captured, classes=number_calls(graph))

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from autopar.strategies import Call
 from autopar.strategies.node_info import info
 
-INHERITED = ("source", "module", "no_grad", "checkpoint")
+INHERITED = ("source", "module", "no_grad", "checkpoint", "draw")
 
 
 @dataclass
@@ -38,6 +38,7 @@ class GraphBuilder:
     buffers: dict[str, str] = field(default_factory=dict)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     inputs: tuple[str | None, ...] = ()
+    key: str | None = None  # the placeholder of that which random numbers follow from
     static_inputs: dict[int, object] = field(default_factory=dict)
     # Position among the flat outputs -> value.
     output_constants: dict[int, object] = field(default_factory=dict)

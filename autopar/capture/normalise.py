@@ -11,6 +11,7 @@ from autopar.capture.normalisations import (
     attention,
     cleanup,
     constants,
+    draws,
     flattened,
     indexing,
     inplace,
@@ -27,6 +28,7 @@ from autopar.errors import unforeseen
 
 NORMALISATIONS: tuple[Normalisation, ...] = (
     cleanup.drop_assertions,
+    draws.number_draws,
     cleanup.drop_dropout,  # it would be a view, so it precedes functionalise
     norms.rms_norms,
     norms.batch_norms,  # makes writes to buffers visible, so it precedes functionalise
@@ -79,6 +81,7 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
     constants.fold_constants,
     cleanup.drop_dead_code,
     cleanup.casts_stand_where_they_are_read,
+    draws.draws_follow_places,
 )
 
 

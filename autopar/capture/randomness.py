@@ -7,10 +7,23 @@ from torch import fx
 
 from autopar.strategies import Call
 
+# Of these torch says it not, or not of all: they are made of others, or change what they are given.
+_COMPOSED = (
+    "dropout alpha_dropout feature_dropout feature_alpha_dropout rrelu random "
+    "scaled_dot_product_attention"
+).split()
+
 
 def may_be_random(node: fx.Node) -> bool:
     """Whether two equal calls may give different values."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags or operator(node) in _COMPOSED
+
+
+def operator(node: fx.Node) -> str:
+    """The name of an operator of torch, whether it changes what it is given or not."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return "" if packet is None else packet.__name__.rstrip("_")
 
 
 def is_random(node: fx.Node) -> bool:

@@ -23,6 +23,7 @@ from autopar.mesh import Mesh
 from autopar.passes.flow import ancestors, part_of
 from autopar.search.propagate import propagate
 from autopar.strategies import localize_arguments, tensor_inputs, traits_of
+from autopar.strategies.kernels.draws import Place
 from autopar.strategies.node_info import info
 from autopar.strategies.results import has_results, is_result, maker, place_of
 
@@ -81,6 +82,13 @@ class Cutter:
         args, kwargs = localize_arguments(node, types, self.mesh, 0)
         if (place := traits_of(node).count) is not None:
             args = (*args[:place], args[place] // self.count, *args[place + 1 :])
+        if isinstance(given[0], int):
+            args = tuple(
+                a._replace(batch=(given[0], a.shape[given[0]] // self.count))
+                if isinstance(a, Place)
+                else a
+                for a in args
+            )
         if given == (SUM,):
             args, kwargs = self._numbers_shared(node, args, kwargs)
         self._copy(node, given, args, kwargs)

@@ -58,8 +58,14 @@ class Microbatches:
         return [
             {name: pieces[name][i] if name in self.cut else v for name, v in inputs.items()}
             | totals
+            | self._key(inputs, i)
             for i in range(self.count)
         ]
+
+    def _key(self, inputs: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
+        """What random numbers of a micro-batch follow from."""
+        name = self.whole.key
+        return {} if name is None else {name: inputs[name] + torch.tensor([0, number])}
 
 
 def cut_batch(captured: Captured, count: int) -> Microbatches:

@@ -132,6 +132,10 @@ class Backend(ABC):
         """Those of all micro-batches of a step, given those of this process."""
         return own
 
+    def draw(self, program: Program) -> dict[str, Tensor]:
+        """What the random numbers of a step or call of a program follow from, by placeholder."""
+        return program.captured.draw()
+
     def step(self, kept: Mapping[str, Tensor], batches: Sequence[Batch]) -> Tensor:
         """All micro-batches forward and backward: the loss of the batch."""
         try:

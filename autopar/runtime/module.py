@@ -143,6 +143,7 @@ class ParallelModule(nn.Module):
             inputs, kept = self._accept(program, args, kwargs, step=False)
         self._check_together(args, kwargs)
         with self.backend.guard():
+            inputs |= self.backend.draw(program)
             return program.structure(self._direct.call(kept, inputs))
 
     def _accept(
@@ -179,6 +180,7 @@ class ParallelModule(nn.Module):
                 self._require_learning(inputs)
             self._check_together(args, kwargs)
             with self.backend.guard():
+                inputs |= self.backend.draw(self.program)
                 return self._scaled(kept, self.program.split(inputs))
 
     def _scaled(

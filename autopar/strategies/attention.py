@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from autopar.strategies.kernels import draws
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import Call, register_rule
 from autopar.strategies.rule import Dim, Extra, Rule, Saved, broadcast
@@ -30,17 +31,20 @@ def _attention(call: Call) -> Rule:
     ]
     if call["attn_mask"] is not None:
         inputs.append(broadcast([*heads, ("q",), ("k",)], call.shapes[3]))
+    is_fused = "drawn" not in call.arguments
+    if not is_fused:
+        inputs.append([("key",)])
     points = call.outputs[0].numel() // max(value[-1], 1) * key[-2]
     return call.rule(
         inputs,
         [*heads, ("q",), ("e",)],
         sizes,
-        whole=("k", "d", "e"),
-        kernels={"q": "cut_causal_attention"} if call["is_causal"] else {},
+        whole=("k", "d", "e", "key"),
+        kernels={"q": "cut_causal_attention"} if is_fused and call["is_causal"] else {},
         flops=2.0 * points * (query[-1] + value[-1]),
         product=True,
-        saved=_saved(call, heads),
-        random=call["dropout_p"] > 0,
+        saved=_saved(call, heads) if is_fused else Saved(tuple(range(len(inputs)))),
+        random=is_fused and call["dropout_p"] > 0,
     )
 
 
@@ -68,4 +72,4 @@ def _saved(call: Call, heads: list[Dim]) -> Saved:
     return Saved((2,) if whole else (), extra=extra)
 
 
-register_rule("aten.scaled_dot_product_attention", _attention)
+register_rule(["aten.scaled_dot_product_attention", draws.attention], _attention)

@@ -78,6 +78,8 @@ class NodeInfo:
     state_bytes: StateBytes | None = None  # of a parameter that is read in another dtype
     no_grad: bool = False  # made under torch.no_grad; gone when the graph is frozen
 
+    draw: int | None = None  # its number among the calls that draw random numbers; as no_grad
+
     on_host: bool = False  # of a parameter: where it is kept; of a call: where it runs
     checkpoint: int | None = None  # the user's checkpoint that it stands in, by number
 
