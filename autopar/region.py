@@ -74,12 +74,22 @@ class _Region:
             for leaf, name in zip(leaves, program.captured.inputs)
             if name is not None
         ]
-        results = self.run(*self.constants, *inputs)
+        results = self.run(*self.constants, *inputs, *self._key())
         outputs = [
             wrapper(info(node).type.layout, info(node).type.shape, self.device_mesh)(value)
             for value, node in zip(results, program.outputs)
         ]
         return program.structure(outputs)
+
+
+    def _key(self) -> list[Tensor]:
+        """What random numbers follow from, as the first rank has it."""
+        drawn = self.program.captured.draw().values()
+        keys = [key.to(self.device_mesh.device_type) for key in drawn]
+        for key in keys:
+            for dim in range(self.device_mesh.ndim):
+                torch.distributed.broadcast(key, group=self.device_mesh.get_group(dim), group_src=0)
+        return keys
 
 
 class _Function(nn.Module):

@@ -69,12 +69,8 @@ class Captured:
     key: str | None = None  # the placeholder of that which random numbers follow from
 
     def draw(self) -> dict[str, torch.Tensor]:
-        """The key of one step, which torch's generator gives, by placeholder."""
-        if self.key is None:
-            return {}
-        ends = torch.iinfo(torch.int64)
-        drawn = torch.randint(ends.min, ends.max, (1,), dtype=torch.int64, device="cpu")
-        return {self.key: torch.cat([drawn, torch.zeros_like(drawn)])}
+        """The key of one step by placeholder."""
+        return {} if self.key is None else {self.key: new_key()}
 
     @cached_property
     def loss_index(self) -> int:
@@ -131,3 +127,11 @@ class Captured:
             return is_random(call) if rule is None else rule.random
 
         return tuple(node for node in self.operators if draws(node))
+
+
+def new_key() -> torch.Tensor:
+    """What the random numbers of a step follow from: a key, which torch's generator of the host
+    gives, and the number of the micro-batch."""
+    ends = torch.iinfo(torch.int64)
+    drawn = torch.randint(ends.min, ends.max, (1,), dtype=torch.int64, device="cpu")
+    return torch.cat([drawn, torch.zeros_like(drawn)])

@@ -65,7 +65,9 @@ class Microbatches:
     def _key(self, inputs: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
         """What random numbers of a micro-batch follow from."""
         name = self.whole.key
-        return {} if name is None else {name: inputs[name] + torch.tensor([0, number])}
+        if name is None:
+            return {}
+        return {name: inputs[name] + torch.tensor([0, number], device=inputs[name].device)}
 
 
 def cut_batch(captured: Captured, count: int) -> Microbatches:

@@ -167,6 +167,9 @@ class TorchBackend(Backend):
     def guard(self, agreed: bool = False) -> AbstractContextManager[None]:
         return one_fails_all_stop(self.world, agreed)
 
+    def draw(self, program: Program) -> dict[str, Tensor]:
+        return self.world.told(super().draw(program))
+
     def of(self, program: Program) -> TorchBackend:
         return TorchBackend(program, self.local_inputs, self.device, self.leaves)
 

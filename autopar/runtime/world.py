@@ -9,7 +9,7 @@ in the middle of a step, where some of its members wait for something else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,13 @@ class World:
             if group is not None:
                 dist.all_reduce(torch.zeros(1, device=self.carrier), group=group)
         return self.groups[key]
+
+    def told(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What rank 0 has of these, on all ranks."""
+        there = {name: value.to(self.carrier) for name, value in values.items()}
+        for value in there.values() if self.size > 1 else ():
+            dist.broadcast(value, 0, group=self.group)
+        return there
 
     def channel(self, sender: int, receiver: int) -> Group | None:
         """The group for messages from one rank to another, asked for by all ranks together."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from autopar.capture.execute import run
 from autopar.capture.loss import index_of_loss
 from autopar.errors import InvalidInput
 from autopar.strategies.node_info import info
+from autopar.verification.drawing import DrawsByPlace
 from autopar.verification.tolerance import TELLING, Tolerance, Tolerances, widened
 
 EQUAL = 1e-9  # a relative error that is none, whatever rounding may do
@@ -201,7 +202,8 @@ def train_module(
     """Train a module on one device; `model` is the one that holds its parameters and buffers."""
 
     def step() -> tuple[Tensor, Tensors]:
-        loss, outputs = run_step(module, call)
+        with nullcontext() if isinstance(module, CapturedModule) else DrawsByPlace():
+            loss, outputs = run_step(module, call)
         leaves = enumerate(pytree.tree_leaves(outputs))
         return loss, {f"{i}": v.detach() for i, v in leaves if isinstance(v, Tensor)}
 
@@ -247,7 +249,7 @@ def first_module(
     """
     made: list[tuple[str, Tensor]] = []
     program = CapturedModule(copy.deepcopy(model), captured)  # from the same buffers
-    with same_numbers(0), _results_of(model, made):
+    with same_numbers(0), DrawsByPlace(), _results_of(model, made):
         model(*call[0], **call[1])
     known: dict[torch.Size, list[tuple[fx.Node, Tensor]]] = {}
 

@@ -8,6 +8,7 @@ stands for keeps to torch's own generator.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,22 +41,33 @@ def draws_follow_places(builder: GraphBuilder) -> None:
     """Let them draw by the places of elements; values and gradients flow as before."""
     key: fx.Node | None = None
     for node in builder.calls():
-        number, call = info(node).draw, Call(node)
-        made = _MADE.get(operator(node))
-        if number is None or made is None or call.get("generator") is not None:
-            continue
-        found = made(call) if is_random(node) else None
-        if found is None:
-            continue
-        key = key or _key(builder, node)
-        function, values, settings = found
-        values = values or (_of_shape(builder, node),)
-        shape = _shape(function, values, node)
-        node.target, node.kwargs = function, {}
-        node.args = (*values, key, Place(number, shape), *settings)
-        if function is draws.attention:
-            *first, (scale, grouped) = settings
-            node.args = (*values, *first, key, Place(number, shape), scale, grouped)
+        if info(node).draw is not None and by_place(node) is not None:
+            key = key or _key(builder, node)
+            node.target, node.args = placed(node, key, partial(_of_shape, builder, node))
+            node.kwargs = {}
+
+
+def by_place(node: fx.Node) -> Drawn | None:
+    """What draws the same by the places of elements, if there is something."""
+    made, call = _MADE.get(operator(node)), Call(node)
+    if made is None or call.get("generator") is not None or not is_random(node):
+        return None
+    return made(call)
+
+
+def placed(
+    node: fx.Node, key: fx.Node, like: Callable[[], fx.Node]
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The call by which it does so; `like` gives a value of its shape, where it reads none."""
+    found, number = by_place(node), info(node).draw
+    assert found is not None
+    assert number is not None
+    function, values, settings = found
+    values = values or (like(),)
+    place = Place(number, _shape(function, values, node))
+    if function is draws.attention:
+        return function, (*values, *settings[:2], key, place, *settings[2:])
+    return function, (*values, key, place, *settings)
 
 
 def _key(builder: GraphBuilder, node: fx.Node) -> fx.Node:
@@ -138,7 +150,7 @@ def _sloped(call: Call) -> Drawn | None:
 def _attention(call: Call) -> Drawn | None:
     query, key, value, mask, p, is_causal, scale, grouped = call.arguments.values()
     values = (query, key, value, mask)
-    return draws.attention, values, (p, is_causal, (scale, grouped))
+    return draws.attention, values, (p, is_causal, scale, grouped)
 
 
 def _read(call: Call) -> tuple[Any, ...]:
@@ -151,6 +163,7 @@ _MADE: dict[str, Callable[[Call], Drawn | None]] = {
     "feature_dropout": _dropped(draws.feature_dropout),
     "feature_alpha_dropout": _dropped(draws.feature_alpha_dropout),
     "rrelu": _sloped,
+    "rrelu_with_noise": _sloped,
     "bernoulli": _of_probabilities,
     "rand": _between,
     "rand_like": _between,

@@ -29,6 +29,7 @@ aten = torch.ops.aten
 _FUNCTIONAL: dict[object, Callable[..., Any]] = {
     aten.transpose_.default: aten.transpose.int,
     aten.normal_.default: aten.normal_functional.default,
+    aten.bernoulli_.float: aten.bernoulli.p,
 }
 _SCATTERS: dict[object, Callable[..., Any]] = {  # with the arguments of the view
     aten.select.int: aten.select_scatter.default,

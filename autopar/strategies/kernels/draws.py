@@ -193,7 +193,7 @@ def bernoulli(input: Tensor, key: Tensor, place: Place, dtype: torch.dtype) -> T
 
 def chosen(input: Tensor, key: Tensor, place: Place, p: float, dtype: torch.dtype) -> Tensor:
     """1 with a probability for every element of `input`, else 0."""
-    return (~kept(key, place, input.shape, p)).to(dtype)
+    return kept(key, place, input.shape, 1 - p).to(dtype)
 
 
 def uniform_like(

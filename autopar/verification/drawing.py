@@ -1,0 +1,72 @@
+"""Drawing: a plain model, run so that its random numbers are those of the captured program.
+
+Below autograd, the calls that draw come in the order in which capture numbers them. What a plain
+model runs twice, in a checkpoint, starts both times from one state of torch's generator, by which
+it is known again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.capture.captured import new_key
+from autopar.capture.normalisations.draws import by_place, placed
+from autopar.capture.randomness import is_random, operator
+from autopar.strategies.node_info import info
+
+
+class DrawsByPlace(TorchDispatchMode):
+    """Inside, for one step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers: dict[bytes, int] = {}  # by the state of the generator before
+        with torch.random.fork_rng():
+            self._key = new_key()
+
+    def __torch_dispatch__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in getattr(function, "tags", ()):
+            return function(*args, **kwargs)
+        state = torch.get_rng_state().numpy().tobytes()
+        result = function(*args, **kwargs)
+        node, values = _as_node(function, args, kwargs, result)
+        if not is_random(node):
+            return result
+        info(node).draw = self._numbers.setdefault(state, len(self._numbers))
+        if by_place(node) is None:
+            return result
+        key, like = node.graph.placeholder("key"), node.graph.placeholder("like")
+        info(like).val = result
+        target, arguments = placed(node, key, lambda: like)
+        values |= {key: self._key.to(result.device), like: result}
+        made = target(*fx.map_arg(arguments, values.__getitem__))
+        if operator(node) == "rrelu_with_noise":  # whose backward reads the slopes
+            given, slopes = args[:2]
+            slopes.copy_(torch.where(given > 0, 1.0, made / given))
+        return result.copy_(made)
+
+
+def _as_node(
+    function: Callable[..., Any], args: Any, kwargs: Any, result: Any
+) -> tuple[fx.Node, dict[fx.Node, Any]]:
+    """A call as one of a graph, and its tensors."""
+    graph, values = fx.Graph(), dict[fx.Node, Any]()
+
+    def enter(tensor: Tensor) -> fx.Node:
+        node = graph.placeholder("given")
+        info(node).val = values[node] = tensor
+        return node
+
+    args, kwargs = pytree.tree_map_only(Tensor, enter, (args, kwargs))
+    node = graph.call_function(function, args, kwargs)
+    info(node).val = result
+    return node, values
