@@ -81,7 +81,6 @@ class _Region:
         ]
         return program.structure(outputs)
 
-
     def _key(self) -> list[Tensor]:
         """What random numbers follow from, as the first rank has it."""
         drawn = self.program.captured.draw().values()

@@ -7,11 +7,11 @@ from torch import fx
 
 from autopar.strategies import Call
 
-# Of these torch says it not, or not of all: they are made of others, or change what they are given.
+# Made of others, or changing what they are given: torch does not say it of these.
 _COMPOSED = (
-    "dropout alpha_dropout feature_dropout feature_alpha_dropout rrelu random "
-    "scaled_dot_product_attention"
-).split()
+    *("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"),
+    *("rrelu", "random", "scaled_dot_product_attention"),
+)
 
 
 def may_be_random(node: fx.Node) -> bool:

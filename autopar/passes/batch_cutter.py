@@ -84,10 +84,7 @@ class Cutter:
             args = (*args[:place], args[place] // self.count, *args[place + 1 :])
         if isinstance(given[0], int):
             args = tuple(
-                a._replace(batch=(given[0], a.shape[given[0]] // self.count))
-                if isinstance(a, Place)
-                else a
-                for a in args
+                a.in_batches(given[0], self.count) if isinstance(a, Place) else a for a in args
             )
         if given == (SUM,):
             args, kwargs = self._numbers_shared(node, args, kwargs)

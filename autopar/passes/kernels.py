@@ -7,7 +7,6 @@ number in. A loss over cut classes becomes three nodes, its small all-gather vis
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +18,7 @@ from autopar.layout import Layout, Placement, TensorType
 from autopar.mesh import Mesh
 from autopar.passes.redistribution import insert_movement
 from autopar.passes.setting import Setting
-from autopar.strategies import KERNELS, Expansion, Rule, Strategy, piece_call, tensor_inputs
-from autopar.strategies.kernels.draws import Place
+from autopar.strategies import KERNELS, Expansion, piece_call, tensor_inputs
 from autopar.strategies.node_info import info
 
 
@@ -62,11 +60,6 @@ def local_call(
         )
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu") if known.on_host else device
-        if known.rule is not None and known.strategy is not None:
-            args = tuple(
-                _piece_of(a, known.rule, known.strategy, mesh, rank) if isinstance(a, Place) else a
-                for a in args
-            )
         return function, args, kwargs
     rule, strategy, factor = known.start_of
     start, _ = rule.bounds(factor, strategy, mesh, rank)
@@ -74,15 +67,6 @@ def local_call(
     kwargs = {k: start if argument is START else argument for k, argument in node.kwargs.items()}
     assert callable(node.target)
     return node.target, args, kwargs
-
-
-def _piece_of(place: Place, rule: Rule, strategy: Strategy, mesh: Mesh, rank: int) -> Place:
-    """Where the piece of a rank starts in what is drawn."""
-    starts = []
-    for dim, _ in zip(rule.outputs[0], place.shape):
-        first = rule.bounds(dim[0], strategy, mesh, rank)[0] if dim else 0
-        starts.append(first * math.prod(rule.sizes[factor] for factor in dim[1:]))
-    return place._replace(starts=tuple(starts))
 
 
 def _expand(graph: fx.Graph, node: fx.Node, expansion: Expansion, mesh: Mesh) -> None:

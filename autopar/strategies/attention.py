@@ -44,7 +44,6 @@ def _attention(call: Call) -> Rule:
         flops=2.0 * points * (query[-1] + value[-1]),
         product=True,
         saved=_saved(call, heads) if is_fused else Saved(tuple(range(len(inputs)))),
-        random=is_fused and call["dropout_p"] > 0,
     )
 
 
@@ -67,7 +66,6 @@ def _saved(call: Call, heads: list[Dim]) -> Saved:
         return Saved((0, 1, 2), output=True, extra=(sums, Extra(tuple(added))))
     whole = value[:-2] == call.shape[:-2] and dtype == wide  # else torch makes a copy
     copies = [("q", "d"), ("k", "d"), ("q", "k"), *([] if whole else [("k", "e")])]
-    copies += [("q", "k")] * (2 if call["dropout_p"] > 0 else 0)
     extra = tuple(Extra((*heads, (rows,), (columns,)), wide) for rows, columns in copies)
     return Saved((2,) if whole else (), extra=extra)
 

@@ -12,12 +12,12 @@ from autopar.strategies.registry import Call, Traits, aten, register_rule, shape
 from autopar.strategies.rule import Rule, names
 
 
-def _constant(call: Call, *, counted: bool = False, random: bool = False) -> Rule:
+def _constant(call: Call, *, counted: bool = False) -> Rule:
     """What it reads stays whole; so does the result where its numbers are `counted`."""
     out = names(len(call.shape))
     inputs = [names(len(shape), f"other{number}_") for number, shape in enumerate(call.shapes)]
     whole = [dim for dims in inputs + [out] * counted for dim in dims]
-    return call.rule(inputs, out, whole=whole, flops=0.0, random=random)
+    return call.rule(inputs, out, whole=whole, flops=0.0)
 
 
 register_rule(
@@ -33,4 +33,3 @@ register_rule(
 )
 register_rule("aten.fill.Tensor", "..., -> ...", cost=0)
 register_rule(aten("arange linspace eye scalar_tensor"), partial(_constant, counted=True))
-register_rule(aten("rand randn randint randperm"), partial(_constant, random=True))

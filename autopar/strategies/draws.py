@@ -1,4 +1,4 @@
-"""Draws: what random numbers are drawn for can be cut as any elements: a piece is that of the whole.
+"""Draws: what random numbers are drawn for is cut as any elements are; pieces are of one whole.
 
 The key is the same everywhere. Dropout is linear: the terms of a sum lose the same elements.
 """
@@ -6,24 +6,22 @@ The key is the same everywhere. Dropout is linear: the terms of a sum lose the s
 from __future__ import annotations
 
 from autopar.strategies.kernels import draws
-from autopar.strategies.registry import register_rule
+from autopar.strategies.registry import Call, register_rule
+from autopar.strategies.rule import Rule
 
 COST = 16.0  # operations for the bits of an element
 
-register_rule(
-    [draws.dropout, draws.feature_dropout],
-    "..., key! -> ...",
-    passes=[(0,)],
-    extra="bool: ...",
-    cost=COST,
-)
-register_rule(
-    [draws.alpha_dropout, draws.feature_alpha_dropout],
-    "..., key! -> ...",
-    extra="bool: ...",
-    cost=COST,
-)
-register_rule(draws.rrelu, "..., key! -> ...", saved="0", extra="..., bool: ...", cost=COST)
+
+def _of_features(call: Call) -> Rule:
+    """One number for each channel of each sample."""
+    passes = [(0,)] if call.node.target is draws.feature_dropout else []
+    return call.parse("n c ..., key! -> n c ...", passes=passes, extra="bool: n c", cost=2.0)
+
+
+register_rule(draws.dropout, "..., key! -> ...", passes=[(0,)], extra="bool: ...", cost=COST)
+register_rule(draws.alpha_dropout, "..., key! -> ...", extra="bool: ...", cost=COST)
+register_rule([draws.feature_dropout, draws.feature_alpha_dropout], _of_features)
+register_rule(draws.rrelu, "..., key! -> ...", extra="..., bool: ...", cost=COST)
 register_rule(
     [draws.bernoulli, draws.chosen, draws.uniform_like, draws.normal_like, draws.whole_like],
     "..., key! -> ...",

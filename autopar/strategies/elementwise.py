@@ -83,14 +83,6 @@ def _masked_fill(call: Call) -> Rule:
     return elementwise(call, passes=[(0,)] if zero else "", saved="1")
 
 
-def _dropout(call: Call) -> Rule | None:
-    probability = call["p"]
-    training = call["train"] if call["train"] is not None else True
-    if probability == 0 or not training:
-        return elementwise(call, passes="all")
-    return call.parse("... -> ...", random=True, extra="...")
-
-
 register_rule(SAVES_OUTPUT, "... -> ...", saved="output")
 register_rule(SAVES_INPUT, "... -> ...", saved="0", traits=LEADING)
 register_rule(SAVES_NOTHING, "... -> ...")
@@ -120,5 +112,3 @@ register_rule("aten.lerp", "..., ..., ... -> ...", saved="0 1 2")
 register_rule("aten.lerp.Scalar", "..., ... -> ...", passes="all")
 register_rule("aten.where", _where)
 register_rule("aten.masked_fill", _masked_fill)
-register_rule("aten.dropout", _dropout, traits=LEADING)
-register_rule(aten("bernoulli rand_like randn_like"), "... -> ...", random=True)

@@ -1,11 +1,13 @@
 """Local calls: what one rank runs of a node, when its inputs and output are cut.
 
 Most operators take the pieces as they are. Those that carry sizes (reshapes, expand, creation) or
-counts of channels (grouped convolution, group norm) get those of the rank's piece.
+counts of channels (grouped convolution, group norm) get those of the rank's piece; those that draw
+random numbers get the place where it starts.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import fx
 from autopar.layout import TensorType
 from autopar.mesh import Mesh
 from autopar.strategies.kernels import no_results, nothing
+from autopar.strategies.kernels.draws import Place
 from autopar.strategies.node_info import flat, info
 from autopar.strategies.registry import Call, traits_of
 from autopar.strategies.results import has_results
@@ -70,4 +73,19 @@ def piece_call(
             return nothing, (shapes[0], dtypes[0], learns, *node.all_input_nodes), {}
     # Every reshape that looks at sizes becomes `reshape`.
     function = torch.ops.aten.reshape.default if traits.as_reshape else node.target
-    return function, *localize_arguments(node, types, mesh, rank)  # type: ignore[return-value]
+    args, kwargs = localize_arguments(node, types, mesh, rank)
+    if rule is not None and strategy is not None:
+        args = tuple(
+            place_of_piece(a, rule, strategy, mesh, rank) if isinstance(a, Place) else a
+            for a in args
+        )
+    return function, args, kwargs  # type: ignore[return-value]
+
+
+def place_of_piece(place: Place, rule: Rule, strategy: Strategy, mesh: Mesh, rank: int) -> Place:
+    """Where the piece of a rank starts in what is drawn, which has the first dims of the output."""
+    starts = []
+    for dim, size in zip(rule.outputs[0], place.shape):
+        first = rule.bounds(dim[0], strategy, mesh, rank)[0] if dim and size > 1 else 0
+        starts.append(first * math.prod(rule.sizes[factor] for factor in dim[1:]))
+    return place._replace(starts=tuple(starts))

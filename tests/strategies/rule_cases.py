@@ -17,6 +17,8 @@ from autopar.strategies.elementwise import (
     SAVES_OUTPUT,
     VIEWS,
 )
+from autopar.strategies.kernels import draws
+from autopar.strategies.kernels.draws import Place
 from tests.strategies.rule_law import Case
 
 # Of torch and of the kernels; other rooms and other tests register their own.
@@ -131,8 +133,6 @@ case("where.ScalarSelf", b(5, 4), 1.0, t(5, 4))
 case("masked_fill.Scalar", t(5, 4), b(5, 1), 0.0)
 case("masked_fill.Scalar", t(5, 4), b(5, 1), float("-inf"))
 case("masked_fill.Tensor", t(5, 4), b(4), t())
-case("dropout.default", t(5, 4), 0.0, True)
-case("dropout.default", t(5, 4), 0.5, False)
 
 # contractions
 case("linear.default", t(3, 5, 6), t(4, 6))
@@ -314,6 +314,27 @@ case(_attention, t(2, 4, 5, 4), t(2, 2, 5, 4), t(2, 2, 5, 4), None, 0.0, True, e
 case(_attention, t(2, 3, 5, 4), t(2, 1, 5, 4), t(2, 1, 5, 4), None, 0.0, True, enable_gqa=True)
 case(_attention, t(3, 2, 5, 4), t(1, 2, 6, 4), t(1, 2, 6, 4))
 case(_attention, t(3, 5, 4), t(3, 6, 4), t(3, 6, 4))
+
+# random numbers
+_key = torch.tensor([123456789, 1])
+_batch = Place(3, (10, 4), (), (0, 5))  # the second of two micro-batches
+for _drawn in (draws.dropout, draws.alpha_dropout):
+    case(_drawn, t(5, 4), _key, Place(3, (5, 4)), 0.5)
+    case(_drawn, t(5, 4), _key, _batch, 0.5)
+for _drawn in (draws.feature_dropout, draws.feature_alpha_dropout):
+    case(_drawn, t(5, 4, 3), _key, Place(3, (5, 4, 1)), 0.5)
+case(draws.rrelu, t(5, 4), _key, Place(3, (5, 4)), 0.1, 0.3)
+case(draws.bernoulli, u(5, 4), _key, Place(3, (5, 4)), torch.float64)
+case(draws.chosen, u(5, 4), _key, Place(3, (5, 4)), 0.3, torch.float64)
+case(draws.uniform_like, u(5, 4), _key, Place(3, (5, 4)), -1.0, 2.0, torch.float64, constants=(0,))
+case(draws.normal_like, u(5, 4), _key, Place(3, (5, 4)), 1.0, 2.0, torch.float64, constants=(0,))
+case(draws.whole_like, u(5, 4), _key, Place(3, (5, 4)), -3, 9, torch.int64, constants=(0,))
+case(draws.permutation, i(5, 7), _key, Place(3, (7,)))
+case(draws.multinomial, u(5, 4), _key, Place(3, (5, 4)), 2, False, constants=(0,))
+case(draws.multinomial, u(5, 4), _key, Place(3, (5, 4)), 6, True, constants=(0,))
+for _heads, _causal, _masks in ((4, True, None), (2, False, t(5, 6)), (4, False, b(2, 1, 5, 6))):
+    case(draws.attention, t(2, 4, 5, 4), t(2, _heads, 6, 4), t(2, _heads, 6, 4), _masks, 0.3,
+         _causal, _key, Place(3, (2, 4, 5, 6)), None, _heads == 2)  # fmt: skip
 
 # convolution and pooling
 case("conv1d.default", t(5, 4, 6), t(2, 4, 3))

@@ -51,6 +51,19 @@ class Place(NamedTuple):
     def __repr__(self) -> str:
         return f"drawn{list(self.shape)}"
 
+    def in_batches(self, dim: int, count: int) -> Place:
+        """Of one of several micro-batches, which cut a dim."""
+        size = self.shape[dim] if dim < len(self.shape) else 1
+        return self._replace(batch=(dim, size // count)) if size > 1 else self
+
+    def unflattened(self, dim: int, inner: int) -> Place:
+        """The same of a dim taken apart, of which pieces are cut in the outer part."""
+        starts = self.starts + (0,) * (len(self.shape) - len(self.starts))
+        return self._replace(
+            shape=(*self.shape[:dim], self.shape[dim] // inner, inner, *self.shape[dim + 1 :]),
+            starts=(*starts[:dim], starts[dim] // inner, 0, *starts[dim + 1 :]),
+        )
+
 
 def _mixed(x: Any) -> Any:
     """64 bits, of a number or of tensors of them, each of which depends on all that it is given."""
@@ -223,9 +236,7 @@ def permutation(input: Tensor, key: Tensor, place: Place) -> Tensor:
     return uniform(key, place, input.shape, torch.float64).argsort().to(input.dtype)
 
 
-def multinomial(
-    input: Tensor, key: Tensor, place: Place, count: int, replacement: bool
-) -> Tensor:
+def multinomial(input: Tensor, key: Tensor, place: Place, count: int, replacement: bool) -> Tensor:
     """Of each row of weights, which are drawn; each once, or put back each time."""
     weights = input.detach().double()
     if replacement:
@@ -250,14 +261,20 @@ def attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Scaled dot product attention, whose weights are dropped by the key `drawn`."""
-    if enable_gqa and key.shape[-3] != query.shape[-3]:
-        times = query.shape[-3] // key.shape[-3]
-        key, value = (x.repeat_interleave(times, -3) for x in (key, value))
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    is_grouped = enable_gqa and key.shape[-3] != query.shape[-3]
+    if is_grouped:
+        groups = key.shape[-3], query.shape[-3] // key.shape[-3]
+        query, key, value = query.unflatten(-3, groups), key.unsqueeze(-3), value.unsqueeze(-3)
+        if attn_mask is not None and attn_mask.ndim > 2:
+            is_each = attn_mask.shape[-3] > 1
+            attn_mask = attn_mask.unflatten(-3, groups) if is_each else attn_mask.unsqueeze(-3)
+        place = place.unflattened(len(place.shape) - 3, groups[1])
     heads = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
     query, key, value = (x.expand(*heads, *x.shape[-2:]) for x in (query, key, value))
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     rows = _Rows(place, dropout_p, is_causal, scale)
-    return _Attention.apply(query, key, value, attn_mask, drawn, rows)
+    found = _Attention.apply(query, key, value, attn_mask, drawn, rows)
+    return found.flatten(-4, -3) if is_grouped else found
 
 
 _SCORES = 2**20  # of attention, at a time

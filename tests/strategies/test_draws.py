@@ -1,0 +1,141 @@
+"""What is drawn: bits as good as a generator's, and the same of a piece as of the whole."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar.strategies.kernels import draws
+from autopar.strategies.kernels.draws import Place, kept, normal, uniform
+
+KEY = torch.tensor([123456789123, 0])
+SHAPE = (512, 1024)
+SIGMAS = 5.0
+
+
+def bits(key: Tensor = KEY, number: int = 0, shape: tuple[int, ...] = SHAPE) -> Tensor:
+    return draws._drawn(key, Place(number, shape), shape, lambda found: found, torch.int32)
+
+
+def deviation(one: Tensor, other: Tensor) -> float:
+    """By how many standard deviations bits are more often, or less often, equal than by chance."""
+    differ = one ^ other
+    counts = torch.stack([((differ >> bit) & 1).sum() for bit in range(32)]).double()
+    half = differ.numel() / 2
+    return float(((counts - half).abs() / math.sqrt(half / 2)).max())
+
+
+def test_bits_are_balanced_and_neighbours_are_strangers() -> None:
+    found = bits()
+    assert deviation(found, torch.zeros_like(found)) < SIGMAS
+    for apart in (1, 2, 3, 7, 64):
+        assert deviation(found[:, apart:], found[:, :-apart]) < SIGMAS
+        assert deviation(found[apart:], found[:-apart]) < SIGMAS
+
+
+def test_operators_and_keys_are_strangers() -> None:
+    found = bits()
+    for number in (1, 2, 3, 100):
+        other = bits(number=number)
+        assert deviation(found, other) < SIGMAS
+        # Nor has one of them the rows of another, in whatever order.
+        assert not set(found[:, 0].tolist()) & set(other[:, 0].tolist())
+    for apart in (1, 2, -1, 2**40):
+        assert deviation(found, bits(KEY + torch.tensor([apart, 0]))) < SIGMAS
+    seeds = [bits(torch.tensor([seed, 0]), shape=(64, 64)) for seed in range(50)]
+    assert max(map(deviation, seeds, seeds[1:])) < SIGMAS
+
+
+def test_pairs_and_runs_are_as_often_as_by_chance() -> None:
+    found = uniform(KEY, Place(0, SHAPE), SHAPE, torch.float64)
+    levels = (found * 64).long()
+    for pairs in (levels[:, :-1] * 64 + levels[:, 1:], levels[:-1] * 64 + levels[1:]):
+        counts, mean = pairs.flatten().bincount(minlength=4096).double(), pairs.numel() / 4096
+        squares = float(((counts - mean) ** 2 / mean).sum())
+        assert abs(squares - 4095) / math.sqrt(2 * 4095) < SIGMAS
+    up = (found[:, 1:] > found[:, :-1]).double().mean()
+    assert abs(float(up) - 0.5) * math.sqrt(12 * found.numel()) < SIGMAS
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_masks_vary_as_coins_do(p: float) -> None:
+    mask = kept(KEY, Place(0, SHAPE), SHAPE, p).double() - (1 - p)
+    assert abs(float(mask.mean())) < SIGMAS * math.sqrt(p * (1 - p) / mask.numel())
+    for dim, count in enumerate(SHAPE):
+        variance = float(mask.sum(dim).var()) / (count * p * (1 - p))
+        assert abs(variance - 1) < SIGMAS * math.sqrt(2 / SHAPE[1 - dim])
+
+
+def test_ends_of_probabilities() -> None:
+    assert bool(kept(KEY, Place(0, SHAPE), SHAPE, 0.0).all())
+    assert not bool(kept(KEY, Place(0, SHAPE), SHAPE, 1.0).any())
+    x = torch.randn(4, 3)
+    assert torch.equal(draws.dropout(x, KEY, Place(0, (4, 3)), 1.0), torch.zeros(4, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_numbers_have_their_ends_mean_and_variance(dtype: torch.dtype) -> None:
+    found = uniform(KEY, Place(0, SHAPE), SHAPE, dtype).double()
+    assert found.min() >= 0
+    assert found.max() < 1
+    assert abs(float(found.mean()) - 0.5) < 0.01
+    assert abs(float(found.var()) * 12 - 1) < 0.02
+    bell = normal(KEY, Place(0, SHAPE), SHAPE, dtype).double()
+    assert bool(bell.isfinite().all())
+    moments = [float(bell.pow(power).mean()) for power in (1, 2, 4)]
+    assert moments == pytest.approx([0, 1, 3], abs=0.05)
+
+
+@pytest.mark.parametrize("shape", [(7,), (6, 1), (5, 3, 4), (2, 3, 4, 5)])
+def test_a_piece_is_that_of_the_whole(shape: tuple[int, ...]) -> None:
+    whole = uniform(KEY, Place(4, shape), shape, torch.float64)
+    for dim, size in enumerate(shape):
+        for start in range(size):
+            length = min(2, size - start)
+            local = (*shape[:dim], length, *shape[dim + 1 :])
+            starts = tuple(start if d == dim else 0 for d in range(len(shape)))
+            piece = uniform(KEY, Place(4, shape, starts), local, torch.float64)
+            assert torch.equal(piece, whole.narrow(dim, start, length))
+        if size % 2 == 0:  # as the second micro-batch
+            place = Place(4, shape).in_batches(dim, 2)
+            local = (*shape[:dim], size // 2, *shape[dim + 1 :])
+            piece = uniform(torch.tensor([KEY[0], 1]), place, local, torch.float64)
+            assert torch.equal(piece, whole.narrow(dim, size // 2, size // 2))
+
+
+def test_attention_keeps_no_weights() -> None:
+    query, key, value = (torch.randn(2, 4, 256, 8, requires_grad=True) for _ in range(3))
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor.numel()) or tensor, lambda tensor: tensor
+    ):
+        draws.attention(query, key, value, None, 0.1, True, KEY, Place(0, (2, 4, 256, 256)))
+    assert sum(kept) <= 3 * query.numel() + KEY.numel()
+
+
+@pytest.mark.parametrize("rows", [1, 100])
+def test_attention_is_the_product_of_dropped_weights(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its mask's gradient, whatever is computed at a time."""
+    monkeypatch.setattr(draws, "_SCORES", rows * 2 * 3 * 6)
+    generator = torch.Generator().manual_seed(0)
+    given = [
+        torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True)
+        for shape in ((2, 3, 5, 4), (2, 3, 6, 4), (2, 3, 6, 4), (1, 1, 5, 6))
+    ]
+    place = Place(2, (2, 3, 5, 6))
+    query, key, value, mask = given
+    noise = kept(KEY, place, (2, 3, 5, 6), 0.3) / 0.7
+    weights = (query @ key.transpose(-2, -1) / 2 + mask).softmax(-1)
+    expected = (weights * noise) @ value
+    found = draws.attention(query, key, value, mask, 0.3, False, KEY, place)
+    torch.testing.assert_close(found, expected)
+    slope = torch.randn(found.shape, dtype=torch.float64, generator=generator)
+    for one, other in zip(
+        torch.autograd.grad(found, given, slope), torch.autograd.grad(expected, given, slope)
+    ):
+        torch.testing.assert_close(one, other)
