@@ -279,6 +279,7 @@ def gpt2(
     heads: int = 4,
     layers: int = 2,
     precise: bool = True,
+    dropout: float = 0.0,
 ) -> Case:
     """GPT-2 of transformers: fused projections as x @ w, tied head."""
     transformers = _transformers()
@@ -288,9 +289,9 @@ def gpt2(
         n_embd=hidden,
         n_head=heads,
         n_layer=layers,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
         use_cache=False,
         bos_token_id=None,
         eos_token_id=None,
@@ -314,6 +315,7 @@ def llama(
     key_heads: int = 2,
     layers: int = 2,
     precise: bool = True,
+    dropout: float = 0.0,
 ) -> Case:
     """Llama of transformers: rotary positions, grouped keys and values, gated feed-forward."""
     transformers = _transformers()
@@ -325,6 +327,7 @@ def llama(
         num_attention_heads=heads,
         num_key_value_heads=key_heads,
         max_position_embeddings=max(sequence, 32),
+        attention_dropout=dropout,
         use_cache=False,
         bos_token_id=None,
         eos_token_id=None,
@@ -346,6 +349,7 @@ def bert(
     hidden: int = 32,
     heads: int = 4,
     layers: int = 2,
+    dropout: float = 0.0,
 ) -> Case:
     """BERT of transformers with its masked language model head."""
     transformers = _transformers()
@@ -356,14 +360,46 @@ def bert(
         num_attention_heads=heads,
         intermediate_size=2 * hidden,
         max_position_embeddings=max(sequence, 32),
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
         use_cache=False,
     )
     ids = _ids(batch, sequence, vocabulary)
     return _case(
         "bert",
         lambda: transformers.BertForMaskedLM(config),
+        input_ids=ids,
+        labels=_labels(ids),
+    )
+
+
+def t5(
+    *,
+    batch: int = 4,
+    sequence: int = 8,
+    vocabulary: int = 61,
+    hidden: int = 32,
+    heads: int = 4,
+    layers: int = 1,
+    dropout: float = 0.0,
+) -> Case:
+    """T5 of transformers: an encoder and a decoder, with positions as a bias of attention."""
+    transformers = _transformers()
+    config = transformers.T5Config(
+        vocab_size=vocabulary,
+        d_model=hidden,
+        d_kv=hidden // heads,
+        d_ff=2 * hidden,
+        num_layers=layers,
+        num_heads=heads,
+        dropout_rate=dropout,
+        use_cache=False,
+        decoder_start_token_id=0,
+    )
+    ids = _ids(batch, sequence, vocabulary)
+    return _case(
+        "t5",
+        lambda: transformers.T5ForConditionalGeneration(config),
         input_ids=ids,
         labels=_labels(ids),
     )
@@ -378,6 +414,7 @@ def vit(
     hidden: int = 32,
     heads: int = 4,
     layers: int = 2,
+    dropout: float = 0.0,
 ) -> Case:
     """The vision transformer of transformers with its classification head."""
     transformers = _transformers()
@@ -388,8 +425,8 @@ def vit(
         intermediate_size=2 * hidden,
         image_size=size,
         patch_size=patch,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
         num_labels=classes,
     )
     pixels = torch.randn(batch, 3, size, size, generator=_random(1), dtype=torch.float64)

@@ -1,0 +1,196 @@
+"""The random law: an element draws the same bits on every layout, in every order of the work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import autopar as ap
+from tests import models
+from tests.captures import shared_captures
+from tests.models import Case
+from tests.parity import assert_equal, parallel_outcome
+
+WIDTH = 8
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x * self.scale
+        total = (F.dropout(torch.ones_like(x), 0.5) * x).sum()
+        heads = (x * 0).view(*x.shape[:2], 2, WIDTH // 2).transpose(1, 2)
+        # Equal weights: what is left of each row counts how many were kept.
+        kept = F.scaled_dot_product_attention(heads, heads, heads + 4.0, dropout_p=0.5)
+        total = total + (kept.transpose(1, 2).reshape(x.shape) * x).sum()
+        return x, total + (torch.rand_like(x) * 1024).floor().mul(x).sum()
+
+
+class Counted(nn.Module):
+    """Its loss tells every bit that is drawn: sums of whole numbers, exact in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Counting() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.new_zeros(())
+        for layer in self.layers:
+            x, part = layer(x)
+            total = total + part
+        return total
+
+
+def counted() -> Case:
+    numbers = torch.randint(2**20, (8, 4, WIDTH), generator=torch.Generator().manual_seed(0))
+    return Case("counted", Counted(), (numbers.double(),))
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "data": {"mesh": ap.Mesh(dp=4), "mode": "data"},
+    "uneven": {"mesh": ap.Mesh(dp=3), "mode": "data"},
+    "auto": {"mesh": ap.Mesh(a=2, b=2), "mode": "auto"},
+    "two batches": {"mesh": ap.Mesh(dp=2), "mode": "data", "microbatches": 2},
+    "four batches": {"mesh": ap.Mesh(dp=2), "mode": "data", "microbatches": 4},
+    "full": {"mesh": ap.Mesh(dp=2), "mode": "data", "recompute": "full"},
+    "selective": {"mesh": ap.Mesh(dp=2), "mode": "data", "recompute": "selective"},
+    "1f1b": {"mesh": ap.Mesh(dp=2, pp=2), "schedule": "1f1b", "microbatches": 4},
+    "chimera": {"mesh": ap.Mesh(pp=4), "schedule": "chimera", "microbatches": 4},
+    "zb-v": {"mesh": ap.Mesh(pp=2), "schedule": "zb-v", "microbatches": 4, "recompute": "full"},
+}
+CUTS = {"tokens": {1: "a"}, "features": {2: "a"}, "both": {0: "b", 2: "a"}, "nested": {0: "a b"}}
+
+
+def of_way(options: dict[str, Any]) -> dict[str, Any]:
+    if "schedule" in options:
+        return {"mode": "data", "pipeline": "pp", **options}
+    return options
+
+
+def losses(case: Case, steps: int = 3, **options: Any) -> list[float]:
+    module = ap.parallelize(case.model, case.args, case.kwargs, **options)
+    torch.manual_seed(3)
+    return [float(module.step(*case.args, **case.kwargs)) for _ in range(steps)]
+
+
+def test_bits_are_those_of_one_device() -> None:
+    case = counted()
+    with shared_captures():
+        expected = losses(case, mesh=ap.Mesh(one=1))
+        assert len(set(expected)) == len(expected)  # each step draws its own
+        for name, options in WAYS.items():
+            assert losses(case, **of_way(options)) == expected, name
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_bits_do_not_depend_on_what_is_cut(name: str) -> None:
+    case = counted()
+    expected = losses(case, mesh=ap.Mesh(one=1))
+    dims = tuple(tuple(CUTS[name].get(dim, "").split()) for dim in range(3))
+
+    class Cut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = case.model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(ap.shard(x, tuple(dim or None for dim in dims)))
+
+    module = ap.parallelize(Cut(), case.args, mesh=ap.Mesh(a=2, b=2), mode="propagate")
+    torch.manual_seed(3)
+    assert [float(module.step(*case.args)) for _ in range(3)] == expected
+    cut = [layout for name, layout in module.plan.layouts.items() if name.startswith("dropout")]
+    assert not all(layout.is_replicated for layout in cut)
+
+
+def test_a_step_leaves_the_generator_as_it_does_on_one_device() -> None:
+    case, states = counted(), []
+    for options in ({"mesh": ap.Mesh(one=1)}, WAYS["data"], of_way(WAYS["1f1b"])):
+        losses(case, steps=1, **options)
+        states.append(torch.get_rng_state())
+    assert all(torch.equal(state, states[0]) for state in states)
+
+
+def test_what_draws_nothing_takes_none() -> None:
+    case = models.gpt(dropout=0.2)
+    module = ap.parallelize(case.model.eval(), case.args, mesh=ap.Mesh(dp=2), mode="data")
+    before = torch.get_rng_state()
+    module.step(*case.args)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+FAMILIES: dict[str, Callable[..., Case]] = {
+    **{"gpt": models.gpt, "gpt2": models.gpt2, "llama": models.llama},
+    **{"bert": models.bert, "t5": models.t5, "vit": models.vit},
+}
+ASKED: dict[str, dict[str, Any]] = {
+    "dp2.tp2": {"mesh": ap.Mesh(dp=2, tp=2), "mode": "auto"},
+    "zero3": {"mesh": ap.Mesh(dp=4), "mode": "data", "states": "zero3", "recompute": "full"},
+    "1f1b": {"mesh": ap.Mesh(dp=2, pp=2), "mode": "data", "schedule": "1f1b", "microbatches": 2},
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_models_train_alike_with_dropout(name: str) -> None:
+    case = FAMILIES[name](dropout=0.1)
+
+    def outcome(**options: Any) -> Any:
+        module = ap.parallelize(case.model, case.args, case.kwargs, **options)
+        torch.manual_seed(4)
+        return parallel_outcome(module, case)
+
+    with shared_captures():
+        expected = outcome(mesh=ap.Mesh(one=1))
+        for options in ASKED.values():
+            assert_equal(outcome(**options), expected)
+
+
+class Drawing(nn.Module):
+    """Everything that draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.project, self.mix = nn.Linear(16, 48), nn.Conv1d(6, 6, 1)
+        self.drop, self.channels = nn.Dropout(0.3), nn.Dropout1d(0.4)
+        self.alpha, self.feature_alpha = nn.AlphaDropout(0.2), nn.FeatureAlphaDropout(0.2)
+        self.slopes = nn.RReLU()
+
+    def block(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(self.drop(F.gelu(self.up(x)))))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = checkpoint(self.block, x, use_reentrant=False)
+        q, k, v = (
+            part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.project(x).chunk(3, -1)
+        )
+        read = F.scaled_dot_product_attention(q, k, v, dropout_p=0.2, is_causal=True)
+        x = self.channels(self.mix(x + read.transpose(1, 2).flatten(2)))
+        x = self.slopes(self.feature_alpha(self.alpha(x)))
+        x = F.dropout(x, 0.1) + torch.rand_like(x) * 0.1
+        x = x + torch.rand(x.shape, dtype=x.dtype) * 0.1 + torch.randn(16, dtype=x.dtype) * 0.01
+        x = x * torch.bernoulli(torch.full_like(x, 0.9)) + torch.randn_like(x) * 0.1
+        x = x + torch.empty_like(x).uniform_(-0.1, 0.1) + x.new_empty(8, 1, 1).bernoulli_(0.8)
+        x = x + torch.randint(3, x.shape) * 0.01 + torch.empty_like(x).normal_(1.0, 0.1)
+        x = x[:, torch.randperm(6)]
+        picked = torch.multinomial(x.detach().flatten(0, 1).softmax(-1), 3).double()
+        return (x + 0.1 * picked.mean(-1).view(8, 6, 1) - y).square().mean()
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_plain_model_is_shown_to_draw_the_same(microbatches: int) -> None:
+    """`verify` hands the same numbers to the plain model, where that runs twice, too."""
+    torch.manual_seed(0)
+    args = torch.randn(8, 6, 16), torch.randn(8, 6, 16)
+    how = {"mesh": ap.Mesh(dp=2), "mode": "data", "microbatches": microbatches}
+    found = ap.verify(Drawing(), args, **how)
+    assert found.ok, str(found)
