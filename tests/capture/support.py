@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture import Captured, capture, listing, run
 from autopar.capture.listing import operator_name
+from autopar.verification.drawing import DrawsByPlace
 
 DTYPE = torch.float64
 
@@ -72,7 +73,8 @@ def check(
 
     eager, other = copy.deepcopy(model), copy.deepcopy(model)
     torch.manual_seed(0)
-    expected = eager(*args, **kwargs)
+    with DrawsByPlace():
+        expected = eager(*args, **kwargs)
     parameters, buffers = dict(other.named_parameters()), dict(other.named_buffers())
     torch.manual_seed(0)
     outputs, mutated = run(captured, parameters, buffers, args, kwargs)

@@ -444,6 +444,24 @@ def held_since(before: dict[int, int]) -> int:
     return sum(size for address, size in storages().items() if address not in before)
 
 
+def draws_as_one_device_does() -> None:
+    """Whatever a rank has seeded its own generator with: rank 0's counts."""
+    case = models.gpt(layers=2, dropout=0.2)
+    meshes: list[dict[str, Any]] = [
+        {"mesh": DP2_TP2, "mode": "auto"},
+        {"mesh": Mesh(dp=4), "mode": "data", "states": "zero3", "recompute": "full"},
+        {"mesh": Mesh(dp=2, pp=2), "mode": "data", "microbatches": 2, "schedule": "zb-v"},
+    ]
+    for options in ({"mesh": Mesh(one=1), "backend": "virtual"}, *meshes):
+        module = ap.parallelize(case.model, case.args, **options)
+        torch.manual_seed(4 + dist.get_rank() * (options in meshes))
+        found = parallel_outcome(module, case)
+        if options in meshes:
+            assert_equal(found, expected)
+        else:
+            expected = found
+
+
 def buffers_cut() -> Case:
     """A buffer that is changed, one that is not, and a constant, all cut."""
 
@@ -525,6 +543,7 @@ def cases() -> list[tuple[Case, None]]:
 
 
 CHECKS = [
+    draws_as_one_device_does,
     trains_like_one_device,
     recomputes_regions,
     compares_batches_when_asked,
