@@ -129,13 +129,13 @@ def test_attention_is_the_product_of_dropped_weights(
     ]
     place = Place(2, (2, 3, 5, 6))
     query, key, value, mask = given
-    noise = kept(KEY, place, (2, 3, 5, 6), 0.3) / 0.7
+    noise = kept(KEY, place, (2, 3, 5, 6), 0.3).double() / 0.7
     weights = (query @ key.transpose(-2, -1) / 2 + mask).softmax(-1)
     expected = (weights * noise) @ value
     found = draws.attention(query, key, value, mask, 0.3, False, KEY, place)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     slope = torch.randn(found.shape, dtype=torch.float64, generator=generator)
     for one, other in zip(
         torch.autograd.grad(found, given, slope), torch.autograd.grad(expected, given, slope)
     ):
-        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

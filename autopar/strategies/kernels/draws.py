@@ -366,8 +366,8 @@ class _Rows:
         if mask is not None:  # rows that see nothing
             weights = weights.masked_fill(scores.amax(-1, keepdim=True) == -math.inf, 0.0)
         own_place = place._replace(starts=(*starts[:-2], first, starts[-1]))
-        noise = kept(drawn, own_place, weights.shape, self.p) * _scale(self.p)
-        return part, weights, noise.to(wide)
+        noise = kept(drawn, own_place, weights.shape, self.p).to(wide) * _scale(self.p)
+        return part, weights, noise
 
 
 def _scale(p: float) -> float:
