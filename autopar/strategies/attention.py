@@ -43,7 +43,7 @@ def _attention(call: Call) -> Rule:
         kernels={"q": "cut_causal_attention"} if is_fused and call["is_causal"] else {},
         flops=2.0 * points * (query[-1] + value[-1]),
         product=True,
-        saved=_saved(call, heads) if is_fused else Saved(tuple(range(len(inputs)))),
+        saved=_saved(call, heads) if is_fused else Saved((*range(len(inputs)),), output=True),
     )
 
 

@@ -73,24 +73,38 @@ def _mixed(x: Any) -> Any:
     return x ^ ((x >> 31) & (2**33 - 1))
 
 
-def _rows_and_columns(
-    key: Tensor, place: Place, shape: Sequence[int], stream: int
-) -> tuple[Tensor, Tensor]:
-    """The hashes of the rows of a piece, and the numbers of its columns."""
-    starts = place.starts + (0,) * (len(shape) - len(place.starts))
-    row, stride = torch.zeros((), dtype=torch.int64, device=key.device), 1
-    columns = row
-    for dim in reversed(range(len(shape))):
-        index = torch.arange(starts[dim], starts[dim] + shape[dim], device=key.device)
-        if place.batch is not None and place.batch[0] == dim:
-            index = index + key[1] * place.batch[1]
-        if dim == len(shape) - 1:
-            columns = index
-            continue
-        row = (index * stride).view(-1, *[1] * row.ndim) + row
-        stride *= place.shape[dim]
+def _rows(key: Tensor, place: Place, shape: Sequence[int], stream: int) -> Tensor:
+    """The hashes of the rows of a piece."""
+    index = _numbers(place, shape, key.device)
+    if place.batch is not None and place.batch[0] < len(shape) - 1:
+        index = index + key[1] * (place.batch[1] * math.prod(place.shape[place.batch[0] + 1 : -1]))
     own = _mixed(_signed((2 * place.number + 1) * _GOLDEN + stream, 64))
-    return _mixed((row.reshape(-1) * _GOLDEN + key[0]) ^ own), (columns * _COLUMN).int()
+    return _mixed(torch.add(key[0], index, alpha=_GOLDEN).bitwise_xor_(own))
+
+
+def _numbers(place: Place, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Those of the rows of a piece in the whole."""
+    starts = place.starts + (0,) * (len(shape) - len(place.starts))
+    last = len(shape) - 1
+    if tuple(shape[1:last]) == place.shape[1:last]:  # one after another
+        first = starts[0] * math.prod(place.shape[1:last]) if last else 0
+        return torch.arange(first, first + math.prod(shape[:last]), device=device)
+    numbers, stride = torch.zeros(1, dtype=torch.int64, device=device), 1
+    for dim in reversed(range(last)):
+        index = torch.arange(starts[dim], starts[dim] + shape[dim], device=device) * stride
+        numbers = (index.unsqueeze(-1) + numbers).view(-1)
+        stride *= place.shape[dim]
+    return numbers
+
+
+def _columns(key: Tensor, place: Place, shape: Sequence[int]) -> Tensor:
+    """The numbers of the columns of a piece, far from one another."""
+    last = len(shape) - 1
+    start = place.starts[last] if len(place.starts) > last else 0
+    columns = torch.arange(start, start + shape[last], device=key.device)
+    if place.batch is not None and place.batch[0] == last:
+        columns = columns + key[1] * place.batch[1]
+    return (columns * _COLUMN).int()
 
 
 def _hashed(rows: Tensor, columns: Tensor) -> Tensor:
@@ -116,14 +130,21 @@ def _drawn(
     """What `made` makes of the bits of a piece of a shape."""
     with torch.no_grad():
         sizes = [*shape] or [1]
-        rows, columns = _rows_and_columns(key, place, sizes, stream)
-        if key.device.type != "cpu" or torch.compiler.is_compiling():
-            return made(_hashed(rows, columns)).to(dtype).view(shape)
-        found = torch.empty(len(rows), sizes[-1], dtype=dtype)
-        count = max(1, _CHUNK // max(sizes[-1], 1))
-        for part, into in zip(rows.split(count), found.split(count)):
-            into.copy_(made(_hashed(part, columns)))
-        return found.view(shape)
+        rows, columns = _rows(key, place, sizes, stream), _columns(key, place, sizes)
+        return _made(rows, columns, made, dtype).view(shape)
+
+
+def _made(
+    rows: Tensor, columns: Tensor, made: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> Tensor:
+    """The same of the bits of all columns of rows: on a host of a few at a time."""
+    if rows.device.type != "cpu" or torch.compiler.is_compiling():
+        return made(_hashed(rows, columns)).to(dtype)
+    found = torch.empty(len(rows), len(columns), dtype=dtype)
+    count = max(1, _CHUNK // max(len(columns), 1))
+    for part, into in zip(rows.split(count), found.split(count)):
+        into.copy_(made(_hashed(part, columns)))
+    return found
 
 
 def kept(key: Tensor, place: Place, shape: Sequence[int], p: float) -> Tensor:
@@ -270,18 +291,17 @@ def attention(
             is_each = attn_mask.shape[-3] > 1
             attn_mask = attn_mask.unflatten(-3, groups) if is_each else attn_mask.unsqueeze(-3)
         place = place.unflattened(len(place.shape) - 3, groups[1])
-    heads = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
-    query, key, value = (x.expand(*heads, *x.shape[-2:]) for x in (query, key, value))
-    rows = _Rows(place, dropout_p, is_causal, scale)
-    found = _Attention.apply(query, key, value, attn_mask, drawn, rows)
+    weights = _Weights(place, dropout_p, is_causal, scale)
+    found = _Attention.apply(query, key, value, attn_mask, drawn, weights)
     return found.flatten(-4, -3) if is_grouped else found
 
 
 _SCORES = 2**20  # of attention, at a time
+_ROWS = 256  # of a head at a time, where what they see grows from row to row
 
 
 class _Attention(torch.autograd.Function):
-    """A few rows of the weights at a time, which backward makes again."""
+    """Some rows of the weights at a time, which backward makes again."""
 
     @staticmethod
     def forward(
@@ -291,40 +311,64 @@ class _Attention(torch.autograd.Function):
         value: Tensor,
         mask: Tensor | None,
         drawn: Tensor,
-        rows: _Rows,
+        weights: _Weights,
     ) -> Tensor:
-        ctx.save_for_backward(query, key, value, mask, drawn)
-        ctx.rows = rows
-        out = query.new_empty(*query.shape[:-1], value.shape[-1])
-        for start, count in rows.parts(query, key):
-            _, weights, noise = rows.weights(query, key, mask, drawn, start, count)
-            out.narrow(-2, start, count).copy_((weights * noise).to(value.dtype) @ value)
+        heads = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+        out = query.new_empty(*heads, query.shape[-2], value.shape[-1])
+        flat = out.view(-1, *out.shape[-2:])
+        for part in weights.parts(query, key, value, mask, drawn, heads):
+            kept = part.weights.masked_fill_(part.dropped, 0.0).to(value.dtype)
+            flat[part.heads, part.rows] = torch.bmm(kept, part.value).mul_(_scale(weights.p))
+        ctx.save_for_backward(query, key, value, mask, drawn, out)
+        ctx.weights = weights
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, mask, drawn = ctx.saved_tensors
-        rows, scale = ctx.rows, ctx.rows.scale
-        of_query, of_key, of_value = (torch.zeros_like(x) for x in (query, key, value))
+        query, key, value, mask, drawn, out = ctx.saved_tensors
+        weights, heads = ctx.weights, out.shape[:-2]
+        of_query, of_key, of_value = (
+            x.new_zeros(math.prod(heads), *x.shape[-2:]) for x in (query, key, value)
+        )
         of_mask = torch.zeros_like(mask) if mask is not None and ctx.needs_input_grad[3] else None
-        for start, count in rows.parts(query, key):
-            part, weights, noise = rows.weights(query, key, mask, drawn, start, count)
-            above = grad.narrow(-2, start, count)
-            of_value += (weights * noise).to(value.dtype).transpose(-2, -1) @ above
-            of_weights = (above @ value.transpose(-2, -1)).to(weights.dtype) * noise
-            of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True))
+        shared = (grad * out).sum(-1, keepdim=True).reshape(-1, grad.shape[-2], 1)
+        slopes = (grad * _scale(weights.p)).reshape(-1, *grad.shape[-2:])
+        for part in weights.parts(query, key, value, mask, drawn, heads):
+            slope, keys = slopes[part.heads, part.rows], part.key.shape[-2]
+            wide = part.weights.dtype
+            kept = part.weights.masked_fill(part.dropped, 0.0).to(value.dtype)
+            of_value[part.heads, :keys] += torch.bmm(kept.transpose(1, 2), slope)
+            of_scores = torch.bmm(slope, part.value.transpose(1, 2)).to(wide)
+            of_scores.masked_fill_(part.dropped, 0.0).sub_(shared[part.heads, part.rows])
+            of_scores.mul_(part.weights)
             if of_mask is not None:
-                shape = of_mask.narrow(-2, start, count) if of_mask.shape[-2] > 1 else of_mask
-                shape += of_scores.to(of_mask.dtype).sum_to_size(shape.shape)
-            of_scores = of_scores.to(query.dtype) * scale
-            of_query.narrow(-2, start, count).copy_(of_scores @ key)
-            of_key += of_scores.transpose(-2, -1) @ part
-        return of_query, of_key, of_value, of_mask, None, None
+                own = _own(of_mask, heads, part.heads.start, part.rows)[..., :keys]
+                own += of_scores.to(own.dtype).sum_to_size(own.shape)
+            of_scores = of_scores.to(query.dtype)
+            of_query[part.heads, part.rows] = torch.bmm(of_scores, part.key)
+            of_key[part.heads, :keys] += torch.bmm(of_scores.transpose(1, 2), part.query)
+        of_query.mul_(weights.scale)
+        given = zip((of_query, of_key, of_value), (query, key, value))
+        sums = (found.view(*heads, *found.shape[1:]).sum_to_size(x.shape) for found, x in given)
+        return *sums, of_mask, None, None
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _Part:
+    """Some rows of some heads."""
+
+    heads: slice
+    rows: slice
+    query: Tensor  # scaled
+    key: Tensor  # those that are seen
+    value: Tensor
+    weights: Tensor  # as softmax gives them
+    dropped: Tensor
+
+
+@dataclass(frozen=True)
+class _Weights:
     """The weights of attention, some rows at a time."""
 
     place: Place
@@ -332,42 +376,68 @@ class _Rows:
     is_causal: bool
     scale: float
 
-    def parts(self, query: Tensor, key: Tensor) -> Iterator[tuple[int, int]]:
-        """Where they start, and how many there are."""
-        total = query.shape[-2]
-        most = max(1, _SCORES // max(1, math.prod(query.shape[:-2]) * key.shape[-2]))
-        for start in range(0, total, most):
-            yield start, min(most, total - start)
-
-    def weights(
+    def parts(
         self,
         query: Tensor,
         key: Tensor,
+        value: Tensor,
         mask: Tensor | None,
         drawn: Tensor,
-        start: int,
-        count: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Some rows of the queries, their weights, and what dropout takes these times."""
-        part = query.narrow(-2, start, count)
+        heads: Sequence[int],
+    ) -> Iterator[_Part]:
+        """All of them."""
+        queries, keys = query.shape[-2], key.shape[-2]
+        query, key, value = (
+            x.expand(*heads, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in (query, key, value)
+        )
+        place, shape = self.place, (*heads, queries, keys)
+        first = place.starts[len(heads)] if len(place.starts) > len(heads) else 0
+        hashes = _rows(drawn, place, shape, 0).view(-1, queries)
+        columns, numbers = _columns(drawn, place, shape), torch.arange(keys, device=key.device)
+        most = max(round(self.p * 2**32) - 1, 0) - 2**31
+
+        def is_less(bits: Tensor) -> Tensor:
+            return bits <= most
+
+        rows = min(queries, _ROWS if self.is_causal else max(1, _SCORES // max(keys, 1)))
+        many = max(1, _SCORES // max(rows * keys, 1)) if mask is None or mask.ndim == 2 else 1
         wide = torch.promote_types(query.dtype, torch.float32)
-        scores = (part @ key.transpose(-2, -1)).to(wide).mul_(self.scale)
-        place = self.place
-        starts = place.starts + (0,) * (scores.ndim - len(place.starts))
-        first = starts[-2] + start
-        if mask is not None:
-            own = mask.narrow(-2, start, count) if mask.shape[-2] > 1 else mask
-            is_bool = own.dtype == torch.bool
-            scores = scores.masked_fill_(~own, -math.inf) if is_bool else scores + own
-        if self.is_causal:
-            seen = torch.arange(first, first + count, device=query.device).unsqueeze(-1)
-            scores.masked_fill_(torch.arange(key.shape[-2], device=query.device) > seen, -math.inf)
-        weights = scores.softmax(-1)
-        if mask is not None:  # rows that see nothing
-            weights = weights.masked_fill(scores.amax(-1, keepdim=True) == -math.inf, 0.0)
-        own_place = place._replace(starts=(*starts[:-2], first, starts[-1]))
-        noise = kept(drawn, own_place, weights.shape, self.p).to(wide) * _scale(self.p)
-        return part, weights, noise
+        for head in range(0, len(query), many):
+            for row in range(0, queries, rows):
+                at, of = slice(head, head + many), slice(row, min(row + rows, queries))
+                seen = min(keys, first + of.stop) if self.is_causal else keys
+                part = query[at, of] * self.scale
+                scores = torch.bmm(part, key[at, :seen].transpose(1, 2)).to(wide)
+                scores = _masked(scores, mask, heads, head, of)
+                if self.is_causal:
+                    own = torch.arange(first + of.start, first + of.stop, device=query.device)
+                    scores.masked_fill_(numbers[:seen] > own.unsqueeze(-1), -math.inf)
+                weights = scores.softmax(-1)
+                if mask is not None:  # rows that see nothing
+                    weights.masked_fill_(scores.amax(-1, keepdim=True) == -math.inf, 0.0)
+                dropped = _made(hashes[at, of].reshape(-1), columns[:seen], is_less, torch.bool)
+                dropped = dropped.view(weights.shape)
+                yield _Part(at, of, part, key[at, :seen], value[at, :seen], weights, dropped)
+
+
+def _masked(
+    scores: Tensor, mask: Tensor | None, heads: Sequence[int], head: int, rows: slice
+) -> Tensor:
+    """Scores of rows of a head, or of several where all have one mask, with what masks them."""
+    if mask is None:
+        return scores
+    own = _own(mask, heads, head, rows)
+    return scores.masked_fill_(~own, -math.inf) if own.dtype == torch.bool else scores.add_(own)
+
+
+def _own(mask: Tensor, heads: Sequence[int], head: int, rows: slice) -> Tensor:
+    """What a mask has for rows of a head; a view."""
+    if mask.ndim > 2:
+        mask = mask.expand(*heads, *mask.shape[-2:])
+        for dim in range(len(heads)):
+            inner = math.prod(heads[dim + 1 :])
+            mask, head = mask[head // inner], head % inner
+    return mask[rows] if mask.shape[-2] > 1 else mask
 
 
 def _scale(p: float) -> float:
