@@ -62,14 +62,14 @@ class Passing:
         self._order = sorted(range(len(self.groups)), key=lambda group: spans[group][0])
         self._spans = spans
         self._firsts = [spans[group][0] for group in self._order]
-        self.after_forward = tuple(self._sizes[group] for group in self._order[-2:])
+        self.after_forward = tuple(self._order[-2:])
         self._asked: list[int] = []  # the places where backward asks, and what is here from there
         self._here: list[float] = []
         self._follow(_Backward(graph, mesh, reads, again))
 
-    # Bytes of the groups that are left here, at most two, the one that was read last at the end.
-    after_forward: tuple[float, ...] = ()
-    after_backward: tuple[float, ...] = ()
+    # The groups that are left here, at most two, the one that was read last at the end.
+    after_forward: tuple[int, ...] = ()
+    after_backward: tuple[int, ...] = ()
 
     def forward(self, node: fx.Node) -> float | None:
         """Bytes while a call runs; None before the first of them have come."""
@@ -91,7 +91,7 @@ class Passing:
 
     def _follow(self, calls: _Backward) -> None:
         """What is here as backward goes from call to call."""
-        window = _Window(self._sizes, self._order[-2:], self.asks)
+        window = _Window(self._sizes, self.asks)
         for node, groups, following, remade in calls:
             if groups:
                 window.ask(groups, following)
@@ -102,8 +102,12 @@ class Passing:
         self._asked.reverse()
         self._here.reverse()
         if self._here:
-            parts = window.here.keys() - window.wanted, window.wanted
-            self.after_backward = tuple(self._bytes(part) for part in parts if part)
+            others = [group for group in window.here if group not in window.wanted]
+            self.after_backward = (*others, *sorted(window.wanted))[-2:]
+
+    def size(self, group: int) -> float:
+        """Bytes of a group."""
+        return self._sizes[group]
 
     def _bytes(self, groups: Iterable[int]) -> float:
         return sum(self._sizes[group] for group in groups)
@@ -167,10 +171,10 @@ class _Backward:
 class _Window:
     """The groups that are here in backward, as the runtime lets them come and go."""
 
-    def __init__(self, sizes: Sequence[float], left: Iterable[int], asks: list[Ask]) -> None:
-        """`left` by forward. What is asked for comes to `asks`."""
+    def __init__(self, sizes: Sequence[float], asks: list[Ask]) -> None:
+        """What is asked for comes to `asks`."""
         self._sizes, self._asks = sizes, asks
-        self.here = dict.fromkeys(left, True)  # False: it is on its way
+        self.here: dict[int, bool] = {}  # False: it is on its way
         self.wanted = self._held = NONE
 
     def ask(self, groups: Groups, following: int | None = None) -> None:

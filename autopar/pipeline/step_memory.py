@@ -43,11 +43,11 @@ class Part(IntEnum):
     STATISTICS = auto()  # what buffers change by, to the end of the step
     EARLY = auto()  # whether there are those gradients of parameters that I makes
     LATE = auto()  # and all others
-    # Copies of parameters that live a use, as they are left.
-    READ_F = auto()  # whether there is the group that its F has read last
-    BEFORE_F = auto()  # and the one before that
-    READ_B = auto()  # of B or I
-    BEFORE_B = auto()
+    # Whether there are groups of copies that live a use, of those that F, B or I leave here.
+    LEFT = auto()
+    LEFT_1 = auto()
+    LEFT_2 = auto()
+    LEFT_3 = auto()
     F = auto()  # it runs; up to `I_AGAIN`, no copy has come that it reads
     B = auto()  # the first, in which gradients of parameters come
     B_AGAIN = auto()
@@ -69,7 +69,10 @@ class Part(IntEnum):
 
 
 READING = Part.F_READING - Part.F
-Groups = tuple[int, int]  # that F leaves here, and B or I: 2 at most
+# The groups that F leaves here, and those that B or I leave, by number from `LEFT` on: two at most,
+# the one that was read last at the end.
+Groups = tuple[tuple[int, ...], tuple[int, ...]]
+NO_GROUPS: Groups = (), ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +83,7 @@ class StageMemory:
     learned: Mapping[str, float]  # gradients by placeholder
     at_once: frozenset[str]  # those of them that are there after I
     host: float  # kept for backward on the host
-    groups: Groups = (0, 0)
+    groups: Groups = NO_GROUPS
 
     @classmethod
     def of(
@@ -108,9 +111,9 @@ class StageMemory:
         sizes[Part.RETURNED] = size(sends, learn=True)
         sizes[Part.SENT], sizes[Part.STATISTICS] = course.left(sends), course.left(statistics)
         sizes[Part.EARLY], sizes[Part.LATE] = early, course.gradients - early
-        left = course.passing.after_forward, course.passing.after_backward
-        for part, groups in zip((Part.READ_F, Part.READ_B), left):
-            sizes[part : part + len(groups)] = groups[::-1]
+        passing = course.passing
+        left = list(dict.fromkeys((*passing.after_forward, *passing.after_backward)))
+        sizes[Part.LEFT : Part.LEFT + len(left)] = [passing.size(group) for group in left]
         for more in (0, READING):
             forward, backward = (
                 [one for one in moments if (one.copies is not None) == bool(more)]
@@ -125,7 +128,9 @@ class StageMemory:
             sizes[Part.W : Part.W_ONLY + 1] = _running(course.weights, early)
         on_host = {k: v for n in graph.nodes for k, v in kept_on_host(n, mesh).items()}
         about = sizes, course.learned, course.at_once, sum(on_host.values())
-        return cls(*about, (len(left[0]), len(left[1])))
+        after = passing.after_forward, passing.after_backward
+        of_forward, of_backward = (tuple(left.index(one) for one in groups) for groups in after)
+        return cls(*about, (of_forward, of_backward))
 
     @classmethod
     def of_stage(cls, stage: Stage, mesh: Mesh, is_split: bool, travel: Travel) -> StageMemory:
@@ -195,7 +200,7 @@ def _counts(schedule: Schedule, rank: int, stages: Mapping[int, StageMemory]) ->
 @lru_cache(maxsize=64)
 def step_counts(schedule: Schedule, groups: tuple[Groups, ...] = ()) -> tuple[Counts, ...]:
     """Of each rank, what it holds of its stages at all moments that differ."""
-    given = groups or ((0, 0),) * schedule.stages
+    given = groups or (NO_GROUPS,) * schedule.stages
     return tuple(_Counting(schedule, rank, given).rows for rank in range(schedule.ranks))
 
 
@@ -295,7 +300,7 @@ class _Counting:
         for number in range(len(action.microbatches)):
             is_last = position == self._last[stage] and number == len(action.microbatches) - 1
             if kind == "F":
-                yield from self._run(stage, Part.F, Part.READ_F)
+                yield from self._run(stage, Part.F)
                 self._add(stage, Part.KEPT, 1)
                 self._add(stage, Part.STATISTICS, 1)
             if kind in ("B", "I"):
@@ -304,7 +309,7 @@ class _Counting:
                     part = Part.I_AGAIN if self._has(stage, Part.EARLY) else Part.I
                 else:
                     part = _run_of(Part.B, self._has(stage, Part.LATE), is_last)
-                yield from self._run(stage, part, Part.READ_B)
+                yield from self._run(stage, part)
                 self._come(stage, *([Part.EARLY] if is_split else [Part.EARLY, Part.LATE]))
                 self._add(stage, Part.HALVES, is_split)
                 if stage:
@@ -327,18 +332,14 @@ class _Counting:
         for part in parts:
             self._now[self._first[stage] + part] = 1
 
-    def _run(self, stage: int, part: Part, left: Part) -> Iterator[tuple[int, ...]]:
-        """First beside what copies are left here. Those that come take their room: `left` are the
-        last of them."""
+    def _run(self, stage: int, part: Part) -> Iterator[tuple[int, ...]]:
+        """First beside what copies are left here. Those that come take their room."""
         yield self._running(stage, part)
-        count = self._groups[stage][left == Part.READ_B]
-        if not count:
+        first = self._first[stage] + Part.LEFT
+        own = [first + number for number in self._groups[stage][part != Part.F]]
+        if not own:
             return
-        if max(self._groups[stage]) == 1:
-            left = Part.READ_F  # there is one group
-        first = self._first[stage] + left
-        own = list(range(first, first + count))[::-1]
-        room = LIVE_GROUPS - count
+        room = LIVE_GROUPS - len(own)
         beside = [one for one in self._left if one not in own]
         self._put(beside[len(beside) - room :])
         yield self._running(stage, Part(part + READING))

@@ -90,13 +90,15 @@ def test_copies_stay_as_long_as_the_runtime_lets_them(name: str, counts: tuple[i
     by_stage, stages = copies(made, counts), {}
     for index, groups in by_stage.items():
         sizes = [float(group.bytes) for group in groups]
-        parts = {"READ_F": sizes[-1:], "BEFORE_F": sizes[-2:-1]}
-        parts |= {"READ_B": sizes[:1], "BEFORE_B": sizes[1:2]}
+        after = (*range(len(sizes))[-2:],), (*range(len(sizes))[:2][::-1],)
+        left = list(dict.fromkeys((*after[0], *after[1])))
+        names = ["LEFT", "LEFT_1", "LEFT_2", "LEFT_3"]
+        parts = {name: sizes[group] for name, group in zip(names, left)}
         together = max(map(sum, pairwise(sizes)), default=sum(sizes))
         running = [part.name for part in Part if part.name.endswith("_READING")]
-        given = {part: sum(some) for part, some in parts.items()} | dict.fromkeys(running, together)
-        left = min(2, len(sizes))
-        stages[index] = replace(stage({}, **given), groups=(left, left))
+        given = parts | dict.fromkeys(running, together)
+        forward, backward = (tuple(map(left.index, groups)) for groups in after)
+        stages[index] = replace(stage({}, **given), groups=(forward, backward))
     for rank in range(made.ranks):
         assert most_in_step(made, rank, stages) == seen_in_window(made, rank, by_stage)
 
