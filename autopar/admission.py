@@ -21,6 +21,7 @@ from autopar.pipeline.schedule import Schedule
 from autopar.plan.plan import Plan, SavedPlan
 from autopar.planner.candidate import Candidate
 from autopar.planner.request import Request
+from autopar.runtime.outputs import FORMS
 from autopar.search.decisions import Fallback
 from autopar.strategies.node_info import info
 
@@ -53,6 +54,17 @@ def validate_running(place: str, plan: object, local_inputs: bool, check: bool) 
             "what is checked is the global batch, which every rank is given",
             got="local_inputs=True with check=True",
             remedy="one of them",
+        )
+
+
+def validate_outputs(place: str, outputs: object) -> None:
+    """Refuse pieces of outputs where one process has all of them."""
+    require_one_of("outputs", outputs, FORMS)
+    if place == "virtual" and outputs != "whole":
+        raise InvalidInput(
+            "pieces of outputs are those of one process of several",
+            got=f'outputs={outputs!r} with backend="virtual"',
+            remedy='outputs="whole", which the virtual mesh always gives',
         )
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.admission import device_of, validate_running, validate_slices
+from autopar.admission import device_of, validate_outputs, validate_running, validate_slices
 from autopar.capture.failure import check_call
 from autopar.cluster import Cluster
 from autopar.mesh import Mesh
@@ -31,6 +31,7 @@ from autopar.runtime.distributed import TorchBackend
 from autopar.runtime.failures import one_fails_all_stop
 from autopar.runtime.groups import enter_world, require_world_of
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.outputs import OutputsLike
 from autopar.runtime.plan_broadcast import agree, of_first, require_equal, require_same_call
 from autopar.runtime.values import Values, require_constants, require_data
 from autopar.runtime.virtual import VirtualBackend
@@ -48,6 +49,7 @@ def parallelize(
     plan: Plan | SavedPlan | None = None,
     backend: BackendName | None = None,
     local_inputs: bool = False,
+    outputs: OutputsLike = "whole",
     check: bool = False,
     init: Callable[[nn.Module], object] | None = None,
     weights: str | Path | Mapping[str, Tensor] | None = None,
@@ -70,11 +72,12 @@ def parallelize(
     `args` and `kwargs` are an example of one global batch. `backend` is "virtual" (all ranks in
     this process) or "torch" (this process is one rank; the default under torchrun). `plan` is one
     that `plan()` made, or one from a file; on several ranks that of rank 0 holds. `local_inputs`:
-    each rank will bring its own slice of the inputs. `check`: the first step compares the captured
-    program with the plain model; every step, on the virtual mesh, at every value the ranks that
-    should agree, and on processes their batches. Both are equal on all ranks, and a call that one
-    rank refuses is refused on all. Under torchrun a call of the module gives each cut output as a
-    DTensor, which `full_tensor()` makes whole. Everything else is as in `plan`.
+    each rank will bring its own slice of the inputs. `outputs`: a call gives whole tensors, as the
+    model does; under torchrun "dtensor" or "local" (this rank's pieces) spare the gather of those
+    that are cut. `check`: the first step compares the captured program with the plain model; every
+    step, on the virtual mesh, at every value the ranks that should agree, and on processes their
+    batches. All three are equal on all ranks, and a call that one rank refuses is refused on all.
+    Everything else is as in `plan`.
 
     Values are those of rank 0's model, which sends each rank its pieces. What lies on the meta
     device there is made on each rank, module by module, by the model's own `reset_parameters()` or
@@ -85,8 +88,8 @@ def parallelize(
     its slices in place of both.
     """
     options, values = PlanOptions.among(locals()), Values(model, init, weights)
-    call = _Call(model, args, kwargs, plan, options, backend, local_inputs, check, values)
-    return call.carry_out()
+    running = (backend, local_inputs, outputs, check)
+    return _Call(model, args, kwargs, plan, options, *running, values).carry_out()
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,7 @@ class _Call:
     options: PlanOptions
     backend: BackendName | None
     local_inputs: bool
+    outputs: OutputsLike
     check: bool
     values: Values
 
@@ -115,13 +119,14 @@ class _Call:
         device = enter_world(device_of(self.model))
         with one_fails_all_stop(agreed=True):
             said = {"local_inputs": bool(self.local_inputs), "check": bool(self.check)}
-            require_same_call(lambda: self.validate(place), **said)
+            require_same_call(lambda: self.validate(place), **said, outputs=self.outputs)
             self.values.told = of_first(self.values.told)
             decided = self.decide_together()
             require_world_of(decided.whole_mesh)
             validate_slices(self.local_inputs, decided.batches)
         with one_fails_all_stop():
-            return self.module(decided, TorchBackend(decided.program, self.local_inputs, device))
+            running = self.local_inputs, device, self.outputs
+            return self.module(decided, TorchBackend(decided.program, *running))
 
     def decide(self, plan: Plan | SavedPlan | None) -> Plan:
         """The plan that this process carries out, by itself."""
@@ -153,6 +158,7 @@ class _Call:
     def validate(self, place: str) -> None:
         """Refuse what this process sees by itself."""
         validate_running(place, self.plan, self.local_inputs, self.check)
+        validate_outputs(place, self.outputs)
         given = (v for v in (self.args, self.kwargs) if v is not None)
         is_empty = all(isinstance(value, tuple | Mapping) and not value for value in given)
         if self.plan is None or not is_empty:  # a plan knows its own inputs

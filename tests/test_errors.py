@@ -382,6 +382,14 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: parallel(Two(), backend="virtual", local_inputs=True),
         ["one process of several", "local_inputs=True", "global batch"],
     ),
+    "pieces of outputs on the virtual mesh": (
+        lambda: parallel(Two(), backend="virtual", outputs="local"),
+        ["one process of several", "outputs='local'", 'outputs="whole"'],
+    ),
+    "another form of outputs": (
+        lambda: parallel(Two(), outputs="dtensors"),
+        ["outputs is one of", "'dtensors'", "remedy: 'dtensor'"],
+    ),
     "a check of local inputs": (
         lambda: parallel(Two(), backend="torch", local_inputs=True, check=True),
         ["what is checked is the global batch", "local_inputs=True with check=True", "one of them"],

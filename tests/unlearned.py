@@ -12,7 +12,6 @@ from functools import cache
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import autopar as ap
 from tests.models import Case
@@ -68,14 +67,10 @@ def assert_called_alike(module: ap.ParallelModule, case: Case) -> None:
         module.step(*case.args)
         module.zero_grad()
         for run in (single.run, lambda: module(*case.args)):
-            outputs = [whole(output) for output in run()]
+            outputs = run()
             torch.stack([outputs[place].square().sum() for place in places]).sum().backward()
         named = single.model.named_parameters()
         expected = {name: p.grad for name, p in named if p.grad is not None}
         found = module.full_grads()
         assert found.keys() == expected.keys()
         assert all(relative(found[name], expected[name], 1e-6) < 1e-9 for name in expected)
-
-
-def whole(output: Tensor) -> Tensor:
-    return output.full_tensor() if isinstance(output, DTensor) else output

@@ -31,8 +31,8 @@ def index_of_loss(outputs: Any, learned: Sequence[bool]) -> int:
         if learns and isinstance(leaf, Tensor) and leaf.ndim == 0
     ]
     if not numbers:
-        _refuse(leaves, "return the loss from forward, or call the parallel module and "
-                "differentiate: under torchrun full_tensor() makes a cut output whole")  # fmt: skip
+        remedy = "return the loss from forward, or call the parallel module and differentiate"
+        _refuse(leaves, remedy)
     paths = [path for path, _ in leaves]
     named = sorted((path for path in paths if path[-1:] == (NAME,)), key=len)
     is_one = len(named) == 1 or (len(named) > 1 and len(named[0]) < len(named[1]))

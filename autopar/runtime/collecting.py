@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import local_of
-from autopar.layout import Layout
+from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
 from autopar.runtime.groups import Groups
+from autopar.runtime.outputs import joined
 from autopar.runtime.stage_ranks import StageRanks
 
 
@@ -47,16 +48,11 @@ def collect(
 
 
 def _whole(value: Tensor, rank: int, groups: Groups, device: torch.device) -> Tensor:
-    """A DTensor's data on all ranks of its mesh, dim by dim, the innermost cut first."""
+    """A DTensor's data, on all ranks of its mesh."""
     local = local_of(value).to(device)
     if not isinstance(value, DTensor):
         return local
     mesh = Mesh.from_device_mesh(value.device_mesh)
     layout = Layout.from_placements(value.placements, mesh, value.ndim)
-    for dim, axes in enumerate(layout.dims):
-        for count in reversed(range(len(axes))):
-            axis, layout = axes[count], layout.with_dim(dim, axes[:count])
-            size = layout.local_shape(value.shape, mesh, rank)[dim]
-            place = groups.name((axis,)), mesh[axis], mesh.position(rank, (axis,))
-            local = torch.ops.autopar.all_gather(local, dim, size, *place, False)
-    return local
+    type_ = TensorType(tuple(value.shape), value.dtype, layout)
+    return joined(local, type_, mesh, groups, rank)

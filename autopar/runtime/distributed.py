@@ -42,7 +42,8 @@ from autopar.runtime.kept import KeptTensors
 from autopar.runtime.leaves import Leaves
 from autopar.runtime.messages import Messages, Shape
 from autopar.runtime.norm import norm_over_world
-from autopar.runtime.placing import Placing, Read, wrapper
+from autopar.runtime.outputs import Outputs, OutputsLike
+from autopar.runtime.placing import Placing, Read
 from autopar.runtime.routes import Route, routes_of
 from autopar.runtime.stage_ranks import StageRanks, Users, gradient_sums, slot_of
 from autopar.runtime.world import world
@@ -57,6 +58,7 @@ class TorchBackend(Backend):
         program: Program,
         local_inputs: bool,
         device: torch.device,
+        outputs: OutputsLike = "whole",
         leaves: Leaves | None = None,
     ) -> None:
         """`leaves`: those of another program on the same parameters."""
@@ -67,7 +69,10 @@ class TorchBackend(Backend):
         self.device_mesh = whole_mesh[self.mesh.names] if program.pipelining else whole_mesh
         # Pieces are joined over one axis at a time.
         of_states = {(axis,) for n in program.placeholders for axis in program.kept_layout(n).axes}
-        self.groups = Groups(self.mesh, axes_used(program.graph) | of_states, ranks.meshes)
+        of_outputs = {(axis,) for n in program.outputs for axis in info(n).type.layout.axes}
+        wanted = axes_used(program.graph) | of_states | of_outputs
+        self.groups = Groups(self.mesh, wanted, ranks.meshes)
+        self._leave = Outputs(outputs, self.device_mesh, self.groups, ranks.inner)
         self.placing = Placing(self.mesh, ranks.inner, device, self.device_mesh)
         self._kept = KeptTensors(program, device)
         self.constants: dict[str, Tensor] = {}  # those that have been read, this rank's pieces
@@ -171,7 +176,8 @@ class TorchBackend(Backend):
         return self.world.told(super().draw(program))
 
     def of(self, program: Program) -> TorchBackend:
-        return TorchBackend(program, self.local_inputs, self.device, self.leaves)
+        form = self._leave.form
+        return TorchBackend(program, self.local_inputs, self.device, form, self.leaves)
 
     def enter(self, value: Tensor, layout: Layout) -> Tensor:
         """This rank's piece of an input."""
@@ -317,7 +323,7 @@ class TorchBackend(Backend):
     # A direct call.
 
     def call(self, kept: Mapping[str, Tensor], inputs: Batch) -> list[Tensor]:
-        """This rank's outputs, a cut one as DTensor."""
+        """The outputs in the form that was asked for."""
         window = self.leaves.window
         window.forget()
         outputs = self.whole.forward(kept, inputs)
@@ -333,11 +339,6 @@ class TorchBackend(Backend):
             self._leave(value, info(node).type)
             for value, node in zip(outputs, self.program.outputs)
         ]
-
-    def _leave(self, value: Tensor, type_: TensorType) -> Tensor:
-        if type_.layout.is_replicated:
-            return value
-        return wrapper(type_.layout, type_.shape, self.device_mesh)(value)
 
 
 class TorchGraph:

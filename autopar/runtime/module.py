@@ -44,8 +44,9 @@ class ParallelModule(nn.Module):
     """Called and differentiated like the original; `step` takes a whole global batch.
 
     A call runs the batch in one go, a step in the micro-batches of the plan: what the plan says of
-    memory is for steps. A pipeline runs steps only. On processes a call gives each output that
-    is cut as a DTensor, which `full_tensor()`, called on every rank, makes whole.
+    memory is for steps. A pipeline runs steps only. A call gives whole, plain tensors in the
+    model's own output type, of which a loss may be made outside: every rank makes the same one.
+    With `outputs="dtensor"` or `"local"` processes give what is cut as DTensors or in pieces.
 
     Parameters and buffers stand under their original names, tied ones under all their names. Freeze
     and replace them on all ranks alike: `check=True` compares what is frozen. On processes, where

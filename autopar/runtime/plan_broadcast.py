@@ -7,7 +7,7 @@ rank that disagrees, or that refuses what it was called with, is named on all ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from autopar.plan.plan import Plan, SavedPlan
 T = TypeVar("T")
 
 
-def require_same_call(check_alone: Callable[[], None], **alike: bool) -> None:
+def require_same_call(check_alone: Callable[[], None], **alike: Hashable) -> None:
     """Before rank 0 plans: what `check_alone` raises on one rank is refused on all.
 
     `alike`: options that are equal on all ranks, since they say when ranks wait for one another.

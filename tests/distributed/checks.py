@@ -21,6 +21,7 @@ from tests import models
 from tests.annotations import megatron, sequence, stored, vocabulary
 from tests.held import held_by, kept_for_backward, local_bytes, pieces_of, storages
 from tests.models import Case
+from tests.outputs import LAWS, Body, made, parallel, random
 from tests.parity import Outcome, assert_equal, parallel_outcome, single_outcome
 from tests.partly_learned import partly_learned, without_gradient
 from tests.runtime.acts import (
@@ -148,6 +149,8 @@ def refuses_on_all_ranks_the_call_that_one_refuses() -> None:
         (1, {"model": None}, "a model is a torch.nn", "rank 1: a model is a torch.nn.Module"),
         (3, {"backend": "nccl"}, "backend is one of", "rank 3: backend is one of"),
         (0, {"local_inputs": True, "check": True}, "what is checked is", "rank 0: what is checked"),
+        (1, {"outputs": "cut"}, "outputs is one of", "rank 1: outputs is one of"),
+        (2, {"outputs": "local"}, *["rank 2: outputs=local"] * 2),
         (0, {"local_inputs": True, "microbatches": 2}, *["same local_inputs"] * 2),
         (1, {"local_inputs": True}, *["rank 1: local_inputs=True"] * 2),
         (3, {"check": True}, *["rank 2: check=False\n +rank 3: check=True"] * 2),
@@ -195,11 +198,35 @@ def is_called_and_differentiated() -> None:
     grads = []
     for module in pair(case, DP2_TP2):
         loss, logits = module(*case.args)
-        assert isinstance(logits, DTensor) == (module.backend.__class__.__name__ == "TorchBackend")
-        assert not isinstance(loss, DTensor)
+        assert type(loss) is type(logits) is Tensor
         (3 * loss).backward()
         grads.append(module.full_grads())
     assert_close(*grads)
+
+
+def gives_what_the_model_gives() -> None:
+    for mesh, states in ((DP2_TP2, "whole"), (Mesh(dp=4, tp=1), "zero3")):
+        for law in LAWS:
+            law(mesh=mesh, states=states)
+
+
+def gives_pieces_on_request() -> None:
+    """Their gradients are pieces too: those of the whole, where losses of pieces add up to it."""
+    model, x = made(Body), random(8, 4)
+    expected = model(x)
+    expected.square().sum().backward()
+    for form in ("dtensor", "local"):
+        module = parallel(model, x, mesh=DP2_TP2, outputs=form)
+        y = module(x)
+        assert isinstance(y, DTensor) == (form == "dtensor")
+        if isinstance(y, DTensor):
+            assert_close(y.full_tensor(), expected)
+            y = y.to_local()
+        at = DP2_TP2.coordinate(dist.get_rank())
+        assert_close(y, expected.chunk(2)[at["dp"]].chunk(2, 1)[at["tp"]])
+        y.square().sum().backward()
+        grads = {name: p.grad for name, p in model.named_parameters()}
+        assert_close(module.full_grads(), grads)
 
 
 def is_called_with_the_batch_of_several_microbatches() -> None:
@@ -244,7 +271,7 @@ def gives_no_gradient_where_one_device_gives_none() -> None:
         assert_equal(parallel_outcome(module, case), expected)
     for output in (0, 1, 0):
         module.zero_grad()
-        whole(module(*case.args)[output]).sum().backward()
+        module(*case.args)[output].sum().backward()
         assert module.full_grads().keys() == every - without_gradient(case, output)
 
 
@@ -291,10 +318,6 @@ def gives_parameters_no_gradient_when_inputs_alone_are_asked_for() -> None:
             asks(module(x)[0])
     module(x)[3].backward()
     assert module.full_grads().keys() == dict(case.model.named_parameters()).keys()
-
-
-def whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def takes_local_inputs() -> None:
@@ -551,6 +574,8 @@ CHECKS = [
     clips_and_accumulates,
     gives_tensors_that_stay,
     is_called_and_differentiated,
+    gives_what_the_model_gives,
+    gives_pieces_on_request,
     is_called_with_the_batch_of_several_microbatches,
     differentiates_in_any_order,
     gives_no_gradient_where_one_device_gives_none,

@@ -1,0 +1,201 @@
+"""What a call gives is what the model gives, wherever it runs: whole, plain, differentiable.
+
+>>> for law in LAWS:
+...     law(mesh=Mesh(dp=2, tp=2), backend="virtual")
+
+Losses stand outside of the model. What is expected is the plain model's, on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.utils import ModelOutput
+
+import autopar as ap
+
+BATCH = 6  # four ranks have pieces of two sizes
+
+
+def assert_close(one: Any, other: Any) -> None:
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def random(*shape: int, seed: int = 0, learns: bool = False) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    found = torch.randn(*shape, dtype=torch.float64, generator=generator)
+    return found.requires_grad_(learns)
+
+
+class Body(nn.Module):
+    """Where the mesh has `tp`, its output is cut over both axes."""
+
+    def __init__(self, width: int = 4, outputs: int = 5) -> None:
+        super().__init__()
+        self.up = ap.shard(nn.Linear(width, 8), params={"weight": ("tp", None)})
+        self.down = ap.shard(nn.Linear(8, outputs), params={"weight": ("tp", None)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+@dataclass
+class Result(ModelOutput):
+    """As models of transformers give it."""
+
+    features: Tensor | None = None
+    logits: Tensor | None = None
+
+
+class Several(nn.Module):
+    """Outputs of several kinds in one of three types."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.body, self.head, self.kind = Body(), nn.Linear(5, 3), kind
+
+    def forward(self, x: Tensor) -> Any:
+        features = self.body(x)
+        logits = self.head(torch.tanh(features))
+        if self.kind == "tuple":
+            return logits, features, logits.argmax(1), features.detach().square().mean()
+        if self.kind == "dict":
+            return {"logits": logits, "nothing": None, "features": features}
+        return Result(features=features, logits=logits)
+
+
+def made(make: Callable[..., nn.Module], *args: Any) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return make(*args).double()
+
+
+def parallel(model: nn.Module, *inputs: Tensor, **options: Any) -> ap.ParallelModule:
+    return ap.parallelize(model, inputs, **{"mode": "propagate", **options})
+
+
+Trained = tuple[list[Tensor], list[dict[str, Tensor]]]
+
+
+def trained(modules: Sequence[nn.Module], losses: Callable[..., Any], steps: int = 3) -> Trained:
+    """Losses, then gradients of the first step and parameters after the last, of each module.
+
+    `losses` gives those of one step one after another; of that at a place the module at this place
+    learns.
+    """
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=0.05, eps=1e-3) for module in modules]
+    seen: list[Tensor] = []
+    first: list[dict[str, Tensor]] = []
+    for step in range(steps):
+        for module, optimizer, loss in zip(modules, optimizers, losses(*modules)):
+            assert type(loss) is Tensor
+            optimizer.zero_grad()
+            loss.backward()
+            if step == 0:
+                first.append(gradients(module))
+            optimizer.step()
+            seen.append(loss.detach())
+    return seen, [*first, *(state(module) for module in modules)]
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    if isinstance(module, ap.ParallelModule):
+        return module.full_grads()
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def state(module: nn.Module) -> dict[str, Tensor]:
+    if isinstance(module, ap.ParallelModule):
+        return module.full_state_dict()
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def a_loss_outside_is_one_inside(**options: Any) -> None:
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = made(Body)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(self.body(x), y)
+
+    x, y = random(BATCH, 4), torch.arange(BATCH) % 5
+    model, inside = made(Body), Inside()
+    outside = trained([parallel(model, x, **options)], lambda pm: [F.cross_entropy(pm(x), y)])
+    assert_close(outside, trained([model], lambda model: [F.cross_entropy(model(x), y)]))
+    pm = parallel(inside, x, y, **options)
+    assert_close(pm.step(x, y), outside[0][0])
+    assert_close(list(pm.full_grads().values()), list(outside[1][0].values()))
+
+
+def one_module_is_fed_with_the_output_of_another(**options: Any) -> None:
+    """A generator and a discriminator, each with an optimizer of its own."""
+    z, real = random(BATCH, 4, seed=1), random(BATCH, 5, seed=2)
+    g, d = made(Body), made(Body, 5, 2)
+
+    def losses(d: nn.Module, g: nn.Module) -> Any:
+        fake = g(z)
+        assert fake.shape == real.shape
+        yield F.softplus(-d(real)).mean() + F.softplus(d(fake.detach())).mean()
+        yield F.softplus(-d(fake)).mean()
+
+    pg, pd = parallel(g, z, **options), parallel(d, random(BATCH, 5, learns=True), **options)
+    assert_close(trained([pd, pg], losses), trained([d, g], losses))
+
+
+def outputs_keep_their_type(**options: Any) -> None:
+    """One of several is used; what takes no gradient there takes none here."""
+    x = random(BATCH, 4)
+    for kind in ("tuple", "dict", "dataclass"):
+        model = made(Several, kind)
+        pm = parallel(model, x, **options)
+        found, expected = pm(x), model(x)
+        assert type(found) is type(expected)
+        if kind != "tuple":
+            assert list(found) == list(expected)
+            assert kind == "dict" or torch.equal(found.logits, found["logits"])
+            found, expected = list(found.values()), list(expected.values())
+        assert_close(found, expected)
+        pairs = [(one, other) for one, other in zip(found, expected) if other is not None]
+        assert all(type(one) is Tensor for one, _ in pairs)
+        assert all(one.requires_grad == other.requires_grad for one, other in pairs)
+        for used in (1, 0) if kind == "tuple" else (2,) if kind == "dict" else (0,):
+            pm.zero_grad()
+            model.zero_grad()
+            for run in (pm, model):
+                outputs = run(x)
+                outputs = list(outputs.values()) if kind != "tuple" else outputs
+                outputs[used].pow(3).sum().backward()
+            assert_close(pm.full_grads(), gradients(model))
+        with torch.no_grad():
+            outputs = pm(x)
+            outputs = outputs[0] if kind == "tuple" else outputs["logits"]
+            assert not outputs.requires_grad
+            outputs += 1  # the caller's own
+
+
+def inputs_get_their_gradients(**options: Any) -> None:
+    x = random(BATCH, 4, learns=True)
+    model = made(Body)
+    pm = parallel(model, x, **options)
+    expected = torch.autograd.grad(model(x).square().mean(), x)
+    assert_close(torch.autograd.grad(pm(x).square().mean(), x), expected)
+    assert not pm.full_grads()
+    x.grad = None
+    (pm(2 * x).square().mean() + x.sum()).backward()
+    found, x.grad = x.grad, None
+    (model(2 * x).square().mean() + x.sum()).backward()
+    assert_close(found, x.grad)
+
+
+LAWS = (
+    a_loss_outside_is_one_inside,
+    one_module_is_fed_with_the_output_of_another,
+    outputs_keep_their_type,
+    inputs_get_their_gradients,
+)
