@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers.utils import ModelOutput
 
@@ -193,7 +195,39 @@ def inputs_get_their_gradients(**options: Any) -> None:
     assert_close(found, x.grad)
 
 
+def parameters_get_the_gradients_that_are_asked_for(**options: Any) -> None:
+    """Some of them, beside inputs or alone, of one output or of two; and nobody else any."""
+    x = random(BATCH, 4, learns=True)
+    model = made(Several, "tuple")
+    for more in ({}, {"recompute": "full"}):
+        pm = parallel(model, x, **options, **more)
+        found: list[list[Tensor]] = []
+        for module in (pm, model):
+            given = dict(module.named_parameters())
+            some = [given["head.bias"], given["body.up.weight"]]
+            one, other = module(x)[:2]
+            loss = one.square().mean() + other.pow(3).mean()
+            asked = [torch.autograd.grad(loss, some, retain_graph=True)]
+            asked.append(torch.autograd.grad(loss, (x, given["body.down.bias"])))
+            asked.append(torch.autograd.grad(module(x)[0].exp().mean(), list(given.values())))
+            asked.append(torch.autograd.grad(module(x)[1].exp().mean(), x))
+            with pytest.raises(RuntimeError, match="not have been used in the graph"):
+                torch.autograd.grad(module(x)[1].sum(), some)
+            assert not gradients(module)
+            module(x)[0].square().mean().backward(inputs=some)
+            assert gradients(module).keys() == {"head.bias", "body.up.weight"}
+            asked.append([p.grad for p in some])
+            found.append([whole(value) for values in asked for value in values])
+            module.zero_grad()
+        assert_close(*found)
+
+
+def whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 LAWS = (
+    parameters_get_the_gradients_that_are_asked_for,
     a_loss_outside_is_one_inside,
     one_module_is_fed_with_the_output_of_another,
     outputs_keep_their_type,

@@ -1,7 +1,8 @@
 """Direct calls on processes: their backward passes, which give parameters their gradients.
 
 A call may be differentiated by any of its outputs, or by several one after another. At the end of a
-pass every parameter that it leads to gets its gradient, summed over ranks.
+pass every parameter that it leads to gets its gradient, summed over ranks. Of a pass that is
+restricted, as by `torch.autograd.grad`, torch itself gives the gradients that are asked for.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autopar._torch import call_after_backward, will_reach
 from autopar.errors import InvalidInput
 from autopar.plan.program import Program
-from autopar.runtime.buckets import GradientSync
+from autopar.runtime.buckets import GradientSync, Slot
 from autopar.runtime.copies import changed_in_between
 from autopar.runtime.failures import one_fails_all_stop
 from autopar.runtime.leaves import Leaves
@@ -47,20 +49,26 @@ class DirectCalls:
         after the action `last` of a step."""
         self._sync, self._last = sync, last
         self._pending, self._reached = False, frozenset()
-        parameters, come = [slot.parameter for slot in sync.slots], self._comes
-        age = self._leaves.age
         return [
-            _Watched.apply(partial(come, names, age), output, self._anchor, *parameters)
+            self._watched(output, [slot for slot in sync.slots if slot.name in names], names)
             if output.requires_grad
             else output
             for output, names in zip(outputs, self._program.learned)
         ]
 
-    def _comes(self, names: frozenset[str], age: int) -> None:
-        """A backward pass goes through an output: to the parameters `names`, or to inputs alone.
-        `age` is that of the leaves when the output was made.
+    def _watched(self, output: Tensor, slots: list[Slot], names: frozenset[str]) -> Tensor:
+        come = partial(self._comes, get_gradient_edge(output), slots, names, self._leaves.age)
+        parameters = [slot.parameter for slot in slots]
+        return _Watched.apply(come, output, self._anchor, *parameters)
 
-        Which of the two is the same on all ranks, whatever each of them finds there.
+    def _comes(
+        self, output: GradientEdge, slots: list[Slot], names: frozenset[str], age: int, grad: Tensor
+    ) -> list[Tensor | None]:
+        """A backward pass goes through an output: to the parameters `names`, or to some that are
+        asked for, whose gradients are made here and given to torch. `age` is that of the leaves
+        when the output was made.
+
+        Which it is is the same on all ranks, whatever each of them finds there.
         """
         assert self._sync is not None
         if torch.is_grad_enabled():
@@ -76,8 +84,7 @@ class DirectCalls:
         if not self._pending:
             call_after_backward(window.forget)
         if not will_reach(self._anchor):
-            self._require_inputs_alone(self._sync)
-            return
+            return self._to_some(output, slots, grad)
         self._reached |= names
         if not self._pending:
             require_living(self._world)
@@ -85,15 +92,29 @@ class DirectCalls:
             self._sync.start({slot.name for slot in self._sync.slots})
             self._sync.after(self._last)
             call_after_backward(self._finish)
+        return [None] * len(slots)
 
-    def _require_inputs_alone(self, sync: GradientSync) -> None:
-        asked = [slot.name for slot in sync.slots if will_reach(slot.parameter)]
-        if asked:
-            raise InvalidInput(
-                "on processes a backward pass goes to all parameters, or to inputs alone",
-                got=f"a pass to {', '.join(asked)} alone",
-                remedy="backward() without inputs=, and drop the gradients not wanted",
-            )
+    def _to_some(
+        self, output: GradientEdge, slots: list[Slot], grad: Tensor
+    ) -> list[Tensor | None]:
+        """The gradients of those parameters that a restricted pass is to reach.
+
+        It goes on to inputs by itself, so this one inside of it leaves everything as it is."""
+        asked = [slot for slot in slots if will_reach(slot.parameter)]
+        if not asked:
+            return [None] * len(slots)
+        assert self._sync is not None
+        require_living(self._world)
+        names = frozenset(slot.name for slot in asked)
+        with one_fails_all_stop(self._world):
+            self._sync.start(names)
+            self._sync.after(self._last)
+            leaves = [slot.leaf for slot in asked]
+            torch.autograd.backward(output, grad, retain_graph=True, inputs=leaves)
+            with torch.no_grad():
+                found = self._sync.finish(names)
+                self._sync.clear()
+        return [found.get(slot.name) for slot in slots]
 
     def _finish(self) -> None:
         """Give every parameter its gradient of this backward pass."""
@@ -106,14 +127,16 @@ class DirectCalls:
 
 
 class _Watched(torch.autograd.Function):
-    """The same value, of which a backward pass is told; it leads to `others` too."""
+    """The same value, of which a backward pass is told; it leads to an anchor and to parameters
+    too, which have their gradients from `come`."""
 
     @staticmethod
-    def forward(ctx: Any, come: Callable[[], None], value: Tensor, *others: Tensor) -> Tensor:
-        ctx.come, ctx.count = come, len(others)
+    def forward(
+        ctx: Any, come: Callable[[Tensor], list[Tensor | None]], value: Tensor, *others: Tensor
+    ) -> Tensor:
+        ctx.come = come
         return value.detach()  # no view: the caller may change what he gets in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.come()
-        return None, grad, *[None] * ctx.count
+        return None, grad, None, *ctx.come(grad)
