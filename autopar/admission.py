@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
+from string import ascii_lowercase
 
 import torch
 from torch import fx, nn
@@ -23,6 +25,7 @@ from autopar.planner.candidate import Candidate
 from autopar.planner.request import Request
 from autopar.runtime.outputs import FORMS
 from autopar.search.decisions import Fallback
+from autopar.strategies import Call
 from autopar.strategies.node_info import info
 
 
@@ -103,10 +106,41 @@ def tell(captured: Captured, best: Candidate) -> None:
     replicated: dict[str, list[Fallback]] = {}
     for fallback in best.decisions.fallbacks:
         replicated.setdefault(fallback.operator, []).append(fallback)
+    calls = {node.name: node for node in captured.operators}
     for operator, found in replicated.items():
+        call = calls.get(found[0].node)
         _warn(
             f"{operator} has no rule and runs replicated ({len(found)} times, first at "
-            f"{found[0].source}); register_rule() gives it one"
+            f"{found[0].source}): every rank does all of it. {_rule_for(operator, call)}"
+        )
+
+
+def _rule_for(operator: str, node: fx.Node | None) -> str:
+    """The line that would let an operator be cut, if it does what its shapes allow."""
+    if node is not None:
+        call = Call(node)
+        inputs, outputs = call.shapes, [tuple(output.shape) for output in call.outputs]
+        shapes = [*inputs, *outputs]
+        if len({*shapes}) == 1:
+            line = f"{', '.join(['...'] * len(inputs))} -> {', '.join(['...'] * len(outputs))}"
+            return f'register_rule("{operator}", "{line}") cuts it, if it goes element by element'
+        if inputs and all(shapes) and len({shape[0] for shape in shapes}) == 1:
+            letters = (letter for letter in ascii_lowercase if letter != "b")
+            terms = [" ".join(["b", *(f"{next(letters)}!" for _ in s[1:])]) for s in shapes]
+            line = f"{', '.join(terms[: len(inputs)])} -> {', '.join(terms[len(inputs) :])}"
+            return f'register_rule("{operator}", "{line}") cuts the batch, if samples do not mix'
+    return f'register_rule("{operator}", line) says how to cut it, with a letter for each dim'
+
+
+@cache
+def tell_of_virtual_mesh() -> None:
+    """Once in a process, where other devices would compute too: nobody asks them to."""
+    devices = torch.accelerator.device_count()
+    if devices > 1:
+        _warn(
+            "all ranks run in this process, one after another, on the virtual mesh: torchrun "
+            f"--nproc-per-node {devices} gives each of the {devices} devices here a rank; "
+            'backend="virtual" says that one process is meant'
         )
 
 

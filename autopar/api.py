@@ -15,7 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.admission import device_of, validate_outputs, validate_running, validate_slices
+from autopar.admission import (
+    device_of,
+    tell_of_virtual_mesh,
+    validate_outputs,
+    validate_running,
+    validate_slices,
+)
 from autopar.capture.failure import check_call
 from autopar.cluster import Cluster
 from autopar.mesh import Mesh
@@ -114,6 +120,8 @@ class _Call:
             self.validate(place)
         if place == "virtual":
             decided = self.decide(self.plan)
+            if self.backend is None and decided.whole_mesh.size > 1:
+                tell_of_virtual_mesh()
             backend = VirtualBackend(decided.program, device_of(self.model), self.check)
             return self.module(decided, backend)
         device = enter_world(device_of(self.model))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import autopar as ap
 from autopar import Mesh, shard
+from autopar.admission import tell_of_virtual_mesh
 from autopar.lines import LONGEST, describe
 
 D4 = Mesh(d=4)
@@ -52,6 +54,12 @@ def strange(x: Tensor) -> Tensor:
     return x.clone()
 
 
+@torch.library.custom_op("tests_errors::halved", mutates_args=())
+def halved(x: Tensor, y: Tensor) -> Tensor:
+    return (x + y)[:, :2].clone()
+
+
+halved.register_fake(lambda x, y: torch.empty_like(x[:, :2]))
 unknown.register_fake(torch.empty_like)
 strange.register_fake(torch.empty_like)
 
@@ -117,6 +125,13 @@ def planned_for_another() -> ap.ParallelModule:
     return ap.parallelize(nn.Linear(4, 2), (ones(),), plan=plan)
 
 
+def too_early(kind: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    model = Two()
+    optimizer = kind(model.parameters())
+    parallel(model).step(ones())
+    return optimizer
+
+
 # name -> (what is done, what the message must say)
 BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "too few inputs": (
@@ -157,7 +172,7 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "an unknown axis": (
         lambda: parallel(annotated_weight("tp", None)),
-        ["one of the mesh's", "'tp' in ('tp', None) for Linear.weight", "use one of 'd'"],
+        ["one of the mesh's", "'tp' in ('tp', None) for Linear.weight", "'d'", "Mesh(d=4, tp=1)"],
     ),
     "an axis used twice": (
         lambda: parallel(annotated_weight("d", "d")),
@@ -260,6 +275,26 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a step of a frozen model": (
         lambda: parallel(Two().requires_grad_(False)).step(ones()),
         ["returns its loss", "outputs f32[]", "return the loss"],
+    ),
+    "a step that multiplies by text": (
+        lambda: parallel(Two()).step(ones(), scale="half"),  # type: ignore[arg-type]
+        ["multiplies its gradients by a finite number", "scale='half', of type str", "1 / n"],
+    ),
+    "backward of what a step returns": (
+        lambda: parallel(Two()).step(ones()).backward(),
+        ["a step has run backward already", "backward() of the loss", "optimizer.step()"],
+    ),
+    "backward of the mean of what steps return": (
+        lambda: (sum([parallel(Two()).step(ones())] * 2) / 2).backward(),  # type: ignore
+        ["a step has run backward already", "backward() of the loss", "optimizer.step()"],
+    ),
+    "an optimizer of the model's own parameters": (
+        lambda: too_early(torch.optim.AdamW).step(),
+        ["made of the module's own parameters", "a step of AdamW", "AdamW(pm.parameters()"],
+    ),
+    "an optimizer of the model's own parameters that calls a closure": (
+        lambda: too_early(torch.optim.LBFGS).step(lambda: 0.0),
+        ["made of the module's own parameters", "a step of LBFGS", "LBFGS(pm.parameters()"],
     ),
     "a model that fails": (
         lambda: parallel(Two(), torch.ones(8, 5)),
@@ -469,13 +504,31 @@ def test_a_long_line_is_cut() -> None:
     assert len(shown) <= LONGEST + len("/elsewhere/train.py:12: ")
 
 
-def test_operators_without_rules_are_said_once_and_run_replicated() -> None:
-    model = Calls(lambda self, x: unknown(unknown(x)) @ self.weight)
-    with pytest.warns(UserWarning, match="tests_errors.unknown has no rule") as caught:
+def test_operators_without_rules_are_said_once_with_what_helps() -> None:
+    model = Calls(lambda self, x: (unknown(unknown(x)) @ self.weight, halved(x, x)))
+    with pytest.warns(UserWarning, match="has no rule and runs replicated") as caught:
         module = parallel(model)
-    assert len(caught) == 1
-    assert caught[0].filename == __file__
-    assert torch.equal(module(ones()), model(ones()))
+    assert [one.filename for one in caught] == [__file__] * 2
+    said = [str(one.message) for one in caught]
+    assert 'register_rule("tests_errors.unknown", "... -> ...") cuts it' in said[0]
+    assert 'register_rule("tests_errors.halved", "b a!, b c! -> b d!") cuts the batch' in said[1]
+    assert torch.equal(module(ones())[0], model(ones())[0])
+
+
+@pytest.mark.parametrize(("devices", "backend"), [(4, None), (4, "virtual"), (1, None)])
+def test_one_process_on_several_devices_is_told_of_once(
+    devices: int, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
+    tell_of_virtual_mesh.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            parallel(Two(), backend=backend)
+    is_told = devices > 1 and backend is None
+    assert [one.filename for one in caught] == [__file__] * is_told
+    assert all("torchrun --nproc-per-node 4" in str(one.message) for one in caught)
+    tell_of_virtual_mesh.cache_clear()
 
 
 def test_numbers_of_numpy_and_lists_are_welcome() -> None:

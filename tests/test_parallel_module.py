@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from dataclasses import dataclass, replace
 from typing import Any
@@ -128,6 +129,70 @@ def test_gradients_add_up_over_steps() -> None:
     module.step(*case.args)
     for name, grad in module.full_grads().items():
         torch.testing.assert_close(grad, 2 * once[name], rtol=1e-12, atol=0)
+
+
+def test_steps_that_make_one_update_are_scaled() -> None:
+    case, parts = models.mlp(), {"mesh": Mesh(pp=2), "microbatches": 2, "schedule": "zb-h1"}
+    for options in ({"mesh": D2}, parts):
+        module = ap.parallelize(case.model, case.args, mode="propagate", **options)
+        loss, once = module.step(*case.args), module.full_grads()
+        module.zero_grad()
+        for _ in range(4):
+            torch.testing.assert_close(module.step(*case.args, scale=1 / 4), loss)
+        for name, grad in module.full_grads().items():
+            torch.testing.assert_close(grad, once[name], rtol=1e-12, atol=0)
+
+
+def test_a_scale_that_the_model_takes_is_its_own() -> None:
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return (self.linear(x) * scale).square().mean()
+
+    inputs, model = {"x": random(8, 4), "scale": torch.tensor(3.0).double()}, Scales().double()
+    module = ap.parallelize(model, kwargs=inputs, mesh=D2, mode="propagate")
+    torch.testing.assert_close(module.step(**inputs), model(**inputs).detach())
+
+
+def test_the_loss_of_a_step_is_a_number_like_any_other() -> None:
+    case = models.mlp()
+    module = ap.parallelize(case.model, case.args, mesh=D2, mode="propagate")
+    loss = module.step(*case.args)
+    plain = loss.detach().clone()
+    assert not loss.requires_grad
+    assert (f"{loss:.3f}", repr(loss), loss.item()) == (f"{plain:.3f}", repr(plain), plain.item())
+    written = io.BytesIO()
+    torch.save({"loss": loss}, written)
+    written.seek(0)
+    read = torch.load(written, weights_only=True)["loss"]
+    for same in (read, copy.deepcopy(loss), loss.detach(), loss.clone(), loss.double()):
+        assert torch.equal(same, plain)
+    for other in (loss.detach(), copy.deepcopy(loss), read, loss - 1, torch.stack([loss]), -loss):
+        assert type(other) is Tensor
+    mean, more = sum([loss, loss]) / 2, torch.ones(2, requires_grad=True)
+    assert torch.equal(mean, plain)
+    (loss + more.sum()).backward()
+    assert torch.equal(more.grad, torch.ones(2))  # type: ignore[arg-type]
+
+
+def test_a_model_that_was_parallelized_is_trained_plainly_too() -> None:
+    case = models.mlp()
+    optimizers = [torch.optim.SGD(case.model.parameters(), lr=0.1)]
+    module = ap.parallelize(case.model, case.args, mesh=D2, mode="propagate")
+    optimizers.append(torch.optim.SGD(case.model.parameters(), lr=0.1))
+    before = next(case.model.parameters()).detach().clone()
+    for optimizer in optimizers:
+        case.loss(case.run()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not torch.equal(before, next(case.model.parameters()))
+    own = torch.optim.SGD(module.parameters(), lr=0.1)
+    own.step()  # nothing learns yet
+    both = torch.optim.SGD([*case.model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)
+    both.step()
 
 
 @pytest.mark.parametrize(

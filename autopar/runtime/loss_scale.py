@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import isfinite
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
+
+from autopar.errors import InvalidInput
 
 FIRST = 2.0**16
 PATIENCE = 2000  # steps without an overflow after which more is tried
@@ -28,6 +32,18 @@ class LossScale:
             self.value /= 2
         elif self.good == PATIENCE:
             self.value, self.good = self.value * 2, 0
+
+
+def require_scale(scale: object) -> float:
+    """What gradients are multiplied by, as a caller gives it; or refuse that."""
+    is_number = isinstance(scale, Real) and not isinstance(scale, bool)
+    if not is_number or not isfinite(float(scale)):  # type: ignore[arg-type]
+        raise InvalidInput(
+            "a step multiplies its gradients by a finite number",
+            got=f"scale={scale!r}, of type {type(scale).__name__}",
+            remedy="scale=1 / n in each of n steps that make one update",
+        )
+    return float(scale)  # type: ignore[arg-type]
 
 
 def taken(kept: Iterable[Tensor]) -> list[tuple[nn.Parameter, Tensor | None]]:

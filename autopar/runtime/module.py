@@ -23,7 +23,7 @@ from autopar.plan.program import Program
 from autopar.runtime.backend import Backend
 from autopar.runtime.checks import Checks
 from autopar.runtime.distributed import TorchBackend
-from autopar.runtime.loss_scale import LossScale, give_back, taken
+from autopar.runtime.loss_scale import LossScale, give_back, require_scale, taken
 from autopar.runtime.memory import (
     Held,
     MemoryUse,
@@ -35,7 +35,9 @@ from autopar.runtime.memory import (
     require_known,
 )
 from autopar.runtime.modes import Modes
+from autopar.runtime.old_parameters import note_old_parameters
 from autopar.runtime.part import add_parts, part_at, refuse_late_hooks
+from autopar.runtime.step_loss import StepLoss
 from autopar.runtime.tensors import Tensors
 from autopar.runtime.values import Values
 
@@ -102,6 +104,7 @@ class ParallelModule(nn.Module):
         backend.bind(self._tensors.values)
         self._shapes = backend.input_shapes()
         _tell_of_state_hooks(model)
+        note_old_parameters(model)
 
     def close(self) -> None:
         """Let go of what only this module holds: parameters, buffers, programs, gradients.
@@ -170,28 +173,35 @@ class ParallelModule(nn.Module):
         is_whole = self.program.batches is None
         return self.backend if is_whole else self.backend.of(self.plan.whole_program)
 
-    def step(self, *args: Any, **kwargs: Any) -> Tensor:
+    def step(self, *args: Any, scale: float = 1.0, **kwargs: Any) -> Tensor:
         """Forward and backward of one global batch, all micro-batches of it: the batch's loss.
 
-        A step that breaks off leaves gradients as they were."""
+        Gradients add up over steps until `zero_grad()`. `scale`: what they are multiplied by, as
+        1/n in each of n steps that make one update; the loss that is returned is not. One step of
+        `microbatches=n` does the same, and sums over ranks once. A step that breaks off leaves
+        gradients as they were."""
         with torch.inference_mode(False), torch.enable_grad():
             with self.backend.local_checks():
+                if "scale" in self.program.captured.example.kwargs:  # the model's own
+                    kwargs["scale"], scale = scale, 1.0
+                by = require_scale(scale)
                 _ = self.program.captured.loss_index  # a program without one is refused
                 inputs, kept = self._accept(self.program, args, kwargs, step=True)
                 self._require_learning(inputs)
             self._check_together(args, kwargs)
             with self.backend.guard():
                 inputs |= self.backend.draw(self.program)
-                return self._scaled(kept, self.program.split(inputs))
+                loss = self._scaled(kept, self.program.split(inputs), by)
+                return StepLoss.of(loss)
 
     def _scaled(
-        self, kept: Mapping[str, Tensor], batches: Sequence[Mapping[str, Tensor]]
+        self, kept: Mapping[str, Tensor], batches: Sequence[Mapping[str, Tensor]], by: float
     ) -> Tensor:
-        """A step whose loss is scaled, if that was asked for. One that breaks off leaves gradients
-        as they were."""
+        """A step whose gradients are scaled `by` a number, and in which the loss is scaled, if that
+        was asked for. One that breaks off leaves gradients as they were."""
         scaled = self.loss_scale
         before, scale, is_good = taken(kept.values()), 1.0 if scaled is None else scaled.value, True
-        self.backend.seed = scale
+        self.backend.seed = scale * by
         try:
             loss = self.backend.step(kept, batches)
             if scaled is not None:

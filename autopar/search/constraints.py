@@ -215,6 +215,14 @@ def _names(entry: Entry) -> tuple[str, ...]:
     return entry if isinstance(entry, tuple) else ()
 
 
+def _lacking(axis: str, mesh: Mesh) -> str:
+    """What helps where an annotation names an axis that the mesh lacks."""
+    names = ", ".join(map(repr, mesh.names))
+    use = f"use one of {names}; or " if names else ""
+    with_it = ", ".join(f"{name}={size}" for name, size in {**mesh.sizes, axis: 1}.items())
+    return f"{use}give the mesh that axis, {axis}=1 to cut nothing: ap.Mesh({with_it})"
+
+
 def _axes(
     entry: Entry, size: int, mesh: Mesh, used: set[str], annotation: Annotation
 ) -> tuple[str, ...]:
@@ -224,7 +232,7 @@ def _axes(
             raise InvalidInput(
                 "an axis of a strategy must be one of the mesh's",
                 got=f"{axis!r} in {annotation.dims} for {annotation.what}; the mesh is {mesh}",
-                remedy=f"use one of {', '.join(map(repr, mesh.names))}",
+                remedy=_lacking(axis, mesh),
                 source=annotation.source,
             )
     if not isinstance(entry, int):

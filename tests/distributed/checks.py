@@ -169,7 +169,7 @@ def clips_and_accumulates() -> None:
     norms: list[Any] = []
     for module in pair(case, DP2_TP2):
         module.step(*case.args)
-        module.step(*case.args)
+        module.step(*case.args, scale=1 / 4)
         norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         norms.append(module.clip_grad_norm_(0.05))  # the module's own sees what is left, 0.1
