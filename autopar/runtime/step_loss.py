@@ -21,7 +21,7 @@ class StepLoss(Tensor):
     """A number without a graph. Whatever is done to it gives plain tensors, but for the sums and
     products that people form of losses before `backward()`."""
 
-    __torch_function__ = plain_functions
+    __torch_function__ = plain_functions  # type: ignore[assignment]
 
     @classmethod
     def of(cls, loss: Tensor) -> StepLoss:
@@ -46,8 +46,8 @@ class StepLoss(Tensor):
 
     # What torch does otherwise for tensors of another class than its own.
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return self._plain.__repr__(tensor_contents=tensor_contents)
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self._plain)
 
     def __format__(self, how: str) -> str:
         return format(self._plain, how)
