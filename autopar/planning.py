@@ -62,7 +62,8 @@ def plan(
     too), "zero3" (parameters too), a `States` of numbers, or "auto": whole if that fits, else the
     fastest that does. Without a mesh, or with a pipeline whose schedule is "auto", mode="auto"
     weighs stages, micro-batches and schedules by simulation. `precision`: in which dtypes it
-    computes and sums gradients, with parameters kept in more digits. `progress` is told of each
+    computes and sums gradients, with parameters kept in more digits. `torch.autocast` around this
+    call is kept for every call of the program, as that in forward is. `progress` is told of each
     phase of a search and its detail; True shows them, False is silent, None shows them on a
     terminal.
     """

@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from autopar.capture.autocasts import Autocast
 from autopar.capture.loss import index_of_loss
 from autopar.capture.marker import ANNOTATE
 from autopar.capture.randomness import is_random
@@ -30,6 +31,7 @@ class Example:
     kwargs: Mapping[str, Any]
     device: torch.device  # where the program runs
     precision: Precision | None = None
+    autocasts: tuple[Autocast, ...] = ()  # that were switched on around it
 
     @property
     def modes(self) -> dict[str, bool]:

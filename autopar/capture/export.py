@@ -24,6 +24,14 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from autopar.capture.autocasts import (
+    active,
+    idle_refused,
+    inside,
+    require_casting,
+    require_on,
+    switched,
+)
 from autopar.capture.captured import Captured, Example
 from autopar.capture.checkpoints import checkpoints_marked
 from autopar.capture.counters import changes_seen, warn_of_counters
@@ -68,24 +76,27 @@ def capture(
 
     With a `precision` it begins with casts of what is kept and given to what it computes in."""
     check_call(model, args, kwargs)
-    kwargs = dict(kwargs or {})
+    kwargs, autocasts = dict(kwargs or {}), active()
     refuse_hooks(model)
-    with outside_fake_mode(), torch.inference_mode(False), torch.enable_grad():
+    with outside_fake_mode(), torch.inference_mode(False), torch.enable_grad(), switched(()):
         mode = new_mode()
         leaves, input_spec = pytree.tree_flatten((args, kwargs))
         device = home(model, leaves)
+        require_on(device, autocasts)
         copy = fake_model(model, mode, device)
         fakes = fake_inputs(leaves, mode, device)
         call = pytree.tree_unflatten(fakes, input_spec)
         run, inputs = (
             (copy, fakes) if precision is None else computing(copy, fakes, mode, precision)
         )
-        with changes_seen() as changes, hooks_refused() as lines:
+        with changes_seen() as changes, hooks_refused() as lines, inside(run, autocasts):
             program = _export(run, mode, *pytree.tree_unflatten(inputs, input_spec))
+        require_casting(program)
         held = masters(copy, mode, precision) | dict(copy.named_buffers())
         builder = flatten(program, mode, _canonical(copy), held, input_spec, fakes)
         normalise(builder)
-        captured = _freeze(builder, Example(copy, call[0], call[1], device, precision))
+        example = Example(copy, call[0], call[1], device, precision, autocasts)
+        captured = _freeze(builder, example)
         warn_of_counters(run, mode, pytree.tree_unflatten(inputs, input_spec), changes)
     warn_of_memory(lines)
     verify(captured.graph, "captured")
@@ -98,7 +109,8 @@ def _export(
     model: nn.Module, mode: FakeTensorMode, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> ExportedProgram:
     try:
-        with _quiet(), whole_stacks(), own_backwards_refused(), checkpoints_marked():
+        marked = checkpoints_marked()
+        with _quiet(), whole_stacks(), own_backwards_refused(), marked, idle_refused():
             return torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:
         with _quiet():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from autopar.capture.autocasts import switched
 from autopar.capture.captured import Captured
 from autopar.capture.export import capture
 
@@ -21,7 +22,8 @@ def in_modes(captured: Captured, training: Mapping[str, bool]) -> Captured:
     try:
         for path, is_training in training.items():
             modules[path].training = is_training
-        return capture(example.model, example.args, example.kwargs, example.precision)
+        with switched(example.autocasts):
+            return capture(example.model, example.args, example.kwargs, example.precision)
     finally:
         for path, was_training in before.items():
             modules[path].training = was_training

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.capture import capture
+from autopar.capture.autocasts import switched
 from autopar.capture.captured import Captured
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.lines import frames_to_caller
@@ -45,7 +46,8 @@ class Checks:
     def alone(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """What this process finds out by itself."""
         if self._model is not None:
-            _require_plain(self._model, self._captured, (args, kwargs))
+            with switched(self._captured.example.autocasts):
+                _require_plain(self._model, self._captured, (args, kwargs))
             self._model = None
 
     def together(

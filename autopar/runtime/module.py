@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar import _torch
+from autopar.capture.autocasts import require_same, switched
 from autopar.capture.listing import Listing
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, TensorType
@@ -146,7 +147,7 @@ class ParallelModule(nn.Module):
             program = self.program if self.program.batches is None else self.plan.whole_program
             inputs, kept = self._accept(program, args, kwargs, step=False)
         self._check_together(args, kwargs)
-        with self.backend.guard():
+        with self.backend.guard(), switched(()):
             inputs |= self.backend.draw(program)
             return program.structure(self._direct.call(kept, inputs))
 
@@ -154,6 +155,7 @@ class ParallelModule(nn.Module):
         self, program: Program, args: tuple, kwargs: Mapping[str, Any], step: bool
     ) -> tuple[dict[str, Tensor], Mapping[str, Tensor]]:
         """The inputs of a call by placeholder, the parameters and buffers by name; or refuse it."""
+        require_same(program.captured.example.autocasts)
         self._modes.require_same_program()
         kept = self._kept()
         refuse_late_hooks(self, kept, step)
@@ -189,7 +191,7 @@ class ParallelModule(nn.Module):
                 inputs, kept = self._accept(self.program, args, kwargs, step=True)
                 self._require_learning(inputs)
             self._check_together(args, kwargs)
-            with self.backend.guard():
+            with self.backend.guard(), switched(()):
                 inputs |= self.backend.draw(self.program)
                 loss = self._scaled(kept, self.program.split(inputs), by)
                 return StepLoss.of(loss)

@@ -1,0 +1,129 @@
+"""Autocast around a capture, in forward and around calls: kept, or refused, and never lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar as ap
+from autopar import Mesh
+
+BF16 = torch.bfloat16
+
+
+class Normed(nn.Module):
+    """Operators that autocast casts down, and up; `around` says how forward casts by itself."""
+
+    def __init__(self, **around: Any) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)
+        self.around = around
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.around:
+            with torch.autocast(**self.around):
+                x = self.up(x)
+        else:
+            x = self.up(x)
+        return self.down(torch.relu(self.norm(x))).float().square().mean()
+
+
+def inputs() -> Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+
+
+def trained(run: Callable[[], Tensor], model: nn.Module) -> list[Tensor]:
+    model.zero_grad()
+    with torch.autocast("cpu", BF16):
+        loss = run()
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        ({"mesh": Mesh(one=1)}, 0.0),
+        ({"mesh": Mesh(dp=2), "check": True}, 0.01),
+        ({"mesh": Mesh(pp=2), "microbatches": 2}, 0.01),
+    ],
+    ids=str,
+)
+def test_around_parallelize_it_is_kept_wherever_the_module_is_called(options, tolerance) -> None:
+    torch.manual_seed(0)
+    model, x = Normed(), inputs()
+    plain = model(x).detach()
+    expected = trained(lambda: model(x), model)
+    assert not torch.equal(expected[0], plain)
+    with torch.autocast("cpu", BF16):
+        module = ap.parallelize(model, (x,), mode="propagate", **options)
+
+    def step(is_around: bool) -> None:
+        module.zero_grad()
+        with torch.autocast("cpu", BF16, enabled=is_around):
+            found = [module.step(x), *module.full_grads().values()]
+        for one, other in zip(found, expected, strict=True):
+            assert float((one - other).abs().max()) <= tolerance * float(other.abs().max())
+
+    step(False)
+    step(True)
+    module.eval()  # the same program, as a capture in that mode says
+    step(False)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_around_calls_alone_it_is_refused() -> None:
+    x = inputs()
+    module = ap.parallelize(Normed(), (x,), mesh=Mesh(dp=2), mode="propagate")
+    loss = module.step(x)
+    for call in (module, module.step):
+        with (
+            torch.autocast("cpu", BF16),
+            pytest.raises(ap.InvalidInput, match="autocast is part of the program") as caught,
+        ):
+            call(x)
+        assert 'torch.autocast("cpu", torch.bfloat16) around a call' in str(caught.value.got)
+    assert torch.equal(module.step(x), loss)
+
+
+@pytest.fixture
+def cuda_is_there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As far as autocast asks."""
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *args, **kwargs: True)
+    yield
+    torch.set_autocast_enabled("cuda", False)
+
+
+def refused(model: nn.Module, device: str = "cpu") -> ap.InvalidInput:
+    with pytest.raises(ap.InvalidInput, match="on the device that a model is captured") as caught:
+        ap.plan(model.to(device), (inputs().to(device),), mesh=Mesh(dp=2), mode="propagate")
+    assert "device_type=x.device.type" in (caught.value.remedy or "")
+    assert "test_autocast.py" in (caught.value.source or "")
+    return caught.value
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there torch switches it on")
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_torch_switches_off_is_refused(device: str) -> None:
+    error = refused(Normed(device_type="cuda", dtype=BF16), device)
+    assert "with torch.autocast(**self.around)" in (error.source or "")
+
+
+@pytest.mark.usefixtures("cuda_is_there")
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_casts_nothing_is_refused(device: str) -> None:
+    error = refused(Normed(device_type="cuda", dtype=BF16), device)
+    assert error.got == 'torch.autocast("cuda") around what is computed on the cpu'
+    torch.set_autocast_enabled("cuda", True)
+    assert "around a model on the cpu" in str(refused(Normed(), device).got)
+
+
+def test_what_is_switched_off_on_purpose_is_no_fault() -> None:
+    for device in ("cuda", "cpu"):
+        model = Normed(device_type=device, dtype=BF16, enabled=False)
+        ap.plan(model, (inputs(),), mesh=Mesh(dp=2), mode="propagate")
