@@ -12,6 +12,7 @@ from autopar.planning import plan
 from autopar.precision import Precision
 from autopar.recompute import Recompute
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.saving import load, save, save_safetensors
 from autopar.states import States
 from autopar.strategies import register_rule
 from autopar.verifying import verify
@@ -31,10 +32,13 @@ __all__ = [
     "Recompute",
     "States",
     "TensorType",
+    "load",
     "parallelize",
     "pipeline",
     "plan",
     "register_rule",
+    "save",
+    "save_safetensors",
     "shard",
     "verify",
 ]

@@ -225,6 +225,12 @@ class ParallelModule(nn.Module):
                 remedy="requires_grad_() on those that learn",
             )
 
+    @property
+    def saved_names(self) -> list[str]:
+        """Of all that a state dict holds, on all ranks; what is tied has its first name alone."""
+        tied = self.program.captured.tied
+        return list(dict.fromkeys(tied.get(name, name) for name in self._names))
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole tensors under the names of the original model's state dict; the caller's own."""
         return self._whole(self.state_dict())

@@ -105,6 +105,16 @@ class Placing:
         return wrap(self.piece(whole, layout))
 
 
+def bounds_of(value: Tensor) -> Bounds:
+    """What this process has of a tensor: of a DTensor its piece."""
+    if not isinstance(value, DTensor):
+        return tuple((0, size) for size in value.shape)
+    mesh, place = Mesh.from_device_mesh(value.device_mesh), value.device_mesh.get_coordinate()
+    assert place is not None
+    layout = Layout.from_placements(value.placements, mesh, value.ndim)
+    return layout.local_bounds(value.shape, mesh, mesh.rank(dict(zip(mesh.names, place))))
+
+
 def part_of(whole: Tensor, bounds: Bounds) -> Tensor:
     """A view of what lies inside some bounds."""
     for dim, (start, length) in enumerate(bounds):

@@ -14,7 +14,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ DTYPES = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SUFFIX = ".safetensors"
 _CONVERTED = "weights=torch.load(path, weights_only=True) if it was written by torch.save"
 INDEX = "model.safetensors.index.json"
@@ -257,3 +258,37 @@ def _fill(descriptor: int, held: Held, at: int, into: Tensor) -> None:
             assert held.path is not None
             raise _malformed(held.path, "it has become shorter since it was opened")
         done += count
+
+
+def require_dtype(name: str, dtype: torch.dtype) -> None:
+    """Refuse what the format has no name for."""
+    if dtype not in NAMES:
+        raise InvalidInput(
+            "a safetensors file holds tensors of the dtypes that it has names for",
+            got=f"{name} of {dtype}",
+            remedy=f"use one of {', '.join(str(one) for one in NAMES)}",
+        )
+
+
+def write(path: Path, kinds: Mapping[str, Held], values: Iterable[Tensor]) -> None:
+    """A file of tensors of some kinds, whose `values` come one by one in their order; it is on the
+    disk when this returns."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, held in kinds.items():
+        begin, end = end, end + held.size
+        shape = list(held.shape)
+        header[name] = {
+            "dtype": NAMES[held.dtype],
+            "shape": shape,
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for value in values:
+            flat = value.detach().cpu().contiguous().reshape(-1)
+            file.write(flat.view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())

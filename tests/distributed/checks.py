@@ -19,6 +19,7 @@ from autopar import Mesh
 from autopar.runtime.world import world
 from tests import models
 from tests.annotations import megatron, sequence, stored, vocabulary
+from tests.distributed.saving import dropping, resumes_on_other_meshes
 from tests.held import held_by, kept_for_backward, local_bytes, pieces_of, storages
 from tests.models import Case
 from tests.outputs import LAWS, Body, made, parallel, random
@@ -553,11 +554,13 @@ def cases() -> list[tuple[Case, None]]:
     limited()
     gpts = [tensor_parallel_gpt(), tensor_parallel_gpt(2), models.shared("gpt", layers=2)]
     others = [models.shared("mlp"), models.shared("gpt2", layers=1), some_learned(), shared_tree()]
+    others.append(dropping())
     every = [*gpts, *others, *(case for case, *_ in (*trained(), *held()))]
     return [(case, None) for case in every]
 
 
 CHECKS = [
+    resumes_on_other_meshes,
     draws_as_one_device_does,
     trains_like_one_device,
     recomputes_regions,

@@ -20,8 +20,6 @@ from autopar.runtime import safetensors
 from autopar.runtime.placing import part_of
 from autopar.runtime.safetensors import open_weights
 
-NAMES = {dtype: name for name, dtype in safetensors.DTYPES.items()}
-
 
 def save(path: Path, tensors: dict[str, Tensor]) -> None:
     """What the format says, in plain words."""
@@ -30,7 +28,7 @@ def save(path: Path, tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
         header[name] = {
-            "dtype": NAMES[tensor.dtype],
+            "dtype": safetensors.NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
@@ -73,7 +71,7 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
-@pytest.mark.parametrize("dtype", NAMES, ids=str)
+@pytest.mark.parametrize("dtype", safetensors.NAMES, ids=str)
 def test_every_part_of_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     data = torch.randint(0, 2, (5 * 3 * 4 * dtype.itemsize,), dtype=torch.uint8)
     whole = data.view(dtype).view(5, 3, 4)
