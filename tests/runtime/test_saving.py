@@ -187,7 +187,7 @@ def a_hidden_call(path: Path) -> None:
         def __reduce__(self) -> Any:
             return os.mkdir, (str(path.parent / "was run"),)
 
-    (path / "beside.pt").write_bytes(pickle.dumps(Evil()))
+    (path / "beside.pt").write_bytes(pickle.dumps(Evil(), protocol=2))
 
 
 def without_a_file(path: Path) -> None:
