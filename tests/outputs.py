@@ -226,7 +226,46 @@ def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+class WithLoss(nn.Module):
+    """Outputs of every kind: cut, summed, the same for all, of numbers without gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.scale = Body(), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        logits = self.body(x) * self.scale.exp()
+        right = logits.detach().argmax(1) == y
+        loss = F.cross_entropy(logits, y)
+        rest = {"count": 3, "nothing": None, "scale": self.scale.exp(), "x": x}
+        accuracy = right.double().mean()
+        return {"loss": loss, "logits": logits, "right": right, "accuracy": accuracy, **rest}
+
+
+def a_step_gives_outputs_beside_its_loss(**options: Any) -> None:
+    x, y = random(12, 4), torch.arange(12) % 5
+    for more in ({}, {"microbatches": 3}):
+        model = made(WithLoss)
+        pm = parallel(model, x, y, **options, **more)
+        learner, alone = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (pm, model))
+        for _ in range(2):
+            expected = model(x, y)
+            expected["loss"].backward()
+            loss, found = pm.step(x, y, outputs=True)
+            assert list(found) == list(expected)
+            assert not any(isinstance(v, Tensor) and v.requires_grad for v in found.values())
+            assert_close([loss, *found.values()], [expected["loss"], *expected.values()])
+            assert_close(pm.full_grads(), gradients(model))
+            assert_close(pm.step(x, y), loss)
+            model(x, y)["loss"].backward()
+            for optimizer in (learner, alone):
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_close(pm.full_state_dict(), state(model))
+
+
 LAWS = (
+    a_step_gives_outputs_beside_its_loss,
     parameters_get_the_gradients_that_are_asked_for,
     a_loss_outside_is_one_inside,
     one_module_is_fed_with_the_output_of_another,

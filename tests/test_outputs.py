@@ -3,12 +3,51 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import autopar as ap
 from autopar import Mesh
-from tests.outputs import LAWS
+from tests.outputs import LAWS, WithLoss, made, parallel, random
 
 
 @pytest.mark.parametrize("mesh", [Mesh(dp=2, tp=2), Mesh(dp=4, tp=1)], ids=str)
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
 def test_a_call_gives_what_the_model_gives(law, mesh: Mesh) -> None:
     law(mesh=mesh, backend="virtual")
+
+
+class Meeting(nn.Module):
+    """An output in which all samples meet, beside a loss in which they do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        return y.square().mean(), y.detach().softmax(0)
+
+
+def test_outputs_of_micro_batches_that_make_none_of_the_batch_are_refused() -> None:
+    model, x = made(Meeting), random(8, 4)
+    options = {"mesh": Mesh(dp=2), "backend": "virtual"}
+    pm = parallel(model, x, **options, microbatches=2)
+    with pytest.raises(ap.InvalidInput, match="joined from those of each") as caught:
+        pm.step(x, outputs=True)
+    assert "softmax" in str(caught.value.got)
+    assert caught.value.remedy == "microbatches=1, or outputs=False"
+    loss, (_, found) = parallel(model, x, **options).step(x, outputs=True)
+    torch.testing.assert_close(pm.step(x), loss)
+    torch.testing.assert_close(found, model(x)[1])
+
+
+def test_a_step_gives_no_outputs_from_stages_or_by_another_word() -> None:
+    inputs = random(4, 4), torch.arange(4)
+    options = {"mesh": Mesh(pp=2, tp=1), "microbatches": 2, "backend": "virtual"}
+    pm = parallel(made(WithLoss), *inputs, **options)
+    with pytest.raises(ap.InvalidInput, match="a step in a pipeline gives the loss alone"):
+        pm.step(*inputs, outputs=True)
+    with pytest.raises(ap.InvalidInput, match="whether it gives them"):
+        pm.step(*inputs, outputs=inputs[0])
+    assert not pm.full_grads()

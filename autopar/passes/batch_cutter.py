@@ -38,12 +38,15 @@ Status = int | str  # SAME, OWN (statistics), SUM, or the dim that is cut
 class Cutter:
     """The working state: what each value is across micro-batches, and the new graph."""
 
-    def __init__(self, captured: Captured, count: int) -> None:
-        self.captured, self.count = captured, count
+    def __init__(self, captured: Captured, count: int, tells: bool = False) -> None:
+        """`tells`: the new program gives all outputs, not the loss alone."""
+        self.captured, self.count, self.tells = captured, count, tells
         self.mesh = Mesh(**{AXIS: count})
         results: Any = captured.graph.output_node().args[0]
         self.loss: fx.Node = results[captured.loss_index]
-        self.live = ancestors([self.loss, *_mutated(captured)])
+        others = len(results) - len(captured.mutations)
+        self.outputs: tuple[fx.Node, ...] = results[:others] if tells else (self.loss,)
+        self.live = ancestors([*self.outputs, *_mutated(captured)])
         self.status: dict[str, Status] = {}
         self.given: dict[fx.Node, tuple[Status, ...]] = {}  # of each result of an operator
         self.graph = fx.Graph()
@@ -99,10 +102,10 @@ class Cutter:
         for node in mutated if self.count > 1 else ():
             if self.status[node.name] not in (SAME, OWN):
                 _refuse(node, "a buffer is changed by more than one micro-batch's own statistics")
-        results = tuple(self.copies[node] for node in (self.loss, *mutated))
+        results = tuple(self.copies[node] for node in (*self.outputs, *mutated))
         output = self.graph.output(results)
         info(output).end(results)
-        mark_learning(self.graph, [0])
+        mark_learning(self.graph, [self.outputs.index(self.loss)])
         for node in reversed(list(self.graph.nodes)):  # the terms of totals have no reader left
             if node.op == "call_function" and not node.users:
                 self.graph.erase_node(node)
@@ -111,15 +114,26 @@ class Cutter:
         mutations = {
             buffer: self.copies[node].name for buffer, node in zip(self.captured.mutations, mutated)
         }
+        leaves = self.captured.output_leaves if self.tells else (self.loss,)
         return replace(
             self.captured,
             graph=self.graph,
             constants=self.constants,
             classes=number_calls(self.graph),
             mutations=mutations,
-            output_spec=pytree.tree_structure(0),
-            output_leaves=(self.copies[self.loss],),
+            output_spec=self.captured.output_spec if self.tells else pytree.tree_structure(0),
+            output_leaves=tuple(
+                self.copies[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in leaves
+            ),
         )
+
+    def joins(self) -> tuple[Status, ...]:
+        """Of each output, what it is to micro-batches: how theirs make that of the batch."""
+        found = tuple(self.status[node.name] for node in self.outputs)
+        for node, status in zip(self.outputs, found):
+            if status == OWN:
+                _refuse(node, "an output is made of a micro-batch's own statistics alone")
+        return found
 
     def once(self) -> frozenset[str]:
         """The buffers whose new value is the same for all micro-batches.

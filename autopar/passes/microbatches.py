@@ -18,8 +18,9 @@ same way in every micro-batch (a counter of steps) changes once a step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor, fx
@@ -28,7 +29,7 @@ from autopar.capture.captured import Captured
 from autopar.capture.execute import evaluate
 from autopar.capture.verifier import verify
 from autopar.errors import InvalidInput
-from autopar.passes.batch_cutter import Cutter
+from autopar.passes.batch_cutter import SUM, Cutter, Status
 from autopar.strategies import traits_of
 from autopar.strategies.node_info import info
 
@@ -38,11 +39,12 @@ class Microbatches:
     """The program of one micro-batch, and what it takes from the inputs of a whole batch."""
 
     count: int
-    captured: Captured  # its one output is the share of the loss
+    captured: Captured  # its one output is the share of the loss, if not all are asked for
     cut: frozenset[str]  # the inputs that have the batch as first dim
     counts: fx.Graph | None  # from the inputs of a whole batch to the totals
     whole: Captured  # the program of a whole batch
     once: frozenset[str] = frozenset()  # the buffers that a step changes once, not every turn
+    joins: tuple[Status, ...] = ()  # of each output, what it is to micro-batches
 
     def totals(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The sums over the whole batch that every micro-batch needs, by placeholder."""
@@ -62,6 +64,16 @@ class Microbatches:
             for i in range(self.count)
         ]
 
+    def join(self, outputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """The outputs of the batch, from those of all micro-batches in order."""
+
+        def joined(values: Sequence[Tensor], status: Status) -> Tensor:
+            if isinstance(status, int):
+                return torch.cat(list(values), status)
+            return reduce(torch.add, values) if status == SUM else values[0]
+
+        return [joined(values, status) for values, status in zip(zip(*outputs), self.joins)]
+
     def _key(self, inputs: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
         """What random numbers of a micro-batch follow from."""
         name = self.whole.key
@@ -70,10 +82,11 @@ class Microbatches:
         return {name: inputs[name] + torch.tensor([0, number], device=inputs[name].device)}
 
 
-def cut_batch(captured: Captured, count: int) -> Microbatches:
-    """The program of one of `count` equal micro-batches, which returns its share of the loss."""
+def cut_batch(captured: Captured, count: int, tells: bool = False) -> Microbatches:
+    """The program of one of `count` equal micro-batches, which returns its share of the loss; if it
+    `tells`, its share or part of every output."""
     batch = _batch_of(captured, count)
-    cutter = Cutter(captured, count)
+    cutter = Cutter(captured, count, tells)
     for node in captured.graph.nodes:
         if node in cutter.live:
             cutter.visit(node)
@@ -88,7 +101,8 @@ def cut_batch(captured: Captured, count: int) -> Microbatches:
             got=f"no input of the loss has the batch of {batch} as its first dim",
             remedy="put the batch first, or microbatches=1",
         )
-    return Microbatches(count, small, cut, cutter.counts(), captured, cutter.once())
+    about = cutter.counts(), captured, cutter.once(), cutter.joins() if tells else ()
+    return Microbatches(count, small, cut, *about)
 
 
 def batch_statistics(captured: Captured) -> tuple[fx.Node, ...]:

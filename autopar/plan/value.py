@@ -11,8 +11,10 @@ from autopar.capture.captured import Captured
 from autopar.capture.fingerprint import Fingerprint, fingerprint_of
 from autopar.capture.listing import Listing
 from autopar.capture.origins import moved_dtype
+from autopar.errors import InvalidInput
 from autopar.layout import Layout, TensorType
 from autopar.passes import rewrite
+from autopar.passes.microbatches import Microbatches, cut_batch
 from autopar.passes.stages import split_stages
 from autopar.plan.fallbacks import FallbackCost, fallback_costs
 from autopar.plan.program import Program
@@ -74,27 +76,55 @@ class PlanValue(Candidate):
 
     @cached_property
     def whole_program(self) -> Program:
-        """The program of a whole batch in one go, for direct calls beside steps in micro-batches.
+        """The program of a whole batch in one go, for calls beside steps in micro-batches."""
+        return self.program if self.batches is None else self._beside(self.batches.whole)
+
+    @cached_property
+    def telling_program(self) -> Program:
+        """The program of a step that gives outputs beside the loss."""
+        if self.pipelining is not None:
+            raise InvalidInput(
+                "a step in a pipeline gives the loss alone: its stages hand on nothing else",
+                got=f"outputs=True with {len(self.pipelining.stages)} stages",
+                remedy="pipeline=None, or outputs=False",
+            )
+        if self.batches is None:
+            return self.program
+        try:
+            batches = cut_batch(self.batches.whole, self.batches.count, tells=True)
+        except InvalidInput as error:
+            raise InvalidInput(
+                "the outputs of a step in micro-batches are joined from those of each, or summed",
+                got=error.got,
+                remedy="microbatches=1, or outputs=False",
+                source=error.source,
+            ) from error
+        return self._beside(batches.captured, batches)
+
+    def _beside(self, captured: Captured, batches: Microbatches | None = None) -> Program:
+        """Another program on the parameters of this one.
 
         Parameters, buffers and inputs lie as the plan has them, and the rest follows from there.
         """
-        if self.batches is None:
-            return self.program
-        whole, placed = self.batches.whole, self.decisions.placeholders
-        marked = Constraints() if self.mode == "data" else read_constraints(whole, self.mesh, {})
-        others = [*whole.buffers, *(name for name in whole.inputs if name is not None)]
+        placed = self.decisions.placeholders
+        marked = Constraints() if self.mode == "data" else read_constraints(captured, self.mesh, {})
+        others = [*captured.buffers, *(name for name in captured.inputs if name is not None)]
         constraints = replace(
             marked,
             parameters={
-                n: LayoutConstraint(placed[key], "the plan") for key, n in whole.parameters.items()
+                n: LayoutConstraint(placed[key], "the plan")
+                for key, n in captured.parameters.items()
             },
             inputs={key: LayoutConstraint(placed[key], "the plan") for key in others},
         )
-        decisions = propagate(whole, self.mesh, constraints)
+        decisions = propagate(captured, self.mesh, constraints)
         apart, recompute = self.decisions.apart, self.decisions.recompute
         decisions = replace(decisions, apart=apart, recompute=recompute)
-        graph, buffer_bytes = rewrite(whole, decisions, self.prices.price), self.states.buffer_bytes
-        return Program(whole, decisions, graph, buffer_bytes=buffer_bytes)
+        graph, buffer_bytes = (
+            rewrite(captured, decisions, self.prices.price),
+            self.states.buffer_bytes,
+        )
+        return Program(captured, decisions, graph, batches, buffer_bytes=buffer_bytes)
 
     @cached_property
     def types(self) -> dict[str, TensorType]:

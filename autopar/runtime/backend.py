@@ -1,6 +1,6 @@
 """Backend: where a program runs, and what the virtual mesh and torch.distributed have in common.
 
-    backend.step(kept, batches)         a whole step, by the program's schedule: the loss
+    backend.step(kept, batches)         a whole step, by the program's schedule: loss and outputs
     backend.call(kept, inputs)          one pass forward of a program without a pipeline
 
 `kept` are the parameters and buffers of the module by name; buffers are changed in it. A step
@@ -21,7 +21,7 @@ from autopar.layout import Layout, TensorType
 from autopar.passes.stages import Stage
 from autopar.pipeline.executor import RankRunner, Recorded, Transport
 from autopar.pipeline.weight_halves import WeightHalf, WeightHalves
-from autopar.pipeline.worker import Value, Worker
+from autopar.pipeline.worker import Value, Worker, detached
 from autopar.plan.program import Program
 from autopar.runtime.placing import Read
 from autopar.strategies.node_info import info
@@ -136,13 +136,26 @@ class Backend(ABC):
         """What the random numbers of a step or call of a program follow from, by placeholder."""
         return program.captured.draw()
 
-    def step(self, kept: Mapping[str, Tensor], batches: Sequence[Batch]) -> Tensor:
-        """All micro-batches forward and backward: the loss of the batch."""
+    def step(
+        self, kept: Mapping[str, Tensor], batches: Sequence[Batch], tells: bool = False
+    ) -> tuple[Tensor, list[Tensor]]:
+        """All micro-batches forward and backward: the loss of the batch. If it `tells`, all outputs
+        as well, whole and without history; a pipeline has none."""
         try:
             self._begin(kept, batches)
-            return self._run()
+            if not tells:
+                return self._run(), []
+            told = self.whole.told = {}
+            loss = self._run()
+            outputs = [self._wholes(told[microbatch]) for microbatch in sorted(told)]
+            joined = self.program.batches
+            return loss, outputs[0] if joined is None else joined.join(outputs)
         finally:
             self._begin({}, ())  # nothing of a step stays
+
+    def _wholes(self, outputs: list[Tensor]) -> list[Tensor]:
+        """Whole outputs, from the form in which they are kept."""
+        return outputs
 
     @abstractmethod
     def _run(self) -> Tensor:
@@ -150,7 +163,7 @@ class Backend(ABC):
 
     def _begin(self, kept: Mapping[str, Tensor], batches: Sequence[Batch]) -> None:
         for stage in self.stages.values():
-            stage.kept, stage.batches = kept, batches
+            stage.kept, stage.batches, stage.told = kept, batches, None
         for worker in self.workers.values():
             worker.clear()
 
@@ -181,6 +194,7 @@ class StageRun:
         self._update = backend.prepare_graph(stage.update) if stage.update is not None else None
         self.kept: Mapping[str, Tensor] = {}  # of a step, and its micro-batches
         self.batches: Sequence[Batch] = ()
+        self.told: dict[int, list[Tensor]] | None = None  # outputs by micro-batch, if asked for
 
     def __call__(self, microbatch: int, received: Sequence[Value]) -> list[Value]:
         return self.run(
@@ -220,7 +234,7 @@ class WholeRun(StageRun):
         self.backend, self._halves = backend, None
         self.stage = Stage(0, program.graph, (), (), program.has_loss, (), None)
         self.run = backend.prepare_graph(program.graph, is_whole=True)
-        self.kept, self.batches = {}, ()
+        self.kept, self.batches, self.told = {}, (), None
         self._loss = program.captured.loss_index if program.has_loss else None
         self._mutations, self._count = tuple(program.captured.mutations), len(program.outputs)
         self._types = [info(node).type for node in program.results]
@@ -229,7 +243,10 @@ class WholeRun(StageRun):
         is_last = microbatch == len(self.batches) - 1
         later = frozenset() if is_last else self.backend.program.once
         assert self._loss is not None
-        return [[self.forward(self.kept, self.batches[microbatch], later)[self._loss]]]
+        outputs = self.forward(self.kept, self.batches[microbatch], later)
+        if self.told is not None:
+            self.told[microbatch] = detached(outputs)
+        return [[outputs[self._loss]]]
 
     def forward(
         self, kept: Mapping[str, Tensor], inputs: Batch, later: Set[str] = frozenset()

@@ -231,6 +231,10 @@ class TorchBackend(Backend):
                 shares[number] = loss
             self._loss = shares, dist.all_reduce(shares, group=self._line, async_op=True)
 
+    def _wholes(self, outputs: list[Tensor]) -> list[Tensor]:
+        pairs = zip(outputs, self.program.outputs)
+        return [self._leave.whole(value, info(node).type) for value, node in pairs]
+
     def _total_loss(self) -> Tensor:
         """The sum of all shares in the order of the micro-batches, the same on every rank."""
         if self._loss is None:

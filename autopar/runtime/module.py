@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -115,7 +115,7 @@ class ParallelModule(nn.Module):
         for module in self.modules():
             module._parameters.clear()
             module._buffers.clear()
-        for name in ("_tensors", "_direct"):
+        for name in ("_tensors", "_direct", "_telling"):
             self.__dict__.pop(name, None)
         self.backend = cast(Backend, _Closed())
 
@@ -170,42 +170,71 @@ class ParallelModule(nn.Module):
                 self._check.together(args, kwargs, dict(self.named_parameters()))
 
     @cached_property
+    def _telling(self) -> Backend:
+        """Where a step runs that gives outputs too."""
+        is_same = self.program.batches is None
+        return self.backend if is_same else self.backend.of(self.plan.telling_program)
+
+    @cached_property
     def _direct(self) -> Backend:
         """Where the program of a whole batch runs in one go."""
         is_whole = self.program.batches is None
         return self.backend if is_whole else self.backend.of(self.plan.whole_program)
 
-    def step(self, *args: Any, scale: float = 1.0, **kwargs: Any) -> Tensor:
+    @overload
+    def step(
+        self, *args: Any, scale: float = ..., outputs: Literal[False] = ..., **kwargs: Any
+    ) -> Tensor: ...
+
+    @overload
+    def step(
+        self, *args: Any, scale: float = ..., outputs: Literal[True], **kwargs: Any
+    ) -> tuple[Tensor, Any]: ...
+
+    def step(self, *args: Any, scale: float = 1.0, outputs: bool = False, **kwargs: Any) -> Any:
         """Forward and backward of one global batch, all micro-batches of it: the batch's loss.
 
         Gradients add up over steps until `zero_grad()`. `scale`: what they are multiplied by, as
         1/n in each of n steps that make one update; the loss that is returned is not. One step of
-        `microbatches=n` does the same, and sums over ranks once. A step that breaks off leaves
-        gradients as they were."""
+        `microbatches=n` does the same, and sums over ranks once. `outputs=True`: the loss, and what
+        the model gives for the whole batch, in its own type, detached and whole. Those of
+        micro-batches are joined along the batch, shares of numbers summed; where neither gives the
+        batch's it is refused, and so is a pipeline. A step that breaks off leaves gradients as they
+        were."""
         with torch.inference_mode(False), torch.enable_grad():
             with self.backend.local_checks():
                 if "scale" in self.program.captured.example.kwargs:  # the model's own
                     kwargs["scale"], scale = scale, 1.0
+                if "outputs" in self.program.captured.example.kwargs:
+                    kwargs["outputs"], outputs = outputs, False
                 by = require_scale(scale)
                 _ = self.program.captured.loss_index  # a program without one is refused
+                program = self.plan.telling_program if _is_flag(outputs) else self.program
                 inputs, kept = self._accept(self.program, args, kwargs, step=True)
                 self._require_learning(inputs)
             self._check_together(args, kwargs)
             with self.backend.guard(), switched(()):
-                inputs |= self.backend.draw(self.program)
-                loss = self._scaled(kept, self.program.split(inputs), by)
-                return StepLoss.of(loss)
+                backend = self._telling if outputs else self.backend
+                backend.seed = by
+                inputs |= backend.draw(program)
+                loss, found = self._scaled(backend, kept, program.split(inputs), outputs)
+        told = StepLoss.of(loss)
+        return (told, program.structure(found)) if outputs else told
 
     def _scaled(
-        self, kept: Mapping[str, Tensor], batches: Sequence[Mapping[str, Tensor]], by: float
-    ) -> Tensor:
-        """A step whose gradients are scaled `by` a number, and in which the loss is scaled, if that
-        was asked for. One that breaks off leaves gradients as they were."""
+        self,
+        backend: Backend,
+        kept: Mapping[str, Tensor],
+        batches: Sequence[Mapping[str, Tensor]],
+        tells: bool,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """A step in which the loss is scaled beside the backend's seed, if that was asked for. One
+        that breaks off leaves gradients as they were."""
         scaled = self.loss_scale
         before, scale, is_good = taken(kept.values()), 1.0 if scaled is None else scaled.value, True
-        self.backend.seed = scale * by
+        backend.seed *= scale
         try:
-            loss = self.backend.step(kept, batches)
+            found = backend.step(kept, batches, tells)
             if scaled is not None:
                 is_good = bool(self.backend.norm(self._gradients(), 1.0).isfinite())
         except BaseException:
@@ -214,7 +243,7 @@ class ParallelModule(nn.Module):
         give_back(before, scale, is_good)
         if scaled is not None:
             scaled.update(is_good)
-        return loss
+        return found
 
     def _require_learning(self, inputs: Mapping[str, Tensor]) -> None:
         """Before anything runs. A rank that holds some of the stages does not know."""
@@ -400,6 +429,16 @@ def _owner(root: nn.Module, name: str) -> nn.Module:
             remedy="give the submodule another name",
         )
     return part
+
+
+def _is_flag(outputs: object) -> bool:
+    if not isinstance(outputs, bool):
+        raise InvalidInput(
+            "outputs= of a step says whether it gives them",
+            got=f"outputs= of type {type(outputs).__name__}",
+            remedy="outputs=True",
+        )
+    return outputs
 
 
 def _tell_of_state_hooks(model: nn.Module) -> None:

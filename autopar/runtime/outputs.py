@@ -38,6 +38,10 @@ class Outputs:
             return value
         if self.form == "dtensor":
             return wrapper(type_.layout, type_.shape, self._mesh)(value)
+        return self.whole(value, type_)
+
+    def whole(self, value: Tensor, type_: TensorType) -> Tensor:
+        """The same, made whole in any case."""
         return joined(value, type_, Mesh.from_device_mesh(self._mesh), self._groups, self._rank)
 
 
