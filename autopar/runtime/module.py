@@ -37,6 +37,7 @@ from autopar.runtime.memory import (
 )
 from autopar.runtime.modes import Modes
 from autopar.runtime.old_parameters import note_old_parameters
+from autopar.runtime.outputs import is_wanted
 from autopar.runtime.part import add_parts, part_at, refuse_late_hooks
 from autopar.runtime.step_loss import StepLoss
 from autopar.runtime.tensors import Tensors
@@ -209,7 +210,7 @@ class ParallelModule(nn.Module):
                     kwargs["outputs"], outputs = outputs, False
                 by = require_scale(scale)
                 _ = self.program.captured.loss_index  # a program without one is refused
-                program = self.plan.telling_program if _is_flag(outputs) else self.program
+                program = self.plan.telling_program if is_wanted(outputs) else self.program
                 inputs, kept = self._accept(self.program, args, kwargs, step=True)
                 self._require_learning(inputs)
             self._check_together(args, kwargs)
@@ -429,16 +430,6 @@ def _owner(root: nn.Module, name: str) -> nn.Module:
             remedy="give the submodule another name",
         )
     return part
-
-
-def _is_flag(outputs: object) -> bool:
-    if not isinstance(outputs, bool):
-        raise InvalidInput(
-            "outputs= of a step says whether it gives them",
-            got=f"outputs= of type {type(outputs).__name__}",
-            remedy="outputs=True",
-        )
-    return outputs
 
 
 def _tell_of_state_hooks(model: nn.Module) -> None:

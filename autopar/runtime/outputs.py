@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.errors import InvalidInput
 from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
 from autopar.runtime.groups import Groups
@@ -55,3 +56,14 @@ def joined(piece: Tensor, type_: TensorType, mesh: Mesh, groups: Groups, rank: i
             place = groups.name((axis,)), mesh[axis], mesh.position(rank, (axis,))
             piece = torch.ops.autopar.all_gather(piece, dim, size, *place, False)
     return piece
+
+
+def is_wanted(outputs: object) -> bool:
+    """Whether a step is to give its outputs."""
+    if not isinstance(outputs, bool):
+        raise InvalidInput(
+            "outputs= of a step says whether it gives them",
+            got=f"outputs= of type {type(outputs).__name__}",
+            remedy="outputs=True",
+        )
+    return outputs
