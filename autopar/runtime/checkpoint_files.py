@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -37,11 +36,10 @@ INDEX, BESIDE, PLAN = "checkpoint.json", "beside.pt", "plan.json"
 
 @dataclass(frozen=True)
 class Piece:
-    """Where a part of a tensor lies."""
+    """A part of a tensor, and where it lies."""
 
     file: Index
-    key: str  # there
-    starts: tuple[Index, ...]  # the place of its first element in the tensor
+    bounds: Bounds
 
 
 @dataclass(frozen=True)
@@ -117,8 +115,11 @@ class Checkpoint:
                 SafetensorsFiles([self.folder / file_name(number)])
                 for number in range(self.contents.files)
             ]
-            for name, stored in self._every():
-                self._require_whole(name, stored)
+            for label, stored in self._every():
+                self._require_whole(label, stored)
+            pieces = sum(len(stored.pieces) for _, stored in self._every())
+            if pieces != sum(len(file.held) for file in self._files):
+                raise ValueError("its files hold other tensors than its index tells")
             self.beside = read(Beside, _load(self.folder / BESIDE))
             if getattr(self.beside.random, "dtype", None) != torch.uint8:
                 raise ValueError("no state of random numbers")
@@ -130,48 +131,67 @@ class Checkpoint:
             ) from None
 
     def _every(self) -> list[tuple[str, Stored]]:
-        found = list(self.contents.values.items())
+        found = [(label_of(name), stored) for name, stored in self.contents.values.items()]
         for name, states in self.contents.states.items():
-            found += [(f"{key} of {name}", stored) for key, stored in states.items()]
+            found += [(label_of(name, state), stored) for state, stored in states.items()]
         return found
 
-    def _require_whole(self, name: str, stored: Stored) -> None:
-        """Its pieces are there, lie in it, and fill it."""
-        filled = 0
-        for piece in stored.pieces:
-            held = self._held(piece)
-            ends = [start + size for start, size in zip(piece.starts, held.shape)]
-            is_inside = len(held.shape) == len(piece.starts) == len(stored.shape)
-            if not is_inside or any(end > size for end, size in zip(ends, stored.shape)):
-                raise ValueError(f"{name} has a piece that is no part of it")
-            if held.dtype != self.dtype(stored):
-                raise ValueError(f"{name} has pieces of several dtypes")
-            filled += math.prod(held.shape)
-        if filled != math.prod(stored.shape) or not stored.pieces:
-            raise ValueError(f"{name} is not whole")
+    def _require_whole(self, label: str, stored: Stored) -> None:
+        """Its pieces are there, and make a grid that fills it."""
+        if len({self._held(label, piece).dtype for piece in stored.pieces}) != 1:
+            raise ValueError(f"{label} is not whole, or of several dtypes")
+        count = 1
+        for dim, size in enumerate(stored.shape):
+            cuts, end = sorted({piece.bounds[dim] for piece in stored.pieces}), 0
+            for start, length in cuts:
+                if start != end:
+                    raise ValueError(f"{label} is not whole")
+                end += length
+            if end != size:
+                raise ValueError(f"{label} is not whole")
+            count *= len(cuts)
+        if not len(stored.pieces) == len({piece.bounds for piece in stored.pieces}) == count:
+            raise ValueError(f"{label} is not whole")
 
-    def _held(self, piece: Piece) -> Held:
-        if piece.file >= len(self._files) or piece.key not in self._files[piece.file].held:
-            raise ValueError(f"{piece.key} is missing")
-        return self._files[piece.file].held[piece.key]
+    def _held(self, label: str, piece: Piece) -> Held:
+        held = self._files[piece.file].held if piece.file < len(self._files) else {}
+        found = held.get(key_of(label, piece.bounds))
+        if found is None or found.shape != tuple(length for _, length in piece.bounds):
+            raise ValueError(f"{key_of(label, piece.bounds)} is missing")
+        return found
 
-    def dtype(self, stored: Stored) -> torch.dtype:
-        return self._held(stored.pieces[0]).dtype
+    def stored(self, name: str, state: str = "") -> Stored:
+        contents = self.contents
+        return contents.states[name][state] if state else contents.values[name]
 
-    def read(self, stored: Stored, bounds: Bounds) -> Tensor:
-        """What lies inside `bounds` of a tensor, and no other byte."""
-        found = torch.empty([length for _, length in bounds], dtype=self.dtype(stored))
-        for piece in stored.pieces:
-            held = self._held(piece)
+    def dtype(self, name: str, state: str = "") -> torch.dtype:
+        return self._held(label_of(name, state), self.stored(name, state).pieces[0]).dtype
+
+    def read(self, name: str, state: str, bounds: Bounds) -> Tensor:
+        """What lies inside `bounds` of a tensor, and no other byte: of a parameter, a buffer, or
+        where one is named, of a state of a parameter."""
+        label = label_of(name, state)
+        found = torch.empty([length for _, length in bounds], dtype=self.dtype(name, state))
+        for piece in self.stored(name, state).pieces:
             there, here = [], []
-            for (start, length), begin, size in zip(bounds, piece.starts, held.shape):
+            for (start, length), (begin, size) in zip(bounds, piece.bounds):
                 first, last = max(start, begin), min(start + length, begin + size)
                 there.append((first - begin, max(0, last - first)))
                 here.append((first - start, max(0, last - first)))
             if all(length for _, length in there):
-                part = self._files[piece.file].read(piece.key, tuple(there))
+                part = self._files[piece.file].read(key_of(label, piece.bounds), tuple(there))
                 part_of(found, tuple(here)).copy_(part)
         return found
+
+
+def label_of(name: str, state: str = "") -> str:
+    return f"{state} of {name}" if state else name
+
+
+def key_of(label: str, bounds: Bounds) -> str:
+    """Under which a piece lies in its file."""
+    ends = ", ".join(f"{start}:{start + length}" for start, length in bounds)
+    return f"{label}[{ends}]"
 
 
 def file_name(number: int) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 from autopar._torch import world_timeout
 from autopar.errors import ExecutionError
 from autopar.runtime import checkpoint_files as files
-from autopar.runtime.checkpoint_files import Contents, Piece, Stored
+from autopar.runtime.checkpoint_files import Contents, Piece, Stored, key_of, label_of
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.placing import Bounds
 from autopar.runtime.safetensors import Held, write
@@ -61,9 +61,8 @@ def divided(
             continue
         rank = min(holders[part], key=lambda one: loads[one])
         loads[rank] += part.held.size
-        key = f"{len(shares[rank])} {' of '.join(filter(None, reversed(part.key)))}"
-        shares[rank].append((key, part))
-        pieces.append(Piece(rank, key, tuple(start for start, _ in part.bounds)))
+        shares[rank].append((key_of(label_of(*part.key), part.bounds), part))
+        pieces.append(Piece(rank, part.bounds))
     values = {name: Stored(s, tuple(p)) for (name, key), (s, p) in stored.items() if not key}
     states: dict[str, dict[str, Stored]] = {}
     for (name, key), (shape, pieces) in stored.items():

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from autopar._torch import local_of
 from autopar.errors import InvalidInput
-from autopar.runtime.checkpoint_files import Checkpoint, Group, SavedOptimizer, Stored
+from autopar.runtime.checkpoint_files import Checkpoint, Group, SavedOptimizer
 from autopar.runtime.placing import bounds_of
 
 Parameters = Mapping[str, Tensor]
@@ -143,19 +143,20 @@ def load_states(
         groups.append({**group.options, "params": [*range(number, number + len(names))]})
         for name in names:
             own = dict(there.others.get(name, {}))
-            for key, stored in saved.contents.states.get(name, {}).items():
-                own[key] = _placed(saved, key, stored, parameters[name])
+            for key in saved.contents.states.get(name, {}):
+                own[key] = _placed(saved, name, key, parameters[name])
             if own:
                 state[number] = own
             number += 1
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _placed(saved: Checkpoint, key: str, stored: Stored, parameter: Tensor) -> Tensor:
+def _placed(saved: Checkpoint, name: str, key: str, parameter: Tensor) -> Tensor:
     """A state, where its parameter lies if it has its shape; counters are whole everywhere."""
-    if not isinstance(parameter, DTensor) or not _is_like(key, stored.shape, parameter):
-        return saved.read(stored, tuple((0, size) for size in stored.shape))
-    local = saved.read(stored, bounds_of(parameter)).to(local_of(parameter).device)
+    shape = saved.stored(name, key).shape
+    if not isinstance(parameter, DTensor) or not _is_like(key, shape, parameter):
+        return saved.read(name, key, tuple((0, size) for size in shape))
+    local = saved.read(name, key, bounds_of(parameter)).to(local_of(parameter).device)
     return DTensor.from_local(
         local,
         parameter.device_mesh,

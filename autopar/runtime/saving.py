@@ -114,7 +114,7 @@ def load(
     def take() -> None:
         with torch.no_grad():
             for name, value in held.items():
-                part = saved.read(saved.contents.values[name], bounds_of(value))
+                part = saved.read(name, "", bounds_of(value))
                 local_of(value).copy_(part)
         if optimizer is not None:
             load_states(saved, optimizer, dict(module.named_parameters()))
@@ -174,7 +174,7 @@ def _prepared(
         if states is not None:
             tensors |= states.tensors
         for (name, state), value in tensors.items():
-            require_dtype(f"{state} of {name}" if state else name, value.dtype)
+            require_dtype(files.label_of(name, state), value.dtype)
         _require_plain(extra)
         return tensors, states
 
@@ -246,7 +246,7 @@ def _require_fitting(saved: Checkpoint, module: ParallelModule, held: Mapping[st
     wrong += [f"unexpected: {name}" for name in there if name not in set(here)]
     for name, value in held.items():
         if name in there:
-            shape, dtype = there[name].shape, saved.dtype(there[name])
+            shape, dtype = there[name].shape, saved.dtype(name)
             if shape != tuple(value.shape) or not torch.can_cast(dtype, value.dtype):
                 own = f"{list(value.shape)} {value.dtype}"
                 wrong.append(f"misshapen: {name} {list(shape)} {dtype}, not {own}")

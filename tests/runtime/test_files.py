@@ -17,9 +17,14 @@ from torch import Tensor, nn
 
 import autopar as ap
 from autopar.capture.fingerprint import fingerprint_of
+from autopar.layout import Layout
 from autopar.pipeline import load, schedule, simulate, to_csv, to_text
 from autopar.plan.plan import SavedPlan
+from autopar.runtime import safetensors
+from autopar.runtime.checkpoint_files import INDEX, file_name
+from autopar.runtime.checkpoint_writing import Part, divided
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.placing import part_of
 from autopar.runtime.virtual import VirtualBackend
 from autopar.schema import read, write
 from tests.mutations import bytes_of, file_of
@@ -78,6 +83,13 @@ class Plans:
         self.fingerprint = fingerprint_of(self.captured)
         self.loss, self.grads = expected()
 
+        self.checkpoint: Any = None
+
+    def module(self) -> ParallelModule:
+        plan = SavedPlan.from_json(self.data["searched"]).attach_captured(self.captured)
+        backend = VirtualBackend(plan.program, torch.device("cpu"))
+        return ParallelModule(Model(), plan.program, plan, backend)
+
     def run(self, path: Path, content: bytes) -> None:
         """Load, print, attach, one step: right, or an error."""
         path.write_bytes(content)
@@ -120,6 +132,50 @@ def a_cluster(plans: Plans, path: Path, chance: random.Random) -> None:
     assert read(ap.Cluster, write(cluster)) == cluster
 
 
+def a_checkpoint(plans: Plans, path: Path, chance: random.Random) -> None:
+    """Each of its tensors is in two pieces."""
+    if not plans.checkpoint:
+        plans.checkpoint = halved(plans.module(), path.parent / "checkpoint")
+    module = plans.module()
+    expected = module.full_state_dict()
+    for value in module.parameters():
+        value.detach().zero_()
+    optimizer = torch.optim.SGD(module.parameters())
+    (path.parent / "checkpoint" / INDEX).write_bytes(file_of(plans.checkpoint, chance))
+    ap.load(path.parent / "checkpoint", module, optimizer)
+    torch.testing.assert_close(module.full_state_dict(), expected, rtol=0, atol=0)
+    for name, value in module.named_parameters():
+        momentum = optimizer.state[value]["momentum_buffer"]
+        torch.testing.assert_close(momentum, expected[name] + 1, rtol=0, atol=0)
+
+
+def halved(module: ParallelModule, folder: Path) -> Any:
+    """The index of a checkpoint as two ranks would have written it."""
+    optimizer = torch.optim.SGD(module.parameters(), momentum=0.9)
+    for value in module.parameters():
+        optimizer.state[value]["momentum_buffer"] = value.detach() + 1
+    ap.save(folder, module, optimizer)
+    named = dict(module.named_parameters())
+    held = {(name, ""): value for name, value in named.items()}
+    held |= {
+        (n, "momentum_buffer"): optimizer.state[v]["momentum_buffer"] for n, v in named.items()
+    }
+    layout, listed = Layout("d", None), []
+    for rank in range(2):
+        parts = {}
+        for key, value in held.items():
+            cut = Layout(*layout.dims[: value.ndim])
+            bounds = cut.local_bounds(value.shape, ap.Mesh(d=2), rank)
+            parts[Part(key, tuple(value.shape), value.dtype, bounds)] = part_of(value, bounds)
+        listed.append(parts)
+    shares, contents = divided([tuple(parts) for parts in listed])
+    for rank, share in enumerate(shares):
+        kinds = {key: part.held for key, part in share}
+        values = (listed[rank][part] for _, part in share)
+        safetensors.write(folder / file_name(rank), kinds, values)
+    return write(contents)
+
+
 def outcomes(kind: Any, plans: Plans, path: Path, count: int, seed: int) -> Counter[str]:
     """How many changed files ran rightly, were refused, and what else became of them."""
     found: Counter[str] = Counter()
@@ -146,7 +202,9 @@ def plans() -> Plans:
     return Plans()
 
 
-@pytest.mark.parametrize(("kind", "count"), [(a_plan, 120), (a_schedule, 150), (a_cluster, 150)])
+@pytest.mark.parametrize(
+    ("kind", "count"), [(a_plan, 120), (a_schedule, 150), (a_cluster, 150), (a_checkpoint, 60)]
+)
 def test_changed_files_are_refused_or_right(
     kind: Any, count: int, plans: Plans, tmp_path: Path
 ) -> None:
@@ -191,7 +249,12 @@ def main(kind: str, count: int, seed: int) -> None:
     signal.signal(signal.SIGALRM, late)
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
-        kinds = {"plan": a_plan, "schedule": a_schedule, "cluster": a_cluster}
+        kinds = {
+            "plan": a_plan,
+            "schedule": a_schedule,
+            "cluster": a_cluster,
+            "checkpoint": a_checkpoint,
+        }
         path = Path(folder) / "file.json"
         for what, number in sorted(outcomes(kinds[kind], Plans(), path, count, seed).items()):
             print(number, what)
