@@ -434,6 +434,77 @@ def test_a_step_of_frozen_parameters_alone_is_refused(options):
     assert set(module.full_grads()) == {"row.0.weight", "row.0.bias"}
 
 
+class Config:
+    hidden = 4
+
+
+class Described(nn.Module):
+    """What code that looks through a model may ask for."""
+
+    registry: dict[str, type] = {}  # noqa: RUF012
+    kind = "none"
+
+    def __init_subclass__(cls) -> None:
+        Described.registry[cls.__name__] = cls
+
+    def __init__(self, size: int = 4) -> None:
+        super().__init__()
+        self.size, self.config, self.kind = size, Config(), "own"
+        self.up = shard(nn.Linear(size, size, bias=False), params={"weight": ("d", None)})
+        self.norm, self.parts = nn.LayerNorm(size), nn.ParameterList([torch.ones(size)])
+        self.table, self.held = torch.ones(size), [self.up]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.up(x)) * self.parts[0]
+
+    def count(self) -> int:
+        return sum(p.numel() for p in self.parameters()) * self.size
+
+
+class Inner(Described):
+    pass
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.plan, self.inner, self.again = Config(), "mine", Inner(4), Inner(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.again(self.inner(x)).square().mean()
+
+
+@pytest.mark.parametrize("mesh", [Mesh(d=2), Mesh(pp=2, d=2)], ids=str)
+def test_code_that_looks_through_a_model_finds_what_it_looks_for(mesh: Mesh) -> None:
+    model = Outer()
+    module = ap.parallelize(model, (random(8, 4).float(),), mesh=mesh, mode="propagate")
+    for kind in (Described, Inner, nn.LayerNorm, nn.Linear, nn.ParameterList):
+        named = [
+            [n for n, m in of.named_modules() if isinstance(m, kind)] for of in (module, model)
+        ]
+        assert named[0] == named[1] != []
+    inner: Any = module.inner
+    assert type(inner) is type(module.again)
+    assert Described.registry["Inner"] is Inner
+    assert (inner.size, inner.kind, inner.count()) == (4, "own", model.inner.count())
+    assert inner.config is model.inner.config
+    assert module.config is model.config
+    assert isinstance(module.plan, ap.Plan)
+    assert inner.up.bias is None
+    assert inner.up.in_features == 4
+    assert [p is inner.get_parameter("parts.0") for p in inner.parts] == [True]
+    assert "Linear(in_features=4, out_features=4, bias=False, weight: f32[4@d, 4])" in repr(module)
+    assert "(norm): LayerNorm((4,), eps=1e-05" in repr(module)
+    for name in ("table", "held"):  # which are the model's own
+        assert not hasattr(inner, name)
+    for owner, name in ((module, "config"), (inner, "size")):
+        with pytest.raises(ap.InvalidInput, match="what modules do is part of the program"):
+            setattr(owner, name, 8)
+    for act in (inner, inner.norm):
+        with pytest.raises(ap.InvalidInput, match="submodules of a parallel module do not run"):
+            act(random(8, 4))
+
+
 class OneUnread(nn.Module):
     """Three layers, and a parameter that nobody reads."""
 

@@ -38,13 +38,13 @@ from autopar.runtime.memory import (
 from autopar.runtime.modes import Modes
 from autopar.runtime.old_parameters import note_old_parameters
 from autopar.runtime.outputs import is_wanted
-from autopar.runtime.part import add_parts, part_at, refuse_late_hooks
+from autopar.runtime.part import Described, add_parts, part_at, refuse_late_hooks
 from autopar.runtime.step_loss import StepLoss
 from autopar.runtime.tensors import Tensors
 from autopar.runtime.values import Values
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(Described):
     """Called and differentiated like the original; `step` takes a whole global batch.
 
     A call runs the batch in one go, a step in the micro-batches of the plan: what the plan says of
@@ -52,10 +52,11 @@ class ParallelModule(nn.Module):
     model's own output type, of which a loss may be made outside: every rank makes the same one.
     With `outputs="dtensor"` or `"local"` processes give what is cut as DTensors or in pieces.
 
-    Parameters and buffers stand under their original names, tied ones under all their names. Freeze
-    and replace them on all ranks alike: `check=True` compares what is frozen. On processes, where
-    they are DTensors, torch ignores what `.data` is set to: `copy_()` under `torch.no_grad()` does
-    what it was meant to.
+    Submodules are of the model's classes and have its attributes, to be looked at; they do not run
+    themselves. Parameters and buffers stand under their original names, tied ones under all their
+    names. Freeze and replace them on all ranks alike: `check=True` compares what is frozen. On
+    processes, where they are DTensors, torch ignores what `.data` is set to: `copy_()` under
+    `torch.no_grad()` does what it was meant to.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class ParallelModule(nn.Module):
                     owner.register_parameter(key, placed)
                 else:
                     owner.register_buffer(key, placed, persistent=own in self._names)
+                vars(owner).setdefault("_tensor_types", {})[key] = types[name]
         scaled = plan.precision is not None and plan.precision.loss_scale is not None
         # What the loss of a step is scaled by; None: it is not.
         self.loss_scale = LossScale() if scaled else None
@@ -105,6 +107,7 @@ class ParallelModule(nn.Module):
         self._tensors = Tensors(self, captured.tied, program.learns)
         backend.bind(self._tensors.values)
         self._shapes = backend.input_shapes()
+        self.describe(model)
         _tell_of_state_hooks(model)
         note_old_parameters(model)
 
