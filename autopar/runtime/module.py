@@ -38,7 +38,7 @@ from autopar.runtime.memory import (
 from autopar.runtime.modes import Modes
 from autopar.runtime.old_parameters import note_old_parameters
 from autopar.runtime.outputs import is_wanted
-from autopar.runtime.part import Described, add_parts, part_at, refuse_late_hooks
+from autopar.runtime.part import Described, add_parts, owner_of, refuse_late_hooks
 from autopar.runtime.step_loss import StepLoss
 from autopar.runtime.tensors import Tensors
 from autopar.runtime.values import Values
@@ -93,7 +93,7 @@ class ParallelModule(Described):
             if isinstance(value, nn.Parameter):
                 placed = nn.Parameter(placed, requires_grad=value.requires_grad)
             for own in names[name]:
-                owner, key = _owner(self, own), own.rpartition(".")[2]
+                owner, key = owner_of(self, own), own.rpartition(".")[2]
                 if isinstance(placed, nn.Parameter):
                     owner.register_parameter(key, placed)
                 else:
@@ -420,19 +420,6 @@ class _Closed:
             got="a use of a ParallelModule after close()",
             remedy="parallelize the model again with plan=module.plan",
         )
-
-
-def _owner(root: nn.Module, name: str) -> nn.Module:
-    """The submodule that holds `name`, made on the way."""
-    path = name.rpartition(".")[0]
-    part = part_at(root, path)
-    if part is None:
-        raise InvalidInput(
-            "submodules keep their names beside those of the parallel module itself",
-            got=f"{path}, which a ParallelModule has for itself",
-            remedy="give the submodule another name",
-        )
-    return part
 
 
 def _tell_of_state_hooks(model: nn.Module) -> None:

@@ -170,6 +170,19 @@ def part_at(root: nn.Module, path: str, like: nn.Module | None = None) -> nn.Mod
     return module
 
 
+def owner_of(root: nn.Module, name: str) -> nn.Module:
+    """The submodule that holds `name`, made on the way."""
+    path = name.rpartition(".")[0]
+    part = part_at(root, path)
+    if part is None:
+        raise InvalidInput(
+            "submodules keep their names beside those of the parallel module itself",
+            got=f"{path}, which a ParallelModule has for itself",
+            remedy="give the submodule another name",
+        )
+    return part
+
+
 @cache
 def _kind(model: Any) -> type[Part]:
     """The class of parts in the place of modules of a class, which they belong to."""
