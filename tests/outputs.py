@@ -264,9 +264,13 @@ def a_step_gives_outputs_beside_its_loss(**options: Any) -> None:
             assert_close(pm.full_state_dict(), state(model))
 
 
-LAWS = (
+# Those in which parameters that are kept in pieces come and go in ways of their own.
+OF_PIECES = (
     a_step_gives_outputs_beside_its_loss,
     parameters_get_the_gradients_that_are_asked_for,
+)
+LAWS = (
+    *OF_PIECES,
     a_loss_outside_is_one_inside,
     one_module_is_fed_with_the_output_of_another,
     outputs_keep_their_type,

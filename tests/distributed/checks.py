@@ -22,7 +22,7 @@ from tests.annotations import megatron, sequence, stored, vocabulary
 from tests.distributed.saving import dropping, resumes_on_other_meshes
 from tests.held import held_by, kept_for_backward, local_bytes, pieces_of, storages
 from tests.models import Case
-from tests.outputs import LAWS, Body, made, parallel, random
+from tests.outputs import LAWS, OF_PIECES, Body, made, parallel, random
 from tests.parity import Outcome, assert_equal, parallel_outcome, single_outcome
 from tests.partly_learned import partly_learned, without_gradient
 from tests.runtime.acts import (
@@ -206,9 +206,10 @@ def is_called_and_differentiated() -> None:
 
 
 def gives_what_the_model_gives() -> None:
-    for mesh, states in ((DP2_TP2, "whole"), (Mesh(dp=4, tp=1), "zero3")):
-        for law in LAWS:
-            law(mesh=mesh, states=states)
+    for law in LAWS:
+        law(mesh=DP2_TP2)
+    for law in OF_PIECES:
+        law(mesh=Mesh(dp=4, tp=1), states="zero3")
 
 
 def gives_pieces_on_request() -> None:
