@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import autopar as ap
 from autopar import Mesh, shard
@@ -75,9 +76,33 @@ def test_an_annotated_model_compiles() -> None:
 
 def test_a_parallel_module_is_not_copied() -> None:
     module = ap.parallelize(Two().double(), (random(8, 4),), mesh=D2, mode="propagate")
-    for act in (copy.deepcopy, pickle.dumps):
+    for act in (copy.deepcopy, pickle.dumps, AveragedModel):
         with pytest.raises(ap.InvalidInput, match="bound to the ranks"):
             act(module)
+
+
+def test_a_moving_average_is_kept_as_the_message_says() -> None:
+    case = models.mlp()
+    single = case.fresh()
+    module = ap.parallelize(case.model, case.args, mesh=D2, mode="propagate")
+    expected = AveragedModel(single.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    expected.update_parameters(single.model)
+    average = {name: p.detach().clone() for name, p in module.named_parameters()}
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, single.model)]
+    for _ in range(2):
+        module.step(*case.args)
+        single.loss(single.run()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        expected.update_parameters(single.model)
+        for name, parameter in module.named_parameters():
+            average[name].lerp_(parameter.detach(), 0.1)
+    second = ap.parallelize(case.model, plan=module.plan)
+    second.load_state_dict(average, strict=False)
+    found = second.full_state_dict()
+    for name, value in expected.module.named_parameters():
+        torch.testing.assert_close(found[name], value.detach(), rtol=1e-12, atol=1e-12)
 
 
 def test_it_is_called_and_differentiated_like_the_model() -> None:

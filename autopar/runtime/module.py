@@ -402,9 +402,10 @@ class ParallelModule(Described):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InvalidInput(
             "a parallel module is bound to the ranks that run it: it is not copied or pickled",
-            got="copy.deepcopy or pickle of a ParallelModule",
+            got="copy.deepcopy (as AveragedModel does) or pickle of a ParallelModule",
             remedy="parallelize the model again with plan=module.plan and load full_state_dict(), "
-            "or save that",
+            "or save that. For a moving average: clones of named_parameters(), lerp_() after each "
+            "update, and load_state_dict(average, strict=False) into a second such module",
         )
 
     def extra_repr(self) -> str:
