@@ -134,6 +134,17 @@ def goes_on_after_what_all_ranks_refuse() -> None:
             module.step(case.args[0][:, :, refused + 1 :], *case.args[1:])
     with pytest.raises(ap.InvalidInput, match="a positive order"):
         module.clip_grad_norm_(1.0, norm_type=-1)
+    with pytest.raises(ap.InvalidInput, match="by a finite number"):
+        module.step(*case.args, scale=float("nan"))
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(ap.InvalidInput, match="autocast is part of the program"),
+    ):
+        module.step(*case.args)
+    too_early = torch.optim.SGD(case.model.parameters(), lr=0.1)
+    too_early.zero_grad()
+    with pytest.raises(ap.InvalidInput, match="made of the module's own parameters"):
+        too_early.step()
     losses = [module.step(*case.args)]
     losses.append(ap.parallelize(case.model, plan=module.plan).step(*case.args))
     assert_close(*losses)
