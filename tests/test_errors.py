@@ -224,6 +224,10 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: parallel(Calls(lambda self, x: torch.poisson(x @ self.weight))),
         ["its bits would depend on the layout", "poisson in the model on Mesh(d=4)", "input"],
     ),
+    "a seed in forward": (
+        lambda: parallel(Calls(lambda self, x: (torch.manual_seed(0), x @ self.weight)[1])),
+        ["follow from one key", "torch.manual_seed in forward", "before step()"],
+    ),
     "random numbers of one of several results": (
         lambda: parallel(Calls(lambda self, x: self.rnn(x)[0], rnn=nn.LSTM(4, 4, 2, dropout=0.1))),
         ["its bits would depend on the layout", "lstm in rnn on Mesh(d=4)"],

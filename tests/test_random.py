@@ -154,6 +154,81 @@ def test_models_train_alike_with_dropout(name: str) -> None:
             assert_equal(outcome(**options), expected)
 
 
+class Reading(nn.Module):
+    """Attention with dropout, in the forms that torch takes."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.project = form, nn.Linear(8, 32)
+        self.table = nn.Parameter(torch.randn(2, 5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.project(x).unflatten(-1, (8, 4)).transpose(1, 2)
+        q, k, v = heads[:, :4], heads[:, 4:6], heads[:, 6:]
+        how: dict[str, Any] = {"dropout_p": 0.4, "enable_gqa": True}
+        if self.form == "flat":
+            q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        elif self.form == "rows":  # the samples are the queries
+            q, k, v = q[:, :, 0].transpose(0, 1), self.table, self.table
+        elif self.form == "weights for all":
+            q, k, how = q[:1], k[:1], {"dropout_p": 0.4}
+            q, v = q[:, :2], v * 1.0
+        elif self.form == "keys":
+            how["attn_mask"] = torch.arange(x.shape[1]) != 2
+        elif self.form == "padding":
+            how["attn_mask"] = (x[:, None, None, :, 0] > -1) | (torch.arange(x.shape[1]) == 0)
+        return F.scaled_dot_product_attention(q, k, v, **how).square().mean()
+
+
+@pytest.mark.parametrize("form", ["flat", "rows", "weights for all", "keys", "padding", "grouped"])
+def test_attention_draws_as_the_plain_model_does(form: str) -> None:
+    torch.manual_seed(0)
+    args = (torch.randn(8, 6, 8),)
+    for microbatches in (1, 2) if form != "weights for all" else (1,):
+        how = {"mesh": ap.Mesh(dp=2), "mode": "data", "microbatches": microbatches}
+        found = ap.verify(Reading(form), args, steps=1, **how)
+        assert found.ok, str(found)
+
+
+NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
+    "all is dropped": lambda x: F.dropout(x, 1.0) + F.dropout(x, 0.5),
+    "all weights are": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=1.0) + x,
+    "nothing is there": lambda x: F.dropout(x[:0], 0.3).sum() + F.dropout(x, 0.3),
+    "one order": lambda x: x[:, :1][:, torch.randperm(1)] + F.dropout(x, 0.3),
+    "in place": lambda x: F.rrelu(x * 1, 0.1, 0.7, training=True, inplace=True),
+}
+
+
+class Of(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(8, 8), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.linear(x)).square().mean()
+
+
+@pytest.mark.parametrize("what", NOTHING)
+def test_what_takes_no_numbers_is_followed(what: str) -> None:
+    torch.manual_seed(0)
+    how = {"mesh": ap.Mesh(dp=2), "mode": "data"}
+    found = ap.verify(Of(NOTHING[what]), (torch.randn(8, 4, 8),), steps=1, **how)
+    assert found.ok, str(found)
+
+
+BAD: dict[str, Callable[[Tensor], Tensor]] = {
+    "probabilities": lambda x: x * torch.bernoulli(x.detach() * 0 + 3),
+    "weights": lambda x: x * torch.multinomial(x.detach().flatten(1) - 99, 3).sum(),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_torch_refuses_to_draw_by_is_refused(what: str) -> None:
+    module = ap.parallelize(Of(BAD[what]), (torch.randn(8, 4, 8),), mesh=ap.Mesh(one=1))
+    with pytest.raises(ap.InvalidInput, match=what):
+        module.step(torch.randn(8, 4, 8))
+
+
 class Drawing(nn.Module):
     """Everything that draws."""
 
@@ -179,8 +254,9 @@ class Drawing(nn.Module):
         x = F.dropout(x, 0.1) + torch.rand_like(x) * 0.1
         x = x + torch.rand(x.shape, dtype=x.dtype) * 0.1 + torch.randn(16, dtype=x.dtype) * 0.01
         x = x * torch.bernoulli(torch.full_like(x, 0.9)) + torch.randn_like(x) * 0.1
-        x = x + torch.empty_like(x).uniform_(-0.1, 0.1) + x.new_empty(8, 1, 1).bernoulli_(0.8)
+        x = x + torch.empty_like(x).uniform_(-0.1, 0.1) + x.new_empty(8, 1, 1).bernoulli_()
         x = x + torch.randint(3, x.shape) * 0.01 + torch.empty_like(x).normal_(1.0, 0.1)
+        x = x + torch.randn(16, dtype=torch.complex128).imag * 0.1
         x = x[:, torch.randperm(6)]
         picked = torch.multinomial(x.detach().flatten(0, 1).softmax(-1), 3).double()
         return (x + 0.1 * picked.mean(-1).view(8, 6, 1) - y).square().mean()

@@ -68,6 +68,7 @@ def hooks_refused() -> Iterator[list[str | None]]:
         refuse = _refuse("register_multi_grad_hook", several)
         stack.enter_context(replaced(graph, "register_multi_grad_hook", refuse))
         stack.enter_context(replaced(Tensor, "grad_fn", property(grad_fn)))
+        stack.enter_context(replaced(torch, "manual_seed", _refuse_seed(torch.manual_seed)))
         stack.enter_context(replaced(graph.saved_tensors_hooks, "__enter__", enter))
         yield seen
 
@@ -117,6 +118,23 @@ def _refuse(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_users(sys._getframe(1).f_code.co_filename):
             raise _refused(f"{name} in forward", caller())
+        return plain(*args, **kwargs)
+
+    return call
+
+
+def _refuse_seed(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The same of a seed, which would be set once, as forward is captured."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_users(sys._getframe(1).f_code.co_filename):
+            raise InvalidInput(
+                "random numbers of a step follow from one key, which it takes as it begins",
+                got="torch.manual_seed in forward",
+                remedy="call it before step(), or draw outside of forward and hand the numbers "
+                "over as an input",
+                source=caller(),
+            )
         return plain(*args, **kwargs)
 
     return call

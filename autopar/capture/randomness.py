@@ -33,3 +33,11 @@ def is_random(node: fx.Node) -> bool:
     call = Call(node)
     is_off = any(call.get(name) is False for name in ("train", "training"))
     return not is_off and all(call.get(name) != 0 for name in ("p", "dropout", "dropout_p"))
+
+
+def leaves_nothing_open(node: fx.Node) -> bool:
+    """Whether a call takes no number of torch's generator: all is dropped, or nothing is there."""
+    call, name = Call(node), operator(node)
+    drops = name.endswith("dropout") or name == "scaled_dot_product_attention"
+    probability = call.get("p", call.get("dropout_p"))
+    return drops and (probability == 1 or not call.outputs[0].numel())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.strategies.kernels import draws
+from autopar.strategies.kernels import dropped_attention
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import Call, register_rule
 from autopar.strategies.rule import Dim, Extra, Rule, Saved, broadcast
@@ -70,4 +70,4 @@ def _saved(call: Call, heads: list[Dim]) -> Saved:
     return Saved((2,) if whole else (), extra=extra)
 
 
-register_rule(["aten.scaled_dot_product_attention", draws.attention], _attention)
+register_rule(["aten.scaled_dot_product_attention", dropped_attention.attention], _attention)

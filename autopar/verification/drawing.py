@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture.captured import new_key
+from autopar.capture.graph_builder import is_mutable
 from autopar.capture.normalisations.draws import by_place, placed
 from autopar.capture.randomness import is_random, operator
 from autopar.strategies.node_info import info
@@ -26,7 +27,9 @@ class DrawsByPlace(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._numbers: dict[bytes, int] = {}  # by the state of the generator before
+        # By the state of the generator before, and how many have left that as it is.
+        self._numbers: dict[tuple[bytes, int], int] = {}
+        self._state, self._same = b"", 0
         with torch.random.fork_rng():
             self._key = new_key()
 
@@ -36,23 +39,33 @@ class DrawsByPlace(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in getattr(function, "tags", ()):
             return function(*args, **kwargs)
-        state = torch.get_rng_state().numpy().tobytes()
+        before = _state()
+        self._same = self._same + 1 if before == self._state else 0
+        given = args[0].clone() if is_mutable(function) else None
         result = function(*args, **kwargs)
+        # Another state than this stands before the next call, unless it is one that runs again.
+        self._state = before if _state() == before else b""
         node, values = _as_node(function, args, kwargs, result)
         if not is_random(node):
             return result
-        info(node).draw = self._numbers.setdefault(state, len(self._numbers))
+        info(node).draw = self._numbers.setdefault((before, self._same), len(self._numbers))
         if by_place(node) is None:
             return result
         key, like = node.graph.placeholder("key"), node.graph.placeholder("like")
         info(like).val = result
         target, arguments = placed(node, key, lambda: like)
         values |= {key: self._key.to(result.device), like: result}
+        if given is not None:
+            values[next(iter(values))] = given  # its first argument
         made = target(*fx.map_arg(arguments, values.__getitem__))
         if operator(node) == "rrelu_with_noise":  # whose backward reads the slopes
-            given, slopes = args[:2]
-            slopes.copy_(torch.where(given > 0, 1.0, made / given))
+            read, slopes = given if given is not None else args[0], args[1]
+            slopes.copy_(torch.where(read > 0, 1.0, made / read))
         return result.copy_(made)
+
+
+def _state() -> bytes:
+    return torch.get_rng_state().numpy().tobytes()
 
 
 def _as_node(

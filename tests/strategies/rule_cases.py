@@ -17,7 +17,7 @@ from autopar.strategies.elementwise import (
     SAVES_OUTPUT,
     VIEWS,
 )
-from autopar.strategies.kernels import draws
+from autopar.strategies.kernels import draws, dropped_attention
 from autopar.strategies.kernels.draws import Place
 from tests.strategies.rule_law import Case
 
@@ -316,6 +316,7 @@ case(_attention, t(3, 2, 5, 4), t(1, 2, 6, 4), t(1, 2, 6, 4))
 case(_attention, t(3, 5, 4), t(3, 6, 4), t(3, 6, 4))
 
 # random numbers
+_dropped = dropped_attention.attention
 _key = torch.tensor([123456789, 1])
 _batch = Place(3, (10, 4), (), (0, 5))  # the second of two micro-batches
 for _drawn in (draws.dropout, draws.alpha_dropout):
@@ -333,8 +334,14 @@ case(draws.permutation, i(5, 7), _key, Place(3, (7,)))
 case(draws.multinomial, u(5, 4), _key, Place(3, (5, 4)), 2, False, constants=(0,))
 case(draws.multinomial, u(5, 4), _key, Place(3, (5, 4)), 6, True, constants=(0,))
 for _heads, _causal, _masks in ((4, True, None), (2, False, t(5, 6)), (4, False, b(2, 1, 5, 6))):
-    case(draws.attention, t(2, 4, 5, 4), t(2, _heads, 6, 4), t(2, _heads, 6, 4), _masks, 0.3,
+    case(_dropped, t(2, 4, 5, 4), t(2, _heads, 6, 4), t(2, _heads, 6, 4), _masks, 0.3,
          _causal, _key, Place(3, (2, 4, 5, 6)), None, _heads == 2)  # fmt: skip
+
+for _bias in (t(2, 1, 5, 6), t(1, 4, 1, 6), t(6)):
+    case(_dropped, t(2, 4, 5, 4), t(2, 2, 6, 4), t(2, 2, 6, 4), _bias, 0.3, False, _key,
+         Place(3, (2, 4, 5, 6)), None, True)  # fmt: skip
+case(_dropped, t(1, 4, 5, 4), t(1, 4, 6, 4), t(2, 4, 6, 4), None, 0.3, False, _key,
+     Place(3, (1, 4, 5, 6)))  # fmt: skip
 
 # convolution and pooling
 case("conv1d.default", t(5, 4, 6), t(2, 4, 3))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.strategies.kernels import draws
+from autopar.strategies.kernels import draws, dropped_attention
 from autopar.strategies.kernels.draws import Place, kept, normal, uniform
 
 KEY = torch.tensor([123456789123, 0])
@@ -75,7 +75,9 @@ def test_ends_of_probabilities() -> None:
     x = torch.randn(4, 3)
     assert torch.equal(draws.dropout(x, KEY, Place(0, (4, 3)), 1.0), torch.zeros(4, 3))
     heads = torch.randn(1, 2, 4, 3)
-    found = draws.attention(heads, heads, heads, None, 1.0, True, KEY, Place(0, (1, 2, 4, 4)))
+    found = dropped_attention.attention(
+        heads, heads, heads, None, 1.0, True, KEY, Place(0, (1, 2, 4, 4))
+    )
     assert torch.equal(found, torch.zeros_like(heads))
 
 
@@ -115,7 +117,9 @@ def test_attention_keeps_no_weights() -> None:
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: kept.append(tensor.numel()) or tensor, lambda tensor: tensor
     ):
-        draws.attention(query, key, value, None, 0.1, True, KEY, Place(0, (2, 4, 256, 256)))
+        dropped_attention.attention(
+            query, key, value, None, 0.1, True, KEY, Place(0, (2, 4, 256, 256))
+        )
     assert sum(kept) <= 4 * query.numel() + KEY.numel()
 
 
@@ -124,7 +128,7 @@ def test_attention_is_the_product_of_dropped_weights(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With its mask's gradient, whatever is computed at a time."""
-    monkeypatch.setattr(draws, "_SCORES", rows * 6)
+    monkeypatch.setattr(dropped_attention, "_SCORES", rows * 6)
     generator = torch.Generator().manual_seed(0)
     given = [
         torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True)
@@ -135,7 +139,7 @@ def test_attention_is_the_product_of_dropped_weights(
     noise = kept(KEY, place, (2, 3, 5, 6), 0.3).double() / 0.7
     weights = (query @ key.transpose(-2, -1) / 2 + mask).softmax(-1)
     expected = (weights * noise) @ value
-    found = draws.attention(query, key, value, mask, 0.3, False, KEY, place)
+    found = dropped_attention.attention(query, key, value, mask, 0.3, False, KEY, place)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     slope = torch.randn(found.shape, dtype=torch.float64, generator=generator)
     for one, other in zip(

@@ -15,9 +15,9 @@ import torch
 from torch import fx
 
 from autopar.capture.graph_builder import GraphBuilder, shape_of
-from autopar.capture.randomness import is_random, operator
+from autopar.capture.randomness import is_random, leaves_nothing_open, operator
 from autopar.strategies import Call
-from autopar.strategies.kernels import draws
+from autopar.strategies.kernels import draws, dropped_attention
 from autopar.strategies.kernels.draws import Place
 from autopar.strategies.node_info import info
 
@@ -32,7 +32,7 @@ def number_draws(builder: GraphBuilder) -> None:
     """Tell the calls apart that draw random numbers."""
     number = 0
     for node in builder.calls():
-        if is_random(node):
+        if is_random(node) and not leaves_nothing_open(node):
             info(node).draw = number
             number += 1
 
@@ -41,7 +41,7 @@ def draws_follow_places(builder: GraphBuilder) -> None:
     """Let them draw by the places of elements; values and gradients flow as before."""
     key: fx.Node | None = None
     for node in builder.calls():
-        if info(node).draw is not None and by_place(node) is not None:
+        if by_place(node) is not None:
             key = key or _key(builder, node)
             node.target, node.args = placed(node, key, partial(_of_shape, builder, node))
             node.kwargs = {}
@@ -59,13 +59,12 @@ def placed(
     node: fx.Node, key: fx.Node, like: Callable[[], fx.Node]
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The call by which it does so; `like` gives a value of its shape, where it reads none."""
-    found, number = by_place(node), info(node).draw
+    found = by_place(node)
     assert found is not None
-    assert number is not None
     function, values, settings = found
     values = values or (like(),)
-    place = Place(number, _shape(function, values, node))
-    if function is draws.attention:
+    place = Place(info(node).draw or 0, _shape(function, values, node))
+    if function is dropped_attention.attention:
         return function, (*values, *settings[:2], key, place, *settings[2:])
     return function, (*values, key, place, *settings)
 
@@ -92,8 +91,16 @@ def _of_shape(builder: GraphBuilder, node: fx.Node) -> fx.Node:
 
 def _shape(function: Callable[..., Any], values: tuple[Any, ...], node: fx.Node) -> tuple[int, ...]:
     """Of all that is drawn."""
-    if function is draws.attention:
-        return (*info(node).val.shape[:-1], shape_of(values[1])[-2])
+    if (
+        function is dropped_attention.attention
+    ):  # values, which may have more heads, are not dropped
+        query, key, _, mask = values
+        queries, grouped = shape_of(query)[:-2], Call(node)["enable_gqa"]
+        keys = queries if grouped else shape_of(key)[:-2]
+        masks = shape_of(mask)[:-2] if isinstance(mask, fx.Node) else ()
+        heads = torch.broadcast_shapes(queries, keys, masks)
+        ones = (1,) * (len(info(node).val.shape) - 2 - len(heads))
+        return (*ones, *heads, shape_of(query)[-2], shape_of(key)[-2])
     shape = shape_of(values[0])
     if function in (draws.feature_dropout, draws.feature_alpha_dropout):
         return (*shape[:2], *[1] * (len(shape) - 2))
@@ -150,7 +157,7 @@ def _sloped(call: Call) -> Drawn | None:
 def _attention(call: Call) -> Drawn | None:
     query, key, value, mask, p, is_causal, scale, grouped = call.arguments.values()
     values = (query, key, value, mask)
-    return draws.attention, values, (p, is_causal, scale, grouped)
+    return dropped_attention.attention, values, (p, is_causal, scale, grouped)
 
 
 def _read(call: Call) -> tuple[Any, ...]:

@@ -200,6 +200,8 @@ class _Functionaliser:
         target = _functional_of(node)
         if target is None:
             raise _no_such_form(node)
+        if target is aten.bernoulli.p and not (rest or node.kwargs):
+            rest = [0.5]  # which is a default of the other form alone
         new = call(node, target, x, *rest, **node.kwargs)
         if shape_of(new) != shape_of(x):
             raise _no_such_form(node)

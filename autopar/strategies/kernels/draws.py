@@ -15,13 +15,13 @@ through three rounds of 32 bits, between which the other half of the row's bits 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from autopar.errors import InvalidInput
 
 _CHUNK = 2**16  # elements: on a host, what stays in a cache through all rounds
 _ALPHA = -1.7580993408473766  # what SELU makes of minus infinity
@@ -58,10 +58,13 @@ class Place(NamedTuple):
 
     def unflattened(self, dim: int, inner: int) -> Place:
         """The same of a dim taken apart, of which pieces are cut in the outer part."""
-        starts = self.starts + (0,) * (len(self.shape) - len(self.starts))
+        starts, batch = self.starts + (0,) * (len(self.shape) - len(self.starts)), self.batch
+        if batch is not None and batch[0] >= dim:
+            batch = (dim, batch[1] // inner) if batch[0] == dim else (batch[0] + 1, batch[1])
         return self._replace(
             shape=(*self.shape[:dim], self.shape[dim] // inner, inner, *self.shape[dim + 1 :]),
             starts=(*starts[:dim], starts[dim] // inner, 0, *starts[dim + 1 :]),
+            batch=batch,
         )
 
 
@@ -73,7 +76,7 @@ def _mixed(x: Any) -> Any:
     return x ^ ((x >> 31) & (2**33 - 1))
 
 
-def _rows(key: Tensor, place: Place, shape: Sequence[int], stream: int) -> Tensor:
+def rows_of(key: Tensor, place: Place, shape: Sequence[int], stream: int) -> Tensor:
     """The hashes of the rows of a piece."""
     index = _numbers(place, shape, key.device)
     if place.batch is not None and place.batch[0] < len(shape) - 1:
@@ -86,18 +89,21 @@ def _numbers(place: Place, shape: Sequence[int], device: torch.device) -> Tensor
     """Those of the rows of a piece in the whole."""
     starts = place.starts + (0,) * (len(shape) - len(place.starts))
     last = len(shape) - 1
-    if tuple(shape[1:last]) == place.shape[1:last]:  # one after another
+    is_one_by_one = last == 0 or shape[0] == 1 or place.shape[0] > 1
+    if is_one_by_one and tuple(shape[1:last]) == place.shape[1:last]:  # one after another
         first = starts[0] * math.prod(place.shape[1:last]) if last else 0
         return torch.arange(first, first + math.prod(shape[:last]), device=device)
     numbers, stride = torch.zeros(1, dtype=torch.int64, device=device), 1
     for dim in reversed(range(last)):
-        index = torch.arange(starts[dim], starts[dim] + shape[dim], device=device) * stride
+        # What is drawn once for a dim is the same all along it.
+        index = torch.arange(starts[dim], starts[dim] + shape[dim], device=device)
+        index = index * (stride if place.shape[dim] > 1 else 0)
         numbers = (index.unsqueeze(-1) + numbers).view(-1)
         stride *= place.shape[dim]
     return numbers
 
 
-def _columns(key: Tensor, place: Place, shape: Sequence[int]) -> Tensor:
+def columns_of(key: Tensor, place: Place, shape: Sequence[int]) -> Tensor:
     """The numbers of the columns of a piece, far from one another."""
     last = len(shape) - 1
     start = place.starts[last] if len(place.starts) > last else 0
@@ -130,11 +136,11 @@ def _drawn(
     """What `made` makes of the bits of a piece of a shape."""
     with torch.no_grad():
         sizes = [*shape] or [1]
-        rows, columns = _rows(key, place, sizes, stream), _columns(key, place, sizes)
-        return _made(rows, columns, made, dtype).view(shape)
+        rows, columns = rows_of(key, place, sizes, stream), columns_of(key, place, sizes)
+        return made_of(rows, columns, made, dtype).view(shape)
 
 
-def _made(
+def made_of(
     rows: Tensor, columns: Tensor, made: Callable[[Tensor], Tensor], dtype: torch.dtype
 ) -> Tensor:
     """The same of the bits of all columns of rows: on a host of a few at a time."""
@@ -175,16 +181,24 @@ def uniform(
 
 
 def normal(key: Tensor, place: Place, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Numbers of mean 0 and variance 1."""
+    """Numbers of mean 0 and variance 1, of complex ones half of it in each part."""
     wide = torch.promote_types(dtype, torch.float32)
-    radius = uniform(key, place, shape, wide, 2)
-    angle = uniform(key, place, shape, wide, 4)
-    return ((-2 * (1 - radius).log()).sqrt() * (2 * math.pi * angle).cos()).to(dtype)
+    radius = uniform(key, place, shape, wide.to_real(), 2)
+    angle = 2 * math.pi * uniform(key, place, shape, wide.to_real(), 4)
+    length = (-2 * (1 - radius).log()).sqrt()
+    if dtype.is_complex:
+        return torch.polar(length * math.sqrt(0.5), angle).to(dtype)
+    return (length * angle.cos()).to(dtype)
+
+
+def scale_of(p: float) -> float:
+    """What is left is larger by as much as is taken away."""
+    return 1 / (1 - p) if p < 1 else 0.0
 
 
 def dropout(input: Tensor, key: Tensor, place: Place, p: float) -> Tensor:
     """`input` with a part p of its elements 0, the others larger by as much as that takes away."""
-    return torch.where(kept(key, place, input.shape, p), input * _scale(p), 0.0)
+    return torch.where(kept(key, place, input.shape, p), input * scale_of(p), 0.0)
 
 
 def _of_features(input: Tensor) -> list[int]:
@@ -193,7 +207,7 @@ def _of_features(input: Tensor) -> list[int]:
 
 def feature_dropout(input: Tensor, key: Tensor, place: Place, p: float) -> Tensor:
     """The same of whole channels."""
-    return torch.where(kept(key, place, _of_features(input), p), input * _scale(p), 0.0)
+    return torch.where(kept(key, place, _of_features(input), p), input * scale_of(p), 0.0)
 
 
 def _like_selu(input: Tensor, mask: Tensor, p: float) -> Tensor:
@@ -218,8 +232,16 @@ def rrelu(input: Tensor, key: Tensor, place: Place, lower: float, upper: float) 
     return torch.where(input > 0, input, input * slope)
 
 
+def _require(given: Tensor, is_good: Tensor, rule: str, what: str) -> None:
+    """Refuse what torch refuses, where that costs no wait for a device."""
+    if given.device.type == "cpu" and not torch.compiler.is_compiling() and not is_good.all():
+        bad = given.detach()[~is_good.expand(given.shape)][0]
+        raise InvalidInput(rule, got=f"{bad:.6g} for {what}", remedy="mend what it is drawn by")
+
+
 def bernoulli(input: Tensor, key: Tensor, place: Place, dtype: torch.dtype) -> Tensor:
     """1 with the probabilities of `input`, else 0; no gradient flows."""
+    _require(input, (input >= 0) & (input <= 1), "probabilities are from 0 to 1", "bernoulli")
     numbers = uniform(key, place, input.shape, torch.promote_types(input.dtype, torch.float32))
     found = (numbers < input.detach()).to(dtype)
     return found + 0 * input if input.requires_grad else found
@@ -233,7 +255,10 @@ def chosen(input: Tensor, key: Tensor, place: Place, p: float, dtype: torch.dtyp
 def uniform_like(
     input: Tensor, key: Tensor, place: Place, low: float, high: float, dtype: torch.dtype
 ) -> Tensor:
-    """A number between two for every element of `input`."""
+    """A number between two for every element of `input`; of complex ones for each part."""
+    if dtype.is_complex:
+        parts = (uniform(key, place, input.shape, dtype.to_real(), stream) for stream in (0, 2))
+        return torch.complex(*parts)
     return uniform(key, place, input.shape, dtype) * (high - low) + low
 
 
@@ -260,6 +285,8 @@ def permutation(input: Tensor, key: Tensor, place: Place) -> Tensor:
 def multinomial(input: Tensor, key: Tensor, place: Place, count: int, replacement: bool) -> Tensor:
     """Of each row of weights, which are drawn; each once, or put back each time."""
     weights = input.detach().double()
+    is_weight = (weights >= 0) & weights.isfinite() & (weights.sum(-1, keepdim=True) > 0)
+    _require(input, is_weight, "weights are numbers from 0, of each row some above", "multinomial")
     if replacement:
         shape = (*input.shape[:-1], count)
         own = place._replace(shape=(*place.shape[:-1], count))
@@ -267,178 +294,3 @@ def multinomial(input: Tensor, key: Tensor, place: Place, count: int, replacemen
         return torch.searchsorted(weights.cumsum(-1), points, right=True)
     ages = -(1 - uniform(key, place, input.shape, torch.float64)).log() / weights
     return ages.topk(count, -1, largest=False).indices
-
-
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    drawn: Tensor,
-    place: Place,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Scaled dot product attention, whose weights are dropped by the key `drawn`."""
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    is_grouped = enable_gqa and key.shape[-3] != query.shape[-3]
-    if is_grouped:
-        groups = key.shape[-3], query.shape[-3] // key.shape[-3]
-        query, key, value = query.unflatten(-3, groups), key.unsqueeze(-3), value.unsqueeze(-3)
-        if attn_mask is not None and attn_mask.ndim > 2:
-            is_each = attn_mask.shape[-3] > 1
-            attn_mask = attn_mask.unflatten(-3, groups) if is_each else attn_mask.unsqueeze(-3)
-        place = place.unflattened(len(place.shape) - 3, groups[1])
-    weights = _Weights(place, dropout_p, is_causal, scale)
-    found = _Attention.apply(query, key, value, attn_mask, drawn, weights)
-    return found.flatten(-4, -3) if is_grouped else found
-
-
-_SCORES = 2**20  # of attention, at a time
-_ROWS = 256  # of a head at a time, where what they see grows from row to row
-
-
-class _Attention(torch.autograd.Function):
-    """Some rows of the weights at a time, which backward makes again."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        drawn: Tensor,
-        weights: _Weights,
-    ) -> Tensor:
-        heads = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
-        out = query.new_empty(*heads, query.shape[-2], value.shape[-1])
-        flat = out.view(-1, *out.shape[-2:])
-        for part in weights.parts(query, key, value, mask, drawn, heads):
-            kept = part.weights.masked_fill_(part.dropped, 0.0).to(value.dtype)
-            flat[part.heads, part.rows] = torch.bmm(kept, part.value).mul_(_scale(weights.p))
-        ctx.save_for_backward(query, key, value, mask, drawn, out)
-        ctx.weights = weights
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, mask, drawn, out = ctx.saved_tensors
-        weights, heads = ctx.weights, out.shape[:-2]
-        of_query, of_key, of_value = (
-            x.new_zeros(math.prod(heads), *x.shape[-2:]) for x in (query, key, value)
-        )
-        of_mask = torch.zeros_like(mask) if mask is not None and ctx.needs_input_grad[3] else None
-        shared = (grad * out).sum(-1, keepdim=True).reshape(-1, grad.shape[-2], 1)
-        slopes = (grad * _scale(weights.p)).reshape(-1, *grad.shape[-2:])
-        for part in weights.parts(query, key, value, mask, drawn, heads):
-            slope, keys = slopes[part.heads, part.rows], part.key.shape[-2]
-            wide = part.weights.dtype
-            kept = part.weights.masked_fill(part.dropped, 0.0).to(value.dtype)
-            of_value[part.heads, :keys] += torch.bmm(kept.transpose(1, 2), slope)
-            of_scores = torch.bmm(slope, part.value.transpose(1, 2)).to(wide)
-            of_scores.masked_fill_(part.dropped, 0.0).sub_(shared[part.heads, part.rows])
-            of_scores.mul_(part.weights)
-            if of_mask is not None:
-                own = _own(of_mask, heads, part.heads.start, part.rows)[..., :keys]
-                own += of_scores.to(own.dtype).sum_to_size(own.shape)
-            of_scores = of_scores.to(query.dtype)
-            of_query[part.heads, part.rows] = torch.bmm(of_scores, part.key)
-            of_key[part.heads, :keys] += torch.bmm(of_scores.transpose(1, 2), part.query)
-        of_query.mul_(weights.scale)
-        given = zip((of_query, of_key, of_value), (query, key, value))
-        sums = (found.view(*heads, *found.shape[1:]).sum_to_size(x.shape) for found, x in given)
-        return *sums, of_mask, None, None
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Some rows of some heads."""
-
-    heads: slice
-    rows: slice
-    query: Tensor  # scaled
-    key: Tensor  # those that are seen
-    value: Tensor
-    weights: Tensor  # as softmax gives them
-    dropped: Tensor
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """The weights of attention, some rows at a time."""
-
-    place: Place
-    p: float
-    is_causal: bool
-    scale: float
-
-    def parts(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        drawn: Tensor,
-        heads: Sequence[int],
-    ) -> Iterator[_Part]:
-        """All of them."""
-        queries, keys = query.shape[-2], key.shape[-2]
-        query, key, value = (
-            x.expand(*heads, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in (query, key, value)
-        )
-        place, shape = self.place, (*heads, queries, keys)
-        first = place.starts[len(heads)] if len(place.starts) > len(heads) else 0
-        hashes = _rows(drawn, place, shape, 0).view(-1, queries)
-        columns, numbers = _columns(drawn, place, shape), torch.arange(keys, device=key.device)
-        most = max(round(self.p * 2**32) - 1, 0) - 2**31
-
-        def is_less(bits: Tensor) -> Tensor:
-            return bits <= most
-
-        rows = min(queries, _ROWS if self.is_causal else max(1, _SCORES // max(keys, 1)))
-        many = max(1, _SCORES // max(rows * keys, 1)) if mask is None or mask.ndim == 2 else 1
-        wide = torch.promote_types(query.dtype, torch.float32)
-        for head in range(0, len(query), many):
-            for row in range(0, queries, rows):
-                at, of = slice(head, head + many), slice(row, min(row + rows, queries))
-                seen = min(keys, first + of.stop) if self.is_causal else keys
-                part = query[at, of] * self.scale
-                scores = torch.bmm(part, key[at, :seen].transpose(1, 2)).to(wide)
-                scores = _masked(scores, mask, heads, head, of)
-                if self.is_causal:
-                    own = torch.arange(first + of.start, first + of.stop, device=query.device)
-                    scores.masked_fill_(numbers[:seen] > own.unsqueeze(-1), -math.inf)
-                weights = scores.softmax(-1)
-                if mask is not None:  # rows that see nothing
-                    weights.masked_fill_(scores.amax(-1, keepdim=True) == -math.inf, 0.0)
-                dropped = _made(hashes[at, of].reshape(-1), columns[:seen], is_less, torch.bool)
-                dropped = dropped.view(weights.shape)
-                yield _Part(at, of, part, key[at, :seen], value[at, :seen], weights, dropped)
-
-
-def _masked(
-    scores: Tensor, mask: Tensor | None, heads: Sequence[int], head: int, rows: slice
-) -> Tensor:
-    """Scores of rows of a head, or of several where all have one mask, with what masks them."""
-    if mask is None:
-        return scores
-    own = _own(mask, heads, head, rows)
-    return scores.masked_fill_(~own, -math.inf) if own.dtype == torch.bool else scores.add_(own)
-
-
-def _own(mask: Tensor, heads: Sequence[int], head: int, rows: slice) -> Tensor:
-    """What a mask has for rows of a head; a view."""
-    if mask.ndim > 2:
-        mask = mask.expand(*heads, *mask.shape[-2:])
-        for dim in range(len(heads)):
-            inner = math.prod(heads[dim + 1 :])
-            mask, head = mask[head // inner], head % inner
-    return mask[rows] if mask.shape[-2] > 1 else mask
-
-
-def _scale(p: float) -> float:
-    return 1 / (1 - p) if p < 1 else 0.0
