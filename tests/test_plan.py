@@ -62,9 +62,9 @@ def test_every_option_has_a_kind_which_its_default_is_of():
 def test_verify_takes_what_parallelize_takes():
     taken = inspect.signature(ap.parallelize).parameters
     shown = inspect.signature(ap.verify).parameters
-    # What it compares with is the plain model, which has its values.
-    of_values = {"init", "weights"}
-    assert {name for name in shown if name != "steps"} == taken.keys() - of_values
+    # What it compares with is the plain model, which has its values; and whole tensors.
+    of_others = {"init", "weights", "outputs"}
+    assert {name for name in shown if name != "steps"} == taken.keys() - of_others
 
 
 def test_the_account_of_the_search(made, spread):
