@@ -168,8 +168,9 @@ class Reading(nn.Module):
         how: dict[str, Any] = {"dropout_p": 0.4, "enable_gqa": True}
         if self.form == "flat":
             q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-        elif self.form == "rows":  # the samples are the queries
+        elif self.form in ("rows", "rows in order"):  # the samples are the queries
             q, k, v = q[:, :, 0].transpose(0, 1), self.table, self.table
+            how["is_causal"] = self.form == "rows in order"
         elif self.form == "weights for all":
             q, k, how = q[:1], k[:1], {"dropout_p": 0.4}
             q, v = q[:, :2], v * 1.0
@@ -180,7 +181,9 @@ class Reading(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, **how).square().mean()
 
 
-@pytest.mark.parametrize("form", ["flat", "rows", "weights for all", "keys", "padding", "grouped"])
+@pytest.mark.parametrize(
+    "form", ["flat", "rows", "rows in order", "weights for all", "keys", "padding", "grouped"]
+)
 def test_attention_draws_as_the_plain_model_does(form: str) -> None:
     torch.manual_seed(0)
     args = (torch.randn(8, 6, 8),)

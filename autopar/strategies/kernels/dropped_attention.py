@@ -141,6 +141,8 @@ class _Weights:
         )
         place, shape = self.place, (*heads, queries, keys)
         first = place.starts[len(heads)] if len(place.starts) > len(heads) else 0
+        if self.is_causal and place.batch is not None and place.batch[0] == len(heads):
+            first += int(drawn[1]) * place.batch[1]  # the samples are the queries
         hashes = rows_of(drawn, place, shape, 0).view(math.prod(heads), queries)
         columns, numbers = columns_of(drawn, place, shape), torch.arange(keys, device=key.device)
         most = max(round(self.p * 2**32) - 1, 0) - 2**31
