@@ -44,7 +44,8 @@ class Example:
 class Captured:
     """The graph that capture hands on; nothing later changes it.
 
-    Placeholders come in the order parameters, buffers, constants, inputs. The output node holds
+    Placeholders come in the order parameters, buffers, constants, inputs, and that which random
+    numbers follow from, if some are drawn. The output node holds
     one flat tuple: the user's outputs (tensors only), then the new values of mutated buffers.
     Every node has in `meta`: `val` (a fake tensor of the global shape), `source` (the user's line,
     "file:line: text", or None), `module` (dotted path of the module that ran it),

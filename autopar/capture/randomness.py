@@ -35,7 +35,7 @@ def is_random(node: fx.Node) -> bool:
     return not is_off and all(call.get(name) != 0 for name in ("p", "dropout", "dropout_p"))
 
 
-def leaves_nothing_open(node: fx.Node) -> bool:
+def takes_no_number(node: fx.Node) -> bool:
     """Whether a call takes no number of torch's generator: all is dropped, or nothing is there."""
     call, name = Call(node), operator(node)
     drops = name.endswith("dropout") or name == "scaled_dot_product_attention"

@@ -212,7 +212,7 @@ class Rule:
         """All candidates: each axis to a factor, to a pass, or to nothing.
 
         Several axes on one factor come in every order, or only in the mesh's if not `ordered`.
-        Random operators have one candidate until their bits follow the global position.
+        An operator that draws random numbers of its own has one candidate.
         """
         axes = [axis for axis in mesh if mesh[axis] > 1]
         choices = [] if self.random else [*self.cuttable, *range(len(self.passes))]

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autopar.capture.graph_builder import GraphBuilder, shape_of
-from autopar.capture.randomness import is_random, leaves_nothing_open, operator
+from autopar.capture.randomness import is_random, operator, takes_no_number
 from autopar.strategies import Call
 from autopar.strategies.kernels import draws, dropped_attention
 from autopar.strategies.kernels.draws import Place
@@ -32,7 +32,7 @@ def number_draws(builder: GraphBuilder) -> None:
     """Tell the calls apart that draw random numbers."""
     number = 0
     for node in builder.calls():
-        if is_random(node) and not leaves_nothing_open(node):
+        if is_random(node) and not takes_no_number(node):
             info(node).draw = number
             number += 1
 
