@@ -36,7 +36,7 @@ from autopar.runtime.checks import Checks
 from autopar.runtime.distributed import TorchBackend
 from autopar.runtime.failures import one_fails_all_stop
 from autopar.runtime.groups import enter_world, require_world_of
-from autopar.runtime.module import ParallelModule
+from autopar.runtime.module import ParallelModule, require_names
 from autopar.runtime.outputs import OutputsLike
 from autopar.runtime.plan_broadcast import agree, of_first, require_equal, require_same_call
 from autopar.runtime.values import Values, require_constants, require_data
@@ -171,6 +171,7 @@ class _Call:
         is_empty = all(isinstance(value, tuple | Mapping) and not value for value in given)
         if self.plan is None or not is_empty:  # a plan knows its own inputs
             check_call(self.model, self.args, self.kwargs)
+        require_names(self.model)
         self.values.validate()
         if self.check:
             require_data(

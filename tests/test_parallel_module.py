@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import inspect
 import io
 import pickle
 from dataclasses import dataclass, replace
@@ -15,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import autopar as ap
 from autopar import Mesh, shard
+from autopar.runtime.module import _OWN_NAMES
 from tests import models
 from tests.annotations import megatron, sequence, vocabulary
 from tests.models import Case
@@ -528,6 +531,115 @@ def test_code_that_looks_through_a_model_finds_what_it_looks_for(mesh: Mesh) -> 
     for act in (inner, inner.norm):
         with pytest.raises(ap.InvalidInput, match="submodules of a parallel module do not run"):
             act(random(8, 4))
+
+
+class Root(nn.Module):
+    """One that has methods, properties and a name of its own."""
+
+    kind, training_steps = "none", 3
+    deleted: set[type] = set()  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.width, self.kind, self._hidden = nn.Linear(4, 4), 4, "own", 5
+
+    def forward(self, x: Tensor, scale: float = 2.0) -> Tensor:
+        return (self.linear(x) * scale).square().mean()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.linear.weight.dtype
+
+    def count(self) -> int:
+        return sum(p.numel() for p in self.parameters()) + self.width + self._hidden
+
+    def evaluate(self, x: Tensor) -> Tensor:
+        return self(x) + 1
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+    def step(self) -> None:
+        raise AssertionError
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name)
+
+    def __del__(self) -> None:
+        Root.deleted.add(type(self))
+
+
+def test_the_root_is_of_the_models_class_and_does_what_reads() -> None:
+    model, x = Root().double(), random(8, 4)
+    module: Any = ap.parallelize(model, (x,), mesh=D2, mode="propagate")
+    assert isinstance(module, Root)
+    assert isinstance(module, ap.ParallelModule)
+    assert type(module).__name__ == "Root"
+    assert inspect.signature(module.forward) == inspect.signature(model.forward)
+    assert (module.count(), module.dtype, module.kind) == (model.count(), torch.float64, "own")
+    assert (module.width, module.training_steps) == (4, 3)
+    torch.testing.assert_close(module.evaluate(x), model.evaluate(x))  # runs the program
+    torch.testing.assert_close(module.step(x), model(x).detach())
+    module.load_state_dict(model.state_dict())
+    with pytest.raises(ap.InvalidInput, match="submodules of a parallel module do not run"):
+        module.features(x)
+    for name in ("kind", "training_steps", "dtype", "count"):
+        with pytest.raises(ap.InvalidInput, match="what modules do is part of the program"):
+            setattr(module, name, 8)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = module.nothing
+    del module
+    gc.collect()
+    assert {*Root.deleted} <= {Root}
+
+
+def test_a_root_that_is_a_list_is_indexed() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1), nn.Flatten(0), Mean())
+    module: Any = ap.parallelize(model.double(), (random(8, 4),), mesh=D2, mode="propagate")
+    assert isinstance(module, nn.Sequential)
+    assert (len(module), module[-1], module[0:2]) == (5, module[4], [module[0], module[1]])
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean()
+
+
+class Named(nn.Module):
+    def __init__(self, kind: str, name: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        if kind == "parameter":
+            self.register_parameter(name, nn.Parameter(torch.ones(4)))
+        elif kind == "buffer":
+            self.register_buffer(name, torch.ones(4))
+        else:
+            self.add_module(name, nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).square().mean()
+
+
+def test_what_has_a_name_of_the_parallel_module_is_refused() -> None:
+    for kind, name in (
+        ("parameter", "memory"),
+        ("buffer", "plan"),
+        ("buffer", "step"),
+        ("module", "graph"),
+        ("module", "loss_scale"),
+    ):
+        model, x = Named(kind, name), torch.ones(4, 4)
+        with pytest.raises(ap.InvalidInput, match="keep their names, beside those that") as caught:
+            ap.parallelize(model, (x,), mesh=D2, mode="propagate")
+        assert caught.value.got == name
+        outer = nn.Sequential(model)  # as the remedy says
+        module = ap.parallelize(outer, (x,), mesh=D2, mode="propagate")
+        assert module.full_state_dict().keys() == outer.state_dict().keys()
+    added = vars(module).keys() - vars(outer).keys()
+    assert {name for name in added if name[0] != "_"} <= _OWN_NAMES
 
 
 class OneUnread(nn.Module):

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from autopar._torch import allocations, local_of
@@ -221,3 +221,22 @@ def beside_plan(
         peak += held.get("optimizer") or 0
     kinds["peak"] = Bytes(peak, memory.peak + memory.host - unseen)
     return RankMemory(rank, kinds)
+
+
+def kept_by(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> dict[str, dict[str, list[Tensor]]]:
+    """What stays after a step, by kind and the name of what it belongs to."""
+    parameters = dict(module.named_parameters())
+    found: dict[str, dict[str, list[Tensor]]] = {
+        "parameters": {name: [value] for name, value in parameters.items()},
+        "gradients": {n: [value.grad] for n, value in parameters.items() if value.grad is not None},
+        "buffers": {name: [value] for name, value in module.named_buffers()},
+    }
+    if optimizer is not None:
+        require_known(optimizer, parameters.values())
+        found["optimizer"] = {
+            name: [v for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
+            for name, p in parameters.items()
+        }
+    return found

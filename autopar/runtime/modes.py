@@ -27,10 +27,8 @@ class Modes:
         self._captured = captured
         self._modules: dict[str, nn.Module] = {}
         for path, is_training in captured.example.modes.items():
-            module = part_at(root, path)
-            if module is not None:
-                self._modules[path] = module
-                module.training = is_training
+            module = self._modules[path] = part_at(root, path)
+            module.training = is_training
         self._same = {self._current()}  # modes with this program
 
     def _current(self) -> tuple[bool, ...]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
+from inspect import get_annotations
 from typing import Any, Literal, cast, overload
 
 import torch
@@ -18,7 +18,6 @@ from autopar.capture.autocasts import require_same, switched
 from autopar.capture.listing import Listing
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, TensorType
-from autopar.lines import frames_to_caller
 from autopar.plan.plan import Plan
 from autopar.plan.program import Program
 from autopar.runtime.backend import Backend
@@ -32,15 +31,23 @@ from autopar.runtime.memory import (
     RankMemory,
     beside_plan,
     here,
+    kept_by,
     of_rank,
-    require_known,
 )
 from autopar.runtime.modes import Modes
 from autopar.runtime.old_parameters import note_old_parameters
 from autopar.runtime.outputs import is_wanted
-from autopar.runtime.part import Described, add_parts, owner_of, refuse_late_hooks
+from autopar.runtime.part import (
+    Closed,
+    Described,
+    add_parts,
+    kind_of,
+    part_at,
+    refuse_late_hooks,
+    tell_of_state_hooks,
+)
 from autopar.runtime.step_loss import StepLoss
-from autopar.runtime.tensors import Tensors
+from autopar.runtime.tensors import HOLDERS, Tensors
 from autopar.runtime.values import Values
 
 
@@ -52,12 +59,22 @@ class ParallelModule(Described):
     model's own output type, of which a loss may be made outside: every rank makes the same one.
     With `outputs="dtensor"` or `"local"` processes give what is cut as DTensors or in pieces.
 
-    Submodules are of the model's classes and have its attributes, to be looked at; they do not run
-    themselves. Parameters and buffers stand under their original names, tied ones under all their
-    names. Freeze and replace them on all ranks alike: `check=True` compares what is frozen. On
-    processes, where they are DTensors, torch ignores what `.data` is set to: `copy_()` under
-    `torch.no_grad()` does what it was meant to.
+    It and its submodules are of the model's classes, and have its attributes and methods but for
+    names that a ParallelModule has itself. What a method of the model calls, as `generate()` does,
+    is this module; submodules do not run themselves. Parameters and buffers stand under their
+    original names, tied ones under all their names. Freeze and replace them on all ranks alike:
+    `check=True` compares what is frozen. On processes, where they are DTensors, torch ignores what
+    `.data` is set to: `copy_()` under `torch.no_grad()` does what it was meant to.
     """
+
+    program: Program
+    plan: Plan
+    backend: Backend
+    loss_scale: LossScale | None  # what the loss of a step is scaled by; None: it is not
+
+    def __new__(cls, model: nn.Module, *args: Any, **kwargs: Any) -> ParallelModule:
+        kinds: tuple[Any, Any] = cls, type(model)
+        return object.__new__(kind_of(*kinds))
 
     def __init__(
         self,
@@ -70,6 +87,7 @@ class ParallelModule(Described):
     ) -> None:
         """`values`: where those of its tensors come from; if not given, from the model."""
         super().__init__()
+        require_names(model)
         self.program, self.plan, self.backend, self._check = program, plan, backend, check
         captured = program.captured
         types = {
@@ -93,22 +111,22 @@ class ParallelModule(Described):
             if isinstance(value, nn.Parameter):
                 placed = nn.Parameter(placed, requires_grad=value.requires_grad)
             for own in names[name]:
-                owner, key = owner_of(self, own), own.rpartition(".")[2]
+                path, _, key = own.rpartition(".")
+                owner = part_at(self, path)
                 if isinstance(placed, nn.Parameter):
                     owner.register_parameter(key, placed)
                 else:
                     owner.register_buffer(key, placed, persistent=own in self._names)
                 vars(owner).setdefault("_tensor_types", {})[key] = types[name]
         scaled = plan.precision is not None and plan.precision.loss_scale is not None
-        # What the loss of a step is scaled by; None: it is not.
         self.loss_scale = LossScale() if scaled else None
         self._peak: int | None = None  # bytes of all but an optimizer's, where they were watched
         self._modes = Modes(self, plan.original)
         self._tensors = Tensors(self, captured.tied, program.learns)
         backend.bind(self._tensors.values)
         self._shapes = backend.input_shapes()
-        self.describe(model)
-        _tell_of_state_hooks(model)
+        self.describe(model, {*_OWN_NAMES, *vars(self)})
+        tell_of_state_hooks(model)
         note_old_parameters(model)
 
     def close(self) -> None:
@@ -121,7 +139,7 @@ class ParallelModule(Described):
             module._buffers.clear()
         for name in ("_tensors", "_direct", "_telling"):
             self.__dict__.pop(name, None)
-        self.backend = cast(Backend, _Closed())
+        self.backend = cast(Backend, Closed())
 
     def __enter__(self) -> ParallelModule:
         return self
@@ -319,7 +337,7 @@ class ParallelModule(Described):
         if isinstance(backend, TorchBackend):
             own = backend.world.rank
             return MemoryUse({own: beside(own, here(self._held(optimizer), backend.device))})
-        named, program = self._tensors_of(optimizer), self.program
+        named, program = kept_by(self, optimizer), self.program
         ranks = range(program.whole_mesh.size)
         return MemoryUse({rank: beside(rank, of_rank(program, rank, named)) for rank in ranks})
 
@@ -337,28 +355,10 @@ class ParallelModule(Described):
             self._peak = before + watch.most
 
     def _held(self, optimizer: torch.optim.Optimizer | None) -> dict[str, list[Tensor]]:
-        named = self._tensors_of(optimizer)
+        named = kept_by(self, optimizer)
         found = {kind: [v for own in those.values() for v in own] for kind, those in named.items()}
         if isinstance(self.backend, TorchBackend):
             found["gathered"] = self.backend.leaves.window.copies
-        return found
-
-    def _tensors_of(
-        self, optimizer: torch.optim.Optimizer | None
-    ) -> dict[str, dict[str, list[Tensor]]]:
-        """What stays after a step, by kind and the name of what it belongs to."""
-        parameters = dict(self.named_parameters())
-        found: dict[str, dict[str, list[Tensor]]] = {
-            "parameters": {name: [value] for name, value in parameters.items()},
-            "gradients": {name: [value] for name, value in self._gradients().items()},
-            "buffers": {name: [value] for name, value in self.named_buffers()},
-        }
-        if optimizer is not None:
-            require_known(optimizer, parameters.values())
-            found["optimizer"] = {
-                name: [v for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
-                for name, p in parameters.items()
-            }
         return found
 
     def _kept(self) -> Mapping[str, Tensor]:
@@ -408,29 +408,27 @@ class ParallelModule(Described):
             "update, and load_state_dict(average, strict=False) into a second such module",
         )
 
+    def __deepcopy__(self, memo: dict) -> Any:
+        return self.__reduce_ex__(2)
+
     def extra_repr(self) -> str:
-        return f"mesh={self.program.mesh}"
+        return ", ".join(filter(None, [super().extra_repr(), f"mesh={self.program.mesh}"]))
 
 
-class _Closed:
-    """Where a closed module runs: nowhere."""
+_OWN_NAMES = frozenset(dir(ParallelModule)) | get_annotations(ParallelModule).keys()
 
-    def __getattr__(self, name: str) -> Any:
+
+def require_names(model: nn.Module) -> None:
+    """Refuse a model whose tensors or submodules are named as what a ParallelModule has itself."""
+    held = [vars(model)[kind] for kind in HOLDERS] if isinstance(model, nn.Module) else []
+    names = [name for one in held for name in one if name in _OWN_NAMES]
+    if names:
         raise InvalidInput(
-            "a closed module has let go of its parameters and programs",
-            got="a use of a ParallelModule after close()",
-            remedy="parallelize the model again with plan=module.plan",
+            "parameters, buffers and submodules of the model keep their names, beside those that a "
+            "ParallelModule has itself",
+            got=", ".join(names),
+            remedy="another name, or a module that holds the model as one of its own",
         )
-
-
-def _tell_of_state_hooks(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        if _torch.state_hooks(module):
-            warnings.warn(
-                f"hooks of {path or 'the model'} on state_dict do not run: full_state_dict() has "
-                "the names of parameters and buffers",
-                stacklevel=frames_to_caller(),
-            )
 
 
 def _is_whole_of(value: Any, own: Any) -> bool:

@@ -1,17 +1,21 @@
-"""Part: a submodule of a parallel module. It holds tensors and a mode, and does not run itself.
+"""What a parallel module and its parts have of the model: classes, methods and attributes.
 
-It is of the class of the model's submodule and has its attributes, so that code which looks through
-a model (`isinstance(module, nn.LayerNorm)`, `model.config`) finds there what it looks for. What it
-does as a module is a Part's alone: hooks, calls and attributes that would change what it computes
-are refused, since the program is captured.
+Code that looks through a model (`isinstance(module, nn.LayerNorm)`, `model.config`,
+`model.num_parameters()`) finds there what it looks for. What they do as modules is theirs alone.
+
+A part is a submodule of a parallel module. It holds tensors and a mode, and does not run itself:
+hooks, calls and attributes that would change what it computes are refused, since the program is
+captured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import cache
+import warnings
+from collections.abc import Container, Iterator, Mapping
+from contextlib import suppress
+from functools import cache, wraps
 from types import FunctionType, MethodType
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +24,36 @@ from torch.utils import _pytree as pytree
 from autopar import _torch
 from autopar.errors import InvalidInput
 from autopar.layout import TensorType
+from autopar.lines import frames_to_caller
 
 _REMEDY = "change the model itself and parallelize it again"
 
 
-class Part(nn.Module):
-    """Takes no attributes or hooks, which the captured program would not see."""
+class Plain(nn.Module):
+    """Does as a module what any does, whatever the class of a model does otherwise there."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Without what the class of a model does to those that are made of it."""
+
+
+for _name, _method in vars(nn.Module).items():
+    if isinstance(_method, FunctionType) and _name not in (*vars(Plain), "extra_repr"):
+        setattr(Plain, _name, _method)
+
+
+class Closed:
+    """Where a closed module runs: nowhere."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise InvalidInput(
+            "a closed module has let go of its parameters and programs",
+            got="a use of a ParallelModule after close()",
+            remedy="parallelize the model again with plan=module.plan",
+        )
+
+
+class Part(Plain):
+    """Takes no attributes or hooks, which the captured program would not see."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         kept = (self._parameters, self._buffers, self._modules)
@@ -66,12 +91,6 @@ class Part(nn.Module):
         return ", ".join(filter(None, [said, *cut]))
 
 
-# Whatever the class of the model's submodule does otherwise.
-for _name, _method in vars(nn.Module).items():
-    if isinstance(_method, FunctionType) and _name not in vars(Part):
-        setattr(Part, _name, _method)
-
-
 def refused_attribute(name: str, where: str) -> InvalidInput:
     """What comes of another value for something that forward may have read."""
     return InvalidInput(
@@ -81,29 +100,26 @@ def refused_attribute(name: str, where: str) -> InvalidInput:
     )
 
 
-class Described(nn.Module):
+class Described(Plain):
     """Has the attributes of a model that are no tensors, such as its configuration, to look at."""
 
-    def describe(self, model: nn.Module) -> None:
-        """Take those of `model` that this module has not itself."""
-        self._attributes = {
-            name: value
-            for name, value in attributes_of(model).items()
-            if not (name.startswith("_") or name in vars(self) or hasattr(type(self), name))
-        }
-
-    def __getattr__(self, name: str) -> Any:
-        attributes = vars(self).get("_attributes", {})
-        return attributes[name] if name in attributes else super().__getattr__(name)
+    def describe(self, model: nn.Module, own: Container[str]) -> None:
+        """Take those of `model`, but for `own` names."""
+        found = {name: value for name, value in attributes_of(model).items() if name not in own}
+        vars(self).update(found)
+        of_class = {name for name in dir(type(model)) if name[0] != "_" and name not in own}
+        self._attributes = found.keys() | of_class - {*dir(nn.Module)}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in vars(self).get("_attributes", {}):
+        if name in vars(self).get("_attributes", ()):
             raise refused_attribute(name, "the model")
         super().__setattr__(name, value)
 
 
-class ListPart(Part):
+class Listed:
     """In the place of a Sequential or a ModuleList: its children by place."""
+
+    _modules: dict[str, nn.Module | None]
 
     def __getitem__(self, place: int | slice) -> Any:
         return list(self._modules.values())[place]
@@ -115,8 +131,10 @@ class ListPart(Part):
         return iter(self._modules.values())
 
 
-class DictPart(Part):
+class Keyed:
     """In the place of a ModuleDict: its children by name."""
+
+    _modules: dict[str, nn.Module | None]
 
     def __getitem__(self, name: str) -> Any:
         return self._modules[name]
@@ -132,7 +150,7 @@ def add_parts(root: nn.Module, model: nn.Module) -> None:
     """A part for every submodule of a model, in its order; containers are indexed as there."""
     for path, module in model.named_modules(remove_duplicate=False):
         part = part_at(root, path, module)
-        if isinstance(part, Part):
+        if part is not root:
             vars(part).update(attributes_of(module))
             for name, tensor in module._parameters.items():
                 if tensor is None:
@@ -155,14 +173,11 @@ def _is_of_model(value: object) -> bool:
     return isinstance(owner, nn.Module | Tensor)
 
 
-def part_at(root: nn.Module, path: str, like: nn.Module | None = None) -> nn.Module | None:
-    """The submodule at `path`, made on the way, like another one; None if `root` has another thing
-    of that name."""
+def part_at(root: nn.Module, path: str, like: nn.Module | None = None) -> nn.Module:
+    """The submodule at `path`, made on the way, like another one."""
     module = root
     for part in path.split(".") if path else ():
         if part not in module._modules:
-            if module is root and hasattr(module, part):
-                return None
             module._modules[part] = _made(type(like) if like is not None else nn.Module)
         found = module._modules[part]
         assert found is not None
@@ -170,36 +185,35 @@ def part_at(root: nn.Module, path: str, like: nn.Module | None = None) -> nn.Mod
     return module
 
 
-def owner_of(root: nn.Module, name: str) -> nn.Module:
-    """The submodule that holds `name`, made on the way."""
-    path = name.rpartition(".")[0]
-    part = part_at(root, path)
-    if part is None:
-        raise InvalidInput(
-            "submodules keep their names beside those of the parallel module itself",
-            got=f"{path}, which a ParallelModule has for itself",
-            remedy="give the submodule another name",
-        )
-    return part
-
-
 @cache
-def _kind(model: Any) -> type[Part]:
-    """The class of parts in the place of modules of a class, which they belong to."""
+def kind_of(base: Any, model: Any) -> Any:
+    """The class of what is a `base`, in the place of modules of a class, which it belongs to."""
     is_list = issubclass(model, nn.Sequential | nn.ModuleList)
-    kind = ListPart if is_list else DictPart if issubclass(model, nn.ModuleDict) else Part
-    if model is nn.Module or issubclass(model, torch.jit.ScriptModule):
-        return kind
-    names = {"__module__": model.__module__, "__qualname__": model.__qualname__}
-    try:
-        return cast(type[Part], type(model)(model.__name__, (kind, model), names))
-    except TypeError:  # a class that does not let others be made of it
-        return kind
+    is_dict = issubclass(model, nn.ModuleDict)
+    bases = (*[Listed] * is_list, *[Keyed] * is_dict, base)
+    names: dict[str, Any] = {"__module__": model.__module__, "__qualname__": model.__qualname__}
+    if hasattr(model, "__del__"):
+        names["__del__"] = lambda self: None  # the model lives on
+    if issubclass(base, Described):
+        names["forward"] = _forward_of(base, model)
+    if not (model is nn.Module or issubclass(model, torch.jit.ScriptModule)):
+        with suppress(TypeError):  # a class that does not let others be made of it
+            return type(model)(model.__name__, (*bases, model), names)
+    return type(base)(base.__name__, bases, names)
+
+
+def _forward_of(base: Any, model: Any) -> Any:
+    """That of `base`, with the signature of the model's, which others look up."""
+
+    @wraps(model.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return base.forward(self, *args, **kwargs)
+
+    return forward
 
 
 def _made(model: Any) -> Part:
-    kind = _kind(model)
-    part = object.__new__(kind)
+    part = object.__new__(kind_of(Part, model))
     nn.Module.__init__(part)
     return part
 
@@ -219,3 +233,13 @@ def _late(got: str) -> InvalidInput:
         got=got,
         remedy="take the hook away, and change parameter.grad after step()",
     )
+
+
+def tell_of_state_hooks(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if _torch.state_hooks(module):
+            warnings.warn(
+                f"hooks of {path or 'the model'} on state_dict do not run: full_state_dict() has "
+                "the names of parameters and buffers",
+                stacklevel=frames_to_caller(),
+            )
