@@ -12,7 +12,7 @@ from autopar.planning import plan
 from autopar.precision import Precision
 from autopar.recompute import Recompute
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.saving import load, save, save_safetensors
+from autopar.runtime.saving import is_saved, load, save, save_safetensors
 from autopar.states import States
 from autopar.strategies import register_rule
 from autopar.verifying import verify
@@ -32,6 +32,7 @@ __all__ = [
     "Recompute",
     "States",
     "TensorType",
+    "is_saved",
     "load",
     "parallelize",
     "pipeline",

@@ -29,6 +29,7 @@ from torch._utils import _unflatten_dense_tensors as split_like  # views, like s
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroup, Store, TCPStore
+from torch.distributed._composable.contract import REGISTRY_KEY as COMPOSED
 from torch.distributed.distributed_c10d import (
     _abort_process_group,
     _get_default_store,
@@ -42,6 +43,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.profiler import profile
 
 __all__ = [  # of what is imported here for others
+    "COMPOSED",
     "StridedShard",
     "active_modes",
     "add_each",

@@ -210,10 +210,18 @@ def _is_whole(folder: Path) -> bool:
     return (folder / INDEX).is_file()
 
 
+def is_there(path: Path) -> bool:
+    return any(map(_is_whole, _places(path)))
+
+
+def _places(path: Path) -> list[Path]:
+    """Where the checkpoint of a path may lie: beside it, broken off between two renames."""
+    return [path] if path.exists() else [beside(path, "new"), beside(path, "old")]
+
+
 def _folder_of(path: Path) -> Path:
     """Where the last whole checkpoint of a path lies."""
-    places = [path] if path.exists() else [beside(path, "new"), beside(path, "old")]
-    for folder in places:
+    for folder in _places(path):
         if _is_whole(folder):
             return folder
     raise InvalidInput(

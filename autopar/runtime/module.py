@@ -49,9 +49,10 @@ from autopar.runtime.part import (
 from autopar.runtime.step_loss import StepLoss
 from autopar.runtime.tensors import HOLDERS, Tensors
 from autopar.runtime.values import Values
+from autopar.runtime.wrapping import Unwrapped
 
 
-class ParallelModule(Described):
+class ParallelModule(Unwrapped, Described):
     """Called and differentiated like the original; `step` takes a whole global batch.
 
     A call runs the batch in one go, a step in the micro-batches of the plan: what the plan says of

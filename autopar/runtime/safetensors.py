@@ -14,7 +14,8 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,49 @@ def require_dtype(name: str, dtype: torch.dtype) -> None:
             got=f"{name} of {dtype}",
             remedy=f"use one of {', '.join(str(one) for one in NAMES)}",
         )
+
+
+def in_shards(kinds: Mapping[str, Held], most: float) -> dict[str, dict[str, Held]]:
+    """The tensors of each of several files of at most `most` bytes, or of one tensor, by the file's
+    name: those that other programs give them."""
+    shards: list[dict[str, Held]] = [{}]
+    size = 0
+    for name, held in kinds.items():
+        if shards[-1] and size + held.size > most:
+            shards.append({})
+            size = 0
+        shards[-1][name] = held
+        size += held.size
+    count = len(shards)
+    if count == 1:
+        return {f"model{SUFFIX}": shards[0]}
+    return {f"model-{i:05}-of-{count:05}{SUFFIX}": one for i, one in enumerate(shards, 1)}
+
+
+def require_folder(path: Path, most: Any) -> None:
+    """Refuse what shards cannot be written into, or no size of theirs."""
+    rule = "shards are files of at most so many bytes, in a folder"
+    if not isinstance(most, int | float) or isinstance(most, bool) or not most > 0:
+        raise InvalidInput(rule, got=f"max_shard_size={most!r}", remedy="max_shard_size=5e9")
+    if path.exists() and not path.is_dir():
+        raise InvalidInput(rule, got=f"{path}, which is a file", remedy="give the path of a folder")
+
+
+def forget_shards(folder: Path, names: Collection[str]) -> None:
+    """Take away an earlier model's, but for those that `names` replace."""
+    (folder / INDEX).unlink(missing_ok=True)
+    for file in folder.glob(f"model*{SUFFIX}"):
+        is_shard = re.fullmatch(r"model(-\d{5}-of-\d{5})?", file.stem)
+        if is_shard and file.name not in names:
+            file.unlink()
+
+
+def index_of(shards: Mapping[str, Mapping[str, Held]]) -> bytes:
+    """Which tensor is in which file."""
+    places = {name: file for file, held in shards.items() for name in held}
+    size = sum(one.size for held in shards.values() for one in held.values())
+    told = {"metadata": {"total_size": size}, "weight_map": places}
+    return json.dumps(told, indent=2, sort_keys=True).encode() + b"\n"
 
 
 def write(path: Path, kinds: Mapping[str, Held], values: Iterable[Tensor]) -> None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -37,7 +38,17 @@ from autopar.runtime.optimizer_states import (
     states_of,
 )
 from autopar.runtime.placing import bounds_of
-from autopar.runtime.safetensors import Held, open_weights, require_dtype, write
+from autopar.runtime.safetensors import (
+    INDEX,
+    Held,
+    forget_shards,
+    in_shards,
+    index_of,
+    open_weights,
+    require_dtype,
+    require_folder,
+    write,
+)
 from autopar.runtime.together import gathered, handed_out, on_all, rank_of
 
 
@@ -126,39 +137,58 @@ def load(
     return saved.beside.extra
 
 
-def save_safetensors(path: str | PathLike[str], module: ParallelModule) -> None:
+def save_safetensors(
+    path: str | PathLike[str], module: ParallelModule, *, max_shard_size: float | None = None
+) -> None:
     """Write the whole model as a safetensors file under its original names, as `weights=` and
     other programs read it; what is tied stands under its first name. All ranks write together: they
-    send rank 0 one tensor at a time."""
-    path, backend = _accepted(path, module), module.backend
-    new, held = files.beside(path, "new"), _held(module)
+    send rank 0 one tensor at a time.
+
+    `max_shard_size`: the path is a folder, of files with at most as many bytes and an index of
+    them, under the names that other programs look for; other files in it stay."""
+    path, backend, held = _accepted(path, module), module.backend, _held(module)
     kinds = {name: Held(tuple(v.shape), v.dtype) for name, v in held.items()}
     everyones = gathered(backend, kinds)
     every = {name: kind for one in everyones for name, kind in one.items()}
     kinds = {name: every[name] for name in module.saved_names}
 
-    def whole() -> Any:
-        for name in kinds:
+    def whole(names: Iterable[str]) -> Iterator[Tensor]:
+        for name in names:
             yield backend.collect({name: held[name]} if name in held else {})[name]
 
-    def accept() -> None:
+    def accept() -> dict[str, dict[str, Held]]:
         for name, kind in kinds.items():
             require_dtype(name, kind.dtype)
-        if path.exists():
+        if max_shard_size is not None:
+            require_folder(path, max_shard_size)
+        elif path.exists():
             open_weights(path)  # anything else does not go away
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        return {path.name: kinds} if max_shard_size is None else in_shards(kinds, max_shard_size)
 
-    on_all(backend, accept)
+    folder = path.parent if max_shard_size is None else path
+    shards = on_all(backend, accept)
     is_first = rank_of(backend) == 0
     with backend.guard():
+        for file, those in shards.items():
+            if is_first:
+                write(files.beside(folder / file, "new"), those, whole(those))
+            else:
+                deque(whole(those), maxlen=0)
         if is_first:
-            write(new, kinds, whole())
-            new.replace(path)
-            files.sync(path.parent)
-        else:
-            for _ in whole():
-                pass
+            if max_shard_size is not None:
+                forget_shards(folder, shards)
+            for file in shards:
+                files.beside(folder / file, "new").replace(folder / file)
+            if len(shards) > 1:
+                files.put(folder, INDEX, index_of(shards))
+            files.sync(folder)
     on_all(backend, _nothing)
+
+
+def is_saved(path: str | PathLike[str]) -> bool:
+    """Whether `save` has written a checkpoint there that is whole, which `load` would take up."""
+    return files.is_there(_whole_path(path))
 
 
 def _prepared(
@@ -214,14 +244,24 @@ def _held(module: ParallelModule) -> dict[str, Tensor]:
 
 def _accepted(path: Any, module: Any) -> Path:
     """The whole of a path; or refuse what is no path, or no parallel module."""
+    whole = _whole_path(path)
+    if not isinstance(module, ParallelModule):
+        raise InvalidInput(
+            "what is saved and loaded is a parallel module",
+            got=f"a value of type {type(module).__name__}",
+            remedy="give what parallelize() has made; torch.save(model.state_dict()) is for others",
+        )
+    return whole
+
+
+def _whole_path(path: Any) -> Path:
     if not isinstance(path, str | PathLike):
-        rule, wrong, remedy = "a checkpoint has a path", path, 'ap.save("run/100", module)'
-    elif not isinstance(module, ParallelModule):
-        rule, wrong = "what is saved and loaded is a parallel module", module
-        remedy = "give what parallelize() has made; torch.save(model.state_dict()) is for others"
-    else:
-        return Path(path).absolute()
-    raise InvalidInput(rule, got=f"a value of type {type(wrong).__name__}", remedy=remedy)
+        raise InvalidInput(
+            "a checkpoint has a path",
+            got=f"a value of type {type(path).__name__}",
+            remedy='ap.save("run/100", module)',
+        )
+    return Path(path).absolute()
 
 
 def _finish_earlier(module: ParallelModule) -> None:

@@ -157,6 +157,7 @@ def test_one_that_is_killed_leaves_the_last_one_whole(tmp_path: Path) -> None:
 
         return call
 
+    assert not ap.is_saved(path)
     ap.save(path, run.module, run.optimizer, extra=0)
     last = 0
     while True:
@@ -172,6 +173,7 @@ def test_one_that_is_killed_leaves_the_last_one_whole(tmp_path: Path) -> None:
         finally:
             for one in patches:
                 one.stop()
+        assert ap.is_saved(path)
         found = ap.load(path, run.module, run.optimizer)
         assert found in (last, killed + 1)
         last = found

@@ -1,0 +1,45 @@
+"""Wrappers: what others put around a module to train it on several ranks, which this one is made
+for. They are refused when they are put there; Accelerate leaves alone what is prepared."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from torch import nn
+
+from autopar._torch import COMPOSED
+from autopar.errors import InvalidInput
+
+
+class Unwrapped(nn.Module):
+    """A module that nothing is to be put around."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        vars(self)["_is_accelerate_prepared"] = True
+        vars(self)[COMPOSED] = _Refusing()  # where fully_shard and replicate look
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_ddp_params_and_buffers_to_ignore":  # what DistributedDataParallel looks for
+            _refuse("DistributedDataParallel")
+        return super().__getattr__(name)
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        _refuse("DataParallel")
+
+
+class _Refusing(dict[str, Any]):
+    """By name what torch has made of a module in place."""
+
+    def __contains__(self, name: object) -> NoReturn:
+        _refuse("fully_shard, replicate or FullyShardedDataParallel")
+
+
+def _refuse(wrapper: str) -> NoReturn:
+    raise InvalidInput(
+        "a parallel module sums its own gradients and keeps its own parameters: nothing is put "
+        "around it",
+        got=f"{wrapper} of a ParallelModule",
+        remedy="use it as it is, with mesh=ap.Mesh(dp=...) for data parallelism, and "
+        'states="zero3" for what FSDP does',
+    )
