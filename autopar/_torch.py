@@ -21,7 +21,6 @@ from torch import _foreach_copy_ as copy_each  # tensors into tensors, from any 
 # A guard under which attributes of DTensors and parameters are read in half the time.
 from torch._C import DisableTorchFunctionSubclass as plain_attributes
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
-from torch._C import _disabled_torch_function_impl as plain_functions  # results are plain tensors
 from torch._C import _len_torch_dispatch_stack as active_modes
 from torch._C._autograd import _top_saved_tensors_default_hooks as _outer_hooks
 from torch._utils import _flatten_dense_tensors as joined_flat  # one tensor of them all
@@ -51,7 +50,6 @@ __all__ = [  # of what is imported here for others
     "copy_each",
     "joined_flat",
     "plain_attributes",
-    "plain_functions",
     "split_like",
 ]
 

@@ -292,6 +292,14 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: (sum([parallel(Two()).step(ones())] * 2) / 2).backward(),  # type: ignore
         ["a step has run backward already", "backward() of the loss", "optimizer.step()"],
     ),
+    "backward of a share of what a step returns": (
+        lambda: (1 - parallel(Two()).step(ones()).div(2)).backward(),
+        ["a step has run backward already", "backward() of the loss", "optimizer.step()"],
+    ),
+    "torch's backward of what a step returns": (
+        lambda: torch.autograd.backward([parallel(Two()).step(ones())]),
+        ["a step has run backward already", "torch.autograd.backward() of the", "optimizer.step()"],
+    ),
     "an optimizer of the model's own parameters": (
         lambda: too_early(torch.optim.AdamW).step(),
         ["made of the module's own parameters", "a step of AdamW", "AdamW(pm.parameters()"],

@@ -198,7 +198,7 @@ def test_the_loss_of_a_step_is_a_number_like_any_other() -> None:
     read = torch.load(written, weights_only=True)["loss"]
     for same in (read, copy.deepcopy(loss), loss.detach(), loss.clone(), loss.double()):
         assert torch.equal(same, plain)
-    for other in (loss.detach(), copy.deepcopy(loss), read, loss - 1, torch.stack([loss]), -loss):
+    for other in (loss.detach(), copy.deepcopy(loss), read, loss.exp(), torch.stack([loss])):
         assert type(other) is Tensor
     mean, more = sum([loss, loss]) / 2, torch.ones(2, requires_grad=True)
     assert torch.equal(mean, plain)

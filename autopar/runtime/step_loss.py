@@ -6,22 +6,42 @@ InvalidInput: a step has run backward already: its loss has no graph
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from autopar._torch import plain_functions
+from autopar._torch import plain_attributes
 from autopar.errors import InvalidInput
 
-T = TypeVar("T")
+_BACKWARD = (torch.autograd.backward, torch.autograd.grad)
+_STILL_TOLD = frozenset("add radd sub rsub mul rmul div truediv true_divide neg".split())
 
 
 class StepLoss(Tensor):
     """A number without a graph. Whatever is done to it gives plain tensors, but for the sums and
     products that people form of losses before `backward()`."""
 
-    __torch_function__ = plain_functions  # type: ignore[assignment]
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _BACKWARD:
+            given = args[0] if args else ()
+            outputs = (given,) if isinstance(given, Tensor) else tuple(given)
+            if any(isinstance(one, cls) and not one.requires_grad for one in outputs):
+                raise _has_no_graph(f"torch.autograd.{func.__name__}()")
+        with plain_attributes():
+            result = func(*args, **(kwargs or {}))
+            is_loss = type(result) is Tensor and result.ndim == 0 and not result.requires_grad
+            if is_loss and getattr(func, "__name__", "").strip("_") in _STILL_TOLD:
+                return result.as_subclass(cls)
+        return result
 
     @classmethod
     def of(cls, loss: Tensor) -> StepLoss:
@@ -33,12 +53,7 @@ class StepLoss(Tensor):
         if self.requires_grad:
             super().backward(*args, **kwargs)
             return
-        raise InvalidInput(
-            "a step has run backward already: its loss has no graph",
-            got="backward() of the loss that step() returned",
-            remedy="leave it out, and go on with optimizer.step(): gradients are in "
-            "parameter.grad. step(..., scale=1/n) scales them",
-        )
+        raise _has_no_graph("backward()")
 
     @property
     def _plain(self) -> Tensor:
@@ -59,15 +74,10 @@ class StepLoss(Tensor):
         return self._plain.__deepcopy__(memo)
 
 
-def _still_told(operation: Callable[[Tensor, Any], Any]) -> Any:
-    def calculate(self: StepLoss, other: Any) -> Any:
-        result = operation(self, other)
-        if isinstance(result, Tensor) and not result.requires_grad:
-            return result.as_subclass(StepLoss) if result.ndim == 0 else result
-        return result
-
-    return calculate
-
-
-for _name in ("__add__", "__radd__", "__mul__", "__rmul__", "__truediv__"):
-    setattr(StepLoss, _name, _still_told(getattr(Tensor, _name)))
+def _has_no_graph(asked: str) -> InvalidInput:
+    return InvalidInput(
+        "a step has run backward already: its loss has no graph",
+        got=f"{asked} of the loss that step() returned",
+        remedy="leave it out, and go on with optimizer.step(): gradients are in "
+        "parameter.grad. step(..., scale=1/n) scales them",
+    )
