@@ -16,7 +16,9 @@ from autopar._torch import plain_attributes
 from autopar.errors import InvalidInput
 
 _BACKWARD = (torch.autograd.backward, torch.autograd.grad)
-_STILL_TOLD = frozenset("add radd sub rsub mul rmul div truediv true_divide neg".split())
+_STILL_TOLD = frozenset(
+    ["add", "radd", "sub", "rsub", "mul", "rmul", "div", "truediv", "true_divide", "neg"]
+)
 
 
 class StepLoss(Tensor):
