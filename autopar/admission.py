@@ -71,6 +71,16 @@ def validate_outputs(place: str, outputs: object) -> None:
         )
 
 
+def validate_pieces(outputs: str, stages: int) -> None:
+    """Refuse pieces of outputs where few ranks make them."""
+    if outputs != "whole" and stages:
+        raise InvalidInput(
+            "outputs of a pipeline are whole: some ranks make them, and send them to all",
+            got=f"outputs={outputs!r} with a program in {stages} stages",
+            remedy='outputs="whole", or pipeline=None',
+        )
+
+
 def validate_slices(local_inputs: bool, batches: Microbatches | None) -> None:
     """Refuse inputs of one rank where a step cuts those of all."""
     if local_inputs and batches is not None:

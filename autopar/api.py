@@ -19,6 +19,7 @@ from autopar.admission import (
     device_of,
     tell_of_virtual_mesh,
     validate_outputs,
+    validate_pieces,
     validate_running,
     validate_slices,
 )
@@ -80,9 +81,10 @@ def parallelize(
     that `plan()` made, or one from a file; on several ranks that of rank 0 holds. `local_inputs`:
     each rank will bring its own slice of the inputs. `outputs`: a call gives whole tensors, as the
     model does; under torchrun "dtensor" or "local" (this rank's pieces) spare the gather of those
-    that are cut. `check`: the first step compares the captured program with the plain model; every
-    step, on the virtual mesh, at every value the ranks that should agree, and on processes their
-    batches. All three are equal on all ranks, and a call that one rank refuses is refused on all.
+    that are cut; a pipeline gives whole ones alone. `check`: the first step compares the captured
+    program with the plain model; every step, on the virtual mesh, at every value the ranks that
+    should agree, and on processes their batches. All three are equal on all ranks, and a call that
+    one rank refuses is refused on all.
     Everything else is as in `plan`.
 
     Values are those of rank 0's model, which sends each rank its pieces. What lies on the meta
@@ -131,6 +133,8 @@ class _Call:
             self.values.told = of_first(self.values.told)
             decided = self.decide_together()
             require_world_of(decided.whole_mesh)
+            stages = () if decided.pipelining is None else decided.pipelining.stages
+            validate_pieces(self.outputs, len(stages))
             validate_slices(self.local_inputs, decided.batches)
         with one_fails_all_stop():
             running = self.local_inputs, device, self.outputs

@@ -8,6 +8,7 @@ Losses stand outside of the model. What is expected is the plain model's, on one
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 from transformers.utils import ModelOutput
 
 import autopar as ap
+from autopar import Mesh
 
 BATCH = 6  # four ranks have pieces of two sizes
 
@@ -262,6 +264,74 @@ def a_step_gives_outputs_beside_its_loss(**options: Any) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             assert_close(pm.full_state_dict(), state(model))
+
+
+class Deep(nn.Module):
+    """Outputs of several stages: of a layer in the middle, of the last, of a parameter, an input.
+
+    One parameter is read by the first layer and by the last."""
+
+    def __init__(self, drop: float = 0.2, norms: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(6) if norms else nn.Identity() for _ in range(4))
+        self.head, self.scale = nn.Linear(6, 5), nn.Parameter(torch.linspace(0.5, 1.5, 6))
+        self.drop = drop
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        h, middle = x * self.scale, x
+        for number, (layer, norm) in enumerate(zip(self.layers, self.norms)):
+            h = F.dropout(torch.tanh(norm(layer(h))), self.drop, self.training)
+            middle = h if number == 1 else middle
+        logits = self.head(h * self.scale)
+        right = logits.detach().argmax(1) == y
+        rest = {"right": right, "accuracy": right.double().mean(), "scale": self.scale.exp()}
+        rest |= {"middle": middle, "number": 3, "x": x}
+        return {"loss": F.cross_entropy(logits, y), "logits": logits, **rest}
+
+
+def stages_give_what_one_device_gives(**options: Any) -> None:
+    """A step its outputs, calls theirs without a gradient; one after another, as users do."""
+    x, y = random(12, 6), torch.arange(12) % 5
+    model = made(Deep)
+    alone = parallel(model, x, y, mesh=Mesh(one=1), backend="virtual")
+    pm = parallel(model, x, y, **options)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (alone, pm)]
+    for turn in range(2):
+        found = []
+        for module, optimizer in zip((alone, pm), optimizers):
+            torch.manual_seed(turn)
+            with torch.inference_mode(turn == 1), torch.no_grad():
+                told = [module(x, y)]
+            loss, outputs = module.step(x, y, outputs=True)
+            told += [{"loss": loss}, outputs]
+            assert list(outputs) == list(told[0])
+            values = [v for one in told for v in one.values() if isinstance(v, Tensor)]
+            assert not any(value.requires_grad for value in values)
+            found.append((values, module.full_grads()))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_close(*found)
+
+
+def batch_norm_in_stages_sees_the_whole_batch_in_a_call(**options: Any) -> None:
+    x, y = random(12, 6), torch.arange(12) % 5
+    model = made(Deep, 0.0, True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # steps are of micro-batches
+        pm = parallel(model, x, y, **options)
+    for _ in range(2):
+        with torch.no_grad():
+            assert_close(list(pm(x, y).values()), list(model(x, y).values()))
+    assert_close(pm.full_state_dict(), state(model))
+
+
+PIPELINES: list[dict[str, Any]] = [
+    {"mesh": Mesh(pp=2, dp=2), "microbatches": 3, "schedule": "1f1b"},
+    {"mesh": Mesh(pp=2, tp=2), "microbatches": 4, "schedule": "chimera"},
+    {"mesh": Mesh(pp=2, dp=2), "microbatches": 2, "schedule": "zb-v"},
+    {"mesh": Mesh(pp=2, dp=2), "microbatches": 4, "schedule": "interleaved", "states": "zero3"},
+]
 
 
 # Those in which parameters that are kept in pieces come and go in ways of their own.

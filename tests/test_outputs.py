@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import autopar as ap
 from autopar import Mesh
-from tests.outputs import LAWS, WithLoss, made, parallel, random
+from tests.outputs import (
+    LAWS,
+    PIPELINES,
+    WithLoss,
+    batch_norm_in_stages_sees_the_whole_batch_in_a_call,
+    made,
+    parallel,
+    random,
+    stages_give_what_one_device_gives,
+)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(dp=2, tp=2), Mesh(dp=4, tp=1)], ids=str)
@@ -42,12 +53,21 @@ def test_outputs_of_micro_batches_that_make_none_of_the_batch_are_refused() -> N
     torch.testing.assert_close(found, model(x)[1])
 
 
-def test_a_step_gives_no_outputs_from_stages_or_by_another_word() -> None:
+@pytest.mark.parametrize("options", PIPELINES, ids=lambda options: options["schedule"])
+def test_stages_give_what_one_device_gives(options: dict[str, Any]) -> None:
+    stages_give_what_one_device_gives(backend="virtual", **options)
+
+
+def test_batch_norm_in_stages_sees_the_whole_batch_in_a_call() -> None:
+    batch_norm_in_stages_sees_the_whole_batch_in_a_call(backend="virtual", **PIPELINES[0])
+
+
+def test_a_call_of_stages_has_no_gradients_and_a_step_takes_no_other_word() -> None:
     inputs = random(4, 4), torch.arange(4)
     options = {"mesh": Mesh(pp=2, tp=1), "microbatches": 2, "backend": "virtual"}
     pm = parallel(made(WithLoss), *inputs, **options)
-    with pytest.raises(ap.InvalidInput, match="a step in a pipeline gives the loss alone"):
-        pm.step(*inputs, outputs=True)
+    with pytest.raises(ap.InvalidInput, match="a call of a pipeline has no gradients"):
+        pm(*inputs)
     with pytest.raises(ap.InvalidInput, match="whether it gives them"):
         pm.step(*inputs, outputs=inputs[0])
     assert not pm.full_grads()

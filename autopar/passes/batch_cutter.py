@@ -6,6 +6,7 @@ The work of `microbatches.cut_batch`, one live operator after the other, by thei
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -43,8 +44,10 @@ class Cutter:
         self.captured, self.count, self.tells = captured, count, tells
         self.mesh = Mesh(**{AXIS: count})
         results: Any = captured.graph.output_node().args[0]
-        self.loss: fx.Node = results[captured.loss_index]
         others = len(results) - len(captured.mutations)
+        self.loss: fx.Node | None = None
+        with suppress(InvalidInput) if tells else nullcontext():  # calls have no loss to give
+            self.loss = results[captured.loss_index]
         self.outputs: tuple[fx.Node, ...] = results[:others] if tells else (self.loss,)
         self.live = ancestors([*self.outputs, *_mutated(captured)])
         self.status: dict[str, Status] = {}
@@ -95,9 +98,9 @@ class Cutter:
 
     def finish(self) -> Captured:
         """The program of one micro-batch."""
-        status = self.status[self.loss.name]
-        if self.count > 1 and status != SUM:
-            _refuse(self.loss, "the loss is not a sum over the samples of the batch")
+        loss = self.loss
+        if self.count > 1 and loss is not None and self.status[loss.name] != SUM:
+            _refuse(loss, "the loss is not a sum over the samples of the batch")
         mutated = _mutated(self.captured)
         for node in mutated if self.count > 1 else ():
             if self.status[node.name] not in (SAME, OWN):
@@ -105,7 +108,7 @@ class Cutter:
         results = tuple(self.copies[node] for node in (*self.outputs, *mutated))
         output = self.graph.output(results)
         info(output).end(results)
-        mark_learning(self.graph, [self.outputs.index(self.loss)])
+        mark_learning(self.graph, [] if loss is None else [self.outputs.index(loss)])
         for node in reversed(list(self.graph.nodes)):  # the terms of totals have no reader left
             if node.op == "call_function" and not node.users:
                 self.graph.erase_node(node)

@@ -34,10 +34,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Flow:
-    """The parts of one program whose first result is the loss and whose others are new buffers."""
+    """The parts of one program whose results are outputs, the loss among them, then new buffers."""
 
     graph: fx.Graph
     mutations: tuple[str, ...]  # the buffers' placeholders, in the order of the results
+    loss: int | None = 0  # which of the outputs; None: nothing is differentiated
 
     def moved_to(self, graph: fx.Graph) -> Flow:
         """The same of a copy of the graph: of the same calls, of which it may say other things."""
@@ -46,7 +47,7 @@ class Flow:
         def moved(rows: Mapping[fx.Node, T]) -> dict[fx.Node, T]:
             return {to[node.name]: row for node, row in rows.items()}
 
-        made = Flow(graph, self.mutations)
+        made = Flow(graph, self.mutations, self.loss)
         vars(made).update(
             updates=frozenset(to[node.name] for node in self.updates),
             activations=tuple(to[node.name] for node in self.activations),
@@ -62,20 +63,20 @@ class Flow:
         return made
 
     @cached_property
-    def loss(self) -> fx.Node:
-        return self._results[0]
+    def outputs(self) -> tuple[fx.Node, ...]:
+        return self._results[: len(self._results) - len(self.mutations)]
 
     @cached_property
     def new_values(self) -> dict[str, fx.Node]:
         """The new value of each changed buffer, by its placeholder."""
-        return dict(zip(self.mutations, self._results[1:]))
+        return dict(zip(self.mutations, self._results[len(self.outputs) :]))
 
     @cached_property
     def updates(self) -> frozenset[fx.Node]:
         """The operators that read what a step changes, as more than a shift, to change buffers.
 
         What is made of a buffer alone (a movement) may be the shift of an activation besides."""
-        needed, made = ancestors([self.loss], _evolving), ancestors([self.loss])
+        needed, made = ancestors(self.outputs, _evolving), ancestors(self.outputs)
         changing = set(self.mutations)
         found: set[fx.Node] = set()
         for node in self.graph.nodes:
@@ -97,7 +98,7 @@ class Flow:
     @cached_property
     def activations(self) -> tuple[fx.Node, ...]:
         """Operators, each with all the values that it gives."""
-        wanted = [self.loss, *(v for node in self.updates for v in node.all_input_nodes)]
+        wanted = [*self.outputs, *(v for node in self.updates for v in node.all_input_nodes)]
         live = ancestors([*wanted, *self.new_values.values()]) - self.updates
         return tuple(
             node
@@ -130,22 +131,28 @@ class Flow:
         """The positions at which each value is made that the results need.
 
         An activation is made at its own; what is made again where it is read, at those that read
-        it; an update at the last of its statistics."""
+        it; an update at the last of its statistics, without any at those of its readers. An output
+        that is made again is read at none.
+        """
         last = dict(self.position)
-        for node in self.updates:
-            last[node] = 0
         for node in self.graph.nodes:
-            if node in self.updates:
-                last[node] = max((last.get(v, 0) for v in node.all_input_nodes), default=0)
+            made_of = [last[value] for value in node.all_input_nodes if value in last]
+            if made_of and node in self.updates:
+                last[node] = max(made_of)
         found: dict[fx.Node, set[int]] = {}
+        changes = {*self.new_values.values()}
         for node in reversed(self.graph.nodes):
             if node in self.position:
                 found[node] = {last[node]}
                 continue
-            readers = [user for user in node.users if node not in last or user in self.position]
-            places = [{last[node]}] if node in last else []
-            if places or readers:
-                found[node] = set().union(*places, *(found.get(user, {0}) for user in readers))
+            readers = [
+                user
+                for user in node.users
+                if user.op != "output" and (node not in last or user in self.position)
+            ]
+            places = [{last.get(node, 0)}] if node in last or node in changes else []
+            if at := set().union(*places, *(found.get(user, ()) for user in readers)):
+                found[node] = at
         return {node: tuple(sorted(places)) for node, places in found.items()}
 
     @cached_property
@@ -267,10 +274,11 @@ class Flow:
         return "input" in sources and ("parameter" in sources or info(node).differentiable)
 
 
-def flow_of(captured: Captured, graph: fx.Graph) -> Flow:
-    """The flow of the rewritten program of `captured`."""
+def flow_of(captured: Captured, graph: fx.Graph, learns: bool = True) -> Flow:
+    """The flow of the rewritten program of `captured`, which is differentiated if it `learns`."""
     placeholders = {name: placeholder for placeholder, name in captured.buffers.items()}
-    return Flow(graph, tuple(placeholders[name] for name in captured.mutations))
+    mutations = tuple(placeholders[name] for name in captured.mutations)
+    return Flow(graph, mutations, captured.differentiated[0] if learns else None)
 
 
 def _evolving(node: fx.Node) -> list[fx.Node]:

@@ -1,11 +1,11 @@
 """Gradient synchronisation: what every reader of a parameter asks of its gradient, asked once.
 
 Comes after redistribution. An `identity` movement behind a parameter says that the gradient is a
-partial sum. Where all readers say so of an axis, the movement leaves the graph, and the parameter's
-`sync` names the axis: the runtime sums the finished gradients of a whole step, in buckets,
-while backward goes on. A movement behind an operator that reads no other values than parameters is
-first lifted to these: every backward is linear, so the sum may come after it. The operator's own
-gradient stays a partial sum then, over the axes in its `pending`.
+partial sum. Where all readers that give it one say so of an axis, the movement leaves the graph,
+and the parameter's `sync` names the axis: the runtime sums the finished gradients of a whole step,
+in buckets, while backward goes on. A movement behind an operator that reads no other values than
+parameters is first lifted to these: every backward is linear, so the sum may come after it. The
+operator's own gradient stays a partial sum then, over the axes in its `pending`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ def hoist_gradient_sync(graph: fx.Graph, setting: Setting) -> fx.Graph:
     for node in list(graph.nodes):
         if info(node).places is None:
             continue
-        asked = [set(_identity_axes(user)) for user in node.users]
+        learning = [user for user in node.users if info(user).differentiable]
+        asked = [set(_identity_axes(user)) for user in learning]
         shared = set.intersection(*asked) if asked else set()
         info(node).sync = tuple(sorted(shared))
-        for user in list(node.users) if shared else ():
+        for user in learning if shared else ():
             left = tuple(axis for axis in _identity_axes(user) if axis not in shared)
             if left:
                 info(user).movement = Movement("identity", left, pending=True)

@@ -13,7 +13,7 @@ step, in the order of the micro-batches, from the statistics that a stage also r
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -36,6 +36,9 @@ class Cut:
     flow: Flow
     points: tuple[int, ...]  # the starts of the stages, and the end
     placement: tuple[tuple[int, ...], ...]  # of each pipe, the places that hold its stages
+    # The stages that hold each parameter and buffer, by its name in the model, if another program
+    # has decided that.
+    held: Mapping[str, tuple[int, ...]] | None = None
 
     @classmethod
     def at(cls, flow: Flow, starts: Sequence[str], placement: tuple[tuple[int, ...], ...]) -> Cut:
@@ -52,14 +55,41 @@ class Cut:
         """Of a stage."""
         return self.points[index], self.points[index + 1]
 
+    def stage_at(self, position: int) -> int:
+        """The stage that makes the activation at a position."""
+        return bisect_right(self.points, position, hi=self.count) - 1
+
     @cached_property
     def stages(self) -> dict[fx.Node, tuple[int, ...]]:
         """Those that read each parameter and buffer; what none reads lies with the first."""
-        starts = self.points[:-1]
+        if self.held is not None:
+            return {node: self.held[info(node).origin[1]] for node in self.flow.held_at}
         return {
-            node: tuple(sorted({bisect_right(starts, place) - 1 for place in places}))
+            node: tuple(sorted({self.stage_at(place) for place in places}))
             for node, places in self.flow.held_at.items()
         }
+
+    @cached_property
+    def outputs(self) -> tuple[int, ...]:
+        """The stage that gives each output: where it is made, or what it is made of is held."""
+        flow = self.flow
+        return tuple(
+            self.stage_at(flow.position[node]) if node in flow.position else self._first_with(node)
+            for node in flow.outputs
+        )
+
+    def _first_with(self, node: fx.Node) -> int:
+        """The first stage that holds all parameters and buffers that a value is made of."""
+        read = [self.stages[one] for one in ancestors([node]) if one in self.stages]
+        found = set(range(self.count)).intersection(*read)
+        if not found:
+            raise InvalidInput(
+                "what an output is made of is held by one stage",
+                got=f"{node.name}, made of parameters or buffers of several",
+                remedy="give them one by one, or no pipeline",
+                source=info(node).source,
+            )
+        return min(found)
 
     @cached_property
     def readers(self) -> dict[fx.Node, Readers]:
@@ -88,13 +118,14 @@ class Cut:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage's program: its results are `sends`, the loss in the last stage, `statistics`."""
+    """One stage's program: its results are `sends`, some outputs, `statistics`."""
 
     index: int
     graph: fx.Graph
     receives: tuple[str, ...]  # placeholders, the activations of the stages before
     sends: tuple[str, ...]  # what the next stage receives
-    has_loss: bool
+    outputs: tuple[int, ...]  # those of the program that it gives
+    loss: int | None  # which of these is differentiated
     statistics: tuple[str, ...]  # what the update of its buffers reads
     update: fx.Graph | None  # from buffers and statistics to new buffers, by placeholder
 
@@ -136,8 +167,8 @@ def cut_stage(cut: Cut, index: int) -> Stage:
     own = [node for node, position in flow.position.items() if start <= position < end]
     received, sent = flow.crossing(start), flow.crossing(end)
     statistics = [node for node in own if node in flow.statistics]
-    has_loss = end == len(flow.activations)
-    results = [*sent, *([flow.loss] if has_loss else []), *statistics]
+    outputs = tuple(at for at, stage in enumerate(cut.outputs) if stage == index)
+    results = [*sent, *(flow.outputs[at] for at in outputs), *statistics]
     graph = part_of(flow.graph, [*results, *own], received)
     copies = {node.name: node for node in graph.nodes}
     for node in received:
@@ -155,7 +186,8 @@ def cut_stage(cut: Cut, index: int) -> Stage:
         graph,
         receives=tuple(node.name for node in received),
         sends=tuple(node.name for node in sent),
-        has_loss=has_loss,
+        outputs=outputs,
+        loss=outputs.index(flow.loss) if flow.loss in outputs else None,
         statistics=tuple(node.name for node in statistics),
         update=_update(flow, set(statistics), is_first=index == 0),
     )

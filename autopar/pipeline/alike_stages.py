@@ -91,7 +91,12 @@ class StageMemories:
                 found.append(tuple(modules.setdefault(one, len(modules)) for one in inside))
         sent = [places[node] for node in flow.crossing(end)]
         statistics = [places[node] for node in own if node in flow.statistics]
-        ends = len(received), tuple(sent), end == len(flow.activations), tuple(statistics)
+        ends = (
+            len(received),
+            tuple(sent),
+            flow.loss is not None and cut.outputs[flow.loss] == index,
+            tuple(statistics),
+        )
         return (ends, *found), names
 
     def _form_of(self, node: fx.Node, flow: Flow) -> int:

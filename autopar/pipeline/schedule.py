@@ -113,6 +113,11 @@ class Schedule:
         return tuple(pipes)
 
     @cached_property
+    def goes_back(self) -> bool:
+        """Whether there is a backward, as in every step."""
+        return any(action.kind != "F" for _, action in self.actions)
+
+    @cached_property
     def split_stages(self) -> frozenset[int]:
         """The stages whose backward is split into I and W."""
         return frozenset(action.stage for _, action in self.actions if action.kind == "I")
@@ -180,6 +185,22 @@ def one_stage(microbatches: int) -> Schedule:
     """No pipeline: each micro-batch forward and backward, one after another."""
     order = tuple(Action(kind, 0, 0, (n,)) for n in range(microbatches) for kind in ("F", "B"))
     return Schedule("one stage", microbatches, ((0,),), (order,))
+
+
+def forward_only(placement: tuple[tuple[int, ...], ...], microbatches: int) -> Schedule:
+    """Every micro-batch through the stages of a pipe, the pipes in turn, and nothing back.
+
+    As many as there are ranks go through a stage before the next of the same rank begins. All ranks
+    follow one order in which no micro-batch comes to a stage before it has left the one before.
+    """
+    ranks = max(map(max, placement)) + 1
+    orders: list[list[Action]] = [[] for _ in range(ranks)]
+    for first in range(0, microbatches, ranks):
+        for stage in range(len(placement[0])):
+            for one in range(first, min(first + ranks, microbatches)):
+                pipe = one % len(placement)
+                orders[placement[pipe][stage]].append(Action("F", pipe, stage, (one,)))
+    return make("forward only", microbatches, placement, orders)
 
 
 def make(

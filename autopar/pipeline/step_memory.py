@@ -136,11 +136,12 @@ class StageMemory:
     def of_stage(cls, stage: Stage, mesh: Mesh, is_split: bool, travel: Travel) -> StageMemory:
         """Of a stage of a pipeline."""
         results: Sequence[fx.Node] = stage.graph.output_node().args[0]  # type: ignore[assignment]
-        count, first = len(stage.sends), len(stage.sends) + stage.has_loss
-        learning = [one for one, learns in zip(results, stage.learns_sent) if learns]
-        roots = [*learning, *results[count:first]]
+        count = len(stage.sends)
+        roots = [one for one, learns in zip(results, stage.learns_sent) if learns]
+        if stage.loss is not None:
+            roots.append(results[count + stage.loss])
         about = stage.graph, mesh, roots, travel, is_split
-        return cls.of(*about, results[:count], results[first:])
+        return cls.of(*about, results[:count], results[count + len(stage.outputs) :])
 
 
 def most(moments: Sequence[Moment], again: bool = False, last: bool = False) -> float:

@@ -1,6 +1,6 @@
 """Worker: one stage of one pipe on one rank, and what its micro-batches keep until their backward.
 
-    F   sent = worker.forward(microbatch, received)              keeps the graph of autograd
+    F   sent = worker.forward(microbatch, received)              keeps the graph, if there is one
     B   gradients = worker.backward(microbatch, of_sent)         lets it go
     I   gradients = worker.backward_inputs(microbatch, of_sent)  keeps the weight halves alone
     W   worker.backward_weights(microbatch)                      lets them go
@@ -36,6 +36,11 @@ class StageFunction(Protocol):
         """The gradient of the loss."""
         ...
 
+    @property
+    def tells(self) -> bool:
+        """Whether all outputs are kept, not the loss alone."""
+        ...
+
     def weight_halves(self) -> list[WeightHalf]:
         """What the last run has put off; empty if backward is not split."""
 
@@ -60,13 +65,14 @@ class Worker:
     def __init__(self, run: StageFunction) -> None:
         self.run = run
         self.kept: dict[int, Kept] = {}
-        self.losses: dict[int, Value] = {}
+        # By micro-batch, those of the program's outputs that are made here.
+        self.outputs: dict[int, dict[int, Value]] = {}
         self.statistics: dict[int, list[Value]] = {}
 
     def clear(self) -> None:
         """Forget the results of the last step."""
         self.kept.clear()
-        self.losses.clear()
+        self.outputs.clear()
         self.statistics.clear()
 
     def forward(self, microbatch: int, received: Sequence[Value]) -> list[Value]:
@@ -76,12 +82,16 @@ class Worker:
             [tensor.detach().requires_grad_(learns) for tensor in value]
             for value, learns in zip(received, self.run.stage.learns_received)
         ]
-        kept = self.kept[microbatch] = Kept(leaves)
+        kept = Kept(leaves)
         results = self._run(microbatch, kept)
-        sent = len(stage.sends)
-        if stage.has_loss:
-            self.losses[microbatch] = detached(results[sent])
-        first = sent + stage.has_loss
+        if torch.is_grad_enabled():
+            self.kept[microbatch] = kept
+        sent, first = len(stage.sends), len(stage.sends) + len(stage.outputs)
+        self.outputs[microbatch] = {
+            output: detached(value)
+            for place, (output, value) in enumerate(zip(stage.outputs, results[sent:first]))
+            if self.run.tells or place == stage.loss
+        }
         statistics = results[first : first + len(stage.statistics)]
         if statistics:
             self.statistics[microbatch] = [detached(value) for value in statistics]
@@ -128,9 +138,10 @@ class Worker:
             for value, learns in values
             if learns
         ]
-        if self.run.stage.has_loss:
-            kept.roots.append([loss if loss.requires_grad else None for loss in results[sent]])
-            kept.seed = [torch.full_like(loss, self.run.seed) for loss in results[sent]]
+        if (place := self.run.stage.loss) is not None:
+            losses = results[sent + place]
+            kept.roots.append([loss if loss.requires_grad else None for loss in losses])
+            kept.seed = [torch.full_like(loss, self.run.seed) for loss in losses]
         return results
 
 

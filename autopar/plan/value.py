@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -14,10 +15,11 @@ from autopar.capture.origins import moved_dtype
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, TensorType
 from autopar.passes import rewrite
-from autopar.passes.microbatches import Microbatches, cut_batch
+from autopar.passes.microbatches import Microbatches, batch_statistics, cut_batch
 from autopar.passes.stages import split_stages
 from autopar.plan.fallbacks import FallbackCost, fallback_costs
 from autopar.plan.program import Program
+from autopar.plan.restaged import restaged, without_gradients
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.planner.request import Mode
 from autopar.search.build import Built, build
@@ -76,18 +78,15 @@ class PlanValue(Candidate):
 
     @cached_property
     def whole_program(self) -> Program:
-        """The program of a whole batch in one go, for calls beside steps in micro-batches."""
+        """The program of a whole batch, for calls beside steps: in one go, or forward through the
+        stages of a pipeline."""
+        if self.pipelining is not None:
+            return self.forward_program(self.original, self.microbatches)
         return self.program if self.batches is None else self._beside(self.batches.whole)
 
     @cached_property
     def telling_program(self) -> Program:
         """The program of a step that gives outputs beside the loss."""
-        if self.pipelining is not None:
-            raise InvalidInput(
-                "a step in a pipeline gives the loss alone: its stages hand on nothing else",
-                got=f"outputs=True with {len(self.pipelining.stages)} stages",
-                remedy="pipeline=None, or outputs=False",
-            )
         if self.batches is None:
             return self.program
         try:
@@ -99,7 +98,8 @@ class PlanValue(Candidate):
                 remedy="microbatches=1, or outputs=False",
                 source=error.source,
             ) from error
-        return self._beside(batches.captured, batches)
+        beside = self._beside(batches.captured, batches)
+        return beside if self.pipelining is None else restaged(self, beside)
 
     def _beside(self, captured: Captured, batches: Microbatches | None = None) -> Program:
         """Another program on the parameters of this one.
@@ -125,6 +125,16 @@ class PlanValue(Candidate):
             self.states.buffer_bytes,
         )
         return Program(captured, decisions, graph, batches, buffer_bytes=buffer_bytes)
+
+    def forward_program(self, captured: Captured, count: int) -> Program:
+        """The program of a call in a pipeline, of this batch and mode or of others: in `count`
+        micro-batches where their outputs make those of the batch, else in one go."""
+        batches = None
+        if not batch_statistics(captured):
+            with suppress(InvalidInput):
+                batches = cut_batch(captured, count, tells=True)
+        program = captured if batches is None else batches.captured
+        return restaged(self, self._beside(without_gradients(program), batches), forward=True)
 
     @cached_property
     def types(self) -> dict[str, TensorType]:

@@ -1,7 +1,7 @@
 """Backend: where a program runs, and what the virtual mesh and torch.distributed have in common.
 
     backend.step(kept, batches)         a whole step, by the program's schedule: loss and outputs
-    backend.call(kept, inputs)          one pass forward of a program without a pipeline
+    backend.call(kept, inputs)          one pass forward: outputs
 
 `kept` are the parameters and buffers of the module by name; buffers are changed in it. A step
 without a pipeline is a schedule of one stage, which is the program itself.
@@ -21,7 +21,7 @@ from autopar.layout import Layout, TensorType
 from autopar.passes.stages import Stage
 from autopar.pipeline.executor import RankRunner, Recorded, Transport
 from autopar.pipeline.weight_halves import WeightHalf, WeightHalves
-from autopar.pipeline.worker import Value, Worker, detached
+from autopar.pipeline.worker import Value, Worker
 from autopar.plan.program import Program
 from autopar.runtime.placing import Read
 from autopar.strategies.node_info import info
@@ -112,7 +112,7 @@ class Backend(ABC):
 
     @abstractmethod
     def call(self, kept: Mapping[str, Tensor], inputs: Batch) -> list[Tensor]:
-        """One pass forward: the user's outputs."""
+        """One pass forward: the user's outputs; in a pipeline without history."""
 
     @abstractmethod
     def graph(self, stage: int | None = None) -> fx.Graph:
@@ -140,36 +140,62 @@ class Backend(ABC):
         self, kept: Mapping[str, Tensor], batches: Sequence[Batch], tells: bool = False
     ) -> tuple[Tensor, list[Tensor]]:
         """All micro-batches forward and backward: the loss of the batch. If it `tells`, all outputs
-        as well, whole and without history; a pipeline has none."""
+        as well, whole and without history."""
         try:
-            self._begin(kept, batches)
-            if not tells:
-                return self._run(), []
-            told = self.whole.told = {}
+            self._begin(kept, batches, tells)
             loss = self._run()
-            outputs = [self._wholes(told[microbatch]) for microbatch in sorted(told)]
-            joined = self.program.batches
-            return loss, outputs[0] if joined is None else joined.join(outputs)
+            return loss, self._told() if tells else []
         finally:
             self._begin({}, ())  # nothing of a step stays
 
-    def _wholes(self, outputs: list[Tensor]) -> list[Tensor]:
-        """Whole outputs, from the form in which they are kept."""
-        return outputs
+    def _through(self, kept: Mapping[str, Tensor], inputs: Batch) -> list[Tensor]:
+        """Forward through the stages of a pipeline: all outputs, whole and without history."""
+        try:
+            self._begin(kept, self.program.split(inputs), tells=True)
+            self._carry_out()
+            self._update_buffers()
+            return self._told()
+        finally:
+            self._begin({}, ())
 
     @abstractmethod
     def _run(self) -> Tensor:
-        """The actions of a step, the gradients and buffers after it, and its loss."""
+        """A step, the gradients and buffers after it, and its loss."""
 
-    def _begin(self, kept: Mapping[str, Tensor], batches: Sequence[Batch]) -> None:
+    @abstractmethod
+    def _carry_out(self) -> None:
+        """The actions of the schedule."""
+
+    def _begin(
+        self, kept: Mapping[str, Tensor], batches: Sequence[Batch], tells: bool = False
+    ) -> None:
         for stage in self.stages.values():
-            stage.kept, stage.batches, stage.told = kept, batches, None
+            stage.kept, stage.batches, stage.tells = kept, batches, tells
         for worker in self.workers.values():
             worker.clear()
 
     def _losses(self) -> dict[int, Tensor]:
         """The shares of the loss that were made here, by micro-batch."""
-        return {n: one[0] for worker in self.workers.values() for n, one in worker.losses.items()}
+        loss = self.program.captured.loss_index
+        made = [pair for worker in self.workers.values() for pair in worker.outputs.items()]
+        return {number: outputs[loss][0] for number, outputs in made if loss in outputs}
+
+    def _told(self) -> list[Tensor]:
+        """The outputs of the batch, from those of its micro-batches."""
+        own: dict[tuple[int, int], Tensor] = {}
+        types = [info(node).type for node in self.program.outputs]
+        for (_, number), worker in self.workers.items():
+            for microbatch, outputs in worker.outputs.items():
+                for output, value in outputs.items():
+                    own[microbatch, output] = self.stages[number].told(value, types[output])
+        joined = self.program.batches
+        found = self._wholes(own, 1 if joined is None else joined.count)
+        return found[0] if joined is None else joined.join(found)
+
+    def _wholes(self, own: Mapping[tuple[int, int], Tensor], count: int) -> list[list[Tensor]]:
+        """Whole outputs of each of `count` micro-batches, from those that were made here."""
+        outputs = range(len(self.program.outputs))
+        return [[own[microbatch, output] for output in outputs] for microbatch in range(count)]
 
     def _update_buffers(self) -> None:
         """The changes that stages leave to the end of a step."""
@@ -194,7 +220,7 @@ class StageRun:
         self._update = backend.prepare_graph(stage.update) if stage.update is not None else None
         self.kept: Mapping[str, Tensor] = {}  # of a step, and its micro-batches
         self.batches: Sequence[Batch] = ()
-        self.told: dict[int, list[Tensor]] | None = None  # outputs by micro-batch, if asked for
+        self.tells = False  # whether all outputs are kept
 
     def __call__(self, microbatch: int, received: Sequence[Value]) -> list[Value]:
         return self.run(
@@ -204,6 +230,10 @@ class StageRun:
     @property
     def seed(self) -> float:
         return self.backend.seed
+
+    def told(self, value: Value, type_: TensorType) -> Tensor:
+        """An output in the form in which it is kept."""
+        return self.backend.joined([value], [type_])[0]
 
     def weight_halves(self) -> list[WeightHalf]:
         return self._halves.take() if self._halves is not None else []
@@ -232,21 +262,21 @@ class WholeRun(StageRun):
     def __init__(self, backend: Backend) -> None:
         program = backend.program
         self.backend, self._halves = backend, None
-        self.stage = Stage(0, program.graph, (), (), program.has_loss, (), None)
+        loss = program.captured.loss_index if program.has_loss else None
+        outputs = tuple(range(len(program.outputs)))
+        self.stage = Stage(0, program.graph, (), (), outputs, loss, (), None)
         self.run = backend.prepare_graph(program.graph, is_whole=True)
-        self.kept, self.batches, self.told = {}, (), None
-        self._loss = program.captured.loss_index if program.has_loss else None
+        self.kept, self.batches, self.tells = {}, (), False
         self._mutations, self._count = tuple(program.captured.mutations), len(program.outputs)
         self._types = [info(node).type for node in program.results]
 
     def __call__(self, microbatch: int, received: Sequence[Value]) -> list[Value]:
         is_last = microbatch == len(self.batches) - 1
         later = frozenset() if is_last else self.backend.program.once
-        assert self._loss is not None
-        outputs = self.forward(self.kept, self.batches[microbatch], later)
-        if self.told is not None:
-            self.told[microbatch] = detached(outputs)
-        return [[outputs[self._loss]]]
+        return [[output] for output in self.forward(self.kept, self.batches[microbatch], later)]
+
+    def told(self, value: Value, type_: TensorType) -> Tensor:
+        return value[0]
 
     def forward(
         self, kept: Mapping[str, Tensor], inputs: Batch, later: Set[str] = frozenset()

@@ -85,7 +85,8 @@ class TorchBackend(Backend):
         self.routes = routes_of(program)
         self.leaves = leaves or self._make_leaves()
         link = self.leaves.link
-        self._sums = gradient_sums(program, self._users, ranks, self.routes, self.groups, link)
+        about = program, self._users, ranks, self.routes, self.groups, link
+        self._sums = gradient_sums(*about) if self.schedule.goes_back else {}
         self._loss: tuple[Tensor, dist.Work] | None = None  # the shares of all ranks, being summed
         # All forwards of a rank are done before its last action.
         self._last_forward = len(self.schedule.orders[ranks.place]) - 2
@@ -196,15 +197,13 @@ class TorchBackend(Backend):
     # A step.
 
     def _run(self) -> Tensor:
-        reached, (runner,) = self.program.learned[self.program.captured.loss_index], self.runners
+        reached = self.program.learned[self.program.captured.loss_index]
         sync = self._sync = self._sync_of(reached)
         self._late.clear()  # of a step that broke off
         self.leaves.window.forget()
         sync.start(reached)
         sync.after(-1)
-        runner.start()
-        while not runner.done:
-            runner.advance()
+        self._carry_out()
         self._update_buffers()
         self.leaves.window.forget()
         with torch.no_grad():
@@ -213,10 +212,17 @@ class TorchBackend(Backend):
         self.messages.finish()
         return self._total_loss()
 
+    def _carry_out(self) -> None:
+        (runner,) = self.runners
+        runner.start()
+        while not runner.done:
+            runner.advance()
+
     def _after(self, position: int) -> None:
         """The action of a step at `position` is done: start the sums of what it completes."""
         sync = self._sync
-        assert sync is not None
+        if sync is None:  # of a call: there is nothing to sum
+            return
         sync.after(position)
         is_last = position == self._last_forward
         for late in self._late:
@@ -231,9 +237,31 @@ class TorchBackend(Backend):
                 shares[number] = loss
             self._loss = shares, dist.all_reduce(shares, group=self._line, async_op=True)
 
-    def _wholes(self, outputs: list[Tensor]) -> list[Tensor]:
-        pairs = zip(outputs, self.program.outputs)
-        return [self._leave.whole(value, info(node).type) for value, node in pairs]
+    def _wholes(self, own: Mapping[tuple[int, int], Tensor], count: int) -> list[list[Tensor]]:
+        """Each rank of the stage that gives an output sends its pieces to all of its line."""
+        types = [info(node).type for node in self.program.outputs]
+        givers = {output: s.index for s in self.program.stages for output in s.outputs}
+        found: list[list[Tensor]] = []
+        for microbatch in range(count):
+            pieces = [own.get((microbatch, output)) for output in range(len(types))]
+            if self._line is not None:
+                pipe = self.schedule.pipe_of[microbatch]
+                for output, type_ in enumerate(types):
+                    place = self.schedule.rank_of(pipe, givers[output])
+                    pieces[output] = self._from_line(pieces[output], type_, place)
+            wholes = zip(pieces, types)
+            found.append([self._leave.whole(p, type_) for p, type_ in wholes if p is not None])
+        return found
+
+    def _from_line(self, piece: Tensor | None, type_: TensorType, place: int) -> Tensor:
+        """What the rank at a place of this rank's line has."""
+        if piece is None or place != self.ranks.place:
+            shape = type_.layout.local_shape(type_.shape, self.mesh, self.ranks.inner)
+            piece = torch.empty(shape, dtype=type_.dtype, device=self.world.carrier)
+        piece = piece.contiguous().to(self.world.carrier)
+        if piece.numel():
+            dist.broadcast(piece, self.ranks.line[place], group=self._line)
+        return piece.to(self.device)
 
     def _total_loss(self) -> Tensor:
         """The sum of all shares in the order of the micro-batches, the same on every rank."""
@@ -330,6 +358,11 @@ class TorchBackend(Backend):
         """The outputs in the form that was asked for."""
         window = self.leaves.window
         window.forget()
+        if self.program.stages:
+            outputs = self._through(kept, inputs)
+            self.messages.finish()
+            window.forget()
+            return outputs
         outputs = self.whole.forward(kept, inputs)
         if torch.is_grad_enabled() and any(output.requires_grad for output in outputs):
             sync = self._sync_of(frozenset().union(*self.program.learned))

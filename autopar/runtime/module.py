@@ -56,7 +56,8 @@ class ParallelModule(Unwrapped, Described):
     """Called and differentiated like the original; `step` takes a whole global batch.
 
     A call runs the batch in one go, a step in the micro-batches of the plan: what the plan says of
-    memory is for steps. A pipeline runs steps only. A call gives whole, plain tensors in the
+    memory is for steps. In a pipeline calls go forward alone, under `torch.no_grad()`, in
+    micro-batches where these give the same. A call gives whole, plain tensors in the
     model's own output type, of which a loss may be made outside: every rank makes the same one.
     With `outputs="dtensor"` or `"local"` processes give what is cut as DTensors or in pieces.
 
@@ -161,11 +162,13 @@ class ParallelModule(Unwrapped, Described):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self.backend.local_checks():
-            if self.program.stages:
+            if self.program.stages and torch.is_grad_enabled():
                 raise InvalidInput(
-                    "a pipeline runs whole steps only: its backward is part of its schedule",
-                    got=f"a direct call of a program in {len(self.program.stages)} stages",
-                    remedy="call step(), or parallelize with pipeline=None",
+                    "a call of a pipeline has no gradients: its backward is part of a step's "
+                    "schedule",
+                    got=f"a call of a program in {len(self.program.stages)} stages, with gradients",
+                    remedy="call step() to train, or this under torch.no_grad(); or parallelize "
+                    "with pipeline=None",
                 )
             program = self.program if self.program.batches is None else self.plan.whole_program
             inputs, kept = self._accept(program, args, kwargs, step=False)
@@ -222,7 +225,7 @@ class ParallelModule(Unwrapped, Described):
         `microbatches=n` does the same, and sums over ranks once. `outputs=True`: the loss, and what
         the model gives for the whole batch, in its own type, detached and whole. Those of
         micro-batches are joined along the batch, shares of numbers summed; where neither gives the
-        batch's it is refused, and so is a pipeline. A step that breaks off leaves gradients as they
+        batch's it is refused. A step that breaks off leaves gradients as they
         were."""
         with torch.inference_mode(False), torch.enable_grad():
             with self.backend.local_checks():

@@ -239,11 +239,15 @@ class VirtualBackend(Backend):
 
     def call(self, kept: Mapping[str, Tensor], inputs: Batch) -> list[Tensor]:
         """Whole outputs."""
+        if self.program.stages:
+            return self._through(kept, inputs)
         return self.whole.forward(kept, inputs)
 
-    def _begin(self, kept: Mapping[str, Tensor], batches: Sequence[Batch]) -> None:
+    def _begin(
+        self, kept: Mapping[str, Tensor], batches: Sequence[Batch], tells: bool = False
+    ) -> None:
         """Gradients of micro-batches add up in the dtype that is asked for."""
-        super()._begin(kept, batches)
+        super()._begin(kept, batches, tells)
         for hook in self._rounding:
             hook.remove()
         self._rounding = [
@@ -256,8 +260,11 @@ class VirtualBackend(Backend):
         assert parameter.grad is not None
         parameter.grad.copy_(parameter.grad.to(self._sums))
 
-    def _run(self) -> Tensor:
+    def _carry_out(self) -> None:
         run_together(self.runners)
+
+    def _run(self) -> Tensor:
+        self._carry_out()
         self._update_buffers()
         return sum_in_order(self._losses())
 

@@ -22,7 +22,18 @@ from tests.annotations import megatron, sequence, stored, vocabulary
 from tests.distributed.saving import dropping, resumes_on_other_meshes
 from tests.held import held_by, kept_for_backward, local_bytes, pieces_of, storages
 from tests.models import Case
-from tests.outputs import LAWS, OF_PIECES, Body, made, parallel, random
+from tests.outputs import (
+    LAWS,
+    OF_PIECES,
+    PIPELINES,
+    Body,
+    Deep,
+    batch_norm_in_stages_sees_the_whole_batch_in_a_call,
+    made,
+    parallel,
+    random,
+    stages_give_what_one_device_gives,
+)
 from tests.parity import Outcome, assert_equal, parallel_outcome, single_outcome
 from tests.partly_learned import partly_learned, without_gradient
 from tests.runtime.acts import (
@@ -221,6 +232,14 @@ def gives_what_the_model_gives() -> None:
         law(mesh=DP2_TP2)
     for law in OF_PIECES:
         law(mesh=Mesh(dp=4, tp=1), states="zero3")
+
+
+def gives_outputs_of_stages() -> None:
+    for options in PIPELINES:
+        stages_give_what_one_device_gives(**options)
+    batch_norm_in_stages_sees_the_whole_batch_in_a_call(**PIPELINES[0])
+    with pytest.raises(ap.InvalidInput, match="outputs of a pipeline are whole"):
+        parallel(made(Deep), random(12, 6), torch.arange(12) % 5, outputs="local", **PIPELINES[0])
 
 
 def gives_pieces_on_request() -> None:
@@ -583,6 +602,7 @@ CHECKS = [
     gives_tensors_that_stay,
     is_called_and_differentiated,
     gives_what_the_model_gives,
+    gives_outputs_of_stages,
     gives_pieces_on_request,
     is_called_with_the_batch_of_several_microbatches,
     differentiates_in_any_order,

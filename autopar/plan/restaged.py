@@ -1,0 +1,77 @@
+"""Restaged: another program on the parameters of a plan's pipeline, in the stages that hold these.
+
+restaged(plan, program)                  a step: by the plan's schedule
+restaged(plan, program, forward=True)    a call: every stage forward, nothing back
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from autopar.capture.captured import Captured
+from autopar.errors import InvalidInput
+from autopar.passes.flow import flow_of, part_of
+from autopar.passes.restaging import cut_like
+from autopar.passes.stages import split_stages
+from autopar.pipeline.checker import check
+from autopar.pipeline.schedule import Schedule, forward_only
+from autopar.pipeline.schedules import schedule
+from autopar.plan.program import Program
+from autopar.planner.candidate import Candidate
+from autopar.strategies.node_info import info
+
+
+def restaged(plan: Candidate, program: Program, forward: bool = False) -> Program:
+    """`program` in the stages of the pipeline of `plan`, on whose mesh it is and whose parameters
+    it reads; as many micro-batches go through them as it has."""
+    pipelining = plan.pipelining
+    assert pipelining is not None
+    count = 1 if program.batches is None else program.batches.count
+    made = pipelining.schedule
+    made = forward_only(made.placement, count) if forward else _of(made, count)
+    flow = flow_of(program.captured, program.graph, learns=not forward)
+    stages = split_stages(cut_like(flow, plan.cut(pipelining)), program.mesh)
+    return replace(program, pipelining=replace(pipelining, schedule=made), stages=stages)
+
+
+def without_gradients(captured: Captured) -> Captured:
+    """The same program where nothing is differentiated."""
+    graph = part_of(captured.graph, captured.graph.nodes)
+    copies = {node.name: node for node in graph.nodes}
+    for node in graph.nodes:
+        info(node).update(differentiable=False, learns=False)
+    leaves = (copies[v.name] if isinstance(v, fx.Node) else v for v in captured.output_leaves)
+    return replace(captured, graph=graph, output_leaves=tuple(leaves))
+
+
+def _of(made: Schedule, count: int) -> Schedule:
+    """The same schedule for another number of (parts of) micro-batches."""
+    if made.all_parts == count:
+        return made
+    try:
+        if count % made.parts:
+            raise InvalidInput(
+                f"schedule {made.name} halves micro-batches",
+                got=f"{count} parts",
+                remedy="a number of parts that has whole micro-batches",
+            )
+        options: dict[str, Any] = dict(made.options)
+        asked = {"stages": made.ranks, "microbatches": count // made.parts}
+        found = schedule(made.name, **asked, **options)
+        check(found)
+    except InvalidInput as error:
+        raise InvalidInput(
+            "a batch goes through a pipeline by the schedule that was planned",
+            got=f"{made.name} for {count} micro-batches: {error.got}",
+            remedy="a batch that as many micro-batches divide as were planned, or plan for it",
+        ) from error
+    if found.placement != made.placement:
+        raise InvalidInput(
+            "a batch goes through a pipeline whose stages stay where they are",
+            got=f"{made.name}, which puts them elsewhere for {count} micro-batches",
+            remedy="a batch that as many micro-batches divide as were planned, or plan for it",
+        )
+    return found
