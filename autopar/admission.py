@@ -13,7 +13,8 @@ import torch
 from torch import fx, nn
 
 from autopar.capture.captured import Captured
-from autopar.capture.listing import operator_of
+from autopar.capture.listing import operator_of, registered_as
+from autopar.capture.randomness import is_random
 from autopar.errors import InvalidInput, require_one_of
 from autopar.lines import frames_to_caller
 from autopar.mesh import Mesh
@@ -114,32 +115,32 @@ def tell(captured: Captured, best: Candidate) -> None:
             "those of microbatches=1"
         )
     replicated: dict[str, list[Fallback]] = {}
+    # One that draws random numbers is here on one rank alone, where there is nothing to cut.
+    calls = {node.name: node for node in captured.operators if not is_random(node)}
     for fallback in best.decisions.fallbacks:
-        replicated.setdefault(fallback.operator, []).append(fallback)
-    calls = {node.name: node for node in captured.operators}
+        if fallback.node in calls:
+            replicated.setdefault(fallback.operator, []).append(fallback)
     for operator, found in replicated.items():
-        call = calls.get(found[0].node)
         _warn(
             f"{operator} has no rule and runs replicated ({len(found)} times, first at "
-            f"{found[0].source}): every rank does all of it. {_rule_for(operator, call)}"
+            f"{found[0].source}): every rank does all of it. {_rule_for(calls[found[0].node])}"
         )
 
 
-def _rule_for(operator: str, node: fx.Node | None) -> str:
+def _rule_for(node: fx.Node) -> str:
     """The line that would let an operator be cut, if it does what its shapes allow."""
-    if node is not None:
-        call = Call(node)
-        inputs, outputs = call.shapes, [tuple(output.shape) for output in call.outputs]
-        shapes = [*inputs, *outputs]
-        if len({*shapes}) == 1:
-            line = f"{', '.join(['...'] * len(inputs))} -> {', '.join(['...'] * len(outputs))}"
-            return f'register_rule("{operator}", "{line}") cuts it, if it goes element by element'
-        if inputs and all(shapes) and len({shape[0] for shape in shapes}) == 1:
-            letters = (letter for letter in ascii_lowercase if letter != "b")
-            terms = [" ".join(["b", *(f"{next(letters)}!" for _ in s[1:])]) for s in shapes]
-            line = f"{', '.join(terms[: len(inputs)])} -> {', '.join(terms[len(inputs) :])}"
-            return f'register_rule("{operator}", "{line}") cuts the batch, if samples do not mix'
-    return f'register_rule("{operator}", line) says how to cut it, with a letter for each dim'
+    call, operator = Call(node), registered_as(node.target)
+    inputs, outputs = call.shapes, [tuple(output.shape) for output in call.outputs]
+    shapes = [*inputs, *outputs]
+    if len({*shapes}) == 1:
+        line = f"{', '.join(['...'] * len(inputs))} -> {', '.join(['...'] * len(outputs))}"
+        return f'register_rule({operator}, "{line}") cuts it, if it goes element by element'
+    if inputs and all(shapes) and len({shape[0] for shape in shapes}) == 1:
+        letters = (letter for letter in ascii_lowercase if letter != "b")
+        terms = [" ".join(["b", *(f"{next(letters)}!" for _ in s[1:])]) for s in shapes]
+        line = f"{', '.join(terms[: len(inputs)])} -> {', '.join(terms[len(inputs) :])}"
+        return f'register_rule({operator}, "{line}") cuts the batch, if samples do not mix'
+    return f"register_rule({operator}, line) says how to cut it, with a letter for each dim"
 
 
 @cache
@@ -177,7 +178,7 @@ def _in_one(statistics: Sequence[fx.Node], request: Request, options: PlanOption
 
 def _require_rules(captured: Captured) -> None:
     missing = [
-        f"{operator_of(node)} at {info(node).source}"
+        f"{registered_as(node.target)} at {info(node).source}"
         for node in captured.operators
         if captured.rules[node.name] is None
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ import autopar as ap
 from autopar import Mesh, shard
 from autopar.admission import tell_of_virtual_mesh
 from autopar.lines import LONGEST, describe
+from autopar.strategies import registry
 
 D4 = Mesh(d=4)
 
@@ -218,7 +220,7 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "operators without rules": (
         lambda: parallel(Calls(lambda self, x: unknown(strange(x)) @ self.weight), strict=True),
-        ["every operator has a rule", "tests_errors.unknown at", "tests_errors.strange at"],
+        ["every operator has a rule", '"tests_errors.unknown" at', '"tests_errors.strange" at'],
     ),
     "random numbers of an operator without a rule": (
         lambda: parallel(Calls(lambda self, x: torch.poisson(x @ self.weight))),
@@ -525,6 +527,18 @@ def test_operators_without_rules_are_said_once_with_what_helps() -> None:
     assert 'register_rule("tests_errors.unknown", "... -> ...") cuts it' in said[0]
     assert 'register_rule("tests_errors.halved", "b a!, b c! -> b d!") cuts the batch' in said[1]
     assert torch.equal(module(ones())[0], model(ones())[0])
+
+
+def test_the_line_that_is_advised_does_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+    model = Calls(lambda self, x: torch.special.bessel_j0(x.detach()) @ self.weight)
+    with pytest.warns(UserWarning, match="has no rule and runs replicated") as caught:
+        parallel(model)
+    (line,) = re.findall(r"register_rule\(.*?\)", str(caught[0].message))
+    eval(line, {"register_rule": ap.register_rule})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parallel(model)
 
 
 @pytest.mark.parametrize(("devices", "backend"), [(4, None), (4, "virtual"), (1, None)])

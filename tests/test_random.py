@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autopar as ap
+from autopar.strategies import registry
+from autopar.strategies.node_info import info
 from tests import models
 from tests.captures import shared_captures
 from tests.models import Case
@@ -230,6 +232,36 @@ def test_what_torch_refuses_to_draw_by_is_refused(what: str) -> None:
     module = ap.parallelize(Of(BAD[what]), (torch.randn(8, 4, 8),), mesh=ap.Mesh(one=1))
     with pytest.raises(ap.InvalidInput, match=what):
         module.step(torch.randn(8, 4, 8))
+
+
+@torch.library.custom_op(
+    "tests_random::noise", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
+def noise(x: Tensor) -> Tensor:
+    return torch.randn_like(x)
+
+
+@noise.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@pytest.mark.parametrize("has_rule", [False, True])
+def test_numbers_of_torchs_generator_are_those_of_one_rank(
+    has_rule: bool, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """A rule says how an operator may be cut, and not that pieces draw what is of their places."""
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+    if has_rule:
+        ap.register_rule("tests_random::noise", "... -> ...")
+    model, args = Of(lambda x: x * noise(x)), (torch.randn(8, 4, 8),)
+    for how in ({"mesh": ap.Mesh(dp=2)}, {"mesh": ap.Mesh(one=1), "microbatches": 2}):
+        with pytest.raises(ap.InvalidInput, match="its bits would depend on the layout"):
+            ap.parallelize(model, args, mode="data", backend="virtual", **how)
+    module = ap.parallelize(model, args, mode="data", mesh=ap.Mesh(one=1))
+    assert not recwarn.list
+    (node,) = (node for node in module.plan.rewritten.nodes if "noise" in node.name)
+    assert not any(facts.is_cheap for facts, _ in info(node).calls or ())  # nor made again
 
 
 class Drawing(nn.Module):

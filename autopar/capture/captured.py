@@ -123,13 +123,8 @@ class Captured:
 
     @cached_property
     def random(self) -> tuple[fx.Node, ...]:
-        """The calls that draw random numbers, as their rule says, or torch where they have none."""
-
-        def draws(call: fx.Node) -> bool:
-            rule = self.rules[call.name]
-            return is_random(call) if rule is None else rule.random
-
-        return tuple(node for node in self.operators if draws(node))
+        """The calls that draw random numbers from torch's generator."""
+        return tuple(filter(is_random, self.operators))
 
 
 def new_key() -> torch.Tensor:

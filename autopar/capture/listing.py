@@ -52,6 +52,13 @@ def operator_name(target: Callable[..., Any] | str) -> str:
     return getattr(target, "__name__", str(target))
 
 
+def registered_as(target: Callable[..., Any] | str) -> str:
+    """What a rule for it is registered for: a name, quoted, or a function."""
+    if isinstance(target, torch._ops.OpOverload):
+        return f'"{target._schema.name.replace("::", ".")}"'
+    return operator_name(target)
+
+
 def operator_of(node: fx.Node) -> str:
     """The name of the operator that a call is of; of that which gives it, of a result."""
     return operator_name(maker(node).target)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from autopar.capture.host import CROSSINGS
+from autopar.capture.randomness import is_random
 from autopar.cluster import Device
 from autopar.cost.formula import Formula
 from autopar.cost.model import operator_formula, operator_values
@@ -157,4 +158,5 @@ def facts_of(node: fx.Node, rule: Rule, inputs: Sequence[fx.Node]) -> Facts:
         is_view(node),
         info(node).on_host,
         node.target in CROSSINGS,
+        is_random(node),
     )

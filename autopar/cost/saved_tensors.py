@@ -92,7 +92,7 @@ class SavedTensors:
     def _is_dropped(self, value: str, region: Region | None) -> bool:
         facts = self.facts.get(value)
         is_selective = region is not None and region.how.kind == "selective"
-        return is_selective and facts is not None and facts.rule.is_cheap
+        return is_selective and facts is not None and facts.is_cheap
 
 
 def kept_bytes(captured: Captured) -> float:

@@ -35,7 +35,7 @@ def mark_recomputed(graph: fx.Graph, setting: Setting) -> fx.Graph:
     for name, nodes in runs(graph, decided, is_made_of_parameters):
         seen[name] = seen.get(name, 0) + 1
         number = f" ({seen[name]})" if seen[name] > 1 else ""
-        region = Region(name + number, decided[name], any(map(_is_random, nodes)))
+        region = Region(name + number, decided[name], any(map(is_random, nodes)))
         for node in nodes:
             info(node).region = region
         if region.how.kind is not None:
@@ -128,14 +128,9 @@ def _is_identity(node: fx.Node) -> bool:
     return movement is not None and movement.kind == "identity"
 
 
-def _is_random(node: fx.Node) -> bool:
-    rule = info(node).rule
-    return is_random(node) if rule is None else rule.random
-
-
 def _is_cheap(node: fx.Node) -> bool:
     """Whether an operator does little more than read its inputs."""
     calls: Any = info(node).calls
     if not calls or info(node).movement is not None or info(node).start_of is not None:
         return False
-    return not is_view(node) and all(facts.rule.is_cheap for facts, _ in calls)
+    return not is_view(node) and all(facts.is_cheap for facts, _ in calls)

@@ -262,7 +262,7 @@ class _Propagation:
         for position in self.constraints.bound.get(node.name, ()):
             if any(factor in dim for dim in rule.inputs[position]):
                 return False
-        if rule.random or rule.why_whole(factor) is not None:
+        if rule.why_whole(factor) is not None:
             return False
         axes = [a for a, f in self.cuts[node].items() if f == factor]
         degree = self.mesh.degree([*axes, axis])

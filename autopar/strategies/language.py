@@ -84,7 +84,6 @@ class Options(TypedDict, total=False):
     # What it keeps besides, as tensors of factors: "n h, int64: n" are one of the output's dtype
     # and one of int64.
     extra: str
-    random: bool  # draws random numbers
 
 
 def parse(
@@ -136,7 +135,6 @@ def parse(
         sums=binding.names(pattern.sums),
         gathered=frozenset(f for f, name in kernels.items() if KERNELS[name].expand is not None),
         saved=_saved(options, binding, present, passes),
-        random=options.get("random", False),
     )
 
 

@@ -193,7 +193,6 @@ def register_rule(
     cost: float | None = None,
     saved: str = "",
     extra: str = "",
-    random: bool = False,
     sizes: Mapping[str, int] | None = None,
     traits: Traits | None = None,
 ) -> None:
@@ -217,7 +216,6 @@ def register_rule(
             cost=cost,
             saved=saved,
             extra=extra,
-            random=random,
         )
     else:
         function = rule
@@ -319,11 +317,14 @@ def _resolve(operator: Operator) -> Operator:
         for part in operator.replace("::", ".").split("."):
             found = getattr(found, part, None)
             if found is None:
-                raise InvalidInput(
-                    "a rule is registered for an operator that exists",
-                    got=repr(operator),
-                    remedy="name it 'library.operator', and define it before its rule",
-                )
+                break
+        if not callable(found):  # a whole library, say
+            raise InvalidInput(
+                "a rule is registered for an operator that exists",
+                got=repr(operator),
+                remedy="name it 'library.operator', as in \"aten.linear\", and define it before "
+                "its rule",
+            )
         return found
     # An operator of torch.library.custom_op is called through its overload (torch 2.11 to 2.13).
     overload = getattr(operator, "_opoverload", operator)

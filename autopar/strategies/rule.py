@@ -134,7 +134,6 @@ class Rule:
     sums: frozenset[str] = frozenset()  # contracted although some input lacks them
     gathered: frozenset[str] = frozenset()  # contracted, but their kernel leaves a whole output
     saved: Saved = Saved()
-    random: bool = False  # draws random numbers
     adds: frozenset[str] = frozenset()  # arguments that are numbers, added to what is else linear
 
     @cached_property
@@ -165,9 +164,8 @@ class Rule:
 
     @property
     def is_cheap(self) -> bool:
-        """Whether it takes little more than reading its inputs, and gives the same every time."""
-        is_light = self.flops <= 16 * self.elements_read
-        return is_light and not (self.random or self.product)
+        """Whether it takes little more than reading its inputs."""
+        return self.flops <= 16 * self.elements_read and not self.product
 
     @cached_property
     def elements_read(self) -> int:
@@ -212,10 +210,9 @@ class Rule:
         """All candidates: each axis to a factor, to a pass, or to nothing.
 
         Several axes on one factor come in every order, or only in the mesh's if not `ordered`.
-        An operator that draws random numbers of its own has one candidate.
         """
         axes = [axis for axis in mesh if mesh[axis] > 1]
-        choices = [] if self.random else [*self.cuttable, *range(len(self.passes))]
+        choices = [*self.cuttable, *range(len(self.passes))]
         found = []
         for assignment in itertools.product([None, *choices], repeat=len(axes)):
             cuts: dict[str, list[str]] = {}
@@ -259,9 +256,6 @@ class Rule:
         if len(set(strategy.axes)) != len(strategy.axes):
             rule = "a strategy gives each axis to one factor or pass"
             raise refusal(rule, "name each axis once")
-        if self.random and strategy.axes:
-            rule = "an operator that draws random numbers runs whole on every rank"
-            raise refusal(rule, "give it no axis, or set the dropout probability to 0")
         for factor, axes in strategy.cuts:
             if (reason := self.why_whole(factor)) is not None:
                 remedy = f"cut one of {', '.join(self.cuttable) or 'none: all are whole'}"
@@ -306,11 +300,17 @@ class Facts:
     is_view: bool  # gives a view of its input: nothing is computed
     on_host: bool = False  # its result is there
     crosses: bool = False  # between host and device
+    is_random: bool = False  # gives other numbers every time
 
     @property
     def dtype(self) -> torch.dtype:
         """That of the first output, in which the operator computes."""
         return self.dtypes[0]
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether it takes little more than reading its inputs, and gives the same every time."""
+        return self.rule.is_cheap and not self.is_random
 
 
 def render(

@@ -74,6 +74,8 @@ def test_mistakes_are_told_at_registration() -> None:
         register_rule(rotate, "a b")
     with pytest.raises(InvalidInput, match="operator that exists"):
         register_rule("aten.no_such_operator", "a -> a")
+    with pytest.raises(InvalidInput, match="operator that exists"):
+        register_rule("special_bessel_j0", "... -> ...")  # any name may be that of a library
     with pytest.raises(InvalidInput, match="operator or a function"):
         register_rule(3, "a -> a")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 
@@ -108,7 +107,6 @@ def test_every_candidate_is_valid() -> None:
         (parse("(x y) -> x y", ((9,),), ((3, 3),)), Strategy.of(x="a"), "divide the size"),
         (parse("(x y) -> x y", ((9,),), ((3, 3),)), Strategy.of(y="a"), "is an inner one"),
         (parse("x y, y -> y", ((4, 4), (4,))), Strategy.of(x="a"), "an input lacks it"),
-        (replace(LINEAR, random=True), Strategy.of(i="a"), "random numbers"),
     ],
 )
 def test_refusals(rule: Rule, strategy: Strategy, complaint: str) -> None:
@@ -130,10 +128,6 @@ def test_bounds_and_work_of_a_piece() -> None:
     assert rule.bounds("y", strategy, mesh, 3) == (0, 4)
     share = rule.bounds("x", strategy, mesh, 0)[1] / rule.sizes["x"]
     assert rule.flops * share == 20 * 2 / 5
-
-
-def test_random_operators_have_one_candidate() -> None:
-    assert replace(LINEAR, random=True).strategies(Mesh(a=2)) == [Strategy()]
 
 
 def test_strategies_print() -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
-from autopar.strategies import Strategy, parse
 from tests.strategies.rule_cases import BUILT_IN, CASES, t
 from tests.strategies.rule_law import Case, Reference, check_all
 
@@ -44,10 +42,3 @@ def test_every_rule_has_a_case() -> None:
         covered |= {case.target, getattr(case.target, "overloadpacket", None)}
     missing = [str(operator) for operator in BUILT_IN if operator not in covered]
     assert not missing
-
-
-def test_an_operator_that_draws_for_itself_runs_whole() -> None:
-    rule = parse("... -> ...", ((5, 4),), random=True)
-    assert len(rule.strategies(MESHES[1])) == 1
-    with pytest.raises(InvalidInput, match="draws random numbers"):
-        rule.validate(Strategy.of(d0="a"), MESHES[1])
