@@ -299,7 +299,7 @@ def gpt2(
     ids = _ids(batch, sequence, vocabulary)
     return _case(
         "gpt2",
-        lambda: _precise(transformers.GPT2LMHeadModel(config), precise),
+        lambda: made_precise(transformers.GPT2LMHeadModel(config), precise),
         input_ids=ids,
         labels=_labels(ids),
     )
@@ -335,7 +335,7 @@ def llama(
     ids = _ids(batch, sequence, vocabulary)
     return _case(
         "llama",
-        lambda: _precise(transformers.LlamaForCausalLM(config), precise),
+        lambda: made_precise(transformers.LlamaForCausalLM(config), precise),
         input_ids=ids,
         labels=_labels(ids),
     )
@@ -481,7 +481,7 @@ def _next_token_loss(logits: Tensor, labels: Tensor, vocab_size: int, **_: objec
     return F.cross_entropy(logits.view(-1, vocab_size), shifted.view(-1), ignore_index=IGNORED)
 
 
-def _precise(model: Any, precise: bool) -> nn.Module:
+def made_precise(model: Any, precise: bool = True) -> nn.Module:
     if precise:
         model.loss_function = _next_token_loss
         for parent in list(model.modules()):

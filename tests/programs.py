@@ -25,7 +25,8 @@ def torchrun(ranks: int) -> list[Environment]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     numbers = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
-    shared = {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in numbers.items()}}
+    shared = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "none"}
+    shared |= {name: str(value) for name, value in numbers.items()}
     return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 

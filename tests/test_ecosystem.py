@@ -77,7 +77,7 @@ def gpt2() -> transformers.GPT2LMHeadModel:
     made = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(**config, **tokens, n_layer=2, use_cache=False)
     )
-    return models._precise(made.double(), True)
+    return models.made_precise(made.double())
 
 
 def test_shards_are_read_by_weights_and_by_others(tmp_path: Path) -> None:
