@@ -19,7 +19,7 @@ from autopar.errors import InvalidInput, require_one_of
 from autopar.lines import frames_to_caller
 from autopar.mesh import Mesh
 from autopar.options import Kind, PlanOptions, read_request
-from autopar.passes.microbatches import Microbatches, batch_statistics
+from autopar.passes.microbatches import batch_statistics
 from autopar.pipeline.schedule import Schedule
 from autopar.plan.plan import Plan, SavedPlan
 from autopar.planner.candidate import Candidate
@@ -79,16 +79,6 @@ def validate_pieces(outputs: str, stages: int) -> None:
             "outputs of a pipeline are whole: some ranks make them, and send them to all",
             got=f"outputs={outputs!r} with a program in {stages} stages",
             remedy='outputs="whole", or pipeline=None',
-        )
-
-
-def validate_slices(local_inputs: bool, batches: Microbatches | None) -> None:
-    """Refuse inputs of one rank where a step cuts those of all."""
-    if local_inputs and batches is not None:
-        raise InvalidInput(
-            "a step in micro-batches cuts the global batch, which every rank is given",
-            got=f"local_inputs=True with {batches.count} micro-batches",
-            remedy="hand every rank the global batch, or microbatches=1",
         )
 
 

@@ -21,7 +21,6 @@ from autopar.admission import (
     validate_outputs,
     validate_pieces,
     validate_running,
-    validate_slices,
 )
 from autopar.capture.failure import check_call
 from autopar.cluster import Cluster
@@ -40,6 +39,7 @@ from autopar.runtime.groups import enter_world, require_world_of
 from autopar.runtime.module import ParallelModule, require_names
 from autopar.runtime.outputs import OutputsLike
 from autopar.runtime.plan_broadcast import agree, of_first, require_equal, require_same_call
+from autopar.runtime.slices import require_even
 from autopar.runtime.values import Values, require_constants, require_data
 from autopar.runtime.virtual import VirtualBackend
 from autopar.runtime.world import has_failed
@@ -79,7 +79,8 @@ def parallelize(
     `args` and `kwargs` are an example of one global batch. `backend` is "virtual" (all ranks in
     this process) or "torch" (this process is one rank; the default under torchrun). `plan` is one
     that `plan()` made, or one from a file; on several ranks that of rank 0 holds. `local_inputs`:
-    each rank will bring its own slice of the inputs. `outputs`: a call gives whole tensors, as the
+    each rank will bring its own slice of the inputs, of which a step takes its part of every
+    micro-batch. `outputs`: a call gives whole tensors, as the
     model does; under torchrun "dtensor" or "local" (this rank's pieces) spare the gather of those
     that are cut; a pipeline gives whole ones alone. `check`: the first step compares the captured
     program with the plain model; every step, on the virtual mesh, at every value the ranks that
@@ -135,7 +136,8 @@ class _Call:
             require_world_of(decided.whole_mesh)
             stages = () if decided.pipelining is None else decided.pipelining.stages
             validate_pieces(self.outputs, len(stages))
-            validate_slices(self.local_inputs, decided.batches)
+            if self.local_inputs and decided.batches is not None:
+                require_even(decided.program)
         with one_fails_all_stop():
             running = self.local_inputs, device, self.outputs
             return self.module(decided, TorchBackend(decided.program, *running))

@@ -53,10 +53,20 @@ class Microbatches:
         with torch.no_grad():
             return dict(evaluate(self.counts, {**self.whole.constants, **inputs}))
 
-    def split(self, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """The inputs of every micro-batch, in order."""
-        totals = self.totals(inputs)
-        pieces = {name: inputs[name].chunk(self.count) for name in self.cut}
+    def split(
+        self,
+        inputs: Mapping[str, Tensor],
+        totals: Mapping[str, Tensor] | None = None,
+        parts: Mapping[str, int] | None = None,
+    ) -> list[dict[str, Tensor]]:
+        """The inputs of every micro-batch, in order. `totals`, if they are not those of these
+        inputs. `parts`: of how many parts of an input each micro-batch takes its share, if not of
+        one."""
+        totals = self.totals(inputs) if totals is None else dict(totals)
+        pieces = {
+            name: self._shares(inputs[name], 1 if parts is None else parts[name])
+            for name in self.cut
+        }
         return [
             {name: pieces[name][i] if name in self.cut else v for name, v in inputs.items()}
             | totals
@@ -64,12 +74,20 @@ class Microbatches:
             for i in range(self.count)
         ]
 
-    def join(self, outputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """The outputs of the batch, from those of all micro-batches in order."""
+    def _shares(self, value: Tensor, parts: int) -> Sequence[Tensor]:
+        if parts == 1:
+            return value.chunk(self.count)
+        shares = value.unflatten(0, (parts, self.count, -1)).unbind(1)
+        return [share.flatten(0, 1) for share in shares]
+
+    def join(self, outputs: Sequence[Sequence[Tensor]], parts: int = 1) -> list[Tensor]:
+        """The outputs of the batch, from those of all micro-batches in order, each of which took
+        its share of `parts` of the batch."""
 
         def joined(values: Sequence[Tensor], status: Status) -> Tensor:
             if isinstance(status, int):
-                return torch.cat(list(values), status)
+                pieces = [value.chunk(parts, status) for value in values]
+                return torch.cat([one for part in zip(*pieces) for one in part], status)
             return reduce(torch.add, values) if status == SUM else values[0]
 
         return [joined(values, status) for values, status in zip(zip(*outputs), self.joins)]

@@ -98,6 +98,15 @@ class Backend(ABC):
         """What a caller hands in: whole tensors."""
         return self.program.whole_shapes
 
+    def split(self, inputs: Batch) -> list[dict[str, Tensor]]:
+        """The inputs of every micro-batch of a step, in order."""
+        return self.program.split(inputs)
+
+    @property
+    def parts(self) -> int:
+        """Of how many parts of the batch each micro-batch takes its share."""
+        return 1
+
     def local_checks(self) -> AbstractContextManager[None]:
         """Around what looks at a call in this process alone, before it runs."""
         return nullcontext()
@@ -151,7 +160,7 @@ class Backend(ABC):
     def _through(self, kept: Mapping[str, Tensor], inputs: Batch) -> list[Tensor]:
         """Forward through the stages of a pipeline: all outputs, whole and without history."""
         try:
-            self._begin(kept, self.program.split(inputs), tells=True)
+            self._begin(kept, self.split(inputs), tells=True)
             self._carry_out()
             self._update_buffers()
             return self._told()
@@ -190,7 +199,7 @@ class Backend(ABC):
                     own[microbatch, output] = self.stages[number].told(value, types[output])
         joined = self.program.batches
         found = self._wholes(own, 1 if joined is None else joined.count)
-        return found[0] if joined is None else joined.join(found)
+        return found[0] if joined is None else joined.join(found, self.parts)
 
     def _wholes(self, own: Mapping[tuple[int, int], Tensor], count: int) -> list[list[Tensor]]:
         """Whole outputs of each of `count` micro-batches, from those that were made here."""

@@ -45,6 +45,7 @@ from autopar.runtime.norm import norm_over_world
 from autopar.runtime.outputs import Outputs, OutputsLike
 from autopar.runtime.placing import Placing, Read
 from autopar.runtime.routes import Route, routes_of
+from autopar.runtime.slices import Slices
 from autopar.runtime.stage_ranks import StageRanks, Users, gradient_sums, slot_of
 from autopar.runtime.world import world
 from autopar.strategies.node_info import info
@@ -72,6 +73,8 @@ class TorchBackend(Backend):
         of_outputs = {(axis,) for n in program.outputs for axis in info(n).type.layout.axes}
         wanted = axes_used(program.graph) | of_states | of_outputs
         self.groups = Groups(self.mesh, wanted, ranks.meshes)
+        is_sliced = local_inputs and program.batches is not None
+        self._slices = Slices(program, self.groups, ranks.inner) if is_sliced else None
         self._leave = Outputs(outputs, self.device_mesh, self.groups, ranks.inner)
         self.placing = Placing(self.mesh, ranks.inner, device, self.device_mesh)
         self._kept = KeptTensors(program, device)
@@ -161,11 +164,18 @@ class TorchBackend(Backend):
         """Whole tensors, or with local inputs this rank's pieces."""
         if not self.local_inputs:
             return super().input_shapes()
-        types = {name: self.program.type_of(name) for name in self.program.whole_shapes}
         return {
-            name: type_.layout.local_shape(type_.shape, self.mesh, self.ranks.inner)
-            for name, type_ in types.items()
+            name: self.program.type_of(name).layout.local_shape(shape, self.mesh, self.ranks.inner)
+            for name, shape in self.program.whole_shapes.items()
         }
+
+    def split(self, inputs: Batch) -> list[dict[str, Tensor]]:
+        """With local inputs, of this rank's slices."""
+        return super().split(inputs) if self._slices is None else self._slices.split(inputs)
+
+    @property
+    def parts(self) -> int:
+        return 1 if self._slices is None else self._slices.parts
 
     def local_checks(self) -> AbstractContextManager[None]:
         return local_checks(self.world)

@@ -243,7 +243,7 @@ class ParallelModule(Unwrapped, Described):
                 backend = self._telling if outputs else self.backend
                 backend.seed = by
                 inputs |= backend.draw(program)
-                loss, found = self._scaled(backend, kept, program.split(inputs), outputs)
+                loss, found = self._scaled(backend, kept, backend.split(inputs), outputs)
         told = StepLoss.of(loss)
         return (told, program.structure(found)) if outputs else told
 

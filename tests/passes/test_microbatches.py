@@ -296,3 +296,15 @@ def test_a_counter_of_steps_counts_steps(scaled, options):
     )
     assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()))
     assert module.steps == 3
+
+
+def test_a_share_of_several_parts_comes_back_where_it_was():
+    model, x = Head(lambda y, x, w: (y.sum(), y)), torch.arange(48.0).view(12, 4)
+    captured = capture(model, (x,), {})
+    batches = cut_batch(captured, 3, tells=True)
+    (name,) = batches.cut
+    taken = batches.split({name: x}, parts={name: 2})
+    rows = [(one[name][:, 0] / 4).tolist() for one in taken]
+    assert rows == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
+    _, back = batches.join([[torch.zeros(()), one[name]] for one in taken], parts=2)
+    assert torch.equal(back, x)
