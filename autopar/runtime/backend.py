@@ -42,6 +42,7 @@ class Backend(ABC):
         self.stages: dict[int, StageRun] = {}
         self.runners: list[RankRunner] = []
         self.seed = 1.0  # the gradient of a step's loss
+        self.is_first = True  # whether a step's gradients add to none that are summed already
 
     def _prepare(self, transport: Transport, after: Callable[[int], None]) -> None:
         """Make the stages of this process, and what runs them."""
@@ -114,6 +115,15 @@ class Backend(ABC):
     def guard(self, agreed: bool = False) -> AbstractContextManager[None]:
         """Around everything in which ranks wait for one another. In one process nobody does."""
         return nullcontext()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Around passes whose gradients are summed over ranks later. In one process they are all
+        here."""
+        return nullcontext()
+
+    def sum_waiting(self) -> None:
+        """Sum gradients that were not."""
+        return
 
     @abstractmethod
     def of(self, program: Program) -> Backend:

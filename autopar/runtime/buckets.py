@@ -88,6 +88,11 @@ class Summed:
     def is_cut(self) -> bool:
         return self.each is not None or self.last is not None
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether gradients may add up on each rank alone, in the leaf, and be summed later."""
+        return self.each is None and not self.adds and self.link is None
+
     @cached_property
     def drains(self) -> dict[int, bool]:
         """The actions after which there is something to sum."""
@@ -281,6 +286,7 @@ class GradientSync:
         self._alone = [slot for slot, key in slots if key not in sums]
         self._due: dict[Hashable, list[Bucket]] = {}  # of each key, those that are not yet summed
         self._reached: Set[str] = frozenset()
+        self._waits = False  # what may wait is not summed in this pass
         self._now = NEVER
         self._under_way: list[Bucket] = []
         self._begin: dict[int, list[Hashable]] = {}
@@ -310,10 +316,22 @@ class GradientSync:
         self._due.clear()
         self._now = NEVER
 
-    def start(self, reached: Set[str]) -> None:
-        """A step, or a backward pass, begins; it reaches these parameters, or some of them."""
+    def start(self, reached: Set[str], waits: bool = False) -> None:
+        """A step, or a backward pass, begins; it reaches these parameters, or some of them.
+
+        `waits`: what may wait is summed by a later one (no_sync.py)."""
         self._due.clear()
-        self._reached = reached
+        self._reached, self._waits = reached, waits
+
+    def _is_left(self, bucket: Bucket) -> bool:
+        is_own = all(slot.parameter.dtype == slot.leaf.dtype for slot in bucket.slots)
+        return self._waits and is_own and self._sums[bucket.key].may_wait
+
+    def left(self, reached: Set[str]) -> list[tuple[Slot, Tensor]]:
+        """What this rank has made of those gradients of `reached` that were not summed."""
+        buckets = [bucket for bucket in self.buckets if self._is_left(bucket)]
+        slots = [slot for one in buckets for slot in one.slots if slot.name in reached]
+        return list(zip(slots, take_gradients([slot.leaf for slot in slots])))
 
     def after(self, position: int) -> None:
         """The action of a step at `position` is done: sum what is complete. The next one begins."""
@@ -331,7 +349,8 @@ class GradientSync:
         """Gradients of a key are about to arrive."""
         due = self._due[key] = []
         for bucket in self.buckets:
-            if bucket.key == key and (count := len(bucket.names & self._reached)):
+            count = len(bucket.names & self._reached)
+            if bucket.key == key and count and not self._is_left(bucket):
                 bucket.waiting = count
                 due.append(bucket)
 
@@ -341,7 +360,7 @@ class GradientSync:
         self._due.clear()
         for bucket in self.buckets:
             is_needed = bucket.riders or not bucket.names.isdisjoint(reached)
-            if not bucket.is_complete and is_needed:
+            if not bucket.is_complete and is_needed and not self._is_left(bucket):
                 self._start(bucket, self._sums[bucket.key].ready)
         while self._under_way:
             for bucket in list(self._under_way):
@@ -360,6 +379,7 @@ class GradientSync:
             group = self._sums[bucket.key].group
             if (
                 not (bucket.alone or bucket.is_cut or self._sums[bucket.key].adds)
+                and not self._is_left(bucket)
                 and self._sums[bucket.key].link is None
                 and late.tensor.dtype == bucket.slots[0].leaf.dtype
                 and group is not None

@@ -7,7 +7,7 @@ restricted, as by `torch.autograd.grad`, torch itself gives the gradients that a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from autopar.runtime.buckets import GradientSync, Slot
 from autopar.runtime.copies import changed_in_between
 from autopar.runtime.failures import one_fails_all_stop
 from autopar.runtime.leaves import Leaves
+from autopar.runtime.no_sync import Passes
 from autopar.runtime.world import World, require_living
 
 
@@ -33,10 +34,9 @@ class DirectCalls:
         program: Program,
         leaves: Leaves,
         world: World,
-        give: Callable[[Mapping[str, Tensor]], None],
+        passes: Passes,
     ) -> None:
-        """`give`: takes gradients to their parameters."""
-        self._program, self._leaves, self._world, self._give = program, leaves, world, give
+        self._program, self._leaves, self._world, self._passes = program, leaves, world, passes
         self._sync: GradientSync | None = None
         self._last = 0  # the action after which a pass begins
         self._pending = False  # a backward pass is under way
@@ -89,7 +89,7 @@ class DirectCalls:
         if not self._pending:
             require_living(self._world)
             self._pending = True
-            self._sync.start({slot.name for slot in self._sync.slots})
+            self._passes.start(self._sync, {slot.name for slot in self._sync.slots})
             self._sync.after(self._last)
             call_after_backward(self._finish)
         return [None] * len(slots)
@@ -121,7 +121,7 @@ class DirectCalls:
         assert self._sync is not None
         self._pending = False
         with torch.no_grad(), one_fails_all_stop(self._world):
-            self._give(self._sync.finish(self._reached))
+            self._passes.finish(self._sync, self._reached)
             self._sync.clear()
         self._reached = frozenset()
 

@@ -12,7 +12,7 @@ Chimera these are stages of both directions.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from autopar.runtime.groups import Groups
 from autopar.runtime.kept import KeptTensors
 from autopar.runtime.leaves import Leaves
 from autopar.runtime.messages import Messages, Shape
+from autopar.runtime.no_sync import Passes
 from autopar.runtime.norm import norm_over_world
 from autopar.runtime.outputs import Outputs, OutputsLike
 from autopar.runtime.placing import Placing, Read
@@ -96,7 +97,8 @@ class TorchBackend(Backend):
         self._syncs: dict[frozenset[str], GradientSync] = {}  # by the parameters that learn
         self._sync: GradientSync | None = None  # that of a step under way
         self._version = 0  # of the leaves that they are made for
-        self._calls = DirectCalls(program, self.leaves, self.world, self._give)
+        self.passes = Passes(self.leaves, self.routes, self.device_mesh)
+        self._calls = DirectCalls(program, self.leaves, self.world, self.passes)
         self.messages = Messages(ranks, self._shapes, device)
         self._prepare(self.messages, self._after)
 
@@ -186,6 +188,14 @@ class TorchBackend(Backend):
     def draw(self, program: Program) -> dict[str, Tensor]:
         return self.world.told(super().draw(program))
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A pipeline sums once a step, as the micro-batches of its stages come."""
+        return nullcontext() if self.program.pipelining else self.passes.no_sync()
+
+    def sum_waiting(self) -> None:
+        with self.guard():
+            self.passes.sum_waiting(self._sync_of)
+
     def of(self, program: Program) -> TorchBackend:
         form = self._leave.form
         return TorchBackend(program, self.local_inputs, self.device, form, self.leaves)
@@ -208,17 +218,17 @@ class TorchBackend(Backend):
 
     def _run(self) -> Tensor:
         reached = self.program.learned[self.program.captured.loss_index]
-        sync = self._sync = self._sync_of(reached)
+        sync = self._sync = self._sync_of(reached | self.passes.waiting)
         self._late.clear()  # of a step that broke off
         self.leaves.window.forget()
-        sync.start(reached)
+        self.passes.start(sync, reached, self.is_first)
         sync.after(-1)
         self._carry_out()
         self._update_buffers()
         self.leaves.window.forget()
         with torch.no_grad():
             self._wait_for_sums()
-            self._give(sync.finish(reached))
+            self.passes.finish(sync, reached)
         self.messages.finish()
         return self._total_loss()
 
@@ -285,14 +295,6 @@ class TorchBackend(Backend):
         for work in self._works:
             wait_for(work)
         self._works.clear()
-
-    def _give(self, gradients: Mapping[str, Tensor]) -> None:
-        for name, gradient in gradients.items():
-            parameter = self.leaves.parameters[name]
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad += gradient
 
     def _sync_of(self, names: frozenset[str]) -> GradientSync:
         """What sums the gradients of those of some parameters that learn now, in the order of the

@@ -49,6 +49,8 @@ class Leaves:
         self.parameters: dict[str, nn.Parameter] = {}
         self.version = 0  # grows when parameters are replaced, frozen or unfrozen
         self.by_name: dict[str, Tensor] = {}
+        self.waits = False  # gradients are not summed for now
+        self.unsummed: set[str] = set()  # parameters with such a gradient, or that had one
         self._plans, self._group_over, self._mesh, self._rank = plans, group_over, mesh, rank
         self._copied = {name for plan in plans for name in plan.names}
         self._between: dict[str, Tensor] = {}  # copies that others are made of

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import InvalidInput
+from autopar.runtime.no_sync import is_partial
 
 FIRST = 2.0**16
 PATIENCE = 2000  # steps without an overflow after which more is tried
@@ -47,8 +48,10 @@ def require_scale(scale: object) -> float:
 
 
 def taken(kept: Iterable[Tensor]) -> list[tuple[nn.Parameter, Tensor | None]]:
-    """Those that are parameters, with the gradients that they had; now they have none."""
-    found = [(one, one.grad) for one in kept if isinstance(one, nn.Parameter)]
+    """Those that are parameters, with the gradients that they had; now they have none, but for
+    those that are still to be summed (no_sync.py)."""
+    parameters = (one for one in kept if isinstance(one, nn.Parameter))
+    found = [(one, one.grad) for one in parameters if not is_partial(one.grad)]
     for parameter, _ in found:
         parameter.grad = None
     return found

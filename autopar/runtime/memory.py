@@ -27,7 +27,10 @@ from torch.profiler import ProfilerActivity, profile
 from autopar._torch import allocations, local_of
 from autopar.cost.footprint import HOST, Memory
 from autopar.errors import InvalidInput, require_one_of
+from autopar.plan.plan import Plan
 from autopar.plan.program import Program
+from autopar.runtime.backend import Backend
+from autopar.runtime.distributed import TorchBackend
 from autopar.runtime.stage_ranks import StageRanks, Users
 from autopar.units import bytes_text, table
 
@@ -240,3 +243,36 @@ def kept_by(
             for name, p in parameters.items()
         }
     return found
+
+
+def held_by(
+    module: nn.Module, backend: Backend, optimizer: torch.optim.Optimizer | None
+) -> dict[str, list[Tensor]]:
+    """The tensors of this process, by kind."""
+    named = kept_by(module, optimizer)
+    found = {kind: [v for own in those.values() for v in own] for kind, those in named.items()}
+    if isinstance(backend, TorchBackend):
+        found["gathered"] = backend.leaves.window.copies
+    return found
+
+
+def use_of(
+    module: nn.Module,
+    plan: Plan,
+    backend: Backend,
+    optimizer: torch.optim.Optimizer | None,
+    peak: int | None,
+) -> MemoryUse:
+    """What the ranks of this process hold now, beside the plan; `peak` is that of this one."""
+    device = backend.device if isinstance(backend, TorchBackend) else None
+
+    def beside(rank: int, held: Held) -> RankMemory:
+        return beside_plan(rank, held, plan.memories[plan.place_of(rank)], device, peak)
+
+    if isinstance(backend, TorchBackend):
+        own = backend.world.rank
+        held = here(held_by(module, backend, optimizer), backend.device)
+        return MemoryUse({own: beside(own, held)})
+    named, ranks = kept_by(module, optimizer), range(plan.whole_mesh.size)
+    program = backend.program
+    return MemoryUse({rank: beside(rank, of_rank(program, rank, named)) for rank in ranks})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from inspect import get_annotations
@@ -24,16 +24,7 @@ from autopar.runtime.backend import Backend
 from autopar.runtime.checks import Checks
 from autopar.runtime.distributed import TorchBackend
 from autopar.runtime.loss_scale import LossScale, give_back, require_scale, taken
-from autopar.runtime.memory import (
-    Held,
-    MemoryUse,
-    MemoryWatch,
-    RankMemory,
-    beside_plan,
-    here,
-    kept_by,
-    of_rank,
-)
+from autopar.runtime.memory import MemoryUse, MemoryWatch, held_by, here, use_of
 from autopar.runtime.modes import Modes
 from autopar.runtime.old_parameters import note_old_parameters
 from autopar.runtime.outputs import is_wanted
@@ -247,6 +238,16 @@ class ParallelModule(Unwrapped, Described):
         told = StepLoss.of(loss)
         return (told, program.structure(found)) if outputs else told
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Around backward passes and steps whose gradients the first one outside sums over ranks.
+
+        Inside, gradients are partial sums (`parameter.grad` is a DTensor that says so). Those that
+        are kept in pieces (zero2, zero3), add up in another dtype or are scaled are summed each
+        time all the same, and so are a pipeline's, and all those of parameters that have a gradient
+        from outside already. `step()` of a plan with several micro-batches sums once by itself.
+        """
+        return self.backend.no_sync() if self.loss_scale is None else nullcontext()
+
     def _scaled(
         self,
         backend: Backend,
@@ -259,6 +260,7 @@ class ParallelModule(Unwrapped, Described):
         scaled = self.loss_scale
         before, scale, is_good = taken(kept.values()), 1.0 if scaled is None else scaled.value, True
         backend.seed *= scale
+        backend.is_first = all(earlier is None for _, earlier in before)
         try:
             found = backend.step(kept, batches, tells)
             if scaled is not None:
@@ -295,6 +297,7 @@ class ParallelModule(Unwrapped, Described):
         return self._whole(self._gradients())
 
     def _gradients(self) -> dict[str, Tensor]:
+        self.backend.sum_waiting()
         every = ((name, parameter.grad) for name, parameter in self.named_parameters())
         return {name: gradient for name, gradient in every if gradient is not None}
 
@@ -331,19 +334,7 @@ class ParallelModule(Unwrapped, Described):
         `optimizer`: whose states are counted. The peak is that of `watching_memory`; on a GPU it is
         known always. On the virtual mesh, where ranks share memory, pieces are counted by layouts.
         """
-        backend = self.backend
-        device = backend.device if isinstance(backend, TorchBackend) else None
-
-        def beside(rank: int, held: Held) -> RankMemory:
-            planned = self.plan.memories[self.plan.place_of(rank)]
-            return beside_plan(rank, held, planned, device, self._peak)
-
-        if isinstance(backend, TorchBackend):
-            own = backend.world.rank
-            return MemoryUse({own: beside(own, here(self._held(optimizer), backend.device))})
-        named, program = kept_by(self, optimizer), self.program
-        ranks = range(program.whole_mesh.size)
-        return MemoryUse({rank: beside(rank, of_rank(program, rank, named)) for rank in ranks})
+        return use_of(self, self.plan, self.backend, optimizer, self._peak)
 
     @contextmanager
     def watching_memory(self) -> Iterator[None]:
@@ -352,18 +343,12 @@ class ParallelModule(Unwrapped, Described):
         On a CPU by a profiler, which slows what runs; on the virtual mesh, where all ranks share
         the memory of one process, none of them has a peak.
         """
-        before = sum(size or 0 for size in here(self._held(None), self.backend.device).values())
+        held = held_by(self, self.backend, None)
+        before = sum(size or 0 for size in here(held, self.backend.device).values())
         with MemoryWatch(self.backend.device) as watch:
             yield
         if watch.most is not None and isinstance(self.backend, TorchBackend):
             self._peak = before + watch.most
-
-    def _held(self, optimizer: torch.optim.Optimizer | None) -> dict[str, list[Tensor]]:
-        named = kept_by(self, optimizer)
-        found = {kind: [v for own in those.values() for v in own] for kind, those in named.items()}
-        if isinstance(self.backend, TorchBackend):
-            found["gathered"] = self.backend.leaves.window.copies
-        return found
 
     def _kept(self) -> Mapping[str, Tensor]:
         """The parameters and buffers by name, as they are in the tree now."""
