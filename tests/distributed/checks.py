@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import autopar as ap
 from autopar import Mesh
 from autopar.runtime.world import world
-from tests import models
+from tests import models, recipes
 from tests.annotations import megatron, sequence, stored, vocabulary
 from tests.distributed.saving import dropping, resumes_on_other_meshes
 from tests.held import held_by, kept_for_backward, local_bytes, pieces_of, storages
@@ -212,6 +212,12 @@ def gives_tensors_that_stay() -> None:
         optimizer.zero_grad()
         module.step(*case.args)
         assert_close(given, copies)
+
+
+def trains_by_the_recipes_of_one_device() -> None:
+    recipes.assert_recipes_give_the_same()
+    recipes.unsummed_gradients_outlive_a_step_that_breaks_off()
+    recipes.optimizers_that_do_something_else_are_refused()
 
 
 def is_called_and_differentiated() -> None:
@@ -613,7 +619,7 @@ def cases() -> list[tuple[Case, None]]:
     limited()
     gpts = [tensor_parallel_gpt(), tensor_parallel_gpt(2), models.shared("gpt", layers=2)]
     others = [models.shared("mlp"), models.shared("gpt2", layers=1), some_learned(), shared_tree()]
-    others.append(dropping())
+    others += [dropping(), *map(recipes.case, (True, False))]
     every = [*gpts, *others, *(case for case, *_ in (*trained(), *held()))]
     return [(case, None) for case in every]
 
@@ -628,6 +634,7 @@ CHECKS = [
     refuses_on_all_ranks_the_call_that_one_refuses,
     clips_and_accumulates,
     gives_tensors_that_stay,
+    trains_by_the_recipes_of_one_device,
     is_called_and_differentiated,
     gives_what_the_model_gives,
     gives_outputs_of_stages,
