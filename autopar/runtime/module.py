@@ -27,7 +27,7 @@ from autopar.runtime.loss_scale import LossScale, give_back, require_scale, take
 from autopar.runtime.memory import MemoryUse, MemoryWatch, held_by, here, use_of
 from autopar.runtime.modes import Modes
 from autopar.runtime.old_parameters import note_old_parameters
-from autopar.runtime.optimizers import note_parameters
+from autopar.runtime.optimizers import note_module
 from autopar.runtime.outputs import is_wanted
 from autopar.runtime.part import (
     Closed,
@@ -123,7 +123,7 @@ class ParallelModule(Unwrapped, Described):
         tell_of_state_hooks(model)
         note_old_parameters(model)
         if isinstance(backend, TorchBackend):
-            note_parameters(self.parameters(), has_stages=bool(program.stages))
+            note_module(self, has_stages=bool(program.stages))
 
     def close(self) -> None:
         """Let go of what only this module holds: parameters, buffers, programs, gradients.

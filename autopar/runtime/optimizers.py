@@ -6,29 +6,25 @@ Optimizers that go element by element, or by parameter, do there what they do on
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cache
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary
 
-from torch import Tensor
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, SGD, Adafactor, Optimizer, Rprop
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.errors import InvalidInput
 
-_own: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-_of_stages: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+# Those on processes, and whether other ranks have other parameters.
+_modules: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
-def note_parameters(parameters: Iterable[Tensor], has_stages: bool) -> None:
-    """Of a parallel module on processes; `has_stages`: other ranks have others."""
+def note_module(module: nn.Module, has_stages: bool) -> None:
+    """Of a parallel module on processes; `has_stages`: other ranks have other parameters."""
     _watch_optimizers()
-    for parameter in parameters:
-        _own[id(parameter)] = parameter
-        if has_stages:
-            _of_stages[id(parameter)] = parameter
+    _modules[module] = has_stages
 
 
 @cache
@@ -38,23 +34,22 @@ def _watch_optimizers() -> None:
 
 def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Refuse a step that would break off in the middle, or be another on each rank."""
-    if not isinstance(optimizer, LBFGS | SGD | Adafactor | Rprop):
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    is_fused_sgd = isinstance(optimizer, SGD) and is_fused
+    if not (is_fused_sgd or isinstance(optimizer, LBFGS | Adafactor | Rprop)):
         return
-    own = [
-        (group, parameter)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if _own.get(id(parameter)) is parameter and isinstance(parameter, DTensor)
-    ]
+    of_stages = {id(p): stages for module, stages in _modules.items() for p in module.parameters()}
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    own = [one for one in given if id(one) in of_stages and isinstance(one, DTensor)]
     kind, pieces = type(optimizer).__name__, 'states="whole" with mode="data", or another optimizer'
-    is_cut = any(not placed.is_replicate() for _, one in own for placed in one.placements)
-    if isinstance(optimizer, LBFGS) and any(id(parameter) in _of_stages for _, parameter in own):
+    is_cut = any(not placed.is_replicate() for one in own for placed in one.placements)
+    if isinstance(optimizer, LBFGS) and any(of_stages[id(one)] for one in own):
         got, remedy = "parameters of some stages of a pipeline", "pipeline=None, or " + pieces
     elif isinstance(optimizer, LBFGS | Adafactor) and is_cut:
         got, remedy = "parameters that are kept in pieces", pieces
     elif isinstance(optimizer, Rprop) and own:
         got, remedy = "DTensors", "another optimizer"
-    elif isinstance(optimizer, SGD) and any(group.get("fused") for group, _ in own):
+    elif is_fused_sgd and own:
         kind, got, remedy = f"{kind}(fused=True)", "DTensors", "foreach=True instead of fused=True"
     else:
         return
