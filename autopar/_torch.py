@@ -6,9 +6,10 @@ import traceback
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import timedelta
+from functools import wraps
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -68,6 +69,7 @@ _SUM.asyncOp = False
 
 
 Pack = Callable[[Tensor], Any]
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def saving_hooks() -> tuple[Pack, Callable[[Any], Tensor]]:
@@ -228,6 +230,36 @@ def moves_on_host(group: ProcessGroup) -> bool:
 def is_gloo(group: ProcessGroup, device: str) -> bool:
     """Whether a group moves what lies on a kind of device by gloo."""
     return group._get_backend(torch.device(device)).name() == "gloo"
+
+
+# What `torch.compile` takes besides what it compiles, and by what it asks whether a module is
+# already compiled, before anything else.
+COMPILER_OPTIONS = ("backend", "dynamic", "fullgraph", "mode", "options")
+ASKED_BY_COMPILE = "_torchdynamo_orig_callable"
+
+
+def missing_cpp_compiler() -> str | None:
+    """Why torch's compiler finds no compiler of C++, if it finds none."""
+    from torch._inductor import cpp_builder, exc  # seconds to load
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler as error:
+        return str(error).partition("\n")[0]
+    return None
+
+
+def left_out(function: Function) -> Function:
+    """`function`, which torch's compiler does not look into where what calls it is compiled."""
+    made: list[Callable[..., Any]] = []  # when it is called: the compiler takes seconds to load
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not made:
+            made.append(torch.compiler.disable(function, reason="a parallel module is compiled"))
+        return made[0](*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 def runs_on_host(operator: torch._ops.OpOverload) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -12,6 +12,7 @@ from string import ascii_lowercase
 import torch
 from torch import fx, nn
 
+from autopar._torch import COMPILER_OPTIONS, missing_cpp_compiler
 from autopar.capture.captured import Captured
 from autopar.capture.listing import operator_of, registered_as
 from autopar.capture.randomness import is_random
@@ -79,6 +80,59 @@ def validate_pieces(outputs: str, stages: int) -> None:
             "outputs of a pipeline are whole: some ranks make them, and send them to all",
             got=f"outputs={outputs!r} with a program in {stages} stages",
             remedy='outputs="whole", or pipeline=None',
+        )
+
+
+COMPILED = Kind(
+    "True, False or options of torch.compile by name",
+    lambda given: (
+        isinstance(given, bool)
+        or (isinstance(given, Mapping) and all(isinstance(name, str) for name in given))
+    ),
+    'True, or {"mode": "max-autotune-no-cudagraphs"}',
+)
+
+
+def validate_compile(compile: object, device: torch.device) -> None:
+    """Refuse options with which nothing can be compiled for a device."""
+    COMPILED("compile", compile)
+    if isinstance(compile, bool) and not compile:
+        return
+    options = dict(compile) if isinstance(compile, Mapping) else {}
+    if unknown := options.keys() - COMPILER_OPTIONS:
+        raise InvalidInput(
+            f"compile= takes these options of torch.compile: {', '.join(COMPILER_OPTIONS)}",
+            got=", ".join(sorted(unknown)),
+            remedy='those of its compiler go under "options"',
+        )
+    try:
+        torch.compile(**options)(lambda: None)
+    except Exception as error:
+        raise InvalidInput(
+            "torch.compile takes the options that compile= has for it",
+            got=f"{options}: {str(error).partition(chr(10))[0]}",
+            remedy="compile=True, or other options",
+        ) from None
+    if device.type == "cpu" and options.get("backend", "inductor") == "inductor":
+        missing = missing_cpp_compiler()
+        if missing is not None:
+            raise InvalidInput(
+                "compiling for a CPU takes a C++ compiler",
+                got=missing,
+                remedy="install one (g++ or clang++), or name it by the variable CXX; or "
+                'compile=False, or {"backend": "aot_eager"}, which compiles to calls of torch',
+            )
+
+
+def validate_compiled_mesh(place: str, compile: object, mesh: Mesh) -> None:
+    """Refuse to compile what runs on lists of tensors."""
+    if compile is not False and place == "virtual" and mesh.size > 1:
+        raise InvalidInput(
+            "what is compiled is the program of one rank, and the virtual mesh runs all of them "
+            "call by call",
+            got=f"compile={compile!r} on the virtual {mesh}",
+            remedy="compile=False there; start the ranks as processes (torchrun) to compile, or "
+            "take a mesh of one rank",
         )
 
 

@@ -18,11 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.admission import (
     device_of,
     tell_of_virtual_mesh,
+    validate_compile,
+    validate_compiled_mesh,
     validate_outputs,
     validate_pieces,
     validate_running,
 )
 from autopar.capture.failure import check_call
+from autopar.capture.regions import repeated
 from autopar.cluster import Cluster
 from autopar.mesh import Mesh
 from autopar.options import PlanOptions, RecomputeLike, ScheduleLike, StatesLike
@@ -33,6 +36,7 @@ from autopar.precision import Precision
 from autopar.progress import Report
 from autopar.runtime.backend import Backend
 from autopar.runtime.checks import Checks
+from autopar.runtime.compiled import Compiler
 from autopar.runtime.distributed import TorchBackend
 from autopar.runtime.failures import one_fails_all_stop
 from autopar.runtime.groups import enter_world, require_world_of
@@ -58,6 +62,7 @@ def parallelize(
     local_inputs: bool = False,
     outputs: OutputsLike = "whole",
     check: bool = False,
+    compile: bool | Mapping[str, Any] = False,
     init: Callable[[nn.Module], object] | None = None,
     weights: str | Path | Mapping[str, Tensor] | None = None,
     cluster: Cluster | None = None,
@@ -84,7 +89,9 @@ def parallelize(
     model does; under torchrun "dtensor" or "local" (this rank's pieces) spare the gather of those
     that are cut; a pipeline gives whole ones alone. `check`: the first step compares the captured
     program with the plain model; every step, on the virtual mesh, at every value the ranks that
-    should agree, and on processes their batches. All three are equal on all ranks, and a call that
+    should agree, and on processes their batches. `compile`: True, or options for
+    `torch.compile` by name; the program of a rank is compiled then, forward and backward, blocks
+    that are equal once (of the virtual mesh, on one rank). All four are equal on all ranks, and a call that
     one rank refuses is refused on all.
     Everything else is as in `plan`.
 
@@ -97,7 +104,7 @@ def parallelize(
     its slices in place of both.
     """
     options, values = PlanOptions.among(locals()), Values(model, init, weights)
-    running = (backend, local_inputs, outputs, check)
+    running = (backend, local_inputs, outputs, check, compile)
     return _Call(model, args, kwargs, plan, options, *running, values).carry_out()
 
 
@@ -114,6 +121,7 @@ class _Call:
     local_inputs: bool
     outputs: OutputsLike
     check: bool
+    compile: bool | Mapping[str, Any]
     values: Values
 
     def carry_out(self) -> ParallelModule:
@@ -125,11 +133,15 @@ class _Call:
             decided = self.decide(self.plan)
             if self.backend is None and decided.whole_mesh.size > 1:
                 tell_of_virtual_mesh()
-            backend = VirtualBackend(decided.program, device_of(self.model), self.check)
+            validate_compiled_mesh(place, self.compile, decided.whole_mesh)
+            device = device_of(self.model)
+            compiler = self.compiler(decided, device)
+            backend = VirtualBackend(decided.program, device, self.check, compiler)
             return self.module(decided, backend)
         device = enter_world(device_of(self.model))
         with one_fails_all_stop(agreed=True):
             said = {"local_inputs": bool(self.local_inputs), "check": bool(self.check)}
+            said["compile"] = self.compile is not False
             require_same_call(lambda: self.validate(place), **said, outputs=self.outputs)
             self.values.told = of_first(self.values.told)
             decided = self.decide_together()
@@ -139,7 +151,7 @@ class _Call:
             if self.local_inputs and decided.batches is not None:
                 require_even(decided.program)
         with one_fails_all_stop():
-            running = self.local_inputs, device, self.outputs
+            running = self.local_inputs, device, self.outputs, self.compiler(decided, device)
             return self.module(decided, TorchBackend(decided.program, *running))
 
     def decide(self, plan: Plan | SavedPlan | None) -> Plan:
@@ -169,10 +181,18 @@ class _Call:
         checks = Checks(self.model, decided.original, on_processes) if self.check else None
         return ParallelModule(self.model, decided.program, decided, backend, checks, self.values)
 
+    def compiler(self, decided: Plan, device: torch.device) -> Compiler | None:
+        """What compiles the programs of a plan, if that is asked for."""
+        if self.compile is False:
+            return None
+        options = {} if self.compile is True else self.compile
+        return Compiler(options, device, repeated(decided.original))
+
     def validate(self, place: str) -> None:
         """Refuse what this process sees by itself."""
         validate_running(place, self.plan, self.local_inputs, self.check)
         validate_outputs(place, self.outputs)
+        validate_compile(self.compile, device_of(self.model))
         given = (v for v in (self.args, self.kwargs) if v is not None)
         is_empty = all(isinstance(value, tuple | Mapping) and not value for value in given)
         if self.plan is None or not is_empty:  # a plan knows its own inputs

@@ -14,8 +14,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -36,24 +36,46 @@ def checkpoints(captured: Captured) -> tuple[str, ...]:
 
 def blocks(captured: Captured) -> tuple[str, ...]:
     """The program's own regions, in the order in which they run."""
-    sizes, products, first = Counter[str](), Counter[str](), dict[str, int]()
+    return repeated(captured) or _rows(captured)
+
+
+def repeated(captured: Captured) -> tuple[str, ...]:
+    """The numbered modules that each multiply several matrices, in the order in which they run."""
+    numbered = _numbered(captured)
+    large = [name for name, one in numbered.items() if one.products > 1]
+    chosen: list[str] = []
+    for name in sorted(large, key=lambda name: (name.count("."), numbered[name].first)):
+        if not any(name.startswith(f"{other}.") for other in chosen):
+            chosen += _inside(name, large, {n: one.size for n, one in numbered.items()})
+    return tuple(sorted(chosen, key=lambda name: numbered[name].first))
+
+
+@dataclass
+class _Numbered:
+    """Of a numbered module the place of its first operator, its operators, those that multiply."""
+
+    first: int
+    size: int = 0
+    products: int = 0
+
+
+def _numbered(captured: Captured) -> dict[str, _Numbered]:
+    found: dict[str, _Numbered] = {}
     for index, node in enumerate(captured.operators):
         rule, path = captured.rules[node.name], info(node).module
         for at in _NUMBERED.finditer(path):
             if at.start() == 0 or path[at.start() - 1] == ".":
-                name = path[: at.end()]
-                sizes[name] += 1
-                products[name] += rule is not None and (rule.product or rule.is_contraction)
-                first.setdefault(name, index)
-    large = [name for name in sizes if products[name] > 1]
-    chosen: list[str] = []
-    for name in sorted(large, key=lambda name: (name.count("."), first[name])):
-        if not any(name.startswith(f"{other}.") for other in chosen):
-            chosen += _inside(name, large, sizes)
-    if chosen:
-        return tuple(sorted(chosen, key=first.__getitem__))
-    outer = [n for n in sizes if not any(n.startswith(f"{other}.") for other in sizes)]
-    layers = [name for name in outer if products[name]]
+                one = found.setdefault(path[: at.end()], _Numbered(index))
+                one.size += 1
+                one.products += rule is not None and (rule.product or rule.is_contraction)
+    return found
+
+
+def _rows(captured: Captured) -> tuple[str, ...]:
+    """Single layers, several together."""
+    numbered = _numbered(captured)
+    outer = [n for n in numbered if not any(n.startswith(f"{other}.") for other in numbered)]
+    layers = [name for name in outer if numbered[name].products]
     if len(layers) < 2:
         paths = (info(node).module.partition(".")[0] for node in captured.operators)
         layers = [path for path in dict.fromkeys(paths) if path]
@@ -62,7 +84,7 @@ def blocks(captured: Captured) -> tuple[str, ...]:
     return tuple(row[0] if len(row) == 1 else f"{row[0]}{_TO}{row[-1]}" for row in rows)
 
 
-def _inside(name: str, large: Collection[str], sizes: Counter[str]) -> list[str]:
+def _inside(name: str, large: Collection[str], sizes: Mapping[str, int]) -> list[str]:
     """A module, or the numbered ones in it that are nearly all of it."""
     inner = [other for other in large if other.startswith(f"{name}.")]
     outermost = [n for n in inner if not any(n.startswith(f"{other}.") for other in inner)]

@@ -22,11 +22,13 @@ own = torch.ops.autopar
 def choose_sums(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
     """Swap in, in place, the quickest function for every sum; `sum_later` where that is left."""
     for node in graph.nodes:
-        if node.target is own.all_reduce.default:
-            if _is_returned(node, setting.late) and info(node).region is None:
-                node.target = sum_later
-            elif _is_fresh(node.args[0], setting.is_split) and _is_of(node, node.args[0]):
-                node.target = sum_in_place
+        is_sum = node.target is own.all_reduce.default
+        if is_sum and _is_returned(node, setting.late) and info(node).region is None:
+            node.target = sum_later
+        elif setting.compiled:
+            continue
+        elif is_sum and _is_fresh(node.args[0], setting.is_split) and _is_of(node, node.args[0]):
+            node.target = sum_in_place
         elif node.target is own.identity.default and _has_fresh_gradient(node):
             node.target = identity_then_sum_in_place
     return graph

@@ -138,7 +138,13 @@ def _join(
     first = next(node for node in graph.nodes if node in pieces)
     with graph.inserting_before(first):
         joined = graph.call_function(function, args)
-        info(joined).update(val=info(first).val, differentiable=info(first).differentiable)
+        facts, regions = info(first), {info(piece).region for piece in pieces}
+        info(joined).update(
+            val=facts.val,
+            differentiable=facts.differentiable,
+            module=facts.module,
+            region=regions.pop() if len(regions) == 1 else None,
+        )
         for index, old in enumerate(order):
             new = graph.call_function(operator.getitem, (joined, index))
             new.meta = dict(old.meta)

@@ -6,8 +6,9 @@ and the linears that alone read it, become one call (`collectives/linears.py`):
     x' = identity(x, "tp"); y = linear(x', w); z = linear(x', v)
     y, z = linears(x, identity, ("tp",), w, None, v, None)
 
-Where backward is split it has parted the two already, and is left as it is. This moves
-a collective of backward before others, so all ranks join the same: one without elements, too.
+Where backward is split it has parted the two already, and is left as it is; so is a program that is
+compiled. This moves a collective of backward before others, so all ranks join the same: one without
+elements, too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from autopar.strategies.node_info import info
 
 def hide_reductions(graph: fx.Graph, setting: LocalSetting) -> fx.Graph:
     """Join every such movement and its readers, in place."""
-    if setting.once and not setting.is_split:
+    if setting.once and not setting.is_split and not setting.compiled:
         for readers in linears_together(graph.nodes):
             movement = readers[0].all_input_nodes[0]
             if movement.target in STARTS:

@@ -46,3 +46,4 @@ class LocalSetting:
     is_split: bool = False  # what operators with weight halves give is not theirs alone
     copies: Copies = Copies()
     once: bool = False  # gradients have no gradients of their own
+    compiled: bool = False  # a compiler makes the calls, which are to change nothing in place

@@ -23,6 +23,7 @@ from autopar.pipeline.executor import RankRunner, Recorded, Transport
 from autopar.pipeline.weight_halves import WeightHalf, WeightHalves
 from autopar.pipeline.worker import Value, Worker
 from autopar.plan.program import Program
+from autopar.runtime.compiled import Compiler
 from autopar.runtime.placing import Read
 from autopar.strategies.node_info import info
 
@@ -34,10 +35,16 @@ GraphRun = Callable[[Mapping[str, Tensor], Batch, Mapping[str, Value]], list[Val
 class Backend(ABC):
     """Runs a program, whole or in the stages of a pipeline."""
 
-    def __init__(self, program: Program, device: torch.device, places: Sequence[int]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        device: torch.device,
+        places: Sequence[int],
+        compiler: Compiler | None = None,
+    ) -> None:
         """`places` of the pipeline whose ranks this process runs: the one, without a pipeline."""
         self.program, self.mesh, self.device = program, program.mesh, device
-        self.schedule, self.places = program.schedule, places
+        self.schedule, self.places, self.compiler = program.schedule, places, compiler
         self.workers: dict[tuple[int, int], Worker] = {}
         self.stages: dict[int, StageRun] = {}
         self.runners: list[RankRunner] = []

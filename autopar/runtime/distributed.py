@@ -34,6 +34,7 @@ from autopar.runtime.away import Keeper, mover
 from autopar.runtime.backend import Backend, Batch
 from autopar.runtime.buckets import GradientSync
 from autopar.runtime.collecting import collect
+from autopar.runtime.compiled import Compiler
 from autopar.runtime.direct_calls import DirectCalls
 from autopar.runtime.eager import compile_graph
 from autopar.runtime.failures import local_checks, one_fails_all_stop
@@ -61,12 +62,13 @@ class TorchBackend(Backend):
         local_inputs: bool,
         device: torch.device,
         outputs: OutputsLike = "whole",
+        compiler: Compiler | None = None,
         leaves: Leaves | None = None,
     ) -> None:
         """`leaves`: those of another program on the same parameters."""
         self.world, self.local_inputs = world(), local_inputs
         self.ranks = ranks = StageRanks(program, self.world.rank)
-        super().__init__(program, device, [ranks.place])
+        super().__init__(program, device, [ranks.place], compiler)
         whole_mesh = self.world.mesh_of(program.whole_mesh, device.type)
         self.device_mesh = whole_mesh[self.mesh.names] if program.pipelining else whole_mesh
         # Pieces are joined over one axis at a time.
@@ -197,8 +199,8 @@ class TorchBackend(Backend):
             self.passes.sum_waiting(self._sync_of)
 
     def of(self, program: Program) -> TorchBackend:
-        form = self._leave.form
-        return TorchBackend(program, self.local_inputs, self.device, form, self.leaves)
+        how = self._leave.form, self.compiler, self.leaves
+        return TorchBackend(program, self.local_inputs, self.device, *how)
 
     def enter(self, value: Tensor, layout: Layout) -> Tensor:
         """This rank's piece of an input."""
@@ -398,7 +400,8 @@ class TorchGraph:
         mesh, rank, device = backend.mesh, backend.ranks.inner, backend.device
         self.graph = localize(graph, mesh, rank, device, backend.groups.name)
         self._keeper = Keeper(mover(mesh, rank, backend.groups.name))
-        self._function = compile_graph(self.graph, keeper=self._keeper, **how)
+        how |= {"keeper": self._keeper, "compiling": backend.compiler}
+        self._function = compile_graph(self.graph, **how)
         nodes = [node for node in self.graph.nodes if node.op == "placeholder"]
         self._reads = [(node.name, *info(node).origin) for node in nodes]
         self._buffers = [name for _, kind, name in self._reads if kind in ("buffer", "before")]

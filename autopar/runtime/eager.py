@@ -8,7 +8,7 @@ reads, and a region that is recomputed is one call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ from autopar.runtime.away import Keeper
 from autopar.runtime.copies import Window
 from autopar.runtime.regions import Around, call_regions
 from autopar.strategies.node_info import info
+
+Compiling = Callable[[fx.Graph, Collection[fx.Node]], None]  # of a graph, but for some of its calls
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ def compile_graph(
     copies: Copies | None = None,
     window: Window | None = None,
     keeper: Keeper | None = None,
+    compiling: Compiling | None = None,
 ) -> Eager:
     """`graph`, the program of one rank, as a function.
 
@@ -56,6 +59,7 @@ def compile_graph(
     Given `halves`, backward is split, and they record what is put off.
     Given `copies` of parameters, the program reads them, and they come and go through `window`.
     What its regions keep elsewhere goes through `keeper`.
+    Given `compiling`, it is compiled, but for what has to stay outside.
     """
 
     def sum_for_caller(x: Tensor, group: str, pending: bool) -> Tensor:
@@ -66,8 +70,12 @@ def compile_graph(
     returned = 0 if late is None else outputs
     is_split, copies = halves is not None, copies or Copies()
     # What runs in a step, or is called on processes, is differentiated once.
-    setting = LocalSetting(whole, mesh, returned, is_split, copies, once=window is not None)
+    how = {"once": window is not None, "compiled": compiling is not None}
+    setting = LocalSetting(whole, mesh, returned, is_split, copies, **how)
     quicken(quick, setting)
+    if compiling is not None:
+        apart = [node for node in quick.nodes if info(node).weight_inputs is not None]
+        compiling(quick, frozenset(apart if is_split else ()))
     coming = {} if window is None else window.calls
     origins = [info(node).origin for node in quick.nodes if node.op == "placeholder"]
     plain: dict[fx.Node, Any] = {}

@@ -154,6 +154,21 @@ class ParallelModule(Unwrapped, Described):
         count = len(self.program.stages)
         return [Listing(self.backend.graph(i)) for i in range(count)] or [self.graph]
 
+    def __getattr__(self, name: str) -> Any:
+        if name == _torch.ASKED_BY_COMPILE:
+            self.compile()
+        return super().__getattr__(name)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """What torch.compile would do to a module: `parallelize` does it."""
+        raise InvalidInput(
+            "a parallel module is compiled where it is made: the program of each rank, collectives "
+            "inside",
+            got="torch.compile() of a ParallelModule",
+            remedy="parallelize(..., compile=True), or a mapping of the options for torch.compile",
+        )
+
+    @_torch.left_out
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self.backend.local_checks():
             if self.program.stages and torch.is_grad_enabled():
@@ -211,6 +226,7 @@ class ParallelModule(Unwrapped, Described):
         self, *args: Any, scale: float = ..., outputs: Literal[True], **kwargs: Any
     ) -> tuple[Tensor, Any]: ...
 
+    @_torch.left_out
     def step(self, *args: Any, scale: float = 1.0, outputs: bool = False, **kwargs: Any) -> Any:
         """Forward and backward of one global batch, all micro-batches of it: the batch's loss.
 

@@ -18,13 +18,16 @@ from autopar.capture.origins import gathered_parameter
 from autopar.collectives import Movement, from_ranks, move, to_ranks
 from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
+from autopar.passes import localize
 from autopar.passes.kernels import local_call
 from autopar.pipeline.executor import InProcessTransport, run_together
 from autopar.pipeline.weight_halves import WeightHalves
 from autopar.pipeline.worker import Value, sum_in_order
 from autopar.plan.program import Program
 from autopar.runtime.away import Keeper
-from autopar.runtime.backend import Backend, Batch
+from autopar.runtime.backend import Backend, Batch, GraphRun
+from autopar.runtime.compiled import Compiler
+from autopar.runtime.eager import compile_graph
 from autopar.runtime.host import HOST
 from autopar.runtime.placing import Read
 from autopar.runtime.recompute import Selective
@@ -179,6 +182,42 @@ class VirtualGraph:
         return lambda values: [call(values, rank) for rank, call in enumerate(calls)]
 
 
+class OneRank:
+    """The graph of a mesh of one rank, compiled."""
+
+    def __init__(self, backend: VirtualBackend, graph: fx.Graph, compiler: Compiler) -> None:
+        self._device, self._keeper = backend.device, Keeper(_nowhere)
+        local = localize(graph, backend.mesh, 0, backend.device, _nowhere)
+        self._function = compile_graph(local, keeper=self._keeper, compiling=compiler)
+        self._reads = [(n, *info(n).origin) for n in graph.nodes if n.op == "placeholder"]
+        # What runs again is given plain tensors, for which it would be compiled once more.
+        self._is_again = any(info(node).region is not None for node in graph.nodes)
+        constants = backend.program.captured.constants
+        self._constants = {
+            name: constants[name].to(backend.device)
+            for _, kind, name in self._reads
+            if kind == "constant"
+        }
+
+    def __call__(
+        self, kept: Mapping[str, Tensor], inputs: Batch, given: Mapping[str, Value]
+    ) -> list[Value]:
+        self._keeper.begin()
+        sources = {"input": inputs, "constant": self._constants}
+        whole = [sources.get(kind, kept)[name] for _, kind, name in self._reads]
+        placed = [
+            value.to(HOST if info(node).on_host else self._device)
+            for value, (node, _, _) in zip(whole, self._reads)
+        ]
+        if self._is_again:
+            placed = [value.view_as(value) for value in placed]
+        return [[result] for result in self._function(*placed)]
+
+
+def _nowhere(*_: Any) -> Any:
+    raise AssertionError("one rank moves nothing")
+
+
 class VirtualBackend(Backend):
     """Runs a program on lists of tensors. One of the two places where a program runs.
 
@@ -186,9 +225,16 @@ class VirtualBackend(Backend):
     stage go in lock step. Parameters are whole, one for all replicas of a stage.
     """
 
-    def __init__(self, program: Program, device: torch.device, check: bool = False) -> None:
-        """`check`: see on every run that replicas are equal (replicas.py)."""
-        super().__init__(program, device, range(program.schedule.ranks))
+    def __init__(
+        self,
+        program: Program,
+        device: torch.device,
+        check: bool = False,
+        compiler: Compiler | None = None,
+    ) -> None:
+        """`check`: see on every run that replicas are equal (replicas.py). `compiler`: for the
+        program of a mesh of one rank."""
+        super().__init__(program, device, range(program.schedule.ranks), compiler)
         self.check = check
         self._rounding: list[RemovableHandle] = []
         self._prepare(InProcessTransport(), lambda position: None)
@@ -198,7 +244,9 @@ class VirtualBackend(Backend):
 
     def prepare_graph(
         self, graph: fx.Graph, halves: WeightHalves | None = None, is_whole: bool = False
-    ) -> VirtualGraph:
+    ) -> GraphRun:
+        if self.compiler is not None:
+            return OneRank(self, graph, self.compiler)
         watch = ReplicaCheck(graph, self.mesh) if self.check else None
         constants = self.program.captured.constants
         return VirtualGraph(graph, self.mesh, self.device, constants, watch, halves, self._sums)
@@ -235,7 +283,7 @@ class VirtualBackend(Backend):
         return nn.utils.get_total_norm(gradients.values(), norm_type)
 
     def of(self, program: Program) -> VirtualBackend:
-        return VirtualBackend(program, self.device, self.check)
+        return VirtualBackend(program, self.device, self.check, self.compiler)
 
     def call(self, kept: Mapping[str, Tensor], inputs: Batch) -> list[Tensor]:
         """Whole outputs."""

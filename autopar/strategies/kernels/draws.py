@@ -43,7 +43,7 @@ _SHIFTS = (15, 13, 16)
 class Place(NamedTuple):
     """What an operator draws. Those of a program's operators look alike, but for what they draw."""
 
-    number: int
+    number: int | Tensor  # a tensor where programs of several operators are one
     shape: tuple[int, ...]
     starts: tuple[int, ...] = ()  # of the piece, in the dims that are cut
     batch: tuple[int, int] | None = None  # the dim that micro-batches cut, and the size of one
@@ -81,7 +81,8 @@ def rows_of(key: Tensor, place: Place, shape: Sequence[int], stream: int) -> Ten
     index = _numbers(place, shape, key.device)
     if place.batch is not None and place.batch[0] < len(shape) - 1:
         index = index + key[1] * (place.batch[1] * math.prod(place.shape[place.batch[0] + 1 : -1]))
-    own = _mixed(_signed((2 * place.number + 1) * _GOLDEN + stream, 64))
+    own = (2 * place.number + 1) * _GOLDEN + stream
+    own = _mixed(own if isinstance(own, Tensor) else _signed(own, 64))
     return _mixed(torch.add(key[0], index, alpha=_GOLDEN).bitwise_xor_(own))
 
 
