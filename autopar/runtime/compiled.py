@@ -76,8 +76,8 @@ class Compiler:
                     for index in reversed(range(len(region.outputs)))
                 ][::-1]
         for node, new in zip(region.outputs, given):
-            told = {"remade": False, "copies": (), "rule": None, "weight_inputs": None}
-            new.meta = {**node.meta, **told}
+            new.meta = dict(node.meta)
+            info(new).update(rule=None, movement=None, remade=False, copies=())
             info(new).region = info(nodes[0]).region
         info(call).update(
             region=info(nodes[0]).region,

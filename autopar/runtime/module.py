@@ -154,20 +154,6 @@ class ParallelModule(Unwrapped, Described):
         count = len(self.program.stages)
         return [Listing(self.backend.graph(i)) for i in range(count)] or [self.graph]
 
-    def __getattr__(self, name: str) -> Any:
-        if name == _torch.ASKED_BY_COMPILE:
-            self.compile()
-        return super().__getattr__(name)
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """What torch.compile would do to a module: `parallelize` does it."""
-        raise InvalidInput(
-            "a parallel module is compiled where it is made: the program of each rank, collectives "
-            "inside",
-            got="torch.compile() of a ParallelModule",
-            remedy="parallelize(..., compile=True), or a mapping of the options for torch.compile",
-        )
-
     @_torch.left_out
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self.backend.local_checks():

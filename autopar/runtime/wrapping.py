@@ -1,5 +1,6 @@
 """Wrappers: what others put around a module to train it on several ranks, which this one is made
-for. They are refused when they are put there; Accelerate leaves alone what is prepared."""
+for, or to compile it. They are refused when they are put there; Accelerate leaves alone what is
+prepared."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from autopar._torch import COMPOSED
+from autopar._torch import ASKED_BY_COMPILE, COMPOSED
 from autopar.errors import InvalidInput
 
 
@@ -22,7 +23,18 @@ class Unwrapped(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name == "_ddp_params_and_buffers_to_ignore":  # what DistributedDataParallel looks for
             _refuse("DistributedDataParallel")
+        if name == ASKED_BY_COMPILE:
+            self.compile()
         return super().__getattr__(name)
+
+    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """What torch would do here, `parallelize` does."""
+        raise InvalidInput(
+            "a parallel module is compiled where it is made: the program of each rank, collectives "
+            "inside",
+            got="torch.compile() of a ParallelModule",
+            remedy="parallelize(..., compile=True), or a mapping of the options for torch.compile",
+        )
 
     def _replicate_for_data_parallel(self) -> NoReturn:
         _refuse("DataParallel")

