@@ -89,11 +89,10 @@ def parallelize(
     model does; under torchrun "dtensor" or "local" (this rank's pieces) spare the gather of those
     that are cut; a pipeline gives whole ones alone. `check`: the first step compares the captured
     program with the plain model; every step, on the virtual mesh, at every value the ranks that
-    should agree, and on processes their batches. `compile`: True, or options for
-    `torch.compile` by name; the program of a rank is compiled then, forward and backward, blocks
-    that are equal once (of the virtual mesh, on one rank). All four are equal on all ranks, and a call that
-    one rank refuses is refused on all.
-    Everything else is as in `plan`.
+    should agree, and on processes their batches. `compile`: True, or options for `torch.compile` by
+    name: what a rank runs is compiled, forward and backward, equal blocks once. The virtual mesh
+    takes it on one rank. All of these are equal on all ranks, and a call that one rank refuses is
+    refused on all. Everything else is as in `plan`.
 
     Values are those of rank 0's model, which sends each rank its pieces. What lies on the meta
     device there is made on each rank, module by module, by the model's own `reset_parameters()` or

@@ -17,6 +17,7 @@ hang on one another: one that does not begins a new region.
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,7 +60,8 @@ class Compiler:
         body, key, numbers = region.body()
         if key not in self.made:
             function = fx.GraphModule({}, body).forward
-            self.made[key] = torch.compile(function, **{"dynamic": False, **self.options})
+            found = torch.compile(function, **{"dynamic": False, **self.options})
+            self.made[key] = _Quiet(found)
         made = self.made[key]
         drawn = [torch.tensor(number, device=self.device) for number in numbers]
 
@@ -88,6 +90,23 @@ class Compiler:
             node.replace_all_uses_with(new)
         for node in reversed(nodes):
             graph.erase_node(node)
+
+
+class _Quiet:
+    """A compiled function. Where it is compiled, torch asks values for a gradient that they do not
+    have, and lets itself be warned."""
+
+    def __init__(self, function: Function) -> None:
+        self._function, self._is_made = function, False
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        if self._is_made:
+            return self._function(*inputs)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+            result = self._function(*inputs)
+        self._is_made = True
+        return result
 
 
 @dataclass(frozen=True)
