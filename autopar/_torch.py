@@ -199,6 +199,11 @@ def state_hooks(module: nn.Module) -> bool:
     return bool(module._state_dict_hooks or module._state_dict_pre_hooks)
 
 
+def load_hooks(module: nn.Module) -> bool:
+    """Whether a module changes what `load_state_dict` is given, or acts on it."""
+    return bool(module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks)
+
+
 def state_names(model: nn.Module) -> list[str]:
     """The names that `state_dict` has where no hook changes it."""
     return [

@@ -596,6 +596,26 @@ def test_the_root_is_of_the_models_class_and_does_what_reads() -> None:
     assert {*Root.deleted} <= {Root}
 
 
+def test_what_would_see_pieces_or_not_run_is_refused() -> None:
+    x = random(8, 4)
+    module: Any = ap.parallelize(Root().double(), (x,), mesh=D2, mode="propagate")
+    for owner in (module, module.linear):
+        for register in (
+            owner.register_state_dict_pre_hook,
+            owner.register_state_dict_post_hook,
+            owner.register_load_state_dict_pre_hook,
+            owner.register_load_state_dict_post_hook,
+        ):
+            with pytest.raises(ap.InvalidInput, match="the state dict of the model, as it is"):
+                register(print)
+    inner = module.forward
+    module.forward = lambda x: 3 * inner(x)
+    torch.testing.assert_close(module(x), 3 * inner(x))
+    with pytest.raises(ap.InvalidInput, match="what modules do is part of the program") as caught:
+        module.step(x)
+    assert "another forward" in str(caught.value.got)
+
+
 def test_a_root_that_is_a_list_is_indexed() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1), nn.Flatten(0), Mean())
     module: Any = ap.parallelize(model.double(), (random(8, 4),), mesh=D2, mode="propagate")

@@ -65,7 +65,7 @@ def one_fails_all_stop(here: World | None = None, agreed: bool = False) -> Itera
         mine = _text(here, error)
         first = here.roll.report(mine, _PATIENCE)
         _leave(here, first)
-        if first == mine:
+        if _without_rank(first) == _without_rank(mine):  # this one, or one that all ranks have
             raise
         raise _stopped_by(first) from error
     finally:
@@ -162,6 +162,10 @@ def is_collective(error: Exception) -> bool:
 
 def _text(here: World, error: BaseException) -> str:
     return f"rank {here.rank}: {type(error).__name__}: {error}"
+
+
+def _without_rank(text: str) -> str:
+    return text.partition(": ")[2]
 
 
 def _leave(here: World, first: str) -> None:

@@ -37,6 +37,19 @@ class Plain(nn.Module):
 
     __eq__, __hash__ = object.__eq__, object.__hash__
 
+    def _refuse_state_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise InvalidInput(
+            "a parallel module has the state dict of the model, as it is without hooks",
+            got="a hook on what it saves or loads",
+            remedy="change what state_dict() or full_state_dict() gives, or what "
+            "load_state_dict() is given",
+        )
+
+    register_state_dict_pre_hook = register_state_dict_post_hook = _refuse_state_hook
+    register_load_state_dict_pre_hook = _refuse_state_hook
+    register_load_state_dict_post_hook = _refuse_state_hook
+    _register_state_dict_hook = _register_load_state_dict_pre_hook = _refuse_state_hook
+
 
 for _name, _method in vars(nn.Module).items():
     if isinstance(_method, FunctionType) and _name not in (*vars(Plain), "extra_repr"):
@@ -227,6 +240,8 @@ def refuse_late_hooks(root: nn.Module, kept: Mapping[str, Tensor], step: bool) -
         raise _late(f"a hook on the gradient of {next(named)}")
     if step and _torch.has_hooks(root):
         raise _late("a hook on the parallel module, in step()")
+    if step and "forward" in vars(root):
+        raise refused_attribute("forward", "the model, in step(),")
 
 
 def _late(got: str) -> InvalidInput:
@@ -238,10 +253,16 @@ def _late(got: str) -> InvalidInput:
 
 
 def tell_of_state_hooks(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        if _torch.state_hooks(module):
+    named = list(model.named_modules())
+    for hooks, what, instead in (
+        (_torch.state_hooks, "state_dict", "full_state_dict() has"),
+        (_torch.load_hooks, "load_state_dict", "it takes"),
+    ):
+        paths = [path or "the model" for path, module in named if hooks(module)]
+        if paths:
+            more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
             warnings.warn(
-                f"hooks of {path or 'the model'} on state_dict do not run: full_state_dict() has "
-                "the names of parameters and buffers",
+                f"hooks of {paths[0]}{more} on {what} do not run: {instead} the names of "
+                "parameters and buffers",
                 stacklevel=frames_to_caller(),
             )

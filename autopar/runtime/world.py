@@ -155,8 +155,8 @@ def require_living(here: World | None = None) -> None:
         raise ExecutionError(
             "parallel modules live as long as the world that they were made in",
             got=ended.ended_by or "a module whose world was left by destroy_process_group()",
-            remedy="let an error that is not the same on all ranks end the program; start it "
-            "again, or join a new world and parallelize there",
+            remedy="let an error that comes while ranks wait for one another end the program, and "
+            "start it again; or destroy_process_group(), join a new world and parallelize there",
         )
 
 

@@ -169,6 +169,11 @@ def test_hooks_on_state_are_told_and_nothing_is_lost() -> None:
     model.register_state_dict_post_hook(
         lambda m, state, prefix, meta: state.update(other=state.pop("a.weight"))
     )
-    with pytest.warns(UserWarning, match="hooks of the model on state_dict do not run"):
+    for part in (model.a, model.b):
+        part.register_load_state_dict_post_hook(print)
+    with (
+        pytest.warns(UserWarning, match="hooks of the model on state_dict do not run"),
+        pytest.warns(UserWarning, match="hooks of a and 1 more on load_state_dict do not run"),
+    ):
         module = ap.parallelize(model, (X,), mesh=MESH, mode="data")
     assert list(module.full_state_dict()) == list(Two().state_dict())

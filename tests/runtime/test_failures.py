@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import autopar as ap
 from autopar._torch import wait_for
+from autopar.runtime import failures
 from autopar.runtime.failures import is_collective
 from autopar.runtime.roll_call import RollCall
 
@@ -60,3 +61,18 @@ def test_collectives_are_known_by_their_place(
     with pytest.raises(Exception) as caught:
         call(given)
     assert is_collective(caught.value) == expected
+
+
+def test_an_error_that_all_ranks_have_is_raised_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is another one, it says who was first."""
+    roll = SimpleNamespace(waits=0, open=None, report=lambda mine, patience: first)
+    here: Any = SimpleNamespace(roll=roll, rank=1, ended_by=None)
+    for name, value in (("joined", lambda: here), ("_settle", bool), ("abort_groups", int)):
+        monkeypatch.setattr(failures, name, value)
+    for first, kind in (
+        ("rank 0: IndexError: index out of range", IndexError),
+        ("rank 0: IndexError: another index", ap.ExecutionError),
+    ):
+        with pytest.raises(kind, match="index"), failures.one_fails_all_stop(here):
+            raise IndexError("index out of range")
+        assert here.ended_by == first
