@@ -108,6 +108,23 @@ def test_each_region_runs_once_more_and_no_further_than_needed() -> None:
     assert nodes.index(last) < len(nodes) - 1  # what follows keeps nothing
 
 
+@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize("of", ["parameter", "input"])
+def test_what_a_region_reads_again_must_not_have_changed(kind: str, of: str) -> None:
+    """As torch says of what it keeps itself."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 4))
+    x = torch.randn(8, 4)
+    given = {"mesh": ap.Mesh(dp=2), "mode": "data", "recompute": {"*": kind}}
+    module = ap.parallelize(nn.Sequential(model, nn.Linear(4, 4)), (x,), **given)
+    assert module.plan.decisions.recompute
+    for names in ("0.1.weight", "0.3.weight") if of == "parameter" else ("",):
+        loss = module(x).sum()
+        with torch.no_grad():
+            (module.get_parameter(names) if names else x).mul_(2.0)
+        with pytest.raises((ap.InvalidInput, RuntimeError), match=r"stay as they are|modified"):
+            loss.backward()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_numbers_are_the_same_when_they_are_drawn_again(kind: str) -> None:
     case = models.gpt(dropout=0.2)

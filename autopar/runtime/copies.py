@@ -129,8 +129,8 @@ class Group:
 
 def changed_in_between() -> InvalidInput:
     return InvalidInput(
-        "parameters stay as they are from forward to the end of its backward",
-        got="a parameter that was changed in between, by an optimizer perhaps",
+        "parameters and inputs stay as they are from forward to the end of its backward",
+        got="one that was changed in between, by an optimizer perhaps",
         remedy="call backward before optimizer.step(), or forward after it",
     )
 

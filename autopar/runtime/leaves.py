@@ -63,8 +63,9 @@ class Leaves:
 
     @property
     def age(self) -> int:
-        """Grows when a parameter changes whose memory its leaf shares."""
-        return sum(age_of(p) for name, p in self.parameters.items() if name not in self._copied)
+        """Grows when a parameter changes. Of copies their groups know too, but not once another
+        pass has begun."""
+        return sum(map(age_of, self.parameters.values()))
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
         """Take what the module holds now."""

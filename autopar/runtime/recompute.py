@@ -29,6 +29,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from autopar._torch import saving_hooks
 from autopar.runtime.away import Away, Axes, Keeper
+from autopar.runtime.copies import changed_in_between
 
 Function = Callable[..., Any]
 Beside = Callable[[], AbstractContextManager[Any]]
@@ -81,6 +82,7 @@ class Full:
         run = _Run(self, inputs)
         with saved_tensors_hooks(run.pack, _unpack):
             results = self.function(*inputs)
+        run.settle()
         run.own.clear()
         run.away.clear()
         return results
@@ -103,15 +105,28 @@ class _StandIn:
 
 
 class _Kept:
-    """A tensor that is kept, as the hooks around the region want it."""
+    """A tensor that is kept, as the hooks around the region want it. If they take it as it is, it
+    must not change; torch does not look at what goes through hooks."""
 
-    __slots__ = ("packed", "unpack_")
+    __slots__ = ("packed", "unpack_", "version")
 
     def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]) -> None:
         self.packed, self.unpack_ = packed, unpack
+        self.settle()
+
+    def settle(self) -> None:
+        """The copies that the region reads have come: they change no more."""
+        self.version = _version(self.packed)
 
     def unpack(self) -> Tensor:
+        if self.version != _version(self.packed):
+            raise changed_in_between()
         return self.unpack_(self.packed)
+
+
+def _version(value: Any) -> int:
+    """Grows when a tensor, or what it is a view of, changes in place."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 def _unpack(saved: _StandIn | _Kept | _Noted | _View) -> Tensor:
@@ -142,6 +157,11 @@ class _Run:
         """An input, or a view of one."""
         found = self.away.get(StorageWeakRef(tensor.untyped_storage())) if self.away else None
         return _Kept(self._pack(tensor), self._unpack) if found is None else _View.of(tensor, found)
+
+    def settle(self) -> None:
+        for value, _ in self._inputs:
+            if isinstance(value, _Kept):
+                value.settle()
 
     def pack(self, tensor: Tensor) -> _StandIn | _Kept | _View:
         if tensor.untyped_storage()._cdata in self.own:
@@ -292,14 +312,20 @@ class Selective:
 class _Again:
     """A call that is made again when one of its values is first wanted."""
 
-    __slots__ = ("args", "function", "kwargs", "values")
+    __slots__ = ("args", "function", "kwargs", "values", "version")
 
     def __init__(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
         self.values: Any = None
+        self.version = self._now()
+
+    def _now(self) -> int:
+        return sum(map(_version, pytree.tree_leaves((self.args, self.kwargs))))
 
     def __call__(self, place: int) -> Tensor:
         if self.values is None:
+            if self.version != self._now():
+                raise changed_in_between()
             args, kwargs = pytree.tree_map_only(
                 _View, _View.unpack, (self.args, self.kwargs), is_leaf=_is_view
             )
