@@ -79,6 +79,16 @@ def parallel(model: Any, *args: Any, mesh: Any = D4, **options: Any) -> ap.Paral
     return ap.parallelize(model, args or (ones(),), mesh=mesh, **options)
 
 
+class Scaled(nn.Linear):
+    """Takes an argument by the name of one of a step."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x, scale=2.0):  # type: ignore[no-untyped-def]
+        return (super().forward(x) * scale).square().mean()
+
+
 def ones(batch: int = 8) -> Tensor:
     return torch.ones(batch, 4)
 
@@ -283,8 +293,20 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["returns its loss", "outputs f32[]", "return the loss"],
     ),
     "a step that multiplies by text": (
-        lambda: parallel(Two()).step(ones(), scale="half"),  # type: ignore[arg-type]
+        lambda: parallel(Two()).step(ones(), scale="half"),  # type: ignore[call-overload]
         ["multiplies its gradients by a finite number", "scale='half', of type str", "1 / n"],
+    ),
+    "a step that multiplies by more than the loss can be": (
+        lambda: parallel(Two()).step(ones(), scale=1e300),
+        ["finite number, which the dtype", "scale=1e+300, of type float", "torch.float32"],
+    ),
+    "a step that multiplies by more than anything can be": (
+        lambda: parallel(Two()).step(ones(), scale=10**5000),
+        ["finite number, which the dtype", "of many digits, of type int", "torch.float32"],
+    ),
+    "a word that may be the step's or the model's": (
+        lambda: parallel(Scaled()).step(ones(), scale=0.5),
+        ["if the example call has it", "forward(x, scale=2.0)", "microbatches=n"],
     ),
     "backward of what a step returns": (
         lambda: parallel(Two()).step(ones()).backward(),

@@ -183,6 +183,12 @@ def test_a_scale_that_the_model_takes_is_its_own() -> None:
     inputs, model = {"x": random(8, 4), "scale": torch.tensor(3.0).double()}, Scales().double()
     module = ap.parallelize(model, kwargs=inputs, mesh=D2, mode="propagate")
     torch.testing.assert_close(module.step(**inputs), model(**inputs).detach())
+    module = ap.parallelize(model, (inputs["x"], inputs["scale"]), mesh=D2, mode="propagate")
+    module.step(*inputs.values())
+    once = module.full_grads()
+    module.step(*inputs.values(), scale=0.5)  # the model has its own already
+    for name, grad in module.full_grads().items():
+        torch.testing.assert_close(grad, 1.5 * once[name], rtol=1e-12, atol=0)
 
 
 def test_the_loss_of_a_step_is_a_number_like_any_other() -> None:

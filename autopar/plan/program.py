@@ -101,6 +101,12 @@ class Program:
         return False
 
     @cached_property
+    def loss_dtype(self) -> torch.dtype:
+        """That of a step's loss; of a program without one, what it would be with most."""
+        loss = self.outputs[self.captured.loss_index] if self.has_loss else None
+        return torch.float32 if loss is None else info(loss).val.dtype
+
+    @cached_property
     def learned(self) -> tuple[frozenset[str], ...]:
         """For each output, the parameters (names in the model) that its backward reaches."""
         parameters, graph = self.captured.parameters, self.captured.graph

@@ -253,8 +253,8 @@ class TorchBackend(Backend):
         self._late.clear()
         if is_last and self._line is not None:
             # Only the last stages know the loss: its sum travels beside the last action.
-            dtype = info(self.program.outputs[self.program.captured.loss_index]).val.dtype
-            shares = torch.zeros(self.schedule.all_parts, dtype=dtype, device=self.device)
+            dtype, count = self.program.loss_dtype, self.schedule.all_parts
+            shares = torch.zeros(count, dtype=dtype, device=self.device)
             for number, loss in self._losses().items():
                 shares[number] = loss
             self._loss = shares, dist.all_reduce(shares, group=self._line, async_op=True)

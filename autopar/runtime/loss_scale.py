@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import isfinite
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autopar.errors import InvalidInput
+from autopar.lines import shorten
 from autopar.runtime.no_sync import is_partial
 
 FIRST = 2.0**16
@@ -35,16 +36,22 @@ class LossScale:
             self.value, self.good = self.value * 2, 0
 
 
-def require_scale(scale: object) -> float:
-    """What gradients are multiplied by, as a caller gives it; or refuse that."""
-    is_number = isinstance(scale, Real) and not isinstance(scale, bool)
-    if not is_number or not isfinite(float(scale)):  # type: ignore[arg-type]
+def require_scale(scale: object, dtype: torch.dtype) -> float:
+    """What gradients are multiplied by, as a caller gives it, if at all; or refuse that. `dtype`:
+    of the loss, from which the first gradient is made."""
+    if scale is None:
+        return 1.0
+    most = torch.finfo(dtype).max
+    number: Any = scale if isinstance(scale, Real) and not isinstance(scale, bool) else None
+    if number is None or not -most <= number <= most:
+        is_long = isinstance(number, int) and number.bit_length() > 1024
         raise InvalidInput(
-            "a step multiplies its gradients by a finite number",
-            got=f"scale={scale!r}, of type {type(scale).__name__}",
+            "a step multiplies its gradients by a finite number, which the dtype of the loss has",
+            got=f"scale={'of many digits' if is_long else shorten(repr(scale))}, of type "
+            f"{type(scale).__name__}, and a loss in {dtype}",
             remedy="scale=1 / n in each of n steps that make one update",
         )
-    return float(scale)  # type: ignore[arg-type]
+    return float(number)
 
 
 def taken(kept: Iterable[Tensor]) -> list[tuple[nn.Parameter, Tensor | None]]:

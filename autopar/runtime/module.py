@@ -39,6 +39,7 @@ from autopar.runtime.part import (
     tell_of_state_hooks,
 )
 from autopar.runtime.step_loss import StepLoss
+from autopar.runtime.step_words import told_apart
 from autopar.runtime.tensors import HOLDERS, Tensors
 from autopar.runtime.values import Values
 from autopar.runtime.wrapping import Unwrapped
@@ -204,16 +205,22 @@ class ParallelModule(Unwrapped, Described):
 
     @overload
     def step(
-        self, *args: Any, scale: float = ..., outputs: Literal[False] = ..., **kwargs: Any
+        self,
+        *args: Any,
+        scale: float | None = ...,
+        outputs: Literal[False] | None = ...,
+        **kwargs: Any,
     ) -> Tensor: ...
 
     @overload
     def step(
-        self, *args: Any, scale: float = ..., outputs: Literal[True], **kwargs: Any
+        self, *args: Any, scale: float | None = ..., outputs: Literal[True], **kwargs: Any
     ) -> tuple[Tensor, Any]: ...
 
     @_torch.left_out
-    def step(self, *args: Any, scale: float = 1.0, outputs: bool = False, **kwargs: Any) -> Any:
+    def step(
+        self, *args: Any, scale: float | None = None, outputs: bool | None = None, **kwargs: Any
+    ) -> Any:
         """Forward and backward of one global batch, all micro-batches of it: the batch's loss.
 
         Gradients add up over steps until `zero_grad()`. `scale`: what they are multiplied by, as
@@ -221,27 +228,27 @@ class ParallelModule(Unwrapped, Described):
         `microbatches=n` does the same, and sums over ranks once. `outputs=True`: the loss, and what
         the model gives for the whole batch, in its own type, detached and whole. Those of
         micro-batches are joined along the batch, shares of numbers summed; where neither gives the
-        batch's it is refused. A step that breaks off leaves gradients as they
-        were."""
+        batch's it is refused. Where the model's forward takes arguments of these names, they are
+        its own if the example call has them, and refused if not. A step that breaks off leaves
+        gradients as they were."""
         with torch.inference_mode(False), torch.enable_grad():
             with self.backend.local_checks():
-                if "scale" in self.program.captured.example.kwargs:  # the model's own
-                    kwargs["scale"], scale = scale, 1.0
-                if "outputs" in self.program.captured.example.kwargs:
-                    kwargs["outputs"], outputs = outputs, False
-                by = require_scale(scale)
+                example, said = self.program.captured.example, {"scale": scale, "outputs": outputs}
+                kwargs, said = told_apart(example, args, kwargs, said)
+                by = require_scale(said["scale"], self.program.loss_dtype)
                 _ = self.program.captured.loss_index  # a program without one is refused
-                program = self.plan.telling_program if is_wanted(outputs) else self.program
+                tells = is_wanted(said["outputs"])
+                program = self.plan.telling_program if tells else self.program
                 inputs, kept = self._accept(self.program, args, kwargs, step=True)
                 self._require_learning(inputs)
             self._check_together(args, kwargs)
             with self.backend.guard(), switched(()):
-                backend = self._telling if outputs else self.backend
+                backend = self._telling if tells else self.backend
                 backend.seed = by
                 inputs |= backend.draw(program)
-                loss, found = self._scaled(backend, kept, backend.split(inputs), outputs)
+                loss, found = self._scaled(backend, kept, backend.split(inputs), tells)
         told = StepLoss.of(loss)
-        return (told, program.structure(found)) if outputs else told
+        return (told, program.structure(found)) if tells else told
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Around backward passes and steps whose gradients the first one outside sums over ranks.

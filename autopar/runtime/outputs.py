@@ -59,7 +59,9 @@ def joined(piece: Tensor, type_: TensorType, mesh: Mesh, groups: Groups, rank: i
 
 
 def is_wanted(outputs: object) -> bool:
-    """Whether a step is to give its outputs."""
+    """Whether a step is to give its outputs, as a caller says, if at all."""
+    if outputs is None:
+        return False
     if not isinstance(outputs, bool):
         raise InvalidInput(
             "outputs= of a step says whether it gives them",
