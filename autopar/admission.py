@@ -15,6 +15,7 @@ from torch import fx, nn
 from autopar._torch import COMPILER_OPTIONS, missing_cpp_compiler
 from autopar.capture.captured import Captured
 from autopar.capture.listing import operator_of, registered_as
+from autopar.capture.normalisations.draws import instead
 from autopar.capture.randomness import is_random
 from autopar.errors import InvalidInput, require_one_of
 from autopar.lines import frames_to_caller
@@ -245,8 +246,7 @@ def _refuse_random(captured: Captured, mesh: Mesh, microbatches: int) -> None:
         raise InvalidInput(
             "a random operator runs on one rank only: its bits would depend on the layout",
             got=f"{operator_of(node)} in {info(node).module or 'the model'}{places}{turns}",
-            remedy="set its probability to 0 (or call model.eval() for it), or draw outside of "
-            "forward and hand the numbers over as an input",
+            remedy=instead(node),
             source=info(node).source,
         )
 

@@ -190,10 +190,11 @@ def _forward(
     In micro-batches the first one is run, which has no output but its share of the loss.
     """
     program, captured = plan.program, plan.captured
-    with same_numbers(0):
-        inputs = program.bind(*call, program.whole_shapes) | captured.draw()
-    given = dict(program.split(inputs)[0])
     named = dict(model.named_parameters()) | dict(model.named_buffers())
+    device = next((value.device for value in named.values()), torch.device("cpu"))
+    with same_numbers(0):
+        inputs = program.bind(*call, program.whole_shapes) | captured.draw(device)
+    given = dict(program.split(inputs)[0])
     given |= {key: named[n] for key, n in (captured.parameters | captured.buffers).items()}
     expected: dict[str, Tensor] = {}
     of_value = tolerances.inside(captured.graph)
@@ -216,7 +217,6 @@ def _forward(
                 difference = difference_of(node, expected[node.name], whole, of_value[node.name])
                 found.extend([difference] if difference else [])
 
-    device = next(iter(named.values())).device if named else torch.device("cpu")
     with same_numbers(0):
         evaluate(captured.graph, {**captured.constants, **given}, note)
     with same_numbers(0):

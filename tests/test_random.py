@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import autopar as ap
 from autopar.strategies import registry
 from autopar.strategies.node_info import info
+from autopar.verification import drawing
 from tests import models
 from tests.captures import shared_captures
 from tests.models import Case
@@ -278,6 +280,17 @@ class Drawing(nn.Module):
     def block(self, x: Tensor) -> Tensor:
         return x + self.drop(self.down(self.drop(F.gelu(self.up(x)))))
 
+    def rarely(self, x: Tensor) -> Tensor:
+        dropped, mask = torch.native_dropout(x.sigmoid(), 0.2, True)
+        y = dropped + mask * F.gumbel_softmax(x, dim=-1) + torch.poisson(x.sigmoid() * 3)
+        y = y + torch.normal(x.tanh(), 0.1) + torch.normal(0.1, x.sigmoid())
+        y = y + torch.normal(x[:, :1].tanh(), self.project.bias[:16].sigmoid())
+        y = y + torch.empty_like(x).log_normal_(0.0, 0.1) + torch.empty_like(x).cauchy_().atan()
+        y = y + torch.empty_like(x).geometric_(0.7) + x.clone().exponential_(0.5)
+        y = y * torch.empty_like(x).bernoulli_(x.sigmoid()[:, :1])
+        y = y + torch.empty_like(x).random_() * 1e-16 + torch.randint_like(x, 3)
+        return y + torch.randint_like(x, torch.tensor(5))
+
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = checkpoint(self.block, x, use_reentrant=False)
         q, k, v = (
@@ -292,9 +305,39 @@ class Drawing(nn.Module):
         x = x + torch.empty_like(x).uniform_(-0.1, 0.1) + x.new_empty(8, 1, 1).bernoulli_()
         x = x + torch.randint(3, x.shape) * 0.01 + torch.empty_like(x).normal_(1.0, 0.1)
         x = x + torch.randn(16, dtype=torch.complex128).imag * 0.1
+        x = x + self.rarely(x) * 0.01
         x = x[:, torch.randperm(6)]
         picked = torch.multinomial(x.detach().flatten(0, 1).softmax(-1), 3).double()
         return (x + 0.1 * picked.mean(-1).view(8, 6, 1) - y).square().mean()
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        again = checkpoint(lambda x: F.dropout(self.first(x), 0.5), x, use_reentrant=False)
+        return (F.dropout(again, 0.3) + self.second(x)).square().mean()
+
+
+def test_a_call_is_known_by_the_generator_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An accelerator draws while the generator of the host stands still."""
+    asked = list[torch.device]()
+
+    def own(device: torch.device) -> Tensor:
+        asked.append(device)
+        return torch.get_rng_state()
+
+    cuda, of_torch = torch.device("cuda", 0), torch.get_device_module
+    module = SimpleNamespace(get_rng_state=own)
+    monkeypatch.setattr(
+        torch, "get_device_module", lambda of=None: module if of == cuda else of_torch(of)
+    )
+    monkeypatch.setattr(drawing, "_device_of", lambda *call: cuda)
+    found = ap.verify(Twice(), (torch.randn(8, 8),), mesh=ap.Mesh(dp=2), mode="data", steps=1)
+    assert found.ok, str(found)
+    assert set(asked) == {cuda}
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
@@ -303,5 +346,5 @@ def test_a_plain_model_is_shown_to_draw_the_same(microbatches: int) -> None:
     torch.manual_seed(0)
     args = torch.randn(8, 6, 16), torch.randn(8, 6, 16)
     how = {"mesh": ap.Mesh(dp=2), "mode": "data", "microbatches": microbatches}
-    found = ap.verify(Drawing(), args, **how)
+    found = ap.verify(Drawing(), args, steps=2, **how)
     assert found.ok, str(found)

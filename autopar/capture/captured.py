@@ -71,9 +71,9 @@ class Captured:
     static_inputs: dict[int, object] = field(default_factory=dict)  # flat arguments not tensors
     key: str | None = None  # the placeholder of that which random numbers follow from
 
-    def draw(self) -> dict[str, torch.Tensor]:
-        """The key of one step by placeholder."""
-        return {} if self.key is None else {self.key: new_key()}
+    def draw(self, device: torch.device | None = None) -> dict[str, torch.Tensor]:
+        """The key of one step by placeholder, on the host if not told otherwise."""
+        return {} if self.key is None else {self.key: new_key().to(device)}
 
     @cached_property
     def loss_index(self) -> int:

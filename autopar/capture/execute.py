@@ -31,7 +31,8 @@ def run(
     given = {name: value for name, value in zip(captured.inputs, flat) if name is not None}
     given |= {key: parameters[name] for key, name in captured.parameters.items()}
     given |= {key: buffers[name] for key, name in captured.buffers.items()}
-    held = {**captured.constants, **captured.draw(), **given}
+    device = next((value.device for value in given.values()), None)
+    held = {**captured.constants, **captured.draw(device), **given}
     return _outputs(captured, evaluate(captured.graph, held, change))
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from autopar.layout import Layout, TensorType
+from autopar.strategies.kernels.draws import Place
 from autopar.strategies.node_info import flat, info
 from autopar.strategies.results import maker
 
@@ -82,6 +83,8 @@ def _call(node: fx.Node) -> str:
 
 
 def _argument(value: Any) -> str:
+    if isinstance(value, Place):
+        return str(value)
     if isinstance(value, list | tuple):
         inside = ", ".join(map(_argument, value))
         return f"[{inside}]" if isinstance(value, list) else f"({inside})"

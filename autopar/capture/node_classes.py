@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
 
+from autopar.strategies.kernels.draws import Place
 from autopar.strategies.node_info import info
 from autopar.strategies.results import is_result, tensors_of
 
@@ -26,9 +28,16 @@ def number_calls(graph: fx.Graph) -> dict[str, int]:
 def _described(node: fx.Node) -> tuple[Any, ...]:
     inputs = node.all_input_nodes
     slots = {value: _Slot(index) for index, value in enumerate(inputs)}
-    constants = repr(fx.map_arg((node.args, node.kwargs), slots.__getitem__))  # type: ignore[arg-type]
+    constants = constants_of(node, slots)
     tensors = tuple((*_form(value), info(value).differentiable) for value in inputs)
     return node.target, constants, tensors, _form(node), info(node).on_host, info(node).learns
+
+
+def constants_of(node: fx.Node, names: Mapping[fx.Node, object]) -> str:
+    """What a call is given, with names for the tensors. Which of a program's draws it makes, and
+    where a piece of it starts, is nothing by which calls differ: the shape of all of it is."""
+    args = [f"draw of {a.shape}" if isinstance(a, Place) else a for a in node.args]
+    return repr(fx.map_arg((args, node.kwargs), names.__getitem__))  # type: ignore[arg-type]
 
 
 def _form(value: fx.Node) -> tuple[Any, ...]:

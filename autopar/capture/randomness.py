@@ -31,13 +31,16 @@ def is_random(node: fx.Node) -> bool:
     if not may_be_random(node):
         return False
     call = Call(node)
+    # Layers after one another have dropout between them alone.
     is_off = any(call.get(name) is False for name in ("train", "training"))
+    is_off = is_off or call.get("num_layers") == 1
     return not is_off and all(call.get(name) != 0 for name in ("p", "dropout", "dropout_p"))
 
 
 def takes_no_number(node: fx.Node) -> bool:
     """Whether a call takes no number of torch's generator: all is dropped, or nothing is there."""
     call, name = Call(node), operator(node)
-    drops = name.endswith("dropout") or name == "scaled_dot_product_attention"
+    drops = name.endswith("dropout") and name != "native_dropout"
+    drops = drops or name == "scaled_dot_product_attention"
     probability = call.get("p", call.get("dropout_p"))
     return drops and (probability == 1 or not call.outputs[0].numel())

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.gradients import passed_over
 from autopar.capture.graph_builder import GraphBuilder
 from autopar.capture.marker import ANNOTATE
+from autopar.capture.node_classes import constants_of
 from autopar.strategies.node_info import flat, info
 from autopar.strategies.results import is_result
 
@@ -95,8 +96,7 @@ def _leaf(value: Any) -> Any:
 def _described(node: fx.Node, values: Sequence[Any]) -> Hashable:
     """Equal for calls that make the same of such inputs."""
     names = {value: f"%{number}" for number, value in enumerate(node.all_input_nodes)}
-    constants = repr(fx.map_arg((node.args, node.kwargs), names.__getitem__))
-    return node.target, constants, *map(_form, values)
+    return node.target, constants_of(node, names), *map(_form, values)
 
 
 def _form(value: Any) -> Hashable:

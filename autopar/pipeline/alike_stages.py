@@ -17,6 +17,7 @@ from typing import ClassVar
 
 from torch import fx
 
+from autopar.capture.node_classes import constants_of
 from autopar.cost.buckets import Travel
 from autopar.cost.groups import numbered_modules
 from autopar.mesh import Mesh
@@ -115,7 +116,7 @@ def _form(node: fx.Node) -> Hashable:
     """All that the bytes of a call follow from, besides which calls it reads."""
     known, inputs = info(node), node.all_input_nodes
     names = {value: f"%{place}" for place, value in enumerate(inputs)}
-    constants = repr(fx.map_arg((node.args, node.kwargs), names.__getitem__))
+    constants = constants_of(node, names)
     target = node.target if node.op == "call_function" else node.op
     if node.op == "output":
         return target, constants

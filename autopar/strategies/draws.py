@@ -22,10 +22,15 @@ register_rule(draws.dropout, "..., key! -> ...", passes=[(0,)], extra="bool: ...
 register_rule(draws.alpha_dropout, "..., key! -> ...", extra="bool: ...", cost=COST)
 register_rule([draws.feature_dropout, draws.feature_alpha_dropout], _of_features)
 register_rule(draws.rrelu, "..., key! -> ...", extra="..., bool: ...", cost=COST)
-register_rule(
-    [draws.bernoulli, draws.chosen, draws.uniform_like, draws.normal_like, draws.whole_like],
-    "..., key! -> ...",
-    cost=COST,
+register_rule(draws.native_dropout, "..., key! -> ..., ...", extra="bool: ...", cost=COST)
+_BY_NUMBERS = (
+    *(draws.chosen, draws.uniform_like, draws.normal_like, draws.log_normal_like),
+    *(draws.exponential_like, draws.cauchy_like, draws.geometric_like),
 )
+register_rule(_BY_NUMBERS, "..., key! -> ...", cost=COST)
+register_rule(
+    [draws.bernoulli, draws.normal_around, draws.whole_like], "..., ..., key! -> ...", cost=COST
+)
+register_rule(draws.poisson, "..., key! -> ...", cost=64 * COST)
 register_rule(draws.permutation, "n!, key! -> n!", cost=COST)
 register_rule(draws.multinomial, "... n!, key! -> ... picked!", cost=COST)

@@ -2,7 +2,7 @@
 
 Below autograd, the calls that draw come in the order in which capture numbers them. What a plain
 model runs twice, in a checkpoint, starts both times from one state of torch's generator, by which
-it is known again.
+it is known again: that of the device where it draws.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ class DrawsByPlace(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in getattr(function, "tags", ()):
             return function(*args, **kwargs)
-        before = _state()
+        device = _device_of(args, kwargs)
+        before = _state(device)
         self._same = self._same + 1 if before == self._state else 0
         given = args[0].clone() if is_mutable(function) else None
         result = function(*args, **kwargs)
         # Another state than this stands before the next call, unless it is one that runs again.
-        self._state = before if _state() == before else b""
+        self._state = before if _state(device) == before else b""
         node, values = _as_node(function, args, kwargs, result)
         if not is_random(node):
             return result
@@ -54,18 +55,31 @@ class DrawsByPlace(TorchDispatchMode):
         key, like = node.graph.placeholder("key"), node.graph.placeholder("like")
         info(like).val = result
         target, arguments = placed(node, key, lambda: like)
-        values |= {key: self._key.to(result.device), like: result}
+        made_on = pytree.tree_leaves(result)[0].device
+        values |= {key: self._key.to(made_on), like: result}
         if given is not None:
             values[next(iter(values))] = given  # its first argument
         made = target(*fx.map_arg(arguments, values.__getitem__))
         if operator(node) == "rrelu_with_noise":  # whose backward reads the slopes
             read, slopes = given if given is not None else args[0], args[1]
             slopes.copy_(torch.where(read > 0, 1.0, made / read))
-        return result.copy_(made)
+        pytree.tree_map_(lambda into, new: into.copy_(new), result, made)
+        return result
 
 
-def _state() -> bytes:
-    return torch.get_rng_state().numpy().tobytes()
+def _device_of(args: Any, kwargs: Any) -> torch.device:
+    """Where a call draws: where it is told to, or where what it reads is."""
+    told = kwargs.get("device")
+    read = (v.device for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor))
+    return torch.device(told) if told is not None else next(read, torch.get_default_device())
+
+
+def _state(device: torch.device) -> bytes:
+    """Of the generator of a device, from which it draws; the others' stand still."""
+    if device.type == "cpu":
+        return torch.get_rng_state().numpy().tobytes()
+    own = torch.get_device_module(device).get_rng_state(device)
+    return str(device).encode() + own.numpy().tobytes()
 
 
 def _as_node(

@@ -325,23 +325,44 @@ for _drawn in (draws.dropout, draws.alpha_dropout):
 for _drawn in (draws.feature_dropout, draws.feature_alpha_dropout):
     case(_drawn, t(5, 4, 3), _key, Place(3, (5, 4, 1)), 0.5)
 case(draws.rrelu, t(5, 4), _key, Place(3, (5, 4)), 0.1, 0.3)
-case(draws.bernoulli, u(5, 4), _key, Place(3, (5, 4)), torch.float64)
+case(draws.native_dropout, t(5, 4), _key, Place(3, (5, 4)), 0.5)
+case(draws.bernoulli, u(5, 4), None, _key, Place(3, (5, 4)), torch.float64)
+case(draws.bernoulli, t(5, 4), u(5, 1), _key, Place(3, (5, 4)), torch.float64, constants=(0,))
 case(draws.chosen, u(5, 4), _key, Place(3, (5, 4)), 0.3, torch.float64)
 case(draws.uniform_like, u(5, 4), _key, Place(3, (5, 4)), -1.0, 2.0, torch.float64, constants=(0,))
 case(draws.normal_like, u(5, 4), _key, Place(3, (5, 4)), 1.0, 2.0, torch.float64, constants=(0,))
-case(draws.whole_like, u(5, 4), _key, Place(3, (5, 4)), -3, 9, torch.int64, constants=(0,))
+case(draws.normal_around, t(5, 1), u(4), _key, Place(3, (5, 4)), torch.float64)
+case(draws.normal_around, 1.5, u(5, 4), _key, Place(3, (5, 4)), torch.float64)
+case(
+    draws.log_normal_like, u(5, 4), _key, Place(3, (5, 4)), 1.0, 2.0, torch.float64, constants=(0,)
+)
+case(draws.exponential_like, u(5, 4), _key, Place(3, (5, 4)), 2.0, torch.float64, constants=(0,))
+case(draws.cauchy_like, u(5, 4), _key, Place(3, (5, 4)), 1.0, 2.0, torch.float64, constants=(0,))
+case(draws.geometric_like, u(5, 4), _key, Place(3, (5, 4)), 0.3, torch.int64, constants=(0,))
+case(draws.poisson, u(5, 4), _key, Place(3, (5, 4)))
+case(draws.whole_like, u(5, 4), 9, _key, Place(3, (5, 4)), -3, torch.int64, constants=(0,))
+case(
+    draws.whole_like,
+    u(5, 4),
+    torch.tensor(9),
+    _key,
+    Place(3, (5, 4)),
+    0,
+    torch.int64,
+    constants=(0,),
+)
 case(draws.permutation, i(5, 7), _key, Place(3, (7,)))
 case(draws.multinomial, u(5, 4), _key, Place(3, (5, 4)), 2, False, constants=(0,))
 case(draws.multinomial, u(5, 4), _key, Place(3, (5, 4)), 6, True, constants=(0,))
 for _heads, _causal, _masks in ((4, True, None), (2, False, t(5, 6)), (4, False, b(2, 1, 5, 6))):
-    case(_dropped, t(2, 4, 5, 4), t(2, _heads, 6, 4), t(2, _heads, 6, 4), _masks, 0.3,
-         _causal, _key, Place(3, (2, 4, 5, 6)), None, _heads == 2)  # fmt: skip
+    case(_dropped, t(2, 4, 5, 4), t(2, _heads, 6, 4), t(2, _heads, 6, 4), _masks, _key,
+         Place(3, (2, 4, 5, 6)), 0.3, _causal, None, _heads == 2)  # fmt: skip
 
 for _bias in (t(2, 1, 5, 6), t(1, 4, 1, 6), t(6)):
-    case(_dropped, t(2, 4, 5, 4), t(2, 2, 6, 4), t(2, 2, 6, 4), _bias, 0.3, False, _key,
-         Place(3, (2, 4, 5, 6)), None, True)  # fmt: skip
-case(_dropped, t(1, 4, 5, 4), t(1, 4, 6, 4), t(2, 4, 6, 4), None, 0.3, False, _key,
-     Place(3, (1, 4, 5, 6)))  # fmt: skip
+    case(_dropped, t(2, 4, 5, 4), t(2, 2, 6, 4), t(2, 2, 6, 4), _bias, _key,
+         Place(3, (2, 4, 5, 6)), 0.3, False, None, True)  # fmt: skip
+case(_dropped, t(1, 4, 5, 4), t(1, 4, 6, 4), t(2, 4, 6, 4), None, _key,
+     Place(3, (1, 4, 5, 6)), 0.3, False)  # fmt: skip
 
 # convolution and pooling
 case("conv1d.default", t(5, 4, 6), t(2, 4, 3))

@@ -76,7 +76,7 @@ def test_ends_of_probabilities() -> None:
     assert torch.equal(draws.dropout(x, KEY, Place(0, (4, 3)), 1.0), torch.zeros(4, 3))
     heads = torch.randn(1, 2, 4, 3)
     found = dropped_attention.attention(
-        heads, heads, heads, None, 1.0, True, KEY, Place(0, (1, 2, 4, 4))
+        heads, heads, heads, None, KEY, Place(0, (1, 2, 4, 4)), 1.0, True
     )
     assert torch.equal(found, torch.zeros_like(heads))
 
@@ -92,6 +92,56 @@ def test_numbers_have_their_ends_mean_and_variance(dtype: torch.dtype) -> None:
     assert bool(bell.isfinite().all())
     moments = [float(bell.pow(power).mean()) for power in (1, 2, 4)]
     assert moments == pytest.approx([0, 1, 3], abs=0.05)
+
+
+def _levels(found: Tensor, ends: list[float]) -> list[float]:
+    """Which part of all lies at or below each."""
+    return [float((found.double() <= end).double().mean()) for end in ends]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_numbers_are_of_their_distributions(dtype: torch.dtype) -> None:
+    like, place = torch.empty(SHAPE, dtype=dtype), Place(0, SHAPE)
+    found = draws.exponential_like(like, KEY, place, 2.0, dtype)
+    assert float(found.min()) > 0
+    assert bool(found.log().isfinite().all())
+    ends = [0.05, 0.3, 1.0, 2.5]
+    expected = [1 - math.exp(-2 * end) for end in ends]
+    assert _levels(found, ends) == pytest.approx(expected, abs=0.003)
+    found = draws.cauchy_like(like, KEY, place, 1.0, 2.0, dtype)
+    ends = [-9.0, -1.0, 1.0, 5.0]
+    expected = [0.5 + math.atan((end - 1) / 2) / math.pi for end in ends]
+    assert _levels(found, ends) == pytest.approx(expected, abs=0.003)
+    found = draws.log_normal_like(like, KEY, place, 0.3, 0.5, dtype)
+    logs = found.double().log()
+    assert [float(logs.mean()), float(logs.std())] == pytest.approx([0.3, 0.5], abs=0.003)
+    found = draws.geometric_like(like, KEY, place, 0.3, dtype)
+    ends = [0.0, 1.0, 2.0, 7.0]
+    assert _levels(found, ends) == pytest.approx([1 - 0.7**end for end in ends], abs=0.003)
+
+
+def test_counts_are_of_poisson_distributions() -> None:
+    rates = torch.tensor([0.0, 0.3, 4.0, 50.0, 3e4]).double()
+    found = draws.poisson(rates.expand(20000, 5), KEY, Place(0, (20000, 5)))
+    assert torch.equal(found, found.floor())
+    assert not bool(found[:, 0].any())
+    for rate, counts in zip(rates.tolist()[1:], found.unbind(1)[1:]):
+        sigma = math.sqrt(rate / len(counts))
+        assert abs(float(counts.mean()) - rate) < SIGMAS * sigma
+        assert abs(float(counts.var()) / rate - 1) < SIGMAS * math.sqrt(3 / len(counts))
+    chances = [math.exp(-4) * 4**count / math.factorial(count) for count in range(8)]
+    shares = (found[:, 2:3] == torch.arange(8)).double().mean(0)
+    assert shares.tolist() == pytest.approx(chances, abs=0.015)
+
+
+def test_whole_numbers_of_all_sizes_have_all_digits() -> None:
+    like, place = torch.empty(SHAPE, dtype=torch.int64), Place(0, SHAPE)
+    for high in (2**63, 2**63 - 1, 2**52 + 1):
+        found = draws.whole_like(like, high, KEY, place, 0, torch.int64)
+        assert int(found.min()) >= 0
+        assert float(found.double().mean()) / high == pytest.approx(0.5, abs=0.003)
+        odd = float((found & 1).double().mean()) - 0.5
+        assert abs(odd) * 2 * math.sqrt(found.numel()) < SIGMAS
 
 
 @pytest.mark.parametrize("shape", [(7,), (6, 1), (5, 3, 4), (2, 3, 4, 5)])
@@ -118,9 +168,18 @@ def test_attention_keeps_no_weights() -> None:
         lambda tensor: kept.append(tensor.numel()) or tensor, lambda tensor: tensor
     ):
         dropped_attention.attention(
-            query, key, value, None, 0.1, True, KEY, Place(0, (2, 4, 256, 256))
+            query, key, value, None, KEY, Place(0, (2, 4, 256, 256)), 0.1, True
         )
     assert sum(kept) <= 4 * query.numel() + KEY.numel()
+
+
+def test_an_accelerator_is_given_many_weights_at_once() -> None:
+    heads = torch.empty(8, 16, 1024, 4, device="meta")
+    place = Place(0, (8, 16, 1024, 1024))
+    weights = dropped_attention._Weights(place, 0.1, is_causal=True, scale=0.5)
+    parts = list(weights.parts(heads, heads, heads, None, KEY.to("meta"), (8, 16)))
+    assert len(parts) == 4
+    assert all(part.weights.numel() <= 2**26 for part in parts)
 
 
 @pytest.mark.parametrize("rows", [1, 100])
@@ -128,7 +187,7 @@ def test_attention_is_the_product_of_dropped_weights(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With its mask's gradient, whatever is computed at a time."""
-    monkeypatch.setattr(dropped_attention, "_SCORES", rows * 6)
+    monkeypatch.setattr(dropped_attention, "_SCORES", {"cpu": rows * 6})
     generator = torch.Generator().manual_seed(0)
     given = [
         torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True)
@@ -139,7 +198,7 @@ def test_attention_is_the_product_of_dropped_weights(
     noise = kept(KEY, place, (2, 3, 5, 6), 0.3).double() / 0.7
     weights = (query @ key.transpose(-2, -1) / 2 + mask).softmax(-1)
     expected = (weights * noise) @ value
-    found = dropped_attention.attention(query, key, value, mask, 0.3, False, KEY, place)
+    found = dropped_attention.attention(query, key, value, mask, KEY, place, 0.3, False)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     slope = torch.randn(found.shape, dtype=torch.float64, generator=generator)
     for one, other in zip(

@@ -16,6 +16,7 @@ from torch import fx
 
 from autopar.capture.graph_builder import GraphBuilder, shape_of
 from autopar.capture.randomness import is_random, operator, takes_no_number
+from autopar.errors import InvalidInput
 from autopar.strategies import Call
 from autopar.strategies.kernels import draws, dropped_attention
 from autopar.strategies.kernels.draws import Place
@@ -24,7 +25,8 @@ from autopar.strategies.node_info import info
 aten = torch.ops.aten
 KEY = "random_key"
 
-# A function, the values that it reads, and what it takes besides the key and the place.
+# A function, what it reads before the key and the place (None: any value of the shape of what is
+# drawn), and what it takes behind these.
 Drawn = tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]
 
 
@@ -62,17 +64,15 @@ def placed(
     found = by_place(node)
     assert found is not None
     function, values, settings = found
-    values = values or (like(),)
+    values = (like() if values[0] is None else values[0], *values[1:])
     place = Place(info(node).draw or 0, _shape(function, values, node))
-    if function is dropped_attention.attention:
-        return function, (*values, *settings[:2], key, place, *settings[2:])
     return function, (*values, key, place, *settings)
 
 
 def _key(builder: GraphBuilder, node: fx.Node) -> fx.Node:
     first = next(other for other in builder.graph.nodes if other.op != "placeholder")
     with builder.graph.inserting_before(first), builder.mode:
-        value = torch.empty(2, dtype=torch.int64, device=info(node).val.device)
+        value = torch.empty(2, dtype=torch.int64, device=info(node).values[0].device)
         key = builder.placeholder(KEY, value)
     info(key).differentiable = False
     builder.key = key.name
@@ -101,49 +101,64 @@ def _shape(function: Callable[..., Any], values: tuple[Any, ...], node: fx.Node)
         heads = torch.broadcast_shapes(queries, keys, masks)
         ones = (1,) * (len(info(node).val.shape) - 2 - len(heads))
         return (*ones, *heads, shape_of(query)[-2], shape_of(key)[-2])
-    shape = shape_of(values[0])
     if function in (draws.feature_dropout, draws.feature_alpha_dropout):
+        shape = shape_of(values[0])
         return (*shape[:2], *[1] * (len(shape) - 2))
-    return shape
+    if function is draws.multinomial:  # a number for each that may be picked
+        return shape_of(values[0])
+    return tuple(info(node).values[0].shape)
 
 
 def _dropped(function: Callable[..., Any]) -> Callable[[Call], Drawn | None]:
-    return lambda call: (function, (call["input"],), (call["p"],))
+    return lambda call: (function, call.inputs, (call["p"],))
 
 
 def _between(call: Call) -> Drawn | None:
     """rand, rand_like, uniform."""
-    ends = call.get("from", 0.0), call.get("to", 1.0)
-    return draws.uniform_like, _read(call), (*ends, call.outputs[0].dtype)
+    low, high = call.get("from", 0.0), call.get("to", 1.0)
+    _require(low <= high, "an interval begins before it ends", f"from {low} to {high}", call)
+    return draws.uniform_like, _read(call), (low, high, call.outputs[0].dtype)
 
 
 def _around(call: Call) -> Drawn | None:
-    """randn, randn_like, normal of numbers."""
+    """randn, randn_like, normal."""
     mean, deviation = call.get("mean", 0.0), call.get("std", 1.0)
+    dtype = call.outputs[0].dtype
     if any(isinstance(value, fx.Node) for value in (mean, deviation)):
-        return None
-    return draws.normal_like, _read(call), (mean, deviation, call.outputs[0].dtype)
+        return draws.normal_around, (mean, deviation), (dtype,)
+    return draws.normal_like, _read(call), (mean, deviation, dtype)
+
+
+def _by_numbers(function: Callable[..., Any], *names: str) -> Callable[[Call], Drawn | None]:
+    """What is drawn for every element by numbers that all have in common."""
+
+    def made(call: Call) -> Drawn:
+        return function, _read(call), (*(call[name] for name in names), call.outputs[0].dtype)
+
+    return made
 
 
 def _whole(call: Call) -> Drawn | None:
     """randint, randint_like, random."""
     low, high = call.get("low", call.get("from", 0)), call.get("high", call.get("to"))
-    if not isinstance(low, int) or not isinstance(high, int):
-        return None
-    return draws.whole_like, _read(call), (low, high, call.outputs[0].dtype)
+    dtype = call.outputs[0].dtype
+    high = _end(dtype) if high is None else high
+    return draws.whole_like, (*_read(call), high), (low, dtype)
 
 
-def _permutation(call: Call) -> Drawn | None:
-    return draws.permutation, (), ()
+def _end(dtype: torch.dtype) -> int:
+    """Up to where, and not there, a dtype holds all whole numbers."""
+    if dtype.is_floating_point:
+        return round(2 / torch.finfo(dtype).eps) + 1
+    return 2 if dtype == torch.bool else torch.iinfo(dtype).max + 1
 
 
 def _of_probabilities(call: Call) -> Drawn | None:
-    given = call.get("p")
+    given, dtype = call.get("p"), call.outputs[0].dtype
     if isinstance(given, float):
-        return draws.chosen, _read(call), (given, call.outputs[0].dtype)
-    if given is not None and shape_of(given) != call.shape:
-        return None
-    return draws.bernoulli, (call["self"] if given is None else given,), (call.outputs[0].dtype,)
+        _require(0 <= given <= 1, "probabilities are from 0 to 1", f"{given} for bernoulli", call)
+        return draws.chosen, _read(call), (given, dtype)
+    return draws.bernoulli, (call["self"], given), (dtype,)
 
 
 def _picked(call: Call) -> Drawn | None:
@@ -161,7 +176,15 @@ def _attention(call: Call) -> Drawn | None:
 
 
 def _read(call: Call) -> tuple[Any, ...]:
-    return (call["self"],) if isinstance(call.get("self"), fx.Node) else ()
+    """A value of the shape of what is drawn."""
+    return (call["self"] if isinstance(call.get("self"), fx.Node) else None,)
+
+
+def _require(is_good: bool, rule: str, got: str, call: Call) -> None:
+    """Refuse numbers that torch refuses when it draws."""
+    if not is_good:
+        remedy = "mend what it is drawn by"
+        raise InvalidInput(rule, got=got, remedy=remedy, source=call.source)
 
 
 _MADE: dict[str, Callable[[Call], Drawn | None]] = {
@@ -169,6 +192,7 @@ _MADE: dict[str, Callable[[Call], Drawn | None]] = {
     "alpha_dropout": _dropped(draws.alpha_dropout),
     "feature_dropout": _dropped(draws.feature_dropout),
     "feature_alpha_dropout": _dropped(draws.feature_alpha_dropout),
+    "native_dropout": _dropped(draws.native_dropout),
     "rrelu": _sloped,
     "rrelu_with_noise": _sloped,
     "bernoulli": _of_probabilities,
@@ -179,10 +203,41 @@ _MADE: dict[str, Callable[[Call], Drawn | None]] = {
     "randn_like": _around,
     "normal": _around,
     "normal_functional": _around,
+    "log_normal": _by_numbers(draws.log_normal_like, "mean", "std"),
+    "exponential": _by_numbers(draws.exponential_like, "lambd"),
+    "cauchy": _by_numbers(draws.cauchy_like, "median", "sigma"),
+    "geometric": _by_numbers(draws.geometric_like, "p"),
+    "poisson": lambda call: (draws.poisson, (call["self"],), ()),
     "randint": _whole,
     "randint_like": _whole,
     "random": _whole,
-    "randperm": _permutation,
+    "randperm": lambda call: (draws.permutation, (None,), ()),
     "multinomial": _picked,
     "scaled_dot_product_attention": _attention,
 }
+
+# What is left to torch's generator: of one rank. What to do instead of each.
+_BY_HAND = "draw outside of forward and hand the numbers over as an input"
+_LAYERS = "a module for each layer, and nn.Dropout between them"
+_DROPOUT = "call torch.nn.functional.dropout"
+_ATTENTION = "call torch.nn.functional.scaled_dot_product_attention"
+_INSTEAD = {
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _LAYERS),
+    **dict.fromkeys(("_cudnn_rnn", "miopen_rnn", "_lstm_mps"), _LAYERS),
+    "binomial": "sum torch.bernoulli over a dim of trials",
+    **dict.fromkeys(("_standard_gamma", "_sample_dirichlet"), _BY_HAND),
+    "rrelu_with_noise_functional": "call torch.nn.functional.rrelu",
+    **dict.fromkeys(
+        ("_fused_dropout", "_fill_mem_eff_dropout_mask", "_cudnn_init_dropout_state"), _DROPOUT
+    ),
+    "_nested_tensor_softmax_with_shape": "pad what is nested",
+}
+
+
+def instead(node: fx.Node) -> str:
+    """What to do instead of a call that draws from torch's generator."""
+    name = operator(node)
+    if name in _MADE:
+        return "leave out its generator: torch.manual_seed is what all numbers follow from"
+    own = _ATTENTION if name.startswith("_") and ("attention" in name or "sdp" in name) else None
+    return _INSTEAD.get(name) or own or f"draw by torch's own operators, or {_BY_HAND}"

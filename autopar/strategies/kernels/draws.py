@@ -41,7 +41,7 @@ _SHIFTS = (15, 13, 16)
 
 
 class Place(NamedTuple):
-    """What an operator draws. Those of a program's operators look alike, but for what they draw."""
+    """What an operator draws."""
 
     number: int | Tensor  # a tensor where programs of several operators are one
     shape: tuple[int, ...]
@@ -49,7 +49,8 @@ class Place(NamedTuple):
     batch: tuple[int, int] | None = None  # the dim that micro-batches cut, and the size of one
 
     def __repr__(self) -> str:
-        return f"drawn{list(self.shape)}"
+        start = f" from {list(self.starts)}" if any(self.starts) else ""
+        return f"draw {self.number} of {list(self.shape)}{start}"
 
     def in_batches(self, dim: int, count: int) -> Place:
         """Of one of several micro-batches, which cut a dim."""
@@ -173,12 +174,17 @@ def uniform(
 
     if digits <= 32:
         return _drawn(key, place, shape, high, dtype, stream)
+    whole = (_long(key, place, shape, stream) >> (64 - digits)) & (2**digits - 1)
+    return whole.to(dtype) * 2.0**-digits
+
+
+def _long(key: Tensor, place: Place, shape: Sequence[int], stream: int) -> Tensor:
+    """64 random bits for every element, of two streams."""
     first, second = (
         _drawn(key, place, shape, lambda bits: bits, torch.int32, stream + number)
         for number in (0, 1)
     )
-    whole = (first.long() & (2**32 - 1)) << (digits - 32)
-    return (whole | ((second.long() & (2**32 - 1)) >> (64 - digits))).to(dtype) * 2.0**-digits
+    return (first.long() << 32) | (second.long() & (2**32 - 1))
 
 
 def normal(key: Tensor, place: Place, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -240,17 +246,33 @@ def _require(given: Tensor, is_good: Tensor, rule: str, what: str) -> None:
         raise InvalidInput(rule, got=f"{bad:.6g} for {what}", remedy="mend what it is drawn by")
 
 
-def bernoulli(input: Tensor, key: Tensor, place: Place, dtype: torch.dtype) -> Tensor:
-    """1 with the probabilities of `input`, else 0; no gradient flows."""
-    _require(input, (input >= 0) & (input <= 1), "probabilities are from 0 to 1", "bernoulli")
-    numbers = uniform(key, place, input.shape, torch.promote_types(input.dtype, torch.float32))
-    found = (numbers < input.detach()).to(dtype)
-    return found + 0 * input if input.requires_grad else found
+def _apart(found: Tensor, *inputs: object) -> Tensor:
+    """What is drawn, whose inputs get gradients of zeros, as torch has it."""
+    for input in inputs:
+        if isinstance(input, Tensor) and input.requires_grad and found.is_floating_point():
+            found = found + input.reshape(-1)[:0].sum()  # of nothing
+    return found
+
+
+def native_dropout(input: Tensor, key: Tensor, place: Place, p: float) -> tuple[Tensor, Tensor]:
+    """Dropout, and which elements are kept."""
+    mask = kept(key, place, input.shape, p)
+    return torch.where(mask, input * scale_of(p), 0.0), mask
+
+
+def bernoulli(
+    input: Tensor, p: Tensor | None, key: Tensor, place: Place, dtype: torch.dtype
+) -> Tensor:
+    """1 for elements of `input` with probabilities, `p` or `input` itself, else 0."""
+    given = input if p is None else p
+    _require(given, (given >= 0) & (given <= 1), "probabilities are from 0 to 1", "bernoulli")
+    numbers = uniform(key, place, input.shape, torch.promote_types(given.dtype, torch.float32))
+    return _apart((numbers < given.detach()).to(dtype), input, p)
 
 
 def chosen(input: Tensor, key: Tensor, place: Place, p: float, dtype: torch.dtype) -> Tensor:
     """1 with a probability for every element of `input`, else 0."""
-    return kept(key, place, input.shape, 1 - p).to(dtype)
+    return _apart(kept(key, place, input.shape, 1 - p).to(dtype), input)
 
 
 def uniform_like(
@@ -259,23 +281,100 @@ def uniform_like(
     """A number between two for every element of `input`; of complex ones for each part."""
     if dtype.is_complex:
         parts = (uniform(key, place, input.shape, dtype.to_real(), stream) for stream in (0, 2))
-        return torch.complex(*parts)
-    return uniform(key, place, input.shape, dtype) * (high - low) + low
+        return _apart(torch.complex(*parts), input)
+    return _apart(uniform(key, place, input.shape, dtype) * (high - low) + low, input)
 
 
 def normal_like(
     input: Tensor, key: Tensor, place: Place, mean: float, std: float, dtype: torch.dtype
 ) -> Tensor:
     """The same of a normal distribution."""
-    return normal(key, place, input.shape, dtype) * std + mean
+    return _apart(normal(key, place, input.shape, dtype) * std + mean, input)
+
+
+def normal_around(
+    mean: Tensor | float, std: Tensor | float, key: Tensor, place: Place, dtype: torch.dtype
+) -> Tensor:
+    """Of normal distributions, each with a mean and a deviation of its own."""
+    given = [value for value in (mean, std) if isinstance(value, Tensor)]
+    if isinstance(std, Tensor):
+        _require(std, std >= 0, "deviations are numbers from 0", "normal")
+    middle, width = (v.detach() if isinstance(v, Tensor) else v for v in (mean, std))
+    shape = torch.broadcast_shapes(*(value.shape for value in given))
+    return _apart((normal(key, place, shape, dtype) * width + middle).to(dtype), *given)
+
+
+def log_normal_like(
+    input: Tensor, key: Tensor, place: Place, mean: float, std: float, dtype: torch.dtype
+) -> Tensor:
+    """Numbers whose logarithm is of a normal distribution."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return _apart((normal(key, place, input.shape, wide) * std + mean).exp().to(dtype), input)
+
+
+def exponential_like(
+    input: Tensor, key: Tensor, place: Place, rate: float, dtype: torch.dtype
+) -> Tensor:
+    """Numbers of an exponential distribution: above 0, so that they have a logarithm."""
+    wide, ends = torch.promote_types(dtype, torch.float32), torch.finfo(dtype)
+    least = max(torch.finfo(wide).eps / 4, ends.smallest_normal * ends.eps)
+    found = -torch.log1p(-uniform(key, place, input.shape, wide))
+    return _apart((found.clamp_min_(least) / rate).to(dtype), input)
+
+
+def cauchy_like(
+    input: Tensor, key: Tensor, place: Place, median: float, width: float, dtype: torch.dtype
+) -> Tensor:
+    """Numbers of a Cauchy distribution."""
+    wide = torch.promote_types(dtype, torch.float32)
+    angle = math.pi * (uniform(key, place, input.shape, wide) - 0.5)
+    return _apart((angle.tan() * width + median).to(dtype), input)
+
+
+def geometric_like(
+    input: Tensor, key: Tensor, place: Place, p: float, dtype: torch.dtype
+) -> Tensor:
+    """How many trials it takes to the first that succeeds, each with a probability."""
+    misses = torch.log1p(-uniform(key, place, input.shape, torch.float64)) / math.log1p(-p)
+    return _apart(misses.ceil().clamp_min_(1).to(dtype), input)
+
+
+def poisson(input: Tensor, key: Tensor, place: Place) -> Tensor:
+    """Whole numbers of Poisson distributions with the rates of `input`.
+
+    Each is the least that lies at or below with a probability above a number from 0 to 1: as exact
+    as torch's incomplete gamma function, by which that probability is known.
+    """
+    rate = input.detach().double()
+    _require(input, rate >= 0, "rates are numbers from 0", "poisson")
+    level = uniform(key, place, input.shape, torch.float64)
+    reach = 10 * rate.sqrt()  # beyond, and 40 more, lies less than float64 tells
+    low, high = (rate - reach).floor().clamp_min_(0) - 1, (rate + reach).floor() + 40
+    waits = rate.device.type == "cpu" and not torch.compiler.is_compiling()
+    for _ in range(32):
+        is_open = high - low > 1
+        if waits and not is_open.any():
+            break
+        middle = ((low + high) / 2).floor()
+        is_below = torch.special.gammaincc(middle + 1, rate) <= level
+        low = torch.where(is_open & is_below, middle, low)
+        high = torch.where(is_open & ~is_below, middle, high)
+    return _apart(high.to(input.dtype), input)
 
 
 def whole_like(
-    input: Tensor, key: Tensor, place: Place, low: int, high: int, dtype: torch.dtype
+    input: Tensor, high: Tensor | int, key: Tensor, place: Place, low: int, dtype: torch.dtype
 ) -> Tensor:
     """A whole number from `low` to below `high` for every element of `input`."""
-    numbers = uniform(key, place, input.shape, torch.float64)
-    return (numbers * (high - low)).floor().add_(low).to(dtype)
+    if isinstance(high, Tensor):
+        _require(high, high > low, "an interval begins before it ends", "randint")
+    span = high - low
+    if isinstance(span, int) and 2**52 < span <= 2**63:  # finer than float64
+        numbers = _long(key, place, input.shape, 0) & (2**63 - 1)
+        numbers = numbers % span + low if span < 2**63 else numbers + low
+    else:
+        numbers = (uniform(key, place, input.shape, torch.float64) * span).floor().add_(low)
+    return _apart(numbers.to(dtype), input)
 
 
 def permutation(input: Tensor, key: Tensor, place: Place) -> Tensor:

@@ -16,7 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from autopar.strategies.kernels.draws import Place, columns_of, made_of, rows_of, scale_of
 
-_SCORES = 2**20  # at a time
+_SCORES = {"cpu": 2**20}  # at a time, by kind of device: what stays in a cache
+_MANY = 2**26  # on an accelerator, which computes so many at once: 256 MiB in float32
 _ROWS = 256  # of a head at a time, where what they see grows from row to row
 
 
@@ -25,10 +26,10 @@ def attention(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
     drawn: Tensor,
     place: Place,
+    dropout_p: float,
+    is_causal: bool,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
@@ -150,8 +151,9 @@ class _Weights:
         def is_less(bits: Tensor) -> Tensor:
             return bits <= most
 
-        rows = max(1, min(queries, _ROWS if self.is_causal else _SCORES // max(keys, 1)))
-        many = max(1, _SCORES // max(rows * keys, 1))
+        most_scores = _SCORES.get(query.device.type, _MANY)
+        rows = max(1, min(queries, _ROWS if self.is_causal else most_scores // max(keys, 1)))
+        many = max(1, most_scores // max(rows * keys, 1))
         wide = torch.promote_types(query.dtype, torch.float32)
         for head in range(0, len(query), many):
             for row in range(0, queries, rows):
