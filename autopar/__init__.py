@@ -11,6 +11,7 @@ from autopar.plan.plan import Plan
 from autopar.planning import plan
 from autopar.precision import Precision
 from autopar.recompute import Recompute
+from autopar.runtime.data import shard_loader
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.saving import is_saved, load, save, save_safetensors
 from autopar.states import States
@@ -41,5 +42,6 @@ __all__ = [
     "save",
     "save_safetensors",
     "shard",
+    "shard_loader",
     "verify",
 ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import warnings
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from autopar.capture.autocasts import switched
 from autopar.capture.captured import Captured
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.lines import frames_to_caller
+from autopar.runtime.world import World
 from autopar.verification.references import (
     Call,
     CapturedModule,
@@ -34,6 +36,9 @@ from autopar.verification.references import (
     train_module,
 )
 from autopar.verification.rounding import measure
+
+LOOKS = 3  # calls whose batches are compared
+SAMPLED = 1 << 20  # elements of a tensor that are looked at, about
 
 
 class Checks:
@@ -101,7 +106,29 @@ def _compare(model: nn.Module, captured: Captured, call: Call, dtype: torch.dtyp
         )
 
 
-def _require_same_batch(digests: Sequence[str]) -> None:
+class FirstBatches:
+    """Looks at the batches of the first calls of a module on processes, and then at none: a loop in
+    which each rank loads another batch does so from the start."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self.left = world, LOOKS
+
+    def together(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        """Refuse, on all ranks, a global batch that is not the same on all of them."""
+        self.left -= 1
+        found = 0
+        for leaf in pytree.tree_leaves((args, dict(kwargs))):
+            if isinstance(leaf, Tensor) and leaf.numel():
+                data = leaf.detach().reshape(-1)
+                data = data[:: -(-data.numel() // SAMPLED)].cpu().contiguous()
+                found = zlib.crc32(data.view(torch.uint8).numpy().tobytes(), found)
+        own = torch.tensor([found], device=self._world.carrier)
+        everyones = own.new_empty(self._world.size)
+        dist.all_gather_into_tensor(everyones, own, group=self._world.group)
+        _require_same_batch(everyones.tolist())
+
+
+def _require_same_batch(digests: Sequence[object]) -> None:
     """Refuse a step for which ranks were given different global batches."""
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:

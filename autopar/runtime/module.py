@@ -21,7 +21,7 @@ from autopar.layout import Layout, TensorType
 from autopar.plan.plan import Plan
 from autopar.plan.program import Program
 from autopar.runtime.backend import Backend
-from autopar.runtime.checks import Checks
+from autopar.runtime.checks import Checks, FirstBatches
 from autopar.runtime.distributed import TorchBackend
 from autopar.runtime.loss_scale import LossScale, give_back, require_scale, taken
 from autopar.runtime.memory import MemoryUse, MemoryWatch, held_by, here, use_of
@@ -84,6 +84,9 @@ class ParallelModule(Unwrapped, Described):
         super().__init__()
         require_names(model)
         self.program, self.plan, self.backend, self._check = program, plan, backend, check
+        self._first: FirstBatches | None = None
+        if isinstance(backend, TorchBackend) and not backend.local_inputs:
+            self._first = FirstBatches(backend.world)
         captured = program.captured
         types = {
             name: replace(program.type_of(placeholder), layout=program.kept_layout(placeholder))
@@ -190,6 +193,9 @@ class ParallelModule(Unwrapped, Described):
         if self._check is not None:
             with self.backend.guard(agreed=True):
                 self._check.together(args, kwargs, dict(self.named_parameters()))
+        elif self._first is not None and self._first.left:
+            with self.backend.guard(agreed=True):
+                self._first.together(args, kwargs)
 
     @cached_property
     def _telling(self) -> Backend:

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as checkpoint
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.data import DataLoader, Dataset
 
 import autopar as ap
 from autopar import Mesh
@@ -126,6 +127,18 @@ def compiles_what_a_rank_runs() -> None:
     compiler = real.backend.compiler
     assert compiler is not None
     assert compiler.made
+
+
+def compares_first_batches() -> None:
+    """Of steps and of calls; later ones when that is asked for."""
+    case = models.shared("mlp")
+    other = (case.args[0] + (dist.get_rank() == 2), case.args[1])
+    module = ap.parallelize(case.model, case.args, mode="propagate", mesh=Mesh(dp=4))
+    for call in (module, module.step, module.step):
+        with pytest.raises(ap.InvalidInput, match="same global batch") as error:
+            call(*other)
+        assert "on rank 2" in str(error.value)
+    module.step(*other)
 
 
 def compares_batches_when_asked() -> None:
@@ -402,6 +415,55 @@ def cuts_local_inputs_into_micro_batches() -> None:
         parallel(made(Deep), x, y, mesh=Mesh(dp=4), microbatches=2, local_inputs=True)
 
 
+class Noted(Dataset):
+    """Samples, and which of them were loaded here."""
+
+    def __init__(self) -> None:
+        self.x, self.y, self.loaded = random(28, 6), torch.arange(28) % 5, list[int]()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, at: int) -> tuple[Tensor, Tensor]:
+        self.loaded.append(at)
+        return self.x[at], self.y[at]
+
+
+def loads_its_slices() -> None:
+    """Shuffled as on rank 0, whatever other ranks have drawn; of batches without numbers, cut."""
+    dataset, example = Noted(), (random(8, 6), torch.arange(8) % 5)
+    model, mesh = made(Deep), Mesh(pp=2, dp=2)
+    options = {"mesh": mesh, "microbatches": 2, "schedule": "1f1b"}
+    pm = parallel(model, *example, local_inputs=True, **options)
+    single = parallel(model, *example, mesh=Mesh(one=1), backend="virtual")
+    plain = DataLoader(dataset, batch_size=8, shuffle=True, drop_last=True)
+    half = slice(0, 4) if mesh.coordinate(dist.get_rank())["dp"] == 0 else slice(4, 8)
+    sharded, order = ap.shard_loader(plain, pm), torch.arange(8).view(2, 2, 2).transpose(0, 1)
+    assert len(sharded) == 3
+    for epoch in range(2):
+        torch.manual_seed(epoch)
+        batches = list(plain)
+        torch.manual_seed(epoch + dist.get_rank())
+        dataset.loaded.clear()
+        slices = list(sharded)
+        assert len(dataset.loaded) == 3 * 4
+        assert_close(slices, [[value[half] for value in batch] for batch in batches])
+        cut = list(ap.shard_loader(iter(batches), pm))
+        assert_close(cut, slices)
+        for batch, own in zip(batches, slices):
+            torch.manual_seed(5)
+            loss = single.step(*(value[order.flatten()] for value in batch))
+            torch.manual_seed(5)
+            assert_close(pm.step(*own), loss)
+    assert_close(pm.full_grads(), single.full_grads())
+    lasting = DataLoader(dataset, batch_size=9)  # the last batch is of one sample
+    with pytest.raises(ap.InvalidInput, match="every rank has a sample"):
+        list(ap.shard_loader(lasting, pm))
+    whole = parallel(model, *example, **options)
+    with pytest.raises(ap.InvalidInput, match="bring their own slices"):
+        ap.shard_loader(plain, whole)
+
+
 def saves_and_loads_checkpoints() -> None:
     case = stored(models.mlp())
     module = ap.parallelize(case.model, case.args, mesh=Mesh(dp=4), mode="propagate")
@@ -655,6 +717,7 @@ CHECKS = [
     trains_like_one_device,
     recomputes_regions,
     compiles_what_a_rank_runs,
+    compares_first_batches,
     compares_batches_when_asked,
     goes_on_after_what_all_ranks_refuse,
     refuses_on_all_ranks_the_call_that_one_refuses,
@@ -672,6 +735,7 @@ CHECKS = [
     gives_parameters_no_gradient_when_inputs_alone_are_asked_for,
     takes_local_inputs,
     cuts_local_inputs_into_micro_batches,
+    loads_its_slices,
     saves_and_loads_checkpoints,
     holds_what_was_predicted,
     follows_its_tree,

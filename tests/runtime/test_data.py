@@ -1,0 +1,67 @@
+"""Loaders of slices, as far as one process shows them; tests/distributed/checks.py has the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+
+import autopar as ap
+from autopar import Mesh
+from autopar.runtime.data import ShardedLoader, Share
+
+
+@pytest.mark.parametrize("size", [4, 5, 7, 8, 12])
+def test_slices_of_all_ranks_are_the_batch(size: int) -> None:
+    mesh, batch = Mesh(a=2, b=2), {"x": torch.arange(size), "name": "one"}
+    taken = []
+    for rank in range(mesh.size):
+        loader = ShardedLoader([batch], Share(("b", "a"), mesh, rank))
+        for found in (*loader, *loader):
+            assert found["name"] == "one"
+        taken.append((mesh.position(rank, ("b", "a")), found["x"]))
+    assert torch.equal(
+        torch.cat([value for _, value in sorted(taken, key=lambda p: p[0])]), batch["x"]
+    )
+
+
+def test_a_batch_that_leaves_a_rank_without_a_sample_is_refused_by_all() -> None:
+    mesh = Mesh(a=4)
+    for rank in range(4):
+        with pytest.raises(ap.InvalidInput, match="every rank has a sample"):
+            Share(("a",), mesh, rank).of(3)
+
+
+class Epochs(RandomSampler):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(12.0).view(6, 2))
+
+
+def test_on_the_virtual_mesh_batches_are_whole() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Flatten(0))
+    pm = ap.parallelize(model, (torch.ones(4, 2),), mesh=Mesh(a=2), mode="data", backend="virtual")
+    data = torch.arange(20.0).view(10, 2)
+    sampler = Epochs(data)  # type: ignore[arg-type]
+    plain: DataLoader = DataLoader(data, batch_size=4, sampler=sampler)  # type: ignore[arg-type]
+    sharded = ap.shard_loader(plain, pm)
+    for epoch in range(2):
+        sharded.set_epoch(epoch)
+        assert sampler.epoch == epoch
+        torch.manual_seed(epoch)
+        expected = list(plain)
+        torch.manual_seed(epoch)
+        assert all(map(torch.equal, sharded, expected))
+    assert len(sharded) == len(plain) == 3
+    assert sharded.dataset is data
+    stream: DataLoader = DataLoader(Stream(), batch_size=4)
+    assert [len(batch) for batch in ap.shard_loader(stream, pm)] == [4, 2]
