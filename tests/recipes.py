@@ -390,6 +390,17 @@ def unsummed_gradients_outlive_a_step_that_breaks_off() -> None:
     torch.testing.assert_close(module.full_grads(), again.full_grads(), rtol=1e-9, atol=1e-11)
 
 
+def hooks_that_come_before_backward_are_refused() -> None:
+    """On processes, where a hook would see no gradient."""
+    module = parallel("cut")
+    loss = module(X, Y)[0]
+    hook = dict(module.named_parameters())["up.weight"].register_hook(lambda gradient: gradient)
+    with pytest.raises(ap.InvalidInput, match="without hooks"):
+        loss.backward()
+    hook.remove()
+    module(X, Y)[0].backward()
+
+
 def broken(runner: RankRunner) -> None:
     raise KeyboardInterrupt
 

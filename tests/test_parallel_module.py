@@ -602,6 +602,18 @@ def test_the_root_is_of_the_models_class_and_does_what_reads() -> None:
     assert {*Root.deleted} <= {Root}
 
 
+def test_who_shares_a_parameter_is_told_that_it_is_copied(recwarn: Any) -> None:
+    """Not where a model is parallelized again, or grows."""
+    one, other, x = Root().double(), Root().double(), random(8, 4)
+    other.linear.weight = one.linear.weight
+    made = [ap.parallelize(model, (x,), mesh=D2, mode="data") for model in (one, one)]
+    one.register_parameter("more", nn.Parameter(random(4)))
+    made.append(ap.parallelize(one, (x,), mesh=D2, mode="data"))
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="linear.weight of this model is another's too"):
+        made.append(ap.parallelize(other, (x,), mesh=D2, mode="data"))
+
+
 def test_what_would_see_pieces_or_not_run_is_refused() -> None:
     x = random(8, 4)
     module: Any = ap.parallelize(Root().double(), (x,), mesh=D2, mode="propagate")

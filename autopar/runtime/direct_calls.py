@@ -23,6 +23,7 @@ from autopar.runtime.copies import changed_in_between
 from autopar.runtime.failures import one_fails_all_stop
 from autopar.runtime.leaves import Leaves
 from autopar.runtime.no_sync import Passes
+from autopar.runtime.part import refuse_gradient_hooks
 from autopar.runtime.world import World, require_living
 
 
@@ -79,6 +80,7 @@ class DirectCalls:
             )
         if age != self._leaves.age:
             raise changed_in_between()
+        refuse_gradient_hooks({slot.name: slot.parameter for slot in slots})
         window = self._leaves.window
         window.bring_lasting()
         if not self._pending:

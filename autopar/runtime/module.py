@@ -125,7 +125,7 @@ class ParallelModule(Unwrapped, Described):
         self._shapes = backend.input_shapes()
         self.describe(model, {*_OWN_NAMES, *vars(self)})
         tell_of_state_hooks(model)
-        note_old_parameters(model)
+        note_old_parameters(model, self)
         if isinstance(backend, TorchBackend):
             note_module(self, has_stages=bool(program.stages))
 

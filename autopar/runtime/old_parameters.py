@@ -9,10 +9,11 @@ A model may go on to be trained plainly: then its parameters have gradients, and
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,15 +23,32 @@ from torch.optim.optimizer import (
 )
 
 from autopar.errors import InvalidInput
+from autopar.lines import frames_to_caller
 
 _old: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+_sources: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()  # by parallel module
 
 
-def note_old_parameters(model: nn.Module) -> None:
-    """A model was parallelized: its own parameters do not learn by that."""
+def note_old_parameters(model: nn.Module, module: nn.Module) -> None:
+    """A model was parallelized to `module`: its own parameters do not learn by that."""
     _watch_optimizers()
-    for parameter in model.parameters():
-        _old[id(parameter)] = parameter
+    named = {id(parameter): (name, parameter) for name, parameter in model.named_parameters()}
+    own = frozenset(number for number, (_, one) in named.items() if _old.get(number) is one)
+    for others in _sources.values():
+        _tell_of_copies([named[number][0] for number in own & others], len(named), len(others))
+    _sources[module] = frozenset(named)
+    _old.update({number: parameter for number, (_, parameter) in named.items()})
+
+
+def _tell_of_copies(shared: list[str], count: int, others: int) -> None:
+    """Of what two models share, each of which has more: it is no part of both from now on."""
+    if 0 < len(shared) < min(count, others):
+        warnings.warn(
+            f"{min(shared)}{f' and {len(shared) - 1} more' if len(shared) > 1 else ''} of this "
+            "model is another's too, which was parallelized before: each parallel module has its "
+            "own copy, until it is put in place, as in b.layer.weight = a.layer.weight",
+            stacklevel=frames_to_caller(),
+        )
 
 
 @cache

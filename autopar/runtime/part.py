@@ -235,13 +235,18 @@ def _made(model: Any) -> Part:
 
 def refuse_late_hooks(root: nn.Module, kept: Mapping[str, Tensor], step: bool) -> None:
     """Refuse hooks on the gradients of what a parallel module has, and on itself in a step."""
-    if _torch.have_gradient_hooks(kept.values()):
-        named = (name for name, value in kept.items() if _torch.gradient_hooks(value))
-        raise _late(f"a hook on the gradient of {next(named)}")
+    refuse_gradient_hooks(kept)
     if step and _torch.has_hooks(root):
         raise _late("a hook on the parallel module, in step()")
     if step and "forward" in vars(root):
         raise refused_attribute("forward", "the model, in step(),")
+
+
+def refuse_gradient_hooks(kept: Mapping[str, Tensor]) -> None:
+    """Refuse hooks that run when parameters get their gradients."""
+    if _torch.have_gradient_hooks(kept.values()):
+        named = (name for name, value in kept.items() if _torch.gradient_hooks(value))
+        raise _late(f"a hook on the gradient of {next(named)}")
 
 
 def _late(got: str) -> InvalidInput:

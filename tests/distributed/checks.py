@@ -242,6 +242,7 @@ def trains_by_the_recipes_of_one_device() -> None:
     recipes.assert_recipes_give_the_same()
     recipes.unsummed_gradients_outlive_a_step_that_breaks_off()
     recipes.optimizers_that_do_something_else_are_refused()
+    recipes.hooks_that_come_before_backward_are_refused()
 
 
 def is_called_and_differentiated() -> None:
