@@ -356,6 +356,11 @@ DTYPE_NAMES = {
     torch.complex64: "c64",
     torch.complex128: "c128",
 }
+DTYPE_NAMES |= {
+    dtype: str(dtype).removeprefix("torch.")
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and dtype not in DTYPE_NAMES
+}
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _TYPE = re.compile(r"(?P<dtype>\w+)\[(?P<dims>[^\]]*)\](?:\{(?P<partial>[^}]*)\})?")
 

@@ -121,7 +121,11 @@ class SavedPlan(SavedValue):
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file; equal plans give equal files."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1, sort_keys=False) + "\n")
+        Path(path).write_bytes(self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """What `save` writes."""
+        return json.dumps(self.to_json(), indent=1, sort_keys=False).encode() + b"\n"
 
     @classmethod
     def load(cls, path: str | Path) -> SavedPlan:

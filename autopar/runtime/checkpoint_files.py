@@ -1,37 +1,66 @@
-"""Checkpoint files: a folder that is whole or not there, and tensors in it that are read in parts.
+"""Checkpoint files: what lies in the folder of a checkpoint, and tensors that are read in parts.
 
     run/100/checkpoint.json        what the others hold; written last
             rank-0.safetensors     pieces of parameters, buffers and optimizer states, by writer
             beside.pt              random and optimizer's state, loss scale, what the user adds
             plan.json              the plan that it was saved under
 
-It is written beside its place, as `.100.new`, and renamed: at any moment the last one is whole at
-its place, or, between the two renames that replace it, beside it. No file runs code when it is
+The first three bear the id of the save and the version of the format. No file runs code when it is
 read: pieces and their index are data, and the rest goes through torch's `weights_only`. (Torch's
 own format keeps its index as a pickle, and loads what is no tensor as one.)
 """
 
 from __future__ import annotations
 
-import io
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from autopar.errors import AutoparError, InvalidInput
+from autopar.runtime.checkpoint_folders import (
+    BESIDE,
+    INDEX,
+    VERSION,
+    Newer,
+    file_name,
+    folder_of,
+    require_readable,
+)
 from autopar.runtime.loss_scale import LossScale
 from autopar.runtime.placing import Bounds, part_of
-from autopar.runtime.safetensors import Held, SafetensorsFiles
+from autopar.runtime.plain_data import from_file, to_bytes
+from autopar.runtime.safetensors import NAMES, Held, SafetensorsFiles
 from autopar.schema import Count, Index, read, write
 
-INDEX, BESIDE, PLAN = "checkpoint.json", "beside.pt", "plan.json"
+
+class Key(NamedTuple):
+    """Of a tensor: a parameter or buffer, or what an optimizer keeps of one under some name."""
+
+    name: str
+    state: str | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.state is None else f"{self.state} of {self.name}"
+
+    def piece(self, bounds: Bounds) -> str:
+        """Under which a part of it lies in a file: no other part of anything has this name."""
+        ends = ", ".join(f"{start}:{start + length}" for start, length in bounds)
+        if self.state is None:
+            return f"value {self.name}[{ends}]"
+        return f"state {json.dumps(self.state)} of {self.name}[{ends}]"
+
+
+def dtype_named(text: str) -> torch.dtype:
+    """The inverse of `str`."""
+    found = getattr(torch, text.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise InvalidInput("a tensor has a dtype of torch", got=text, remedy="torch.float32")
+    return found
 
 
 @dataclass(frozen=True)
@@ -47,7 +76,22 @@ class Stored:
     """A tensor of a checkpoint."""
 
     shape: tuple[Index, ...]
+    dtype: Annotated[torch.dtype, dtype_named]
     pieces: tuple[Piece, ...]
+
+    def require_whole(self, key: Key) -> None:
+        """Its pieces make a grid that fills it."""
+        count, places = 1, {piece.bounds for piece in self.pieces}
+        is_whole = all(len(bounds) == len(self.shape) for bounds in places)
+        for dim, size in enumerate(self.shape if is_whole else ()):
+            cuts, end = sorted({bounds[dim] for bounds in places}), 0
+            for start, length in cuts:
+                is_whole &= start == end
+                end += length
+            is_whole &= end == size
+            count *= len(cuts)
+        if not is_whole or not len(self.pieces) == len(places) == count:
+            raise ValueError(f"{key} is not whole")
 
 
 @dataclass(frozen=True)
@@ -56,9 +100,20 @@ class Contents:
 
     format: Literal["autopar checkpoint"]
     version: Literal[1]
+    id: str  # of the save
     files: Count
     values: Mapping[str, Stored]  # parameters and buffers
     states: Mapping[str, Mapping[str, Stored]]  # of an optimizer, by parameter
+
+    @property
+    def every(self) -> dict[Key, Stored]:
+        found = {Key(name): stored for name, stored in self.values.items()}
+        for name, states in self.states.items():
+            found |= {Key(name, state): stored for state, stored in states.items()}
+        return found
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(write(self)).encode()
 
 
 @dataclass(frozen=True)
@@ -82,47 +137,26 @@ class SavedOptimizer:
 class Beside:
     """What a checkpoint holds beside tensors of the model."""
 
+    version: Literal[1]
+    id: str
     random: Any  # the state of the generator that draws follow
     loss_scale: LossScale | None
     optimizer: SavedOptimizer | None
     extra: Any
 
     def to_bytes(self) -> bytes:
-        """As a file; what could not be read again is refused."""
-        buffer = io.BytesIO()
-        try:
-            torch.save(write(self), buffer)
-            _load(io.BytesIO(buffer.getvalue()))
-        except Exception as error:
-            raise InvalidInput(
-                "extra, and the options of an optimizer, are plain data and tensors: loading a "
-                "checkpoint runs no code",
-                got=str(error).split("\n")[0],
-                remedy="give numbers, texts, tensors, lists and dicts of these, such as the "
-                "state_dict() of a scheduler",
-            ) from None
-        return buffer.getvalue()
+        return to_bytes(write(self))
 
 
 class Checkpoint:
     """One that is whole, opened to be read."""
 
     def __init__(self, path: Path) -> None:
-        self.folder = _folder_of(path)
+        self.folder = folder_of(path)
         try:
-            self.contents = read(Contents, json.loads((self.folder / INDEX).read_bytes()))
-            self._files = [
-                SafetensorsFiles([self.folder / file_name(number)])
-                for number in range(self.contents.files)
-            ]
-            for label, stored in self._every():
-                self._require_whole(label, stored)
-            pieces = sum(len(stored.pieces) for _, stored in self._every())
-            if pieces != sum(len(file.held) for file in self._files):
-                raise ValueError("its files hold other tensors than its index tells")
-            self.beside = read(Beside, _load(self.folder / BESIDE))
-            if getattr(self.beside.random, "dtype", None) != torch.uint8:
-                raise ValueError("no state of random numbers")
+            self._open()
+        except Newer:
+            raise
         except Exception as error:
             raise InvalidInput(
                 "a checkpoint is as ap.save() wrote it",
@@ -130,169 +164,85 @@ class Checkpoint:
                 remedy="copy it again, whole, or load an earlier one",
             ) from None
 
-    def _every(self) -> list[tuple[str, Stored]]:
-        found = [(label_of(name), stored) for name, stored in self.contents.values.items()]
-        for name, states in self.contents.states.items():
-            found += [(label_of(name, state), stored) for state, stored in states.items()]
-        return found
+    def _open(self) -> None:
+        told = json.loads((self.folder / INDEX).read_bytes())
+        require_readable(told.get("version"), self.folder / INDEX)
+        self.contents = read(Contents, told)
+        self._files = [self._file(number) for number in range(self.contents.files)]
+        every = self.contents.every
+        for key, stored in every.items():
+            stored.require_whole(key)
+            for piece in stored.pieces:
+                self._require_piece(key, stored, piece)
+        pieces = sum(len(stored.pieces) for stored in every.values())
+        if pieces != sum(len(file.held) for file in self._files):
+            raise ValueError("its files hold other tensors than its index tells")
+        data = from_file(self.folder / BESIDE)
+        require_readable(data.get("version"), self.folder / BESIDE)
+        self.beside = read(Beside, data)
+        self._require_same_save(BESIDE, self.beside.id)
+        torch.Generator("cpu").set_state(self.beside.random)
 
-    def _require_whole(self, label: str, stored: Stored) -> None:
-        """Its pieces are there, and make a grid that fills it."""
-        if len({self._held(label, piece).dtype for piece in stored.pieces}) != 1:
-            raise ValueError(f"{label} is not whole, or of several dtypes")
-        count = 1
-        for dim, size in enumerate(stored.shape):
-            cuts, end = sorted({piece.bounds[dim] for piece in stored.pieces}), 0
-            for start, length in cuts:
-                if start != end:
-                    raise ValueError(f"{label} is not whole")
-                end += length
-            if end != size:
-                raise ValueError(f"{label} is not whole")
-            count *= len(cuts)
-        if not len(stored.pieces) == len({piece.bounds for piece in stored.pieces}) == count:
-            raise ValueError(f"{label} is not whole")
+    def _file(self, number: int) -> SafetensorsFiles:
+        path = self.folder / file_name(number)
+        file = SafetensorsFiles([path])
+        version = str(file.metadata.get("version"))
+        require_readable(int(version) if version.isdecimal() else None, path)
+        self._require_same_save(path.name, file.metadata.get("id"))
+        return file
 
-    def _held(self, label: str, piece: Piece) -> Held:
+    def _require_same_save(self, name: str, save: object) -> None:
+        if save != self.contents.id:
+            raise ValueError(f"{name} is of another checkpoint than {INDEX}")
+
+    def _require_piece(self, key: Key, stored: Stored, piece: Piece) -> None:
         held = self._files[piece.file].held if piece.file < len(self._files) else {}
-        found = held.get(key_of(label, piece.bounds))
-        if found is None or found.shape != tuple(length for _, length in piece.bounds):
-            raise ValueError(f"{key_of(label, piece.bounds)} is missing")
-        return found
+        found, shape = held.get(key.piece(piece.bounds)), [length for _, length in piece.bounds]
+        asked = in_file(tuple(shape), stored.dtype)
+        if found is None or (found.shape, found.dtype) != (asked.shape, asked.dtype):
+            raise ValueError(f"{key.piece(piece.bounds)} is missing")
 
-    def stored(self, name: str, state: str = "") -> Stored:
+    def stored(self, key: Key) -> Stored:
         contents = self.contents
-        return contents.states[name][state] if state else contents.values[name]
+        is_value = key.state is None
+        return contents.values[key.name] if is_value else contents.states[key.name][key.state]
 
-    def dtype(self, name: str, state: str = "") -> torch.dtype:
-        return self._held(label_of(name, state), self.stored(name, state).pieces[0]).dtype
-
-    def read(self, name: str, state: str, bounds: Bounds) -> Tensor:
-        """What lies inside `bounds` of a tensor, and no other byte: of a parameter, a buffer, or
-        where one is named, of a state of a parameter."""
-        label = label_of(name, state)
-        found = torch.empty([length for _, length in bounds], dtype=self.dtype(name, state))
-        for piece in self.stored(name, state).pieces:
+    def read(self, key: Key, bounds: Bounds) -> Tensor:
+        """What lies inside `bounds` of a tensor, and no other byte, on the host."""
+        stored = self.stored(key)
+        form = in_file(tuple(length for _, length in bounds), stored.dtype)
+        behind = tuple((0, size) for size in form.shape[len(bounds) :])
+        found = torch.empty(form.shape, dtype=form.dtype, device="cpu")
+        for piece in stored.pieces:
             there, here = [], []
             for (start, length), (begin, size) in zip(bounds, piece.bounds):
                 first, last = max(start, begin), min(start + length, begin + size)
                 there.append((first - begin, max(0, last - first)))
                 here.append((first - start, max(0, last - first)))
             if all(length for _, length in there):
-                part = self._files[piece.file].read(key_of(label, piece.bounds), tuple(there))
-                part_of(found, tuple(here)).copy_(part)
-        return found
+                name = key.piece(piece.bounds)
+                part = self._files[piece.file].read(name, (*there, *behind))
+                part_of(found, (*here, *behind)).copy_(part)
+        return found.view(stored.dtype).squeeze(-1) if behind else found
 
 
-def label_of(name: str, state: str = "") -> str:
-    return f"{state} of {name}" if state else name
+def in_file(shape: tuple[int, ...], dtype: torch.dtype) -> Held:
+    """As what a piece lies in a file: bytes, if that has no name for its dtype."""
+    if dtype in NAMES:
+        return Held(shape, dtype)
+    return Held((*shape, dtype.itemsize), torch.uint8)
 
 
-def key_of(label: str, bounds: Bounds) -> str:
-    """Under which a piece lies in its file."""
-    ends = ", ".join(f"{start}:{start + length}" for start, length in bounds)
-    return f"{label}[{ends}]"
-
-
-def file_name(number: int) -> str:
-    return f"rank-{number}.safetensors"
-
-
-def _load(file: Any) -> Any:
-    return torch.load(file, map_location="cpu", weights_only=True)
-
-
-def beside(path: Path, what: str) -> Path:
-    return path.parent / f".{path.name}.{what}"
-
-
-def _is_whole(folder: Path) -> bool:
-    return (folder / INDEX).is_file()
-
-
-def is_there(path: Path) -> bool:
-    return any(map(_is_whole, _places(path)))
-
-
-def _places(path: Path) -> list[Path]:
-    """Where the checkpoint of a path may lie: beside it, broken off between two renames."""
-    return [path] if path.exists() else [beside(path, "new"), beside(path, "old")]
-
-
-def _folder_of(path: Path) -> Path:
-    """Where the last whole checkpoint of a path lies."""
-    for folder in _places(path):
-        if _is_whole(folder):
-            return folder
-    raise InvalidInput(
-        "a checkpoint is a folder that ap.save() wrote",
-        got=f"{path}, where {'something else' if path.exists() else 'nothing'} is",
-        remedy="give the path that was given to ap.save()",
-    )
-
-
-def begin(path: Path) -> None:
-    """Make the folder in which a checkpoint is written, beside its place."""
-    try:
-        if path.is_dir() and not any(path.iterdir()):
-            path.rmdir()
-        if path.exists() and not _is_whole(path):
-            raise InvalidInput(
-                "a checkpoint takes the place of another one, or of nothing",
-                got=f"{path}, where something else is",
-                remedy="give another path, or take away what is there",
-            )
-        for left in map(beside, (path, path), ("new", "old")):
-            if not path.exists() and _is_whole(left):  # it was broken off between two renames
-                os.rename(left, path)
-            shutil.rmtree(left, ignore_errors=True)
-        beside(path, "new").mkdir(parents=True)
-    except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _unwritable(path: Path, error: OSError) -> InvalidInput:
-    return InvalidInput(
-        "a checkpoint is a folder in one that can be written",
-        got=f"{path}: {error.strerror}",
-        remedy="give a path on a disk that all ranks see",
-    )
-
-
-def require_seen(path: Path) -> None:
-    """Rank 0 has made the folder: others see it too."""
-    if not beside(path, "new").is_dir():
+def require_storable(key: Key, dtype: torch.dtype) -> None:
+    """Refuse what is more than the bytes of its elements."""
+    if not (dtype in NAMES or dtype.is_floating_point or dtype.is_complex):
         raise InvalidInput(
-            "all ranks write a checkpoint into one folder",
-            got=f"{path.absolute()}, which rank 0 has made and this one does not see",
-            remedy="give all ranks the same path on a disk that they share",
+            "a checkpoint holds tensors of numbers",
+            got=f"{key} of {dtype}",
+            remedy="keep it in another dtype, or as what is not saved (persistent=False)",
         )
 
 
-def put(folder: Path, name: str, data: bytes) -> None:
-    """Write a file; it is on the disk when this returns."""
-    with (folder / name).open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def commit(path: Path, contents: Contents) -> None:
-    """All other files are there: from now on the checkpoint is whole, then it takes its place."""
-    new, old = beside(path, "new"), beside(path, "old")
-    put(new, INDEX, json.dumps(write(contents)).encode())
-    sync(new)
-    if path.exists():
-        os.rename(path, old)
-    os.rename(new, path)
-    sync(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def sync(folder: Path) -> None:
-    """The names in a folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def metadata_of(save: str) -> dict[str, str]:
+    """What a file of pieces says of itself."""
+    return {"id": save, "version": str(VERSION)}

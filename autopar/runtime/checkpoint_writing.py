@@ -9,22 +9,29 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from autopar._torch import world_timeout
-from autopar.errors import ExecutionError
-from autopar.runtime import checkpoint_files as files
-from autopar.runtime.checkpoint_files import Contents, Piece, Stored, key_of, label_of
+from autopar.errors import ExecutionError, InvalidInput
+from autopar.runtime.checkpoint_files import Contents, Key, Piece, Stored, in_file, metadata_of
+from autopar.runtime.checkpoint_folders import (
+    BESIDE,
+    FORMAT,
+    PLAN,
+    VERSION,
+    Place,
+    file_name,
+    put,
+    writing,
+)
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.placing import Bounds
 from autopar.runtime.safetensors import Held, write
 from autopar.runtime.together import on_all
 
-Key = tuple[str, str]  # of a tensor: a name, and that of an optimizer's state or ""
 PATIENCE = 60.0  # seconds for the files of other ranks, once the program has ended here
 
 
@@ -39,36 +46,67 @@ class Part:
 
     @property
     def held(self) -> Held:
-        return Held(tuple(length for _, length in self.bounds), self.dtype)
+        return in_file(tuple(length for _, length in self.bounds), self.dtype)
 
 
 def divided(
-    everyones: Sequence[Sequence[Part]],
+    everyones: Sequence[Sequence[Part]], save: str
 ) -> tuple[list[list[tuple[str, Part]]], Contents]:
     """Which rank writes which parts under which keys, and the index of all: every part is written
-    by that of its holders who has the least to write so far."""
+    by that of its holders who has the least to write so far. `save` is the id of this."""
     holders: dict[Part, list[int]] = {}
     for rank, parts in enumerate(everyones):
         for part in parts:
             holders.setdefault(part, []).append(rank)
     loads = [0] * len(everyones)
     shares: list[list[tuple[str, Part]]] = [[] for _ in everyones]
-    stored: dict[Key, tuple[tuple[int, ...], list[Piece]]] = {}
+    stored: dict[Key, tuple[Part, list[Piece]]] = {}
     # Files whose widest elements come first have all of them aligned.
     for part in sorted(holders, key=lambda one: -one.dtype.itemsize):
-        shape, pieces = stored.setdefault(part.key, (part.shape, []))
+        first, pieces = stored.setdefault(part.key, (part, []))
+        if (first.shape, first.dtype) != (part.shape, part.dtype):
+            raise _not_whole(f"{part.key} has other shapes or dtypes on other ranks")
         if not part.held.size and (0 not in part.shape or pieces):
             continue
         rank = min(holders[part], key=lambda one: loads[one])
         loads[rank] += part.held.size
-        shares[rank].append((key_of(label_of(*part.key), part.bounds), part))
+        shares[rank].append((part.key.piece(part.bounds), part))
         pieces.append(Piece(rank, part.bounds))
-    values = {name: Stored(s, tuple(p)) for (name, key), (s, p) in stored.items() if not key}
+    found = {key: Stored(p.shape, p.dtype, tuple(own)) for key, (p, own) in stored.items()}
+    values = {key.name: one for key, one in found.items() if key.state is None}
     states: dict[str, dict[str, Stored]] = {}
-    for (name, key), (shape, pieces) in stored.items():
-        if key:
-            states.setdefault(name, {})[key] = Stored(shape, tuple(pieces))
-    return shares, Contents("autopar checkpoint", 1, len(everyones), values, states)
+    for key, one in found.items():
+        if key.state is not None:
+            states.setdefault(key.name, {})[key.state] = one
+    return shares, Contents(FORMAT, VERSION, save, len(everyones), values, states)
+
+
+def require_makes_whole(contents: Contents, names: Sequence[str]) -> None:
+    """Refuse to save what could not be loaded: ranks do not have all of it, or not the same."""
+    for key, stored in contents.every.items():
+        try:
+            stored.require_whole(key)
+        except ValueError as error:
+            raise _not_whole(str(error)) from None
+    if missing := [name for name in names if name not in contents.values]:
+        raise _not_whole(f"no rank has {', '.join(missing[:4])}")
+
+
+def _not_whole(got: str) -> InvalidInput:
+    return InvalidInput(
+        "what the ranks hold makes whole tensors",
+        got=got,
+        remedy="make the same optimizer on all ranks, and change its states on all alike",
+    )
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What rank 0 writes of a checkpoint for all ranks."""
+
+    contents: Contents
+    beside: bytes
+    plan: bytes
 
 
 class Job:
@@ -76,15 +114,13 @@ class Job:
 
     def __init__(
         self,
-        path: Path,
+        place: Place,
         rank: int,
         mine: Mapping[str, tuple[Part, Tensor]],
-        contents: Contents | None,
-        others: Mapping[str, Any],
+        whole: Whole | None,
     ) -> None:
-        """`mine`: by its key in this rank's file; of rank 0, `others`: what is written beside."""
-        self.path, self.rank, self._mine = path, rank, dict(mine)
-        self._contents, self._others = contents, others
+        """`mine`: by its key in this rank's file; `whole`: of rank 0."""
+        self.place, self.rank, self._mine, self._whole = place, rank, dict(mine), whole
 
     def copy(self) -> None:
         """From now on nothing that training changes is written."""
@@ -92,32 +128,41 @@ class Job:
             self._mine[key] = part, value.detach().to("cpu", copy=True)
 
     def write(self) -> None:
-        folder = files.beside(self.path, "new")
-        name = files.file_name(self.rank)
+        folder, name = self.place.new, file_name(self.rank)
         unfinished = folder / f"{name}.part"
         kinds = {key: part.held for key, (part, _) in self._mine.items()}
-        write(unfinished, kinds, (value for _, value in self._mine.values()))
-        unfinished.replace(folder / name)
+        values = (value for _, value in self._mine.values())
+        with writing(self.place.path):
+            write(unfinished, kinds, values, metadata_of(self.place.id))
+            unfinished.replace(folder / name)
         self._mine.clear()
 
     def commit(self) -> None:
         """On rank 0, once all have written."""
-        assert self._contents is not None
-        folder = files.beside(self.path, "new")
-        files.put(folder, files.BESIDE, self._others["beside"])
-        self._others["plan"].save(folder / files.PLAN)
-        files.commit(self.path, self._contents)
+        if self._whole is None:
+            return
+        with writing(self.place.path):
+            put(self.place.new, BESIDE, self._whole.beside)
+            put(self.place.new, PLAN, self._whole.plan)
+            contents = self._whole.contents
+            self.place.commit(contents.files, contents.to_bytes())
+
+    def discard(self) -> None:
+        """Rank 0 takes away what was written, since it does not become whole."""
+        if self._whole is not None:
+            self.place.discard()
 
     def tell(self, error: Exception) -> None:
         """Rank 0 is not to wait for this one."""
         text = f"rank {self.rank}: {type(error).__name__}: {error}"
-        (files.beside(self.path, "new") / f"failed-{self.rank}").write_text(text)
+        (self.place.new / f"failed-{self.rank}").write_text(text)
 
     def await_others(self) -> None:
-        """Until all ranks have written: no collective, since training goes on."""
-        assert self._contents is not None
-        folder, until = files.beside(self.path, "new"), time.monotonic() + _patience()
-        names = [files.file_name(number) for number in range(self._contents.files)]
+        """On rank 0, until all ranks have written: no collective, since training goes on."""
+        if self._whole is None:
+            return
+        folder, until = self.place.new, time.monotonic() + _patience()
+        names = [file_name(number) for number in range(self._whole.contents.files)]
         while missing := [name for name in names if not (folder / name).exists()]:
             failed = [one.read_text() for one in folder.glob("failed-*")]
             has_ended = not threading.main_thread().is_alive()
@@ -136,26 +181,36 @@ class Saving:
 
     def __init__(self, module: ParallelModule, job: Job) -> None:
         self._backend, self._job = module.backend, job
-        self._error: Exception | None = None
-        self._thread: threading.Thread | None = threading.Thread(target=self._run, name="saving")
+        self._error: Exception | None = None  # of this rank's thread
+        self._told: Exception | None = None  # what all ranks were told of
+        self.is_over = False  # all ranks have waited
+        self._thread = threading.Thread(target=self._run, name="saving")
+        _threads[job.place.path] = self._thread
         self._thread.start()
 
     def wait(self) -> None:
-        """Until it is whole, on all ranks; an error of any rank is raised on all.
+        """Until it is whole, on all ranks; an error of any rank is raised on all, each time.
 
         All ranks wait together."""
-        if self._thread is None:
+        if self.is_over:
+            if self._told is not None:
+                raise self._told
             return
         self._thread.join()
-        self._thread = None
-        on_all(self._backend, self._raise)
+        try:
+            on_all(self._backend, self._raise, "wait() of what ap.save(asynchronous=True) gave")
+        except Exception as error:
+            self._told = error
+            self._job.discard()
+            raise
+        finally:
+            self.is_over = True
 
     def _run(self) -> None:
         try:
             self._job.write()
-            if self._job.rank == 0:
-                self._job.await_others()
-                self._job.commit()
+            self._job.await_others()
+            self._job.commit()
         except Exception as error:
             self._error = error
             with suppress(OSError):
@@ -163,12 +218,23 @@ class Saving:
 
     def tell(self) -> None:
         """Say what failed, if nobody has waited."""
-        if self._thread is not None and self._error is not None:
+        if not self.is_over and self._error is not None:
             print(f"a checkpoint was not saved: {self._error}", file=sys.stderr)
 
     def _raise(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+_threads: dict[Path, threading.Thread] = {}  # the last one that writes each path
+
+
+def await_thread(path: Path) -> None:
+    """What a thread of this process still writes there is there, or has failed."""
+    if (thread := _threads.get(path)) is not None:
+        thread.join()
+        if _threads.get(path) is thread:
+            del _threads[path]
 
 
 def _patience() -> float:

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
 
 from autopar._torch import local_of
 from autopar.errors import InvalidInput
-from autopar.runtime.checkpoint_files import Checkpoint, Group, SavedOptimizer
+from autopar.runtime.checkpoint_files import Checkpoint, Group, Key, SavedOptimizer
 from autopar.runtime.placing import bounds_of
+from autopar.runtime.plain_data import plain
 
 Parameters = Mapping[str, Tensor]
 NOT_OPTIONS = ("params", "param_names")
@@ -24,21 +25,22 @@ NOT_OPTIONS = ("params", "param_names")
 class States:
     """Of one optimizer, on one rank."""
 
-    tensors: dict[tuple[str, str], Tensor]  # by parameter and state
+    tensors: dict[Key, Tensor]
     saved: SavedOptimizer
 
 
 def states_of(optimizer: torch.optim.Optimizer, parameters: Parameters) -> States:
     """What `optimizer` keeps of `parameters`; or refuse it."""
     groups = names_in(optimizer, parameters)
-    tensors: dict[tuple[str, str], Tensor] = {}
+    given = _told_by(optimizer, groups)
+    tensors: dict[Key, Tensor] = {}
     others: dict[str, dict[str, Any]] = {}
-    for name in (name for names in groups for name in names):
-        for key, value in optimizer.state.get(parameters[name], {}).items():
+    for number, name in enumerate(name for names in groups for name in names):
+        for key, value in given["state"].get(number, {}).items():
             if isinstance(value, Tensor):
-                if not _is_known(key, value, parameters[name]):
-                    raise _unknown(name, key, value.shape, parameters[name])
-                tensors[name, key] = value
+                if not _is_known(value, parameters[name]):
+                    raise _unknown(name, key, value, parameters[name])
+                tensors[Key(name, key)] = value
             elif any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
                 raise InvalidInput(
                     "a checkpoint holds what an optimizer keeps of one parameter each, as tensors",
@@ -46,13 +48,40 @@ def states_of(optimizer: torch.optim.Optimizer, parameters: Parameters) -> State
                     remedy="use another optimizer, or save the module without it",
                 )
             else:
-                others.setdefault(name, {})[key] = value
-    options = [
-        {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-        for group in optimizer.param_groups
-    ]
-    made = tuple(Group(tuple(names), given) for names, given in zip(groups, options))
-    return States(tensors, SavedOptimizer(_kind(optimizer), made, others))
+                others.setdefault(name, {})[key] = plain(value, f"{key} of {name}")
+    made = []
+    for number, (names, group) in enumerate(zip(groups, given["param_groups"])):
+        options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+        made.append(Group(tuple(names), plain(options, f"the options of group {number}")))
+    return States(tensors, SavedOptimizer(_kind(optimizer), tuple(made), others))
+
+
+def _told_by(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """The state dict of an optimizer that has nothing but groups, and by the number of a parameter
+    what it keeps of this one; or refuse it."""
+    given: Any = optimizer.state_dict()
+    kind, keys = type(optimizer).__name__, {"state", "param_groups"}
+    wrong = ""
+    if not isinstance(given, dict) or given.keys() != keys:
+        other = set(given) - keys if isinstance(given, dict) else type(given).__name__
+        wrong = f"a state_dict() with {other or 'less'}"
+    elif [len(group["params"]) for group in given["param_groups"]] != [len(one) for one in groups]:
+        wrong = "a state_dict() with other groups than it has"
+    else:
+        count = sum(len(names) for names in groups)
+        for number, states in given["state"].items():
+            if type(number) is not int or not 0 <= number < count:
+                wrong = f"a state under {number!r}, which is no parameter"
+            elif not isinstance(states, dict) or not all(isinstance(key, str) for key in states):
+                odd = next((key for key in states if not isinstance(key, str)), states)
+                wrong = f"a state of a parameter under {odd!r}, which is no name"
+    if wrong:
+        raise InvalidInput(
+            "an optimizer keeps what it keeps of one parameter each, under names",
+            got=f"{kind}: {wrong}",
+            remedy="use another optimizer, or save the module without it, and the rest as extra=",
+        )
+    return given
 
 
 def names_in(optimizer: Any, parameters: Parameters) -> list[list[str]]:
@@ -61,7 +90,8 @@ def names_in(optimizer: Any, parameters: Parameters) -> list[list[str]]:
         raise InvalidInput(
             "an optimizer is a torch.optim.Optimizer",
             got=f"a value of type {type(optimizer).__name__}",
-            remedy="give the optimizer that was made of this module's parameters()",
+            remedy="give the optimizer that was made of this module's parameters(); of several, "
+            "save and load each with the module under a path of its own",
         )
     names = {id(parameter): name for name, parameter in parameters.items()}
     found = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
@@ -124,11 +154,6 @@ def require_loadable(
             got="\n".join(only) or f"{len(here)} groups; saved were {len(asked)}",
             remedy="make its groups as they were when it was saved",
         )
-    for name in (name for names in groups for name in names):
-        for key, stored in saved.contents.states.get(name, {}).items():
-            is_piece = isinstance(parameters[name], DTensor) and len(stored.shape)
-            if is_piece and not _is_like(key, stored.shape, parameters[name]):
-                raise _unknown(name, key, stored.shape, parameters[name])
 
 
 def load_states(
@@ -138,52 +163,66 @@ def load_states(
     there = saved.beside.optimizer
     assert there is not None
     state: dict[int, dict[str, Any]] = {}
-    groups, number = [], 0
-    for names, group in zip(names_in(optimizer, parameters), there.groups):
-        groups.append({**group.options, "params": [*range(number, number + len(names))]})
-        for name in names:
+    groups, every = names_in(optimizer, parameters), []
+    numbers = iter(range(sum(map(len, groups))))
+    for names, group in zip(groups, there.groups):
+        every.append({**group.options, "params": [next(numbers) for _ in names]})
+        for number, name in zip(every[-1]["params"], names):
             own = dict(there.others.get(name, {}))
             for key in saved.contents.states.get(name, {}):
-                own[key] = _placed(saved, name, key, parameters[name])
+                own[key] = _placed(saved, Key(name, key), parameters[name])
             if own:
                 state[number] = own
-            number += 1
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    try:
+        optimizer.load_state_dict({"state": state, "param_groups": every})
+    except Exception as error:
+        raise InvalidInput(
+            "an optimizer takes up the states that it gave",
+            got=f"{type(optimizer).__name__}.load_state_dict(): {type(error).__name__}: {error}",
+            remedy="load the module without it",
+        ) from error
+    for number, name in enumerate(name for names in groups for name in names):
+        kept = optimizer.state[parameters[name]] if number in state else {}
+        for key, value in state.get(number, {}).items():
+            # Torch brings states to the dtype of their parameter: a float32 master would be lost.
+            if isinstance(value, Tensor) and key in kept and kept[key].dtype != value.dtype:
+                kept[key] = value
 
 
-def _placed(saved: Checkpoint, name: str, key: str, parameter: Tensor) -> Tensor:
-    """A state, where its parameter lies if it has its shape; counters are whole everywhere."""
-    shape = saved.stored(name, key).shape
-    if not isinstance(parameter, DTensor) or not _is_like(key, shape, parameter):
-        return saved.read(name, key, tuple((0, size) for size in shape))
-    local = saved.read(name, key, bounds_of(parameter)).to(local_of(parameter).device)
+def _placed(saved: Checkpoint, key: Key, parameter: Tensor) -> Tensor:
+    """A state, where its parameter lies if it has its shape; others are whole everywhere."""
+    shape = saved.stored(key).shape
+    whole = tuple((0, size) for size in shape)
+    device = local_of(parameter).device
+    is_like = key.state != "step" and shape == tuple(parameter.shape)
+    if not isinstance(parameter, DTensor) or not (is_like or shape):
+        value = saved.read(key, whole)
+        return value if key.state == "step" else value.to(device)
+    value = saved.read(key, bounds_of(parameter) if is_like else whole).to(device)
     return DTensor.from_local(
-        local,
+        value,
         parameter.device_mesh,
-        parameter.placements,
+        parameter.placements if is_like else [Replicate()] * parameter.device_mesh.ndim,
         run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
+        shape=torch.Size(shape),
+        stride=parameter.stride() if is_like else value.stride(),
     )
 
 
-def _is_like(key: str, shape: Sequence[int], parameter: Tensor) -> bool:
-    """Whether a state has an element for each of its parameter's; "step" is torch's counter."""
-    return key != "step" and tuple(shape) == tuple(parameter.shape)
-
-
-def _is_known(key: str, value: Tensor, parameter: Tensor) -> bool:
+def _is_known(value: Tensor, parameter: Tensor) -> bool:
     """Whether it is certain what a rank has of a state."""
-    if isinstance(value, DTensor) and isinstance(parameter, DTensor):
-        is_there = value.placements == parameter.placements
-        return is_there and _is_like(key, value.shape, parameter)
+    if isinstance(value, DTensor):
+        is_sum = any(placement.is_partial() for placement in value.placements)
+        return isinstance(parameter, DTensor) and not is_sum
     return not isinstance(parameter, DTensor) or not value.ndim
 
 
-def _unknown(name: str, key: str, shape: Sequence[int], parameter: Tensor) -> InvalidInput:
+def _unknown(name: str, key: str, value: Tensor, parameter: Tensor) -> InvalidInput:
+    where = value.placements if isinstance(value, DTensor) else "a plain tensor"
     return InvalidInput(
-        "a state of an optimizer is a number, or has the shape and the place of its parameter",
-        got=f"{key} of {name}, of shape {list(shape)} for a parameter of {list(parameter.shape)}",
+        "a state of an optimizer is a number, or a DTensor that is no sum of what ranks have",
+        got=f"{key} of {name}, of shape {list(value.shape)}, {where}, for a parameter of "
+        f"{list(parameter.shape)}",
         remedy="use another optimizer, or save and load the module without it",
     )
 

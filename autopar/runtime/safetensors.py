@@ -48,6 +48,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SUFFIX = ".safetensors"
 _CONVERTED = "weights=torch.load(path, weights_only=True) if it was written by torch.save"
 INDEX = "model.safetensors.index.json"
+CHECKPOINT = "checkpoint.json"  # lies in the folder of a checkpoint
 MOST_HEADER = 100_000_000  # bytes, as the format has it
 # Runs of bytes that are shorter cost more in calls than the bytes between them: whole rows then.
 SHORTEST_RUN = 128
@@ -108,8 +109,11 @@ class SafetensorsFiles(Weights):
 
     def __init__(self, paths: list[Path]) -> None:
         found: dict[str, Held] = {}
+        self.metadata: dict[str, Any] = {}  # what the files say of themselves
         for path in paths:
-            for name, held in _header(path).items():
+            own, metadata = _header(path)
+            self.metadata |= metadata
+            for name, held in own.items():
                 if name in found:
                     raise _malformed(path, f"{name}, which is in {found[name].path} too")
                 found[name] = held
@@ -118,7 +122,8 @@ class SafetensorsFiles(Weights):
     def read(self, name: str, bounds: Bounds) -> Tensor:
         held = self.held[name]
         assert held.path is not None
-        part = torch.empty([length for _, length in bounds], dtype=held.dtype)
+        shape = [length for _, length in bounds]
+        part = torch.empty(shape, dtype=held.dtype, device="cpu")
         if part.numel():
             with held.path.open("rb", buffering=0) as file:
                 _read(file.fileno(), held, bounds, part)
@@ -150,6 +155,8 @@ def _opened(given: Any) -> Weights:
     files = sorted(path.glob(f"*{SUFFIX}"))
     if (index := path / INDEX).is_file():
         files = _indexed(index)
+    if (path / CHECKPOINT).is_file():
+        raise _unknown(f"{path}, a checkpoint of ap.save()", "ap.load(path, module)")
     if not files:
         raise _unknown(f"{path}, a folder without *.safetensors")
     return SafetensorsFiles(files)
@@ -184,8 +191,8 @@ def _indexed(index: Path) -> list[Path]:
     return files
 
 
-def _header(path: Path) -> dict[str, Held]:
-    """What a file holds, if all of it is told and nothing else."""
+def _header(path: Path) -> tuple[dict[str, Held], dict[str, Any]]:
+    """What a file holds, if all of it is told and nothing else; and what it says of itself."""
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little") if size >= 8 else MOST_HEADER + 1
@@ -197,7 +204,7 @@ def _header(path: Path) -> dict[str, Held]:
         text = file.read(length)
     try:
         entries = json.loads(text)
-        entries.pop("__metadata__", None)
+        metadata = dict(entries.pop("__metadata__", None) or {})
         found = {name: _entry(path, 8 + length, entry) for name, entry in entries.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise _malformed(path, f"no header ({type(error).__name__}: {error})") from None
@@ -208,7 +215,7 @@ def _header(path: Path) -> dict[str, Held]:
         end += held.size
     if end != size:
         raise _malformed(path, f"{size} bytes, of which the header tells {end}")
-    return found
+    return found, metadata
 
 
 def _entry(path: Path, begin: int, entry: Any) -> Held:
@@ -245,7 +252,7 @@ def _read(descriptor: int, held: Held, bounds: Bounds, part: Tensor) -> None:
         most = max(1, MOST_ROWS // stride)
         for first in range(0, count, most):
             block = piece[first : first + most]
-            whole = torch.empty(len(block), stride, dtype=torch.uint8)
+            whole = torch.empty(len(block), stride, dtype=torch.uint8, device="cpu")
             _fill(descriptor, held, at - offset + first * stride, whole.view(-1))
             block.copy_(whole[:, offset : offset + run])
 
@@ -288,6 +295,18 @@ def in_shards(kinds: Mapping[str, Held], most: float) -> dict[str, dict[str, Hel
     return {f"model-{i:05}-of-{count:05}{SUFFIX}": one for i, one in enumerate(shards, 1)}
 
 
+def require_file(path: Path) -> None:
+    """Refuse what a file of weights does not take the place of."""
+    if path.is_dir():
+        raise InvalidInput(
+            "a whole model is one file, or several in a folder",
+            got=f"{path}, which is a folder",
+            remedy='"model.safetensors", or max_shard_size=5e9 for files in a folder',
+        )
+    if path.exists():
+        open_weights(path)  # anything else does not go away
+
+
 def require_folder(path: Path, most: Any) -> None:
     """Refuse what shards cannot be written into, or no size of theirs."""
     rule = "shards are files of at most so many bytes, in a folder"
@@ -295,6 +314,12 @@ def require_folder(path: Path, most: Any) -> None:
         raise InvalidInput(rule, got=f"max_shard_size={most!r}", remedy="max_shard_size=5e9")
     if path.exists() and not path.is_dir():
         raise InvalidInput(rule, got=f"{path}, which is a file", remedy="give the path of a folder")
+    if (path / CHECKPOINT).is_file():
+        raise InvalidInput(
+            rule,
+            got=f"{path}, the folder of a checkpoint, which is replaced as a whole",
+            remedy="give another path",
+        )
 
 
 def forget_shards(folder: Path, names: Collection[str]) -> None:
@@ -314,10 +339,15 @@ def index_of(shards: Mapping[str, Mapping[str, Held]]) -> bytes:
     return json.dumps(told, indent=2, sort_keys=True).encode() + b"\n"
 
 
-def write(path: Path, kinds: Mapping[str, Held], values: Iterable[Tensor]) -> None:
+def write(
+    path: Path,
+    kinds: Mapping[str, Held],
+    values: Iterable[Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
     """A file of tensors of some kinds, whose `values` come one by one in their order; it is on the
-    disk when this returns."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    disk when this returns. `metadata`: what the file says of itself."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name, held in kinds.items():
         begin, end = end, end + held.size

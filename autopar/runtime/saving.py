@@ -21,16 +21,39 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from autopar._torch import local_of
 from autopar.errors import InvalidInput
-from autopar.runtime import checkpoint_files as files
-from autopar.runtime.checkpoint_files import Beside, Checkpoint
-from autopar.runtime.checkpoint_writing import Job, Key, Part, Saving, divided
+from autopar.plan.plan import SavedPlan
+from autopar.runtime.checkpoint_files import (
+    Beside,
+    Checkpoint,
+    Key,
+    SavedOptimizer,
+    require_storable,
+)
+from autopar.runtime.checkpoint_folders import (
+    VERSION,
+    Place,
+    accepted,
+    is_there,
+    put,
+    require_apart,
+    sync,
+    writing,
+)
+from autopar.runtime.checkpoint_writing import (
+    Job,
+    Part,
+    Saving,
+    Whole,
+    await_thread,
+    divided,
+    require_makes_whole,
+)
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.optimizer_states import (
+    Parameters,
     States,
     load_states,
     merged,
@@ -38,14 +61,15 @@ from autopar.runtime.optimizer_states import (
     states_of,
 )
 from autopar.runtime.placing import bounds_of
+from autopar.runtime.plain_data import plain
 from autopar.runtime.safetensors import (
     INDEX,
     Held,
     forget_shards,
     in_shards,
     index_of,
-    open_weights,
     require_dtype,
+    require_file,
     require_folder,
     write,
 )
@@ -57,7 +81,7 @@ class Listing:
     """What a rank has to save."""
 
     parts: tuple[Part, ...]
-    optimizer: files.SavedOptimizer | None
+    optimizer: SavedOptimizer | None
 
 
 def _tell_of_failures() -> None:
@@ -82,19 +106,26 @@ def save(
     options of its groups, the loss scale, the state of random numbers, the plan, and rank 0's
     `extra`, plain data and tensors. All ranks save together, into one folder; gradients are left.
 
-    It takes the place of an earlier one at this path when it is whole, and not before.
+    It takes the place of an earlier one at this path when it is whole, and not before; where
+    anything else lies nothing is replaced.
     `asynchronous`: values are copied to the host, and a thread writes them; training may go on.
     What is given back then has `wait()`; the next save of the module waits for this one by itself.
     """
-    path = _accepted(path, module)
-    _finish_earlier(module)
-    job = _prepared(path, module, optimizer, extra)
-    if asynchronous:
-        job.copy()
-        _under_way[module] = saving = Saving(module, job)
-        return saving
-    on_all(module.backend, job.write)
-    on_all(module.backend, job.commit if job.rank == 0 else _nothing)
+    _require_module(module)
+    if (earlier := _under_way.pop(module, None)) is not None and not earlier.is_over:
+        earlier.wait()
+    call = f"ap.save(asynchronous={bool(asynchronous)})"
+    job = _prepared(path, module, optimizer, extra, call)
+    try:
+        if asynchronous:
+            on_all(module.backend, job.copy)
+            _under_way[module] = saving = Saving(module, job)
+            return saving
+        on_all(module.backend, job.write)
+        on_all(module.backend, job.commit)
+    except Exception:
+        job.discard()
+        raise
     return None
 
 
@@ -109,31 +140,43 @@ def load(
     The optimizer is of the class that was saved, with the same parameters in its groups; their
     options become those that were saved. Random numbers go on on all ranks as rank 0's did.
     """
-    path = _accepted(path, module)
-    _finish_earlier(module)
+    _require_module(module)
+    backend = module.backend
 
-    def prepare() -> tuple[Checkpoint, dict[str, Tensor]]:
-        saved = Checkpoint(path)
-        held = _held(module)
+    def ready() -> Path:
+        whole = accepted(path)
+        await_thread(whole)
+        return whole
+
+    def prepare() -> tuple[Checkpoint, dict[str, Tensor], Parameters]:
+        saved, held = Checkpoint(where), _held(module)
+        parameters = dict(module.named_parameters())
         _require_fitting(saved, module, held)
         if optimizer is not None:
-            require_loadable(saved, optimizer, dict(module.named_parameters()))
-        return saved, held
-
-    saved, held = on_all(module.backend, prepare)
+            require_loadable(saved, optimizer, parameters)
+        return saved, held, parameters
 
     def take() -> None:
-        with torch.no_grad():
-            for name, value in held.items():
-                part = saved.read(name, "", bounds_of(value))
-                local_of(value).copy_(part)
-        if optimizer is not None:
-            load_states(saved, optimizer, dict(module.named_parameters()))
+        for name, value in held.items():
+            local_of(value).copy_(saved.read(Key(name), bounds_of(value)))
         if saved.beside.loss_scale is not None and module.loss_scale is not None:
             module.loss_scale = saved.beside.loss_scale
         torch.set_rng_state(saved.beside.random)
 
-    on_all(module.backend, take)
+    with torch.inference_mode(False), torch.no_grad():
+        where = on_all(backend, ready, "ap.load()")
+        saved, held, parameters = on_all(backend, prepare)
+        opened = gathered(backend, (saved.contents.id, optimizer is not None))
+        on_all(backend, lambda: _require_same(opened))
+        if optimizer is not None:
+            before = dict(vars(optimizer))
+            try:
+                on_all(backend, lambda: load_states(saved, optimizer, parameters))
+            except Exception:
+                vars(optimizer).clear()
+                vars(optimizer).update(before)
+                raise
+        on_all(backend, take)
     return saved.beside.extra
 
 
@@ -146,93 +189,141 @@ def save_safetensors(
 
     `max_shard_size`: the path is a folder, of files with at most as many bytes and an index of
     them, under the names that other programs look for; other files in it stay."""
-    path, backend, held = _accepted(path, module), module.backend, _held(module)
-    kinds = {name: Held(tuple(v.shape), v.dtype) for name, v in held.items()}
-    everyones = gathered(backend, kinds)
+    _require_module(module)
+    backend, is_first = module.backend, rank_of(module.backend) == 0
+
+    def look() -> tuple[Path, dict[str, Tensor]]:
+        return accepted(path), _held(module)
+
+    place, held = on_all(backend, look, "ap.save_safetensors()")
+    everyones = gathered(backend, {n: Held(tuple(v.shape), v.dtype) for n, v in held.items()})
     every = {name: kind for one in everyones for name, kind in one.items()}
     kinds = {name: every[name] for name in module.saved_names}
+    folder = place.parent if max_shard_size is None else place
+
+    def accept() -> dict[str, dict[str, Held]]:
+        for name, kind in kinds.items():
+            require_dtype(name, kind.dtype)
+        if max_shard_size is None:
+            require_file(place)
+        else:
+            require_folder(place, max_shard_size)
+        if is_first:
+            with writing(place):
+                folder.mkdir(parents=True, exist_ok=True)
+        return {place.name: kinds} if max_shard_size is None else in_shards(kinds, max_shard_size)
 
     def whole(names: Iterable[str]) -> Iterator[Tensor]:
         for name in names:
             yield backend.collect({name: held[name]} if name in held else {})[name]
 
-    def accept() -> dict[str, dict[str, Held]]:
-        for name, kind in kinds.items():
-            require_dtype(name, kind.dtype)
-        if max_shard_size is not None:
-            require_folder(path, max_shard_size)
-        elif path.exists():
-            open_weights(path)  # anything else does not go away
-        folder.mkdir(parents=True, exist_ok=True)
-        return {path.name: kinds} if max_shard_size is None else in_shards(kinds, max_shard_size)
-
-    folder = path.parent if max_shard_size is None else path
     shards = on_all(backend, accept)
-    is_first = rank_of(backend) == 0
+    file = _Files(folder, place)
     with backend.guard():
-        for file, those in shards.items():
-            if is_first:
-                write(files.beside(folder / file, "new"), those, whole(those))
-            else:
-                deque(whole(those), maxlen=0)
-        if is_first:
-            if max_shard_size is not None:
-                forget_shards(folder, shards)
-            for file in shards:
-                files.beside(folder / file, "new").replace(folder / file)
+        for name, those in shards.items():
+            file.write(name, those, whole(those), is_first)
+    on_all(backend, lambda: file.finish(shards, max_shard_size is not None, is_first))
+
+
+class _Files:
+    """Files of weights, which take their places when all are written."""
+
+    def __init__(self, folder: Path, place: Path) -> None:
+        self._folder, self._place = folder, place
+        self._failed: OSError | None = None
+
+    def _unfinished(self, name: str) -> Path:
+        return self._folder / f".{name}.new"
+
+    def write(
+        self, name: str, kinds: Mapping[str, Held], values: Iterator[Tensor], here: bool
+    ) -> None:
+        """One of them, if it is written `here`; all `values` come, since ranks make them together,
+        also if the disk is full."""
+        if here and self._failed is None:
+            try:
+                write(self._unfinished(name), kinds, values)
+            except OSError as error:
+                self._failed = error
+        deque(values, maxlen=0)
+
+    def finish(self, shards: Mapping[str, Mapping[str, Held]], in_shards: bool, here: bool) -> None:
+        if not here:
+            return
+        with writing(self._place):
+            if self._failed is not None:
+                for name in shards:
+                    self._unfinished(name).unlink(missing_ok=True)
+                raise self._failed
+            if in_shards:
+                forget_shards(self._folder, shards)
+            for name in shards:
+                self._unfinished(name).replace(self._folder / name)
             if len(shards) > 1:
-                files.put(folder, INDEX, index_of(shards))
-            files.sync(folder)
-    on_all(backend, _nothing)
+                put(self._folder, INDEX, index_of(shards))
+            sync(self._folder)
 
 
 def is_saved(path: str | PathLike[str]) -> bool:
     """Whether `save` has written a checkpoint there that is whole, which `load` would take up."""
-    return files.is_there(_whole_path(path))
+    return is_there(accepted(path))
 
 
 def _prepared(
-    path: Path, module: ParallelModule, optimizer: torch.optim.Optimizer | None, extra: Any
+    path: Any,
+    module: ParallelModule,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Any,
+    call: str,
 ) -> Job:
     """What this rank is to write, into a folder that is there."""
     backend, rank = module.backend, rank_of(module.backend)
 
-    def alone() -> tuple[dict[Key, Tensor], States | None]:
-        parameters = dict(module.named_parameters())
-        states = None if optimizer is None else states_of(optimizer, parameters)
-        tensors: dict[Key, Tensor] = {(name, ""): value for name, value in _held(module).items()}
-        if states is not None:
-            tensors |= states.tensors
-        for (name, state), value in tensors.items():
-            require_dtype(files.label_of(name, state), value.dtype)
-        _require_plain(extra)
-        return tensors, states
+    def alone() -> tuple[Path, dict[Key, Tensor], States | None]:
+        where = accepted(path)
+        require_apart(where)
+        states = None
+        if optimizer is not None:
+            states = states_of(optimizer, dict(module.named_parameters()))
+        tensors = {Key(name): value for name, value in _held(module).items()}
+        tensors |= {} if states is None else states.tensors
+        for key, value in tensors.items():
+            require_storable(key, value.dtype)
+        return where, tensors, states
 
-    tensors, states = on_all(backend, alone)
+    where, tensors, states = on_all(backend, alone, call)
     parts = {Part(key, tuple(v.shape), v.dtype, bounds_of(v)): v for key, v in tensors.items()}
     own = Listing(tuple(parts), None if states is None else states.saved)
     listings = gathered(backend, own, everywhere=False)
-    shares, contents = divided([one.parts for one in listings]) if rank == 0 else ([], None)
-    share = handed_out(backend, shares)
-    others: dict[str, Any] = {"plan": module.plan}
 
-    def start() -> None:
-        if rank == 0:
-            saved = merged([one.optimizer for one in listings])
-            scale = None if module.loss_scale is None else replace(module.loss_scale)
-            made = Beside(torch.get_rng_state(), scale, saved, extra)
-            others["beside"] = made.to_bytes()
-            files.begin(path)
+    def arrange() -> tuple[Place, Whole, list[list[tuple[str, Part]]]] | None:
+        if rank != 0:
+            return None
+        await_thread(where)
+        place = Place(where)
+        shares, contents = divided([one.parts for one in listings], place.id)
+        require_makes_whole(contents, module.saved_names)
+        saved = merged([one.optimizer for one in listings])
+        scale = None if module.loss_scale is None else replace(module.loss_scale)
+        random, given = torch.get_rng_state(), plain(extra, "extra")
+        beside = Beside(VERSION, place.id, random, scale, saved, given).to_bytes()
+        whole = Whole(contents, beside, SavedPlan.of(module.plan).to_bytes())
+        place.begin()
+        return place, whole, shares
 
-    on_all(backend, start)
-    on_all(backend, lambda: files.require_seen(path))
-    return Job(
-        path,
-        rank,
-        {key: (part, local_of(parts[part]).detach()) for key, part in share},
-        contents,
-        others,
-    )
+    arranged = on_all(backend, arrange)
+    whole = None if arranged is None else arranged[1]
+    given = [] if arranged is None else [(arranged[0].id, share) for share in arranged[2]]
+    save, share = handed_out(backend, given)
+    place = Place(where, save) if arranged is None else arranged[0]
+    mine = {key: (part, local_of(parts[part]).detach()) for key, part in share}
+    job = Job(place, rank, mine, whole)
+    try:
+        on_all(backend, place.require_seen)
+    except Exception:
+        job.discard()
+        raise
+    return job
 
 
 def _held(module: ParallelModule) -> dict[str, Tensor]:
@@ -242,41 +333,28 @@ def _held(module: ParallelModule) -> dict[str, Tensor]:
     return {name: every[name] for name in module.saved_names if name in every}
 
 
-def _accepted(path: Any, module: Any) -> Path:
-    """The whole of a path; or refuse what is no path, or no parallel module."""
-    whole = _whole_path(path)
+def _require_module(module: Any) -> None:
     if not isinstance(module, ParallelModule):
         raise InvalidInput(
             "what is saved and loaded is a parallel module",
             got=f"a value of type {type(module).__name__}",
             remedy="give what parallelize() has made; torch.save(model.state_dict()) is for others",
         )
-    return whole
 
 
-def _whole_path(path: Any) -> Path:
-    if not isinstance(path, str | PathLike):
-        raise InvalidInput(
-            "a checkpoint has a path",
-            got=f"a value of type {type(path).__name__}",
-            remedy='ap.save("run/100", module)',
-        )
-    return Path(path).absolute()
-
-
-def _finish_earlier(module: ParallelModule) -> None:
-    """What a thread still writes of this module is whole before anything else."""
-    if (earlier := _under_way.pop(module, None)) is not None:
-        earlier.wait()
-
-
-def _require_plain(extra: Any) -> None:
-    if any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(extra)):
-        raise InvalidInput(
-            "extra holds plain tensors, which are rank 0's",
-            got="a DTensor in extra",
-            remedy="give its full_tensor()",
-        )
+def _require_same(opened: list[tuple[str, bool]]) -> None:
+    """Refuse what ranks have opened if it is not one checkpoint, for the same things."""
+    if len(set(opened)) == 1:
+        return
+    told = [
+        f"rank {rank}: save {save}, {'with' if has_optimizer else 'without'} an optimizer"
+        for rank, (save, has_optimizer) in enumerate(opened)
+    ]
+    raise InvalidInput(
+        "all ranks load one checkpoint, all with an optimizer or all without",
+        got="\n".join(told),
+        remedy="give all ranks the same path on a disk that they share, and the same arguments",
+    )
 
 
 def _require_fitting(saved: Checkpoint, module: ParallelModule, held: Mapping[str, Tensor]) -> None:
@@ -286,7 +364,7 @@ def _require_fitting(saved: Checkpoint, module: ParallelModule, held: Mapping[st
     wrong += [f"unexpected: {name}" for name in there if name not in set(here)]
     for name, value in held.items():
         if name in there:
-            shape, dtype = there[name].shape, saved.dtype(name)
+            shape, dtype = there[name].shape, there[name].dtype
             if shape != tuple(value.shape) or not torch.can_cast(dtype, value.dtype):
                 own = f"{list(value.shape)} {value.dtype}"
                 wrong.append(f"misshapen: {name} {list(shape)} {dtype}, not {own}")
@@ -296,7 +374,3 @@ def _require_fitting(saved: Checkpoint, module: ParallelModule, held: Mapping[st
             got="\n".join(wrong[:8]),
             remedy="load it into the model that was saved",
         )
-
-
-def _nothing() -> None:
-    return

@@ -18,14 +18,15 @@ def rank_of(backend: Backend) -> int:
     return backend.world.rank if isinstance(backend, TorchBackend) else 0
 
 
-def on_all(backend: Backend, work: Callable[[], T]) -> T:
-    """What `work` makes here; what it refuses on one rank, all ranks refuse."""
+def on_all(backend: Backend, work: Callable[[], T], call: str = "") -> T:
+    """What `work` makes here; what it refuses on one rank, all ranks refuse. So they do if they
+    have come here by other calls than `call`."""
     if not isinstance(backend, TorchBackend):
         with backend.local_checks():
             return work()
     made: list[T] = []
     with backend.guard(agreed=True):
-        require_same_call(lambda: made.append(work()))
+        require_same_call(lambda: made.append(work()), call=call)
     return made[0]
 
 

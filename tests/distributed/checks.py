@@ -20,7 +20,12 @@ from autopar import Mesh
 from autopar.runtime.world import world
 from tests import models, recipes
 from tests.annotations import megatron, sequence, stored, vocabulary
-from tests.distributed.saving import dropping, resumes_on_other_meshes
+from tests.distributed.saving import (
+    dropping,
+    optimizers_with_states_of_other_shapes_go_on,
+    ranks_save_and_load_the_same,
+    resumes_on_other_meshes,
+)
 from tests.held import held_by, kept_for_backward, local_bytes, pieces_of, storages
 from tests.models import Case
 from tests.outputs import (
@@ -714,6 +719,8 @@ def cases() -> list[tuple[Case, None]]:
 
 CHECKS = [
     resumes_on_other_meshes,
+    optimizers_with_states_of_other_shapes_go_on,
+    ranks_save_and_load_the_same,
     draws_as_one_device_does,
     trains_like_one_device,
     recomputes_regions,

@@ -63,6 +63,59 @@ def resumes_on_other_meshes() -> None:
     dist.barrier()
 
 
+def optimizers_with_states_of_other_shapes_go_on() -> None:
+    """Adafactor keeps sums over rows and columns, which are DTensors with places of their own."""
+    case, folder, losses = models.shared("mlp"), shared_folder(), []
+    cut = {"mesh": Mesh(dp=4), "mode": "data", "states": "whole"}
+    ways = [WAYS["one"], cut, WAYS["1f1b"] | {"states": "whole"}]
+    modules = [ap.parallelize(case.model, case.args, **way) for way in ways]
+    optimizers = [torch.optim.Adafactor(one.parameters(), lr=0.1) for one in modules]
+    for number, (module, optimizer) in enumerate(zip(modules, optimizers)):
+        if number == 2:
+            ap.load(folder / "a", module, optimizer)
+        for step in range(2 if number == 2 else 4):
+            if (number, step) == (1, 2):
+                ap.save(folder / "a", module, optimizer)
+            losses.append(float(module.step(*case.args)))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses[4:8] == pytest.approx(losses[:4], rel=1e-9)
+    assert losses[8:] == pytest.approx(losses[2:4], rel=1e-9)
+
+
+def ranks_save_and_load_the_same() -> None:
+    """What they do apart is refused on all, by name, and nothing has changed."""
+    case, folder, is_odd = models.shared("mlp"), shared_folder(), dist.get_rank() == 2
+    options: dict[str, Any] = {"mesh": Mesh(dp=4), "mode": "data", "states": "zero3"}
+    module = ap.parallelize(case.model, case.args, **options)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module.step(*case.args)
+    optimizer.step()
+    for name in "ab":
+        ap.save(folder / name, module, optimizer)
+    before = module.full_state_dict()
+    with pytest.raises(ap.InvalidInput, match="all ranks load one checkpoint"):
+        ap.load(folder / ("b" if is_odd else "a"), module, optimizer)
+    with pytest.raises(ap.InvalidInput, match="all with an optimizer or all without"):
+        ap.load(folder / "a", module, None if is_odd else optimizer)
+    with pytest.raises(ap.InvalidInput, match="the same call"):
+        ap.save(folder / "c", module, asynchronous=is_odd)
+    with pytest.raises(ap.InvalidInput, match="the same call"):
+        (ap.load if is_odd else ap.save)(folder / "a", module)
+    kept = optimizer.state[next(iter(module.parameters()))]
+    whole = dict(kept)
+    if is_odd:
+        del kept["exp_avg_sq"]
+    with pytest.raises(ap.InvalidInput, match="is not whole"):
+        ap.save(folder / "a", module, optimizer)
+    kept.update(whole)
+    ap.load(folder / "a", module, optimizer)
+    for name, value in module.full_state_dict().items():
+        assert torch.equal(value, before[name]), name
+    dist.barrier()
+    assert sorted(one.name for one in folder.iterdir()) == ["a", "b"]
+
+
 def whole_model_goes_through_a_file(run: Run, path: Path) -> None:
     ap.save_safetensors(path, run.module)
     options = WAYS["1f1b"] | {"weights": path}

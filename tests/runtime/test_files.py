@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 import sys
@@ -21,7 +22,8 @@ from autopar.layout import Layout
 from autopar.pipeline import load, schedule, simulate, to_csv, to_text
 from autopar.plan.plan import SavedPlan
 from autopar.runtime import safetensors
-from autopar.runtime.checkpoint_files import INDEX, file_name
+from autopar.runtime.checkpoint_files import Key, metadata_of
+from autopar.runtime.checkpoint_folders import INDEX, file_name
 from autopar.runtime.checkpoint_writing import Part, divided
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.placing import part_of
@@ -156,10 +158,9 @@ def halved(module: ParallelModule, folder: Path) -> Any:
         optimizer.state[value]["momentum_buffer"] = value.detach() + 1
     ap.save(folder, module, optimizer)
     named = dict(module.named_parameters())
-    held = {(name, ""): value for name, value in named.items()}
-    held |= {
-        (n, "momentum_buffer"): optimizer.state[v]["momentum_buffer"] for n, v in named.items()
-    }
+    held = {Key(name): value for name, value in named.items()}
+    for name, value in named.items():
+        held[Key(name, "momentum_buffer")] = optimizer.state[value]["momentum_buffer"]
     layout, listed = Layout("d", None), []
     for rank in range(2):
         parts = {}
@@ -168,11 +169,12 @@ def halved(module: ParallelModule, folder: Path) -> Any:
             bounds = cut.local_bounds(value.shape, ap.Mesh(d=2), rank)
             parts[Part(key, tuple(value.shape), value.dtype, bounds)] = part_of(value, bounds)
         listed.append(parts)
-    shares, contents = divided([tuple(parts) for parts in listed])
+    save = json.loads((folder / INDEX).read_bytes())["id"]
+    shares, contents = divided([tuple(parts) for parts in listed], save)
     for rank, share in enumerate(shares):
         kinds = {key: part.held for key, part in share}
         values = (listed[rank][part] for _, part in share)
-        safetensors.write(folder / file_name(rank), kinds, values)
+        safetensors.write(folder / file_name(rank), kinds, values, metadata_of(save))
     return write(contents)
 
 

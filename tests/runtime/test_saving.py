@@ -22,7 +22,7 @@ from torch import nn
 
 import autopar as ap
 from autopar import Mesh
-from autopar.runtime import checkpoint_files
+from autopar.runtime import checkpoint_folders
 from autopar.runtime.checkpoint_writing import Job
 from tests import models
 from tests.captures import shared_captures
@@ -285,7 +285,7 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(ap.InvalidInput, match="of one parameter each"):
         ap.save(tmp_path / "c", run.module, lbfgs)
     run.load(tmp_path / "a")
-    assert checkpoint_files.INDEX in os.listdir(tmp_path / "a")
+    assert checkpoint_folders.INDEX in os.listdir(tmp_path / "a")
 
 
 @pytest.mark.parametrize(

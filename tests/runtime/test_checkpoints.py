@@ -1,0 +1,350 @@
+"""Checkpoints in odd places, of odd things: what is saved comes back as it was, what would not is
+refused before anything is written, and nothing of anybody else's is lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar as ap
+from autopar import Mesh
+from autopar.runtime import checkpoint_folders, checkpoint_writing, saving
+from autopar.runtime.checkpoint_writing import Job
+from tests.captures import shared_captures
+
+X = torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4)
+
+
+class Model(nn.Module):
+    """Whose names are texts that a state's could be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        for name in ("w", "exp_avg of w", '"exp_avg" of w'):
+            self.register_parameter(name, nn.Parameter(torch.rand(4, dtype=torch.float64)))
+        self.register_buffer("e8", torch.rand(3).to(torch.float8_e8m0fnu))
+        self.register_buffer("complex", torch.rand(2, 3, dtype=torch.complex128))
+        self.register_buffer("count", torch.tensor(7, dtype=torch.uint16))
+        self.register_buffer("none", torch.zeros(0, 2, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.w + getattr(self, "exp_avg of w") + getattr(self, '"exp_avg" of w')
+        return (x * weight).square().mean()
+
+
+@pytest.fixture(autouse=True)
+def capture_once() -> Iterator[None]:
+    with shared_captures():
+        yield
+
+
+def made() -> tuple[ap.ParallelModule, torch.optim.Optimizer]:
+    """One that has learned a step."""
+    module = ap.parallelize(Model(), (X,), mesh=Mesh(dp=2), mode="data", backend="virtual")
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    train(module, optimizer)
+    return module, optimizer
+
+
+def train(module: ap.ParallelModule, optimizer: torch.optim.Optimizer) -> None:
+    module.step(X)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def values(module: ap.ParallelModule) -> dict[str, Any]:
+    """Whose equality is that of all bits."""
+    state = module.full_state_dict()
+    return {name: (v.dtype, v.reshape(-1).view(torch.uint8).tolist()) for name, v in state.items()}
+
+
+def test_every_name_and_dtype_comes_back(tmp_path: Path) -> None:
+    module, optimizer = made()
+    kept = optimizer.state[module.get_parameter("w")]
+    kept["master"] = torch.full((4,), 1 / 3, dtype=torch.float32)
+    kept[""] = torch.full((4,), 5.0, dtype=torch.float64)
+    before = values(module)
+    ap.save(tmp_path / "a", module, optimizer)
+    train(module, optimizer)
+    kept.clear()
+    with torch.device("meta"), torch.inference_mode():
+        ap.load(tmp_path / "a", module, optimizer)
+    assert values(module) == before
+    kept = optimizer.state[module.get_parameter("w")]
+    assert torch.equal(kept["master"], torch.full((4,), 1 / 3, dtype=torch.float32))
+    assert torch.equal(kept[""], torch.full((4,), 5.0, dtype=torch.float64))
+    train(module, optimizer)
+
+
+class Counting(torch.optim.SGD):
+    """With a state dict of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "counted": 3}
+
+
+def test_what_is_of_no_parameter_is_not_saved(tmp_path: Path) -> None:
+    module, optimizer = made()
+    states: dict[Any, Any] = optimizer.state
+    for key, value in ((0, torch.ones(4)), (("a", 1), 2)):
+        states[module.get_parameter("w")][key] = value
+        with pytest.raises(ap.InvalidInput, match="which is no name"):
+            ap.save(tmp_path / "a", module, optimizer)
+        del states[module.get_parameter("w")][key]
+    states["global"] = {"n": 7}
+    with pytest.raises(ap.InvalidInput, match="'global', which is no parameter"):
+        ap.save(tmp_path / "a", module, optimizer)
+    with pytest.raises(ap.InvalidInput, match="counted"):
+        ap.save(tmp_path / "a", module, Counting(module.parameters()))
+    with pytest.raises(ap.InvalidInput) as error:
+        ap.save(tmp_path / "a", module, [optimizer])  # type: ignore[arg-type]
+    assert "each" in error.value.remedy
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_cannot_be_taken_up_changes_nothing(tmp_path: Path) -> None:
+    module, optimizer = made()
+    ap.save(tmp_path / "a", module, optimizer)
+    train(module, optimizer)
+    before, told = values(module), str(optimizer.state_dict())
+    data = torch.load(tmp_path / "a" / "beside.pt")
+    spoiled = {**data, "random": data["random"][:16]}
+    torch.save(spoiled, tmp_path / "a" / "beside.pt")
+    with pytest.raises(ap.InvalidInput, match="as ap"):
+        ap.load(tmp_path / "a", module, optimizer)
+    torch.save(data, tmp_path / "a" / "beside.pt")
+    with (
+        patch.object(type(optimizer), "load_state_dict", side_effect=KeyError("counted")),
+        pytest.raises(ap.InvalidInput, match="takes up the states"),
+    ):
+        ap.load(tmp_path / "a", module, optimizer)
+    assert values(module) == before
+    assert str(optimizer.state_dict()) == told
+
+
+def a_newer_index(folder: Path) -> None:
+    index = json.loads((folder / "checkpoint.json").read_text())
+    (folder / "checkpoint.json").write_text(json.dumps({**index, "version": 2, "more": []}))
+
+
+def a_newer_file_beside(folder: Path) -> None:
+    data = torch.load(folder / "beside.pt")
+    torch.save({**data, "version": 2, "more": []}, folder / "beside.pt")
+
+
+def newer_pieces(folder: Path) -> None:
+    file = folder / "rank-0.safetensors"
+    file.write_bytes(file.read_bytes().replace(b'"version": "1"', b'"version": "2"'))
+
+
+@pytest.mark.parametrize("spoil", [a_newer_index, a_newer_file_beside, newer_pieces])
+def test_a_newer_one_is_called_newer(spoil: Callable[[Path], None], tmp_path: Path) -> None:
+    module, _ = made()
+    ap.save(tmp_path / "a", module)
+    spoil(tmp_path / "a")
+    with pytest.raises(ap.InvalidInput, match="or by a later one"):
+        ap.load(tmp_path / "a", module)
+    if spoil is a_newer_index:
+        with pytest.raises(ap.InvalidInput, match="or by a later one"):
+            ap.save(tmp_path / "a", module)
+
+
+def test_files_of_several_saves_are_no_checkpoint(tmp_path: Path) -> None:
+    module, optimizer = made()
+    for name in ("a", "b"):
+        ap.save(tmp_path / name, module, optimizer)
+    for name in ("rank-0.safetensors", "beside.pt"):
+        shutil.copytree(tmp_path / "b", tmp_path / "c")
+        shutil.copy(tmp_path / "a" / name, tmp_path / "c" / name)
+        with pytest.raises(ap.InvalidInput, match=f"{name} is of another checkpoint"):
+            ap.load(tmp_path / "c", module, optimizer)
+        shutil.rmtree(tmp_path / "c")
+
+
+def test_a_checkpoint_takes_the_place_of_its_own_files_alone(tmp_path: Path) -> None:
+    module, _ = made()
+    ap.save(tmp_path / "run", module)
+    ap.save(tmp_path / "run" / "best", module, extra="best")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "checkpoint.json").write_text("{}")
+    (tmp_path / "other" / "thesis").touch()
+    (tmp_path / "file").touch()
+    for name in ("run", "other", "file"):
+        with pytest.raises(ap.InvalidInput, match="takes the place of another"):
+            ap.save(tmp_path / name, module)
+    assert ap.load(tmp_path / "run" / "best", module) == "best"
+    assert (tmp_path / "other" / "thesis").exists()
+    ap.save(tmp_path / "late", module)
+    write = Job.write
+
+    def while_others_write(job: Job) -> None:
+        write(job)
+        (tmp_path / "late" / "notes").touch()
+
+    with (
+        patch.object(Job, "write", while_others_write),
+        pytest.raises(ap.InvalidInput, match="where notes is too"),
+    ):
+        ap.save(tmp_path / "late", module)
+    assert (tmp_path / "late" / "notes").exists()
+    assert ap.is_saved(tmp_path / "late")
+    assert not [one for one in tmp_path.iterdir() if one.name.startswith(".")]
+
+
+def test_links_lead_to_where_checkpoints_are(tmp_path: Path) -> None:
+    module, _ = made()
+    for name in ("to a folder", "dangling"):
+        link, folder = tmp_path / name, tmp_path / f"{name}'s"
+        if name == "to a folder":
+            ap.save(folder, module)
+        link.symlink_to(folder)
+        for count in range(3):
+            ap.save(link, module, extra=count)
+        assert link.is_symlink()
+        assert ap.load(folder, module) == ap.load(link, module) == 2
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for path in (tmp_path / "loop", "a\0b", tmp_path / ("n" * 300), tmp_path / ("n" * 252)):
+        with pytest.raises(ap.InvalidInput):
+            ap.save(path, module)
+        with pytest.raises(ap.InvalidInput):
+            ap.load(path, module)
+    (tmp_path / "empty").mkdir()
+    before = Path.cwd()
+    os.chdir(tmp_path / "empty")
+    try:
+        for path in (".", "..", "../empty"):
+            with pytest.raises(ap.InvalidInput, match="the working directory"):
+                ap.save(path, module)
+    finally:
+        os.chdir(before)
+    ap.save(tmp_path / "empty", module)
+
+
+def test_what_cannot_be_deleted_is_in_nobodys_way(tmp_path: Path) -> None:
+    module, _ = made()
+    ap.save(tmp_path / "a", module)
+    with patch.object(checkpoint_folders, "_discard", lambda folder: None):
+        for count in range(3):
+            ap.save(tmp_path / "a", module, extra=count)
+    assert len(list(tmp_path.iterdir())) == 4
+    assert ap.load(tmp_path / "a", module) == 2
+    ap.save(tmp_path / "a", module)
+    assert [one.name for one in tmp_path.iterdir()] == ["a"]
+
+
+def test_modules_that_are_saved_to_one_path_do_not_mix(tmp_path: Path) -> None:
+    first, second, other = made()[0], made()[0], made()[0]
+    for number, module in enumerate((first, second)):
+        for parameter in module.parameters():
+            nn.init.constant_(parameter, number)
+    may_write, write = threading.Event(), Job.write
+
+    def wait_first(job: Job) -> None:
+        may_write.wait(60)
+        write(job)
+
+    with patch.object(Job, "write", wait_first):
+        savings = [ap.save(tmp_path / "a", first, extra=0, asynchronous=True)]
+        threading.Timer(0.05, may_write.set).start()
+        savings.append(ap.save(tmp_path / "a", second, extra=1, asynchronous=True))
+    assert ap.load(tmp_path / "a", other) == 1
+    assert values(other) == values(second)
+    for saving_ in savings:
+        assert saving_ is not None
+        saving_.wait()
+
+
+def full(*args: Any, **kwargs: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
+    module, _ = made()
+    ap.save(tmp_path / "a", module, extra=1)
+    plain = ap.parallelize(nn.Linear(4, 4), (torch.ones(2, 4),), mesh=Mesh(one=1), mode="data")
+    ap.save_safetensors(tmp_path / "m.safetensors", plain)
+    there = sorted(tmp_path.iterdir())
+    with patch.object(saving, "write", full), pytest.raises(ap.InvalidInput, match="No space"):
+        ap.save_safetensors(tmp_path / "m.safetensors", plain)
+    for what in ("write", "put"):
+        with patch.object(checkpoint_writing, what, full):
+            with pytest.raises(ap.InvalidInput, match="No space"):
+                ap.save(tmp_path / "a", module)
+            last = ap.save(tmp_path / "a", module, asynchronous=True)
+            assert last is not None
+            for _ in range(2):  # each says that there is none
+                with pytest.raises(ap.InvalidInput, match="No space"):
+                    last.wait()
+        assert sorted(tmp_path.iterdir()) == there
+    assert ap.load(tmp_path / "a", module) == 1
+
+
+def test_whole_models_and_checkpoints_are_told_apart(tmp_path: Path) -> None:
+    module = ap.parallelize(nn.Linear(4, 4), (torch.ones(2, 4),), mesh=Mesh(one=1), mode="data")
+    ap.save(tmp_path / "a", module)
+    before = sorted((tmp_path / "a").iterdir())
+    for options in ({}, {"max_shard_size": 1e9}):
+        with pytest.raises(ap.InvalidInput, match="folder"):
+            ap.save_safetensors(tmp_path / "a", module, **options)
+    assert sorted((tmp_path / "a").iterdir()) == before
+    with pytest.raises(ap.InvalidInput) as error:
+        ap.parallelize(
+            nn.Linear(4, 4), (torch.ones(2, 4),), mesh=Mesh(one=1), weights=tmp_path / "a"
+        )
+    assert "ap.load" in error.value.remedy
+    module.close()
+    for call in (ap.save, ap.load, ap.save_safetensors):
+        with pytest.raises(ap.InvalidInput, match="closed module"):
+            call(tmp_path / "a", module)
+
+
+class Odd:
+    pass
+
+
+def itself() -> list[Any]:
+    made: list[Any] = []
+    made.append(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [
+        (Odd(), "extra['a'][1]: a value of type tests.runtime.test_checkpoints.Odd"),
+        (defaultdict(int), "extra['a'][1]: a value of type collections.defaultdict"),
+        (torch.ones(3).numpy(), "extra['a'][1]: a value of type numpy.ndarray"),
+        (itself(), "extra['a'][1][0], which holds itself"),
+    ],
+)
+def test_what_is_no_plain_data_is_named(value: Any, where: str, tmp_path: Path) -> None:
+    module, _ = made()
+    with pytest.raises(ap.InvalidInput) as error:
+        ap.save(tmp_path / "a", module, extra={"a": [1, value]})
+    assert error.value.got == where
+    assert not any(tmp_path.iterdir())
+
+
+def test_plain_data_comes_back(tmp_path: Path) -> None:
+    module, optimizer = made()
+    number = torch.tensor([0.5], dtype=torch.float64).numpy()[0]
+    optimizer.param_groups[0]["lr"] = number
+    given = {"step": 3, "best": number, 4: (None, {1}, b"a", 1j, torch.float16, X.shape)}
+    ap.save(tmp_path / "a", module, optimizer, extra=given)
+    found = ap.load(tmp_path / "a", module, optimizer)
+    assert found == given
+    assert type(found["best"]) is float
+    assert type(optimizer.param_groups[0]["lr"]) is float
