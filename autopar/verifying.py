@@ -193,7 +193,9 @@ def _forward(
     named = dict(model.named_parameters()) | dict(model.named_buffers())
     device = next((value.device for value in named.values()), torch.device("cpu"))
     with same_numbers(0):
-        inputs = program.bind(*call, program.whole_shapes) | captured.draw(device)
+        inputs = program.bind(*call, program.whole_shapes)
+        assert inputs is not None
+        inputs |= captured.draw(device)
     given = dict(program.split(inputs)[0])
     given |= {key: named[n] for key, n in (captured.parameters | captured.buffers).items()}
     expected: dict[str, Tensor] = {}

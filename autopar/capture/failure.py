@@ -104,7 +104,13 @@ def explain(
     )
 
 
-def require_one_dtype(captured: Captured) -> None:
+_OF_PRECISION = (
+    "buffers keep their dtype: cast them, or what is made of them, where they are read "
+    "(table.to(x.dtype)); or leave the precision out"
+)
+
+
+def require_one_dtype(captured: Captured, remedy: str = _OF_PRECISION) -> None:
     """Refuse products of tensors in several dtypes, which torch finds out when they run."""
     for node in captured.operators:
         rule = captured.rules[node.name]
@@ -117,8 +123,7 @@ def require_one_dtype(captured: Captured) -> None:
                 "a layer is given its input in the dtype that it computes in",
                 got=f"{operator_of(node)} of {', '.join(map(str, dtypes))}, in "
                 f"{info(node).module or 'the model'}",
-                remedy="buffers keep their dtype: cast them, or what is made of them, where they "
-                "are read (table.to(x.dtype)); or leave the precision out",
+                remedy=remedy,
                 source=info(node).source,
             )
 

@@ -103,7 +103,7 @@ class Microbatches:
 def cut_batch(captured: Captured, count: int, tells: bool = False) -> Microbatches:
     """The program of one of `count` equal micro-batches, which returns its share of the loss; if it
     `tells`, its share or part of every output."""
-    batch = _batch_of(captured, count)
+    batch = _require_parts(captured, count)
     cutter = Cutter(captured, count, tells)
     for node in captured.graph.nodes:
         if node in cutter.live:
@@ -128,10 +128,16 @@ def batch_statistics(captured: Captured) -> tuple[fx.Node, ...]:
     return tuple(node for node in captured.graph.nodes if traits_of(node).statistics)
 
 
-def _batch_of(captured: Captured, count: int) -> int:
-    inputs = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
-    shapes = [info(inputs[name]).val.shape for name in captured.inputs if name is not None]
-    batch = next((shape[0] for shape in shapes if len(shape)), None)
+def batch_of(captured: Captured) -> int | None:
+    """The first dim of the first input that has one."""
+    nodes = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
+    shapes = [info(nodes[name]).val.shape for name in captured.inputs if name is not None]
+    return next((int(shape[0]) for shape in shapes if len(shape)), None)
+
+
+def _require_parts(captured: Captured, count: int) -> int:
+    """The batch, if it has so many equal parts."""
+    batch = batch_of(captured)
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise InvalidInput(
             "a step has a whole number of micro-batches, at least 1",

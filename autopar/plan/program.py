@@ -149,8 +149,8 @@ class Program:
 
     def bind(
         self, args: tuple, kwargs: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
-    ) -> dict[str, Tensor]:
-        """The tensors of a call by placeholder, checked against what was captured.
+    ) -> dict[str, Tensor] | None:
+        """The tensors of a call by placeholder; None of a call that is another program's.
 
         `shapes` are those expected here (a rank's own, with local inputs).
         """
@@ -163,52 +163,33 @@ class Program:
         else:
             leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
             if spec != self.captured.input_spec:
-                raise InvalidInput(
-                    "a parallel module is called with the arguments it was captured with",
-                    got=f"{_signature(spec)}; captured were {_signature(self.captured.input_spec)}",
-                    remedy="call it the same way, or parallelize again with these arguments",
-                )
+                return None
         bound = {}
         for index, (leaf, placeholder) in enumerate(zip(leaves, self.captured.inputs)):
             if placeholder is None:
-                self._check_static(index, leaf)
+                if not self._is_static(index, leaf):
+                    return None
+            elif not self._takes(placeholder, leaf, shapes[placeholder]):
+                return None
             else:
-                self._check_tensor(placeholder, leaf, shapes[placeholder])
                 # Autograd keeps no tensor that was made in inference mode.
                 is_copied = leaf.is_inference() and not torch.is_inference_mode_enabled()
                 bound[placeholder] = leaf.clone() if is_copied else leaf
         return bound
 
-    def _check_static(self, index: int, leaf: Any) -> None:
+    def _is_static(self, index: int, leaf: Any) -> bool:
+        """Whether an argument that is no tensor has the value that is part of the program."""
         captured = self.captured.static_inputs[index]
-        if leaf is not captured and not _is_same(leaf, captured):
-            raise InvalidInput(
-                "an argument that is no tensor is part of the captured program",
-                got=f"{_brief(leaf)}; captured was {_brief(captured)}",
-                remedy="parallelize again with this value",
-            )
+        return leaf is captured or _is_same(leaf, captured)
 
-    def _check_tensor(self, placeholder: str, leaf: Any, shape: tuple[int, ...]) -> None:
-        node = self.placeholders[placeholder]
-        dtype = info(node).val.dtype
-        if not isinstance(leaf, Tensor) or tuple(leaf.shape) != shape or leaf.dtype != dtype:
-            raise InvalidInput(
-                "an input has the shape and dtype that were captured",
-                got=f"{placeholder}: {_brief(leaf)}; captured was {shape} {dtype}",
-                remedy="use batches of one shape, or parallelize again for this one",
-            )
-        if leaf.device.type == "meta":
-            raise InvalidInput(
-                "a program that runs needs inputs with data",
-                got=f"{placeholder}: {_brief(leaf)} on the meta device",
-                remedy="hand over tensors of a device; plan() alone needs no data",
-            )
-        if leaf.requires_grad and torch.is_grad_enabled() and not info(node).differentiable:
-            raise InvalidInput(
-                "an input that needs a gradient must have needed one when it was captured",
-                got=f"{placeholder} requires grad",
-                remedy="parallelize with an example input that requires grad",
-            )
+    def _takes(self, placeholder: str, leaf: Any, shape: tuple[int, ...]) -> bool:
+        known = info(self.placeholders[placeholder])
+        if not isinstance(leaf, Tensor) or tuple(leaf.shape) != shape:
+            return False
+        if leaf.dtype != known.val.dtype or leaf.is_meta:
+            return False
+        needs = leaf.requires_grad and torch.is_grad_enabled()
+        return known.differentiable or not needs
 
 
 def _is_same(one: object, other: object) -> bool:
@@ -216,13 +197,3 @@ def _is_same(one: object, other: object) -> bool:
     if type(one) is not type(other):
         return False
     return repr(one) == repr(other) if isinstance(one, float | complex) else bool(one == other)
-
-
-def _brief(leaf: Any) -> str:
-    return f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else repr(leaf)
-
-
-def _signature(spec: pytree.TreeSpec) -> str:
-    positional, keywords = spec.children()
-    names = ", ".join(map(str, keywords.context or ()))
-    return f"{len(positional.children())} positional and keywords ({names})"

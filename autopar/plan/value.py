@@ -14,17 +14,16 @@ from autopar.capture.listing import Listing
 from autopar.capture.origins import moved_dtype
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, TensorType
-from autopar.passes import rewrite
 from autopar.passes.microbatches import Microbatches, batch_statistics, cut_batch
 from autopar.passes.stages import split_stages
 from autopar.plan.fallbacks import FallbackCost, fallback_costs
 from autopar.plan.program import Program
 from autopar.plan.restaged import restaged, without_gradients
+from autopar.planner.beside import spread_beside
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.planner.request import Mode
 from autopar.search.build import Built, build
-from autopar.search.constraints import Constraints, LayoutConstraint, read_constraints
-from autopar.search.propagate import propagate
+from autopar.search.constraints import Constraints
 from autopar.strategies.node_info import info
 from autopar.strategies.results import has_results
 
@@ -102,29 +101,10 @@ class PlanValue(Candidate):
         return beside if self.pipelining is None else restaged(self, beside)
 
     def _beside(self, captured: Captured, batches: Microbatches | None = None) -> Program:
-        """Another program on the parameters of this one.
-
-        Parameters, buffers and inputs lie as the plan has them, and the rest follows from there.
-        """
-        placed = self.decisions.placeholders
-        marked = Constraints() if self.mode == "data" else read_constraints(captured, self.mesh, {})
-        others = [*captured.buffers, *(name for name in captured.inputs if name is not None)]
-        constraints = replace(
-            marked,
-            parameters={
-                n: LayoutConstraint(placed[key], "the plan")
-                for key, n in captured.parameters.items()
-            },
-            inputs={key: LayoutConstraint(placed[key], "the plan") for key in others},
-        )
-        decisions = propagate(captured, self.mesh, constraints)
-        apart, recompute = self.decisions.apart, self.decisions.recompute
-        decisions = replace(decisions, apart=apart, recompute=recompute)
-        graph, buffer_bytes = (
-            rewrite(captured, decisions, self.prices.price),
-            self.states.buffer_bytes,
-        )
-        return Program(captured, decisions, graph, batches, buffer_bytes=buffer_bytes)
+        """Another program on the parameters of this one, whose layouts spread from theirs."""
+        made = spread_beside(self, self.mode, captured, batches)
+        size = self.states.buffer_bytes
+        return Program(captured, made.decisions, made.rewritten, batches, buffer_bytes=size)
 
     def forward_program(self, captured: Captured, count: int) -> Program:
         """The program of a call in a pipeline, of this batch and mode or of others: in `count`

@@ -22,6 +22,7 @@ from autopar.passes.stages import Stage
 from autopar.pipeline.executor import RankRunner, Recorded, Transport
 from autopar.pipeline.weight_halves import WeightHalf, WeightHalves
 from autopar.pipeline.worker import Value, Worker
+from autopar.plan.plan import Plan, SavedPlan
 from autopar.plan.program import Program
 from autopar.runtime.compiled import Compiler
 from autopar.runtime.placing import Read
@@ -34,6 +35,8 @@ GraphRun = Callable[[Mapping[str, Tensor], Batch, Mapping[str, Value]], list[Val
 
 class Backend(ABC):
     """Runs a program, whole or in the stages of a pipeline."""
+
+    local_inputs = False  # whether a rank is handed its slice of the inputs
 
     def __init__(
         self,
@@ -134,7 +137,19 @@ class Backend(ABC):
 
     @abstractmethod
     def of(self, program: Program) -> Backend:
-        """Where another program runs on the same parameters."""
+        """Where another program runs on the same parameters, and on the same copies of them."""
+
+    def beside(self, program: Program) -> Backend:
+        """Where another program runs on the same parameters, with copies of its own."""
+        return self.of(program)
+
+    def everyones(self, said: str) -> list[str]:
+        """What each rank says of the call that comes, before it goes on: all have to be there."""
+        return [said]
+
+    def decide(self, make: Callable[[], Plan], follow: Callable[[SavedPlan], Plan]) -> Plan:
+        """The plan that rank 0 makes, and the others follow."""
+        return make()
 
     @abstractmethod
     def call(self, kept: Mapping[str, Tensor], inputs: Batch) -> list[Tensor]:

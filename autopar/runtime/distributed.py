@@ -11,7 +11,7 @@ Chimera these are stages of both directions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -29,6 +29,7 @@ from autopar.passes.stages import Stage
 from autopar.pipeline.executor import MessageKey
 from autopar.pipeline.weight_halves import WeightHalves
 from autopar.pipeline.worker import Value, sum_in_order
+from autopar.plan.plan import Plan, SavedPlan
 from autopar.plan.program import Program
 from autopar.runtime.away import Keeper, mover
 from autopar.runtime.backend import Backend, Batch
@@ -37,7 +38,7 @@ from autopar.runtime.collecting import collect
 from autopar.runtime.compiled import Compiler
 from autopar.runtime.direct_calls import DirectCalls
 from autopar.runtime.eager import compile_graph
-from autopar.runtime.failures import local_checks, one_fails_all_stop
+from autopar.runtime.failures import local_checks, one_fails_all_stop, tell_call
 from autopar.runtime.groups import Groups
 from autopar.runtime.kept import KeptTensors
 from autopar.runtime.leaves import Leaves
@@ -46,6 +47,7 @@ from autopar.runtime.no_sync import Passes
 from autopar.runtime.norm import norm_over_world
 from autopar.runtime.outputs import Outputs, OutputsLike
 from autopar.runtime.placing import Placing, Read
+from autopar.runtime.plan_broadcast import agree
 from autopar.runtime.routes import Route, routes_of
 from autopar.runtime.slices import Slices
 from autopar.runtime.stage_ranks import StageRanks, Users, gradient_sums, slot_of
@@ -201,6 +203,18 @@ class TorchBackend(Backend):
     def of(self, program: Program) -> TorchBackend:
         how = self._leave.form, self.compiler, self.leaves
         return TorchBackend(program, self.local_inputs, self.device, *how)
+
+    def beside(self, program: Program) -> TorchBackend:
+        how = self._leave.form, self.compiler
+        made = TorchBackend(program, self.local_inputs, self.device, *how)
+        made.bind(self.leaves.parameters)
+        return made
+
+    def everyones(self, said: str) -> list[str]:
+        return tell_call(self.world, said)
+
+    def decide(self, make: Callable[[], Plan], follow: Callable[[SavedPlan], Plan]) -> Plan:
+        return make() if self.world.size == 1 else agree(make, follow)
 
     def enter(self, value: Tensor, layout: Layout) -> Tensor:
         """This rank's piece of an input."""

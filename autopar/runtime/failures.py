@@ -21,7 +21,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from autopar._torch import abort_groups, raised_while_waiting, world_timeout
-from autopar.errors import AutoparError, ExecutionError
+from autopar.errors import AutoparError, ExecutionError, InvalidInput
 from autopar.runtime.roll_call import WAITS
 from autopar.runtime.world import World, joined, require_living
 
@@ -70,6 +70,21 @@ def one_fails_all_stop(here: World | None = None, agreed: bool = False) -> Itera
         raise _stopped_by(first) from error
     finally:
         here.roll.waits -= 1
+
+
+def tell_call(here: World, said: str) -> list[str]:
+    """What each rank says of the call that comes: inside `local_checks`, where all come to say it,
+    or none."""
+    if here.size == 1:
+        return [said]
+    words = here.roll.tell_call(said, world_timeout().total_seconds())
+    if isinstance(words, str):
+        raise InvalidInput(
+            "a call that needs a new program is made on all ranks: they make it together",
+            got=f"on rank {here.rank} {said}\n{words}",
+            remedy="make the same call on all ranks, in the same modes",
+        )
+    return words
 
 
 def tell_uncaught_errors() -> None:

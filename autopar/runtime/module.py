@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
 from inspect import get_annotations
 from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from autopar import _torch
 from autopar.capture.autocasts import require_same, switched
@@ -38,6 +38,7 @@ from autopar.runtime.part import (
     refuse_late_hooks,
     tell_of_state_hooks,
 )
+from autopar.runtime.programs import Call, Programs
 from autopar.runtime.step_loss import StepLoss
 from autopar.runtime.step_words import told_apart
 from autopar.runtime.tensors import HOLDERS, Tensors
@@ -50,9 +51,11 @@ class ParallelModule(Unwrapped, Described):
 
     A call runs the batch in one go, a step in the micro-batches of the plan: what the plan says of
     memory is for steps. In a pipeline calls go forward alone, under `torch.no_grad()`, in
-    micro-batches where these give the same. A call gives whole, plain tensors in the
-    model's own output type, of which a loss may be made outside: every rank makes the same one.
-    With `outputs="dtensor"` or `"local"` processes give what is cut as DTensors or in pieces.
+    micro-batches where these give the same. Other batches, modes and arguments than those that were
+    planned make other programs on the same parameters, which `programs` has. A call gives whole,
+    plain tensors in the model's own output type, of which a loss may be made outside: every rank
+    makes the same one. With `outputs="dtensor"` or `"local"` processes give what is cut as DTensors
+    or in pieces.
 
     It and its submodules are of the model's classes, and have its attributes and methods but for
     names that a ParallelModule has itself. What a method of the model calls, as `generate()` does,
@@ -119,10 +122,10 @@ class ParallelModule(Unwrapped, Described):
         scaled = plan.precision is not None and plan.precision.loss_scale is not None
         self.loss_scale = LossScale() if scaled else None
         self._peak: int | None = None  # bytes of all but an optimizer's, where they were watched
-        self._modes = Modes(self, plan.original)
+        modes = Modes(self, plan.original)
         self._tensors = Tensors(self, captured.tied, program.learns)
         backend.bind(self._tensors.values)
-        self._shapes = backend.input_shapes()
+        self._programs = Programs(plan, backend, modes, self._tensors)
         self.describe(model, {*_OWN_NAMES, *vars(self)})
         tell_of_state_hooks(model)
         note_old_parameters(model, self)
@@ -137,7 +140,7 @@ class ParallelModule(Unwrapped, Described):
         for module in self.modules():
             module._parameters.clear()
             module._buffers.clear()
-        for name in ("_tensors", "_direct", "_telling"):
+        for name in ("_tensors", "_programs"):
             self.__dict__.pop(name, None)
         self.backend = cast(Backend, Closed())
 
@@ -158,6 +161,16 @@ class ParallelModule(Unwrapped, Described):
         count = len(self.program.stages)
         return [Listing(self.backend.graph(i)) for i in range(count)] or [self.graph]
 
+    @property
+    def programs(self) -> Programs:
+        """All that run on these parameters, the one that was planned first; prints as a table.
+
+        A call of another structure, shape, dtype or mode, or with other values that are no tensors,
+        makes one when it first comes. Each has a `plan`; `plan`, `program`, `graph` and `memory` of
+        the module are those of the first."""
+        _ = self.backend.program  # of one that is closed
+        return self._programs
+
     @_torch.left_out
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self.backend.local_checks():
@@ -169,25 +182,23 @@ class ParallelModule(Unwrapped, Described):
                     remedy="call step() to train, or this under torch.no_grad(); or parallelize "
                     "with pipeline=None",
                 )
-            program = self.program if self.program.batches is None else self.plan.whole_program
-            inputs, kept = self._accept(program, args, kwargs, step=False)
+            call = self._accept(args, kwargs, step=False)
+        running = self._programs.make(call)
         self._check_together(args, kwargs)
         with self.backend.guard(), switched(()):
-            inputs |= self.backend.draw(program)
-            return program.structure(self._direct.call(kept, inputs))
+            program, backend = running.called
+            inputs = call.bound | self.backend.draw(program)
+            return program.structure(backend.call(self._tensors.values, inputs))
 
-    def _accept(
-        self, program: Program, args: tuple, kwargs: Mapping[str, Any], step: bool
-    ) -> tuple[dict[str, Tensor], Mapping[str, Tensor]]:
-        """The inputs of a call by placeholder, the parameters and buffers by name; or refuse it."""
-        require_same(program.captured.example.autocasts)
-        self._modes.require_same_program()
+    def _accept(self, args: tuple, kwargs: Mapping[str, Any], step: bool) -> Call:
+        """What is known of a call; or refuse it."""
+        require_same(self.plan.original.example.autocasts)
         kept = self._kept()
         refuse_late_hooks(self, kept, step)
-        inputs = program.bind(args, kwargs, self._shapes)
-        if self._check is not None:
+        call = self._programs.find(args, kwargs, step)
+        if self._check is not None and call.running is self._programs[0]:
             self._check.alone(args, kwargs)
-        return inputs, kept
+        return call
 
     def _check_together(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
         if self._check is not None:
@@ -196,18 +207,6 @@ class ParallelModule(Unwrapped, Described):
         elif self._first is not None and self._first.left:
             with self.backend.guard(agreed=True):
                 self._first.together(args, kwargs)
-
-    @cached_property
-    def _telling(self) -> Backend:
-        """Where a step runs that gives outputs too."""
-        is_same = self.program.batches is None
-        return self.backend if is_same else self.backend.of(self.plan.telling_program)
-
-    @cached_property
-    def _direct(self) -> Backend:
-        """Where the program of a whole batch runs in one go."""
-        is_whole = self.program.batches is None
-        return self.backend if is_whole else self.backend.of(self.plan.whole_program)
 
     @overload
     def step(
@@ -241,17 +240,17 @@ class ParallelModule(Unwrapped, Described):
             with self.backend.local_checks():
                 example, said = self.program.captured.example, {"scale": scale, "outputs": outputs}
                 kwargs, said = told_apart(example, args, kwargs, said)
-                by = require_scale(said["scale"], self.program.loss_dtype)
-                _ = self.program.captured.loss_index  # a program without one is refused
                 tells = is_wanted(said["outputs"])
-                program = self.plan.telling_program if tells else self.program
-                inputs, kept = self._accept(self.program, args, kwargs, step=True)
-                self._require_learning(inputs)
+                call = self._accept(args, kwargs, step=True)
+                by = require_scale(said["scale"], call.require_step(tells))
+                self._require_learning(tree_leaves((args, kwargs)))
+            running = self._programs.make(call)
             self._check_together(args, kwargs)
             with self.backend.guard(), switched(()):
-                backend = self._telling if tells else self.backend
+                program, backend = running.stepped(tells)
                 backend.seed = by
-                inputs |= backend.draw(program)
+                inputs = call.bound | backend.draw(program)
+                kept = self._tensors.values
                 loss, found = self._scaled(backend, kept, backend.split(inputs), tells)
         told = StepLoss.of(loss)
         return (told, program.structure(found)) if tells else told
@@ -261,7 +260,8 @@ class ParallelModule(Unwrapped, Described):
 
         Inside, gradients are partial sums (`parameter.grad` is a DTensor that says so). Those that
         are kept in pieces (zero2, zero3), add up in another dtype or are scaled are summed each
-        time all the same, and so are a pipeline's, and all those of parameters that have a gradient
+        time all the same, and so are a pipeline's, those of other programs than the one that was
+        planned, and all those of parameters that have a gradient
         from outside already. `step()` of a plan with several micro-batches sums once by itself.
         """
         return self.backend.no_sync() if self.loss_scale is None else nullcontext()
@@ -291,9 +291,11 @@ class ParallelModule(Unwrapped, Described):
             scaled.update(is_good)
         return found
 
-    def _require_learning(self, inputs: Mapping[str, Tensor]) -> None:
+    def _require_learning(self, inputs: Iterable[Any]) -> None:
         """Before anything runs. A rank that holds some of the stages does not know."""
-        if self._tensors.are_frozen and not any(v.requires_grad for v in inputs.values()):
+        if not self._tensors.are_frozen:
+            return
+        if not any(isinstance(v, Tensor) and v.requires_grad for v in inputs):
             raise InvalidInput(
                 "the loss of a step takes a gradient",
                 got="a model whose parameters are all frozen",
@@ -372,7 +374,7 @@ class ParallelModule(Unwrapped, Described):
         """The parameters and buffers by name, as they are in the tree now."""
         if self._tensors.changed:
             self._tensors.take()
-            self.backend.bind(self._tensors.values)
+            self._programs.bind(self._tensors.values)
         return self._tensors.values
 
     def load_state_dict(

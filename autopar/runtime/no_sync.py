@@ -6,13 +6,15 @@
 
 Such a gradient is a DTensor that says so (`Partial()` over the axes over which it is summed later):
 whoever reads it has the right numbers, and who drops it drops it. A pass that sums begins with what
-there is of them. What is kept in pieces through a step, or adds up in another dtype, does not wait.
+there is of them; one of another program on the same parameters sums them first. What is kept in
+pieces through a step, or adds up in another dtype, does not wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -70,6 +72,9 @@ class Passes:
         reached = (self.waiting & {slot.name for slot in sync.slots}) | reached
         for name, gradient in sync.finish(reached).items():
             parameter = parameters[name]
+            if name not in unsummed and is_partial(parameter.grad):  # by another program
+                earlier, at = cast(DTensor, parameter.grad), cast(DTensor, parameter).placements
+                parameter.grad = earlier.redistribute(placements=at)
             if parameter.grad is None or name in unsummed:
                 parameter.grad = gradient
             else:

@@ -7,7 +7,8 @@ behind: the process that holds the store may be the one that was lost.
 
 Ranks count the calls of the program. One that refuses a call writes that down; before its next call
 it asks whether all ranks refused that one, and rings those that have not: who went on with it says
-so, and who has not come to it is waited for. A call that nobody refuses costs no word.
+so, and who has not come to it is waited for. A call that nobody refuses costs no word, but for one
+that wants a new program: all ranks say so, and make it together.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ WAITS = "waits for others"
 _FIRST = "first_failure"
 _RINGS = "rings"  # or the number of a call that another rank refused
 _ENDLESS = timedelta(days=365)
+_SILENCE = "the store of the world does not answer"
 _PAUSE = 0.05  # seconds between two looks
 _ANSWERS_WITHIN = 5.0  # seconds
 
@@ -92,26 +94,50 @@ class RollCall:
         number, self.open = self.calls, None
 
         def hear(store: Store) -> str:
-            deadline, pause = time.monotonic() + patience, _PAUSE
-            missing = self._others()
-            while time.monotonic() < deadline:
-                missing = [r for r in missing if not store.check([_refused_by(number, r)])]
-                if not missing:
-                    return ""
-                if store.check([_went_on(number)]):
-                    return f"rank {store.get(_went_on(number)).decode()} went on with that call"
-                if store.check([_FIRST]):
-                    return "a rank has failed since"
-                for rank in missing:
-                    store.compare_set(_bell(rank), "", str(number))  # a roll call goes first
-                time.sleep(pause)
-                pause = min(2 * pause, 1.0)
-            answers = self._call(store, min(patience, _ANSWERS_WITHIN))
-            where = [f"rank {r} {answers.get(r, 'says nothing')}" for r in missing]
-            return f"{patience:g} s later others have not come to that call: {'; '.join(where)}"
+            return self._until_all(store, number, _refused_by, patience)
 
         found = self._within(3 * patience, hear)
-        return "the store of the world does not answer" if found is None else found
+        return _SILENCE if found is None else found
+
+    def tell_call(self, mine: str, patience: float) -> list[str] | str:
+        """What each rank says of the call that comes now, of which this one says `mine`; or what
+        others do that say nothing."""
+        number = self.calls + 1
+
+        def hear(store: Store) -> list[str] | str:
+            store.set(_told_by(number, self.rank), mine)
+            wrong = self._until_all(store, number, _told_by, patience)
+            ranks = range(self.size)
+            return wrong or [store.get(_told_by(number, rank)).decode() for rank in ranks]
+
+        found = self._within(3 * patience, hear)
+        return _SILENCE if found is None else found
+
+    def _until_all(
+        self, store: Store, number: int, word: Callable[[int, int], str], patience: float
+    ) -> str:
+        """Wait until the others have written their word on a call; or what they do instead."""
+        deadline, pause = time.monotonic() + patience, _PAUSE
+        missing = self._others()
+        while time.monotonic() < deadline:
+            # Before the words: who went on has written its own, and has seen those of all.
+            has_gone = store.check([_went_on(number)])
+            missing = [rank for rank in missing if not store.check([word(number, rank)])]
+            if not missing:
+                return ""
+            if has_gone:
+                return f"rank {store.get(_went_on(number)).decode()} went on with that call"
+            if store.check([_FIRST]):
+                return "a rank has failed since"
+            if number not in self.refused and store.check([_refusal(number)]):
+                return f"refused on {store.get(_refusal(number)).decode()}"
+            for rank in missing:
+                store.compare_set(_bell(rank), "", str(number))  # a roll call goes first
+            time.sleep(pause)
+            pause = min(2 * pause, 1.0)
+        answers = self._call(store, min(patience, _ANSWERS_WITHIN))
+        where = [f"rank {r} {answers.get(r, 'says nothing')}" for r in missing]
+        return f"{patience:g} s later others have not come to that call: {'; '.join(where)}"
 
     def leave(self) -> None:
         """Let the listener end: a thread must not come back while the interpreter ends."""
@@ -198,6 +224,10 @@ def _refusal(call: int) -> str:
 
 def _refused_by(call: int, rank: int) -> str:
     return f"refused/{call}/{rank}"
+
+
+def _told_by(call: int, rank: int) -> str:
+    return f"told/{call}/{rank}"
 
 
 def _went_on(call: int) -> str:

@@ -53,8 +53,13 @@ class Tensors:
             self._check_kind(name, found.get(name))
         for name, value in found.items():
             if isinstance(value, Tensor):
-                self._check_gradient(name, value)
                 self._check_data(name, value)
+                if value.requires_grad and not isinstance(value, nn.Parameter):
+                    raise InvalidInput(
+                        "buffers take no gradient",
+                        got=f"{name} requires grad",
+                        remedy="make it a parameter of the model, then parallelize that",
+                    )
         for alias, name in self._tied.items():
             if found[alias] is not found[name]:
                 raise InvalidInput(
@@ -71,6 +76,12 @@ class Tensors:
         self._placed = [value for value in self.values.values() if isinstance(value, DTensor)]
         read = [self.values.get(name) for name in self._learns]
         self.are_frozen = not any(value is None or value.requires_grad for value in read)
+        # Parameters that learn now, and did not when they were planned.
+        learns = [name for name, planned in self._learns.items() if not planned]
+        found_now = {name: self.values.get(name) for name in learns}
+        self.unfrozen = frozenset(
+            n for n, v in found_now.items() if v is not None and v.requires_grad
+        )
         # As long as these live, other memory has other addresses.
         self._memory = [value.untyped_storage() for value in tensors.values()]
         self._found, self._seen = found, self._look()
@@ -115,16 +126,6 @@ class Tensors:
         if value is not planned:
             got = f"{name} is {_change(planned, value)}"
             raise InvalidInput(rule, got=got, remedy=AGAIN)
-
-    def _check_gradient(self, name: str, value: Tensor) -> None:
-        is_parameter = isinstance(value, nn.Parameter)
-        planned = self._learns.get(name, True) if is_parameter else False
-        if value.requires_grad and not planned:
-            raise InvalidInput(
-                "what takes no gradient when it is planned takes none later: nothing sums it",
-                got=f"{name} requires grad",
-                remedy="unfreeze it in the model, then parallelize that",
-            )
 
     def _check_data(self, name: str, value: Tensor) -> None:
         if not isinstance(value, DTensor) or self._found.get(name) is not value:

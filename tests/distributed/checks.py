@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 import autopar as ap
 from autopar import Mesh
 from autopar.runtime.world import world
-from tests import models, recipes
+from tests import models, recipes, signatures
 from tests.annotations import megatron, sequence, stored, vocabulary
 from tests.distributed.saving import (
     dropping,
@@ -166,12 +167,13 @@ def compares_batches_when_asked() -> None:
 def goes_on_after_what_all_ranks_refuse() -> None:
     case = models.shared("resnet")
     module = ap.parallelize(case.model, case.args, mesh=Mesh(dp=4), mode="propagate", check=True)
-    with pytest.raises(ap.InvalidInput, match="of the modes, training or evaluation"):
-        module.eval().step(*case.args)
-    module.train()
     for refused in range(2):
-        with pytest.raises(ap.InvalidInput, match="the shape and dtype that were captured"):
-            module.step(case.args[0][:, :, refused + 1 :], *case.args[1:])
+        with pytest.raises(ap.InvalidInput, match="the model runs on the example inputs"):
+            module.step(case.args[0][:, refused + 1 :], *case.args[1:])
+    first = dist.get_rank() == 0
+    with pytest.raises(ap.InvalidInput, match=r"all ranks make the same call(.|\n)*rank 0: step\("):
+        module.step(*(value[: 4 if first else 5] for value in case.args))
+    assert len(module.programs) == 1
     with pytest.raises(ap.InvalidInput, match="a positive order"):
         module.clip_grad_norm_(1.0, norm_type=-1)
     with pytest.raises(ap.InvalidInput, match="by a finite number"):
@@ -470,6 +472,24 @@ def loads_its_slices() -> None:
         ap.shard_loader(plain, whole)
 
 
+def runs_many_programs() -> None:
+    signatures.trains_and_evaluates_in_turn(((8, 6), (1, 6)), states="zero2")
+    signatures.differentiates_every_signature(states="zero3")
+    signatures.unfreezes()
+    _, module = signatures.start(states="zero1")
+    module.eval()
+    x, y = signatures.ids()
+    for batches in ((8, 4, 8), (4, 8, 4)):
+        found = []
+        for around in (module.no_sync, nullcontext):
+            module.zero_grad()
+            with around():
+                for batch in batches:
+                    module(x[:batch], labels=y[:batch])["loss"].backward()
+            found.append(module.full_grads())
+        assert_close(*found)
+
+
 def saves_and_loads_checkpoints() -> None:
     case = stored(models.mlp())
     module = ap.parallelize(case.model, case.args, mesh=Mesh(dp=4), mode="propagate")
@@ -744,6 +764,7 @@ CHECKS = [
     takes_local_inputs,
     cuts_local_inputs_into_micro_batches,
     loads_its_slices,
+    runs_many_programs,
     saves_and_loads_checkpoints,
     holds_what_was_predicted,
     follows_its_tree,

@@ -182,10 +182,6 @@ def _assert_same_gradients(module: ap.ParallelModule, model: nn.Module) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)
 
 
-def unfreeze(m: Any) -> None:
-    m.frozen.weight.requires_grad_(True)
-
-
 def put_another_shape(m: Any) -> None:
     m.a.weight = nn.Parameter(torch.zeros(3, 2, dtype=torch.float64))
 
@@ -255,7 +251,6 @@ def set_data_of_another_shape(m: Any) -> None:
 
 
 REFUSED = [
-    (unfreeze, "takes no gradient when it is planned"),
     (put_another_shape, "is of its kind"),
     (put_another_dtype, "is of its kind"),
     (set_data_of_another_shape, "is of its kind"),
@@ -266,7 +261,7 @@ REFUSED = [
     (put_module, "are those of the model"),
     (add_parameter, "has the parameters and buffers of the model"),
     (delete_buffer, "has the parameters and buffers of the model"),
-    (buffer_that_learns, "takes no gradient when it is planned"),
+    (buffer_that_learns, "buffers take no gradient"),
     (assign_tied, "stay tied"),
 ]
 DONE_TO_WHOLE = [set_data, set_data_often, set_data_to_a_view]  # torch ignores it on DTensors
@@ -282,7 +277,7 @@ def assert_refused(module: ap.ParallelModule, act: Callable[[Any], None], rule: 
 
     def step() -> None:
         if dist.is_initialized():  # where a rank that is refused a step leaves the world
-            module._accept(module.program, case.args, {}, step=True)
+            module._accept(case.args, {}, step=True)
         else:
             module.step(*case.args)
 

@@ -53,8 +53,8 @@ def test_acts_that_make_another_program_are_refused(act: Any, rule: str) -> None
 def test_a_refused_act_can_be_undone() -> None:
     module, case = parallel("whole"), shared_tree()
     loss = module.step(*case.args)
-    module.get_parameter("frozen.weight").requires_grad_(True)
-    with pytest.raises(ap.InvalidInput, match="takes no gradient"):
+    module.get_buffer("scale").requires_grad_(True)
+    with pytest.raises(ap.InvalidInput, match="take no gradient"):
         module(*case.args)
-    module.get_parameter("frozen.weight").requires_grad_(False)
+    module.get_buffer("scale").requires_grad_(False)
     assert module.step(*case.args) == loss

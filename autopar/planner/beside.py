@@ -1,0 +1,172 @@
+"""Beside: another program on the parameters of one that is there, which stay in their places.
+
+    spread_beside(source, mode, captured)      layouts spread from where parameters and inputs lie
+    search_beside(source, captured)            the fastest layouts on the same mesh
+
+The program of a whole batch beside steps in micro-batches, of another batch, mode or signature:
+parameters, and buffers, lie as `source` has them; what else is decided is free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from autopar.capture.captured import Captured
+from autopar.capture.gradients import reached
+from autopar.capture.regions import checkpoints, found
+from autopar.cost.ways import copied_in
+from autopar.layout import Layout, ParameterPlacement
+from autopar.mesh import Mesh
+from autopar.passes.microbatches import Microbatches, batch_of
+from autopar.planner.candidate import Candidate
+from autopar.planner.recomputation import FULL
+from autopar.planner.request import Mode
+from autopar.recompute import Recompute
+from autopar.search.auto import LayoutSearch
+from autopar.search.constraints import Constraints, LayoutConstraint, read_constraints
+from autopar.search.decisions import Decisions
+from autopar.search.propagate import propagate
+from autopar.search.smallest_footprint import NothingFits
+from autopar.strategies.node_info import info
+
+_PLAN = "the plan"  # where a layout was said
+
+
+def spread_beside(
+    source: Candidate, mode: Mode, captured: Captured, batches: Microbatches | None = None
+) -> Candidate:
+    """Inputs of the same names lie as those of `source`, where they are large enough."""
+    mesh, kept = source.mesh, _kept(source, captured)
+    placed = source.decisions.placeholders
+    given = {
+        name: _fitting(placed[name], info(node).val.shape, mesh)
+        for name, node in _inputs(captured).items()
+        if name in placed and placed[name].ndim == info(node).val.ndim
+    }
+    inputs = given | {key: kept[name] for key, name in captured.buffers.items()}
+    said = replace(
+        Constraints() if mode == "data" else constraints_beside(source, captured),
+        parameters=_constraints({name: kept[name] for name in captured.parameters.values()}),
+        inputs=_constraints(inputs),
+    )
+    left = [axis for axis in mesh if mesh[axis] > 1 and axis not in said.axes]
+    decisions = propagate(
+        captured, mesh, said, batch=(batch_of(captured) or 1) >= mesh.degree(left)
+    )
+    return _placed(source, captured, batches, decisions)
+
+
+def search_beside(
+    source: Candidate,
+    captured: Captured,
+    batches: Microbatches | None = None,
+    limit: float | None = None,
+    inputs: Mapping[str, Layout] | None = None,
+) -> Candidate:
+    """The fastest layouts; within `limit` bytes of each device, if some are. `inputs`: where these
+    lie, if that is not free."""
+    said = constraints_beside(source, captured)
+    parts = 1 if batches is None else batches.count
+
+    def run(memory: float) -> Candidate:
+        about = captured, source.cluster, lambda mesh: said, memory, parts, source.states
+        found = LayoutSearch(*about).run([source.mesh])
+        decisions = found.decisions
+        placed = {**decisions.placeholders, **(inputs or {})}
+        decisions = replace(decisions, placeholders=placed)
+        return _placed(source, captured, batches, decisions).changed(found.search)
+
+    best = run(math.inf)
+    if limit is not None and best.memory.peak > limit:
+        try:
+            leaner = run(limit)
+        except NothingFits:
+            return best
+        return min(best, leaner, key=lambda one: one.memory.peak)
+    return best
+
+
+def constraints_beside(source: Candidate, captured: Captured) -> Constraints:
+    """What annotations ask for, and where parameters are."""
+    kept = _kept(source, captured)
+    parameters = {name: kept[name] for name in captured.parameters.values()}
+    marked = read_constraints(captured, source.mesh, {})
+    recompute = _recomputed(source, captured)
+    return replace(marked, parameters=_constraints(parameters), recompute=recompute)
+
+
+def _placed(
+    source: Candidate, captured: Captured, batches: Microbatches | None, decisions: Decisions
+) -> Candidate:
+    """With every place of parameters and buffers that of `source`."""
+    kept, own = _kept(source, captured), source.captured.parameters
+    there = {own[key]: at for key, at in source.decisions.apart.items()}
+    names = captured.parameters
+    apart = {key: there[name] for key, name in names.items() if name in there}
+    buffers = {key: kept[name] for key, name in captured.buffers.items()}
+    placeholders = {**decisions.placeholders, **buffers}
+    recompute = _recomputed(source, captured)
+    decisions = replace(decisions, placeholders=placeholders, apart=apart, recompute=recompute)
+    about = captured, source.cluster, decisions, batches
+    made = Candidate(*about, states=source.states)
+    if found := _unsummed(made):
+        gathered = {key: _gathered(apart[key]) for key in found}
+        decisions = replace(decisions, apart={**apart, **gathered})
+        made = replace(made, decisions=decisions)
+    return made
+
+
+def _unsummed(made: Candidate) -> list[str]:
+    """The parameters that are optimized in pieces over axes over which no gradient is summed: the
+    batch is too small for these axes, or others cut it."""
+    results: Any = made.rewritten.output_node().args[0]
+    learned = reached(results[: len(results) - len(made.captured.mutations)])
+    copied = copied_in(made.rewritten.find_nodes(op="placeholder"), made.mesh)
+    return [
+        node.name
+        for node, one in copied.items()
+        if node in learned and not {*one.places.optimizer.axes} <= {*one.leaf.axes, *one.pending}
+    ]
+
+
+def _gathered(places: ParameterPlacement) -> ParameterPlacement:
+    """Gathered in the program itself, which knows which of its gathers sum in backward."""
+    return replace(places, storage=places.optimizer, gradient=places.optimizer)
+
+
+def _kept(source: Candidate, captured: Captured) -> Mapping[str, Layout]:
+    """Where readers find the parameters and buffers of `captured`; whole what `source` lacks."""
+    names = source.captured.parameters | source.captured.buffers
+    there = {name: source.decisions.placeholders[key] for key, name in names.items()}
+    own = captured.parameters | captured.buffers
+    nodes = [node for node in captured.graph.find_nodes(op="placeholder") if node.name in own]
+    whole = {own[node.name]: Layout.replicated(info(node).val.ndim) for node in nodes}
+    return {**whole, **there}
+
+
+def _recomputed(source: Candidate, captured: Captured) -> dict[str, Recompute]:
+    """What runs again in backward: the regions of `source` that are there, and checkpoints."""
+    decided = source.decisions.recompute
+    own = dict.fromkeys(checkpoints(captured), FULL)
+    there = found(captured, (*own, *decided))
+    return {name: decided.get(name) or own[name] for name in there}
+
+
+def _constraints(layouts: Mapping[str, Layout]) -> dict[str, LayoutConstraint]:
+    return {name: LayoutConstraint(layout, _PLAN) for name, layout in layouts.items()}
+
+
+def _inputs(captured: Captured) -> dict[str, fx.Node]:
+    nodes = {node.name: node for node in captured.graph.find_nodes(op="placeholder")}
+    return {name: nodes[name] for name in captured.inputs if name is not None}
+
+
+def _fitting(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> Layout:
+    """Without the cuts of dims that have fewer elements than pieces."""
+    pairs = zip(layout.dims, shape)
+    return Layout(*(axes if mesh.degree(axes) <= size else () for axes, size in pairs))

@@ -1,0 +1,110 @@
+"""One set of parameters, many programs: modes, batches, lengths, dtypes and signatures."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar as ap
+from tests import signatures
+from tests.outputs import assert_close, gradients, made, random
+
+WAYS: dict[str, dict[str, Any]] = {
+    "propagate": {},
+    "auto, zero2": {"mode": "auto", "mesh": ap.Mesh(dp=2, tp=2), "states": "zero2"},
+    "data, zero3": {"mode": "data", "mesh": ap.Mesh(dp=3), "states": "zero3"},
+}
+
+
+@pytest.mark.parametrize("law", signatures.LAWS)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_program_is_the_model(law: Any, way: str) -> None:
+    law(**WAYS[way])
+
+
+def test_programs_are_listed_and_many_are_told_of() -> None:
+    x = torch.ones(12, 4)
+    module = ap.parallelize(nn.Linear(4, 4), (x,), mesh=ap.Mesh(dp=2), mode="data")
+    for size in range(2, 9):
+        module(x[:size])
+    with pytest.warns(UserWarning, match="9 programs were made of this module"):
+        module(x[:9])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module(x[:10])
+    assert len(module.programs) == 10
+    lines = str(module.programs).splitlines()
+    assert lines[0].split() == ["call", "mode", "micro-batches", "mesh"]
+    assert "(f32[2, 4])" in lines[2]
+    assert module.programs[1].plan.original.graph is not module.plan.original.graph
+    module.close()
+    with pytest.raises(ap.InvalidInput, match="a closed module"):
+        len(module.programs)
+
+
+def test_a_call_without_gradients_keeps_nothing() -> None:
+    """Of what lives only as long as something is kept for backward: the values inside."""
+    noted: list[weakref.ref[torch.Tensor]] = []
+
+    class Noting(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+            found = function(*args, **(kwargs or {}))
+            for value in found if isinstance(found, tuple | list) else (found,):
+                if isinstance(value, torch.Tensor):
+                    noted.append(weakref.ref(value))
+            return found
+
+    _, module = signatures.start(states="zero3")
+    x, _ = signatures.ids()
+    kept = {}
+    for without in (nullcontext, torch.no_grad, torch.inference_mode):
+        noted.clear()
+        with Noting(), without():
+            found = module.eval()(x)
+        known = {None, found, x, *module.parameters(), *module.buffers()}
+        kept[without] = [one for one in noted if one() not in known]
+    assert kept.pop(nullcontext)
+    assert not any(kept.values())
+
+
+def test_making_a_program_draws_no_random_numbers() -> None:
+    _, module = signatures.start()
+    x, y = signatures.ids(4)
+    before = torch.get_rng_state()
+    module.eval()(x)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(1)
+    one = module.train().step(x, labels=y)
+    torch.manual_seed(1)
+    assert torch.equal(module.step(x, labels=y), one)
+
+
+def test_micro_batches_of_another_batch_are_those_that_divide_it() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 6).double(), nn.Linear(6, 5).double()
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(self.two(torch.tanh(self.one(x))), y)
+
+    model, (x, y) = made(Model), (random(8, 4), torch.arange(8) % 5)
+    options: dict[str, Any] = {"mesh": ap.Mesh(dp=2), "mode": "data", "states": "zero1"}
+    module = ap.parallelize(copy.deepcopy(model), (x, y), microbatches=4, **options)
+    for batch, count in ((8, 4), (6, 3), (5, 1), (4, 4)):
+        for one in (model, module):
+            one.zero_grad()
+        loss = model(x[:batch], y[:batch])
+        loss.backward()
+        assert_close(module.step(x[:batch], y[:batch]), loss.detach())
+        assert_close(module(x[:batch], y[:batch]), loss)
+        assert_close(module.full_grads(), gradients(model))
+        steps = [one.plan.microbatches for one in module.programs if one.steps]
+        assert steps[-1] == count
