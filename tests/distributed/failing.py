@@ -122,7 +122,7 @@ def _train(fails: bool, way: str, options: dict[str, Any]) -> None:
 
 def _is_refused_ever_after(options: dict[str, Any]) -> None:
     case = models.mlp()
-    with pytest.raises(ap.ExecutionError, match="rank 3: InvalidInput: an input has"):
+    with pytest.raises(ap.ExecutionError, match="rank 3: InvalidInput: a call that"):
         ap.parallelize(case.model, case.args, mode="propagate", **options)
 
 

@@ -25,8 +25,8 @@ def test_each_rank_has_its_pieces_alone(tmp_path: Path) -> None:
     ("way", "own", "others"),
     [
         ("init", "InvalidInput: initialisers make", "rank 3: InvalidInput: initialisers make"),
-        ("input", "InvalidInput: an input has the shape", "rank 3: InvalidInput: an input has"),
-        ("caught", "_Stopped: all ranks refuse a call, or", "rank 3: InvalidInput: an input has"),
+        ("input", "InvalidInput: a call that needs a new", "rank 3: InvalidInput: a call that"),
+        ("caught", "_Stopped: all ranks refuse a call, or", "rank 3: InvalidInput: a call that"),
         ("backward", "ZeroDivisionError: deliberate", "rank 3: ZeroDivisionError: deliberate"),
         ("loop", "EOFError: no batch is left", "rank 3: EOFError: no batch is left"),
         ("kill", None, "no word from rank 3; on rank"),
