@@ -26,7 +26,7 @@ from torch._C import _len_torch_dispatch_stack as active_modes
 from torch._C._autograd import _top_saved_tensors_default_hooks as _outer_hooks
 from torch._utils import _flatten_dense_tensors as joined_flat  # one tensor of them all
 from torch._utils import _unflatten_dense_tensors as split_like  # views, like some tensors in turn
-from torch.autograd import Variable
+from torch.autograd import Variable, forward_ad
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroup, Store, TCPStore
 from torch.distributed._composable.contract import REGISTRY_KEY as COMPOSED
@@ -126,6 +126,21 @@ def raised_while_waiting(error: Exception) -> bool:
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward pass that is under way has ended."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def backward_under_way() -> int:
+    """The number of the backward pass that this is called in; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def is_transformed() -> bool:
+    """Whether tensors are not what they seem: under functorch or forward differentiation."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def is_batched(gradient: Tensor) -> bool:
+    """Whether it is several gradients, as of `is_grads_batched`."""
+    return torch._C._functorch.is_legacy_batchedtensor(gradient)
 
 
 def will_reach(leaf: Tensor) -> bool:

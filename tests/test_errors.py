@@ -79,6 +79,11 @@ def parallel(model: Any, *args: Any, mesh: Any = D4, **options: Any) -> ap.Paral
     return ap.parallelize(model, args or (ones(),), mesh=mesh, **options)
 
 
+def several_gradients(module: ap.ParallelModule) -> Any:
+    found = module(ones()), list(module.parameters()), torch.ones(3)
+    return torch.autograd.grad(*found, is_grads_batched=True)
+
+
 class Scaled(nn.Linear):
     """Takes an argument by the name of one of a step."""
 
@@ -299,6 +304,18 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a step that multiplies by more than anything can be": (
         lambda: parallel(Two()).step(ones(), scale=10**5000),
         ["finite number, which the dtype", "of many digits, of type int", "torch.float32"],
+    ),
+    "a call of several at once": (
+        lambda: torch.vmap(parallel(Two(), ones()))(torch.ones(2, 8, 4)),
+        ["called on plain tensors", "torch.vmap", "torch.autograd.grad"],
+    ),
+    "a call that is differentiated forward": (
+        lambda: torch.func.jvp(parallel(Two(), ones()), (ones(),), (ones(),)),
+        ["called on plain tensors", "forward automatic differentiation", "torch.autograd.grad"],
+    ),
+    "several gradients at once": (
+        lambda: several_gradients(parallel(Two(), ones())),
+        ["one gradient of each output at a time", "is_grads_batched", "retain_graph=True"],
     ),
     "a word that may be the step's or the model's": (
         lambda: parallel(Scaled()).step(ones(), scale=0.5),

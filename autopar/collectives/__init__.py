@@ -29,7 +29,7 @@ from autopar.collectives.redistribution import (
     redistribution_cost,
     verify_path,
 )
-from autopar.collectives.virtual import from_ranks, move, to_ranks
+from autopar.collectives.virtual import from_ranks, move, require_one, to_ranks
 
 __all__ = [
     "LinkPrice",
@@ -42,6 +42,7 @@ __all__ = [
     "operator_call",
     "redistribute",
     "redistribution_cost",
+    "require_one",
     "to_ranks",
     "verify_path",
 ]

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar._torch import is_batched
 from autopar.collectives.movement import Movement
-from autopar.errors import ExecutionError
+from autopar.errors import ExecutionError, InvalidInput
 from autopar.layout import Layout, chunk
 from autopar.mesh import Mesh
 
@@ -122,8 +123,19 @@ class _FromRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        require_one(grad)
         # Every replica, and every term of a sum, has all of it.
         return None, None, None, *_ToRanks.apply(ctx.layout.gradient, ctx.mesh, grad, Tensor.clone)
+
+
+def require_one(grad: Tensor) -> None:
+    """Refuse several gradients at once of what a parallel module gives."""
+    if is_batched(grad):
+        raise InvalidInput(
+            "a parallel module takes one gradient of each output at a time",
+            got="torch.autograd.grad(..., is_grads_batched=True), or what calls that",
+            remedy="torch.autograd.grad of one after another, with retain_graph=True",
+        )
 
 
 def _carry_out(

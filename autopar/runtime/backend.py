@@ -26,6 +26,7 @@ from autopar.plan.plan import Plan, SavedPlan
 from autopar.plan.program import Program
 from autopar.runtime.compiled import Compiler
 from autopar.runtime.placing import Read
+from autopar.runtime.surroundings import refuse_transforms
 from autopar.strategies.node_info import info
 
 Batch = Mapping[str, Tensor]
@@ -117,6 +118,10 @@ class Backend(ABC):
     def parts(self) -> int:
         """Of how many parts of the batch each micro-batch takes its share."""
         return 1
+
+    def require_callable(self) -> None:
+        """Refuse a call where none may come."""
+        refuse_transforms()
 
     def local_checks(self) -> AbstractContextManager[None]:
         """Around what looks at a call in this process alone, before it runs."""

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from autopar._torch import call_after_backward, will_reach
+from autopar._torch import backward_under_way, call_after_backward, will_reach
+from autopar.collectives import require_one
 from autopar.errors import InvalidInput
 from autopar.plan.program import Program
 from autopar.runtime.buckets import GradientSync, Slot
@@ -72,6 +73,7 @@ class DirectCalls:
         Which it is is the same on all ranks, whatever each of them finds there.
         """
         assert self._sync is not None
+        require_one(grad)
         if torch.is_grad_enabled():
             raise InvalidInput(
                 "on processes a call has gradients, and these have none of their own",
@@ -81,6 +83,7 @@ class DirectCalls:
         if age != self._leaves.age:
             raise changed_in_between()
         refuse_gradient_hooks({slot.name: slot.parameter for slot in slots})
+        self._leaves.passing = backward_under_way()
         window = self._leaves.window
         window.bring_lasting()
         if not self._pending:
@@ -112,7 +115,11 @@ class DirectCalls:
             self._sync.start(names)
             self._sync.after(self._last)
             leaves = [slot.leaf for slot in asked]
-            torch.autograd.backward(output, grad, retain_graph=True, inputs=leaves)
+            self._leaves.is_asked = True
+            try:
+                torch.autograd.backward(output, grad, retain_graph=True, inputs=leaves)
+            finally:
+                self._leaves.is_asked = False
             with torch.no_grad():
                 found = self._sync.finish(names)
                 self._sync.clear()

@@ -51,6 +51,7 @@ from autopar.runtime.plan_broadcast import agree
 from autopar.runtime.routes import Route, routes_of
 from autopar.runtime.slices import Slices
 from autopar.runtime.stage_ranks import StageRanks, Users, gradient_sums, slot_of
+from autopar.runtime.surroundings import refused_in_backward
 from autopar.runtime.world import world
 from autopar.strategies.node_info import info
 
@@ -182,6 +183,11 @@ class TorchBackend(Backend):
     @property
     def parts(self) -> int:
         return 1 if self._slices is None else self._slices.parts
+
+    def require_callable(self) -> None:
+        super().require_callable()
+        if self.leaves.are_passed:
+            raise refused_in_backward()
 
     def local_checks(self) -> AbstractContextManager[None]:
         return local_checks(self.world)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar._torch import age_of, local_of
+from autopar._torch import age_of, backward_under_way, local_of
 from autopar.cost.buckets import cut_bytes
 from autopar.cost.ways import CopyGroup, largest_group
 from autopar.mesh import Mesh
@@ -55,6 +55,14 @@ class Leaves:
         self._copied = {name for plan in plans for name in plan.names}
         self._between: dict[str, Tensor] = {}  # copies that others are made of
         self.window = Window()
+        self.passing = -1  # the backward pass that last came to them
+        self.is_asked = False  # a pass inside of another one is under way, for some of them
+
+    @property
+    def are_passed(self) -> bool:
+        """Whether a backward pass that comes to them is under way here."""
+        now = backward_under_way()
+        return now >= 0 and (self.is_asked or now == self.passing)
 
     def cut_bytes(self, stages: tuple[int, ...]) -> int:
         """What a bucket holds of gradients that are cut, of parameters that these stages read: all

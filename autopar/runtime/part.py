@@ -258,16 +258,23 @@ def _late(got: str) -> InvalidInput:
 
 
 def tell_of_state_hooks(model: nn.Module) -> None:
+    """And of states that are no tensors."""
     named = list(model.named_modules())
-    for hooks, what, instead in (
-        (_torch.state_hooks, "state_dict", "full_state_dict() has"),
-        (_torch.load_hooks, "load_state_dict", "it takes"),
+    of_tensors = "the names of parameters and buffers"
+    for has_some, what, so in (
+        (_torch.state_hooks, "hooks of {} on state_dict", f"full_state_dict() has {of_tensors}"),
+        (_torch.load_hooks, "hooks of {} on load_state_dict", f"it takes {of_tensors}"),
+        (_has_extra_state, "get_extra_state() of {}", "give ap.save what it gives as extra="),
     ):
-        paths = [path or "the model" for path, module in named if hooks(module)]
+        paths = [path or "the model" for path, module in named if has_some(module)]
         if paths:
             more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+            does = "does" if has_some is _has_extra_state else "do"
             warnings.warn(
-                f"hooks of {paths[0]}{more} on {what} do not run: {instead} the names of "
-                "parameters and buffers",
+                f"{what.format(paths[0] + more)} {does} not run: {so}",
                 stacklevel=frames_to_caller(),
             )
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state

@@ -162,6 +162,8 @@ class Programs(Sequence[Running]):
 
     def find(self, args: tuple, kwargs: Mapping[str, Any], is_step: bool) -> Call:
         """What is known of a call; its program is captured if it is none of these."""
+        for one in self._all:
+            one.backend.require_callable()
         call = Call(args, kwargs, self._modes.now, self._tensors.unfrozen, is_step)
         if not self._look(call):
             self._capture(call)

@@ -164,8 +164,15 @@ def test_hooks_on_a_parallel_module_are_refused() -> None:
     module.step(X)
 
 
+class Extra(Two):
+    """Has a state that is no tensor."""
+
+    def get_extra_state(self) -> int:
+        return 1
+
+
 def test_hooks_on_state_are_told_and_nothing_is_lost() -> None:
-    model = Two()
+    model = Extra()
     model.register_state_dict_post_hook(
         lambda m, state, prefix, meta: state.update(other=state.pop("a.weight"))
     )
@@ -173,6 +180,9 @@ def test_hooks_on_state_are_told_and_nothing_is_lost() -> None:
         part.register_load_state_dict_post_hook(print)
     with (
         pytest.warns(UserWarning, match="hooks of the model on state_dict do not run"),
+        pytest.warns(
+            UserWarning, match=r"get_extra_state.. of the model does not run: give ap.save"
+        ),
         pytest.warns(UserWarning, match="hooks of a and 1 more on load_state_dict do not run"),
     ):
         module = ap.parallelize(model, (X,), mesh=MESH, mode="data")

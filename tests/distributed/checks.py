@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as checkpoint
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint as run_again
 from torch.utils.data import DataLoader, Dataset
 
 import autopar as ap
@@ -187,9 +188,23 @@ def goes_on_after_what_all_ranks_refuse() -> None:
     too_early.zero_grad()
     with pytest.raises(ap.InvalidInput, match="made of the module's own parameters"):
         too_early.step()
+    _refuses_calls_in_backward()
     losses = [module.step(*case.args)]
     losses.append(ap.parallelize(case.model, plan=module.plan).step(*case.args))
     assert_close(*losses)
+
+
+def _refuses_calls_in_backward() -> None:
+    """Those of a checkpoint around a call that runs again there; another pass is as ever."""
+    case = models.shared("mlp")
+    module, expected = pair(case, Mesh(dp=4))[0], case.fresh()
+    with pytest.raises(ap.InvalidInput, match="in the middle of the backward pass"):
+        run_again(module, *case.args, use_reentrant=False).backward()
+    assert not module.full_grads()
+    module(*case.args).backward()
+    case.loss(expected.run()).backward()
+    for name, parameter in expected.model.named_parameters():
+        assert_close(module.full_grads()[name], parameter.grad)
 
 
 def refuses_on_all_ranks_the_call_that_one_refuses() -> None:

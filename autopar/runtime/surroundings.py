@@ -1,0 +1,28 @@
+"""Surroundings: what of torch may stand around a call of a parallel module, and what may not."""
+
+from __future__ import annotations
+
+from autopar import _torch
+from autopar.errors import InvalidInput
+
+
+def refuse_transforms() -> None:
+    """Refuse a call whose inputs stand for several values, or for a value and its tangent."""
+    if _torch.is_transformed():
+        raise InvalidInput(
+            "a parallel module is called on plain tensors, and differentiated backward",
+            got="a call inside of torch.vmap, torch.func (grad, jvp, jacrev, ...) or forward "
+            "automatic differentiation",
+            remedy="torch.autograd.grad of what the call gives; or transform the model's functions "
+            "in its forward, which is captured as it runs",
+        )
+
+
+def refused_in_backward() -> InvalidInput:
+    """Of a call on processes."""
+    return InvalidInput(
+        "on processes no call comes in the middle of the backward pass of another: gradients of "
+        "the same parameters are being summed",
+        got="a call of a parallel module in its backward, as by torch.utils.checkpoint around it",
+        remedy='parallelize(..., recompute="full"), which runs its regions again',
+    )
