@@ -12,6 +12,8 @@ own format keeps its index as a pickle, and loads what is no tensor as one.)
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -101,6 +103,7 @@ class Contents:
     format: Literal["autopar checkpoint"]
     version: Literal[1]
     id: str  # of the save
+    beside: str  # what the bytes of the file beside tensors come to
     files: Count
     values: Mapping[str, Stored]  # parameters and buffers
     states: Mapping[str, Mapping[str, Stored]]  # of an optimizer, by parameter
@@ -177,11 +180,17 @@ class Checkpoint:
         pieces = sum(len(stored.pieces) for stored in every.values())
         if pieces != sum(len(file.held) for file in self._files):
             raise ValueError("its files hold other tensors than its index tells")
-        data = from_file(self.folder / BESIDE)
-        require_readable(data.get("version"), self.folder / BESIDE)
-        self.beside = read(Beside, data)
-        self._require_same_save(BESIDE, self.beside.id)
+        self.beside = self._beside((self.folder / BESIDE).read_bytes())
         torch.Generator("cpu").set_state(self.beside.random)
+
+    def _beside(self, given: bytes) -> Beside:
+        data = from_file(io.BytesIO(given))
+        require_readable(data.get("version"), self.folder / BESIDE)
+        beside = read(Beside, data)
+        self._require_same_save(BESIDE, beside.id)
+        if digest(given) != self.contents.beside:
+            raise ValueError(f"{BESIDE} has changed")
+        return beside
 
     def _file(self, number: int) -> SafetensorsFiles:
         path = self.folder / file_name(number)
@@ -224,6 +233,10 @@ class Checkpoint:
                 part = self._files[piece.file].read(name, (*there, *behind))
                 part_of(found, (*here, *behind)).copy_(part)
         return found.view(stored.dtype).squeeze(-1) if behind else found
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def in_file(shape: tuple[int, ...], dtype: torch.dtype) -> Held:

@@ -50,10 +50,11 @@ class Part:
 
 
 def divided(
-    everyones: Sequence[Sequence[Part]], save: str
+    everyones: Sequence[Sequence[Part]], save: str, beside: str
 ) -> tuple[list[list[tuple[str, Part]]], Contents]:
     """Which rank writes which parts under which keys, and the index of all: every part is written
-    by that of its holders who has the least to write so far. `save` is the id of this."""
+    by that of its holders who has the least to write so far. `save` is the id of this, `beside` the
+    digest of what is written beside tensors."""
     holders: dict[Part, list[int]] = {}
     for rank, parts in enumerate(everyones):
         for part in parts:
@@ -78,7 +79,7 @@ def divided(
     for key, one in found.items():
         if key.state is not None:
             states.setdefault(key.name, {})[key.state] = one
-    return shares, Contents(FORMAT, VERSION, save, len(everyones), values, states)
+    return shares, Contents(FORMAT, VERSION, save, beside, len(everyones), values, states)
 
 
 def require_makes_whole(contents: Contents, names: Sequence[str]) -> None:

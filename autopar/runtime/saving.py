@@ -30,6 +30,7 @@ from autopar.runtime.checkpoint_files import (
     Checkpoint,
     Key,
     SavedOptimizer,
+    digest,
     require_storable,
 )
 from autopar.runtime.checkpoint_folders import (
@@ -301,12 +302,12 @@ def _prepared(
             return None
         await_thread(where)
         place = Place(where)
-        shares, contents = divided([one.parts for one in listings], place.id)
-        require_makes_whole(contents, module.saved_names)
         saved = merged([one.optimizer for one in listings])
         scale = None if module.loss_scale is None else replace(module.loss_scale)
         random, given = torch.get_rng_state(), plain(extra, "extra")
         beside = Beside(VERSION, place.id, random, scale, saved, given).to_bytes()
+        shares, contents = divided([one.parts for one in listings], place.id, digest(beside))
+        require_makes_whole(contents, module.saved_names)
         whole = Whole(contents, beside, SavedPlan.of(module.plan).to_bytes())
         place.begin()
         return place, whole, shares

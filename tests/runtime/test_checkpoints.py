@@ -121,11 +121,12 @@ def test_what_cannot_be_taken_up_changes_nothing(tmp_path: Path) -> None:
     train(module, optimizer)
     before, told = values(module), str(optimizer.state_dict())
     data = torch.load(tmp_path / "a" / "beside.pt")
-    spoiled = {**data, "random": data["random"][:16]}
-    torch.save(spoiled, tmp_path / "a" / "beside.pt")
-    with pytest.raises(ap.InvalidInput, match="as ap"):
-        ap.load(tmp_path / "a", module, optimizer)
-    torch.save(data, tmp_path / "a" / "beside.pt")
+    whole = (tmp_path / "a" / "beside.pt").read_bytes()
+    for spoiled in ({"random": data["random"][:16]}, {"extra": 1}):
+        torch.save({**data, **spoiled}, tmp_path / "a" / "beside.pt")
+        with pytest.raises(ap.InvalidInput, match="as ap"):
+            ap.load(tmp_path / "a", module, optimizer)
+    (tmp_path / "a" / "beside.pt").write_bytes(whole)
     with (
         patch.object(type(optimizer), "load_state_dict", side_effect=KeyError("counted")),
         pytest.raises(ap.InvalidInput, match="takes up the states"),

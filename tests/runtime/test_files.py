@@ -169,8 +169,9 @@ def halved(module: ParallelModule, folder: Path) -> Any:
             bounds = cut.local_bounds(value.shape, ap.Mesh(d=2), rank)
             parts[Part(key, tuple(value.shape), value.dtype, bounds)] = part_of(value, bounds)
         listed.append(parts)
-    save = json.loads((folder / INDEX).read_bytes())["id"]
-    shares, contents = divided([tuple(parts) for parts in listed], save)
+    index = json.loads((folder / INDEX).read_bytes())
+    save, beside = index["id"], index["beside"]
+    shares, contents = divided([tuple(parts) for parts in listed], save, beside)
     for rank, share in enumerate(shares):
         kinds = {key: part.held for key, part in share}
         values = (listed[rank][part] for _, part in share)
