@@ -156,5 +156,5 @@ def test_an_argument_that_is_not_a_number_is_itself() -> None:
     x = rows(3, 5, 4)
     module = ap.parallelize(Odd(scaled, 4), (x, math.nan), mesh=ap.Mesh(x=3))
     assert module.step(x, float("nan")).isnan()
-    with pytest.raises(ap.AutoparError, match="part of the captured program"):
-        module.step(x, 0.5)
+    assert len(module.programs) == 1
+    assert not module.step(x, 0.5).isnan()
