@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import autopar as ap
 from autopar import Mesh
 from autopar.runtime.safetensors import INDEX, open_weights
+from examples import hf_finetune
 from tests import models
 from tests.captures import shared_captures
 from tests.parity import Outcome, assert_equal
@@ -138,6 +140,26 @@ def adaptation(**options: Any) -> Outcome:
         optimizer.step()
     assert gradients.keys() == learning.keys()
     return Outcome(losses, gradients, module.full_state_dict())
+
+
+def test_the_example_of_fine_tuning_measures_the_same_on_every_mesh(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it prints: losses in training, of unseen text in evaluation, and the accuracy there."""
+    build = hf_finetune.build
+    monkeypatch.setattr(hf_finetune, "build", lambda lora: models.made_precise(build(lora)))
+    monkeypatch.setattr(hf_finetune, "STEPS", 4)
+    monkeypatch.setattr(hf_finetune, "EVERY", 2)
+    asked = {"lora": False, "folder": None, "float64": True}
+
+    def measured(states: str = "whole", **mesh: int) -> Any:
+        return hf_finetune.train(Namespace(mesh=mesh, states=states, **asked))
+
+    one = measured(one=1)
+    assert [*one[3]] == ["loss", "unseen", "accuracy"]
+    for found in (measured("zero3", dp=2, tp=2), measured(pp=2, dp=2)):
+        for step, expected in one.items():
+            assert found[step] == pytest.approx(expected, rel=1e-9)
 
 
 def test_adapters_of_peft_learn_as_on_one_device(tmp_path: Path) -> None:
