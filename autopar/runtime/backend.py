@@ -22,7 +22,6 @@ from autopar.passes.stages import Stage
 from autopar.pipeline.executor import RankRunner, Recorded, Transport
 from autopar.pipeline.weight_halves import WeightHalf, WeightHalves
 from autopar.pipeline.worker import Value, Worker
-from autopar.plan.plan import Plan, SavedPlan
 from autopar.plan.program import Program
 from autopar.runtime.compiled import Compiler
 from autopar.runtime.placing import Read
@@ -151,10 +150,6 @@ class Backend(ABC):
     def everyones(self, said: str) -> list[str]:
         """What each rank says of the call that comes, before it goes on: all have to be there."""
         return [said]
-
-    def decide(self, make: Callable[[], Plan], follow: Callable[[SavedPlan], Plan]) -> Plan:
-        """The plan that rank 0 makes, and the others follow."""
-        return make()
 
     @abstractmethod
     def call(self, kept: Mapping[str, Tensor], inputs: Batch) -> list[Tensor]:

@@ -4,14 +4,13 @@ Parameters are DTensors under their original names. Autograd works on their loca
 program reads those, and at the end of backward their gradients, summed over the ranks that have a
 part in them, are given to the parameters as DTensors.
 
-In a pipeline this process is a rank of the stages that the schedule's placement gives to its place
-on the pipeline's axis. It holds their parameters, each once, on the mesh inside the stage. With
-Chimera these are stages of both directions.
+In a pipeline this process is a rank of the stages that the schedule gives to its place on the
+pipeline's axis. It holds their parameters, each once, on the mesh inside the stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -29,7 +28,6 @@ from autopar.passes.stages import Stage
 from autopar.pipeline.executor import MessageKey
 from autopar.pipeline.weight_halves import WeightHalves
 from autopar.pipeline.worker import Value, sum_in_order
-from autopar.plan.plan import Plan, SavedPlan
 from autopar.plan.program import Program
 from autopar.runtime.away import Keeper, mover
 from autopar.runtime.backend import Backend, Batch
@@ -47,7 +45,6 @@ from autopar.runtime.no_sync import Passes
 from autopar.runtime.norm import norm_over_world
 from autopar.runtime.outputs import Outputs, OutputsLike
 from autopar.runtime.placing import Placing, Read
-from autopar.runtime.plan_broadcast import agree
 from autopar.runtime.routes import Route, routes_of
 from autopar.runtime.slices import Slices
 from autopar.runtime.stage_ranks import StageRanks, Users, gradient_sums, slot_of
@@ -219,9 +216,6 @@ class TorchBackend(Backend):
     def everyones(self, said: str) -> list[str]:
         return tell_call(self.world, said)
 
-    def decide(self, make: Callable[[], Plan], follow: Callable[[SavedPlan], Plan]) -> Plan:
-        return make() if self.world.size == 1 else agree(make, follow)
-
     def enter(self, value: Tensor, layout: Layout) -> Tensor:
         """This rank's piece of an input."""
         value = value.to(self.device)
@@ -281,9 +275,8 @@ class TorchBackend(Backend):
 
     def _wholes(self, own: Mapping[tuple[int, int], Tensor], count: int) -> list[list[Tensor]]:
         """Each rank of the stage that gives an output sends its pieces to all of its line."""
-        types = [info(node).type for node in self.program.outputs]
+        types, found = [info(node).type for node in self.program.outputs], list[list[Tensor]]()
         givers = {output: s.index for s in self.program.stages for output in s.outputs}
-        found: list[list[Tensor]] = []
         for microbatch in range(count):
             pieces = [own.get((microbatch, output)) for output in range(len(types))]
             if self._line is not None:
@@ -355,8 +348,8 @@ class TorchBackend(Backend):
         ]
 
     def _local_shape(self, node: fx.Node) -> tuple[int, ...]:
-        type_ = info(node).type
-        return type_.layout.local_shape(type_.shape, self.mesh, self.ranks.inner)
+        at = info(node).type
+        return at.layout.local_shape(at.shape, self.mesh, self.ranks.inner)
 
     def _replica_groups(self) -> dict[int, dist.ProcessGroup]:
         """For stages with statistics and several pipes: the ranks like this one that hold them."""

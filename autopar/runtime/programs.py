@@ -15,7 +15,7 @@ import json
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, overload
 
 import torch
@@ -32,8 +32,10 @@ from autopar.plan.beside import follow_beside, plan_beside
 from autopar.plan.plan import Plan
 from autopar.plan.program import Program
 from autopar.runtime.backend import Backend
+from autopar.runtime.distributed import TorchBackend
 from autopar.runtime.local_inputs import layouts_of, whole_call
 from autopar.runtime.modes import Modes
+from autopar.runtime.plan_broadcast import agree
 from autopar.runtime.signature import Signature
 from autopar.runtime.tensors import Tensors
 from autopar.runtime.values import require_constants
@@ -237,10 +239,13 @@ class Programs(Sequence[Running]):
         plan, backend, is_step = first.plan, first.backend, call.is_step
         inputs = layouts_of(plan, captured) if backend.local_inputs else None
         with backend.guard(agreed=True):
-            made = backend.decide(
-                lambda: plan_beside(plan, captured, is_step, inputs),
-                lambda saved: follow_beside(plan, captured, saved),
-            )
+
+            def decide() -> Plan:
+                return plan_beside(plan, captured, is_step, inputs)
+
+            several = isinstance(backend, TorchBackend) and backend.world.size > 1
+            follow = partial(follow_beside, plan, captured)
+            made = agree(decide, follow) if several else decide()
         with backend.guard():
             both = plan.batches is None
             running = Running(made, backend.beside(made.program), call.signature, both)
