@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import autopar as ap
 from autopar import Mesh
+from autopar.strategies.node_info import info
 from tests.outputs import (
     LAWS,
     PIPELINES,
@@ -51,6 +52,36 @@ def test_outputs_of_micro_batches_that_make_none_of_the_batch_are_refused() -> N
     loss, (_, found) = parallel(model, x, **options).step(x, outputs=True)
     torch.testing.assert_close(pm.step(x), loss)
     torch.testing.assert_close(found, model(x)[1])
+
+
+def test_a_step_that_gives_outputs_is_the_one_that_was_searched() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.out = nn.Embedding(512, 64), nn.Linear(64, 512)
+            self.block = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64))
+
+        def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+            found = self.out(self.block(self.words(ids)))
+            return nn.functional.cross_entropy(found.flatten(0, 1), ids.flatten()), found
+
+    ids = torch.arange(64).view(8, 8)
+    options = {"mode": "auto", "microbatches": 2, "backend": "virtual"}
+    pm = ap.parallelize(Reads().double(), (ids,), mesh=Mesh(a=2, b=2), **options)
+    step, telling = pm.plan.program, pm.plan.telling_program
+    assert telling.decisions.strategies == step.decisions.strategies
+    moved = [
+        [info(node).bytes for node in one.graph.nodes if info(node).movement is not None]
+        for one in (step, telling)
+    ]
+    assert moved[0] == moved[1], "outputs are made whole outside"
+    loss, (_, found) = pm.step(ids, outputs=True)
+    grads = pm.full_grads()
+    pm.zero_grad()
+    torch.testing.assert_close(pm.step(ids), loss)
+    for name, grad in pm.full_grads().items():
+        torch.testing.assert_close(grad, grads[name])
+    torch.testing.assert_close(found, pm(ids)[1].detach())
 
 
 @pytest.mark.parametrize("options", PIPELINES, ids=lambda options: options["schedule"])

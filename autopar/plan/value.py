@@ -97,8 +97,20 @@ class PlanValue(Candidate):
                 remedy="microbatches=1, or outputs=False",
                 source=error.source,
             ) from error
-        beside = self._beside(batches.captured, batches)
+        beside = self._told(batches.captured, batches)
         return beside if self.pipelining is None else restaged(self, beside)
+
+    def _told(self, captured: Captured, batches: Microbatches) -> Program:
+        """The program of a step with more outputs, whose operators are as they are in the step."""
+        decisions = self.decisions
+        if {node.name for node in captured.operators} != {n.name for n in self.captured.operators}:
+            return self._beside(captured, batches)
+        last = self.captured.graph.output_node().name
+        ways = {key: way for key, way in decisions.ways.items() if key[1] != last}
+        decisions = replace(decisions, ways=ways)
+        made = Candidate(captured, self.cluster, decisions, batches, states=self.states)
+        size = self.states.buffer_bytes
+        return Program(captured, decisions, made.rewritten, batches, buffer_bytes=size)
 
     def _beside(self, captured: Captured, batches: Microbatches | None = None) -> Program:
         """Another program on the parameters of this one, whose layouts spread from theirs."""
