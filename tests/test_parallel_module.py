@@ -711,3 +711,10 @@ def test_beside_an_unread_parameter_others_may_be_frozen_between_steps(options):
         for name in ("bias", "weight")
         if (layer, name) != (1, "weight")
     ]
+
+
+def test_a_dim_of_no_elements_is_left_whole() -> None:
+    linear = ap.shard(nn.Linear(2, 8, bias=False), params={"weight": ("d", None)})
+    linear.weight = nn.Parameter(torch.empty(8, 0))
+    module = ap.parallelize(nn.Sequential(linear), (torch.ones(4, 0),), mesh=D2, mode="propagate")
+    torch.testing.assert_close(module(torch.ones(4, 0)), torch.zeros(4, 8))

@@ -237,7 +237,7 @@ def _axes(
             )
     if not isinstance(entry, int):
         named = tuple(part for axis in _names(entry) for part in mesh.parts(axis))
-        if mesh.degree(named) > size:
+        if named and mesh.degree(named) > size:
             raise InvalidInput(
                 "a dim is cut into at most as many pieces as it has elements",
                 got=f"{entry!r} in {annotation.dims} for {annotation.what} cuts {size} into "
