@@ -77,9 +77,6 @@ def train(options: argparse.Namespace) -> Measured:
     plain = build(options.lora)
     plain = plain.double() if options.float64 else plain
     model = ap.parallelize(plain, kwargs=text(0, rows=8), **how)  # autopar: on a mesh
-    unseen = model
-    if "pp" in options.mesh:  # a pipeline runs the one program that it was planned for
-        unseen = ap.parallelize(plain.eval(), kwargs=text(0, rows=16), **how)
     optimizer = torch.optim.AdamW(groups(model), lr=3e-3)
     schedule = get_cosine_schedule_with_warmup(optimizer, STEPS // 10, STEPS)
     first, measured = 0, {}
@@ -95,9 +92,7 @@ def train(options: argparse.Namespace) -> Measured:
         schedule.step()
         measured[step] = {"loss": loss.item()}
         if (step + 1) % EVERY == 0:
-            if unseen is not model:
-                unseen.load_state_dict(model.full_state_dict())
-            measured[step] |= evaluate(unseen)
+            measured[step] |= evaluate(model)
             if options.folder:
                 extra = {"step": step + 1, "measured": measured, "schedule": schedule.state_dict()}
                 ap.save(options.folder, model, optimizer, extra=extra, asynchronous=True)

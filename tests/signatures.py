@@ -160,4 +160,63 @@ def unfreezes(**options: Any) -> None:
         assert ("up.weight" in gradients(pair[1])) is learns
 
 
+class Deep(nn.Module):
+    """For stages: layers in a row, of which the last reads the weights of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.head.weight = self.embed.weight
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.drop, self.norms = nn.Dropout(0.25), nn.ModuleList(nn.LayerNorm(8) for _ in range(4))
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None, depth: int = 4) -> Any:
+        x = self.embed(ids)
+        for layer, norm in [*zip(self.layers, self.norms)][:depth]:
+            x = x + self.drop(torch.tanh(layer(norm(x))))
+        if depth < 4:
+            return x
+        logits = self.head(x)
+        if labels is None:
+            return logits
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+LENGTHS = ((BATCH, 6), (5, 6), (4, 3), (BATCH, 6))
+
+
+def goes_through_stages(sizes: Sequence[tuple[int, int]] = LENGTHS, **options: Any) -> None:
+    """Steps of other batches and lengths, and calls of other modes and arguments, in a pipeline."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Deep().double()
+    x, y = ids()
+    module = ap.parallelize(copy.deepcopy(model), (x,), {"labels": y}, **options)
+    inside = {"mesh": ap.Mesh(tp=1), "backend": "virtual"}
+    one = ap.parallelize(copy.deepcopy(model), (x,), {"labels": y}, **inside)
+    pair = one, module
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01, eps=1e-3) for each in pair]
+    for batch, length in sizes:
+        x, y = ids(batch, length)
+        for each in pair:
+            each.train().zero_grad()
+        assert_close(*both(pair, partial(step, ids=x, labels=y)))
+        assert_close(module.full_grads(), gradients(one))
+        for optimizer in optimizers:
+            optimizer.step()
+        found = module.full_state_dict()
+        assert_close(found, one.full_state_dict())
+        model.load_state_dict(found)
+        module.eval()
+        model.eval()
+        with torch.no_grad():
+            others, fewer = ids(6, length)[0], ids(3, length)[0]
+            assert_close(module(others), model(others))
+            assert_close(module(fewer, depth=2), model(fewer, depth=2))
+    module.train()
+    told, given = module.step(x, labels=y, outputs=True)
+    assert_close(told, given["loss"])
+    assert len(module.programs) == len({*sizes}) + 2 * len({length for _, length in sizes})
+
+
 LAWS = (trains_and_evaluates_in_turn, differentiates_every_signature, unfreezes)

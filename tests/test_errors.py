@@ -277,10 +277,6 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: parallel(Two())(ones().to("meta")),
         ["needs inputs with data", "(8, 4) on the meta device", "tensors of a device"],
     ),
-    "another batch in a pipeline": (
-        lambda: parallel(Two(), mesh=ap.Mesh(pp=2)).step(ones(4)),
-        ["a pipeline runs the program that it was planned for", "f32[4, 4]", "not f32[8, 4]"],
-    ),
     "a batch smaller than the mesh": (
         lambda: parallel(Two(), ones(2)),
         ["cut the batch, which must not be smaller", "batch 2", "a larger batch"],

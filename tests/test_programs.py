@@ -29,6 +29,18 @@ def test_every_program_is_the_model(law: Any, way: str) -> None:
     law(**WAYS[way])
 
 
+STAGED: dict[str, dict[str, Any]] = {
+    "1f1b": {"mesh": ap.Mesh(pp=2, dp=2), "schedule": "1f1b", "states": "zero1"},
+    "chimera": {"mesh": ap.Mesh(pp=2), "schedule": "chimera"},
+    "zb-v": {"mesh": ap.Mesh(pp=2, dp=2), "schedule": "zb-v", "states": "zero3", "mode": "auto"},
+}
+
+
+@pytest.mark.parametrize("way", STAGED)
+def test_every_program_goes_through_the_stages(way: str) -> None:
+    signatures.goes_through_stages(**{"mode": "propagate", "microbatches": 4, **STAGED[way]})
+
+
 def test_programs_are_listed_and_many_are_told_of() -> None:
     x = torch.ones(12, 4)
     module = ap.parallelize(nn.Linear(4, 4), (x,), mesh=ap.Mesh(dp=2), mode="data")

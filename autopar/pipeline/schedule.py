@@ -203,6 +203,17 @@ def forward_only(placement: tuple[tuple[int, ...], ...], microbatches: int) -> S
     return make("forward only", microbatches, placement, orders)
 
 
+def there_and_back(placement: tuple[tuple[int, ...], ...], microbatches: int) -> Schedule:
+    """A step for any stages and any number of micro-batches: all forward, then all back in the
+    opposite order."""
+    there = forward_only(placement, microbatches)
+    orders = (
+        (*order, *(Action("B", one.pipe, one.stage, one.microbatches) for one in reversed(order)))
+        for order in there.orders
+    )
+    return make("there and back", microbatches, placement, orders)
+
+
 def make(
     name: str,
     microbatches: int,

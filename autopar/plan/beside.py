@@ -8,40 +8,79 @@ The mesh, states, precision and recomputation stay, and where every parameter an
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 from autopar.capture.captured import Captured
 from autopar.capture.fingerprint import fingerprint_of
 from autopar.layout import Layout
+from autopar.passes.flow import flow_of
 from autopar.passes.microbatches import Microbatches, batch_of, cut_batch
+from autopar.passes.restaging import cut_like
+from autopar.passes.stages import Cut
+from autopar.pipeline.pipelining import Pipelining
 from autopar.plan.plan import Plan, SavedPlan
+from autopar.plan.restaged import forward_batches, scheduled, without_gradients
 from autopar.planner.beside import constraints_beside, search_beside, spread_beside
 from autopar.planner.candidate import Candidate
+
+
+@dataclass(frozen=True)
+class StagedPlan(Plan):
+    """That of a program which goes through the stages of the pipeline of another plan."""
+
+    like: Plan | None = None
+
+    def cut(self, pipelining: Pipelining) -> Cut:
+        """Stages that hold what they hold there."""
+        return self._cut
+
+    @cached_property
+    def _cut(self) -> Cut:
+        assert self.like is not None
+        assert self.like.pipelining is not None
+        return cut_like(self.flow, self.like.cut(self.like.pipelining))
 
 
 def plan_beside(
     plan: Plan, captured: Captured, is_step: bool, inputs: Mapping[str, Layout] | None = None
 ) -> Plan:
     """The plan of what was captured. A step has the micro-batches of `plan`, or as many as divide
-    its batch; a call runs in one go. `inputs`: where these lie, if that is not free."""
+    its batch; a call runs in one go, or forward through a pipeline. `inputs`: where these lie, if
+    that is not free."""
     parts = 1 if inputs is None else _parts(plan, inputs)
-    batches = _batches(plan, captured, is_step, parts)
-    program = captured if batches is None else batches.captured
-    if plan.mode == "auto":
-        made = search_beside(plan, program, batches, plan.limit, inputs)
+    program, batches = _cut_up(plan, captured, is_step, _count(plan, captured, is_step, parts))
+    if plan.mode == "auto" and (plan.pipelining is None or is_step):
+        limit = plan.limit if plan.pipelining is None else None  # a stage holds its part
+        made = search_beside(plan, program, batches, limit, inputs)
     else:
         made = spread_beside(plan, plan.mode, program, batches)
     return _planned(plan, made)
 
 
-def follow_beside(plan: Plan, captured: Captured, first: SavedPlan) -> Plan:
+def follow_beside(plan: Plan, captured: Captured, is_step: bool, first: SavedPlan) -> Plan:
     """The plan that rank 0 has made of the same, here."""
     first.require_same(fingerprint_of(captured))
-    count = first.microbatch_count
-    batches = None if count is None else cut_batch(captured, count)
-    program = captured if batches is None else batches.captured
+    program, batches = _cut_up(plan, captured, is_step, first.microbatch_count)
     about = program, plan.cluster, first.decisions, batches
     return _planned(plan, Candidate(*about, search=first.search, states=plan.states))
+
+
+def staged_beside(plan: Plan, made: Plan, is_step: bool) -> Plan:
+    """The same in the stages of the pipeline of `plan`, if there is one."""
+    given = plan.pipelining
+    if given is None:
+        return made
+    staged = StagedPlan(**{f.name: getattr(made, f.name) for f in fields(Plan)}, like=plan)
+    flow = flow_of(made.captured, made.rewritten, learns=is_step)
+    vars(staged).update(prices=made.prices, rewritten=made.rewritten, flow=flow)
+    line = staged.stage_costs(given.mesh, given.axis)
+    points = staged.cut(given).points
+    stages = tuple(line.stage(*bounds) for bounds in itertools.pairwise(points))
+    schedule = scheduled(given.schedule, made.microbatches, forward=not is_step)
+    return staged.changed(made.search, replace(given, schedule=schedule, stages=stages))
 
 
 def _planned(plan: Plan, made: Candidate) -> Plan:
@@ -55,10 +94,21 @@ def _parts(plan: Plan, inputs: Mapping[str, Layout]) -> int:
     return max(cuts, default=1)
 
 
-def _batches(plan: Plan, captured: Captured, is_step: bool, parts: int) -> Microbatches | None:
-    """Of so many parts of a batch each micro-batch takes its share."""
-    if plan.batches is None or not is_step:
+def _count(plan: Plan, captured: Captured, is_step: bool, parts: int) -> int | None:
+    """Into how many micro-batches what was captured is cut, of a batch in so many slices."""
+    if plan.batches is None or not (is_step or plan.pipelining is not None):
         return None
     batch, most = batch_of(captured) or 1, plan.batches.count
     counts = [count for count in range(2, most + 1) if batch % (parts * count) == 0]
-    return cut_batch(captured, max(counts, default=1))
+    count = max(counts, default=1)
+    return count if is_step or forward_batches(captured, count) is not None else None
+
+
+def _cut_up(
+    plan: Plan, captured: Captured, is_step: bool, count: int | None
+) -> tuple[Captured, Microbatches | None]:
+    """The program of one of so many micro-batches."""
+    goes_forward = plan.pipelining is not None and not is_step
+    batches = None if count is None else cut_batch(captured, count, tells=goes_forward)
+    program = captured if batches is None else batches.captured
+    return without_gradients(program) if goes_forward else program, batches

@@ -6,6 +6,7 @@ restaged(plan, program, forward=True)    a call: every stage forward, nothing ba
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +15,11 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.errors import InvalidInput
 from autopar.passes.flow import flow_of, part_of
+from autopar.passes.microbatches import Microbatches, batch_statistics, cut_batch
 from autopar.passes.restaging import cut_like
 from autopar.passes.stages import split_stages
 from autopar.pipeline.checker import check
-from autopar.pipeline.schedule import Schedule, forward_only
+from autopar.pipeline.schedule import Schedule, forward_only, there_and_back
 from autopar.pipeline.schedules import schedule
 from autopar.plan.program import Program
 from autopar.planner.candidate import Candidate
@@ -30,8 +32,7 @@ def restaged(plan: Candidate, program: Program, forward: bool = False) -> Progra
     pipelining = plan.pipelining
     assert pipelining is not None
     count = 1 if program.batches is None else program.batches.count
-    made = pipelining.schedule
-    made = forward_only(made.placement, count) if forward else _of(made, count)
+    made = scheduled(pipelining.schedule, count, forward)
     flow = flow_of(program.captured, program.graph, learns=not forward)
     stages = split_stages(cut_like(flow, plan.cut(pipelining)), program.mesh)
     return replace(program, pipelining=replace(pipelining, schedule=made), stages=stages)
@@ -47,31 +48,27 @@ def without_gradients(captured: Captured) -> Captured:
     return replace(captured, graph=graph, output_leaves=tuple(leaves))
 
 
-def _of(made: Schedule, count: int) -> Schedule:
-    """The same schedule for another number of (parts of) micro-batches."""
+def forward_batches(captured: Captured, count: int) -> Microbatches | None:
+    """The micro-batches in which a call goes through a pipeline, where their outputs make those of
+    the batch."""
+    if not batch_statistics(captured):
+        with suppress(InvalidInput):
+            return cut_batch(captured, count, tells=True)
+    return None
+
+
+def scheduled(made: Schedule, count: int, forward: bool) -> Schedule:
+    """A schedule for another number of (parts of) micro-batches, with all stages where they are."""
+    if forward:
+        return forward_only(made.placement, count)
     if made.all_parts == count:
         return made
-    try:
-        if count % made.parts:
-            raise InvalidInput(
-                f"schedule {made.name} halves micro-batches",
-                got=f"{count} parts",
-                remedy="a number of parts that has whole micro-batches",
-            )
+    if count % made.parts == 0:
         options: dict[str, Any] = dict(made.options)
         asked = {"stages": made.ranks, "microbatches": count // made.parts}
-        found = schedule(made.name, **asked, **options)
-        check(found)
-    except InvalidInput as error:
-        raise InvalidInput(
-            "a batch goes through a pipeline by the schedule that was planned",
-            got=f"{made.name} for {count} micro-batches: {error.got}",
-            remedy="a batch that as many micro-batches divide as were planned, or plan for it",
-        ) from error
-    if found.placement != made.placement:
-        raise InvalidInput(
-            "a batch goes through a pipeline whose stages stay where they are",
-            got=f"{made.name}, which puts them elsewhere for {count} micro-batches",
-            remedy="a batch that as many micro-batches divide as were planned, or plan for it",
-        )
-    return found
+        with suppress(InvalidInput):  # it does not know so few
+            found = schedule(made.name, **asked, **options)
+            check(found)
+            if found.placement == made.placement:
+                return found
+    return there_and_back(made.placement, count)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -14,11 +13,11 @@ from autopar.capture.listing import Listing
 from autopar.capture.origins import moved_dtype
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, TensorType
-from autopar.passes.microbatches import Microbatches, batch_statistics, cut_batch
+from autopar.passes.microbatches import Microbatches, cut_batch
 from autopar.passes.stages import split_stages
 from autopar.plan.fallbacks import FallbackCost, fallback_costs
 from autopar.plan.program import Program
-from autopar.plan.restaged import restaged, without_gradients
+from autopar.plan.restaged import forward_batches, restaged, without_gradients
 from autopar.planner.beside import spread_beside
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.planner.request import Mode
@@ -121,10 +120,7 @@ class PlanValue(Candidate):
     def forward_program(self, captured: Captured, count: int) -> Program:
         """The program of a call in a pipeline, of this batch and mode or of others: in `count`
         micro-batches where their outputs make those of the batch, else in one go."""
-        batches = None
-        if not batch_statistics(captured):
-            with suppress(InvalidInput):
-                batches = cut_batch(captured, count, tells=True)
+        batches = forward_batches(captured, count)
         program = captured if batches is None else batches.captured
         return restaged(self, self._beside(without_gradients(program), batches), forward=True)
 

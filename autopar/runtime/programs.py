@@ -28,7 +28,7 @@ from autopar.capture.failure import check_call, require_one_dtype
 from autopar.capture.fingerprint import fingerprint_of
 from autopar.errors import InvalidInput
 from autopar.lines import frames_to_caller
-from autopar.plan.beside import follow_beside, plan_beside
+from autopar.plan.beside import follow_beside, plan_beside, staged_beside
 from autopar.plan.plan import Plan
 from autopar.plan.program import Program
 from autopar.runtime.backend import Backend
@@ -66,7 +66,7 @@ class Running:
     @cached_property
     def called(self) -> tuple[Program, Backend]:
         """The program of a whole batch in one go."""
-        if self.plan.batches is None:
+        if not self.steps or (self.plan.batches is None and self.plan.pipelining is None):
             return self.plan.program, self.backend
         return self.plan.whole_program, self.backend.of(self.plan.whole_program)
 
@@ -200,7 +200,6 @@ class Programs(Sequence[Running]):
         require_one_dtype(captured, "hand over inputs in the dtype that the model computes in")
         if call.is_step:
             _ = captured.loss_index  # a program without one is refused
-        self._require_no_pipeline(call, captured)
         if not self._is_other(call, captured):
             return
         call.captured = captured
@@ -218,18 +217,6 @@ class Programs(Sequence[Running]):
                 return not self._look(call)
         return True
 
-    def _require_no_pipeline(self, call: Call, captured: Captured) -> None:
-        first = self._all[0].plan
-        differences = fingerprint_of(captured).differences(first.fingerprint)
-        if first.pipelining is not None and differences:
-            raise InvalidInput(
-                "a pipeline runs the program that it was planned for",
-                got="\n".join([str(call.signature), *differences]),
-                remedy="make the call that was planned, in the same modes; or parallelize the "
-                "model again for this one: load_state_dict(module.full_state_dict()) brings it up "
-                "to date",
-            )
-
     def make(self, call: Call) -> Running:
         """The program of a call; on processes all ranks make it together."""
         if call.running is not None:
@@ -244,10 +231,11 @@ class Programs(Sequence[Running]):
                 return plan_beside(plan, captured, is_step, inputs)
 
             several = isinstance(backend, TorchBackend) and backend.world.size > 1
-            follow = partial(follow_beside, plan, captured)
+            follow = partial(follow_beside, plan, captured, is_step)
             made = agree(decide, follow) if several else decide()
+            made = staged_beside(plan, made, is_step)
         with backend.guard():
-            both = plan.batches is None
+            both = plan.batches is None and plan.pipelining is None
             running = Running(made, backend.beside(made.program), call.signature, both)
         self._all.append(running)
         self._known[call.signature] = running

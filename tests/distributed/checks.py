@@ -505,6 +505,13 @@ def runs_many_programs() -> None:
         assert_close(*found)
 
 
+def runs_many_programs_in_stages() -> None:
+    mesh, options = Mesh(pp=2, dp=2), {"mode": "propagate", "microbatches": 4}
+    for schedule, states in (("chimera", "whole"), ("zb-v", "zero3")):
+        options |= {"schedule": schedule, "states": states}
+        signatures.goes_through_stages([(8, 6), (5, 6)], mesh=mesh, **options)
+
+
 def saves_and_loads_checkpoints() -> None:
     case = stored(models.mlp())
     module = ap.parallelize(case.model, case.args, mesh=Mesh(dp=4), mode="propagate")
@@ -780,6 +787,7 @@ CHECKS = [
     cuts_local_inputs_into_micro_batches,
     loads_its_slices,
     runs_many_programs,
+    runs_many_programs_in_stages,
     saves_and_loads_checkpoints,
     holds_what_was_predicted,
     follows_its_tree,

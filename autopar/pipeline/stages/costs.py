@@ -253,7 +253,7 @@ class StageCosts:
         return [self.stage(start, end) for start, end in bounds]
 
     def stage(self, start: int, end: int) -> StageCost:
-        first = self.flow.activations[start]
+        first = self.flow.activations[min(start, len(self.flow.activations) - 1)]
         sums = self.sums([start, end])[0, 1].tolist()
         forward, backward, again, reduced, summed, *held = sums
         return StageCost(
