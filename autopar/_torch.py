@@ -215,8 +215,11 @@ def state_hooks(module: nn.Module) -> bool:
 
 
 def load_hooks(module: nn.Module) -> bool:
-    """Whether a module changes what `load_state_dict` is given, or acts on it."""
-    return bool(module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks)
+    """Whether a module changes what `load_state_dict` is given, or acts on it. Torch's own layers
+    take names of earlier versions so."""
+    before, after = module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks
+    hooks = (*before.values(), *after.values())
+    return any(not getattr(hook, "__module__", "").startswith("torch.") for hook in hooks)
 
 
 def state_names(model: nn.Module) -> list[str]:
