@@ -194,15 +194,20 @@ def test_another_mode_makes_a_program_if_it_is_another(name: str) -> None:
         assert len(module.programs) == min(count, 2)
 
 
-def test_a_step_of_a_pipeline_in_another_mode_is_refused() -> None:
-    module = ap.parallelize(Stack(), (X,), mesh=ap.Mesh(pp=2), mode="propagate")
-    module.step(X)
-    module.drop.train()  # a child by itself
-    with pytest.raises(ap.InvalidInput, match="in training mode") as caught:
-        module.step(X)
-    assert "dropout = dropout(" in str(caught.value)
-    module.drop.eval()
-    module.step(X)
+def test_a_step_of_a_pipeline_in_another_mode_is_another_program() -> None:
+    module, one = (
+        ap.parallelize(Stack(), (X,), mesh=mesh, mode="propagate")
+        for mesh in (ap.Mesh(pp=2), ap.Mesh(one=1))
+    )
+    one.load_state_dict(module.full_state_dict())
+    for is_training in (False, True, False):
+        found = []
+        for each in (module, one):
+            each.get_submodule("drop").train(is_training)  # a child by itself
+            torch.manual_seed(3)
+            found.append(each.step(X))
+        torch.testing.assert_close(*found)
+    assert len(module.programs) == 2
 
 
 def test_modes_that_change_no_operator_are_silent() -> None:
