@@ -29,6 +29,7 @@ from autopar.capture.origins import is_made_of_parameters
 from autopar.capture.regions import runs
 from autopar.collectives.eager import finish_sum, start_sum, sum_later
 from autopar.passes.gathers import NONE, have_copies, leave_copies, watch_readers
+from autopar.runtime.regions import inputs_of
 from autopar.strategies.kernels.draws import Place
 from autopar.strategies.kernels.dropped_attention import attention
 from autopar.strategies.node_info import info
@@ -117,9 +118,7 @@ class _Region:
 
     @property
     def inputs(self) -> list[fx.Node]:
-        own = set(self.nodes)
-        read = (value for node in self.nodes for value in node.all_input_nodes)
-        return [value for value in dict.fromkeys(read) if value not in own]
+        return inputs_of(self.nodes)
 
     @property
     def outputs(self) -> list[fx.Node]:

@@ -261,8 +261,8 @@ class ParallelModule(Unwrapped, Described):
         Inside, gradients are partial sums (`parameter.grad` is a DTensor that says so). Those that
         are kept in pieces (zero2, zero3), add up in another dtype or are scaled are summed each
         time all the same, and so are a pipeline's, those of other programs than the one that was
-        planned, and all those of parameters that have a gradient
-        from outside already. `step()` of a plan with several micro-batches sums once by itself.
+        planned, and all those of parameters that have a gradient from outside already. `step()` of
+        a plan with several micro-batches sums once by itself.
         """
         return self.backend.no_sync() if self.loss_scale is None else nullcontext()
 

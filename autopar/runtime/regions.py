@@ -21,6 +21,13 @@ from autopar.strategies.node_info import Region, info
 Runner = Full | Selective
 
 
+def inputs_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """What calls read that they do not make, in the order in which it is first read."""
+    own = set(nodes)
+    read = (value for node in nodes for value in node.all_input_nodes)
+    return [value for value in dict.fromkeys(read) if value not in own]
+
+
 @dataclass(frozen=True)
 class Part:
     """Some calls that follow one another: of one region, or of none."""
@@ -30,10 +37,8 @@ class Part:
 
     @property
     def inputs(self) -> list[fx.Node]:
-        """What a region reads, in the order in which it is first read."""
-        own = set(self.nodes)
-        read = (value for node in self.nodes for value in node.all_input_nodes)
-        return [value for value in dict.fromkeys(read) if value not in own]
+        """What a region reads."""
+        return inputs_of(self.nodes)
 
     @property
     def outputs(self) -> list[fx.Node]:
