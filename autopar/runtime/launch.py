@@ -46,26 +46,29 @@ def launch(
     thread, over gloo; `gpus`: they see this machine's GPUs, and share them. The first rank to fail
     ends all others, and its error is raised here. `timeout`: seconds that a rank waits for another.
     """
-    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     context = _context()
     processes: list[Any] = []
-    readers: dict[Connection, int] = {}
+    pipes: dict[Connection, int] = {}
     try:
         environment = _rank_environment(gpus)
         with _environment(environment):
             for rank in range(ranks):
-                reader, writer = context.Pipe(duplex=False)
-                place = (rank, ranks, store.port, timeout)
+                ours, theirs = context.Pipe()
                 process = context.Process(
                     target=_rank_main,
-                    args=(writer, place, environment, function, arguments),
+                    args=(theirs, (rank, ranks, timeout), environment, function, arguments),
                     daemon=True,
                 )
                 process.start()
-                writer.close()
+                theirs.close()
                 processes.append(process)
-                readers[reader] = rank
-        return _collect(readers, processes, heard or (lambda rank, value: None))
+                pipes[ours] = rank
+        # After every rank: a store is a thread, which may hold a lock that a fork would keep.
+        store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+        for pipe in pipes:
+            with suppress(OSError):  # a rank that has ended is found below
+                pipe.send(store.port)
+        return _collect(pipes, processes, heard or (lambda rank, value: None))
     finally:
         for process in processes:
             process.terminate()
@@ -74,19 +77,19 @@ def launch(
 
 
 def _collect(
-    readers: dict[Connection, int], processes: list[Any], heard: Callable[[int, Any], None]
+    pipes: dict[Connection, int], processes: list[Any], heard: Callable[[int, Any], None]
 ) -> list[Any]:
     """Listen until every rank has ended well, or one has failed."""
     results: dict[int, Any] = {}
     followers: dict[int, str] = {}
-    while readers:
-        for reader in wait(list(readers)):
-            assert isinstance(reader, Connection)
-            rank = readers[reader]
+    while pipes:
+        for pipe in wait(list(pipes)):
+            assert isinstance(pipe, Connection)
+            rank = pipes[pipe]
             try:
-                kind, value = reader.recv()
-            except EOFError:
-                del readers[reader]
+                kind, value = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                del pipes[pipe]
                 if rank not in results and rank not in followers:
                     processes[rank].join()
                     code = processes[rank].exitcode
@@ -115,34 +118,34 @@ def _failure(rank: int, text: str) -> ExecutionError:
 
 
 def _rank_main(
-    writer: Connection,
-    place: tuple[int, int, int, float],
+    pipe: Connection,
+    place: tuple[int, int, float],
     environment: dict[str, str],
     function: Callable,
     arguments: tuple,
 ) -> None:
     """The life of one rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launching process's business
-    rank, ranks, port, timeout = place
+    rank, ranks, timeout = place
     os.environ.update(environment)  # the process that it was forked from may have had another
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
             "gloo",
-            store=dist.TCPStore(_HOST, port, is_master=False),
+            store=dist.TCPStore(_HOST, pipe.recv(), is_master=False),
             rank=rank,
             world_size=ranks,
             timeout=timedelta(seconds=timeout),
         )
-        result = function(lambda value: writer.send(("said", value)), *arguments)
-        writer.send(("done", result))
+        result = function(lambda value: pipe.send(("said", value)), *arguments)
+        pipe.send(("done", result))
         dist.barrier()  # nobody leaves while another still needs it
     except BaseException as error:
         tell(error)
         with suppress(OSError):
-            writer.send(("failed", traceback.format_exc(limit=-3)))
+            pipe.send(("failed", traceback.format_exc(limit=-3)))
     finally:
-        writer.close()
+        pipe.close()
         if dist.is_initialized():
             with suppress(Exception):
                 dist.destroy_process_group()

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import ExecutionError
+from autopar.runtime import launch as launching
 from autopar.runtime.launch import launch
 
 
@@ -42,3 +43,19 @@ def test_a_rank_that_fails_is_named_and_ends_the_others(how, named):
     with pytest.raises(ExecutionError, match="rank 1") as caught:
         launch(_fail_on_one, 3, how)
     assert named in str(caught.value)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted there")
+def test_every_rank_starts_before_the_store_is_a_thread(monkeypatch):
+    """What a thread has locked while a rank is forked stays locked in that rank."""
+    context, threads = launching._context(), []
+    process = context.Process
+
+    def counted(**options):
+        threads.append(len(os.listdir("/proc/self/task")))
+        return process(**options)
+
+    monkeypatch.setattr(context, "Process", counted)
+    before = len(os.listdir("/proc/self/task"))
+    launch(_greet, 3, "hello")
+    assert len(threads) == 3 and max(threads) <= before
