@@ -40,8 +40,9 @@ from autopar.runtime.compiled import Compiler
 from autopar.runtime.distributed import TorchBackend
 from autopar.runtime.failures import one_fails_all_stop
 from autopar.runtime.groups import enter_world, require_world_of
-from autopar.runtime.module import ParallelModule, require_names
+from autopar.runtime.module import OWN_NAMES, ParallelModule
 from autopar.runtime.outputs import OutputsLike
+from autopar.runtime.part import require_names
 from autopar.runtime.plan_broadcast import agree, of_first, require_equal, require_same_call
 from autopar.runtime.slices import require_even
 from autopar.runtime.values import Values, require_constants, require_data
@@ -196,7 +197,7 @@ class _Call:
         is_empty = all(isinstance(value, tuple | Mapping) and not value for value in given)
         if self.plan is None or not is_empty:  # a plan knows its own inputs
             check_call(self.model, self.args, self.kwargs)
-        require_names(self.model)
+        require_names(self.model, OWN_NAMES)
         self.values.validate()
         if self.check:
             require_data(

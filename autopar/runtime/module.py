@@ -41,7 +41,7 @@ from autopar.runtime.part import (
 from autopar.runtime.programs import Call, Programs
 from autopar.runtime.step_loss import StepLoss
 from autopar.runtime.step_words import told_apart
-from autopar.runtime.tensors import HOLDERS, Tensors
+from autopar.runtime.tensors import Tensors
 from autopar.runtime.values import Values
 from autopar.runtime.wrapping import Unwrapped
 
@@ -69,6 +69,13 @@ class ParallelModule(Unwrapped, Described):
     plan: Plan
     backend: Backend
     loss_scale: LossScale | None  # what the loss of a step is scaled by; None: it is not
+    _check: Checks | None
+    _first: FirstBatches | None
+    _layouts: dict[str, Layout]
+    _names: tuple[str, ...]
+    _peak: int | None  # bytes of all but an optimizer's, where they were watched
+    _programs: Programs
+    _tensors: Tensors
 
     def __new__(cls, model: nn.Module, *args: Any, **kwargs: Any) -> ParallelModule:
         kinds: tuple[Any, Any] = cls, type(model)
@@ -85,9 +92,8 @@ class ParallelModule(Unwrapped, Described):
     ) -> None:
         """`values`: where those of its tensors come from; if not given, from the model."""
         super().__init__()
-        require_names(model)
         self.program, self.plan, self.backend, self._check = program, plan, backend, check
-        self._first: FirstBatches | None = None
+        self._first = None
         if isinstance(backend, TorchBackend) and not backend.local_inputs:
             self._first = FirstBatches(backend.world)
         captured = program.captured
@@ -121,12 +127,12 @@ class ParallelModule(Unwrapped, Described):
                 vars(owner).setdefault("_tensor_types", {})[key] = types[name]
         scaled = plan.precision is not None and plan.precision.loss_scale is not None
         self.loss_scale = LossScale() if scaled else None
-        self._peak: int | None = None  # bytes of all but an optimizer's, where they were watched
+        self._peak = None
         modes = Modes(self, plan.original)
         self._tensors = Tensors(self, captured.tied, program.learns)
         backend.bind(self._tensors.values)
         self._programs = Programs(plan, backend, modes, self._tensors)
-        self.describe(model, {*_OWN_NAMES, *vars(self)})
+        self.describe(model, {*OWN_NAMES, *vars(self)})
         tell_of_state_hooks(model)
         note_old_parameters(model, self)
         if isinstance(backend, TorchBackend):
@@ -424,20 +430,9 @@ class ParallelModule(Unwrapped, Described):
         return ", ".join(filter(None, [super().extra_repr(), f"mesh={self.program.mesh}"]))
 
 
-_OWN_NAMES = frozenset(dir(ParallelModule)) | get_annotations(ParallelModule).keys()
-
-
-def require_names(model: nn.Module) -> None:
-    """Refuse a model whose tensors or submodules are named as what a ParallelModule has itself."""
-    held = [vars(model)[kind] for kind in HOLDERS] if isinstance(model, nn.Module) else []
-    names = [name for one in held for name in one if name in _OWN_NAMES]
-    if names:
-        raise InvalidInput(
-            "parameters, buffers and submodules of the model keep their names, beside those that a "
-            "ParallelModule has itself",
-            got=", ".join(names),
-            remedy="another name, or a module that holds the model as one of its own",
-        )
+OWN_NAMES = frozenset(dir(ParallelModule)).union(
+    *(get_annotations(kind) for kind in ParallelModule.__mro__)
+)
 
 
 def _is_whole_of(value: Any, own: Any) -> bool:

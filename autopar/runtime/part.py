@@ -11,7 +11,7 @@ captured.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Set
 from contextlib import suppress
 from functools import cache, wraps
 from types import FunctionType, MethodType
@@ -25,6 +25,7 @@ from autopar import _torch
 from autopar.errors import InvalidInput
 from autopar.layout import TensorType
 from autopar.lines import frames_to_caller
+from autopar.runtime.tensors import HOLDERS
 
 _REMEDY = "change the model itself and parallelize it again"
 
@@ -64,6 +65,19 @@ class Closed:
             "a closed module has let go of its parameters and programs",
             got="a use of a ParallelModule after close()",
             remedy="parallelize the model again with plan=module.plan",
+        )
+
+
+def require_names(model: nn.Module, own: Container[str]) -> None:
+    """Refuse a model whose tensors or submodules are named as what a ParallelModule has itself."""
+    held = [vars(model)[kind] for kind in HOLDERS] if isinstance(model, nn.Module) else []
+    names = [name for one in held for name in one if name in own]
+    if names:
+        raise InvalidInput(
+            "parameters, buffers and submodules of the model keep their names, beside those that a "
+            "ParallelModule has itself",
+            got=", ".join(names),
+            remedy="another name, or a module that holds the model as one of its own",
         )
 
 
@@ -117,6 +131,8 @@ def refused_attribute(name: str, where: str) -> InvalidInput:
 
 class Described(Plain):
     """Has the attributes of a model that are no tensors, such as its configuration, to look at."""
+
+    _attributes: Set[str]
 
     def describe(self, model: nn.Module, own: Container[str]) -> None:
         """Take those of `model`, but for `own` names."""

@@ -58,4 +58,5 @@ def test_every_rank_starts_before_the_store_is_a_thread(monkeypatch):
     monkeypatch.setattr(context, "Process", counted)
     before = len(os.listdir("/proc/self/task"))
     launch(_greet, 3, "hello")
-    assert len(threads) == 3 and max(threads) <= before
+    assert len(threads) == 3
+    assert max(threads) <= before
