@@ -21,7 +21,11 @@ from autopar.errors import InvalidInput, require_one_of
 from autopar.lines import frames_to_caller
 from autopar.mesh import Mesh
 from autopar.options import Kind, PlanOptions, read_request
-from autopar.passes.microbatches import batch_statistics
+from autopar.passes.microbatches import (
+    batch_statistics,
+    named_statistics,
+    tell_of_statistics,
+)
 from autopar.pipeline.schedule import Schedule
 from autopar.plan.plan import Plan, SavedPlan
 from autopar.planner.candidate import Candidate
@@ -152,13 +156,7 @@ def admit(captured: Captured, request: Request, options: PlanOptions) -> Request
 def tell(captured: Captured, best: Candidate) -> None:
     """Refuse or tell what is wrong with a plan that was chosen."""
     _refuse_random(captured, best.whole_mesh, best.microbatches)
-    statistics = batch_statistics(captured)
-    if statistics and best.microbatches > 1:
-        _warn(
-            f"{_named(statistics)} takes its statistics over each of {best.microbatches} "
-            "micro-batches, not over the batch: loss, gradients and running statistics are not "
-            "those of microbatches=1"
-        )
+    tell_of_statistics(captured, best.microbatches)
     replicated: dict[str, list[Fallback]] = {}
     # One that draws random numbers is here on one rank alone, where there is nothing to cut.
     calls = {node.name: node for node in captured.operators if not is_random(node)}
@@ -214,7 +212,7 @@ def _in_one(statistics: Sequence[fx.Node], request: Request, options: PlanOption
     assert made is not None
     raise InvalidInput(
         "micro-batches that change what a step computes are taken only when asked for",
-        got=f"schedule {made.name!r}, which needs several, and {_named(statistics)}, "
+        got=f"schedule {made.name!r}, which needs several, and {named_statistics(statistics)}, "
         "which would take statistics over each alone",
         remedy=f"microbatches={made.microbatches}, or another schedule",
         source=info(statistics[0]).source,
@@ -249,10 +247,3 @@ def _refuse_random(captured: Captured, mesh: Mesh, microbatches: int) -> None:
             remedy=instead(node),
             source=info(node).source,
         )
-
-
-def _named(statistics: Sequence[fx.Node]) -> str:
-    """Batch norms by their modules."""
-    names = list(dict.fromkeys(info(node).module or "the model" for node in statistics))
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"batch norm ({', '.join(names[:3])}{more})"

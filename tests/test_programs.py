@@ -120,3 +120,36 @@ def test_micro_batches_of_another_batch_are_those_that_divide_it() -> None:
         assert_close(module.full_grads(), gradients(model))
         steps = [one.plan.microbatches for one in module.programs if one.steps]
         assert steps[-1] == count
+
+
+class Twice(nn.Module):
+    """A module that has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 8), nn.BatchNorm1d(8)
+        self.again = nn.Sequential(self.norm, self.first)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.again[0](self.norm(self.again[1](x)))).square().mean()
+
+
+def test_a_module_of_two_names_is_one() -> None:
+    model, x = made(Twice), random(8, 4)
+    module = ap.parallelize(copy.deepcopy(model), (x,), mesh=ap.Mesh(dp=2), mode="data")
+    assert module.again[0] is module.norm
+    assert module.again[1] is module.first
+    assert module.state_dict().keys() == model.state_dict().keys()
+    for one in (model, module):
+        one.again[0].eval()
+    with torch.no_grad():
+        assert_close(module(x), model(x))
+
+
+def test_batch_norm_of_another_program_in_micro_batches_is_told() -> None:
+    model, x = made(Twice).eval(), random(8, 4)
+    module = ap.parallelize(model, (x,), mesh=ap.Mesh(dp=2), mode="data", microbatches=2)
+    module.train()
+    with pytest.warns(UserWarning, match="takes its statistics over each of 2 micro-batches"):
+        module.step(x)

@@ -178,14 +178,20 @@ class Keyed:
 
 
 def add_parts(root: nn.Module, model: nn.Module) -> None:
-    """A part for every submodule of a model, in its order; containers are indexed as there."""
+    """A part for every submodule of a model, in its order, and one for one that has several names;
+    containers are indexed as there."""
+    made = {id(model): root}
     for path, module in model.named_modules(remove_duplicate=False):
-        part = part_at(root, path, module)
-        if part is not root:
-            vars(part).update(attributes_of(module))
-            for name, tensor in module._parameters.items():
-                if tensor is None:
-                    part.register_parameter(name, None)
+        owner, _, name = path.rpartition(".")
+        if id(module) in made:
+            if path:
+                part_at(root, owner)._modules[name] = made[id(module)]
+            continue
+        part = made[id(module)] = part_at(root, owner)._modules[name] = _made(type(module))
+        vars(part).update(attributes_of(module))
+        for name, tensor in module._parameters.items():
+            if tensor is None:
+                part.register_parameter(name, None)
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
@@ -204,16 +210,13 @@ def _is_of_model(value: object) -> bool:
     return isinstance(owner, nn.Module | Tensor)
 
 
-def part_at(root: nn.Module, path: str, like: nn.Module | None = None) -> nn.Module:
-    """The submodule at `path`, made on the way, like another one."""
-    module = root
-    for part in path.split(".") if path else ():
-        if part not in module._modules:
-            module._modules[part] = _made(type(like) if like is not None else nn.Module)
-        found = module._modules[part]
+def part_at(root: nn.Module, path: str) -> nn.Module:
+    """The submodule at `path`."""
+    for name in path.split(".") if path else ():
+        found = root._modules[name]
         assert found is not None
-        module = found
-    return module
+        root = found
+    return root
 
 
 @cache
