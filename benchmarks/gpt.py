@@ -19,6 +19,9 @@ class Sizes:
     batch: int  # 8
     layers: int = 2
     vocabulary: int = 512
+    dropout: float = 0.0  # of what a block adds
+    attention_dropout: float = 0.0
+    causal: bool = True
 
     @property
     def name(self) -> str:
@@ -28,25 +31,28 @@ class Sizes:
 class Block(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.width = sizes.hidden // sizes.heads
+        self.width, self.causal = sizes.hidden // sizes.heads, sizes.causal
+        self.attention_dropout = sizes.attention_dropout
         self.norm1 = nn.LayerNorm(sizes.hidden)
         self.qkv = nn.Linear(sizes.hidden, 3 * sizes.hidden)
         self.out = nn.Linear(sizes.hidden, sizes.hidden)
         self.norm2 = nn.LayerNorm(sizes.hidden)
         self.up = nn.Linear(sizes.hidden, 4 * sizes.hidden)
         self.down = nn.Linear(4 * sizes.hidden, sizes.hidden)
+        self.drop = nn.Dropout(sizes.dropout) if sizes.dropout else nn.Identity()
 
     def attention(self, x: Tensor) -> Tensor:
         batch, sequence = x.shape[:2]
         # As many heads as there are columns: all of them, or one rank's.
         qkv = self.qkv(x).view(batch, sequence, -1, 3, self.width)
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(3))
-        x = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        p = self.attention_dropout if self.training else 0.0
+        x = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=self.causal)
         return self.out(x.transpose(1, 2).reshape(batch, sequence, -1))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        x = x + self.drop(self.attention(self.norm1(x)))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
 class GPT(nn.Module):

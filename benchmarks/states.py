@@ -59,7 +59,7 @@ def autopar_step(sizes: Sizes, states: Any) -> Made:
     torch.manual_seed(0)
     module = ap.parallelize(model, (ids, labels), mesh=mesh, mode="data", states=states)
     update = torch.optim.AdamW(module.parameters(), **ADAMW)
-    return module, *_steps(module, update, lambda: module.step(ids, labels))
+    return module, *steps(module, update, lambda: module.step(ids, labels))
 
 
 def torch_step(sizes: Sizes, wrap: Callable[[GPT], tuple[nn.Module, Any]]) -> Made:
@@ -73,10 +73,10 @@ def torch_step(sizes: Sizes, wrap: Callable[[GPT], tuple[nn.Module, Any]]) -> Ma
         loss.backward()
         return loss.detach()
 
-    return module, *_steps(module, update, forward_and_backward)
+    return module, *steps(module, update, forward_and_backward)
 
 
-def _steps(module: nn.Module, update: Any, forward_and_backward: Step) -> tuple[Step, Step]:
+def steps(module: nn.Module, update: Any, forward_and_backward: Step) -> tuple[Step, Step]:
     def without_update() -> Tensor:
         module.zero_grad(set_to_none=True)
         return forward_and_backward()

@@ -141,21 +141,36 @@ def _step(module: nn.Module, optimizer: bool, forward_and_backward: Step) -> Ste
 
 def measure(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
     """Seconds of each contestant in each round, those of the slowest rank."""
+    return measure_both(steps, rounds)[0]
+
+
+def measure_both(
+    steps: dict[str, Step], rounds: int, between: Callable[[], None] = lambda: None
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds of each contestant in each round, those of the slowest rank; and seconds that
+    processors computed, those of all ranks, of which other programs on the machine take fewer.
+
+    `between`: what is run before each contestant, and not counted."""
     for step in [*steps.values()] * 3:
         step()
     names = list(steps)
     # In shuffled order, the same on all ranks: a step finds the memory that the last one left.
     order = random.Random(0)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    passed: dict[str, list[float]] = {name: [] for name in names}
+    computed: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds):
         for name in order.sample(names, len(names)):
+            between()
             dist.barrier()
-            start = time.perf_counter()
+            start, busy = time.perf_counter(), time.process_time()
             steps[name]()
-            seconds[name].append(time.perf_counter() - start)
-    table = torch.tensor([seconds[name] for name in names])
-    dist.all_reduce(table, dist.ReduceOp.MAX)
-    return dict(zip(names, table.tolist()))
+            computed[name].append(time.process_time() - busy)
+            passed[name].append(time.perf_counter() - start)
+    slowest = torch.tensor([passed[name] for name in names])
+    of_all = torch.tensor([computed[name] for name in names])
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    dist.all_reduce(of_all)
+    return dict(zip(names, slowest.tolist())), dict(zip(names, of_all.tolist()))
 
 
 def report(
