@@ -51,8 +51,6 @@ class Backend(ABC):
         self.workers: dict[tuple[int, int], Worker] = {}
         self.stages: dict[int, StageRun] = {}
         self.runners: list[RankRunner] = []
-        self.seed = 1.0  # the gradient of a step's loss
-        self.is_first = True  # whether a step's gradients add to none that are summed already
 
     def _prepare(self, transport: Transport, after: Callable[[int], None]) -> None:
         """Make the stages of this process, and what runs them."""
@@ -178,13 +176,19 @@ class Backend(ABC):
         return program.captured.draw()
 
     def step(
-        self, kept: Mapping[str, Tensor], batches: Sequence[Batch], tells: bool = False
+        self,
+        kept: Mapping[str, Tensor],
+        batches: Sequence[Batch],
+        tells: bool = False,
+        seed: float = 1.0,
+        is_first: bool = True,
     ) -> tuple[Tensor, list[Tensor]]:
         """All micro-batches forward and backward: the loss of the batch. If it `tells`, all outputs
-        as well, whole and without history."""
+        as well, whole and without history. `seed`: the gradient of the loss; `is_first`: gradients
+        add to none that are summed already."""
         try:
-            self._begin(kept, batches, tells)
-            loss = self._run()
+            self._begin(kept, batches, tells, seed)
+            loss = self._run(is_first)
             return loss, self._told() if tells else []
         finally:
             self._begin({}, ())  # nothing of a step stays
@@ -200,7 +204,7 @@ class Backend(ABC):
             self._begin({}, ())
 
     @abstractmethod
-    def _run(self) -> Tensor:
+    def _run(self, is_first: bool) -> Tensor:
         """A step, the gradients and buffers after it, and its loss."""
 
     @abstractmethod
@@ -208,10 +212,14 @@ class Backend(ABC):
         """The actions of the schedule."""
 
     def _begin(
-        self, kept: Mapping[str, Tensor], batches: Sequence[Batch], tells: bool = False
+        self,
+        kept: Mapping[str, Tensor],
+        batches: Sequence[Batch],
+        tells: bool = False,
+        seed: float = 1.0,
     ) -> None:
         for stage in self.stages.values():
-            stage.kept, stage.batches, stage.tells = kept, batches, tells
+            stage.kept, stage.batches, stage.tells, stage.seed = kept, batches, tells, seed
         for worker in self.workers.values():
             worker.clear()
 
@@ -254,23 +262,22 @@ class Backend(ABC):
 class StageRun:
     """The program of one stage, where it runs."""
 
-    def __init__(self, backend: Backend, stage: Stage, is_split: bool) -> None:
+    def __init__(
+        self, backend: Backend, stage: Stage, is_split: bool = False, is_whole: bool = False
+    ) -> None:
         self.backend, self.stage = backend, stage
         self._halves = WeightHalves() if is_split else None
-        self.run = backend.prepare_graph(stage.graph, self._halves)
+        self.run = backend.prepare_graph(stage.graph, self._halves, is_whole)
         self._update = backend.prepare_graph(stage.update) if stage.update is not None else None
         self.kept: Mapping[str, Tensor] = {}  # of a step, and its micro-batches
         self.batches: Sequence[Batch] = ()
         self.tells = False  # whether all outputs are kept
+        self.seed = 1.0  # the gradient of a step's loss
 
     def __call__(self, microbatch: int, received: Sequence[Value]) -> list[Value]:
         return self.run(
             self.kept, self.batches[microbatch], dict(zip(self.stage.receives, received))
         )
-
-    @property
-    def seed(self) -> float:
-        return self.backend.seed
 
     def told(self, value: Value, type_: TensorType) -> Tensor:
         """An output in the form in which it is kept."""
@@ -302,12 +309,10 @@ class WholeRun(StageRun):
 
     def __init__(self, backend: Backend) -> None:
         program = backend.program
-        self.backend, self._halves = backend, None
         loss = program.captured.loss_index if program.has_loss else None
         outputs = tuple(range(len(program.outputs)))
-        self.stage = Stage(0, program.graph, (), (), outputs, loss, (), None)
-        self.run = backend.prepare_graph(program.graph, is_whole=True)
-        self.kept, self.batches, self.tells = {}, (), False
+        stage = Stage(0, program.graph, (), (), outputs, loss, (), None)
+        super().__init__(backend, stage, is_whole=True)
         self._mutations, self._count = tuple(program.captured.mutations), len(program.outputs)
         self._types = [info(node).type for node in program.results]
 

@@ -232,12 +232,12 @@ class TorchBackend(Backend):
 
     # A step.
 
-    def _run(self) -> Tensor:
+    def _run(self, is_first: bool) -> Tensor:
         reached = self.program.learned[self.program.captured.loss_index]
         sync = self._sync = self._sync_of(reached | self.passes.waiting)
         self._late.clear()  # of a step that broke off
         self.leaves.window.forget()
-        self.passes.start(sync, reached, self.is_first)
+        self.passes.start(sync, reached, is_first)
         sync.after(-1)
         self._carry_out()
         self._update_buffers()

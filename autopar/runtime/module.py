@@ -254,10 +254,9 @@ class ParallelModule(Unwrapped, Described):
             self._check_together(args, kwargs)
             with self.backend.guard(), switched(()):
                 program, backend = running.stepped(tells)
-                backend.seed = by
                 inputs = call.bound | backend.draw(program)
                 kept = self._tensors.values
-                loss, found = self._scaled(backend, kept, backend.split(inputs), tells)
+                loss, found = self._scaled(backend, kept, backend.split(inputs), tells, by)
         told = StepLoss.of(loss)
         return (told, program.structure(found)) if tells else told
 
@@ -278,15 +277,15 @@ class ParallelModule(Unwrapped, Described):
         kept: Mapping[str, Tensor],
         batches: Sequence[Mapping[str, Tensor]],
         tells: bool,
+        by: float,
     ) -> tuple[Tensor, list[Tensor]]:
-        """A step in which the loss is scaled beside the backend's seed, if that was asked for. One
-        that breaks off leaves gradients as they were."""
+        """A step whose gradients are multiplied `by`, and whose loss is scaled beside that, if it
+        was asked for. One that breaks off leaves gradients as they were."""
         scaled = self.loss_scale
         before, scale, is_good = taken(kept.values()), 1.0 if scaled is None else scaled.value, True
-        backend.seed *= scale
-        backend.is_first = all(earlier is None for _, earlier in before)
+        is_first = all(earlier is None for _, earlier in before)
         try:
-            found = backend.step(kept, batches, tells)
+            found = backend.step(kept, batches, tells, by * scale, is_first)
             if scaled is not None:
                 is_good = bool(self.backend.norm(self._gradients(), 1.0).isfinite())
         except BaseException:

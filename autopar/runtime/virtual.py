@@ -292,10 +292,14 @@ class VirtualBackend(Backend):
         return self.whole.forward(kept, inputs)
 
     def _begin(
-        self, kept: Mapping[str, Tensor], batches: Sequence[Batch], tells: bool = False
+        self,
+        kept: Mapping[str, Tensor],
+        batches: Sequence[Batch],
+        tells: bool = False,
+        seed: float = 1.0,
     ) -> None:
         """Gradients of micro-batches add up in the dtype that is asked for."""
-        super()._begin(kept, batches, tells)
+        super()._begin(kept, batches, tells, seed)
         for hook in self._rounding:
             hook.remove()
         self._rounding = [
@@ -311,7 +315,7 @@ class VirtualBackend(Backend):
     def _carry_out(self) -> None:
         run_together(self.runners)
 
-    def _run(self) -> Tensor:
+    def _run(self, is_first: bool) -> Tensor:
         self._carry_out()
         self._update_buffers()
         return sum_in_order(self._losses())
