@@ -12,6 +12,11 @@ as they become complete: when the backward of their region has ended.
 
 A compiler may bring calls into another order, on each rank another, so the movements of a region
 hang on one another: one that does not begins a new region.
+
+The backward of a region is one function, which takes zeros for what no gradient comes to, and gives
+one to all that the region reads. So all that a region reads reaches every result of the program
+that the region does: who asks for one of them asks for these gradients. A call by which that would
+not hold begins a new region.
 """
 
 from __future__ import annotations
@@ -52,7 +57,7 @@ class Compiler:
     def __call__(self, graph: fx.Graph, outside: Collection[fx.Node]) -> None:
         """Let a program of one rank call its regions as functions, in place."""
         _keep_results_near(graph)
-        for nodes in _regions(graph, self.blocks, outside):
+        for nodes in list(_regions(graph, self.blocks, outside)):
             if len(nodes) >= _LEAST:
                 self._call(graph, nodes)
 
@@ -211,8 +216,9 @@ def _regions(
         return node.target in _MARKS or is_made_of_parameters(node)
 
     labels = {node: name for name, run in runs(graph, blocks, is_anywhere) for node in run}
+    reached = _results_reached(graph)
     open_: list[fx.Node] = []
-    order = _Order()
+    order, asked = _Order(), _Asked(reached)
     where: Any = None
     for node in graph.nodes:
         if node.op == "placeholder" or node.target in _MARKS:
@@ -220,11 +226,13 @@ def _regions(
         maker = _maker(node)
         place = labels.get(maker), info(maker).region
         is_inside = _is_inside(node, outside)
-        if open_ and (not is_inside or place != where or not order.holds(node)):
+        holds = is_inside and place == where and order.holds(node) and asked.holds(node)
+        if open_ and not holds:
             yield open_
-            open_, order = [], _Order()
+            open_, order, asked = [], _Order(), _Asked(reached)
         if is_inside:
             order.add(node)
+            asked.add(node)
             open_.append(node)
             where = place
     if open_:
@@ -271,6 +279,45 @@ class _Order:
         return not self.behind.isdisjoint(node.all_input_nodes) and (
             info(node).differentiable or not is_back
         )
+
+
+def _results_reached(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Of which results of a program the backward reaches each value, a bit for each."""
+    found = dict.fromkeys(graph.nodes, 0)
+    results: Any = graph.output_node().args[0]
+    for place, result in enumerate(results):
+        found[result] |= 1 << place
+    for node in reversed(graph.nodes):
+        if info(node).differentiable:
+            for value in node.all_input_nodes:
+                found[value] |= found[node]
+    return found
+
+
+class _Asked:
+    """Of a region: the results that it reaches, and those that all that it reads reaches."""
+
+    def __init__(self, reached: Mapping[fx.Node, int]) -> None:
+        self._reached, self._own = reached, set[fx.Node]()
+        self._some, self._every = 0, -1
+
+    def holds(self, node: fx.Node) -> bool:
+        """With one more call: that every gradient which it gives is asked for."""
+        some, every = self._with(node)
+        return not some & ~every
+
+    def add(self, node: fx.Node) -> None:
+        self._some, self._every = self._with(node)
+        self._own.add(node)
+
+    def _with(self, node: fx.Node) -> tuple[int, int]:
+        some, every = self._some, self._every
+        if info(node).differentiable:
+            some |= self._reached[node]
+            for value in node.all_input_nodes:
+                if value not in self._own and info(value).differentiable:
+                    every &= self._reached[value]
+        return some, every
 
 
 def _keep_results_near(graph: fx.Graph) -> None:

@@ -22,7 +22,8 @@ from autopar.strategies.node_info import info
 from tests import models
 from tests.annotations import megatron, sequence
 from tests.models import Case
-from tests.parity import assert_equal, assert_parity, parallel_outcome
+from tests.parity import assert_equal, assert_parity, parallel_outcome, single_outcome
+from tests.partly_learned import partly_learned, without_gradient
 
 TRACED = {"backend": "aot_eager", "fullgraph": True}  # as torch's compiler, without machine code
 ONE = Mesh(one=1)
@@ -144,3 +145,15 @@ def test_a_function_that_calls_a_parallel_module_can_be_compiled():
 
 def test_parity_on_one_rank():
     assert_parity(models.shared("gpt", layers=1), ONE, compile=TRACED)
+
+
+def test_no_gradient_stays_none():
+    """What a result reaches is not what others of its region reach."""
+    case = partly_learned()
+    module = made(case, TRACED)
+    for output in (0, 1):
+        module.zero_grad()
+        module(*case.args)[output].sum().backward()
+        missing = without_gradient(case, output)
+        assert set(module.full_grads()) == {n for n, _ in case.model.named_parameters()} - missing
+    assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()))
