@@ -7,32 +7,23 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from string import ascii_lowercase
 
 import torch
 from torch import fx, nn
 
 from autopar._torch import COMPILER_OPTIONS, missing_cpp_compiler
 from autopar.capture.captured import Captured
-from autopar.capture.listing import operator_of, registered_as
-from autopar.capture.normalisations.draws import instead
-from autopar.capture.randomness import is_random
+from autopar.capture.listing import registered_as
 from autopar.errors import InvalidInput, require_one_of
 from autopar.lines import frames_to_caller
 from autopar.mesh import Mesh
 from autopar.options import Kind, PlanOptions, read_request
-from autopar.passes.microbatches import (
-    batch_statistics,
-    named_statistics,
-    tell_of_statistics,
-)
+from autopar.passes.microbatches import batch_statistics
 from autopar.pipeline.schedule import Schedule
 from autopar.plan.plan import Plan, SavedPlan
-from autopar.planner.candidate import Candidate
 from autopar.planner.request import Request
+from autopar.planner.verdict import named_statistics, refuse_random
 from autopar.runtime.outputs import FORMS
-from autopar.search.decisions import Fallback
-from autopar.strategies import Call
 from autopar.strategies.node_info import info
 
 
@@ -149,41 +140,8 @@ def admit(captured: Captured, request: Request, options: PlanOptions) -> Request
     if statistics and options.microbatches == "auto" and not isinstance(options.schedule, Schedule):
         request = _in_one(statistics, request, options)
     if request.mesh is not None:
-        _refuse_random(captured, request.mesh, request.microbatches or 1)
+        refuse_random(captured, request.mesh, request.microbatches or 1)
     return request
-
-
-def tell(captured: Captured, best: Candidate) -> None:
-    """Refuse or tell what is wrong with a plan that was chosen."""
-    _refuse_random(captured, best.whole_mesh, best.microbatches)
-    tell_of_statistics(captured, best.microbatches)
-    replicated: dict[str, list[Fallback]] = {}
-    # One that draws random numbers is here on one rank alone, where there is nothing to cut.
-    calls = {node.name: node for node in captured.operators if not is_random(node)}
-    for fallback in best.decisions.fallbacks:
-        if fallback.node in calls:
-            replicated.setdefault(fallback.operator, []).append(fallback)
-    for operator, found in replicated.items():
-        _warn(
-            f"{operator} has no rule and runs replicated ({len(found)} times, first at "
-            f"{found[0].source}): every rank does all of it. {_rule_for(calls[found[0].node])}"
-        )
-
-
-def _rule_for(node: fx.Node) -> str:
-    """The line that would let an operator be cut, if it does what its shapes allow."""
-    call, operator = Call(node), registered_as(node.target)
-    inputs, outputs = call.shapes, [tuple(output.shape) for output in call.outputs]
-    shapes = [*inputs, *outputs]
-    if len({*shapes}) == 1:
-        line = f"{', '.join(['...'] * len(inputs))} -> {', '.join(['...'] * len(outputs))}"
-        return f'register_rule({operator}, "{line}") cuts it, if it goes element by element'
-    if inputs and all(shapes) and len({shape[0] for shape in shapes}) == 1:
-        letters = (letter for letter in ascii_lowercase if letter != "b")
-        terms = [" ".join(["b", *(f"{next(letters)}!" for _ in s[1:])]) for s in shapes]
-        line = f"{', '.join(terms[: len(inputs)])} -> {', '.join(terms[len(inputs) :])}"
-        return f'register_rule({operator}, "{line}") cuts the batch, if samples do not mix'
-    return f"register_rule({operator}, line) says how to cut it, with a letter for each dim"
 
 
 @cache
@@ -231,19 +189,4 @@ def _require_rules(captured: Captured) -> None:
             got="\n".join(dict.fromkeys(missing)),
             remedy="register_rule(operator, '... -> ...') for each, or strict=False to run them "
             "replicated",
-        )
-
-
-def _refuse_random(captured: Captured, mesh: Mesh, microbatches: int) -> None:
-    """Refuse random numbers where several ranks, or several runs of a step, would draw them."""
-    if mesh.size == microbatches == 1:
-        return
-    places = "" if mesh.size == 1 else f" on {mesh}"
-    turns = "" if microbatches == 1 else f" in {microbatches} micro-batches"
-    for node in captured.random:
-        raise InvalidInput(
-            "a random operator runs on one rank only: its bits would depend on the layout",
-            got=f"{operator_of(node)} in {info(node).module or 'the model'}{places}{turns}",
-            remedy=instead(node),
-            source=info(node).source,
         )

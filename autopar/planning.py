@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.admission import admit, tell
+from autopar.admission import admit
 from autopar.capture import capture
 from autopar.cluster import Cluster
 from autopar.mesh import Mesh
@@ -19,6 +19,7 @@ from autopar.options import PlanOptions, RecomputeLike, ScheduleLike, StatesLike
 from autopar.plan.plan import Plan
 from autopar.planner.choose import Planner
 from autopar.planner.request import Mode
+from autopar.planner.verdict import tell
 from autopar.precision import Precision
 from autopar.progress import Report, reporter
 

@@ -153,3 +153,26 @@ def test_batch_norm_of_another_program_in_micro_batches_is_told() -> None:
     module.train()
     with pytest.warns(UserWarning, match="takes its statistics over each of 2 micro-batches"):
         module.step(x)
+
+
+class Gamma(nn.Module):
+    """Draws in training what is not drawn by place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if self.training:
+            y = y * torch._standard_gamma(torch.ones_like(x))
+        return y.square().mean()
+
+
+def test_another_program_is_refused_as_the_first_would_be() -> None:
+    model, x = made(Gamma).eval(), random(8, 4)
+    module = ap.parallelize(model, (x,), mesh=ap.Mesh(dp=2), mode="data")
+    before = module(x)
+    with pytest.raises(ap.InvalidInput, match="a random operator runs on one rank only"):
+        module.train()(x)
+    assert_close(module.eval()(x), before)

@@ -18,7 +18,6 @@ same way in every micro-batch (a counter of steps) changes once a step.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -30,7 +29,6 @@ from autopar.capture.captured import Captured
 from autopar.capture.execute import evaluate
 from autopar.capture.verifier import verify
 from autopar.errors import InvalidInput
-from autopar.lines import frames_to_caller
 from autopar.passes.batch_cutter import SUM, Cutter, Status
 from autopar.strategies import traits_of
 from autopar.strategies.node_info import info
@@ -128,25 +126,6 @@ def cut_batch(captured: Captured, count: int, tells: bool = False) -> Microbatch
 def batch_statistics(captured: Captured) -> tuple[fx.Node, ...]:
     """The operators that take means over the batch, in micro-batches each over its own."""
     return tuple(node for node in captured.graph.nodes if traits_of(node).statistics)
-
-
-def named_statistics(statistics: Sequence[fx.Node]) -> str:
-    """Batch norms by their modules."""
-    names = list(dict.fromkeys(info(node).module or "the model" for node in statistics))
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"batch norm ({', '.join(names[:3])}{more})"
-
-
-def tell_of_statistics(captured: Captured, count: int) -> None:
-    """Those of a batch are not those of `count` micro-batches."""
-    statistics = batch_statistics(captured)
-    if statistics and count > 1:
-        warnings.warn(
-            f"{named_statistics(statistics)} takes its statistics over each of {count} "
-            "micro-batches, not over the batch: loss, gradients and running statistics are not "
-            "those of microbatches=1",
-            stacklevel=frames_to_caller(),
-        )
 
 
 def batch_of(captured: Captured) -> int | None:

@@ -28,10 +28,10 @@ from autopar.capture.failure import check_call, require_one_dtype
 from autopar.capture.fingerprint import fingerprint_of
 from autopar.errors import InvalidInput
 from autopar.lines import frames_to_caller
-from autopar.passes.microbatches import batch_statistics, tell_of_statistics
 from autopar.plan.beside import follow_beside, plan_beside, staged_beside
 from autopar.plan.plan import Plan
 from autopar.plan.program import Program
+from autopar.planner.verdict import tell
 from autopar.runtime.backend import Backend
 from autopar.runtime.distributed import TorchBackend
 from autopar.runtime.local_inputs import layouts_of, whole_call
@@ -235,8 +235,7 @@ class Programs(Sequence[Running]):
             follow = partial(follow_beside, plan, captured, is_step)
             made = agree(decide, follow) if several else decide()
             made = staged_beside(plan, made, is_step)
-            if not batch_statistics(plan.captured):  # or it was told of them
-                tell_of_statistics(captured, made.microbatches)
+            tell(captured, made, plan)
         with backend.guard():
             both = plan.batches is None and plan.pipelining is None
             running = Running(made, backend.beside(made.program), call.signature, both)

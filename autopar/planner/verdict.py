@@ -1,0 +1,90 @@
+"""Verdict: what is refused or told of a program that was planned, the first or another one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from string import ascii_lowercase
+
+from torch import fx
+
+from autopar.capture.captured import Captured
+from autopar.capture.listing import operator_of, registered_as
+from autopar.capture.normalisations.draws import instead
+from autopar.capture.randomness import is_random
+from autopar.errors import InvalidInput
+from autopar.lines import frames_to_caller
+from autopar.mesh import Mesh
+from autopar.passes.microbatches import batch_statistics
+from autopar.planner.candidate import Candidate
+from autopar.search.decisions import Fallback
+from autopar.strategies import Call
+from autopar.strategies.node_info import info
+
+
+def tell(captured: Captured, best: Candidate, before: Candidate | None = None) -> None:
+    """Refuse or tell what is wrong with a plan that was chosen. What was told of the plan
+    `before` is not told again."""
+    refuse_random(captured, best.whole_mesh, best.microbatches)
+    statistics = batch_statistics(captured)
+    is_told = before is not None and batch_statistics(before.captured)
+    if statistics and best.microbatches > 1 and not is_told:
+        _warn(
+            f"{named_statistics(statistics)} takes its statistics over each of {best.microbatches} "
+            "micro-batches, not over the batch: loss, gradients and running statistics are not "
+            "those of microbatches=1"
+        )
+    known = {one.operator for one in before.decisions.fallbacks} if before is not None else set()
+    replicated: dict[str, list[Fallback]] = {}
+    # One that draws random numbers is here on one rank alone, where there is nothing to cut.
+    calls = {node.name: node for node in captured.operators if not is_random(node)}
+    for fallback in best.decisions.fallbacks:
+        if fallback.node in calls and fallback.operator not in known:
+            replicated.setdefault(fallback.operator, []).append(fallback)
+    for operator, found in replicated.items():
+        _warn(
+            f"{operator} has no rule and runs replicated ({len(found)} times, first at "
+            f"{found[0].source}): every rank does all of it. {_rule_for(calls[found[0].node])}"
+        )
+
+
+def refuse_random(captured: Captured, mesh: Mesh, microbatches: int) -> None:
+    """Refuse random numbers where several ranks, or several runs of a step, would draw them."""
+    if mesh.size == microbatches == 1:
+        return
+    places = "" if mesh.size == 1 else f" on {mesh}"
+    turns = "" if microbatches == 1 else f" in {microbatches} micro-batches"
+    for node in captured.random:
+        raise InvalidInput(
+            "a random operator runs on one rank only: its bits would depend on the layout",
+            got=f"{operator_of(node)} in {info(node).module or 'the model'}{places}{turns}",
+            remedy=instead(node),
+            source=info(node).source,
+        )
+
+
+def _rule_for(node: fx.Node) -> str:
+    """The line that would let an operator be cut, if it does what its shapes allow."""
+    call, operator = Call(node), registered_as(node.target)
+    inputs, outputs = call.shapes, [tuple(output.shape) for output in call.outputs]
+    shapes = [*inputs, *outputs]
+    if len({*shapes}) == 1:
+        line = f"{', '.join(['...'] * len(inputs))} -> {', '.join(['...'] * len(outputs))}"
+        return f'register_rule({operator}, "{line}") cuts it, if it goes element by element'
+    if inputs and all(shapes) and len({shape[0] for shape in shapes}) == 1:
+        letters = (letter for letter in ascii_lowercase if letter != "b")
+        terms = [" ".join(["b", *(f"{next(letters)}!" for _ in s[1:])]) for s in shapes]
+        line = f"{', '.join(terms[: len(inputs)])} -> {', '.join(terms[len(inputs) :])}"
+        return f'register_rule({operator}, "{line}") cuts the batch, if samples do not mix'
+    return f"register_rule({operator}, line) says how to cut it, with a letter for each dim"
+
+
+def named_statistics(statistics: Sequence[fx.Node]) -> str:
+    """Batch norms by their modules."""
+    names = list(dict.fromkeys(info(node).module or "the model" for node in statistics))
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"batch norm ({', '.join(names[:3])}{more})"
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=frames_to_caller())
