@@ -39,6 +39,10 @@ from autopar.verification.references import (
 from autopar.verification.rounding import measure
 
 LOOKS = 3  # calls whose batches are compared
+_ALIKE = (
+    "load the same batch on every rank, or parallelize with local_inputs=True, where each brings "
+    "its own slice"
+)
 SAMPLED = 1 << 20  # elements of a tensor that are looked at, about
 
 
@@ -111,14 +115,14 @@ class FirstBatches:
     """Looks at the batches of the first calls of a module on processes, and then at none: a loop in
     which each rank loads another batch does so from the start."""
 
-    def __init__(self, world: World) -> None:
-        self._world, self.left = world, LOOKS
+    def __init__(self, world: World, remedy: str = _ALIKE) -> None:
+        self._world, self._remedy, self.left = world, remedy, LOOKS
 
-    def together(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    def together(self, *given: Any) -> None:
         """Refuse, on all ranks, a global batch that is not the same on all of them."""
         self.left -= 1
         found = 0
-        for leaf in pytree.tree_leaves((args, dict(kwargs))):
+        for leaf in pytree.tree_leaves(given):
             if isinstance(leaf, Tensor) and leaf.numel():
                 data = leaf.detach().reshape(-1)
                 data = data[:: -(-data.numel() // SAMPLED)].cpu().contiguous()
@@ -126,18 +130,17 @@ class FirstBatches:
         own = torch.tensor([found], device=self._world.carrier)
         everyones = own.new_empty(self._world.size)
         all_gather_single(everyones, own, group=self._world.group)
-        _require_same_batch(everyones.tolist())
+        _require_same_batch(everyones.tolist(), self._remedy)
 
 
-def _require_same_batch(digests: Sequence[object]) -> None:
+def _require_same_batch(digests: Sequence[object], remedy: str = _ALIKE) -> None:
     """Refuse a step for which ranks were given different global batches."""
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         raise InvalidInput(
             "every rank is given the same global batch",
             got=f"another batch than rank 0 has on rank {', '.join(map(str, others))}",
-            remedy="load the same batch on every rank, or parallelize with local_inputs=True, "
-            "where each brings its own slice",
+            remedy=remedy,
         )
 
 

@@ -5,8 +5,8 @@
     for x, y in ap.shard_loader(loader, pm):
         pm.step(x, y)
 
-The slices of all ranks, one after another, are the batch that the plain loader gives under the
-random state of rank 0, which says in what order samples come.
+The slices of all ranks, one after another, are the batch that the plain loader gives on rank 0,
+which says in what order samples come.
 """
 
 from __future__ import annotations
@@ -15,32 +15,44 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from autopar.errors import InvalidInput
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes.localize import Axes
+from autopar.runtime.checks import FirstBatches
 from autopar.runtime.distributed import TorchBackend
 from autopar.runtime.failures import one_fails_all_stop
+from autopar.runtime.from_first import FromFirst
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.slices import batch_axes
 from autopar.runtime.world import World
+
+_HANDED_ON = (  # what else a DataLoader is given
+    "dataset num_workers collate_fn pin_memory timeout worker_init_fn generator in_order "
+    "multiprocessing_context prefetch_factor persistent_workers"
+)
+_SAME_ORDER = (
+    "seed what orders or makes samples alike on all ranks, or give a DataLoader over a dataset "
+    "with an index, whose order is that of rank 0"
+)
 
 
 def shard_loader(loader: Iterable[Any], module: ParallelModule) -> ShardedLoader:
     """The batches of `loader`, of which every rank is given the slice that `module` takes from it
     (`local_inputs=True`). On the virtual mesh that is the whole batch.
 
-    Of a `DataLoader` over a dataset with an index, a rank loads the samples of its slice alone, in
-    the order that the loader has on rank 0: a sampler that draws from anything but torch's
-    generators draws the same on all ranks by itself. Of whatever else gives batches, a rank takes
-    its slice of every tensor that has the batch as first dim. `set_epoch(n)` is handed to the
-    sampler, or to the dataset.
+    Of a `DataLoader` over a dataset with an index, a rank loads the samples of its slice alone.
+    Which these are rank 0 says, batch by batch: samplers run there alone, by whatever they order
+    samples, and the loop ends everywhere when it ends there. All ranks make the same loops over it.
+    Of whatever else gives batches, as a loader over an `IterableDataset`, every rank makes the same
+    ones, which the first three compare, and takes its slice of every tensor that has the batch as
+    first dim. `set_epoch(n)` is handed to the sampler, or to the dataset.
     """
+    _require_global(loader)
     backend = module.backend
     if not isinstance(backend, TorchBackend):
         return ShardedLoader(loader)
@@ -52,6 +64,18 @@ def shard_loader(loader: Iterable[Any], module: ParallelModule) -> ShardedLoader
         )
     share = Share(batch_axes(module.program), module.program.mesh, backend.ranks.inner)
     return ShardedLoader(loader, share, backend.world)
+
+
+def _require_global(loader: Any) -> None:
+    """Refuse one that is split already."""
+    for sampler in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+        for one in (sampler, getattr(sampler, "sampler", None)):
+            if isinstance(one, DistributedSampler) and one.num_replicas > 1:
+                raise InvalidInput(
+                    "a loader that is split gives global batches",
+                    got=f"one with a DistributedSampler, of {one.num_replicas} replicas",
+                    remedy="the loader of one device: shuffle=True, or the plain sampler",
+                )
 
 
 class Share:
@@ -83,11 +107,13 @@ class ShardedLoader:
     ) -> None:
         self.loader, self._world = loader, world
         self._share = None if share is None or share.is_whole else share
+        self._look = None if world is None else FirstBatches(world, _SAME_ORDER)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._sliced is not None:
-            return iter(self._sliced)
-        return map(self._cut, self.loader)
+        plain = self._ordered
+        if plain is None:
+            return self._cuts(self.loader, self._look)
+        return iter(plain) if plain.batch_sampler is not None else self._cuts(plain, None)
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -105,19 +131,32 @@ class ShardedLoader:
                 told(epoch)
 
     @cached_property
-    def _sliced(self) -> DataLoader | None:
-        """A loader of the samples of this rank's slices, where samples have an index."""
+    def _ordered(self) -> DataLoader | None:
+        """A loader of the samples of this rank's slices, where samples have an index; or of whole
+        batches, where these have one."""
         plain = self.loader
         if not isinstance(plain, DataLoader) or type(plain).__iter__ is not DataLoader.__iter__:
             return None
-        if plain.batch_sampler is None or self._world is None:
+        if isinstance(plain.dataset, IterableDataset) or self._world is None:
             return None
-        given = (
-            "dataset num_workers collate_fn pin_memory timeout worker_init_fn generator in_order "
-            "multiprocessing_context prefetch_factor persistent_workers"
-        )
-        options = {name: getattr(plain, name) for name in given.split()}
-        return DataLoader(batch_sampler=_Batches(plain.batch_sampler, self), **options)
+        options = {name: getattr(plain, name) for name in _HANDED_ON.split()}
+        if plain.batch_sampler is None:
+            order = FromFirst(plain.sampler, self._world, lambda index: index)
+            return DataLoader(sampler=order, batch_size=None, **options)
+        own = FromFirst(plain.batch_sampler, self._world, self._own)
+        return DataLoader(batch_sampler=own, **options)
+
+    def _own(self, batch: Any) -> Any:
+        """This rank's slice of the indices of a batch."""
+        return batch if self._share is None else batch[self._share.of(len(batch))]
+
+    def _cuts(self, batches: Iterable[Any], look: FirstBatches | None) -> Iterator[Any]:
+        """This rank's slices of batches that are there, the first of which may be `look`ed at."""
+        for batch in batches:
+            if look is not None and look.left:
+                with one_fails_all_stop(self._world, agreed=True):
+                    look.together(batch)
+            yield self._cut(batch)
 
     def _cut(self, batch: Any) -> Any:
         """This rank's slice of a batch that is there."""
@@ -131,34 +170,3 @@ class ShardedLoader:
             return value[own] if is_batch else value
 
         return pytree.tree_map(cut, batch)
-
-    def numbered(self, batches: Iterable[list[Any]]) -> Iterator[list[Any]]:
-        """This rank's slices of batches of numbers of samples, which come as they do on rank 0."""
-        assert self._world is not None
-        with one_fails_all_stop(self._world):
-            before = torch.get_rng_state()
-            told = self._world.told({"state": before})["state"].cpu()
-        # Samplers of torch draw all that they draw before the first batch.
-        torch.set_rng_state(told)
-        coming = iter(batches)
-        try:
-            first = next(coming, None)
-        finally:
-            if self._world.rank:
-                torch.set_rng_state(before)
-        while first is not None:
-            yield first if self._share is None else first[self._share.of(len(first))]
-            first = next(coming, None)
-
-
-class _Batches:
-    """The batch sampler of one rank."""
-
-    def __init__(self, plain: Any, loader: ShardedLoader) -> None:
-        self._plain, self._loader = plain, loader
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        return self._loader.numbered(self._plain)
-
-    def __len__(self) -> int:
-        return len(self._plain)

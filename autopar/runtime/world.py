@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class World:
     store_holder: int | None = None  # the rank that ends the store when it ends
     has_met: bool = False
     ended_by: str | None = None  # the first failure, once this rank has left because of it
+    loops: int = 0  # over what comes from rank 0, begun on this rank
     groups: dict[tuple[Any, ...], Group | None] = field(default_factory=dict)
     meshes: dict[tuple[Mesh, str], DeviceMesh] = field(default_factory=dict)
 
@@ -69,6 +71,13 @@ class World:
             if group is not None:
                 dist.all_reduce(torch.zeros(1, device=self.carrier), group=group)
         return self.groups[key]
+
+    @cached_property
+    def host_group(self) -> Group:
+        """All ranks, for words that lie on the host; first asked for by all of them together."""
+        group: Group = new_group(range(self.size), backend="gloo")
+        dist.all_reduce(torch.zeros(1), group=group)
+        return group
 
     def told(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What rank 0 has of these, on all ranks."""

@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint as run_again
-from torch.utils.data import DataLoader, Dataset
 
 import autopar as ap
 from autopar import Mesh
 from autopar.runtime.world import world
 from tests import models, recipes, signatures
 from tests.annotations import megatron, sequence, stored, vocabulary
+from tests.distributed.loading import loads_in_the_order_of_rank_0, loads_its_slices
 from tests.distributed.saving import (
     dropping,
     optimizers_with_states_of_other_shapes_go_on,
@@ -438,55 +438,6 @@ def cuts_local_inputs_into_micro_batches() -> None:
         parallel(made(Deep), x, y, mesh=Mesh(dp=4), microbatches=2, local_inputs=True)
 
 
-class Noted(Dataset):
-    """Samples, and which of them were loaded here."""
-
-    def __init__(self) -> None:
-        self.x, self.y, self.loaded = random(28, 6), torch.arange(28) % 5, list[int]()
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, at: int) -> tuple[Tensor, Tensor]:
-        self.loaded.append(at)
-        return self.x[at], self.y[at]
-
-
-def loads_its_slices() -> None:
-    """Shuffled as on rank 0, whatever other ranks have drawn; of batches without numbers, cut."""
-    dataset, example = Noted(), (random(8, 6), torch.arange(8) % 5)
-    model, mesh = made(Deep), Mesh(pp=2, dp=2)
-    options = {"mesh": mesh, "microbatches": 2, "schedule": "1f1b"}
-    pm = parallel(model, *example, local_inputs=True, **options)
-    single = parallel(model, *example, mesh=Mesh(one=1), backend="virtual")
-    plain = DataLoader(dataset, batch_size=8, shuffle=True, drop_last=True)
-    half = slice(0, 4) if mesh.coordinate(dist.get_rank())["dp"] == 0 else slice(4, 8)
-    sharded, order = ap.shard_loader(plain, pm), torch.arange(8).view(2, 2, 2).transpose(0, 1)
-    assert len(sharded) == 3
-    for epoch in range(2):
-        torch.manual_seed(epoch)
-        batches = list(plain)
-        torch.manual_seed(epoch + dist.get_rank())
-        dataset.loaded.clear()
-        slices = list(sharded)
-        assert len(dataset.loaded) == 3 * 4
-        assert_close(slices, [[value[half] for value in batch] for batch in batches])
-        cut = list(ap.shard_loader(iter(batches), pm))
-        assert_close(cut, slices)
-        for batch, own in zip(batches, slices):
-            torch.manual_seed(5)
-            loss = single.step(*(value[order.flatten()] for value in batch))
-            torch.manual_seed(5)
-            assert_close(pm.step(*own), loss)
-    assert_close(pm.full_grads(), single.full_grads())
-    lasting = DataLoader(dataset, batch_size=9)  # the last batch is of one sample
-    with pytest.raises(ap.InvalidInput, match="every rank has a sample"):
-        list(ap.shard_loader(lasting, pm))
-    whole = parallel(model, *example, **options)
-    with pytest.raises(ap.InvalidInput, match="bring their own slices"):
-        ap.shard_loader(plain, whole)
-
-
 def runs_many_programs() -> None:
     signatures.trains_and_evaluates_in_turn(((8, 6), (1, 6)), states="zero2")
     signatures.differentiates_every_signature(states="zero3")
@@ -786,6 +737,7 @@ CHECKS = [
     takes_local_inputs,
     cuts_local_inputs_into_micro_batches,
     loads_its_slices,
+    loads_in_the_order_of_rank_0,
     runs_many_programs,
     runs_many_programs_in_stages,
     saves_and_loads_checkpoints,
