@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.strategies.kernels import draws, dropped_attention
 from autopar.strategies.kernels.draws import Place, kept, normal, uniform
@@ -171,6 +173,28 @@ def test_attention_keeps_no_weights() -> None:
             query, key, value, None, KEY, Place(0, (2, 4, 256, 256)), 0.1, True
         )
     assert sum(kept) <= 4 * query.numel() + KEY.numel()
+
+
+def test_attention_selects_nothing_among_its_weights() -> None:
+    """Bools of all weights, and selecting by them, take a host ten times as long as numbers do."""
+    chosen: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            found = func(*args, **(kwargs or {}))
+            is_whole = isinstance(found, Tensor) and found.numel() >= 2 * 4 * 64 * 64
+            selects = func.overloadpacket.__name__ in ("where", "masked_fill", "masked_fill_")
+            if is_whole and (selects or found.dtype == torch.bool):
+                chosen.append(str(func))
+            return found
+
+    heads = torch.randn(2, 4, 64, 8, requires_grad=True)
+    with Watch():
+        found = dropped_attention.attention(
+            heads, heads, heads, None, KEY, Place(0, (2, 4, 64, 64)), 0.1, True
+        )
+        found.sum().backward()
+    assert chosen == []
 
 
 def test_an_accelerator_is_given_many_weights_at_once() -> None:
