@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import wraps
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -376,3 +376,29 @@ def python_call(operator: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[An
             if isinstance(found, types.BuiltinFunctionType):
                 return found, {**left_out, **kwargs}
     return operator, dict(kwargs)
+
+
+class DeclaredDim(NamedTuple):
+    """What a user says of a dim that varies: its size is `times` that of `root` and `plus`."""
+
+    root: str
+    times: int
+    plus: int
+    least: int  # of the root
+    most: int | None
+
+
+def declared_dim(entry: Any, where: str) -> DeclaredDim | None:
+    """A `torch.export.Dim`, or one that is derived of it; of a hint (`Dim.DYNAMIC`, `Dim.AUTO`) the
+    root is `where` it is said. None of `Dim.STATIC`."""
+    named = torch.export.Dim
+    if isinstance(entry, type(named.AUTO)):
+        if entry.type.name == "STATIC":
+            return None
+        return DeclaredDim(where, 1, 0, entry.min or 0, entry.max)
+    if not isinstance(entry, named):
+        raise TypeError(f"{type(entry).__name__} is no dim")
+    root = getattr(entry, "root", entry)
+    plus, one = (entry.fn(0), entry.fn(1)) if root is not entry else (0, 1)  # type: ignore[attr-defined]
+    most = root.max if isinstance(root.max, int) else None  # else torch's infinity
+    return DeclaredDim(root.__name__, one - plus, plus, root.min, most)

@@ -28,7 +28,7 @@ from autopar.capture.failure import check_call
 from autopar.capture.regions import repeated
 from autopar.cluster import Cluster
 from autopar.mesh import Mesh
-from autopar.options import PlanOptions, RecomputeLike, ScheduleLike, StatesLike
+from autopar.options import DynamicShapesLike, PlanOptions, RecomputeLike, ScheduleLike, StatesLike
 from autopar.plan.plan import Plan, SavedPlan
 from autopar.planner.request import Mode
 from autopar.planning import make_plan
@@ -78,6 +78,7 @@ def parallelize(
     recompute: RecomputeLike = "auto",
     precision: Precision | None = None,
     states: StatesLike = "auto",
+    dynamic_shapes: DynamicShapesLike = None,
     progress: Report | bool | None = None,
 ) -> ParallelModule:
     """The same model as a parallel program.

@@ -38,6 +38,7 @@ DEFAULT = "1f1b"
 MODES: tuple[Mode, ...] = get_args(Mode)
 StatesLike = Literal["auto", "whole", "zero1", "zero2", "zero3"] | States
 ScheduleLike = str | Mapping[str, Any] | Schedule | None
+DynamicShapesLike = Mapping[str, Any] | tuple[Any, ...] | list[Any] | None
 RecomputeLike = Literal["auto"] | Again | Mapping[str, Again]
 _AGAIN = ("selective", "full", True, False, None)
 _OF_A_SCHEDULE = ("schedule_options",)
@@ -144,6 +145,11 @@ KINDS: Mapping[str, Callable[[str, Any], None]] = {
         lambda given: isinstance(given, States) or given in ("auto", *NAMED),
         '"zero1", or ap.States(parameters=1, gradients=4, optimizer=8)',
     ),
+    "dynamic_shapes": Kind(
+        "a mapping by names of inputs, or a tuple or list in their order, as torch.export takes",
+        lambda given: given is None or isinstance(given, tuple | list) or _is_named(given),
+        '{"ids": {0: torch.export.Dim("batch", max=64)}}',
+    ),
     "progress": Kind(
         "True, False, None or a function of phase and detail",
         lambda given: isinstance(given, bool | None) or callable(given),
@@ -168,6 +174,7 @@ class PlanOptions:
     recompute: RecomputeLike = "auto"
     precision: Precision | None = None
     states: StatesLike = "auto"
+    dynamic_shapes: DynamicShapesLike = None
     progress: Report | bool | None = None
 
     @classmethod

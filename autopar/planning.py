@@ -13,9 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.admission import admit
 from autopar.capture import capture
+from autopar.capture.dynamic import DynamicShapes, read_dynamic
+from autopar.capture.failure import check_call
 from autopar.cluster import Cluster
 from autopar.mesh import Mesh
-from autopar.options import PlanOptions, RecomputeLike, ScheduleLike, StatesLike, read_request
+from autopar.options import (
+    DynamicShapesLike,
+    PlanOptions,
+    RecomputeLike,
+    ScheduleLike,
+    StatesLike,
+    read_request,
+)
 from autopar.plan.plan import Plan
 from autopar.planner.choose import Planner
 from autopar.planner.request import Mode
@@ -41,6 +50,7 @@ def plan(
     recompute: RecomputeLike = "auto",
     precision: Precision | None = None,
     states: StatesLike = "auto",
+    dynamic_shapes: DynamicShapesLike = None,
     progress: Report | bool | None = None,
 ) -> Plan:
     """Decide where every tensor of `model`, called with `args` and `kwargs`, lives.
@@ -63,7 +73,9 @@ def plan(
     too), "zero3" (parameters too), a `States` of numbers, or "auto": whole if that fits, else the
     fastest that does. Without a mesh, or with a pipeline whose schedule is "auto", mode="auto"
     weighs stages, micro-batches and schedules by simulation. `precision`: in which dtypes it
-    computes and sums gradients, with parameters kept in more digits. `torch.autocast` around this
+    computes and sums gradients, with parameters kept in more digits. `dynamic_shapes`: which dims
+    of the inputs vary, and in what range, as `torch.export` takes it: these decisions then serve
+    every size in it, with no other search. `torch.autocast` around this
     call is kept for every call of the program, as that in forward is. `progress` is told of each
     phase of a search and its detail; True shows them, False is silent, None shows them on a
     terminal.
@@ -79,6 +91,7 @@ def make_plan(
     request = read_request(options)
     with reporter(options.progress) as report:
         report("capture", type(model).__name__)
+        dynamic = _declared(model, args, kwargs, options)
         captured = capture(model, args, kwargs, options.precision)
         planner = Planner(model, captured, admit(captured, request, options), report)
         best = planner.best()
@@ -89,4 +102,15 @@ def make_plan(
         limit=request.limit,
         constraints=planner.constraints(best.captured, best.decisions.recompute, best.mesh),
         alternatives=planner.alternatives,
+        dynamic=dynamic,
     )
+
+
+def _declared(
+    model: nn.Module, args: tuple, kwargs: Mapping[str, Any] | None, options: PlanOptions
+) -> DynamicShapes | None:
+    """Which sizes of the inputs vary."""
+    if options.dynamic_shapes is None:
+        return None
+    check_call(model, args, kwargs)
+    return read_dynamic(model, args, kwargs or {}, options.dynamic_shapes)

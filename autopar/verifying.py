@@ -21,7 +21,7 @@ from autopar.cluster import Cluster
 from autopar.collectives import from_ranks
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
-from autopar.options import PlanOptions, RecomputeLike, ScheduleLike, StatesLike
+from autopar.options import DynamicShapesLike, PlanOptions, RecomputeLike, ScheduleLike, StatesLike
 from autopar.plan.plan import Plan, SavedPlan
 from autopar.planner.request import Mode
 from autopar.precision import Precision
@@ -80,6 +80,7 @@ def verify(
     recompute: RecomputeLike = "auto",
     precision: Precision | None = None,
     states: StatesLike = "auto",
+    dynamic_shapes: DynamicShapesLike = None,
     progress: Report | bool | None = None,
 ) -> Verification:
     """Train the plain model, its captured program and the parallel program for a few `steps`.
@@ -135,7 +136,9 @@ def _side_by_side(
     if any(row.differs for row in from_captured):
         differences.append(first_module(copy.deepcopy(original), captured, call, tolerances))
     module = parallelize(copy.deepcopy(original), *call, **asked)
-    outputs, difference = _forward(module.plan, original, call, tolerances)
+    programs = module.programs
+    plan = programs.make(programs.find(*call, is_step=module.program.has_loss)).plan
+    outputs, difference = _forward(plan, original, call, tolerances)
     trained = replace(_train_parallel(module, call, steps, rate), outputs=outputs)
     if any(row.differs for row in compare(trained, exported, tolerances)):
         differences.append(difference or _AFTER_FORWARD)

@@ -13,8 +13,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from autopar.strategies.node_info import info
 
 _SHOWN = 4  # differences of one sort that a message lists
 _PLAIN = (int, float, bool, str, complex, type(None), torch.dtype)
+_NUMBER = re.compile(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?\b")
 _UNKNOWN = ", value unknown"  # of a constant on the meta device
 
 
@@ -48,6 +50,14 @@ class Fingerprint:
     places: tuple[str, ...] = field(  # of operators
         default=(), compare=False, metadata={"stored": False}
     )
+
+    @cached_property
+    def form(self) -> Hashable:
+        """The same without sizes, and without values of constants, which may follow from these."""
+        kept = (self.parameters, self.buffers, self.tied)
+        plain = (tuple(sorted(names.items())) for names in kept)
+        lines = (_NUMBER.sub("#", line) for line in (self.arguments, *self.operators, self.returns))
+        return (*plain, tuple(self.inputs), tuple(self.constants), tuple(lines))
 
     @property
     def is_complete(self) -> bool:

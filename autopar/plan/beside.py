@@ -2,6 +2,7 @@
 
     captured = captured_again(plan.original, args, kwargs, training)
     other = plan_beside(plan, captured, is_step=True)
+    larger = resize(plan, other, captured, is_step=True)      # the same with inputs of other sizes
 
 The mesh, states, precision and recomputation stay, and where every parameter and buffer is.
 """
@@ -23,7 +24,7 @@ from autopar.passes.stages import Cut
 from autopar.pipeline.pipelining import Pipelining
 from autopar.plan.plan import Plan, SavedPlan
 from autopar.plan.restaged import forward_batches, scheduled, without_gradients
-from autopar.planner.beside import constraints_beside, search_beside, spread_beside
+from autopar.planner.beside import carry_beside, constraints_beside, search_beside, spread_beside
 from autopar.planner.candidate import Candidate
 
 
@@ -60,6 +61,20 @@ def plan_beside(
     return _planned(plan, made)
 
 
+def resize(
+    plan: Plan,
+    like: Plan,
+    captured: Captured,
+    is_step: bool,
+    inputs: Mapping[str, Layout] | None = None,
+) -> Plan:
+    """The plan of what was captured at other sizes than `like` was, which is `plan` or one beside
+    it: its decisions hold, nothing is searched."""
+    parts = 1 if inputs is None else _parts(plan, inputs)
+    program, batches = _cut_up(plan, captured, is_step, _count(plan, captured, is_step, parts))
+    return _planned(plan, carry_beside(plan, like, program, batches, inputs))
+
+
 def follow_beside(plan: Plan, captured: Captured, is_step: bool, first: SavedPlan) -> Plan:
     """The plan that rank 0 has made of the same, here."""
     first.require_same(fingerprint_of(captured))
@@ -85,7 +100,8 @@ def staged_beside(plan: Plan, made: Plan, is_step: bool) -> Plan:
 
 def _planned(plan: Plan, made: Candidate) -> Plan:
     said = constraints_beside(plan, made.captured)
-    return Plan.of(made, mode=plan.mode, limit=plan.limit, constraints=said)
+    about = {"limit": plan.limit, "constraints": said, "dynamic": plan.dynamic}
+    return Plan.of(made, mode=plan.mode, **about)
 
 
 def _parts(plan: Plan, inputs: Mapping[str, Layout]) -> int:

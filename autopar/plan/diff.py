@@ -107,6 +107,7 @@ def _settings(plan: PlanValue | SavedValue) -> dict[str, Any]:
         "mode": plan.mode,
         "microbatches": plan.microbatches,
         "states": str(plan.states),
+        "dynamic shapes": str(plan.dynamic or "none"),
         "pipeline": f"{made.schedule.name} of {len(made.stages)} stages" if made else "none",
     }
 

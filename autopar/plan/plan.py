@@ -22,6 +22,8 @@ from torch import nn
 
 from autopar.capture import capture
 from autopar.capture.captured import Captured
+from autopar.capture.dynamic import DynamicShapes
+from autopar.capture.failure import check_call
 from autopar.capture.fingerprint import Fingerprint, fingerprint_of
 from autopar.errors import AutoparError, InvalidInput
 from autopar.passes.microbatches import cut_batch
@@ -36,7 +38,7 @@ from autopar.planner.hosting import require_room
 from autopar.schema import Mismatch, read, write
 from autopar.search.constraints import LayoutConstraint, read_constraints
 
-FORMAT, VERSION = "autopar plan", 7
+FORMAT, VERSION = "autopar plan", 8
 
 
 class Plan(PlanValue):
@@ -62,6 +64,7 @@ class Plan(PlanValue):
         example = self.original.example
         if not args and not kwargs:
             args, kwargs = example.args, example.kwargs
+        args, kwargs = _as_planned(self.dynamic, model, args, kwargs)
         captured = capture(model, args, kwargs, self.precision)
         saved, found = SavedPlan.of(self), fingerprint_of(captured)
         saved.require_same(found)
@@ -135,8 +138,10 @@ class SavedPlan(SavedValue):
     def attach(
         self, model: nn.Module, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Plan:
-        """The plan of this very model: another model, shape or torch is refused by name."""
-        captured = capture(model, args, dict(kwargs or {}), self.precision)
+        """The plan of this very model: another model, shape or torch is refused by name. Shapes may
+        be others where it has dynamic ones: it is then attached at those that were planned."""
+        args, kwargs = _as_planned(self.dynamic, model, args, kwargs)
+        captured = capture(model, args, kwargs, self.precision)
         self.require_same(fingerprint_of(captured))
         return self.attach_captured(captured)
 
@@ -183,6 +188,7 @@ class SavedPlan(SavedValue):
                 recompute=decisions.recompute,
             ),
             alternatives=self.alternatives,
+            dynamic=self.dynamic,
         )
         require_types(self, plan.types)
         return plan
@@ -191,6 +197,16 @@ class SavedPlan(SavedValue):
 
     def movements(self) -> NoReturn:
         raise _without_model("movements")
+
+
+def _as_planned(
+    dynamic: DynamicShapes | None, model: nn.Module, args: tuple, kwargs: Mapping[str, Any] | None
+) -> tuple[tuple, Mapping[str, Any]]:
+    """A call of a model, at the sizes that were planned."""
+    if dynamic is None:
+        return args, dict(kwargs or {})
+    check_call(model, args, kwargs)
+    return dynamic.as_planned(model, args, kwargs or {})
 
 
 def _without_model(what: str) -> InvalidInput:

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from autopar.capture.dynamic import DynamicShapes
 from autopar.capture.fingerprint import Fingerprint
 from autopar.cluster import Cluster
 from autopar.errors import InvalidInput
@@ -48,6 +49,7 @@ class SavedValue:
     annotated: Mapping[str, str]  # parameter -> the user's line
     # Of parameters and buffers by name, of all values but placeholders by node.
     others: Mapping[str, TensorType] = field(metadata={"key": "types"})
+    dynamic: DynamicShapes | None = field(metadata={"key": "dynamic_shapes"})
     fingerprint: Fingerprint = field(metadata={"key": "model"})
 
     @cached_property

@@ -29,6 +29,9 @@ def require_sound(saved: SavedValue) -> None:
     _require_names("parameters with places apart", saved.decisions.apart, placed, ())
     kept = (*saved.fingerprint.parameters, *saved.fingerprint.buffers)
     _require_names("parameters and buffers", saved.annotated, kept, ())
+    if saved.dynamic is not None:
+        roots = (one.root for one in saved.dynamic.dims)
+        _require_names("dims that vary", roots, saved.dynamic.ranges, ())
     for name in kept:
         if name not in saved.types:
             _fail("a plan has a layout for each parameter and buffer", f"none for {name}")

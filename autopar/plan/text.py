@@ -105,6 +105,7 @@ def plan_data(plan: PlanValue) -> dict[str, Any]:
         "pipeline": write(plan.pipelining),
         "states": write(plan.states),
         "precision": write(plan.precision),
+        "dynamic_shapes": write(plan.dynamic),
         "recompute": {name: str(how) for name, how in plan.decisions.recompute.items()},
         "parameters": {n: str(plan.types[n]) for n in plan.captured.parameters.values()},
         "movements": [asdict(record) for record in plan.movements()],
@@ -139,9 +140,11 @@ def _summed(axes: Sequence[str] | None) -> str:
 
 
 def _states(plan: PlanValue | SavedValue) -> list[str]:
-    """What of parameters is cut, and in which dtypes, where that is not as it always is."""
+    """What of parameters is cut, in which dtypes, and which inputs vary, where that is not as it
+    always is."""
     states = [] if plan.states.is_whole else [f"  states     {plan.states}"]
-    return states + ([f"  precision  {plan.precision}"] if plan.precision else [])
+    states += [f"  precision  {plan.precision}"] if plan.precision else []
+    return states + ([f"  inputs     any size: {plan.dynamic}"] if plan.dynamic else [])
 
 
 def _regions(decided: Mapping[str, Recompute], uncut: Collection[str] = ()) -> list[str]:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from autopar.capture.captured import Captured
+from autopar.capture.dynamic import DynamicShapes
 from autopar.capture.fingerprint import Fingerprint, fingerprint_of
 from autopar.capture.listing import Listing
 from autopar.capture.origins import moved_dtype
@@ -51,6 +52,7 @@ class PlanValue(Candidate):
     limit: float | None = None  # bytes of each device that the search kept to
     constraints: Constraints | None = None  # what annotations asked
     alternatives: tuple[Alternative, ...] = ()  # ways to run a step that were weighed
+    dynamic: DynamicShapes | None = None  # the sizes of inputs that it serves beside its own
 
     @classmethod
     def of(cls: type[Made], candidate: Candidate, **asked: Any) -> Made:

@@ -2,6 +2,7 @@
 
     spread_beside(source, mode, captured)      layouts spread from where parameters and inputs lie
     search_beside(source, captured)            the fastest layouts on the same mesh
+    carry_beside(source, like, captured)       those of another program, at other sizes of inputs
 
 The program of a whole batch beside steps in micro-batches, of another batch, mode or signature:
 parameters, and buffers, lie as `source` has them; what else is decided is free.
@@ -21,9 +22,9 @@ from autopar.capture.gradients import reached
 from autopar.capture.regions import checkpoints, found
 from autopar.cost.ways import copied_in
 from autopar.layout import Layout, ParameterPlacement
-from autopar.mesh import Mesh
 from autopar.passes.microbatches import Microbatches, batch_of
 from autopar.planner.candidate import Candidate
+from autopar.planner.carried import carried, fitting
 from autopar.planner.recomputation import FULL
 from autopar.planner.request import Mode
 from autopar.recompute import Recompute
@@ -44,7 +45,7 @@ def spread_beside(
     mesh, kept = source.mesh, _kept(source, captured)
     placed = source.decisions.placeholders
     given = {
-        name: _fitting(placed[name], info(node).val.shape, mesh)
+        name: fitting(placed[name], info(node).val.shape, mesh)
         for name, node in _inputs(captured).items()
         if name in placed and placed[name].ndim == info(node).val.ndim
     }
@@ -89,6 +90,23 @@ def search_beside(
             return best
         return min(best, leaner, key=lambda one: one.memory.peak)
     return best
+
+
+def carry_beside(
+    source: Candidate,
+    like: Candidate,
+    captured: Captured,
+    batches: Microbatches | None = None,
+    inputs: Mapping[str, Layout] | None = None,
+) -> Candidate:
+    """The layouts that `like` has, a program beside `source` or this itself, at inputs of other
+    sizes. `inputs`: where these lie, if that is not free."""
+    kept = _kept(source, captured)
+    own = captured.parameters | captured.buffers
+    placed = {**{key: kept[name] for key, name in own.items()}, **(inputs or {})}
+    fixed = constraints_beside(source, captured).fixed
+    decisions = carried(like.decisions, like.captured, captured, placed, fixed)
+    return _placed(source, captured, batches, decisions)
 
 
 def constraints_beside(source: Candidate, captured: Captured) -> Constraints:
@@ -164,9 +182,3 @@ def _constraints(layouts: Mapping[str, Layout]) -> dict[str, LayoutConstraint]:
 def _inputs(captured: Captured) -> dict[str, fx.Node]:
     nodes = {node.name: node for node in captured.graph.find_nodes(op="placeholder")}
     return {name: nodes[name] for name in captured.inputs if name is not None}
-
-
-def _fitting(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> Layout:
-    """Without the cuts of dims that have fewer elements than pieces."""
-    pairs = zip(layout.dims, shape)
-    return Layout(*(axes if mesh.degree(axes) <= size else () for axes, size in pairs))

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar._torch import all_gather_single
 from autopar.capture import capture
 from autopar.capture.autocasts import switched
 from autopar.capture.captured import Captured
@@ -127,10 +126,7 @@ class FirstBatches:
                 data = leaf.detach().reshape(-1)
                 data = data[:: -(-data.numel() // SAMPLED)].cpu().contiguous()
                 found = zlib.crc32(data.view(torch.uint8).numpy().tobytes(), found)
-        own = torch.tensor([found], device=self._world.carrier)
-        everyones = own.new_empty(self._world.size)
-        all_gather_single(everyones, own, group=self._world.group)
-        _require_same_batch(everyones.tolist(), self._remedy)
+        _require_same_batch(self._world.numbers(found), self._remedy)
 
 
 def _require_same_batch(digests: Sequence[object], remedy: str = _ALIKE) -> None:

@@ -172,8 +172,9 @@ class ParallelModule(Unwrapped, Described):
         """All that run on these parameters, the one that was planned first; prints as a table.
 
         A call of another structure, shape, dtype or mode, or with other values that are no tensors,
-        makes one when it first comes. Each has a `plan`; `plan`, `program`, `graph` and `memory` of
-        the module are those of the first."""
+        makes one when it first comes; all sizes of a range that `dynamic_shapes` declares are one.
+        Each has a `plan`; `plan`, `program`, `graph` and `memory` of the module are those of the
+        first."""
         _ = self.backend.program  # of one that is closed
         return self._programs
 

@@ -7,13 +7,16 @@ A call of another structure, shape, dtype, mode, or with other values that are n
 parameters that were frozen when the module was planned, may be another program. It is captured from
 the copy of the model that the first capture left, and planned with mesh, states, and the places of
 all parameters and buffers as they are. On processes all ranks make it together.
+
+With `dynamic_shapes` calls that differ in sizes of the declared range alone have one plan, whose
+decisions a size that is new takes over; they count as one program.
 """
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, overload
@@ -28,7 +31,7 @@ from autopar.capture.failure import check_call, require_one_dtype
 from autopar.capture.fingerprint import fingerprint_of
 from autopar.errors import InvalidInput
 from autopar.lines import frames_to_caller
-from autopar.plan.beside import follow_beside, plan_beside, staged_beside
+from autopar.plan.beside import follow_beside, plan_beside, resize, staged_beside
 from autopar.plan.plan import Plan
 from autopar.plan.program import Program
 from autopar.planner.verdict import tell
@@ -58,6 +61,7 @@ class Running:
         self.modes = {signature.training}  # in which this is the model's program
         self.unfrozen = signature.unfrozen
         self.shapes = backend.input_shapes()
+        self.sizes: Sizes | None = None  # all those of its plan, if its inputs vary
 
     @property
     def mode(self) -> str:
@@ -90,6 +94,29 @@ class Running:
 
 
 @dataclass
+class Sizes:
+    """The programs of one plan, whose inputs have sizes of a range."""
+
+    first: Running
+    across: Hashable  # what their calls have in common
+    forms: set[Hashable]  # their operators without sizes
+    modes: set[tuple[bool, ...]]
+    count: int = 1
+
+    def have(self, call: Call, across: Hashable, form: Hashable) -> bool:
+        """Whether a call is one of theirs. Modes that change no operator are theirs too."""
+        serves = self.first.steps if call.is_step else self.first.calls
+        if not serves or across != self.across or not call.unfrozen <= self.first.unfrozen:
+            return False
+        return call.training in self.modes or form in self.forms
+
+    def add(self, running: Running, form: Hashable) -> None:
+        self.forms.add(form)
+        self.modes |= running.modes
+        self.count += 1
+
+
+@dataclass
 class Call:
     """One call of a module, and what is known of it."""
 
@@ -102,6 +129,9 @@ class Call:
     running: Running | None = None
     inputs: Inputs | None = None
     captured: Captured | None = None
+    across: Hashable = None  # what it has in common with calls of other sizes
+    sizes: Sizes | None = None  # those of a plan that it is one of
+    slices: tuple[int, ...] = ()  # the numbers that ranks have for theirs
 
     @property
     def bound(self) -> Inputs:
@@ -136,7 +166,13 @@ class Programs(Sequence[Running]):
         signature = Signature.of(example.args, example.kwargs, *about, is_step=True)
         self._last = Running(plan, backend, signature, both=True)
         self._all = [self._last]
+        self._every = [self._last]  # of all sizes
         self._known: dict[Signature, Running] = {}
+        self._numbers: dict[Signature, int] = {}  # of this rank's slices, as they came
+        self._sliced: dict[tuple[int, ...], Running] = {}  # by the numbers of all ranks
+        if plan.dynamic is not None:
+            inputs = example.model, example.args, example.kwargs
+            self._start_sizes(self._last, plan.dynamic.across(*inputs))
 
     def __len__(self) -> int:
         return len(self._all)
@@ -154,23 +190,38 @@ class Programs(Sequence[Running]):
         rows = [("", "call", "mode", "micro-batches", "mesh")]
         for number, one in enumerate(self._all):
             plan, text = one.plan, one.signature.text
+            if one.sizes is not None:
+                text += f", sizes of {plan.dynamic} ({one.sizes.count} so far)"
             about = text, one.mode, str(plan.microbatches), str(plan.whole_mesh)
             rows.append((str(number), *about))
         return "\n".join(table(rows))
 
     def bind(self, values: Mapping[str, Tensor]) -> None:
         """Let all read what the module holds now."""
-        for one in self._all:
+        for one in self._every:
             one.backend.bind(values)
 
     def find(self, args: tuple, kwargs: Mapping[str, Any], is_step: bool) -> Call:
         """What is known of a call; its program is captured if it is none of these."""
-        for one in self._all:
+        for one in self._every:
             one.backend.require_callable()
         call = Call(args, kwargs, self._modes.now, self._tensors.unfrozen, is_step)
-        if not self._look(call):
+        first = self._all[0]
+        is_sliced = first.backend.local_inputs and first.plan.dynamic is not None
+        if not (self._look_together(call) if is_sliced else self._look(call)):
             self._capture(call)
         return call
+
+    def _look_together(self, call: Call) -> bool:
+        """Where slices of batches of several sizes are alike on some ranks: that which all ranks
+        have found for these slices of theirs."""
+        number = self._numbers.setdefault(call.signature, len(self._numbers))
+        backend = self._all[0].backend
+        assert isinstance(backend, TorchBackend)
+        with backend.guard(agreed=True):
+            call.slices = backend.world.numbers(number)
+        known = self._sliced.get(call.slices)
+        return known is not None and self._take(call, known)
 
     def _look(self, call: Call) -> bool:
         """That of the last call costs no more than to look at the inputs."""
@@ -178,13 +229,19 @@ class Programs(Sequence[Running]):
         if call.inputs is not None:
             return True
         known = self._known.get(call.signature)
-        for one in self._all if known is None else [known]:
-            call.inputs, call.running = one.bind(call), one
-            if call.inputs is not None:
-                self._last = self._known[call.signature] = one
-                return True
-        call.running = None
-        return False
+        among = self._every if known is None else [known]
+        return any(self._take(call, one) for one in among)
+
+    def _take(self, call: Call, one: Running) -> bool:
+        """Let a call be of a program, if it is."""
+        call.inputs, call.running = one.bind(call), one
+        if call.inputs is None:
+            call.running = None
+            return False
+        self._last = self._known[call.signature] = one
+        if call.slices:
+            self._sliced[call.slices] = one
+        return True
 
     def _capture(self, call: Call) -> None:
         first = self._all[0]
@@ -195,6 +252,9 @@ class Programs(Sequence[Running]):
         if backend.local_inputs:
             shapes = _alike(backend.everyones(call.signature.said), of_pieces=True)
             args, kwargs = whole_call(first.plan, args, kwargs, shapes)
+        if (dynamic := first.plan.dynamic) is not None:
+            dynamic.require(original.example.model, args, kwargs)
+            call.across = dynamic.across(original.example.model, args, kwargs)
         modes = self._modes.by_path
         captured = captured_again(original, args, kwargs, modes, call.unfrozen)
         require_constants(captured)
@@ -210,12 +270,15 @@ class Programs(Sequence[Running]):
     def _is_other(self, call: Call, captured: Captured) -> bool:
         """Whether it is another program. Modes that change no operator make none."""
         found = fingerprint_of(captured)
-        for one in self._all:
+        for one in self._every:
             serves = one.steps if call.is_step else one.calls
             if serves and not found.differences(one.plan.fingerprint):
                 one.modes.add(call.training)
                 one.unfrozen |= call.unfrozen
-                return not self._look(call)
+                return not self._take(call, one)
+        ranges = (one.sizes for one in self._all if one.sizes is not None)
+        theirs = (sizes for sizes in ranges if sizes.have(call, call.across, found.form))
+        call.sizes = next(theirs, None)
         return True
 
     def make(self, call: Call) -> Running:
@@ -225,26 +288,43 @@ class Programs(Sequence[Running]):
         first, captured = self._all[0], call.captured
         assert captured is not None
         plan, backend, is_step = first.plan, first.backend, call.is_step
+        sizes = call.sizes
+        if sizes is not None:
+            is_step = sizes.first.steps
         inputs = layouts_of(plan, captured) if backend.local_inputs else None
         with backend.guard(agreed=True):
 
             def decide() -> Plan:
+                if sizes is not None:
+                    return resize(plan, sizes.first.plan, captured, is_step, inputs)
                 return plan_beside(plan, captured, is_step, inputs)
 
             several = isinstance(backend, TorchBackend) and backend.world.size > 1
             follow = partial(follow_beside, plan, captured, is_step)
             made = agree(decide, follow) if several else decide()
             made = staged_beside(plan, made, is_step)
-            tell(captured, made, plan)
+            tell(captured, made, sizes.first.plan if sizes is not None else plan)
         with backend.guard():
             both = plan.batches is None and plan.pipelining is None
+            if sizes is not None:
+                both = sizes.first.steps and sizes.first.calls
             running = Running(made, backend.beside(made.program), call.signature, both)
-        self._all.append(running)
-        self._known[call.signature] = running
-        self._tell_of_many()
-        found = self._look(call)
+        self._every.append(running)
+        if sizes is not None:
+            running.sizes = sizes
+            sizes.add(running, made.fingerprint.form)
+        else:
+            self._all.append(running)
+            self._start_sizes(running, call.across)
+            self._tell_of_many()
+        found = self._take(call, running)
         assert found
         return running
+
+    def _start_sizes(self, running: Running, across: Hashable) -> None:
+        if running.plan.dynamic is not None:
+            forms = {running.plan.fingerprint.form}
+            running.sizes = Sizes(running, across, forms, running.modes)
 
     def _tell_of_many(self) -> None:
         if len(self._all) == FEW + 1:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar._torch import holds_store, moves_on_host, world_store, world_timeout
+from autopar._torch import all_gather_single, holds_store, moves_on_host, world_store, world_timeout
 from autopar.errors import ExecutionError
 from autopar.mesh import Mesh
 from autopar.runtime.roll_call import RollCall, attempt
@@ -78,6 +78,13 @@ class World:
         group: Group = new_group(range(self.size), backend="gloo")
         dist.all_reduce(torch.zeros(1), group=group)
         return group
+
+    def numbers(self, own: int) -> tuple[int, ...]:
+        """What each rank says in one number, on all ranks."""
+        mine = torch.tensor([own], device=self.carrier)
+        found = mine.new_empty(self.size)
+        all_gather_single(found, mine, group=self.group)
+        return tuple(found.tolist())
 
     def told(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What rank 0 has of these, on all ranks."""

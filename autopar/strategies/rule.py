@@ -222,7 +222,7 @@ class Rule:
                     cuts.setdefault(choice, []).append(axis)
                 elif choice is not None:
                     passes.append((axis, choice))
-            if not all(self._fits(factor, mesh.degree(cuts[factor])) for factor in cuts):
+            if not all(self.fits(factor, mesh.degree(cuts[factor])) for factor in cuts):
                 continue
             factors = sorted(cuts)
             orders = [
@@ -233,7 +233,8 @@ class Rule:
                 found.append(Strategy(tuple(zip(factors, order)), tuple(sorted(passes))))
         return found
 
-    def _fits(self, factor: str, degree: int) -> bool:
+    def fits(self, factor: str, degree: int) -> bool:
+        """Whether `factor` is large enough for so many pieces, and even where it must be."""
         size = self.sizes[factor]
         return size % degree == 0 if self.must_be_even(factor) else degree <= size
 
@@ -261,7 +262,7 @@ class Rule:
                 remedy = f"cut one of {', '.join(self.cuttable) or 'none: all are whole'}"
                 raise refusal(f"this factor cannot be cut: {reason}", remedy)
             degree = mesh.degree(axes)
-            if not self._fits(factor, degree):
+            if not self.fits(factor, degree):
                 wanted = "divide" if self.must_be_even(factor) else "be at most"
                 rule = f"the number of pieces must {wanted} the size of the factor"
                 got = f"{degree} pieces of {factor!r} of size {self.sizes[factor]}; "

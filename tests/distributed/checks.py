@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint as run_again
 import autopar as ap
 from autopar import Mesh
 from autopar.runtime.world import world
-from tests import models, recipes, signatures
+from tests import dynamic, models, recipes, signatures
 from tests.annotations import megatron, sequence, stored, vocabulary
 from tests.distributed.loading import loads_in_the_order_of_rank_0, loads_its_slices
 from tests.distributed.saving import (
@@ -463,6 +463,20 @@ def runs_many_programs_in_stages() -> None:
         signatures.goes_through_stages([(8, 6), (5, 6)], mesh=mesh, **options)
 
 
+def serves_a_range_of_sizes() -> None:
+    """Slices of batches of two sizes are alike on some ranks; refused sizes end nothing."""
+    dynamic.serves_every_size("gpt", ((9, 2), (3, 8), (9, 2)), mode="auto", states="zero2")
+    options = {"local_inputs": True, "mesh": Mesh(dp=4), "mode": "data", "states": "zero3"}
+    sizes = ((8, 8), (7, 8), (8, 5), (7, 5), (4, 2), (7, 8))
+    module = dynamic.serves_every_size("mlp", sizes, **options)
+    inputs = dynamic.slices_of(module, dynamic.samples(8, 9))
+    with pytest.raises(ap.InvalidInput, match="inputs have sizes in the range"):
+        module.step(*inputs)
+    module.step(*dynamic.slices_of(module, dynamic.samples(8, 8)))
+    options |= {"mesh": Mesh(pp=2, dp=2), "microbatches": 2, "schedule": "1f1b"}
+    dynamic.serves_every_size("mlp", ((8, 8), (4, 3), (6, 3)), **options)
+
+
 def saves_and_loads_checkpoints() -> None:
     case = stored(models.mlp())
     module = ap.parallelize(case.model, case.args, mesh=Mesh(dp=4), mode="propagate")
@@ -740,6 +754,7 @@ CHECKS = [
     loads_in_the_order_of_rank_0,
     runs_many_programs,
     runs_many_programs_in_stages,
+    serves_a_range_of_sizes,
     saves_and_loads_checkpoints,
     holds_what_was_predicted,
     follows_its_tree,

@@ -1,0 +1,177 @@
+"""Carried: the decisions about a program, for the same model with inputs of other sizes.
+
+    made = carried(decisions, planned, captured, inputs)
+
+An operator is found again by what it is and where it stands: at some sizes torch leaves one out (a
+slice of everything), or takes others (for a batch of one). It keeps its strategy, but for cuts into
+more pieces than there are elements, or uneven ones where these must be even. One that was not there
+reads its inputs where they lie. Nothing is weighed: whatever strategies follow, the passes insert
+the movements between them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from torch import fx
+
+from autopar.capture.captured import Captured
+from autopar.layout import Layout, Placement
+from autopar.mesh import Mesh
+from autopar.search.decisions import Decisions, Fallback
+from autopar.strategies import Rule, Strategy, tensor_inputs
+from autopar.strategies.node_info import info
+from autopar.strategies.results import is_result, maker, place_of
+
+Way = tuple[str, str, int]  # a value, its reader, and which input
+
+
+def carried(
+    decisions: Decisions,
+    planned: Captured,
+    captured: Captured,
+    placed: Mapping[str, Layout],
+    fixed: Mapping[str, Layout],
+) -> Decisions:
+    """Those about `captured`, from those about what was `planned`. `placed`: where parameters,
+    buffers and inputs lie, if not as there; `fixed`: the layouts of its markers."""
+    carrying = _Carrying(decisions, planned, captured, placed, fixed)
+    carrying.carry()
+    missing = (node for node in captured.operators if captured.rules[node.name] is None)
+    return replace(
+        decisions,
+        placeholders=carrying.placeholders,
+        strategies=carrying.strategies,
+        fixed=dict(fixed),
+        fallbacks=tuple(map(Fallback.of, missing)),
+        ways=dict(carrying.ways()),
+        apart={},
+    )
+
+
+def fitting(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> Layout:
+    """Without the cuts of dims that have fewer elements than pieces."""
+    pairs = zip(layout.dims, shape)
+    return Layout(*(axes if mesh.degree(axes) <= size else () for axes, size in pairs))
+
+
+class _Carrying:
+    """The decisions as they are made, in the order of the program."""
+
+    def __init__(
+        self,
+        decisions: Decisions,
+        planned: Captured,
+        captured: Captured,
+        placed: Mapping[str, Layout],
+        fixed: Mapping[str, Layout],
+    ) -> None:
+        self.decisions, self.mesh, self.captured = decisions, decisions.mesh, captured
+        self.fixed, self.before = fixed, _before(planned, captured)
+        self.placeholders: dict[str, Layout] = {}
+        self.strategies: dict[str, Strategy] = {}
+        self._given: dict[fx.Node, Layout] = {}  # of every value
+        for node in captured.graph.find_nodes(op="placeholder"):
+            layout = placed.get(node.name) or self._as_before(node)
+            self.placeholders[node.name] = self._given[node] = layout
+
+    def _as_before(self, node: fx.Node) -> Layout:
+        shape, layout = tuple(info(node).val.shape), self.decisions.placeholders.get(node.name)
+        if layout is None or layout.ndim != len(shape):
+            return Layout.replicated(len(shape))
+        return fitting(layout, shape, self.mesh)
+
+    def carry(self) -> None:
+        outputs: dict[fx.Node, tuple[Layout, ...]] = {}
+        for node in self.captured.graph.nodes:
+            if is_result(node):
+                found = outputs.get(maker(node))
+                ndim = info(node).val.ndim
+                self._given[node] = found[place_of(node)] if found else Layout.replicated(ndim)
+            elif node.name not in self.captured.classes:
+                continue
+            elif (rule := self.captured.rules[node.name]) is None:
+                self._given[node] = self.fixed.get(node.name) or _whole(node)
+            else:
+                strategy = self.strategies[node.name] = self._strategy(node, rule)
+                outputs[node] = rule.signature(strategy).outputs
+                self._given[node] = self.fixed.get(node.name) or outputs[node][0]
+
+    def _strategy(self, node: fx.Node, rule: Rule) -> Strategy:
+        if node.name in self.fixed:
+            dims = zip(rule.outputs[0], self.fixed[node.name].dims)
+            return Strategy.of(**{dim[0]: axes for dim, axes in dims if axes})
+        given = [self._given[value] for value in tensor_inputs(node)]
+        before = self.decisions.strategies.get(self.before.get(node.name, ""))
+        if before is None:
+            return self._nearest(node, rule, given)
+        cuts = (
+            (factor, axes)
+            for factor, axes in before.cuts
+            if factor in rule.cuttable and rule.fits(factor, self.mesh.degree(axes))
+        )
+        passes = (pair for pair in before.passes if _goes_through(rule, pair, given))
+        return Strategy(tuple(cuts), tuple(passes))
+
+    def _nearest(self, node: fx.Node, rule: Rule, given: list[Layout]) -> Strategy:
+        """That which reads the most of its inputs where they lie."""
+        sizes = [info(value).val.numel() for value in tensor_inputs(node)]
+
+        def read(strategy: Strategy) -> int:
+            wanted = rule.signature(strategy).inputs
+            pairs = list(zip(sizes, given, wanted))
+            whole = sum(size for size, one, other in pairs if one == other)
+            return whole + sum(size for size, one, other in pairs if one.dims == other.dims)
+
+        found = rule.strategies(self.mesh, ordered=False)
+        may = (s for s in found if all(_goes_through(rule, pair, given) for pair in s.passes))
+        return max((s for s in may if not (s.passes and rule.is_heavy)), key=read)
+
+    def ways(self) -> Iterator[tuple[Way, tuple[Placement, ...]]]:
+        """Those of values that are what they were, where the dims are large enough."""
+        after = {old: new for new, old in self.before.items()}
+        nodes = {node.name: node for node in self.captured.graph.nodes}
+        for (value, reader, position), way in self.decisions.ways.items():
+            node = nodes.get(after.get(value, value if value in self.placeholders else ""))
+            name = after.get(reader)
+            if node is None or name is None or not self._is_as_before(node, value):
+                continue
+            if all(self._fits(at.layout, tuple(info(node).val.shape)) for at in way):
+                yield (node.name, name, position), way
+
+    def _fits(self, layout: Layout, shape: tuple[int, ...]) -> bool:
+        return layout.ndim == len(shape) and fitting(layout, shape, self.mesh).dims == layout.dims
+
+    def _is_as_before(self, node: fx.Node, value: str) -> bool:
+        if node.op == "placeholder":
+            return self.placeholders[node.name] == self.decisions.placeholders.get(value)
+        return self.strategies.get(node.name) == self.decisions.strategies.get(value)
+
+
+def _before(planned: Captured, captured: Captured) -> dict[str, str]:
+    """Of operators, the names that they had in what was planned."""
+    known: dict[object, list[str]] = defaultdict(list)
+    for node in planned.operators:
+        known[_key(node)].append(node.name)
+    places = {key: iter(names) for key, names in known.items()}
+    found = (
+        (node.name, next(places.get(_key(node), iter(())), None)) for node in captured.operators
+    )
+    return {name: old for name, old in found if old is not None}
+
+
+def _key(node: fx.Node) -> object:
+    return node.target, info(node).module, info(node).source
+
+
+def _goes_through(rule: Rule, pair: tuple[str, int], given: list[Layout]) -> bool:
+    """Whether the inputs of a pass are partial sums over its axis."""
+    axis, index = pair
+    members = rule.passes[index] if index < len(rule.passes) else ()
+    return bool(members) and all(axis in given[member].partial for member in members)
+
+
+def _whole(node: fx.Node) -> Layout:
+    return Layout.replicated(getattr(info(node).val, "ndim", 0))
