@@ -103,6 +103,31 @@ def test_containers_derived_dims_hints_and_modes() -> None:
     assert "a size of 7 in dim 0 of batch['both'][0], which is 2*batch" in str(error.value)
 
 
+class Sometimes(nn.Module):
+    """Modes make a difference at some sizes alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.drop = nn.Linear(3, 4), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.last(x))
+        return (self.drop(x) if x.shape[0] > 4 else x).square().mean()
+
+
+def test_modes_of_one_size_are_not_those_of_another() -> None:
+    model = Sometimes().double()
+    options: dict[str, Any] = {"mesh": ap.Mesh(dp=2), "dynamic_shapes": ({0: BATCH},)}
+    module = ap.parallelize(copy.deepcopy(model), (random(8, 3),), mode="data", **options)
+    module.step(random(3, 3))
+    for batch in (3, 2, 8, 3, 8, 5):
+        x = random(batch, 3)
+        assert_close(module.eval()(x), model.eval()(x))
+    module.train()
+    assert len({float(module.step(random(8, 3))) for _ in range(4)}) > 1
+    assert len({float(module.step(random(2, 3))) for _ in range(4)}) == 1
+
+
 REFUSED: list[tuple[Any, str]] = [
     ({"batch"}, "a mapping by names of inputs, or a tuple"),
     ({"x": {0: BATCH}}, "'x'; the example call has batch"),

@@ -324,7 +324,7 @@ class Programs(Sequence[Running]):
     def _start_sizes(self, running: Running, across: Hashable) -> None:
         if running.plan.dynamic is not None:
             forms = {running.plan.fingerprint.form}
-            running.sizes = Sizes(running, across, forms, running.modes)
+            running.sizes = Sizes(running, across, forms, {*running.modes})
 
     def _tell_of_many(self) -> None:
         if len(self._all) == FEW + 1:
