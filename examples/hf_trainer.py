@@ -29,14 +29,35 @@ from transformers import (
 
 import autopar as ap
 
+INSTEAD = {  # of what the Trainer would do to a model, or with its outputs in training
+    "label_smoothing_factor": "a loss of the model's own",
+    "compute_loss_func": "a loss of the model's own",
+    "neftune_noise_alpha": "an embedding of the model's own",
+    "bf16": "options={'precision': ap.Precision(compute=torch.bfloat16)}",
+    "fp16": "options={'precision': ap.Precision(compute=torch.float16, loss_scale='dynamic')}",
+    "torch_compile": "options={'compile': True}",
+    "gradient_checkpointing": "options={'recompute': 'auto'}",
+}
+
+
+def refuse(args: TrainingArguments, others: dict[str, Any]) -> None:
+    """Before anything is built: what would be passed over."""
+    for name, instead in INSTEAD.items():
+        if value := others.get(name, getattr(args, name, None)):
+            raise ValueError(f"{name}={value!r} is not for a parallel module: {instead}")
+
 
 class ParallelTrainer(Trainer):
     """`options` are those of `ap.parallelize`; `example` is a batch."""
 
-    def __init__(self, model: nn.Module, example: dict, options: dict, **others: Any) -> None:
+    def __init__(
+        self, model: nn.Module, example: dict, options: dict, args: TrainingArguments, **others: Any
+    ) -> None:
+        refuse(args, others)
+        args.average_tokens_across_devices = False  # each rank counts those of the whole batch
         self.plain = model
         parallel = ap.parallelize(model, kwargs=example, **options)
-        super().__init__(parallel, **others, callbacks=[NextEpoch()])
+        super().__init__(parallel, args, **others, callbacks=[NextEpoch()])
 
     def create_accelerator_and_postprocess(self) -> None:
         """Batches and what is evaluated are whole on every rank: nothing is dealt or gathered."""
@@ -53,9 +74,14 @@ class ParallelTrainer(Trainer):
         return model
 
     def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> Tensor:
+        """The model's loss is a mean over the labels of a batch, of a model that is told how many
+        there are until the next update the Trainer's is one over those."""
         model.train()
-        scale = 1 / self.current_gradient_accumulation_steps
-        return model.step(**self._prepare_inputs(inputs), scale=scale) * scale
+        inputs, scale = self._prepare_inputs(inputs), 1 / self.current_gradient_accumulation_steps
+        if num_items_in_batch is not None:
+            labels = inputs["labels"][..., 1:]  # those that are predicted
+            scale = float((labels != -100).sum() / num_items_in_batch)
+        return model.step(**inputs, scale=scale) * scale
 
     def _clip_grad_norm(self, model: Any) -> Tensor:
         return model.clip_grad_norm_(self.args.max_grad_norm)
