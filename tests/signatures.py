@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar as ap
+from autopar.plan.plan import SavedPlan
 from tests.outputs import assert_close, gradients, random, state
 
 BATCH = 8
@@ -110,6 +112,7 @@ def trains_and_evaluates_in_turn(sizes: Sequence[tuple[int, int]] = SIZES, **opt
             assert_close(module(others), model(others))
         assert_close(state(module), found)
     assert [one.mode for one in module.programs[:2]] == ["training", "evaluation"]
+    plans_are_kept(module)
     lengths = {(3, length, "evaluation") for _, length in sizes}
     assert len(module.programs) == len({*sizes, *lengths})  # what comes again is known
 
@@ -139,6 +142,7 @@ def differentiates_every_signature(**options: Any) -> None:
     count = len(module.programs)
     assert_close(*both(pair, acts))
     assert len(module.programs) == count == 5
+    plans_are_kept(module)
 
 
 def unfreezes(**options: Any) -> None:
@@ -217,6 +221,16 @@ def goes_through_stages(sizes: Sequence[tuple[int, int]] = LENGTHS, **options: A
     told, given = module.step(x, labels=y, outputs=True)
     assert_close(told, given["loss"])
     assert len(module.programs) == len({*sizes}) + 2 * len({length for _, length in sizes})
+    plans_are_kept(module)
+
+
+def plans_are_kept(module: ap.ParallelModule) -> None:
+    """Every program's plan prints, counts its memory, and is what its file says."""
+    for one in module.programs:
+        assert str(one.plan)
+        assert one.plan.memory.peak > 0
+        saved = SavedPlan.of(one.plan).to_json()
+        assert SavedPlan.from_json(json.loads(json.dumps(saved))).to_json() == saved
 
 
 LAWS = (trains_and_evaluates_in_turn, differentiates_every_signature, unfreezes)

@@ -17,6 +17,7 @@ block, and an action blocks until its input is there.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from autopar.errors import InvalidInput
 from autopar.pipeline.execution import run
@@ -25,8 +26,10 @@ from autopar.pipeline.schedule import KINDS, MOST_UNLISTED, Action, Schedule
 SHOWN = 6
 
 
-def check(schedule: Schedule) -> None:
-    """Raise `InvalidInput` with the offending actions unless `schedule` is sound."""
+def check(schedule: Schedule, of_call: bool = False) -> None:
+    """Raise `InvalidInput` with the offending actions unless `schedule` is sound. `of_call`: it may
+    go forward alone."""
+    back = schedule.goes_back or not of_call
     for rule, remedy, offences in (
         ("every stage of every pipe is on one rank", "correct the placement", _placement),
         ("a schedule lists an F for each micro-batch on each stage",
@@ -35,7 +38,7 @@ def check(schedule: Schedule) -> None:
          "move the action to the rank that holds its stage, or correct its numbers", _named),
         ("a micro-batch goes through one pipe", "keep all its actions in one pipe", _one_pipe),
         ("each micro-batch has one F, and one B or one I and one W, on each stage of its pipe",
-         "add what is missing, remove what is doubled", _complete),
+         "add what is missing, remove what is doubled", partial(_complete, back=back)),
         ("a micro-batch's backward on a stage follows its forward there",
          "put the forward first", _backward_follows),
         ("W follows I for the same micro-batches on a stage", "put the I first", _weight_follows),
@@ -111,7 +114,7 @@ def _one_pipe(schedule: Schedule) -> Iterator[str]:
                 yield f"micro-batch {microbatch}: {other[1]} and {action}"
 
 
-def _complete(schedule: Schedule) -> Iterator[str]:
+def _complete(schedule: Schedule, back: bool) -> Iterator[str]:
     parts, stages = schedule.all_parts, schedule.stages
     counts = {kind: [0] * (parts * stages) for kind in KINDS}
     for _, action in schedule.actions:
@@ -120,11 +123,11 @@ def _complete(schedule: Schedule) -> Iterator[str]:
             done[base + microbatch] += 1
     ones = [1] * (parts * stages)
     halves = [whole + half for whole, half in zip(counts["B"], counts["I"])]
-    if counts["F"] == halves == ones and counts["I"] == counts["W"]:
+    if counts["F"] == ones and halves == [back] * len(ones) and counts["I"] == counts["W"]:
         return
     for key in range(parts * stages):
         f, b, i, w = (counts[kind][key] for kind in KINDS)
-        if f == 1 and (b, i, w) in ((1, 0, 0), (0, 1, 1)):
+        if f == 1 and (b, i, w) in (((1, 0, 0), (0, 1, 1)) if back else ((0, 0, 0),)):
             continue
         stage, microbatch = divmod(key, parts)
         pipe = schedule.pipe_of[microbatch]
@@ -135,7 +138,7 @@ def _complete(schedule: Schedule) -> Iterator[str]:
         ]
         if not f:
             faults.append(f"no {named['F']}")
-        if not b + i:
+        if back and not b + i:
             faults.append(f"no {named['B']}")
         if b and i + w:
             faults.append(f"{named['B']} beside its I or W")

@@ -111,8 +111,8 @@ def _told_of(source: str | None) -> Iterator[None]:
         raise
 
 
-def from_text(text: str, source: str | None = None) -> Schedule:
-    """The schedule that `text` describes, checked."""
+def from_text(text: str, source: str | None = None, of_call: bool = False) -> Schedule:
+    """The schedule that `text` describes, checked; `of_call`: it may go forward alone."""
     fields: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -128,7 +128,7 @@ def from_text(text: str, source: str | None = None) -> Schedule:
         fields[key] = value
     with _told_of(source):
         orders = _numbered(fields, "rank")
-        return _assemble(fields, [_order(row.split()) for row in orders])
+        return _assemble(fields, [_order(row.split()) for row in orders], of_call)
 
 
 def _order(words: Iterable[str]) -> list[Action]:
@@ -262,7 +262,9 @@ def _integer(text: str, key: str) -> int:
     return numbers[0]
 
 
-def _assemble(fields: dict[str, str], orders: Iterable[Iterable[Action]]) -> Schedule:
+def _assemble(
+    fields: dict[str, str], orders: Iterable[Iterable[Action]], of_call: bool = False
+) -> Schedule:
     known = re.compile(r"name|microbatches|parts|options|(pipe|rank) \d+")
     unknown = [key for key in fields if not known.fullmatch(key)]
     if unknown or "microbatches" not in fields:
@@ -291,5 +293,5 @@ def _assemble(fields: dict[str, str], orders: Iterable[Iterable[Action]]) -> Sch
         parts,
         **options,
     )
-    check(schedule)
+    check(schedule, of_call)
     return schedule

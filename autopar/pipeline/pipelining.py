@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 from autopar.mesh import Mesh
@@ -17,7 +18,7 @@ class Pipelining:
 
     axis: str
     mesh: Mesh  # of all ranks, the pipeline's axis among them
-    schedule: Annotated[Schedule, from_text]
+    schedule: Annotated[Schedule, partial(from_text, of_call=True)]
     stages: tuple[StageCost, ...]
 
     def __str__(self) -> str:

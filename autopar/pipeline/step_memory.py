@@ -35,7 +35,7 @@ class Part(IntEnum):
     """What a stage holds some of, and what it does."""
 
     KEPT = 0  # activations of a micro-batch, from the end of F to B or I
-    RECEIVED = auto()  # an activation from the stage before, until B or I is done
+    RECEIVED = auto()  # an activation from the stage before, until B or I is done (F in a call)
     RETURNED = auto()  # a gradient from the stage after, until B or I is done
     SENT = auto()  # an activation that may not have arrived
     GIVEN = auto()  # a gradient that may not have arrived
@@ -299,11 +299,14 @@ class _Counting:
         stage, kind = action.stage, action.kind
         is_split = stage in self.schedule.split_stages
         for number in range(len(action.microbatches)):
-            is_last = position == self._last[stage] and number == len(action.microbatches) - 1
+            is_last = position == self._last.get(stage) and number == len(action.microbatches) - 1
             if kind == "F":
                 yield from self._run(stage, Part.F)
-                self._add(stage, Part.KEPT, 1)
                 self._add(stage, Part.STATISTICS, 1)
+                if self.schedule.goes_back:
+                    self._add(stage, Part.KEPT, 1)
+                elif stage:
+                    self._add(stage, Part.RECEIVED, -1)
             if kind in ("B", "I"):
                 self._add(stage, Part.KEPT, -1)
                 if is_split:

@@ -30,7 +30,13 @@ from autopar.passes.microbatches import cut_batch
 from autopar.plan.diff import compare
 from autopar.plan.explain import explain
 from autopar.plan.saved import SavedValue, malformed, read_file, values_to_save
-from autopar.plan.sound import require_apart, require_fitting, require_sound, require_types
+from autopar.plan.sound import (
+    require_apart,
+    require_fitting,
+    require_sound,
+    require_step,
+    require_types,
+)
 from autopar.plan.text import plan_data, plan_text, saved_text
 from autopar.plan.value import PlanValue
 from autopar.planner.candidate import Candidate
@@ -61,6 +67,7 @@ class Plan(PlanValue):
         """This plan for another copy of the model; any other model is refused.
 
         Without `args` and `kwargs`, `model` is called as the one that was planned."""
+        require_step(self.pipelining)
         example = self.original.example
         if not args and not kwargs:
             args, kwargs = example.args, example.kwargs
@@ -140,6 +147,7 @@ class SavedPlan(SavedValue):
     ) -> Plan:
         """The plan of this very model: another model, shape or torch is refused by name. Shapes may
         be others where it has dynamic ones: it is then attached at those that were planned."""
+        require_step(self.pipelining)
         args, kwargs = _as_planned(self.dynamic, model, args, kwargs)
         captured = capture(model, args, kwargs, self.precision)
         self.require_same(fingerprint_of(captured))

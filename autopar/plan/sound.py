@@ -16,6 +16,7 @@ from autopar.capture.marker import ANNOTATE
 from autopar.capture.regions import checkpoints, found
 from autopar.errors import InvalidInput
 from autopar.layout import ParameterPlacement, TensorType
+from autopar.pipeline.pipelining import Pipelining
 from autopar.plan.saved import SavedValue
 from autopar.strategies import tensor_inputs
 from autopar.strategies.node_info import info
@@ -54,6 +55,16 @@ def require_sound(saved: SavedValue) -> None:
         _fail(
             "a mesh has at most as many ranks as the cluster has devices",
             f"{ranks} ranks on {saved.cluster.devices} devices",
+        )
+
+
+def require_step(pipelining: Pipelining | None) -> None:
+    """Refuse to make a module of the plan of a call through the stages of another plan."""
+    if pipelining is not None and not pipelining.schedule.goes_back:
+        raise InvalidInput(
+            "a plan that is attached to a model is one that it can train by",
+            got="that of a call, which goes forward alone through the stages of another plan",
+            remedy="attach the other one: its module plans calls when they are made",
         )
 
 

@@ -20,6 +20,7 @@ from autopar.pipeline import (
     to_csv,
     to_text,
 )
+from autopar.pipeline.schedule import forward_only
 
 EVEN = ("gems", "chimera", "chimera-zb", "dualpipe")
 
@@ -177,3 +178,15 @@ def test_overlap_with_the_wrong_partner():
     order = [replace(made.orders[0][0], overlaps=True), *made.orders[0][1:]]
     with pytest.raises(InvalidInput, match="0F0 with 0F1"):
         check(edit(made, 0, order))
+
+
+def test_a_call_goes_forward_alone() -> None:
+    made = forward_only(((0, 1), (1, 0)), 4)
+    check(made, of_call=True)
+    assert from_text(to_text(made), of_call=True) == made
+    for refused in (lambda: check(made), lambda: from_text(to_text(made))):
+        with pytest.raises(InvalidInput, match="one F, and one B"):
+            refused()
+    less = replace(made, orders=(made.orders[0][1:], made.orders[1]))
+    with pytest.raises(InvalidInput, match="no 0F0"):
+        check(less, of_call=True)
