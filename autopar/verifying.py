@@ -137,7 +137,7 @@ def _side_by_side(
         differences.append(first_module(copy.deepcopy(original), captured, call, tolerances))
     module = parallelize(copy.deepcopy(original), *call, **asked)
     programs = module.programs
-    plan = programs.make(programs.find(*call, is_step=module.program.has_loss)).plan
+    plan = programs.of(*call, is_step=module.program.has_loss).plan
     outputs, difference = _forward(plan, original, call, tolerances)
     trained = replace(_train_parallel(module, call, steps, rate), outputs=outputs)
     if any(row.differs for row in compare(trained, exported, tolerances)):

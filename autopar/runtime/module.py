@@ -190,6 +190,9 @@ class ParallelModule(Unwrapped, Described):
                     "with pipeline=None",
                 )
             call = self._accept(args, kwargs, step=False)
+        self._programs.meet(call)
+        with self.backend.local_checks():
+            self._find(call)
         running = self._programs.make(call)
         self._check_together(args, kwargs)
         with self.backend.guard(), switched(()):
@@ -198,14 +201,17 @@ class ParallelModule(Unwrapped, Described):
             return program.structure(backend.call(self._tensors.values, inputs))
 
     def _accept(self, args: tuple, kwargs: Mapping[str, Any], step: bool) -> Call:
-        """What is known of a call; or refuse it."""
+        """A call as it comes to this rank; or refuse it."""
         require_same(self.plan.original.example.autocasts)
         kept = self._kept()
         refuse_late_hooks(self, kept, step)
-        call = self._programs.find(args, kwargs, step)
+        return self._programs.call(args, kwargs, step)
+
+    def _find(self, call: Call) -> None:
+        """What is known of its program; or refuse it."""
+        self._programs.find(call)
         if self._check is not None and call.running is self._programs[0]:
-            self._check.alone(args, kwargs)
-        return call
+            self._check.alone(call.args, call.kwargs)
 
     def _check_together(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
         if self._check is not None:
@@ -249,8 +255,11 @@ class ParallelModule(Unwrapped, Described):
                 kwargs, said = told_apart(example, args, kwargs, said)
                 tells = is_wanted(said["outputs"])
                 call = self._accept(args, kwargs, step=True)
-                by = require_scale(said["scale"], call.require_step(tells))
                 self._require_learning(tree_leaves((args, kwargs)))
+            self._programs.meet(call)
+            with self.backend.local_checks():
+                self._find(call)
+                by = require_scale(said["scale"], call.require_step(tells))
             running = self._programs.make(call)
             self._check_together(args, kwargs)
             with self.backend.guard(), switched(()):

@@ -17,9 +17,9 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, overload
+from typing import Any, TypeGuard, overload
 
 import torch
 from torch import Tensor
@@ -85,10 +85,22 @@ class Running:
     def stepped(self, tells: bool) -> tuple[Program, Backend]:
         return self.telling if tells else (self.plan.program, self.backend)
 
+    def serves(self, call: Call) -> bool:
+        """Whether it may be the program of a call, but for its inputs."""
+        serves = self.steps if call.is_step else self.calls
+        return serves and call.training in self.modes and call.unfrozen <= self.unfrozen
+
+    def has(self, call: Call) -> bool:
+        """Whether it is the program of a call of which each rank has said its part."""
+        if not self.serves(call) or call.whole is None:
+            return self.serves(call)
+        own, other = self.signature, call.signature
+        own = replace(own, training=other.training, unfrozen=other.unfrozen, is_step=call.is_step)
+        return own == other
+
     def bind(self, call: Call) -> Inputs | None:
         """The inputs of a call by placeholder, if this is its program."""
-        serves = self.steps if call.is_step else self.calls
-        if not serves or call.training not in self.modes or not call.unfrozen <= self.unfrozen:
+        if not self.serves(call):
             return None
         return self.plan.program.bind(call.args, call.kwargs, self.shapes)
 
@@ -131,7 +143,8 @@ class Call:
     captured: Captured | None = None
     across: Hashable = None  # what it has in common with calls of other sizes
     sizes: Sizes | None = None  # those of a plan that it is one of
-    slices: tuple[int, ...] = ()  # the numbers that ranks have for theirs
+    numbers: tuple[int, ...] | None = None  # what ranks call theirs, where they say so
+    whole: tuple[tuple, Mapping[str, Any]] | None = None  # the inputs of which this rank has slices
 
     @property
     def bound(self) -> Inputs:
@@ -152,6 +165,7 @@ class Call:
 
     @cached_property
     def signature(self) -> Signature:
+        """As it comes to this rank, until all have said theirs."""
         about = self.training, self.unfrozen, self.is_step
         return Signature.of(self.args, self.kwargs, *about)
 
@@ -168,8 +182,8 @@ class Programs(Sequence[Running]):
         self._all = [self._last]
         self._every = [self._last]  # of all sizes
         self._known: dict[Signature, Running] = {}
-        self._numbers: dict[Signature, int] = {}  # of this rank's slices, as they came
-        self._sliced: dict[tuple[int, ...], Running] = {}  # by the numbers of all ranks
+        self._numbers: dict[Signature, int] = {}  # of this rank's calls, as they came
+        self._met: dict[tuple[int, ...], Running] = {}  # by the numbers of all ranks
         if plan.dynamic is not None:
             inputs = example.model, example.args, example.kwargs
             self._start_sizes(self._last, plan.dynamic.across(*inputs))
@@ -201,27 +215,56 @@ class Programs(Sequence[Running]):
         for one in self._every:
             one.backend.bind(values)
 
-    def find(self, args: tuple, kwargs: Mapping[str, Any], is_step: bool) -> Call:
-        """What is known of a call; its program is captured if it is none of these."""
+    def of(self, args: tuple, kwargs: Mapping[str, Any], is_step: bool) -> Running:
+        """The program of a call, made if it is not known."""
+        call = self.call(args, kwargs, is_step)
+        self.meet(call)
+        self.find(call)
+        return self.make(call)
+
+    def call(self, args: tuple, kwargs: Mapping[str, Any], is_step: bool) -> Call:
+        """A call as it comes to this rank."""
         for one in self._every:
             one.backend.require_callable()
-        call = Call(args, kwargs, self._modes.now, self._tensors.unfrozen, is_step)
-        first = self._all[0]
-        is_sliced = first.backend.local_inputs and first.plan.dynamic is not None
-        if not (self._look_together(call) if is_sliced else self._look(call)):
-            self._capture(call)
-        return call
+        return Call(args, kwargs, self._modes.now, self._tensors.unfrozen, is_step)
 
-    def _look_together(self, call: Call) -> bool:
-        """Where slices of batches of several sizes are alike on some ranks: that which all ranks
-        have found for these slices of theirs."""
-        number = self._numbers.setdefault(call.signature, len(self._numbers))
-        backend = self._all[0].backend
-        assert isinstance(backend, TorchBackend)
-        with backend.guard(agreed=True):
-            call.slices = backend.world.numbers(number)
-        known = self._sliced.get(call.slices)
-        return known is not None and self._take(call, known)
+    def meet(self, call: Call) -> None:
+        """Where a rank cannot know the program by itself, each says in a number which call of its
+        own has come: with local inputs and in pipelines, of which a rank sees a part, and where
+        several programs are known."""
+        first = self._all[0]
+        backend, sees_part = first.backend, first.plan.pipelining or first.backend.local_inputs
+        if _is_among_others(backend) and (sees_part or len(self._every) > 1):
+            number = self._numbers.setdefault(call.signature, len(self._numbers))
+            with backend.guard(agreed=True):
+                call.numbers = backend.world.numbers(number)
+
+    def find(self, call: Call) -> None:
+        """What is known of a call; its program is captured if it is none of these."""
+        numbers = call.numbers
+        if not (self._look(call) if numbers is None else self._look_together(call, numbers)):
+            self._capture(call)
+
+    def _look_together(self, call: Call, numbers: tuple[int, ...]) -> bool:
+        """What all ranks have found for these calls of theirs; or find it."""
+        known = self._met.get(numbers)
+        if known is not None and self._take(call, known):
+            return True
+        self._hear(call)
+        return any(self._take(call, one) for one in self._every if one.has(call))
+
+    def _hear(self, call: Call) -> None:
+        """Take together what ranks say of a call: slices make the whole inputs, and a parameter
+        learns that does on the ranks which hold it."""
+        first, backend = self._all[0], self._all[0].backend
+        is_staged = first.plan.pipelining is not None
+        said = backend.everyones(call.signature.said)
+        shapes, call.unfrozen = _alike(said, backend.local_inputs, is_staged)
+        if backend.local_inputs:
+            call.whole = whole_call(first.plan, call.args, call.kwargs, shapes)
+        args, kwargs = call.whole or (call.args, call.kwargs)
+        about = call.training, call.unfrozen, call.is_step
+        call.signature = Signature.of(args, kwargs, *about)
 
     def _look(self, call: Call) -> bool:
         """That of the last call costs no more than to look at the inputs."""
@@ -238,9 +281,10 @@ class Programs(Sequence[Running]):
         if call.inputs is None:
             call.running = None
             return False
-        self._last = self._known[call.signature] = one
-        if call.slices:
-            self._sliced[call.slices] = one
+        if call.numbers is None:
+            self._last = self._known[call.signature] = one
+        else:
+            self._met[call.numbers] = one
         return True
 
     def _capture(self, call: Call) -> None:
@@ -248,10 +292,9 @@ class Programs(Sequence[Running]):
         original, backend = first.plan.original, first.backend
         check_call(original.example.model, call.args, call.kwargs)
         _require_data(call)
-        args, kwargs = call.args, call.kwargs
-        if backend.local_inputs:
-            shapes = _alike(backend.everyones(call.signature.said), of_pieces=True)
-            args, kwargs = whole_call(first.plan, args, kwargs, shapes)
+        if backend.local_inputs and call.whole is None:
+            self._hear(call)
+        args, kwargs = call.whole or (call.args, call.kwargs)
         if (dynamic := first.plan.dynamic) is not None:
             dynamic.require(original.example.model, args, kwargs)
             call.across = dynamic.across(original.example.model, args, kwargs)
@@ -264,8 +307,8 @@ class Programs(Sequence[Running]):
         if not self._is_other(call, captured):
             return
         call.captured = captured
-        if not backend.local_inputs:
-            _alike(backend.everyones(call.signature.said))
+        if call.numbers is None and call.whole is None:
+            self._hear(call)
 
     def _is_other(self, call: Call, captured: Captured) -> bool:
         """Whether it is another program. Modes that change no operator make none."""
@@ -299,9 +342,8 @@ class Programs(Sequence[Running]):
                     return resize(plan, sizes.first.plan, captured, is_step, inputs)
                 return plan_beside(plan, captured, is_step, inputs)
 
-            several = isinstance(backend, TorchBackend) and backend.world.size > 1
             follow = partial(follow_beside, plan, captured, is_step)
-            made = agree(decide, follow) if several else decide()
+            made = agree(decide, follow) if _is_among_others(backend) else decide()
             made = staged_beside(plan, made, is_step)
             tell(captured, made, sizes.first.plan if sizes is not None else plan)
         with backend.guard():
@@ -346,14 +388,23 @@ def _require_data(call: Call) -> None:
             )
 
 
-def _alike(said: Sequence[str], of_pieces: bool = False) -> list[list[tuple[int, ...]]]:
-    """The shapes of the inputs of each rank, whose calls are alike; but for these, if they are `of
-    pieces`."""
-    words, rests, shapes = zip(*map(json.loads, said))
-    if len(set(rests)) > 1 or (not of_pieces and any(one != shapes[0] for one in shapes)):
+def _is_among_others(backend: Backend) -> TypeGuard[TorchBackend]:
+    return isinstance(backend, TorchBackend) and backend.world.size > 1
+
+
+def _alike(
+    said: Sequence[str], of_pieces: bool, of_stages: bool
+) -> tuple[list[list[tuple[int, ...]]], frozenset[str]]:
+    """The shapes of the inputs of each rank, and what learns now and did not. The calls of all are
+    alike, but for shapes `of pieces`, and for the parameters `of stages`."""
+    words, rests, shapes, unfrozen = zip(*map(json.loads, said))
+    is_alike = len(set(rests)) == 1
+    is_alike &= of_pieces or all(one == shapes[0] for one in shapes)
+    is_alike &= of_stages or all(one == unfrozen[0] for one in unfrozen)
+    if not is_alike:
         raise InvalidInput(
             "all ranks make the same call: a new program is made by all of them together",
             got="\n".join(f"rank {rank}: {one}" for rank, one in enumerate(words)),
             remedy="call with inputs of the same shapes, in the same modes, on all ranks",
         )
-    return list(shapes)
+    return list(shapes), frozenset().union(*unfrozen)

@@ -48,12 +48,13 @@ class Signature:
 
     @property
     def said(self) -> str:
-        """What a rank says of it to others: in words, all but the shapes in short, and these."""
+        """What a rank says of it to others: in words, all but the shapes and parameters in short,
+        and these."""
         values = [replace(v, shape=()) if isinstance(v, _Tensor) else v for v in self.values]
-        rest = (self.structure, self.names, values, self.training, sorted(self.unfrozen))
+        rest = (self.structure, self.names, values, self.training, self.is_step)
         short = hashlib.sha256(repr(rest).encode()).hexdigest()[:16]
         shapes = [v.shape if isinstance(v, _Tensor) else () for v in self.values]
-        return json.dumps([str(self), short, shapes])
+        return json.dumps([str(self), short, shapes, sorted(self.unfrozen)])
 
     @cached_property
     def text(self) -> str:
