@@ -80,10 +80,11 @@ class World:
         return group
 
     def numbers(self, own: int) -> tuple[int, ...]:
-        """What each rank says in one number, on all ranks."""
-        mine = torch.tensor([own], device=self.carrier)
+        """What each rank says in one number, on all ranks; nobody waits for a GPU."""
+        group = self.group if self.carrier.type == "cpu" else self.host_group
+        mine = torch.tensor([own])
         found = mine.new_empty(self.size)
-        all_gather_single(found, mine, group=self.group)
+        all_gather_single(found, mine, group=group)
         return tuple(found.tolist())
 
     def told(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

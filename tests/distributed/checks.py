@@ -21,6 +21,10 @@ from autopar import Mesh
 from autopar.runtime.world import world
 from tests import dynamic, models, recipes, signatures
 from tests.annotations import megatron, sequence, stored, vocabulary
+from tests.distributed.finding import (
+    finds_the_batch_of_which_it_has_a_slice,
+    hears_of_parameters_that_others_hold,
+)
 from tests.distributed.loading import loads_in_the_order_of_rank_0, loads_its_slices
 from tests.distributed.saving import (
     dropping,
@@ -749,6 +753,8 @@ CHECKS = [
     gives_the_loss_beside_other_numbers,
     gives_parameters_no_gradient_when_inputs_alone_are_asked_for,
     takes_local_inputs,
+    finds_the_batch_of_which_it_has_a_slice,
+    hears_of_parameters_that_others_hold,
     cuts_local_inputs_into_micro_batches,
     loads_its_slices,
     loads_in_the_order_of_rank_0,

@@ -1,0 +1,65 @@
+"""What ranks do not know of a call by themselves, they find together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import autopar as ap
+from autopar import Mesh
+from tests import models
+from tests.dynamic import slices_of
+
+
+def finds_the_batch_of_which_it_has_a_slice() -> None:
+    """Of 9, 8 and 7 samples some of four ranks have as many; a batch of which ranks disagree is
+    refused on all, and the next call is none the worse."""
+    case = models.mlp(batch=9, hidden=8)
+    options = {"mesh": Mesh(dp=4), "mode": "data"}
+    local = ap.parallelize(case.model, case.args, local_inputs=True, **options)
+    whole = ap.parallelize(case.model, case.args, **options)
+    alone = ap.parallelize(case.model, case.args, backend="virtual", **options)
+    for size in (9, 8, 7, 9, 8, 5, 7):
+        batch = [value[:size] for value in case.args]
+        losses = []
+        for module, given in ((alone, batch), (whole, batch), (local, slices_of(local, batch))):
+            module.zero_grad()
+            losses.append(module.step(*given))
+            assert_close(module.full_grads(), alone.full_grads())
+        assert_close(losses, losses[:1] * 3)
+    assert [len(module.programs) for module in (alone, whole, local)] == [4] * 3
+    assert all("f64[" in one.signature.text for one in local.programs)
+    assert len({one.signature.text for one in local.programs}) == 4
+    n = 2 + dist.get_rank() % 2
+    other = [value[: 5 + n] for value in case.args]
+    for module, given, rule in (
+        (whole, other, "all ranks make the same call"),
+        (local, [value[-n:] for value in case.args], "each rank brings its slice"),
+    ):
+        with pytest.raises(ap.InvalidInput, match=rule):
+            module.step(*given)
+    assert_close(whole.step(*case.args), alone.step(*case.args))
+
+
+def hears_of_parameters_that_others_hold() -> None:
+    """One that is unfrozen in a pipeline learns from then on, on the ranks that hold it."""
+    case = models.mlp(batch=8, hidden=8)
+    case.model.layers[0].requires_grad_(False)
+    options = {"mesh": Mesh(pp=2, dp=2), "mode": "data", "microbatches": 2}
+    real = ap.parallelize(case.model, case.args, **options)
+    alone = ap.parallelize(case.model, case.args, backend="virtual", **options)
+    for learns in (False, True, False):
+        for module in (real, alone):
+            module.zero_grad()
+            for parameter in module.layers[0].parameters():
+                parameter.requires_grad_(learns)
+        assert_close(real.step(*case.args), alone.step(*case.args))
+        found = real.full_grads()
+        assert ("layers.0.weight" in found) == learns
+        assert_close(found, alone.full_grads())
+    assert len(real.programs) == len(alone.programs) == 2
+
+
+def assert_close(one: object, other: object) -> None:
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
