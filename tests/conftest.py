@@ -10,14 +10,23 @@ import pytest
 import torch
 
 torch.set_num_threads(1)  # tiny tensors: threads only cost
+gc.set_threshold(20_000, 50, 100)  # of the many small objects of graphs few are in cycles
 # The files that take longest, in parts of their names: they begin, so that workers end together.
+# Behind each that starts many processes come others of one, which run beside it.
 LONGEST = (
-    "test_processes",
-    "distributed/",
-    "test_fuzz",
-    "_processes",
+    "distributed/test_processes",
+    *("test_fuzz", "tests/test_states", "pipeline/test_parity_law"),
+    "distributed/test_states",
+    *("tests/test_parity", "pipeline/test_choice"),
+    "test_executor_processes",
+    *("tests/test_random", "tests/test_recompute"),
+    "distributed/test_precision",
+    *("pipeline/test_executor", "tests/test_auto"),
     "test_examples",
-    "/test_states",
+    "capture/test_programs",
+    "distributed/test_host",
+    "passes/test_microbatches",
+    "distributed/",
 )
 
 

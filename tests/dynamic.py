@@ -17,6 +17,7 @@ import autopar as ap
 from autopar.runtime import programs
 from autopar.runtime.distributed import TorchBackend
 from autopar.search.auto import LayoutSearch
+from tests.captures import alike
 from tests.models import Case, gpt, mlp
 from tests.outputs import assert_close, gradients, state
 
@@ -83,9 +84,9 @@ def start(name: str, size: Size = (8, 8), **options: Any) -> tuple[nn.Module, ap
     build, inputs = MODELS[name]
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = build().model.double()
+        model = alike(build().model.double(), build)
     asked = {"mesh": ap.Mesh(dp=2, tp=2), "dynamic_shapes": (both_vary(), both_vary())}
-    return model, ap.parallelize(copy.deepcopy(model), inputs(*size), **(asked | options))
+    return copy.deepcopy(model), ap.parallelize(model, inputs(*size), **(asked | options))
 
 
 def serves_every_size(

@@ -22,6 +22,7 @@ from transformers.utils import ModelOutput
 
 import autopar as ap
 from autopar import Mesh
+from tests.captures import alike
 
 BATCH = 6  # four ranks have pieces of two sizes
 
@@ -76,7 +77,7 @@ class Several(nn.Module):
 def made(make: Callable[..., nn.Module], *args: Any) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return make(*args).double()
+        return alike(make(*args).double(), (make, args))
 
 
 def parallel(model: nn.Module, *inputs: Tensor, **options: Any) -> ap.ParallelModule:

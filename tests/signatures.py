@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import autopar as ap
 from autopar.plan.plan import SavedPlan
-from tests.outputs import assert_close, gradients, random, state
+from tests.outputs import assert_close, gradients, made, random, state
 
 BATCH = 8
 
@@ -44,9 +44,7 @@ def ids(batch: int = BATCH, length: int = 6) -> tuple[Tensor, Tensor]:
 
 
 def tagger() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Tagger().double()
+    return made(Tagger)
 
 
 Pair = tuple[nn.Module, ap.ParallelModule]
@@ -57,7 +55,7 @@ def start(**options: Any) -> Pair:
     model = tagger()
     x, y = ids()
     mesh = {"mesh": ap.Mesh(dp=2, tp=2), "mode": "propagate"}
-    return model, ap.parallelize(copy.deepcopy(model), (x,), {"labels": y}, **(mesh | options))
+    return model, ap.parallelize(tagger(), (x,), {"labels": y}, **(mesh | options))
 
 
 def both(pair: Pair, act: Callable[[nn.Module], Any]) -> tuple[Any, Any]:
@@ -79,10 +77,10 @@ def step(module: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
 
 def reference(pair: Pair) -> Pair:
     """The same beside the captured program of one device, which draws as all meshes do."""
-    model, module = pair
+    _, module = pair
     x, y = ids()
     inside = {"mesh": ap.Mesh(tp=1), "backend": "virtual"}
-    one = ap.parallelize(copy.deepcopy(model), (x,), {"labels": y}, **inside)
+    one = ap.parallelize(tagger(), (x,), {"labels": y}, **inside)
     return one, module
 
 
@@ -191,13 +189,11 @@ LENGTHS = ((BATCH, 6), (5, 6), (4, 3), (BATCH, 6))
 
 def goes_through_stages(sizes: Sequence[tuple[int, int]] = LENGTHS, **options: Any) -> None:
     """Steps of other batches and lengths, and calls of other modes and arguments, in a pipeline."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = Deep().double()
+    model = made(Deep)
     x, y = ids()
-    module = ap.parallelize(copy.deepcopy(model), (x,), {"labels": y}, **options)
+    module = ap.parallelize(model, (x,), {"labels": y}, **options)
     inside = {"mesh": ap.Mesh(tp=1), "backend": "virtual"}
-    one = ap.parallelize(copy.deepcopy(model), (x,), {"labels": y}, **inside)
+    one = ap.parallelize(model, (x,), {"labels": y}, **inside)
     pair = one, module
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01, eps=1e-3) for each in pair]
     for batch, length in sizes:

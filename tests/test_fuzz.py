@@ -35,7 +35,7 @@ MESHES = [ap.Mesh(a=3), ap.Mesh(a=2, b=2), ap.Mesh(a=2, b=3), ap.Mesh(a=2, b=2, 
 
 @pytest.mark.parametrize("name", SMALL)
 @settings(
-    max_examples=6,
+    max_examples=4,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -88,7 +88,7 @@ def _dims(data: st.DataObject, shape: Sequence[int], mesh: ap.Mesh) -> Dims:
 
 def test_random_programs_are_exact_or_refused():
     """At length: `python benchmarks/fuzz.py`."""
-    results = {(seed, n): run(seed, n) for seed in range(30) for n in range(2)}
+    results = {(seed, seed % 2): run(seed, seed % 2) for seed in range(30)}
     bad = {key: r for key, r in results.items() if r.verdict in ("wrong", "raw")}
     assert not bad, "\n".join(f"run{key}: {r.verdict} {r.reason}" for key, r in bad.items())
     assert sum(r.verdict == "compared" for r in results.values()) > len(results) / 2

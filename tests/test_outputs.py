@@ -21,6 +21,7 @@ from tests.outputs import (
     random,
     stages_give_what_one_device_gives,
 )
+from tests.pipeline.models import share_captures  # noqa: F401
 
 
 @pytest.mark.parametrize("mesh", [Mesh(dp=2, tp=2), Mesh(dp=4, tp=1)], ids=str)

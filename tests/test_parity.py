@@ -39,8 +39,11 @@ def test_layers_cut_by_columns_and_rows_and_the_vocabulary_cut(name: str, mesh: 
     assert_parity(cut(name), mesh)
 
 
-@pytest.mark.parametrize("mesh", [TP4, THREE_AXES], ids=str)
-@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [*((name, THREE_AXES) for name in TRANSFORMERS), ("gpt-fused", TP4), ("llama", TP4)],
+    ids=str,
+)
 def test_the_sequence_cut_between_cut_layers(name: str, mesh: Mesh) -> None:
     axis = "sp" if "sp" in mesh else "tp"
     assert_parity(sequence(megatron(ZOO[name]()), axis), mesh)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from autopar.plan.plan import SavedPlan
 from autopar.strategies.node_info import info
 from tests import models
 from tests.models import Case
+from tests.pipeline.models import share_captures  # noqa: F401
 
 MESH = ap.Mesh(dp=2, tp=2)
 BF16 = ap.Precision(compute=torch.bfloat16)
@@ -60,6 +62,12 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return (difference / sum(float(g.double().square().sum()) for g in other.values())) ** 0.5
 
 
+@cache
+def single(name: str) -> Case:
+    """Which nobody changes."""
+    return in_float32(models.ZOO[name]())
+
+
 @pytest.mark.parametrize("name", ["gpt", "llama", "resnet"])
 @pytest.mark.parametrize(
     "options", [{"mesh": MESH}, {"mesh": MESH, "microbatches": 2}, {"mesh": ap.Mesh(pp=2, dp=2)}]
@@ -74,7 +82,7 @@ def test_the_parallel_program_rounds_as_one_device_does(name, options):
         pytest.skip("statistics of micro-batches are another loss")
     if name == "resnet" and "pp" in options["mesh"].names:
         options = {"mesh": ap.Mesh(dp=4)}
-    case = in_float32(models.ZOO[name]())
+    case = single(name)
     exact_loss, exact = alone(case, torch.float32)
     loss, rounded = alone(case, torch.bfloat16)
     lost = distance(rounded, exact)
@@ -93,7 +101,7 @@ def test_the_parallel_program_rounds_as_one_device_does(name, options):
 @pytest.mark.parametrize("options", [{"mesh": MESH}, {"mesh": ap.Mesh(pp=2, dp=2)}], ids=str)
 def test_casts_are_where_they_belong(options):
     """Computing in more digits than masters have: all that is left is their own rounding."""
-    case = in_float32(models.gpt())
+    case = single("gpt")
     loss, expected = alone(case, torch.float64)
     precision = ap.Precision(compute=torch.float64)
     module = ap.parallelize(case.model, case.args, case.kwargs, precision=precision, **options)

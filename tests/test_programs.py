@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import autopar as ap
 from tests import signatures
 from tests.outputs import assert_close, gradients, made, random
+from tests.pipeline.models import share_captures  # noqa: F401
 
 WAYS: dict[str, dict[str, Any]] = {
     "propagate": {},

@@ -166,7 +166,7 @@ def test_falling_limits():
     free = planned(gpt, ap.Mesh(dp=4), microbatches=2)
     lean = planned(gpt, ap.Mesh(dp=4), microbatches=2, states="zero3", recompute="full")
     walk = [free]
-    for part in (0.85, 0.7, 0.55, 0.4, 0.25, 0.1, 0.0):
+    for part in (0.85, 0.55, 0.25, 0.0):
         limit = lean.memory.peak + part * (free.memory.peak - lean.memory.peak)
         walk.append(planned(gpt, ap.Mesh(dp=4), microbatches=2, memory=limit))
         assert walk[-1].memory.peak <= limit
@@ -196,10 +196,10 @@ def test_other_states_need_no_other_program(gpt, states):
 
 
 def test_a_part_of_a_large_model_without_a_mesh():
-    """Two of GPT-3's blocks on 16 devices with so little memory that states have to be cut: no rank
+    """Two of GPT-3's blocks on 8 devices with so little memory that states have to be cut: no rank
     keeps what an optimizer keeps of a parameter beside another that does."""
-    case = large_models.gpt3(layers=2, batch=16)
-    limit, cluster = 16e9, ap.Cluster.preset("dgx-a100", 2)
+    case = large_models.gpt3(layers=2, batch=8)
+    limit, cluster = 16e9, ap.Cluster.preset("dgx-a100")
     precision = ap.Precision(compute=torch.bfloat16)
     plan = planned(case, None, mode="auto", cluster=cluster, memory=limit, precision=precision)
     assert plan.memory.peak <= limit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
@@ -442,8 +443,11 @@ def cuts_local_inputs_into_micro_batches() -> None:
         parallel(made(Deep), x, y, mesh=Mesh(dp=4), microbatches=2, local_inputs=True)
 
 
+SIZES, SIZES_OF_STAGES = ((8, 6), (1, 6)), ((8, 6), (5, 6))  # of batches, and their lengths
+
+
 def runs_many_programs() -> None:
-    signatures.trains_and_evaluates_in_turn(((8, 6), (1, 6)), states="zero2")
+    signatures.trains_and_evaluates_in_turn(SIZES, states="zero2")
     signatures.differentiates_every_signature(states="zero3")
     signatures.unfreezes()
     _, module = signatures.start(states="zero1")
@@ -464,15 +468,18 @@ def runs_many_programs_in_stages() -> None:
     mesh, options = Mesh(pp=2, dp=2), {"mode": "propagate", "microbatches": 4}
     for schedule, states in (("chimera", "whole"), ("zb-v", "zero3")):
         options |= {"schedule": schedule, "states": states}
-        signatures.goes_through_stages([(8, 6), (5, 6)], mesh=mesh, **options)
+        signatures.goes_through_stages(SIZES_OF_STAGES, mesh=mesh, **options)
+
+
+SIZES_OF_GPT = ((9, 2), (3, 8), (9, 2))
+SIZES_OF_MLP = ((8, 8), (7, 8), (8, 5), (7, 5), (4, 2), (7, 8))
 
 
 def serves_a_range_of_sizes() -> None:
     """Slices of batches of two sizes are alike on some ranks; refused sizes end nothing."""
-    dynamic.serves_every_size("gpt", ((9, 2), (3, 8), (9, 2)), mode="auto", states="zero2")
+    dynamic.serves_every_size("gpt", SIZES_OF_GPT, mode="auto", states="zero2")
     options = {"local_inputs": True, "mesh": Mesh(dp=4), "mode": "data", "states": "zero3"}
-    sizes = ((8, 8), (7, 8), (8, 5), (7, 5), (4, 2), (7, 8))
-    module = dynamic.serves_every_size("mlp", sizes, **options)
+    module = dynamic.serves_every_size("mlp", SIZES_OF_MLP, **options)
     inputs = dynamic.slices_of(module, dynamic.samples(8, 9))
     with pytest.raises(ap.InvalidInput, match="inputs have sizes in the range"):
         module.step(*inputs)
@@ -566,14 +573,14 @@ def follows_its_tree() -> None:
     Of six rows, a rank of four has none. torch's weight norm ends a process that has none.
     """
     case = shared_tree()
-    for options in (
-        {"mesh": Mesh(d=4), "microbatches": 2},
-        {"mesh": Mesh(pp=2, d=2), "microbatches": 2, "schedule": "zb-h1"},
-        {"mesh": Mesh(pp=4, d=1), "microbatches": 4, "schedule": "chimera"},
+    for acts, options in (
+        (DONE, {"mesh": Mesh(d=4), "microbatches": 2}),
+        (DONE[::2], {"mesh": Mesh(pp=2, d=2), "microbatches": 2, "schedule": "zb-h1"}),
+        (DONE[1::2], {"mesh": Mesh(pp=4, d=1), "microbatches": 4, "schedule": "chimera"}),
     ):
         plan = ap.plan(case.model, case.args, mode="propagate", **options)
         module = ap.parallelize(case.model, case.args, plan=plan)
-        for act in DONE:
+        for act in acts:
             module.requires_grad_(True)
             for parameter in module.frozen.parameters() if hasattr(module, "frozen") else ():
                 parameter.requires_grad_(False)
@@ -632,11 +639,10 @@ def held_since(before: dict[int, int]) -> int:
 
 def draws_as_one_device_does() -> None:
     """Whatever a rank has seeded its own generator with: rank 0's counts."""
-    case = models.gpt(layers=4, dropout=0.2)
+    case = dropping()
     meshes: list[dict[str, Any]] = [
-        {"mesh": DP2_TP2, "mode": "auto"},
         {"mesh": Mesh(dp=4), "mode": "data", "states": "zero3", "recompute": "full"},
-        {"mesh": Mesh(dp=2, pp=2), "mode": "data", "microbatches": 2, "schedule": "zb-v"},
+        {"mesh": Mesh(dp=2, pp=2), "mode": "data", "microbatches": 2, "schedule": "chimera"},
     ]
     expected: list[Outcome] = []
     for options in ({"mesh": Mesh(one=1), "backend": "virtual"}, *meshes):
@@ -718,9 +724,29 @@ def takes_a_device_mesh() -> None:
     assert_close(real.step(*case.args), virtual.step(*case.args))
 
 
+def rehearsed() -> None:
+    """Captures that laws make as they go, which depend on no mesh, and plans that they share."""
+    warnings.simplefilter("ignore")
+    options: dict[str, Any] = {"mesh": Mesh(tp=1), "mode": "propagate", "backend": "virtual"}
+    for law in LAWS:
+        law(**options)
+    stages_give_what_one_device_gives(**options)
+    batch_norm_in_stages_sees_the_whole_batch_in_a_call(**options)
+    signatures.trains_and_evaluates_in_turn(SIZES, **options)
+    signatures.differentiates_every_signature(**options)
+    signatures.unfreezes(**options)
+    signatures.goes_through_stages(SIZES_OF_STAGES, **options, microbatches=4)
+    dynamic.serves_every_size("gpt", SIZES_OF_GPT, **options)
+    dynamic.serves_every_size("mlp", SIZES_OF_MLP, **options)
+    parallel(made(Deep), random(8, 6), torch.arange(8) % 5, **options)
+    for setting in recipes.SETTINGS:
+        recipes.planned(setting)
+
+
 def cases() -> list[tuple[Case, None]]:
     """What is captured before the ranks are there."""
     limited()
+    rehearsed()
     gpts = [tensor_parallel_gpt(), tensor_parallel_gpt(2), models.shared("gpt", layers=2)]
     others = [models.shared("mlp"), models.shared("gpt2", layers=1), some_learned(), shared_tree()]
     others += [dropping(), *map(recipes.case, (True, False))]

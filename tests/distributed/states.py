@@ -209,10 +209,10 @@ def moves_in_buffers_of_a_size(ranks: int) -> None:
 def follows_its_tree(ranks: int) -> None:
     """What a user does to parameters that are kept in pieces, as on the model."""
     case = shared_tree()
-    for states in ("zero1", "zero3"):
+    for states, acts in (("zero1", DONE[::2]), ("zero3", DONE)):
         options = {"mesh": ap.Mesh(d=1, e=ranks), "microbatches": 2, "states": states}
         plan = ap.plan(case.model, case.args, mode="propagate", **options)
-        for act in DONE:
+        for act in acts:
             assert_done(ap.parallelize(case.model, case.args, plan=plan), act)
 
 

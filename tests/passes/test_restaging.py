@@ -20,6 +20,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.restaged import restaged
 from tests import models
 from tests.models import Case, shared
+from tests.pipeline.models import share_captures  # noqa: F401
 
 ZB_V = {"mesh": Mesh(pp=2, dp=2), "microbatches": 2, "schedule": "zb-v"}
 F1B1 = {"mesh": Mesh(pp=2), "microbatches": 4, "schedule": "1f1b"}

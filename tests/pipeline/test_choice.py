@@ -89,9 +89,10 @@ def test_the_chosen_pipeline_is_exact() -> None:
         assert torch.allclose(gradients[name], parameter.grad, rtol=1e-9, atol=1e-12), name
 
 
-def test_memory_that_nothing_meets_is_answered_with_the_least() -> None:
+@pytest.mark.parametrize("options", [{}, {"mesh": ap.Mesh(pp=2), "schedule": "1f1b"}], ids=str)
+def test_memory_that_nothing_meets_is_answered_with_the_least(options) -> None:
     with pytest.raises(ap.InvalidInput, match="least"):
-        plan(models.gpt(), slow_network(2), memory=1e4)
+        plan(models.gpt(), slow_network(2), memory=1e4, **options)
 
 
 @pytest.mark.parametrize(
@@ -138,8 +139,6 @@ def test_less_memory_takes_other_cuts_recomputation_and_leaner_layouts(mesh, sha
     assert bool(taken.recompute) == again
     assert taken.seconds == pytest.approx(tight.cost.seconds)
     assert ("recomputed" in str(taken)) == again
-    with pytest.raises(ap.InvalidInput, match="least"):
-        plan(deep(), slow_network(4), memory=limit / 10, **options)
 
 
 def test_a_choice_that_recomputes_is_exact_and_can_be_saved(tmp_path) -> None:
@@ -195,5 +194,3 @@ def test_stages_are_cut_so_that_every_rank_keeps_within_memory(
         for plan in (free, tight)
     ]
     assert slowest[0] <= slowest[1]
-    with pytest.raises(ap.InvalidInput):
-        ap.plan(case.model, case.args, memory=limit / 10, **options)

@@ -39,7 +39,7 @@ FORMS = [
 SAMPLED = [
     (name, *FORMS[(2 * number + turn) % len(FORMS)], recompute)
     for number, name in enumerate(CASES)
-    for turn, recompute in ((1, False), (3, False), (4, True), (6, False), (7, True))
+    for turn, recompute in ((3, False), (4, True), (6, False), (7, True))
 ]
 
 

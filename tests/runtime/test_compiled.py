@@ -24,6 +24,7 @@ from tests.annotations import megatron, sequence
 from tests.models import Case
 from tests.parity import assert_equal, assert_parity, parallel_outcome, single_outcome
 from tests.partly_learned import partly_learned, without_gradient
+from tests.pipeline.models import share_captures  # noqa: F401
 
 TRACED = {"backend": "aot_eager", "fullgraph": True}  # as torch's compiler, without machine code
 ONE = Mesh(one=1)
