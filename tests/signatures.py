@@ -191,9 +191,9 @@ def goes_through_stages(sizes: Sequence[tuple[int, int]] = LENGTHS, **options: A
     """Steps of other batches and lengths, and calls of other modes and arguments, in a pipeline."""
     model = made(Deep)
     x, y = ids()
-    module = ap.parallelize(model, (x,), {"labels": y}, **options)
+    module = ap.parallelize(made(Deep), (x,), {"labels": y}, **options)
     inside = {"mesh": ap.Mesh(tp=1), "backend": "virtual"}
-    one = ap.parallelize(model, (x,), {"labels": y}, **inside)
+    one = ap.parallelize(made(Deep), (x,), {"labels": y}, **inside)
     pair = one, module
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01, eps=1e-3) for each in pair]
     for batch, length in sizes:

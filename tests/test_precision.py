@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ import autopar as ap
 from autopar.plan.plan import SavedPlan
 from autopar.strategies.node_info import info
 from tests import models
+from tests.captures import alike
 from tests.models import Case
 from tests.pipeline.models import share_captures  # noqa: F401
 
@@ -62,10 +62,11 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return (difference / sum(float(g.double().square().sum()) for g in other.values())) ** 0.5
 
 
-@cache
 def single(name: str) -> Case:
-    """Which nobody changes."""
-    return in_float32(models.ZOO[name]())
+    """Captured once."""
+    case = in_float32(models.ZOO[name]())
+    alike(case.model, name)
+    return case
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "resnet"])

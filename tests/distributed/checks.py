@@ -567,18 +567,26 @@ def holds_what_was_predicted() -> None:
         assert float(most[3]) == pytest.approx(said.activations, rel=0.01)
 
 
+@cache
+def of_tree() -> list[ap.Plan]:
+    case = shared_tree()
+    ways: list[dict[str, Any]] = [
+        {"mesh": Mesh(d=4), "microbatches": 2},
+        {"mesh": Mesh(pp=2, d=2), "microbatches": 2, "schedule": "zb-h1"},
+        {"mesh": Mesh(pp=4, d=1), "microbatches": 4, "schedule": "chimera"},
+        {"mesh": Mesh(d=4)},
+        {"mesh": Mesh(d=2, e=2)},
+    ]
+    return [ap.plan(case.model, case.args, mode="propagate", **options) for options in ways]
+
+
 def follows_its_tree() -> None:
     """Freezing, replaced and loaded tensors, as on the model; where that cannot be, refused.
 
     Of six rows, a rank of four has none. torch's weight norm ends a process that has none.
     """
     case = shared_tree()
-    for acts, options in (
-        (DONE, {"mesh": Mesh(d=4), "microbatches": 2}),
-        (DONE[::2], {"mesh": Mesh(pp=2, d=2), "microbatches": 2, "schedule": "zb-h1"}),
-        (DONE[1::2], {"mesh": Mesh(pp=4, d=1), "microbatches": 4, "schedule": "chimera"}),
-    ):
-        plan = ap.plan(case.model, case.args, mode="propagate", **options)
+    for acts, plan in zip((DONE, DONE[::2], DONE[1::2]), of_tree()):
         module = ap.parallelize(case.model, case.args, plan=plan)
         for act in acts:
             module.requires_grad_(True)
@@ -586,29 +594,33 @@ def follows_its_tree() -> None:
                 parameter.requires_grad_(False)
             module.zero_grad()
             assert_done(module, act)
-    meshes = Mesh(d=4), Mesh(d=2, e=2)
-    plans = [ap.plan(case.model, case.args, mode="propagate", mesh=mesh) for mesh in meshes]
+    plans = of_tree()[3:]
     for act, rule in (*REFUSED, *REFUSED_OF_PIECES):
         plan = plans[act is weight_norm]
         assert_refused(ap.parallelize(case.model, case.args, plan=plan), act, rule)
 
 
 @cache
-def held() -> list[tuple[Case, Mesh, dict[str, Any]]]:
-    return [
+def held() -> list[tuple[Case, ap.Plan, Any]]:
+    """Cases, their plans, and the programs of these, which hold constants."""
+    ways: list[tuple[Case, Mesh, dict[str, Any]]] = [
         (stored(models.mlp(hidden=10)), Mesh(dp=4), {"microbatches": 2}),  # uneven
         (buffers_cut(), Mesh(d=4), {}),
         (stored(models.resnet()), Mesh(pp=2, dp=2), {"microbatches": 2, "schedule": "zb-h1"}),
         (models.gpt(layers=4), Mesh(pp=4), {"microbatches": 4, "schedule": "chimera"}),  # tied
     ]
+    found = []
+    for case, mesh, options in ways:
+        options |= {"mesh": mesh, "mode": "propagate"}
+        plan = ap.plan(case.model, case.args, case.kwargs, **options)
+        found.append((case, plan, (plan.program, plan.whole_program)))
+    return found
 
 
 def holds_pieces_alone() -> None:
     """Memory is that of the pieces: of parameters, buffers and constants always, of gradients as
     long as they live. One of their buckets may have carried the loss."""
-    for case, mesh, options in held():
-        plan = ap.plan(case.model, case.args, case.kwargs, mesh=mesh, mode="propagate", **options)
-        plan.program, *(plan.whole_program for _ in options)
+    for case, plan, _ in held():
         world().mesh_of(plan.whole_mesh, "cpu")  # has a table of its ranks
         before = storages()
         module = ap.parallelize(case.model, case.args, case.kwargs, plan=plan)
@@ -746,6 +758,7 @@ def rehearsed() -> None:
 def cases() -> list[tuple[Case, None]]:
     """What is captured before the ranks are there."""
     limited()
+    of_tree()
     rehearsed()
     gpts = [tensor_parallel_gpt(), tensor_parallel_gpt(2), models.shared("gpt", layers=2)]
     others = [models.shared("mlp"), models.shared("gpt2", layers=1), some_learned(), shared_tree()]
