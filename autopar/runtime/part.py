@@ -130,7 +130,11 @@ def refused_attribute(name: str, where: str) -> InvalidInput:
 
 
 class Described(Plain):
-    """Has the attributes of a model that are no tensors, such as its configuration, to look at."""
+    """Has the attributes of a model that are no tensors, such as its configuration, to look at.
+
+    They are the model's own objects: what is changed inside of one (`module.config.x = 1`) changes
+    the model, and no program, whose forward runs with what they were when it was captured.
+    """
 
     _attributes: Set[str]
 
