@@ -139,6 +139,15 @@ def compiles_what_a_rank_runs() -> None:
     compiler = real.backend.compiler
     assert compiler is not None
     assert compiler.made
+    model, x = made(Body), random(8, 4)
+    how: dict[str, Any] = {"local_inputs": True, "outputs": "local", "compile": compile}
+    module = parallel(model, x, mesh=DP2_TP2, **how)
+    piece = x.chunk(2)[DP2_TP2.coordinate(dist.get_rank())["dp"]]
+    for around in (module.no_sync, nullcontext):
+        with around():
+            module(piece).square().sum().backward()
+        model(x).square().sum().backward()
+    assert_close(module.full_grads(), {name: p.grad for name, p in model.named_parameters()})
 
 
 def compares_first_batches() -> None:

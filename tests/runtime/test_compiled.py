@@ -19,7 +19,7 @@ from autopar.passes.flow import ancestors
 from autopar.runtime import compiled
 from autopar.runtime.compiled import Compiler
 from autopar.strategies.node_info import info
-from tests import models
+from tests import models, signatures
 from tests.annotations import megatron, sequence
 from tests.models import Case
 from tests.parity import assert_equal, assert_parity, parallel_outcome, single_outcome
@@ -158,3 +158,10 @@ def test_no_gradient_stays_none():
         missing = without_gradient(case, output)
         assert set(module.full_grads()) == {n for n, _ in case.model.named_parameters()} - missing
     assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()))
+
+
+def test_other_programs_on_the_same_parameters():
+    """Of another batch and another mode, with dropout; and when parameters are frozen."""
+    options = {"mesh": Mesh(tp=1), "backend": "virtual", "compile": TRACED}
+    signatures.trains_and_evaluates_in_turn(((8, 6), (5, 6)), **options)
+    signatures.unfreezes(**options)
