@@ -51,6 +51,7 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
     shapes.canonical_expands,
     shapes.canonical_slices,
     shapes.canonical_selections,
+    indexing.counted_dims_are_kept,
     indexing.own_elements_are_gathered,
     cleanup.drop_identities,
     # one form for each product and loss

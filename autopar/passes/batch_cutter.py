@@ -31,7 +31,7 @@ from autopar.strategies.results import has_results, is_result, maker, place_of
 aten = torch.ops.aten
 AXIS = "microbatch"
 REMEDY = "microbatches=1, or a loss that is a sum or mean over samples"
-TABLE = "leave out a padding mask, give the table as an input, or microbatches=1 and pipeline=None"
+TABLE = "give the table as an input, or microbatches=1 and pipeline=None"
 SAME, OWN, SUM = "the same for all", "a micro-batch's own", "a sum"
 Status = int | str  # SAME, OWN (statistics), SUM, or the dim that is cut
 

@@ -238,6 +238,44 @@ def test_max_is_argmax_and_gather() -> None:
     )
 
 
+def test_a_dim_that_is_named_by_its_numbers_is_kept() -> None:
+    golden(
+        """
+        reshape = reshape(args_0, [3, 1, 1, 4]) : f64[3, 1, 1, 4]
+        linear = linear(reshape, p_linear_weight) : f64[3, 1, 1, 4]
+        add = add(linear, p_linear_bias) : f64[3, 1, 1, 4]
+        return (add)
+        """,
+        lambda self, x: self.linear(x[torch.arange(3)[:, None, None, None], torch.arange(4)]),
+        random(3, 4),
+    )
+
+
+X = random(3, 4, 5, 6)
+BATCH, ROW, WHERE = torch.arange(3), torch.arange(4), torch.tensor([[2], [0]])
+INDICES = {  # and how many of them are left
+    "apart": (lambda x: x[BATCH, :, 1], 0),
+    "of the second dim": (lambda x: x[WHERE, ROW], 1),
+    "a row of indices": (lambda x: x[BATCH[:, None, None], WHERE], 1),
+    "the others apart": (lambda x: x[WHERE, :, torch.arange(5), 1], 1),
+    "after a dim": (
+        lambda x: x[:, WHERE[:, :, None], torch.arange(5)[:, None], torch.arange(6)],
+        1,
+    ),
+    "in another order": (lambda x: x[torch.arange(3), torch.arange(4)[:, None]], 0),
+    "a diagonal": (lambda x: x[BATCH[:, None], ROW[:3, None], WHERE.T], 1),
+    "not all": (lambda x: x[BATCH[:2, None], ROW[1:]], 1),
+    "changed along": (lambda x: x[BATCH[:, None], torch.arange(6).view(3, 2) % 4], 1),
+}
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_indices_that_count_a_dim(name: str) -> None:
+    function, left = INDICES[name]
+    captured = program(lambda self, x: function(x * self.linear.weight.sum()), X)
+    assert targets(captured).count("index") == left
+
+
 def test_several_results_are_one_call() -> None:
     golden(
         """

@@ -12,13 +12,21 @@ from torch import nn
 import autopar as ap
 from autopar.capture import capture
 from autopar.passes.microbatches import cut_batch
-from tests.models import Case, bert, gpt, llama, mlp, vit
+from tests.models import Case, bert, gpt, llama, mlp, padded, vit
 from tests.parity import assert_equal, parallel_outcome, single_outcome
 
+CASES = {
+    "mlp": mlp,
+    "gpt": lambda: gpt(layers=1),
+    "llama, padded on the left": lambda: padded(llama(layers=1), "left"),
+    "bert, padded": lambda: padded(bert(layers=1)),
+    "vit": lambda: vit(layers=1),
+}
 
-@pytest.mark.parametrize("make", [mlp, gpt, llama, bert, vit])
+
+@pytest.mark.parametrize("make", CASES.values(), ids=CASES)
 def test_a_step_is_that_of_the_whole_batch(make):
-    case = make(**({} if make is mlp else {"layers": 1}))
+    case = make()
     module = ap.parallelize(
         case.model,
         case.args,
@@ -64,6 +72,9 @@ LOSSES = {
     "minus a regulariser": lambda y, x, w: 0.01 * w.square().sum() - y.square().mean(),
     "masked": masked,
     "of an element of each sample": lambda y, x, w: y[torch.arange(6), x.argmax(1)].square().mean(),
+    "of rows by their numbers": lambda y, x, w: (
+        y * (x > 0)[torch.arange(6)[:, None, None], torch.arange(4)][:, 0]
+    ).sum(),
     "with copies for each sample": lambda y, x, w: (
         (y.view(12, 2) * w[:2, :2].repeat(6, 1)).square().mean()
     ),
@@ -153,6 +164,8 @@ def test_a_coarse_term_is_promoted_before_it_is_shared(mesh):
         (lambda y, x, w: (y - y.mean(0)).square().sum(), "not made of the inputs alone"),
         (lambda y, x, w: y.max(), "samples"),
         (lambda y, x, w: (y @ y.t()).sum(), "micro-batches|whole batch|samples"),
+        (lambda y, x, w: (y * x[torch.arange(6).flip(0)]).sum(), "index needs all samples"),
+        (lambda y, x, w: y[torch.arange(5)].sum(), "samples"),
         (lambda y, x, w: w.square().sum(), "not a sum over the samples"),
         (lambda y, x, w: y, "returns its loss"),
     ],
@@ -170,7 +183,7 @@ def test_a_table_over_the_samples_is_told_as_one():
     captured = capture(Head(loss).double(), (torch.randn(6, 4, dtype=torch.float64),))
     with pytest.raises(ap.InvalidInput, match=r"a table \(6, .*over the 6 samples is a const") as e:
         cut_batch(captured, 2)
-    assert "leave out a padding mask" in e.value.remedy
+    assert "as an input" in e.value.remedy
     assert e.value.source.endswith("# the line")
 
 

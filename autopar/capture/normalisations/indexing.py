@@ -1,15 +1,36 @@
-"""Indexing: an element of its own for each row is a gather, in which the rows can be cut."""
+"""Indexing: a dim that is named by its own numbers is kept; what lies in it can then be cut."""
 
 from __future__ import annotations
+
+import itertools
+import math
 
 import torch
 from torch import fx
 
 from autopar.capture.graph_builder import GraphBuilder, Site, shape_of
 from autopar.capture.normalisations.constants import Evaluator
+from autopar.capture.normalisations.shapes import as_call
 from autopar.strategies.node_info import info
 
 aten = torch.ops.aten
+
+
+def counted_dims_are_kept(builder: GraphBuilder) -> None:
+    """mask[arange(rows)[:, None], places] is mask[:, places], its dims in another order.
+
+    So for each index of 0, 1, ... over a whole dim, where no other index changes along with it.
+    """
+    evaluator = None
+    for node in builder.calls(aten.index.Tensor):
+        call = Site(builder, node)
+        if all(map(_is_number, call.inputs[1:])):
+            evaluator = evaluator or Evaluator(builder)
+            kept = _counted(call, evaluator)
+            if kept:
+                with builder.graph.inserting_before(node):
+                    new = _of_others(call, kept)
+                builder.substitute(node, new)
 
 
 def own_elements_are_gathered(builder: GraphBuilder) -> None:
@@ -21,23 +42,77 @@ def own_elements_are_gathered(builder: GraphBuilder) -> None:
             continue
         (rows, places), size = call["indices"], call.shapes[0][0]
         evaluator = evaluator or Evaluator(builder)
-        if _counts(evaluator, rows, size) and _is_for_rows(places, size):
+        is_of_rows = shape_of(rows) == shape_of(places) == (size,)
+        if is_of_rows and _counts(evaluator, rows) and _is_number(places):
             with builder.graph.inserting_before(node):
                 new = _gathered(call, places)
             builder.substitute(node, new)
 
 
-def _counts(evaluator: Evaluator, node: fx.Node, rows: int) -> bool:
-    """Whether a value is 0, 1, ... for all rows."""
-    if shape_of(node) != (rows,) or not evaluator.is_constant(node):
-        return False
-    value = evaluator.value(node)
-    return value is not None and torch.equal(value, torch.arange(rows, dtype=value.dtype))
+def _counted(call: Site, evaluator: Evaluator) -> dict[int, int]:
+    """The dims whose index counts them, and the dim of all indices together that this lies in."""
+    kept = {}
+    shapes = call.shapes[1:]
+    count = max(map(len, shapes))
+    varies = [
+        {dim - len(shape) + count for dim, n in enumerate(shape) if n > 1} for shape in shapes
+    ]
+    present = [(dim, index) for dim, index in enumerate(call["indices"]) if index is not None]
+    for (dim, index), along in zip(present, varies):
+        is_own = len(along) == 1 and sum(bool(along & other) for other in varies) == 1
+        size = call.shapes[0][dim]
+        if is_own and math.prod(shape_of(index)) == size and _counts(evaluator, index):
+            kept[dim] = next(iter(along))
+    return kept
 
 
-def _is_for_rows(places: fx.Node, rows: int) -> bool:
-    is_number = info(places).val.dtype in (torch.int32, torch.int64)
-    return is_number and shape_of(places) in ((), (1,), (rows,))
+def _counts(evaluator: Evaluator, node: fx.Node) -> bool:
+    """Whether a value is 0, 1, ..."""
+    value = evaluator.value(node) if evaluator.is_constant(node) else None
+    return value is not None and torch.equal(
+        value.flatten(), torch.arange(value.numel(), dtype=value.dtype)
+    )
+
+
+def _is_number(index: fx.Node) -> bool:
+    return info(index).val.dtype in (torch.int32, torch.int64)
+
+
+def _of_others(call: Site, kept: dict[int, int]) -> fx.Node:
+    """The elements that the other indices name, with the kept dims where theirs would stand."""
+    indices = [*call["indices"], *[None] * (len(call.shapes[0]) - len(call["indices"]))]
+    count = max(map(len, call.shapes[1:]))
+    others = [dim for dim in range(count) if dim not in kept.values()]
+    left: list[fx.Node | None] = []
+    for dim, index in enumerate(indices):
+        if index is None or dim in kept:
+            left.append(None)
+            continue
+        shape = (1,) * (count - len(shape_of(index))) + shape_of(index)
+        left.append(call.make(aten.reshape.default, index, [shape[other] for other in others]))
+    found = call["self"]
+    # Dims are known by what they are: a dim of the tensor, or one of the indices together.
+    holds = _order(indices, [("index", dim) for dim in range(count)])
+    homes = {("index", place): ("self", dim) for dim, place in kept.items()}
+    order = [homes.get(dim, dim) for dim in holds]
+    if any(index is not None for index in left):
+        found = call.make(aten.index.Tensor, found, left)
+        has = _order(left, [("index", dim) for dim in others])
+    else:
+        has = [("self", dim) for dim in range(len(indices))]
+    places = [has.index(dim) for dim in order if dim in has]
+    if places != sorted(places):
+        found = call.make(*as_call(found, places))
+    return call.make(aten.reshape.default, found, list(call.shape))
+
+
+def _order(indices: list[fx.Node | None], together: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """What an index gives: the dims of the indices `together`, and the others of the tensor."""
+    present = [dim for dim, index in enumerate(indices) if index is not None]
+    adjacent = all(b == a + 1 for a, b in itertools.pairwise(present))
+    at = present[0] if adjacent else 0
+    rest = [("self", dim) for dim, index in enumerate(indices) if index is None]
+    return rest[:at] + together + rest[at:]
 
 
 def _gathered(call: Site, places: fx.Node) -> fx.Node:
@@ -47,7 +122,6 @@ def _gathered(call: Site, places: fx.Node) -> fx.Node:
     is_from_the_end = call.make(aten.lt.Scalar, places, 0)
     moved = call.make(aten.add.Tensor, places, size)
     places = call.make(aten.where.self, is_from_the_end, moved, places)
-    places = call.make(aten.expand.default, places, [rows])
     places = call.make(aten.reshape.default, places, [rows, 1, *(1 for _ in rest)])
     places = call.make(aten.expand.default, places, [rows, 1, *rest])
     found = call.make(aten.gather.default, call["self"], 1, places)
