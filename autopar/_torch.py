@@ -34,6 +34,7 @@ from torch.distributed.distributed_c10d import (
     _abort_process_group,
     _get_default_store,
     _resolve_process_group,
+    _update_default_pg,
     _world,
 )
 from torch.distributed.tensor import DTensor
@@ -156,9 +157,19 @@ def groups_known() -> int:
     return len(_world.pg_names)
 
 
-def abort_groups() -> None:
-    """End all process groups at once: what others wait for in them fails."""
+def abort_groups() -> Any:
+    """End all process groups at once: what others wait for in them fails. A world is left that
+    knows its ranks and moves nothing, for destroy_process_group() at the end of a program."""
+    ended = dist.group.WORLD
+    assert ended is not None
+    store, name = _get_default_store(), _world.pg_names[ended]
+    left = dist.ProcessGroup(store, ended.rank(), ended.size())
     _abort_process_group()
+    _world.pg_map[left] = ("undefined", store)
+    _world.pg_names[left] = name
+    _world.pg_group_ranks[left] = {rank: rank for rank in range(left.size())}
+    _update_default_pg(left)
+    return left
 
 
 def world_store() -> Store:

@@ -87,11 +87,12 @@ def parallelize(
     this process) or "torch" (this process is one rank; the default under torchrun). `plan` is one
     that `plan()` made, or one from a file; on several ranks that of rank 0 holds. `local_inputs`:
     each rank will bring its own slice of the inputs, of which a step takes its part of every
-    micro-batch. `outputs`: a call gives whole tensors, as the
-    model does; under torchrun "dtensor" or "local" (this rank's pieces) spare the gather of those
-    that are cut; a pipeline gives whole ones alone. `check`: the first step compares the captured
-    program with the plain model; every step, on the virtual mesh, at every value the ranks that
-    should agree, and on processes their batches. `compile`: True, or options for `torch.compile` by
+    micro-batch. `outputs`: a call gives whole tensors, as the model does; under torchrun "dtensor"
+    or "local" (this rank's pieces) spare the gather of those that are cut; a pipeline gives whole
+    ones alone. Gradients of pieces are summed: a loss outside that is a mean of a rank's piece
+    is divided by their number too. `check`: the first step compares the captured program with
+    the plain model; every step, on the virtual mesh, at every value the ranks that should
+    agree, and on processes their batches. `compile`: True, or options for `torch.compile` by
     name: what a rank runs is compiled, forward and backward, equal blocks once. The virtual mesh
     takes it on one rank. All of these are equal on all ranks, and a call that one rank refuses is
     refused on all. Everything else is as in `plan`.

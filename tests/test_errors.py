@@ -263,7 +263,7 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "inputs of a shape that the model does not take": (
         lambda: parallel(Two())(torch.ones(8, 5)),
-        ["the model runs on the example inputs", "in up, a Linear", "mend the inputs"],
+        ["the model runs on the inputs of this call", "in up, a Linear", "mend the inputs"],
     ),
     "inputs of a dtype that the model does not take": (
         lambda: parallel(Two())(ones().double()),

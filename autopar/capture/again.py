@@ -20,6 +20,8 @@ from autopar.capture.autocasts import switched
 from autopar.capture.captured import Captured
 from autopar.capture.export import capture
 
+THIS = "the inputs of this call"
+
 
 def captured_again(
     captured: Captured,
@@ -41,7 +43,7 @@ def captured_again(
         for name in learning:
             parameters[name].requires_grad_(True)
         with switched(example.autocasts), torch.random.fork_rng(devices=[]):
-            return capture(example.model, args, kwargs, example.precision)
+            return capture(example.model, args, kwargs, example.precision, THIS)
     finally:
         for path, was_training in modes.items():
             modules[path].training = was_training

@@ -35,7 +35,7 @@ from autopar.capture.autocasts import (
 from autopar.capture.captured import Captured, Example
 from autopar.capture.checkpoints import checkpoints_marked
 from autopar.capture.counters import changes_seen, warn_of_counters
-from autopar.capture.failure import check_call, explain, require_one_dtype
+from autopar.capture.failure import EXAMPLE, check_call, explain, require_one_dtype
 from autopar.capture.fake import (
     FakeTensorMode,
     computing,
@@ -71,11 +71,13 @@ def capture(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     precision: Precision | None = None,
+    given: str = EXAMPLE,
 ) -> Captured:
     """The normalised program of `model(*args, **kwargs)`, in the mode (train, eval) it is in.
 
-    With a `precision` it begins with casts of what is kept and given to what it computes in."""
-    check_call(model, args, kwargs)
+    With a `precision` it begins with casts of what is kept and given to what it computes in.
+    `given`: what errors call these arguments."""
+    check_call(model, args, kwargs, given)
     kwargs, autocasts = dict(kwargs or {}), active()
     refuse_hooks(model)
     with outside_fake_mode(), torch.inference_mode(False), torch.enable_grad(), switched(()):
@@ -90,7 +92,8 @@ def capture(
             (copy, fakes) if precision is None else computing(copy, fakes, mode, precision)
         )
         with changes_seen() as changes, hooks_refused() as lines, inside(run, autocasts):
-            program = _export(run, mode, *pytree.tree_unflatten(inputs, input_spec))
+            own_args, own_kwargs = pytree.tree_unflatten(inputs, input_spec)
+            program = _export(run, mode, own_args, own_kwargs, given)
         require_casting(program)
         held = masters(copy, mode, precision) | dict(copy.named_buffers())
         builder = flatten(program, mode, _canonical(copy), held, input_spec, fakes)
@@ -106,7 +109,11 @@ def capture(
 
 
 def _export(
-    model: nn.Module, mode: FakeTensorMode, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nn.Module,
+    mode: FakeTensorMode,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    given: str,
 ) -> ExportedProgram:
     try:
         marked = checkpoints_marked()
@@ -114,7 +121,7 @@ def _export(
             return torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:
         with _quiet():
-            explained = explain(error, model, mode, args, kwargs)
+            explained = explain(error, model, mode, args, kwargs, given)
         raise explained from error
 
 

@@ -36,8 +36,11 @@ _WITHOUT_VALUES = ("data pointer", "data is not allocated", "FakeTensor")
 VALUES_REMEDY = "compute with tensors (torch.where, masks), or decide outside forward"
 
 
-def check_call(model: object, args: object, kwargs: object) -> None:
-    """Refuse what is not a model with arguments for its forward."""
+EXAMPLE = "the example inputs"  # what a model is captured for, as its user knows it
+
+
+def check_call(model: object, args: object, kwargs: object, given: str = EXAMPLE) -> None:
+    """Refuse what is not a model with arguments for its forward, that are `given`."""
     if not isinstance(model, nn.Module):
         raise InvalidInput(
             "a model is a torch.nn.Module",
@@ -61,9 +64,9 @@ def check_call(model: object, args: object, kwargs: object) -> None:
         inspect.signature(model.forward).bind(*args, **named)
     except TypeError as error:
         raise InvalidInput(
-            "the example inputs fit the signature of forward",
+            f"{given} fit the signature of forward",
             got=f"{error}; forward{inspect.signature(model.forward)}",
-            remedy="pass example inputs for every argument without a default",
+            remedy=_of_binding(str(error), given),
             source=_of_forward(model),
         ) from error
 
@@ -74,8 +77,10 @@ def explain(
     mode: FakeTensorMode,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
+    given: str = EXAMPLE,
 ) -> AutoparError:
-    """The error for the user, from what export ran into with a `model` and inputs of `mode`."""
+    """The error for the user, from what export ran into with a `model` and inputs of `mode`, that
+    are `given`."""
     if isinstance(error, AutoparError):
         return error
     found = _of_values(error)
@@ -89,19 +94,29 @@ def explain(
     _, own = _called(model, mode, args, kwargs)
     if type(own) is type(error) and not isinstance(error, NotImplementedError):
         return InvalidInput(
-            "the model runs on the example inputs",
+            f"the model runs on {given}",
             got=_said(own, model),
             remedy="mend the inputs or the model: without torch.export, too, model(*args, "
             "**kwargs) fails on their shapes and dtypes",
             source=of_traceback(own.__traceback__),
         )
     return InvalidInput(
-        "torch.export can follow forward on the example inputs",
+        f"torch.export can follow forward on {given}",
         got=_said(error, model),
         remedy="see whether model(*args, **kwargs) runs on its own; if it does, it goes another "
         "way while it is followed: write this line without asking for that",
         source=of_traceback(error.__traceback__),
     )
+
+
+def _of_binding(text: str, given: str) -> str:
+    """What to do about arguments that do not fit."""
+    if "missing" in text:
+        word = given.removeprefix("the ") if given == EXAMPLE else "a value"
+        return f"pass {word} for every argument without a default"
+    if "unexpected keyword" in text:
+        return "leave this argument out, or have forward take it"
+    return "give each argument that forward takes once"
 
 
 _OF_PRECISION = (

@@ -145,8 +145,9 @@ class Backend(ABC):
         """Where another program runs on the same parameters, with copies of its own."""
         return self.of(program)
 
-    def everyones(self, said: str) -> list[str]:
-        """What each rank says of the call that comes, before it goes on: all have to be there."""
+    def everyones(self, said: str, text: str) -> list[str]:
+        """What each rank says of the call that comes, before it goes on: all have to be there.
+        `text` is what a person reads of it."""
         return [said]
 
     @abstractmethod

@@ -25,6 +25,7 @@ from autopar.capture.autocasts import switched
 from autopar.capture.captured import Captured
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.lines import frames_to_caller
+from autopar.runtime.plan_broadcast import require_same_call
 from autopar.runtime.world import World
 from autopar.verification.references import (
     Call,
@@ -117,8 +118,10 @@ class FirstBatches:
     def __init__(self, world: World, remedy: str = _ALIKE) -> None:
         self._world, self._remedy, self.left = world, remedy, LOOKS
 
-    def together(self, *given: Any) -> None:
-        """Refuse, on all ranks, a global batch that is not the same on all of them."""
+    def together(self, call: str, *given: Any) -> None:
+        """Refuse, on all ranks, a global batch that is not the same on all of them, and a `call`
+        that others do not make."""
+        require_same_call(lambda: None, call=call)
         self.left -= 1
         found = 0
         for leaf in pytree.tree_leaves(given):

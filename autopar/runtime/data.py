@@ -155,7 +155,7 @@ class ShardedLoader:
         for batch in batches:
             if look is not None and look.left:
                 with one_fails_all_stop(self._world, agreed=True):
-                    look.together(batch)
+                    look.together("the next batch of a split loader", batch)
             yield self._cut(batch)
 
     def _cut(self, batch: Any) -> Any:

@@ -213,8 +213,8 @@ class TorchBackend(Backend):
         made.bind(self.leaves.parameters)
         return made
 
-    def everyones(self, said: str) -> list[str]:
-        return tell_call(self.world, said)
+    def everyones(self, said: str, text: str) -> list[str]:
+        return tell_call(self.world, said, text)
 
     def enter(self, value: Tensor, layout: Layout) -> Tensor:
         """This rank's piece of an input."""

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from autopar._torch import abort_groups, raised_while_waiting, world_timeout
 from autopar.errors import AutoparError, ExecutionError, InvalidInput
+from autopar.lines import caller
 from autopar.runtime.roll_call import WAITS
 from autopar.runtime.world import World, joined, require_living
 
@@ -56,7 +57,7 @@ def one_fails_all_stop(here: World | None = None, agreed: bool = False) -> Itera
     try:
         yield
     except Exception as error:
-        if joined() is not here or isinstance(error, _Stopped):
+        if joined() is not here or isinstance(error, RankStopped):
             raise
         if is_collective(error):
             raise _after_collective(here, error) from error
@@ -72,16 +73,16 @@ def one_fails_all_stop(here: World | None = None, agreed: bool = False) -> Itera
         here.roll.waits -= 1
 
 
-def tell_call(here: World, said: str) -> list[str]:
+def tell_call(here: World, said: str, text: str) -> list[str]:
     """What each rank says of the call that comes: inside `local_checks`, where all come to say it,
-    or none."""
+    or none. `text` is what a person reads of it."""
     if here.size == 1:
         return [said]
     words = here.roll.tell_call(said, world_timeout().total_seconds())
     if isinstance(words, str):
         raise InvalidInput(
             "a call that needs a new program is made on all ranks: they make it together",
-            got=f"on rank {here.rank} {said}\n{words}",
+            got=f"on rank {here.rank} {text}\n{words}",
             remedy="make the same call on all ranks, in the same modes",
         )
     return words
@@ -119,27 +120,27 @@ def _settle(here: World) -> None:
         raise _refused_alone(mine) if first == mine else _stopped_by(first)
 
 
-class _Stopped(ExecutionError):
+class RankStopped(ExecutionError):
     """Raised on ranks that stop because another failed."""
 
 
-def _stopped_by(first: str) -> _Stopped:
-    return _Stopped(
+def _stopped_by(first: str) -> RankStopped:
+    return RankStopped(
         "another rank failed first, so this one stopped",
         got=first,
         remedy="mend what failed there",
     )
 
 
-def _refused_alone(mine: str) -> _Stopped:
-    return _Stopped(
+def _refused_alone(mine: str) -> RankStopped:
+    return RankStopped(
         "all ranks refuse a call, or none, within the timeout of the world",
         got=mine,
         remedy="make the same calls on all ranks, with inputs that all accept or refuse",
     )
 
 
-def _after_collective(here: World, error: Exception) -> _Stopped:
+def _after_collective(here: World, error: Exception) -> RankStopped:
     """Leave, and find out why the others left."""
     _leave(here, _text(here, error))
     answers = here.roll.ask(_PATIENCE)
@@ -157,12 +158,14 @@ def _after_collective(here: World, error: Exception) -> _Stopped:
     elif silent := [r for r in range(here.size) if r != here.rank and r not in answers]:
         lost = f"no word from rank {', '.join(map(str, silent))}"
     else:
-        busy = [f"rank {r} {where}" for r, where in sorted(answers.items()) if where != WAITS]
-        lost = "; ".join(busy) or "all ranks live, and all wait for others"
+        told = {here.rank: f"{WAITS} at {caller()}", **answers}
+        places = [f"rank {r} {where}" for r, where in sorted(told.items())]
+        busy = [one for one in places if WAITS not in one]
+        lost = "; ".join(busy or ["all ranks live, and all wait for others", *places])
         rule = "ranks wait for one another no longer than the timeout of the world"
         remedy = "have all ranks make the same calls, or give init_process_group a longer timeout"
     here.ended_by = f"{rule}: {lost}"
-    return _Stopped(rule, got=f"{lost}; on rank {here.rank}: {error}", remedy=remedy)
+    return RankStopped(rule, got=f"{lost}; on rank {here.rank}: {error}", remedy=remedy)
 
 
 def is_collective(error: Exception) -> bool:
@@ -187,4 +190,4 @@ def _leave(here: World, first: str) -> None:
     """Leave all process groups, so that nobody waits for this rank any more."""
     here.ended_by = first
     with suppress(Exception):
-        abort_groups()
+        here.left = abort_groups()

@@ -43,6 +43,7 @@ from autopar.runtime.step_loss import StepLoss
 from autopar.runtime.step_words import told_apart
 from autopar.runtime.tensors import Tensors
 from autopar.runtime.values import Values
+from autopar.runtime.whole import whole, written_whole
 from autopar.runtime.wrapping import Unwrapped
 
 
@@ -194,7 +195,7 @@ class ParallelModule(Unwrapped, Described):
         with self.backend.local_checks():
             self._find(call)
         running = self._programs.make(call)
-        self._check_together(args, kwargs)
+        self._check_together(call)
         with self.backend.guard(), switched(()):
             program, backend = running.called
             inputs = call.bound | self.backend.draw(program)
@@ -213,13 +214,13 @@ class ParallelModule(Unwrapped, Described):
         if self._check is not None and call.running is self._programs[0]:
             self._check.alone(call.args, call.kwargs)
 
-    def _check_together(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    def _check_together(self, call: Call) -> None:
         if self._check is not None:
             with self.backend.guard(agreed=True):
-                self._check.together(args, kwargs, dict(self.named_parameters()))
+                self._check.together(call.args, call.kwargs, dict(self.named_parameters()))
         elif self._first is not None and self._first.left:
             with self.backend.guard(agreed=True):
-                self._first.together(args, kwargs)
+                self._first.together(str(call.signature), call.args, call.kwargs)
 
     @overload
     def step(
@@ -261,7 +262,7 @@ class ParallelModule(Unwrapped, Described):
                 self._find(call)
                 by = require_scale(said["scale"], call.require_step(tells))
             running = self._programs.make(call)
-            self._check_together(args, kwargs)
+            self._check_together(call)
             with self.backend.guard(), switched(()):
                 program, backend = running.stepped(tells)
                 inputs = call.bound | backend.draw(program)
@@ -324,22 +325,20 @@ class ParallelModule(Unwrapped, Described):
         return list(dict.fromkeys(tied.get(name, name) for name in self._names))
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Whole tensors under the names of the original model's state dict; the caller's own."""
-        return self._whole(self.state_dict())
+        """Whole tensors under the names of the original model's state dict; the caller's own. All
+        ranks ask for it together."""
+        return whole(self, self.state_dict(), "full_state_dict()")
 
     def full_grads(self) -> dict[str, Tensor]:
-        """Whole gradients under the original names, where there are some; the caller's own."""
-        return self._whole(self._gradients())
+        """Whole gradients under the original names, where there are some, in the same manner."""
+        return whole(self, self._gradients(), "full_grads()")
+
+    _written_whole = written_whole
 
     def _gradients(self) -> dict[str, Tensor]:
         self.backend.sum_waiting()
         every = ((name, parameter.grad) for name, parameter in self.named_parameters())
         return {name: gradient for name, gradient in every if gradient is not None}
-
-    def _whole(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        with self.backend.guard():
-            found = self.backend.collect(held)
-        return {name: found[name] for name in self._names if name in found}
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; the norm before.

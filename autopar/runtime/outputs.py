@@ -4,6 +4,9 @@
     parallelize(model, inputs, outputs="dtensor")     DTensors, of which nothing is gathered
     parallelize(model, inputs, outputs="local")       this rank's piece, a plain tensor
 
+A local piece is of this rank's samples alone, and gradients of pieces are summed over ranks, as on
+one device over samples: who makes a mean of each divides by the number of pieces as well.
+
 A whole output is a replica, and so is its gradient, which every rank makes from the whole: backward
 takes this rank's piece of it and moves nothing.
 """

@@ -25,7 +25,7 @@ from autopar import _torch
 from autopar.errors import InvalidInput
 from autopar.layout import TensorType
 from autopar.lines import frames_to_caller
-from autopar.runtime.tensors import HOLDERS
+from autopar.runtime.tensors import AGAIN, HOLDERS, require_shape
 
 _REMEDY = "change the model itself and parallelize it again"
 
@@ -89,6 +89,7 @@ class Part(Plain):
         is_kept = isinstance(value, nn.Parameter | nn.Module) or any(name in held for held in kept)
         if not (is_kept or name == "training" or name.startswith("_")):
             raise refused_attribute(name, "a submodule")
+        require_shape(self, name, value)
         nn.Module.__setattr__(self, name, value)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -148,6 +149,7 @@ class Described(Plain):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self).get("_attributes", ()):
             raise refused_attribute(name, "the model")
+        require_shape(self, name, value)
         super().__setattr__(name, value)
 
 
@@ -234,6 +236,7 @@ def kind_of(base: Any, model: Any) -> Any:
         names["__del__"] = lambda self: None  # the model lives on
     if issubclass(base, Described):
         names["forward"] = _forward_of(base, model)
+        names |= _of_transformers(base, model)
     if not (model is nn.Module or issubclass(model, torch.jit.ScriptModule)):
         with suppress(TypeError):  # a class that does not let others be made of it
             return type(model)(model.__name__, (*bases, model), names)
@@ -248,6 +251,32 @@ def _forward_of(base: Any, model: Any) -> Any:
         return base.forward(self, *args, **kwargs)
 
     return forward
+
+
+def _of_transformers(base: Any, model: Any) -> dict[str, Any]:
+    """Methods of transformers' models, and of others in their manner, that see whole tensors."""
+    names: dict[str, Any] = {}
+    if (save := getattr(model, "save_pretrained", None)) is not None:
+
+        @wraps(save)
+        def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return base._written_whole(self, save, *args, **kwargs)
+
+        names["save_pretrained"] = save_pretrained
+    if (resize := getattr(model, "resize_token_embeddings", None)) is not None:
+
+        @wraps(resize)
+        def resize_token_embeddings(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not [value for value in (*args, *kwargs.values()) if value is not None]:
+                return resize(self)  # which says how large they are
+            raise InvalidInput(
+                "a parallel module has the parameters that the model had when it was parallelized",
+                got="resize_token_embeddings() of a ParallelModule",
+                remedy=AGAIN,
+            )
+
+        names["resize_token_embeddings"] = resize_token_embeddings
+    return names
 
 
 def _made(model: Any) -> Part:

@@ -115,6 +115,11 @@ def bounds_of(value: Tensor) -> Bounds:
     return layout.local_bounds(value.shape, mesh, mesh.rank(dict(zip(mesh.names, place))))
 
 
+def is_cut(value: Tensor) -> bool:
+    """Whether ranks hold pieces of it, of which a whole one is to be made."""
+    return isinstance(value, DTensor) and not all(p.is_replicate() for p in value.placements)
+
+
 def part_of(whole: Tensor, bounds: Bounds) -> Tensor:
     """A view of what lies inside some bounds."""
     for dim, (start, length) in enumerate(bounds):

@@ -15,8 +15,12 @@ import torch.distributed as dist
 from autopar.errors import AutoparError, InvalidInput
 from autopar.plan.diff import compare
 from autopar.plan.plan import Plan, SavedPlan
+from autopar.runtime.world import joined
 
 T = TypeVar("T")
+_ONE_CALL = (
+    "all ranks make the same calls in the same order: steps, evaluation, and what saves or gathers"
+)
 
 
 def require_same_call(check_alone: Callable[[], None], **alike: Hashable) -> None:
@@ -25,21 +29,29 @@ def require_same_call(check_alone: Callable[[], None], **alike: Hashable) -> Non
     `alike`: options that are equal on all ranks, since they say when ranks wait for one another.
     """
     _, error = _alone(check_alone)
-    everyones = _everyones((None if error is None else _text(error), alike))
+    here = joined()
+    calls = 0 if here is None else here.roll.calls
+    everyones = _everyones((None if error is None else _text(error), alike, calls))
+    if here is not None:  # whatever calls they came from, the next one has one number
+        here.roll.calls = max(calls for _, _, calls in everyones)
     if error is not None:
         raise error
-    if wrong := _by_rank([text for text, _ in everyones]):
+    if wrong := _by_rank([text for text, _, _ in everyones]):
         raise InvalidInput(
             "what one rank refuses, all ranks refuse",
             got=wrong,
             remedy="make the same call on all ranks, and mend what failed there",
         )
     for name in alike:
-        given = [options[name] for _, options in everyones]
+        given = [options[name] for _, options, _ in everyones]
         if len(set(given)) > 1:
+            is_call = name == "call"
             raise InvalidInput(
-                f"all ranks give the same {name}",
-                got="\n".join(f"rank {rank}: {name}={one}" for rank, one in enumerate(given)),
+                _ONE_CALL if is_call else f"all ranks give the same {name}",
+                got="\n".join(
+                    f"rank {rank}: {one if is_call else f'{name}={one}'}"
+                    for rank, one in enumerate(given)
+                ),
                 remedy="make the same call on all ranks",
             )
 

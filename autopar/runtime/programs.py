@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autopar.capture.again import captured_again
+from autopar.capture.again import THIS, captured_again
 from autopar.capture.captured import Captured
 from autopar.capture.failure import check_call, require_one_dtype
 from autopar.capture.fingerprint import fingerprint_of
@@ -258,7 +258,7 @@ class Programs(Sequence[Running]):
         learns that does on the ranks which hold it."""
         first, backend = self._all[0], self._all[0].backend
         is_staged = first.plan.pipelining is not None
-        said = backend.everyones(call.signature.said)
+        said = backend.everyones(call.signature.said, str(call.signature))
         shapes, call.unfrozen = _alike(said, backend.local_inputs, is_staged)
         if backend.local_inputs:
             call.whole = whole_call(first.plan, call.args, call.kwargs, shapes)
@@ -290,7 +290,7 @@ class Programs(Sequence[Running]):
     def _capture(self, call: Call) -> None:
         first = self._all[0]
         original, backend = first.plan.original, first.backend
-        check_call(original.example.model, call.args, call.kwargs)
+        check_call(original.example.model, call.args, call.kwargs, THIS)
         _require_data(call)
         if backend.local_inputs and call.whole is None:
             self._hear(call)

@@ -126,7 +126,7 @@ class RollCall:
             if not missing:
                 return ""
             if has_gone:
-                return f"rank {store.get(_went_on(number)).decode()} went on with that call"
+                return f"rank {store.get(_went_on(number)).decode()}"
             if store.check([_FIRST]):
                 return "a rank has failed since"
             if number not in self.refused and store.check([_refusal(number)]):
@@ -150,7 +150,7 @@ class RollCall:
 
     def _call(self, store: Store, patience: float, full: bool = False) -> dict[int, str]:
         """Ring all bells and collect answers; `full`: wait for a first failure all the time."""
-        store.set(_answer(self.rank), WAITS)
+        store.set(_answer(self.rank), self._where())
         others = self._others()
         for rank in others:
             store.set(_bell(rank), _RINGS)
@@ -178,10 +178,14 @@ class RollCall:
                 if store.check([_FIRST]):
                     self.first = store.get(_FIRST).decode()
                 if word == _RINGS:
-                    where = WAITS if self.waits else _main_thread_is_at()
-                    store.set(_answer(self.rank), where)
+                    store.set(_answer(self.rank), self._where())
                 elif self._went_on_with(int(word)):
-                    store.set(_went_on(int(word)), str(self.rank))
+                    went_on = f"{self.rank} went on with that call, and {self._where()}"
+                    store.set(_went_on(int(word)), went_on)
+
+    def _where(self) -> str:
+        place = _main_thread_is_at()
+        return f"{WAITS} {place.removeprefix('is ')}" if self.waits else place
 
     def _went_on_with(self, call: int) -> bool:
         return self.calls >= call and call not in self.refused

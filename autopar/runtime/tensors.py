@@ -19,6 +19,7 @@ from autopar._torch import local_of, memory_of, plain_attributes
 from autopar.errors import InvalidInput
 
 AGAIN = "change the model, then parallelize it"
+CHANGED = f"put back what was there: it was changed after parallelize; or {AGAIN}"
 LOAD = "load_state_dict({name: value}, strict=False), which takes whole tensors too"
 HOLDERS = ("_modules", "_parameters", "_buffers")
 Contents = dict[str, "Tensor | nn.Module | None"]
@@ -38,6 +39,7 @@ class Tensors:
         self._held = [vars(module)[kind].values() for module in root.modules() for kind in HOLDERS]
         self._planned = self._contents()
         self._kinds = {name: _kind(value) for name, value in self._planned.items()}
+        self._shapes = {name: _shape(value) for name, value in self._planned.items()}
         self._tied = {alias: name for alias, name in tied.items() if alias in self._planned}
         self._accept(self._planned)
 
@@ -119,7 +121,7 @@ class Tensors:
             raise InvalidInput(
                 "what takes the place of a tensor is of its kind",
                 got=f"{name}: {_kind(value)}; planned was {self._kinds[name]}",
-                remedy=LOAD,
+                remedy=LOAD if _shape(value) == self._shapes[name] else CHANGED,
             )
         else:
             return
@@ -142,6 +144,21 @@ class Tensors:
 def _data(value: Tensor) -> object:
     """What tells that a tensor's `.data` was set, to a view of what it was too."""
     return memory_of(value), value.storage_offset(), value.shape, value.stride()
+
+
+def _shape(value: Tensor | nn.Module | None) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+def require_shape(module: nn.Module, name: str, value: object) -> None:
+    """Refuse what is to take the place of a tensor in a module and has another shape."""
+    held = module._parameters.get(name, module._buffers.get(name))
+    if isinstance(held, Tensor) and isinstance(value, Tensor) and held.shape != value.shape:
+        raise InvalidInput(
+            "what takes the place of a tensor has its shape",
+            got=f"{name}: {tuple(value.shape)}; planned was {tuple(held.shape)}",
+            remedy=AGAIN,
+        )
 
 
 def _kind(value: Tensor | nn.Module | None) -> str:

@@ -39,6 +39,7 @@ class World:
     store_holder: int | None = None  # the rank that ends the store when it ends
     has_met: bool = False
     ended_by: str | None = None  # the first failure, once this rank has left because of it
+    left: Any = None  # what torch then has for a world, until it is destroyed
     loops: int = 0  # over what comes from rank 0, begun on this rank
     groups: dict[tuple[Any, ...], Group | None] = field(default_factory=dict)
     meshes: dict[tuple[Mesh, str], DeviceMesh] = field(default_factory=dict)
@@ -161,7 +162,7 @@ def has_failed() -> bool:
     """Whether the world of this process has ended by a failure, and it joined no other since."""
     if _joined is None or _joined.ended_by is None:
         return False
-    return dist.group.WORLD is None or dist.group.WORLD is _joined.group
+    return dist.group.WORLD in (None, _joined.group, _joined.left)
 
 
 def require_living(here: World | None = None) -> None:

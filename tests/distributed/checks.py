@@ -8,11 +8,12 @@ from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint as run_again
@@ -32,6 +33,7 @@ from tests.distributed.saving import (
     optimizers_with_states_of_other_shapes_go_on,
     ranks_save_and_load_the_same,
     resumes_on_other_meshes,
+    shared_folder,
 )
 from tests.held import held_by, kept_for_backward, local_bytes, pieces_of, storages
 from tests.models import Case
@@ -183,7 +185,7 @@ def goes_on_after_what_all_ranks_refuse() -> None:
     case = models.shared("resnet")
     module = ap.parallelize(case.model, case.args, mesh=Mesh(dp=4), mode="propagate", check=True)
     for refused in range(2):
-        with pytest.raises(ap.InvalidInput, match="the model runs on the example inputs"):
+        with pytest.raises(ap.InvalidInput, match="the model runs on the inputs of this call"):
             module.step(case.args[0][:, refused + 1 :], *case.args[1:])
     first = dist.get_rank() == 0
     with pytest.raises(ap.InvalidInput, match=r"all ranks make the same call(.|\n)*rank 0: step\("):
@@ -219,6 +221,67 @@ def _refuses_calls_in_backward() -> None:
     case.loss(expected.run()).backward()
     for name, parameter in expected.model.named_parameters():
         assert_close(module.full_grads()[name], parameter.grad)
+
+
+def names_both_calls_where_ranks_make_others() -> None:
+    """In the first calls of a module, and wherever something is gathered; the world goes on."""
+    case = models.shared("mlp")
+    module = ap.parallelize(case.model, case.args, mesh=Mesh(dp=4), mode="data", states="zero3")
+    loss = module.step(*case.args)
+    for other, said in (
+        (lambda: module(*case.args), r"call\("),
+        (module.full_state_dict, r"full_state_dict\(\)"),
+    ):
+        do = other if dist.get_rank() == 0 else partial(module.step, *case.args)
+        with pytest.raises(ap.InvalidInput, match=rf"rank 0: {said}(.|\n)*rank 1: step\("):
+            do()
+    with pytest.raises(ap.InvalidInput, match="by a finite number"):
+        module.step(*case.args, scale=float("nan"))
+    assert_close(module.step(*case.args), loss)
+
+
+class Pretrained(nn.Module):
+    """In the manner of transformers' models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4, dtype=torch.float64), nn.Linear(4, 4)
+        self.other.weight = self.one.weight
+        self.other.bias = self.one.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.one(x)).square().mean()
+
+    def save_pretrained(self, path: str, state_dict: dict[str, Tensor] | None = None) -> None:
+        found = self.state_dict() if state_dict is None else state_dict
+        np.savez(path, **{name: value.numpy() for name, value in found.items()})
+
+    def resize_token_embeddings(self, size: int | None = None) -> nn.Module:
+        if size is not None:
+            self.one.weight.data = torch.zeros(size, 4, dtype=torch.float64)
+        return self.one
+
+
+def writes_by_the_models_own_method() -> None:
+    """All ranks call it, and the whole model is there; so it is on virtual ranks."""
+    torch.manual_seed(0)
+    model, path = Pretrained(), shared_folder() / "whole.npz"
+    x = torch.ones(4, 4, dtype=torch.float64)
+    module = ap.parallelize(model, (x,), mesh=Mesh(dp=4), mode="data", states="zero3")
+    own = ap.parallelize(model, (x,), mesh=Mesh(dp=2), mode="data", backend="virtual")
+    loss = module.step(x)
+    for saving, where in ((module, path), (own, path.with_name(f"{dist.get_rank()}.npz"))):
+        saving.save_pretrained(str(where))  # type: ignore[operator]
+        found = np.load(where)
+        assert sorted(found) == sorted(model.state_dict())
+        for name, value in model.state_dict().items():
+            assert (found[name] == value.numpy()).all()
+    with pytest.raises((ap.InvalidInput, OSError), match="Not a directory"):
+        module.save_pretrained(str(path / "not" / "there"))  # type: ignore[operator]
+    with pytest.raises(ap.InvalidInput, match="change the model, then parallelize it"):
+        module.resize_token_embeddings(8)  # type: ignore[operator]
+    assert module.resize_token_embeddings().weight is module.one.weight  # type: ignore[operator]
+    assert_close(module.step(x), loss)
 
 
 def refuses_on_all_ranks_the_call_that_one_refuses() -> None:
@@ -787,6 +850,8 @@ CHECKS = [
     compares_first_batches,
     compares_batches_when_asked,
     goes_on_after_what_all_ranks_refuse,
+    names_both_calls_where_ranks_make_others,
+    writes_by_the_models_own_method,
     refuses_on_all_ranks_the_call_that_one_refuses,
     clips_and_accumulates,
     gives_tensors_that_stay,

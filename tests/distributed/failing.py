@@ -84,6 +84,7 @@ def _live(
         if way == "caught":
             _is_refused_ever_after(options)
         sys.excepthook(type(error), error, error.__traceback__)  # as at the end of a program
+        dist.destroy_process_group()  # of a world that has ended too
         (folder / f"report {rank}").write_text(f"{type(error).__name__}: {error}")
     os._exit(0)
 

@@ -26,7 +26,7 @@ def test_each_rank_has_its_pieces_alone(tmp_path: Path) -> None:
     [
         ("init", "InvalidInput: initialisers make", "rank 3: InvalidInput: initialisers make"),
         ("input", "InvalidInput: a call that needs a new", "rank 3: InvalidInput: a call that"),
-        ("caught", "_Stopped: all ranks refuse a call, or", "rank 3: InvalidInput: a call that"),
+        ("caught", "RankStopped: all ranks refuse a call, or", "rank 3: InvalidInput: a call that"),
         ("backward", "ZeroDivisionError: deliberate", "rank 3: ZeroDivisionError: deliberate"),
         ("loop", "EOFError: no batch is left", "rank 3: EOFError: no batch is left"),
         ("kill", None, "no word from rank 3; on rank"),
@@ -55,7 +55,7 @@ def test_a_rank_lost_in_a_pipeline_ends_all_others(
             assert report is None
             continue
         assert report, f"rank {rank} said nothing"
-        assert report.startswith("_Stopped: a rank was lost in the middle of a step")
+        assert report.startswith("RankStopped: a rank was lost in the middle of a step")
         assert f"no word from rank {lost}{', which holds' if lost == 0 else ';'}" in report
         assert f"; on rank {rank}" in report
 

@@ -251,7 +251,6 @@ def set_data_of_another_shape(m: Any) -> None:
 
 
 REFUSED = [
-    (put_another_shape, "is of its kind"),
     (put_another_dtype, "is of its kind"),
     (set_data_of_another_shape, "is of its kind"),
     (untie, "stay tied"),

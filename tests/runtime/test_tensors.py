@@ -18,6 +18,7 @@ from tests.runtime.acts import (
     REFUSED,
     assert_done,
     assert_refused,
+    put_another_shape,
     shared_tree,
 )
 
@@ -58,3 +59,15 @@ def test_a_refused_act_can_be_undone() -> None:
         module(*case.args)
     module.get_buffer("scale").requires_grad_(False)
     assert module.step(*case.args) == loss
+
+
+def test_another_shape_is_refused_where_it_is_put() -> None:
+    """Nothing has changed then; where torch lets it through, the next call says what to do."""
+    module, case = parallel("whole"), shared_tree()
+    loss = module.step(*case.args)
+    with pytest.raises(ap.InvalidInput, match=r"planned was \(6, 4\)(.|\n)*then parallelize it"):
+        put_another_shape(module)
+    assert module.step(*case.args) == loss
+    module.get_parameter("a.weight").data = module.get_parameter("a.weight").detach()[:3]
+    with pytest.raises(ap.InvalidInput, match="changed after parallelize; or change the model"):
+        module.step(*case.args)
