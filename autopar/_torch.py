@@ -160,14 +160,14 @@ def groups_known() -> int:
 def abort_groups() -> Any:
     """End all process groups at once: what others wait for in them fails. A world is left that
     knows its ranks and moves nothing, for destroy_process_group() at the end of a program."""
-    ended = dist.group.WORLD
+    ended, store = dist.group.WORLD, _get_default_store()
     assert ended is not None
-    store, name = _get_default_store(), _world.pg_names[ended]
-    left = dist.ProcessGroup(store, ended.rank(), ended.size())
+    name, rank, size = _world.pg_names[ended], ended.rank(), ended.size()
     _abort_process_group()
+    left = dist.ProcessGroup(store, rank, size)
     _world.pg_map[left] = ("undefined", store)
     _world.pg_names[left] = name
-    _world.pg_group_ranks[left] = {rank: rank for rank in range(left.size())}
+    _world.pg_group_ranks[left] = {rank: rank for rank in range(size)}
     _update_default_pg(left)
     return left
 
