@@ -25,7 +25,6 @@ from autopar.pipeline.worker import Value, Worker
 from autopar.plan.program import Program
 from autopar.runtime.compiled import Compiler
 from autopar.runtime.placing import Read
-from autopar.runtime.surroundings import refuse_transforms
 from autopar.strategies.node_info import info
 
 Batch = Mapping[str, Tensor]
@@ -116,9 +115,8 @@ class Backend(ABC):
         """Of how many parts of the batch each micro-batch takes its share."""
         return 1
 
-    def require_callable(self) -> None:
-        """Refuse a call where none may come."""
-        refuse_transforms()
+    def require_callable(self) -> None:  # noqa: B027
+        """Refuse a call in the middle of a backward of this program. In one process it may come."""
 
     def local_checks(self) -> AbstractContextManager[None]:
         """Around what looks at a call in this process alone, before it runs."""

@@ -182,7 +182,6 @@ class TorchBackend(Backend):
         return 1 if self._slices is None else self._slices.parts
 
     def require_callable(self) -> None:
-        super().require_callable()
         if self.leaves.are_passed:
             raise refused_in_backward()
 

@@ -41,6 +41,7 @@ from autopar.runtime.local_inputs import layouts_of, whole_call
 from autopar.runtime.modes import Modes
 from autopar.runtime.plan_broadcast import agree
 from autopar.runtime.signature import Signature
+from autopar.runtime.surroundings import refuse_transforms
 from autopar.runtime.tensors import Tensors
 from autopar.runtime.values import require_constants
 from autopar.strategies.node_info import info
@@ -85,10 +86,14 @@ class Running:
     def stepped(self, tells: bool) -> tuple[Program, Backend]:
         return self.telling if tells else (self.plan.program, self.backend)
 
+    def takes(self, call: Call) -> bool:
+        """Whether it is made for steps, or for calls, as this one is."""
+        return self.steps if call.is_step else self.calls
+
     def serves(self, call: Call) -> bool:
         """Whether it may be the program of a call, but for its inputs."""
-        serves = self.steps if call.is_step else self.calls
-        return serves and call.training in self.modes and call.unfrozen <= self.unfrozen
+        is_in_mode = call.training in self.modes
+        return self.takes(call) and is_in_mode and call.unfrozen <= self.unfrozen
 
     def has(self, call: Call) -> bool:
         """Whether it is the program of a call of which each rank has said its part."""
@@ -117,8 +122,8 @@ class Sizes:
 
     def have(self, call: Call, across: Hashable, form: Hashable) -> bool:
         """Whether a call is one of theirs. Modes that change no operator are theirs too."""
-        serves = self.first.steps if call.is_step else self.first.calls
-        if not serves or across != self.across or not call.unfrozen <= self.first.unfrozen:
+        is_theirs = self.first.takes(call) and across == self.across
+        if not is_theirs or not call.unfrozen <= self.first.unfrozen:
             return False
         return call.training in self.modes or form in self.forms
 
@@ -224,6 +229,7 @@ class Programs(Sequence[Running]):
 
     def call(self, args: tuple, kwargs: Mapping[str, Any], is_step: bool) -> Call:
         """A call as it comes to this rank."""
+        refuse_transforms()
         for one in self._every:
             one.backend.require_callable()
         return Call(args, kwargs, self._modes.now, self._tensors.unfrozen, is_step)
@@ -314,8 +320,7 @@ class Programs(Sequence[Running]):
         """Whether it is another program. Modes that change no operator make none."""
         found = fingerprint_of(captured)
         for one in self._every:
-            serves = one.steps if call.is_step else one.calls
-            if serves and not found.differences(one.plan.fingerprint):
+            if one.takes(call) and not found.differences(one.plan.fingerprint):
                 one.modes.add(call.training)
                 one.unfrozen |= call.unfrozen
                 return not self._take(call, one)
