@@ -1,12 +1,13 @@
 .PHONY: demo test gpu lint types setup clean
 PYTHON ?= python3
 RUN := .venv/bin/python
+WORKERS ?= 2  # processes of the tests
 
 demo: .venv/ready
 	$(RUN) -m autopar.cli demo
 
 test: .venv/ready lint types
-	$(RUN) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(RUN) -m pytest --numprocesses $(strip $(WORKERS)) --dist loadfile --no-loadscope-reorder
 
 # In any environment with torch and the packages of pyproject.toml: nothing is installed.
 GPU_PYTHON := $(if $(filter command,$(firstword $(origin PYTHON))),$(PYTHON),$(or $(wildcard .venv/bin/python),$(PYTHON)))

@@ -328,9 +328,13 @@ def placed_like(models: Iterable[Tensor], pieces: Iterable[Tensor]) -> list[DTen
     ]
 
 
+# The piece of a DTensor itself, where `to_local` gives a view of it.
+piece_of: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
+
+
 def local_of(tensor: Tensor) -> Tensor:
-    """The piece of a DTensor itself, where `to_local` gives a view of it; of others, themselves."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    """The piece of a DTensor itself; of others, themselves."""
+    return piece_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def age_of(tensor: Tensor) -> int:

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from autopar._torch import COMPILER_OPTIONS, missing_cpp_compiler
 from autopar.capture.captured import Captured
-from autopar.capture.listing import registered_as
 from autopar.errors import InvalidInput, require_one_of
-from autopar.lines import frames_to_caller
 from autopar.mesh import Mesh
 from autopar.options import Kind, PlanOptions, read_request
 from autopar.passes.microbatches import batch_statistics
 from autopar.pipeline.schedule import Schedule
 from autopar.plan.plan import Plan, SavedPlan
 from autopar.planner.request import Request
-from autopar.planner.verdict import named_statistics, refuse_random
-from autopar.runtime.outputs import FORMS
+from autopar.planner.verdict import named_statistics, refuse_random, require_rules, warn
+from autopar.runtime.outputs import FORMS, OutputsLike
 from autopar.strategies.node_info import info
 
 
@@ -38,6 +37,45 @@ PLAN = Kind(
     lambda given: isinstance(given, Plan | SavedPlan | None),
     'ap.Plan.load("plan.json")',
 )
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What `parallelize` takes besides a plan: how a program runs."""
+
+    backend: str | None
+    local_inputs: bool
+    outputs: OutputsLike
+    check: bool
+    compile: bool | Mapping[str, Any]
+
+    @classmethod
+    def among(cls, arguments: Mapping[str, Any]) -> RunOptions:
+        """Those of a function that takes them all, from its arguments by name."""
+        return cls(**{field.name: arguments[field.name] for field in fields(cls)})
+
+    @property
+    def said(self) -> dict[str, Hashable]:
+        """What is alike on all ranks, as one says it to others."""
+        return {field.name: said_of(getattr(self, field.name)) for field in fields(self)}
+
+    def validate(self, place: str, plan: object, device: torch.device) -> None:
+        """Refuse what one process sees by itself, on a backend."""
+        validate_running(place, plan, self.local_inputs, self.check)
+        validate_outputs(place, self.outputs)
+        validate_compile(self.compile, device)
+
+
+def said_of(value: object) -> Hashable:
+    """An option as ranks say it: equal where these give the same, wherever it lies in memory."""
+    return value if isinstance(value, bool | str | None) else _text(value)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, Mapping):
+        pairs = sorted((repr(key), _text(one)) for key, one in value.items())
+        return f"{{{', '.join(f'{key}: {one}' for key, one in pairs)}}}"
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def validate_running(place: str, plan: object, local_inputs: bool, check: bool) -> None:
@@ -135,7 +173,7 @@ def validate_compiled_mesh(place: str, compile: object, mesh: Mesh) -> None:
 def admit(captured: Captured, request: Request, options: PlanOptions) -> Request:
     """The request for this very program, if that can be planned as asked."""
     if options.strict:
-        _require_rules(captured)
+        require_rules(captured)
     statistics = batch_statistics(captured)
     if statistics and options.microbatches == "auto" and not isinstance(options.schedule, Schedule):
         request = _in_one(statistics, request, options)
@@ -149,15 +187,11 @@ def tell_of_virtual_mesh() -> None:
     """Once in a process, where other devices would compute too: nobody asks them to."""
     devices = torch.accelerator.device_count()
     if devices > 1:
-        _warn(
+        warn(
             "all ranks run in this process, one after another, on the virtual mesh: torchrun "
             f"--nproc-per-node {devices} gives each of the {devices} devices here a rank; "
             'backend="virtual" says that one process is meant'
         )
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=frames_to_caller())
 
 
 def _in_one(statistics: Sequence[fx.Node], request: Request, options: PlanOptions) -> Request:
@@ -175,18 +209,3 @@ def _in_one(statistics: Sequence[fx.Node], request: Request, options: PlanOption
         remedy=f"microbatches={made.microbatches}, or another schedule",
         source=info(statistics[0]).source,
     )
-
-
-def _require_rules(captured: Captured) -> None:
-    missing = [
-        f"{registered_as(node.target)} at {info(node).source}"
-        for node in captured.operators
-        if captured.rules[node.name] is None
-    ]
-    if missing:
-        raise InvalidInput(
-            "with strict=True every operator has a rule",
-            got="\n".join(dict.fromkeys(missing)),
-            remedy="register_rule(operator, '... -> ...') for each, or strict=False to run them "
-            "replicated",
-        )

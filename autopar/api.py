@@ -6,7 +6,7 @@ model ──capture──▶ graph ──search──▶ plan ──passes──
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,13 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.admission import (
+    RunOptions,
     device_of,
     tell_of_virtual_mesh,
-    validate_compile,
     validate_compiled_mesh,
-    validate_outputs,
     validate_pieces,
-    validate_running,
 )
 from autopar.capture.failure import check_call
 from autopar.capture.regions import repeated
@@ -35,6 +33,7 @@ from autopar.planning import make_plan
 from autopar.precision import Precision
 from autopar.progress import Report
 from autopar.runtime.backend import Backend
+from autopar.runtime.block_groups import Together
 from autopar.runtime.checks import Checks
 from autopar.runtime.compiled import Compiler
 from autopar.runtime.distributed import TorchBackend
@@ -85,17 +84,18 @@ def parallelize(
 
     `args` and `kwargs` are an example of one global batch. `backend` is "virtual" (all ranks in
     this process) or "torch" (this process is one rank; the default under torchrun). `plan` is one
-    that `plan()` made, or one from a file; on several ranks that of rank 0 holds. `local_inputs`:
-    each rank will bring its own slice of the inputs, of which a step takes its part of every
-    micro-batch. `outputs`: a call gives whole tensors, as the model does; under torchrun "dtensor"
-    or "local" (this rank's pieces) spare the gather of those that are cut; a pipeline gives whole
-    ones alone. Gradients of pieces are summed: a loss outside that is a mean of a rank's piece
-    is divided by their number too. `check`: the first step compares the captured program with
-    the plain model; every step, on the virtual mesh, at every value the ranks that should
-    agree, and on processes their batches. `compile`: True, or options for `torch.compile` by
-    name: what a rank runs is compiled, forward and backward, equal blocks once. The virtual mesh
-    takes it on one rank. All of these are equal on all ranks, and a call that one rank refuses is
-    refused on all. Everything else is as in `plan`.
+    that `plan()` made, or one from a file; on several ranks that of rank 0 holds, and one that
+    decides anything else is refused. `local_inputs`: each rank will bring its own slice of the
+    inputs, of which a step takes its part of every micro-batch. `outputs`: a call gives whole
+    tensors, as the model does; under torchrun "dtensor" or "local" (this rank's pieces) spare the
+    gather of those that are cut; a pipeline gives whole ones alone. Gradients of pieces are summed:
+    a loss outside that is a mean of a rank's piece is divided by their number too. `check`: the
+    first step, of whatever sizes, compares its captured program with the plain model; every step,
+    on the virtual mesh, at every value the ranks that should agree, and on processes their batches.
+    `compile`: True, or options for `torch.compile` by name: what a rank runs is compiled, forward
+    and backward, what repeats once. The virtual mesh takes it on one rank. All of these are equal
+    on all ranks, and a call that one rank refuses is refused on all. Everything else is as in
+    `plan`.
 
     Values are those of rank 0's model, which sends each rank its pieces. What lies on the meta
     device there is made on each rank, module by module, by the model's own `reset_parameters()` or
@@ -105,9 +105,9 @@ def parallelize(
     safetensors file, a folder of such, or a mapping of names to tensors, of which each rank reads
     its slices in place of both.
     """
-    options, values = PlanOptions.among(locals()), Values(model, init, weights)
-    running = (backend, local_inputs, outputs, check, compile)
-    return _Call(model, args, kwargs, plan, options, *running, values).carry_out()
+    options, running = PlanOptions.among(locals()), RunOptions.among(locals())
+    values = Values(model, init, weights)
+    return _Call(model, args, kwargs, plan, options, running, values).carry_out()
 
 
 @dataclass(frozen=True)
@@ -119,42 +119,38 @@ class _Call:
     kwargs: Mapping[str, Any] | None
     plan: Plan | SavedPlan | None  # or what is asked of one:
     options: PlanOptions
-    backend: BackendName | None
-    local_inputs: bool
-    outputs: OutputsLike
-    check: bool
-    compile: bool | Mapping[str, Any]
+    running: RunOptions
     values: Values
 
     def carry_out(self) -> ParallelModule:
         is_rank = dist.is_initialized() or dist.is_torchelastic_launched() or has_failed()
-        place = self.backend if self.backend is not None else "torch" if is_rank else "virtual"
+        asked = self.running
+        place = asked.backend if asked.backend is not None else "torch" if is_rank else "virtual"
         if place == "virtual" or not is_rank:
             self.validate(place)
         if place == "virtual":
             decided = self.decide(self.plan)
-            if self.backend is None and decided.whole_mesh.size > 1:
+            if asked.backend is None and decided.whole_mesh.size > 1:
                 tell_of_virtual_mesh()
-            validate_compiled_mesh(place, self.compile, decided.whole_mesh)
+            validate_compiled_mesh(place, asked.compile, decided.whole_mesh)
             device = device_of(self.model)
             compiler = self.compiler(decided, device)
-            backend = VirtualBackend(decided.program, device, self.check, compiler)
+            backend = VirtualBackend(decided.program, device, asked.check, compiler)
             return self.module(decided, backend)
         device = enter_world(device_of(self.model))
         with one_fails_all_stop(agreed=True):
-            said = {"local_inputs": bool(self.local_inputs), "check": bool(self.check)}
-            said["compile"] = self.compile is not False
-            require_same_call(lambda: self.validate(place), **said, outputs=self.outputs)
+            said = replace(asked, backend=place).said
+            require_same_call(lambda: self.validate(place), **said)
             self.values.told = of_first(self.values.told)
             decided = self.decide_together()
             require_world_of(decided.whole_mesh)
             stages = () if decided.pipelining is None else decided.pipelining.stages
-            validate_pieces(self.outputs, len(stages))
-            if self.local_inputs and decided.batches is not None:
+            validate_pieces(asked.outputs, len(stages))
+            if asked.local_inputs and decided.batches is not None:
                 require_even(decided.program)
         with one_fails_all_stop():
-            running = self.local_inputs, device, self.outputs, self.compiler(decided, device)
-            return self.module(decided, TorchBackend(decided.program, *running))
+            about = asked.local_inputs, device, asked.outputs, self.compiler(decided, device)
+            return self.module(decided, TorchBackend(decided.program, *about))
 
     def decide(self, plan: Plan | SavedPlan | None) -> Plan:
         """The plan that this process carries out, by itself."""
@@ -180,28 +176,28 @@ class _Call:
 
     def module(self, decided: Plan, backend: Backend) -> ParallelModule:
         on_processes = not isinstance(backend, VirtualBackend)
-        checks = Checks(self.model, decided.original, on_processes) if self.check else None
+        checks = Checks(self.model, decided.original, on_processes) if self.running.check else None
         return ParallelModule(self.model, decided.program, decided, backend, checks, self.values)
 
     def compiler(self, decided: Plan, device: torch.device) -> Compiler | None:
         """What compiles the programs of a plan, if that is asked for."""
-        if self.compile is False:
+        compile = self.running.compile
+        if isinstance(compile, bool) and not compile:
             return None
-        options = {} if self.compile is True else self.compile
-        return Compiler(options, device, repeated(decided.original))
+        options = {} if isinstance(compile, bool) else compile
+        together = Together(decided.mesh, decided.states.buffer_bytes)
+        return Compiler(options, device, repeated(decided.original), together)
 
     def validate(self, place: str) -> None:
         """Refuse what this process sees by itself."""
-        validate_running(place, self.plan, self.local_inputs, self.check)
-        validate_outputs(place, self.outputs)
-        validate_compile(self.compile, device_of(self.model))
+        self.running.validate(place, self.plan, device_of(self.model))
         given = (v for v in (self.args, self.kwargs) if v is not None)
         is_empty = all(isinstance(value, tuple | Mapping) and not value for value in given)
         if self.plan is None or not is_empty:  # a plan knows its own inputs
             check_call(self.model, self.args, self.kwargs)
         require_names(self.model, OWN_NAMES)
         self.values.validate()
-        if self.check:
+        if self.running.check:
             require_data(
                 self.model, (), "check=True, which compares with the plain model,", "check=False"
             )

@@ -330,11 +330,6 @@ class ParameterPlacement:
         )
 
     @property
-    def is_copied_for_use(self) -> bool:
-        """Whether readers start from a copy that comes for each use."""
-        return self.storage != self.working or self.goes_up == ("storage", "working")
-
-    @property
     def goes_up(self) -> tuple[Place, Place] | None:
         """Between which two places a parameter is copied from the host to the device."""
         if not self.on_host or "working" in self.on_host:

@@ -58,11 +58,14 @@ def plan(
     `cluster`: the machines; this one if not given. `mesh`: its axes; all are tried if not given.
     `mode`: "auto" searches for the least predicted time, "propagate" spreads the annotations,
     "data" cuts the batch. `memory`: bytes on each device, if less than it has. `strict`: refuse
-    operators without rules. `microbatches`: into how many equal parts a step cuts the batch, to run
-    one after another ("auto" keeps it whole where batch norm would make parts another loss).
+    operators without rules, in later programs too. `microbatches`: into how many equal parts a step
+    cuts the batch, to run one after another ("auto" keeps it whole where batch norm would make
+    parts another loss).
     `pipeline`: the axis of a pipeline ("auto": `pp`, if the mesh has it; without a mesh, what such
     an axis shall be called), a number of ranks, or None for no pipeline; `schedule`: a name, a
-    mapping with a name and options, or a schedule, as `ap.pipeline.load("mine.csv")` reads one;
+    mapping with a name and options, or a schedule, as `ap.pipeline.load("mine.csv")` reads one
+    ("auto", or None: weighed with mode="auto", else 1f1b); `schedule_options`: options of the one
+    that is named, as {"pipes": 4} of "chimera";
     `recompute`: which of the repeated blocks run their forward again in backward, "full" (or True)
     or "selective" (all that is cheap to make again), None (or False), or by module, as
     {"layers.*": "full"}, and no others; a `Recompute` also says where what is kept is kept;
@@ -77,8 +80,8 @@ def plan(
     of the inputs vary, and in what range, as `torch.export` takes it: these decisions then serve
     every size in it, with no other search. `torch.autocast` around this
     call is kept for every call of the program, as that in forward is. `progress` is told of each
-    phase of a search and its detail; True shows them, False is silent, None shows them on a
-    terminal.
+    phase of a search and its detail, of later programs too; True shows them, False is silent, None
+    shows those of this call on a terminal.
     """
     options = PlanOptions.among(locals())
     return make_plan(model, args, kwargs, options)
@@ -103,6 +106,8 @@ def make_plan(
         constraints=planner.constraints(best.captured, best.decisions.recompute, best.mesh),
         alternatives=planner.alternatives,
         dynamic=dynamic,
+        strict=options.strict,
+        progress=options.progress or False,
     )
 
 

@@ -50,6 +50,7 @@ from autopar.verification.tolerance import Tolerances
 from autopar.verification.verification import Verification
 
 RANKS = 4  # where neither mesh nor machines are given
+FARTHEST = 2  # times the example's size, where a range goes on
 _AFTER_FORWARD = Difference(
     "captured and parallel",
     "no value of forward; so backward, or the schedule",
@@ -86,9 +87,12 @@ def verify(
     """Train the plain model, its captured program and the parallel program for a few `steps`.
 
     All start from `model`'s values, in float64 where the model can, and see the same batch; the
-    model itself is not touched. All else is as in `parallelize`; without mesh, cluster or plan four
-    local ranks are planned for. The answer tells loss, gradients, buffers and parameters side
-    by side, and for what differs the first value that does, with its source line.
+    model itself is not touched. With `dynamic_shapes` they do so at the example's sizes and at both
+    ends of the range, on the example's numbers, repeated; where it has no end, or one beyond that,
+    at twice the example's sizes. All else is as in `parallelize`; without mesh, cluster or plan
+    four local ranks are planned for. The answer tells loss, gradients, buffers and parameters side
+    by side, the sizes that were run, and for what differs the first value that does, with its
+    source line.
     """
     if not isinstance(steps, int) or steps < 1:
         raise InvalidInput("verify takes at least one step", got=f"steps={steps!r}")
@@ -118,14 +122,46 @@ def verify(
         "them",
     )
     asked = {"plan": plan, "backend": backend, "check": check, **vars(options)}
-    return _side_by_side(model, (args, kwargs or {}), steps, asked)
+    original, call, dtype = in_double(model, (args, kwargs or {}), plan is not None)
+    found, made = _side_by_side(original, call, call, dtype, steps, asked)
+    if made.dynamic is None:
+        return found
+    asked |= {"plan": made, **vars(PlanOptions())}
+    done = [made.dynamic.require(original, *call)]
+    sizes = [_named(done[0])]
+    for wanted in (made.dynamic.planned, *made.dynamic.ends(FARTHEST)):
+        if wanted in done:
+            continue
+        done.append(wanted)
+        at, name = made.dynamic.repeated(wanted, original, *call), _named(wanted)
+        try:
+            of_these, _ = _side_by_side(original, call, at, dtype, steps, asked)
+        except PlainFails as error:
+            sizes.append(f"{name} not, where the plain model fails: {error.got}")
+            continue
+        found = found.with_sizes(of_these, name)
+        sizes.append(name)
+    return replace(found, sizes=tuple(sizes))
+
+
+def _named(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{root} {size}" for root, size in sizes.items())
+
+
+class PlainFails(InvalidInput):
+    """There is nothing to compare with."""
 
 
 def _side_by_side(
-    model: nn.Module, call: Call, steps: int, asked: Mapping[str, Any]
-) -> Verification:
-    """All three on copies, the parallel one as it is asked of `parallelize`."""
-    original, call, dtype = in_double(model, call, asked["plan"] is not None)
+    original: nn.Module,
+    example: Call,
+    call: Call,
+    dtype: torch.dtype,
+    steps: int,
+    asked: Mapping[str, Any],
+) -> tuple[Verification, Plan]:
+    """All three on copies, at this call of what is parallelized with an example, as it is asked of
+    `parallelize`; and the plan of the example."""
     plain, rate = _train_plain(copy.deepcopy(original), call, steps)
     captured = capture(original, *call)
     second = copy.deepcopy(original)
@@ -135,14 +171,14 @@ def _side_by_side(
     differences: list[Difference | None] = []
     if any(row.differs for row in from_captured):
         differences.append(first_module(copy.deepcopy(original), captured, call, tolerances))
-    module = parallelize(copy.deepcopy(original), *call, **asked)
+    module = parallelize(copy.deepcopy(original), *example, **asked)
     programs = module.programs
     plan = programs.of(*call, is_step=module.program.has_loss).plan
     outputs, difference = _forward(plan, original, call, tolerances)
     trained = replace(_train_parallel(module, call, steps, rate), outputs=outputs)
     if any(row.differs for row in compare(trained, exported, tolerances)):
         differences.append(difference or _AFTER_FORWARD)
-    return Verification(
+    found = Verification(
         module.plan.whole_mesh,
         _how(module.plan),
         dtype,
@@ -150,22 +186,23 @@ def _side_by_side(
         steps,
         tuple(from_captured),
         tuple(compare(trained, plain, tolerances)),
-        tuple(found for found in differences if found is not None),
+        tuple(one for one in differences if one is not None),
     )
+    return found, module.plan
 
 
 def _train_plain(model: nn.Module, call: Call, steps: int) -> tuple[Trained, float]:
     try:
         trained, rate = train_module(model, model, call, steps)
     except Exception as error:
-        raise InvalidInput(
+        raise PlainFails(
             "the plain model runs forward and backward, which the others are compared with",
             got=f"{type(error).__name__}: {error}",
             remedy="mend the model, or its inputs",
             source=of_traceback(error.__traceback__),
         ) from error
     if not all(loss.isfinite() for loss in trained.losses):
-        raise InvalidInput(
+        raise PlainFails(
             "the plain model's loss is a number, which the others are compared with",
             got=", ".join(f"{float(loss.real):.6g}" for loss in trained.losses) + ", step by step",
             remedy="mend the model, its initial values or its inputs",

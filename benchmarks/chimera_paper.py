@@ -1,6 +1,6 @@
 """The comparison of the Chimera paper (Li and Hoefler 2021), by simulation.
 
-    python benchmarks/chimera_paper.py [--nodes 64 2048] [--models bert-48 gpt-2]
+    python -m benchmarks.chimera_paper [--nodes 64 2048] [--models bert-48 gpt-2]
 
 Prices one training step of Bert-48 and GPT-2 on Piz Daint (a P100 in each node) for GPipe, DAPPLE
 (1f1b), GEMS and Chimera. Each takes its best number of stages p, copies d of the pipeline,

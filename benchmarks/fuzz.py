@@ -1,6 +1,6 @@
 """Fuzz: random programs in random configurations beside the single program, at length.
 
-    python benchmarks/fuzz.py --programs 10000
+    python -m benchmarks.fuzz --programs 10000
 
 Prints a line of JSON for everything that is wrong or fails with a raw error, with the numbers that
 make it again (`tests.random_runs.run(program, configuration)`), and at the end the figures:

@@ -30,11 +30,11 @@ from torch import Tensor, nn
 import autopar as ap
 from autopar.cluster.gpus import gpu, measured, timed
 from autopar.runtime.launch import launch
-from benchmarks.gpt import Sizes, batch, gpt
+from benchmarks.gpt import GPT, Sizes, batch, gpt
 
 SMALL = Sizes(hidden=32, heads=4, sequence=16, batch=8, layers=2, vocabulary=64)
 LARGE = Sizes(hidden=2048, heads=16, sequence=1024, batch=8, layers=8, vocabulary=32_000)
-SHARED = (  # meshes of ranks that share a GPU
+SHARED: tuple[dict[str, Any], ...] = (  # meshes of ranks that share a GPU
     {"mesh": ap.Mesh(dp=2)},
     {"mesh": ap.Mesh(tp=2)},
     {"mesh": ap.Mesh(pp=2), "microbatches": 4, "schedule": "chimera"},
@@ -67,11 +67,12 @@ def one_rank(device: torch.device) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def annotated(model: nn.Module) -> nn.Module:
+def annotated(model: GPT) -> GPT:
     """Columns, then rows, over the axis `tp`."""
-    for block in model.get_submodule("blocks"):  # type: ignore[union-attr]
-        ap.shard(block.up, params={"weight": ("tp", None), "bias": ("tp",)})
-        ap.shard(block.down, params={"weight": (None, "tp")})
+    for block in model.blocks:
+        up, down = block.get_submodule("up"), block.get_submodule("down")
+        ap.shard(up, params={"weight": ("tp", None), "bias": ("tp",)})
+        ap.shard(down, params={"weight": (None, "tp")})
     return model
 
 
@@ -142,7 +143,7 @@ def speed(device: torch.device, rounds: int) -> Iterator[Figures]:
     sizes, dtype = (LARGE, torch.bfloat16) if device.type == "cuda" else (SMALL, torch.float32)
     model = gpt(sizes).to(device, dtype)
     inputs = tuple(value.to(device) for value in batch(sizes))
-    options = {"mesh": ap.Mesh(dp=1), "mode": "data", "backend": "torch"}
+    options: dict[str, Any] = {"mesh": ap.Mesh(dp=1), "mode": "data", "backend": "torch"}
     module = ap.parallelize(copy.deepcopy(model), inputs, **options)
     compiled = torch.compile(copy.deepcopy(model))
 

@@ -69,7 +69,8 @@ class Killed:
         try:
             while not (self._is_saving(born) if moment == "save" else len(self._said()) >= most):
                 assert time.monotonic() < until, f"nothing happens on {self.way}"
-                assert all(one.is_alive() for one in processes), self._errors()
+                ended = [one.exitcode for one in processes if not one.is_alive()]
+                assert not ended, f"ranks ended by themselves: {ended}\n{self._errors()}"
                 time.sleep(0.001)
             time.sleep(self.random.uniform(0, 0.2))
         finally:
@@ -116,11 +117,13 @@ class Killed:
 
     def _is_saving(self, born: int) -> bool:
         """Whether a checkpoint of this life is on its way."""
-        new = self.folder / ".last.new"
-        try:
-            return new.stat().st_ctime_ns > born
-        except FileNotFoundError:
-            return False
+        for new in self.folder.glob(".last.*.new"):
+            try:
+                if new.stat().st_ctime_ns > born:
+                    return True
+            except FileNotFoundError:  # it is whole meanwhile
+                pass
+        return False
 
 
 def _live(environment: Environment, way: str, folder: Path, steps: int, life: int) -> None:

@@ -1,6 +1,6 @@
 """Pipelines on four real ranks: against the simulator, and against torch.distributed.pipelining.
 
-    torchrun --nproc-per-node 4 benchmarks/pipeline.py [--rounds 5] [--only sleep|gpt]
+    torchrun --nproc-per-node 4 -m benchmarks.pipeline [--rounds 5] [--only sleep|gpt]
 
 sleep: every stage sleeps for a known time forward and backward, so that the number of cores does
 not matter. Wall time of a step over the simulated makespan, and chimera's gain over 1f1b beside the
@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gpt import GPT, Sizes, batch, gpt
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -36,10 +35,11 @@ from torch.distributed.pipelining import (
 )
 
 import autopar as ap
+from benchmarks.gpt import GPT, Sizes, batch, gpt
 
 RANKS, MICROBATCHES = 4, 8
 FORWARD, BACKWARD = 0.1, 0.2  # seconds of a rank for one micro-batch
-SLEEPERS = (
+SLEEPERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("gpipe", {}),
     ("1f1b", {}),
     ("interleaved", {"chunks": 2}),
@@ -87,11 +87,11 @@ class Napping(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.eye(4))
         self.scale = nn.Parameter(torch.ones(4))  # so that the first input has a gradient too
-        self.forward_time, self.half = forward, backward / 2
+        self.forward_time, self.backward_half = forward, backward / 2
 
     def forward(self, x: Tensor) -> Tensor:
-        x = nap(x * self.scale, self.forward_time, self.half)
-        return F.linear(x, nap(self.weight, 0.0, self.half))
+        x = nap(x * self.scale, self.forward_time, self.backward_half)
+        return F.linear(x, nap(self.weight, 0.0, self.backward_half))
 
 
 class Sleeper(nn.Module):

@@ -1,6 +1,6 @@
 """Is the cost model's ranking real? Predicted against measured steps of many plans.
 
-    torchrun --nproc-per-node 2 benchmarks/ranking.py [--rounds 15]
+    torchrun --nproc-per-node 2 -m benchmarks.ranking [--rounds 15]
 
 Three models, each under several plans made by hand and under the automatic one, on this machine
 with `Cluster.local`. What is timed: forward and backward of one global batch, the slowest rank,
@@ -19,15 +19,17 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
-from gpt import GPT, Sizes, batch, gpt
 from torch import Tensor, nn
 
 import autopar as ap
+from benchmarks.gpt import GPT, Sizes, batch, gpt
 
 Annotate = Callable[[nn.Module], object]
+Mode = Literal["auto", "propagate", "data"]
 
 
 class Classifier(nn.Module):
@@ -107,7 +109,7 @@ class Subject:
     name: str
     make: Callable[[], nn.Module]
     args: tuple[Tensor, ...]
-    plans: dict[str, tuple[str, Annotate | None]]  # name -> mode, annotations
+    plans: dict[str, tuple[Mode, Annotate | None]]  # name -> mode, annotations
 
 
 def subjects() -> list[Subject]:

@@ -1,6 +1,6 @@
 """One training step of a GPT that recomputes its blocks, beside torch.utils.checkpoint, paired.
 
-    python benchmarks/recompute.py [--rounds 20]
+    python -m benchmarks.recompute [--rounds 20]
 
 One process, one thread. Every round runs each contestant once, in shuffled order. A case prints one
 line of JSON: medians in milliseconds, medians of the ratios to `plain` within a round, and the most
@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpt import GPT, Sizes, batch, gpt
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import autopar as ap
+from benchmarks.gpt import GPT, Sizes, batch, gpt
 
 CASES = (
     Sizes(hidden=128, heads=4, sequence=128, batch=4, layers=4),

@@ -72,6 +72,7 @@ def measure(name: str, problem: Problem, algorithm: str, memory: bool) -> dict[s
     auto.solve = SOLVERS[algorithm]
     search = auto.LayoutSearch(captured, problem.cluster, lambda mesh: constraints, limit, parts)
     found = search.run([problem.mesh]).search
+    assert found is not None
     return {
         "case": name,
         "algorithm": algorithm,
@@ -103,6 +104,10 @@ def measure_plan(name: str, given: dict[str, Any], layers: int) -> dict[str, Any
     cluster, most = Cluster.preset("dgx-a100", 16), 96
     case = large_models.gpt3(batch=256, layers=layers or most)
     started, marks = time.process_time(), dict[str, float]()
+
+    def mark(phase: str, detail: str) -> None:
+        marks.setdefault(phase, time.process_time())
+
     made = plan(
         case.model,
         case.args,
@@ -110,7 +115,7 @@ def measure_plan(name: str, given: dict[str, Any], layers: int) -> dict[str, Any
         cluster=cluster,
         memory=cluster.device.memory * (layers or most) / most,
         precision=Precision(compute=torch.bfloat16),
-        progress=lambda phase, detail: marks.setdefault(phase, time.process_time()),
+        progress=mark,
         **given,
     )
     return {

@@ -1,6 +1,6 @@
 """How long the abstract solver takes: chains of L transformer-like blocks; a JSON line per case.
 
-python benchmarks/solver.py [--layers 12 96] [--strategies 40] [--repeat 3]
+python -m benchmarks.solver [--layers 12 96] [--strategies 40] [--repeat 3]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One training step of a GPT whose states are cut, by autopar and by torch, paired in one run.
 
-    torchrun --nproc-per-node 2 benchmarks/states.py [--rounds 20] [--hidden 256]
+    torchrun --nproc-per-node 2 -m benchmarks.states [--rounds 20] [--hidden 256]
 
 What is timed: clearing the gradients, forward and backward of one global batch, and a step of
 AdamW, on ranks that start together; and the same without AdamW. The parameters of autopar and FSDP2
@@ -28,8 +28,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpt import GPT, Sizes, batch, gpt
-from tensor_parallel import Step, measure
 from torch import Tensor, nn
 from torch._C._profiler import _EventType
 from torch.distributed.device_mesh import init_device_mesh
@@ -39,6 +37,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import autopar as ap
+from benchmarks.gpt import GPT, Sizes, batch, gpt
+from benchmarks.tensor_parallel import Step, measure
 
 CASES = (
     Sizes(hidden=64, heads=4, sequence=32, batch=4, layers=4),
@@ -46,7 +46,7 @@ CASES = (
     Sizes(hidden=512, heads=8, sequence=128, batch=8, layers=4),
 )
 STEP = ap.States("all", "all", "all", lifetime="step")
-ADAMW = {"lr": 1e-6, "fused": True}
+ADAMW: dict[str, Any] = {"lr": 1e-6, "fused": True}
 Made = tuple[nn.Module, Step, Step]  # a whole step; without the optimizer
 
 

@@ -1,6 +1,6 @@
 """One training step of a GPT in parallel, by autopar and by three others, paired in one run.
 
-    torchrun --nproc-per-node 2 benchmarks/tensor_parallel.py [--rounds 40] [--optimizer]
+    torchrun --nproc-per-node 2 -m benchmarks.tensor_parallel [--rounds 40] [--optimizer]
 
 What is timed: clearing the gradients, forward and backward of one global batch, on ranks that
 start together; with --optimizer also a step of AdamW. Every round runs each contestant once, in
@@ -29,8 +29,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from gpt import GPT, Sizes, batch, gpt
-from megatron import by_hand
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import (
@@ -43,6 +41,8 @@ from torch.nn.parallel import DistributedDataParallel
 import autopar as ap
 from autopar import passes
 from autopar.passes.reductions import hide_reductions
+from benchmarks.gpt import GPT, Sizes, batch, gpt
+from benchmarks.megatron import by_hand
 
 CASES = (
     Sizes(hidden=64, heads=4, sequence=32, batch=4),

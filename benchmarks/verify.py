@@ -1,6 +1,6 @@
 """Verify: the models of the tests and families of transformers, plain, captured and in parallel.
 
-    python benchmarks/verify.py
+    python -m benchmarks.verify
 
 Prints a line of JSON for each: whether the three programs are one, the largest errors, and the
 first value that differs. Models are built from small configurations with dropout at zero.
@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +97,9 @@ def paligemma() -> Case:
 
 
 def t5() -> Case:
-    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2}
-    config = transformers.T5Config(
-        **sizes, num_heads=4, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0
-    )
+    sizes: dict[str, Any] = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64}
+    tokens: dict[str, Any] = {"decoder_start_token_id": 0, "pad_token_id": 0}
+    config = transformers.T5Config(**sizes, **tokens, num_layers=2, num_heads=4, dropout_rate=0.0)
     config.use_cache = False
     return _case("T5", transformers.T5ForConditionalGeneration, config)
 
@@ -115,7 +115,7 @@ OF_THE_TESTS: dict[str, Callable[[], Case]] = {
 }
 CASES: dict[str, Callable[[], Case]] = {
     **OF_THE_TESTS,
-    **{name: (lambda name=name: causal(name)) for name in CAUSAL},
+    **{name: partial(causal, name) for name in CAUSAL},
     "T5": t5,
     "PaliGemma": paligemma,
 }

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from gpt import Block, Sizes
 from torch import Tensor, nn
+
+from benchmarks.gpt import Block, Sizes
 
 PATCH, CLASSES = 8, 100
 

@@ -61,8 +61,10 @@ def main() -> None:
         model, (ids, labels), mesh=ap.Mesh(pp=4), schedule=schedule, microbatches=8
     )
     if dist.get_rank() == 0:
-        print(module.plan.pipelining)
-        print(ap.pipeline.simulate(module.plan.pipelining.schedule))
+        pipelining = module.plan.pipelining
+        assert pipelining is not None
+        print(pipelining)
+        print(ap.pipeline.simulate(pipelining.schedule))
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     for step in range(10):
         loss = module.step(ids, labels)

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 from transformers import (
-    EvalPrediction,
     GPT2Config,
     GPT2LMHeadModel,
+    PreTrainedModel,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -50,8 +50,17 @@ def refuse(args: TrainingArguments, others: dict[str, Any]) -> None:
 class ParallelTrainer(Trainer):
     """`options` are those of `ap.parallelize`; `example` is a batch."""
 
+    model: ap.ParallelModule
+    optimizer: Any
+    lr_scheduler: Any
+
     def __init__(
-        self, model: nn.Module, example: dict, options: dict, args: TrainingArguments, **others: Any
+        self,
+        model: PreTrainedModel,
+        example: dict,
+        options: dict,
+        args: TrainingArguments,
+        **others: Any,
     ) -> None:
         refuse(args, others)
         args.average_tokens_across_devices = False  # each rank counts those of the whole batch
@@ -67,7 +76,7 @@ class ParallelTrainer(Trainer):
 
     def _get_train_sampler(self, dataset: Any = None) -> DistributedSampler:
         """The same order on all ranks, another in each epoch."""
-        rows = self.train_dataset if dataset is None else dataset
+        rows: Any = self.train_dataset if dataset is None else dataset
         return DistributedSampler(rows, num_replicas=1, rank=0, seed=self.args.seed)
 
     def _wrap_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
@@ -87,7 +96,7 @@ class ParallelTrainer(Trainer):
         return model.clip_grad_norm_(self.args.max_grad_norm)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        folder = output_dir or self.args.output_dir
+        folder = output_dir or str(self.args.output_dir)
         ap.save_safetensors(folder, self.model, max_shard_size=5e9)
         if self.args.should_save:
             self.plain.config.save_pretrained(folder)
@@ -110,7 +119,7 @@ class ParallelTrainer(Trainer):
         torch.set_rng_state(self.random)
 
     def _load_best_model(self) -> None:
-        ap.load(Path(self.state.best_model_checkpoint, "autopar"), self.model)
+        ap.load(Path(str(self.state.best_model_checkpoint), "autopar"), self.model)
 
 
 class NextEpoch(TrainerCallback):
@@ -126,7 +135,7 @@ def rows(seed: int, count: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": ids, "labels": ids} for ids in map(torch.tensor, map(list, lines))]
 
 
-def accuracy(found: EvalPrediction) -> dict[str, float]:
+def accuracy(found: Any) -> dict[str, float]:
     hits = found.predictions[:, :-1].argmax(-1) == found.label_ids[:, 1:]
     return {"accuracy": float(hits.mean())}
 
@@ -151,7 +160,7 @@ def train(folder: str, mesh: dict[str, int], **arguments: Any) -> list[dict[str,
     )
     whole = (path.parent for path in Path(folder).glob("checkpoint-*/trainer_state.json"))
     last = max(whole, key=lambda path: int(path.name.partition("-")[2]), default=None)
-    trainer.train(resume_from_checkpoint=last and str(last))
+    trainer.train(resume_from_checkpoint=str(last) if last else None)
     return trainer.state.log_history
 
 

@@ -86,6 +86,7 @@ expected.backward()
 grads = parallel.full_grads()
 differences = [abs(loss - expected).item()]
 for name, parameter in model.named_parameters():
+    assert parameter.grad is not None
     differences.append((grads[name] - parameter.grad).abs().max().item())
 print(f"largest difference to one device, gradients included: {max(differences):.1e}")
 assert max(differences) < 1e-9

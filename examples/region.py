@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 import autopar as ap
 
@@ -34,6 +34,7 @@ def main() -> None:
     ]
     inputs = [tensor.requires_grad_() for tensor in placed]
     y = cut(*inputs)
+    assert isinstance(y, DTensor)
     y.full_tensor().square().sum().backward()
 
     whole = [tensor.requires_grad_() for tensor in (x, up, down)]
@@ -41,6 +42,8 @@ def main() -> None:
     expected.square().sum().backward()
     differences = [(y.full_tensor() - expected).abs().max()]
     for mine, other in zip(inputs, whole):
+        assert isinstance(mine.grad, DTensor)
+        assert other.grad is not None
         differences.append((mine.grad.full_tensor() - other.grad).abs().max())
     if dist.get_rank() == 0:
         print(f"y is placed {y.placements} on {mesh}")

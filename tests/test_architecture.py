@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from autopar.strategies.node_info import NodeInfo
+
 ROOT = Path(__file__).parents[1]
 HOUSE = ROOT / "autopar"
 LONGEST = 450  # lines
+HIDDEN = {"_cdata", "_local_tensor"}  # memory_of, piece_of
 
 # A room imports from its own floor and from those below.
 FLOORS = (
@@ -139,3 +142,20 @@ def test_the_page_shows_this_house():
     rooms = {path.name for path in HOUSE.iterdir() if (path / "__init__.py").exists()}
     assert rooms == {row for row in shown if (HOUSE / row).is_dir()}
     assert len(list(groupby(order))) <= len(FLOORS)
+
+
+def test_the_page_names_every_fact_of_a_node():
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    rows = [line.split("|")[2] for line in page.splitlines() if line.count("|") == 4]
+    shown = {name.strip().strip("`") for row in rows for name in row.split(",")}
+    facts = {*NodeInfo.__annotations__, "values"}
+    assert facts <= shown, facts - shown
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_tensors_hide_is_read_in_one_place(path):
+    """Whatever of torch's private attributes has a function in `_torch.py` is read there alone."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    named = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    named |= {node.value for node in nodes if isinstance(node, ast.Constant)} & HIDDEN
+    assert not named & HIDDEN or path == HOUSE / "_torch.py"

@@ -61,12 +61,6 @@ def test_groups_over_several_axes() -> None:
     assert cluster.group_link(mesh, ("pp", "tp")).size == 8
 
 
-def test_messages_between_two_ranks() -> None:
-    cluster = Cluster.preset("dgx-a100", nodes=2)
-    assert cluster.link_between(0, 7).bandwidth == 300e9
-    assert cluster.link_between(7, 8).bandwidth == 200e9
-
-
 def test_mixed_nodes_wait_for_the_weakest() -> None:
     (old, network), (new, _) = preset("dgx-v100"), preset("dgx-h100")
     cluster = Cluster((old, new), network)

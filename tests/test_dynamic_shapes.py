@@ -7,6 +7,7 @@ import re
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import autopar as ap
+from tests import models
 from tests.dynamic import BATCH, counted, sampled, samples, serves_every_size, start
 from tests.outputs import assert_close, gradients, random
 
@@ -153,6 +155,12 @@ def test_what_is_no_declaration_of_the_inputs_is_refused(said: Any, words: str) 
     assert "test_dynamic_shapes.py" in str(error.value.source)
 
 
+def test_an_input_that_nothing_is_said_of_is_refused() -> None:
+    case = models.shared("mlp")
+    with pytest.raises(ap.InvalidInput, match=r"nothing of (\w+)\n.*'\1': None"):
+        ap.plan(case.model, case.args, mesh=ap.Mesh(dp=2), dynamic_shapes={"x": {0: BATCH}})
+
+
 def test_a_file_keeps_the_range_and_any_size_of_it_takes_it_up(tmp_path: Path) -> None:
     model, module = start("mlp", mode="auto")
     module.plan.save(tmp_path / "plan.json")
@@ -177,6 +185,46 @@ def test_a_file_keeps_the_range_and_any_size_of_it_takes_it_up(tmp_path: Path) -
         ap.parallelize(model, (x, y), plan=saved, dynamic_shapes=(None, None))
 
 
+class Annotated(nn.Module):
+    """Axes by name and numbers of slices, on dims that vary; another program in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 4)
+        ap.shard(self.up, ((2, 2, 1),))
+        self.mix = ap.shard(torch.matmul, ((2, 1, 2), (2, 2, 1)))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = torch.tanh(self.up(ap.shard(x, (("dp", "tp"), None, None))))
+        h = self.mix(self.mix(h, h.mT).tanh(), ap.shard(h, ("tp", "dp", None)))
+        return (self.down(h if self.training else h.tanh()) - y).square().mean()
+
+
+@pytest.mark.parametrize("mode", ["auto", "propagate"])
+def test_annotations_give_way_where_a_dim_has_too_few_elements(mode: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, said = Annotated().double(), {0: BATCH, 1: Dim("length", max=9)}
+    options: dict[str, Any] = {"mesh": ap.Mesh(dp=2, tp=2), "dynamic_shapes": (said, said)}
+    plan = ap.plan(model, samples(8, 8), mode=mode, **options)
+    plan.save(tmp_path / "plan.json")
+    module = ap.parallelize(
+        copy.deepcopy(model), samples(1, 1), plan=ap.Plan.load(tmp_path / "plan.json")
+    )
+    for size in ((1, 1), (3, 5)):
+        given = samples(*size)
+        for one in (model.train(), module.train()):
+            one.zero_grad()
+        loss = model(*given)
+        loss.backward()
+        assert_close(module.step(*given), loss.detach())
+        assert_close(module.full_grads(), gradients(model))
+        assert_close(module.eval()(*given), model.eval()(*given))
+    assert len(module.programs) == 2
+    module.step(*samples(9, 5))  # is cut again, though this program was made for one element
+    last, annotated = list(module.programs._known.values())[-1], module.plan.decisions.fixed
+    assert [*last.plan.decisions.fixed.values()] == [*annotated.values()]
+
+
 def test_sizes_that_are_not_declared_make_other_programs() -> None:
     model, module = start("mlp", dynamic_shapes=({0: BATCH}, {0: BATCH}), mode="data")
     with warnings.catch_warnings():
@@ -186,3 +234,6 @@ def test_sizes_that_are_not_declared_make_other_programs() -> None:
             assert_close(module(*given), model(*given))
     assert len(module.programs) == 2
     assert module.programs[1].plan.dynamic == module.plan.dynamic
+    words = "3 programs were made of this module, and 8 more of other sizes"
+    with patch("autopar.runtime.programs.FEW", 2), pytest.warns(UserWarning, match=words):
+        module(*samples(4, 6))

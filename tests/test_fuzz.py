@@ -35,7 +35,7 @@ MESHES = [ap.Mesh(a=3), ap.Mesh(a=2, b=2), ap.Mesh(a=2, b=3), ap.Mesh(a=2, b=2, 
 
 @pytest.mark.parametrize("name", SMALL)
 @settings(
-    max_examples=4,
+    max_examples=3,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -87,8 +87,8 @@ def _dims(data: st.DataObject, shape: Sequence[int], mesh: ap.Mesh) -> Dims:
 
 
 def test_random_programs_are_exact_or_refused():
-    """At length: `python benchmarks/fuzz.py`."""
-    results = {(seed, seed % 2): run(seed, seed % 2) for seed in range(30)}
+    """At length: `python -m benchmarks.fuzz`."""
+    results = {(seed, seed % 2): run(seed, seed % 2) for seed in range(16)}
     bad = {key: r for key, r in results.items() if r.verdict in ("wrong", "raw")}
     assert not bad, "\n".join(f"run{key}: {r.verdict} {r.reason}" for key, r in bad.items())
     assert sum(r.verdict == "compared" for r in results.values()) > len(results) / 2

@@ -5,15 +5,25 @@ from __future__ import annotations
 import inspect
 import json
 from dataclasses import fields, replace
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
 import autopar as ap
+from autopar.admission import RunOptions, said_of
+from autopar.capture.dynamic import DynamicShapes, Range
 from autopar.cluster import Device, Link, Node
 from autopar.options import KINDS, PlanOptions
+from autopar.pipeline.pipelining import Pipelining
+from autopar.pipeline.schedules import schedule as make_schedule
+from autopar.pipeline.stages.costs import StageCost
+from autopar.plan.diff import compare
 from autopar.plan.plan import SavedPlan
+from autopar.plan.saved import deciding
+from autopar.runtime.plan_broadcast import require_equal
+from autopar.search.decisions import TypedDecisions
 from autopar.search.smallest_footprint import SmallestFootprint
 from tests.models import gpt, mlp
 from tests.parity import assert_equal, parallel_outcome, single_outcome
@@ -52,6 +62,26 @@ def test_the_doors_spell_out_the_same_options(door):
     assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in shown.values())
     with pytest.raises(TypeError, match=rf"{door.__name__}\(\) got .*mash"):
         door(wide(), (WIDE_INPUT,), mash=MESH)
+
+
+def test_ranks_say_all_that_parallelize_takes_about_running():
+    kinds = {one.name for one in fields(RunOptions)}
+    plain = {
+        "model",
+        "args",
+        "kwargs",
+        "plan",
+        "init",
+        "weights",
+    }  # rank 0's, or compared by itself
+    taken = inspect.signature(ap.parallelize).parameters.keys()
+    assert kinds == taken - plain - {one.name for one in fields(PlanOptions)}
+    modes = ({"mode": mode, "options": {"a": 1, "b": nn.Linear}} for mode in ("x", "x", "y"))
+    said = [RunOptions(None, False, "whole", False, mode).said for mode in modes]
+    assert said[0].keys() == kinds
+    assert said[0] == said[1] != said[2]
+    turned = {"options": {"b": nn.Linear, "a": 1}, "mode": "x"}
+    assert said_of(turned) == said[0]["compile"]
 
 
 def test_every_option_has_a_kind_which_its_default_is_of():
@@ -188,6 +218,45 @@ def test_two_plans_side_by_side(made, spread):
     assert "decide the same" in str(made.diff(made))
 
 
+def test_every_field_that_decides_stands_in_files_diffs_and_what_ranks_compare(made):
+    saved = SavedPlan.of(made)
+    name, type_ = next(iter(saved.others.items()))
+    steered = replace(made.decisions, ways={("a", "b", 0): ()})
+    schedule = make_schedule("gpipe", stages=2, microbatches=2)
+    stages = (StageCost("linear", "0", 1.0, 1.0, *[0] * 12),) * 2
+    others = {
+        "mode": "data",
+        "limit": 1e9,
+        "microbatch_count": 2,
+        "typed": TypedDecisions.of(steered, made.types),
+        "cluster": replace(CLUSTER, network=Link(1e-6, 2e9)),
+        "precision": ap.Precision(loss_scale="dynamic"),
+        "pipelining": Pipelining("pp", ap.Mesh(pp=2), schedule, stages),
+        "states": ap.States(buffer_bytes=16),
+        "others": {**saved.others, name: replace(type_, dtype=torch.float16)},
+        "dynamic": DynamicShapes((), {"batch": Range(1, 8)}),
+        "strict": True,
+        "fingerprint": replace(saved.fingerprint, torch="1.0"),
+    }
+    assert others.keys() == {one.name for one in deciding()}
+    stored = saved.to_json()
+    for one in deciding():
+        other = replace(saved, **{one.name: others[one.name]})
+        diff = made.diff(other)
+        assert not diff.is_empty, one.name
+        json.dumps(diff.to_json())
+        assert "decide the same" not in str(diff)
+        assert one.metadata.get("key", one.name) in stored
+        if one.name in ("cluster", "limit"):  # each rank may know its own
+            assert require_equal(made, other) is made
+            continue
+        with pytest.raises(ap.InvalidInput, match="the plan of every rank is that of rank 0"):
+            require_equal(made, other)
+    assert require_equal(made, SavedPlan.from_json(stored)) is made
+    scaled = (replace(saved, precision=one) for one in (ap.Precision(), others["precision"]))
+    assert list(compare(*scaled).settings) == ["precision"]
+
+
 # save and load
 
 
@@ -205,6 +274,9 @@ def test_a_plan_survives_its_file(made, tmp_path):
     assert attached.memory == made.memory
     attached.save(again)
     assert path.read_text() == again.read_text()
+    with patch.object(SavedPlan, "to_json", side_effect=AssertionError):  # made once
+        made.save(again)
+    assert path.read_bytes() == again.read_bytes()
 
 
 @pytest.mark.parametrize(

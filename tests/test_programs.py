@@ -6,6 +6,7 @@ import copy
 import warnings
 import weakref
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -177,3 +178,47 @@ def test_another_program_is_refused_as_the_first_would_be() -> None:
     with pytest.raises(ap.InvalidInput, match="a random operator runs on one rank only"):
         module.train()(x)
     assert_close(module.eval()(x), before)
+
+
+@torch.library.custom_op("tests_programs::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    """Without a rule."""
+    return x * 2
+
+
+twice.register_fake(torch.empty_like)
+
+
+class TwiceInEvaluation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x).square().mean()
+        return y if self.training else twice(y)
+
+
+def test_a_strict_plan_is_strict_of_every_program(tmp_path: Path) -> None:
+    model, x = made(TwiceInEvaluation), random(8, 4)
+    ap.plan(model, (x,), mesh=ap.Mesh(dp=2), mode="data", strict=True).save(tmp_path / "plan")
+    module = ap.parallelize(model, (x,), plan=ap.Plan.load(tmp_path / "plan"))
+    module.step(x)
+    with torch.no_grad(), pytest.raises(ap.InvalidInput, match="every operator has a rule"):
+        module.eval()(x)
+    assert len(module.programs) == 1
+
+
+def test_progress_is_told_of_later_programs() -> None:
+    told: list[str] = []
+    x = random(8, 4)
+    about = {"mesh": ap.Mesh(dp=2), "mode": "auto"}
+    module = ap.parallelize(
+        made(TwiceInEvaluation), (x,), progress=lambda phase, _: told.append(phase), **about
+    )
+    first, told[:] = {*told}, []
+    module.step(x)
+    assert not told
+    module.step(x[:4])
+    assert told[0] == "capture"
+    assert {*told} == first - {"pipeline"}

@@ -125,6 +125,60 @@ def test_a_checked_first_step_refuses_what_export_changed(options):
     assert "ap.verify()" in str(error.value)
 
 
+@pytest.mark.parametrize("declared", [None, ({0: torch.export.Dim("batch", max=8)},)])
+def test_a_checked_first_step_is_compared_whatever_its_program_is(declared):
+    model, (x,) = Exported().double(), batch()
+    about = {"mesh": ap.Mesh(dp=2), "mode": "data", "dynamic_shapes": declared}
+    module = ap.parallelize(model, (x.double(),), check=True, **about)
+    with torch.no_grad():
+        module.eval()(x[:4].double())  # is no step of a training
+    module(x[:3].double())
+    for _ in range(2):
+        with pytest.raises(ap.ExecutionError, match="what the plain model does"):
+            module.train().step(x[:6].double())
+
+
+class ExportedSmall(Exported):
+    """Another model while it is exported, of few rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 1:
+            raise ValueError("rows")
+        return super().forward(x) if x.shape[0] < 8 else self.first(x).square().mean()
+
+
+def test_the_ends_of_a_range_of_sizes_are_verified():
+    about = {"mesh": ap.Mesh(dp=2), "mode": "data", "steps": 1}
+    for least, is_ok in ((1, True), (2, False)):
+        rows = torch.export.Dim("rows", min=least, max=64)
+        found = ap.verify(ExportedSmall(), batch(), dynamic_shapes=({0: rows},), **about)
+        assert found.ok is is_ok
+        assert "loss 1 at rows 16" in {f"{row.kind} {row.name}" for row in found.parallel}
+        assert (found.sizes[0], found.sizes[2]) == ("rows 8", "rows 16")
+        assert found.sizes[1].startswith("rows 1 not" if is_ok else "rows 2")
+        assert "; rows 16" in str(found)
+        assert is_ok or "result of second" in str(found)
+
+
+def test_sizes_are_those_that_were_run_and_none_is_empty():
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.up(x).square().mean() + y.square().mean()
+
+    rows = torch.export.Dim("rows", max=9)
+    x, y = torch.randn(8, 6).double(), torch.randn(6, 6).double()
+    said = {"dynamic_shapes": ({0: rows}, {0: rows - 2}), "mesh": ap.Mesh(dp=2), "mode": "data"}
+    plan = ap.plan(Two().double(), (x, y), **said)
+    assert plan.dynamic.ends(2) == [{"rows": 3}, {"rows": 9}]
+    found = ap.verify(Two().double(), (x[:4], y[:2]), plan=plan, steps=1)
+    assert found.ok
+    assert found.sizes == ("rows 4", "rows 8", "rows 3", "rows 9")
+
+
 def test_a_wrong_rule_is_found_with_its_node():
     ap.shard(model := Mixed(), (("dp", None),))
     found = ap.verify(model, batch(), mesh=ap.Mesh(dp=2), mode="propagate")

@@ -47,12 +47,9 @@ class Captured:
     Placeholders come in the order parameters, buffers, constants, inputs, and that which random
     numbers follow from, if some are drawn. The output node holds
     one flat tuple: the user's outputs (tensors only), then the new values of mutated buffers.
-    Every node has in `meta`: `val` (a fake tensor of the global shape), `source` (the user's line,
-    "file:line: text", or None), `module` (dotted path of the module that ran it),
-    `differentiable` (whether a gradient flows through it), `learns` (whether that of a step does).
-    A call is of a functional operator, or
-    of one of autopar's kernels; if it has several results, each is a node of its own that reads it
-    (`strategies/results.py`).
+    What is known of every node is in `info(node)` (`strategies/node_info.py`). A call is of a
+    functional operator, or of one of autopar's kernels; if it has several results, each is a node
+    of its own that reads it (`strategies/results.py`).
     """
 
     graph: fx.Graph

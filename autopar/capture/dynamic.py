@@ -11,7 +11,7 @@ Inputs go by their names in forward, `ids` or `pair[0]`, however a call hands th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import Parameter
@@ -85,13 +85,14 @@ class DynamicShapes:
             found.setdefault(one.input, {})[one.dim] = one
         return found
 
-    def require(self, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        """Refuse the inputs of a call whose sizes are outside, or do not agree."""
+    def require(self, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, int]:
+        """The sizes of a call; refused if they are outside, or do not agree."""
         known: dict[str, tuple[int, VaryingDim]] = {}
         for name, value in named_inputs(model, args, kwargs).items():
             for one in self.of_inputs.get(name, {}).values():
                 if isinstance(value, Tensor) and one.dim < value.ndim:
                     self._require_size(one, value.shape[one.dim], known)
+        return {root: size for root, (size, _) in known.items()}
 
     def _require_size(
         self, one: VaryingDim, size: int, known: dict[str, tuple[int, VaryingDim]]
@@ -127,22 +128,65 @@ class DynamicShapes:
             found.append((name, value.dtype, (sizes, needs)))
         return tuple(found)
 
+    @cached_property
+    def planned(self) -> dict[str, int]:
+        """The sizes of the call that was planned, by what those of inputs follow."""
+        return {one.root: (one.example - one.plus) // one.times for one in self.dims}
+
+    def ends(self, most: int) -> list[dict[str, int]]:
+        """The smallest sizes, and the largest, or so many times those that were planned."""
+        least = {root: self.ranges[root].least for root in self.planned}
+        for one in self.dims:  # none of them is empty
+            least[one.root] = max(least[one.root], -((one.plus - 1) // one.times))
+        largest = {root: size * most for root, size in self.planned.items()}
+        known = ((root, self.ranges[root].most) for root in largest)
+        largest |= {root: min(largest[root], end) for root, end in known if end is not None}
+        return [least, largest]
+
     def as_planned(
         self, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]
     ) -> tuple[tuple, Mapping[str, Any]]:
         """A call with the sizes of the one that was planned, where it has others of the range."""
         self.require(model, args, kwargs)
+
+        def empty(value: Tensor, sizes: Sequence[int]) -> Tensor:
+            return torch.empty(sizes, dtype=value.dtype, device=value.device)
+
+        return self._with_sizes(self.planned, empty, model, args, kwargs)
+
+    def repeated(
+        self, sizes: Mapping[str, int], model: nn.Module, args: tuple, kwargs: Mapping[str, Any]
+    ) -> tuple[tuple, Mapping[str, Any]]:
+        """A call of other sizes, of the numbers that this one has: the first ones, or again."""
+
+        def again(value: Tensor, sizes: Sequence[int]) -> Tensor:
+            value = value.detach()
+            for dim, size in enumerate(sizes):
+                at = torch.arange(size, device=value.device) % value.shape[dim]
+                value = value.index_select(dim, at)
+            return value
+
+        return self._with_sizes(sizes, again, model, args, kwargs)
+
+    def _with_sizes(
+        self,
+        sizes: Mapping[str, int],
+        make: Callable[[Tensor, Sequence[int]], Tensor],
+        model: nn.Module,
+        args: tuple,
+        kwargs: Mapping[str, Any],
+    ) -> tuple[tuple, Mapping[str, Any]]:
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
         places = pytree.tree_unflatten(range(len(leaves)), spec)
         for name, place in named_inputs(model, *places).items():
             value, varies = leaves[place], self.of_inputs.get(name, {})
             if not isinstance(value, Tensor):
                 continue
-            pairs = enumerate(value.shape)
-            sizes = [varies[dim].example if dim in varies else size for dim, size in pairs]
-            if sizes != list(value.shape):
-                made = torch.empty(sizes, dtype=value.dtype, device=value.device)
-                leaves[place] = made.requires_grad_(value.requires_grad)
+            wanted = list(value.shape)
+            for dim, one in varies.items():
+                wanted[dim] = one.times * sizes[one.root] + one.plus
+            if wanted != list(value.shape):
+                leaves[place] = make(value, wanted).requires_grad_(value.requires_grad)
         return pytree.tree_unflatten(leaves, spec)
 
 
@@ -165,6 +209,13 @@ def read_dynamic(
             names = ", ".join(arguments)
             got = f"{', '.join(map(repr, unknown))}; the example call has {names}"
             raise _wrong(got)
+        unsaid = [name for name, value in arguments.items() if name not in given and _holds(value)]
+        if given and unsaid:
+            raise InvalidInput(
+                "dynamic_shapes says of every input with tensors whether its sizes vary",
+                got=f"nothing of {', '.join(unsaid)}",
+                remedy=f"say None of what does not vary: {{..., {unsaid[0]!r}: None}}",
+            )
         pairs = [(name, spec, arguments[name]) for name, spec in given.items()]
     else:
         if len(given) != len(arguments):
@@ -193,6 +244,10 @@ def _arguments(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict
         is_rest = signature.parameters[name].kind is Parameter.VAR_KEYWORD
         found |= value if is_rest else {name: value}
     return found
+
+
+def _holds(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
 
 
 def _walk(name: str, spec: Any, value: Any) -> Iterator[tuple[VaryingDim, Range]]:

@@ -178,7 +178,9 @@ def _of_types(error: Exception, model: nn.Module, verb: str, values: object) -> 
     name = named[1] if named else ""
     found = next((type(leaf) for leaf in leaves if str(type(leaf)) == f"<class '{name}'>"), None)
     remedy = "use a tuple or a dict"
-    if name.startswith("transformers.") or name.endswith("Cache"):
+    if name == "numpy.ndarray":
+        remedy = "torch.from_numpy(...) makes tensors of arrays"
+    elif name.startswith("transformers.") or name.endswith("Cache"):
         remedy = "set model.config.use_cache = False, or pass use_cache=False: training needs none"
     elif found is None or dataclasses.is_dataclass(found):
         kind = found.__name__ if found else "of a dataclass"

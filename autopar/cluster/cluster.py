@@ -146,10 +146,6 @@ class Cluster:
         ranks = ranks.reshape(-1, math.prod(mesh.shape[i] for i in own))
         return self._link_of_groups("*".join(axes), ranks)
 
-    def link_between(self, first: int, second: int) -> Link:
-        """The link that a message from rank to rank takes."""
-        return self._link_of_groups("", np.array([[first, second]])).link
-
     def _node_of(self) -> np.ndarray:
         return np.repeat(np.arange(len(self.nodes)), [node.devices for node in self.nodes])
 

@@ -1,11 +1,11 @@
-"""What operators and collectives take in seconds, and model states in bytes.
+"""What operators and collectives take in seconds.
 
 >>> round(COLLECTIVES["all_reduce"](p=8, V=1e9, B=100e9, a=0), 6)
 0.0175
 >>> from autopar.cluster import Cluster
 >>> device = Cluster.preset("dgx-h100").device
->>> seconds = operator_seconds(device, "bf16", flops=2 * 4096**3, moved=3 * 2 * 4096**2)
->>> round(seconds * 1e6)
+>>> values = operator_values(device, "bf16", flops=2 * 4096**3, moved=3 * 2 * 4096**2)
+>>> round(operator_formula(values["F"])(**values) * 1e6)
 218
 
 V is the larger of what one rank holds before and after the collective: of an all-gather the
@@ -18,7 +18,7 @@ from typing import Any
 
 from sympy import Max, Min, Symbol, log
 
-from autopar.cluster import AxisLink, Device, Link
+from autopar.cluster import AxisLink, Device
 from autopar.collectives.redistribution import FREE
 from autopar.cost.formula import Formula
 
@@ -34,25 +34,19 @@ COLLECTIVES = {
     "reduce_scatter": Formula("reduce_scatter", (p - 1) / p * V / B + (p - 1) * a),
     "all_to_all": Formula("all_to_all", (p - 1) / p * V / B + (p - 1) * a),
     "broadcast": Formula("broadcast", log(p, 2) * (V / B + a)),
-    "send": Formula("send", V / B + a),
 }
-RING_ALL_REDUCE = Formula("all_reduce", 2 * (p - 1) / p * V / B + 2 * (p - 1) * a)
 
 # Roofline: limited by arithmetic or by memory, whichever takes longer. P and W are rates, F and M
 # the work; work of size F_half (M_half) runs at half of the rate. t0: time to start an operator.
 ROOFLINE = Formula("operator", Max((F + F_half) / P, (M + M_half) / W) + t0)
+S = Symbol("S")  # bytes of passes over intermediate results, which come one after another
+PASSES = Formula("operator", Max((F + F_half) / P, (M + M_half) / W) + S / W + t0)
 MEMORY_BOUND = Formula("operator", (M + M_half) / W + t0)
 
 # What computing hides of a collective that takes C by itself: beside it computing goes at `o` of
 # its speed, and there is K to compute that does not wait for it.
 C, o, K = (Symbol(name) for name in ("C", "o", "K"))
 HIDDEN = Formula("hidden", Min(o * C, K))
-
-# Bytes of model states: N parameters of w bytes, gradients of g, optimizer states of s, each cut
-# over its own number of ranks.
-N, w, g, s = (Symbol(name) for name in ("N", "w", "g", "s"))
-c_w, c_g, c_s = (Symbol(name) for name in ("c_w", "c_g", "c_s"))
-STATES = Formula("states", N * (w / c_w + g / c_g + s / c_s))
 
 
 def collective_values(kind: str, link: AxisLink, size: Any) -> dict[str, Any]:
@@ -68,32 +62,28 @@ def collective_seconds(kind: str, link: AxisLink, size: Any) -> Any:
     return COLLECTIVES[kind](**collective_values(kind, link, size))
 
 
-def send_seconds(link: Link, size: Any) -> Any:
-    """Seconds of a message between two devices."""
-    return COLLECTIVES["send"](V=size, B=link.bandwidth, a=link.alpha)
-
-
-def operator_formula(flops: Any) -> Formula:
-    """The roofline; an operator without FLOPs that count knows only memory."""
+def operator_formula(flops: Any, between: Any = 0.0) -> Formula:
+    """The roofline; an operator without FLOPs that count knows only memory. `between`: the bytes of
+    passes between what is read and what is written."""
+    if _any(between):
+        return PASSES
     return ROOFLINE if _any(flops) else MEMORY_BOUND
 
 
-def operator_values(device: Device, dtype: Any, flops: Any, moved: Any) -> dict[str, Any]:
+def operator_values(
+    device: Device, dtype: Any, flops: Any, moved: Any, between: Any = 0.0
+) -> dict[str, Any]:
     """The values of the symbols in the formula of an operator."""
     return {
         "F": flops,
         "F_half": device.half(dtype),
         "P": device.peak(dtype),
         "M": moved,
+        "S": between,
         "M_half": device.half_bytes,
         "W": device.bandwidth,
         "t0": device.overhead,
     }
-
-
-def operator_seconds(device: Device, dtype: Any, *, flops: Any, moved: Any) -> Any:
-    """Seconds of one operator with `flops` that moves `moved` bytes; arrays give arrays."""
-    return operator_formula(flops)(**operator_values(device, dtype, flops, moved))
 
 
 def _any(flops: Any) -> bool:

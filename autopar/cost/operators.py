@@ -25,7 +25,7 @@ from autopar.strategies import Extra, Rule, Strategy
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import is_view
 from autopar.strategies.results import tensors_of
-from autopar.strategies.rule import Dim, Facts
+from autopar.strategies.rule import Between, Dim, Facts
 
 Array = NDArray[np.float64]
 Values = dict[str, Any]  # by symbol: a number, or one for each strategy
@@ -40,6 +40,7 @@ class Work(NamedTuple):
     moved: Array
     backward_flops: Array
     backward_moved: Array
+    between: Array  # by the parts of `rule.Between`
 
 
 class ShardSizes:
@@ -86,8 +87,9 @@ def work(facts: Facts, pieces: ShardSizes) -> Work:
     """The work of one call under all strategies."""
     rule = facts.rule
     nothing = np.zeros(pieces.count)
+    between = np.multiply.outer(pieces.share(), rule.between)
     if facts.is_view:
-        return Work(nothing, nothing, nothing, nothing)
+        return Work(nothing, nothing, nothing, nothing, between)
     inputs = [
         pieces.elements(dims) * itemsize for dims, itemsize in zip(rule.inputs, facts.itemsizes)
     ]
@@ -102,7 +104,7 @@ def work(facts: Facts, pieces: ShardSizes) -> Work:
     moved = sum(inputs, output)
     learning = [index for index, learns in enumerate(facts.differentiable) if learns]
     if not learning:
-        return Work(flops, moved, nothing, nothing)
+        return Work(flops, moved, nothing, nothing, between)
     passes = len(learning) if rule.is_contraction else 1
     kept = sum((inputs[index] for index in rule.saved.inputs if index < len(inputs)), nothing)
     written = sum((inputs[index] for index in learning), nothing)
@@ -110,21 +112,27 @@ def work(facts: Facts, pieces: ShardSizes) -> Work:
         backward_flops = flops * (passes if rule.is_contraction else 2)
     else:
         backward_flops = rule.backward_flops * pieces.share()
-    return Work(flops, moved, backward_flops, passes * output + kept + written)
+    return Work(flops, moved, backward_flops, passes * output + kept + written, between)
 
 
 def rooflines(facts: Facts, done: Work, device: Device) -> dict[str, tuple[Formula, Values]]:
     """What is computed, "forward" and "backward": the formula, and what its symbols stand for."""
+    between = Between(*done.between.T)
+    is_cached = facts.on_host or device.host.is_device
+    forward, backward = between[2:] if is_cached else between[:2]
     if facts.crosses:
         device = device.host.link
     elif facts.on_host:
         device = device.host.processor
-    ways = {} if facts.is_view else {"forward": (done.flops, done.moved)}
+    ways = {} if facts.is_view else {"forward": (done.flops, done.moved, forward)}
     if ways and any(facts.differentiable):
-        ways["backward"] = done.backward_flops, done.backward_moved
+        ways["backward"] = done.backward_flops, done.backward_moved, backward
     return {
-        way: (operator_formula(flops), operator_values(device, facts.dtype, flops, moved))
-        for way, (flops, moved) in ways.items()
+        way: (
+            operator_formula(flops, passed),
+            operator_values(device, facts.dtype, flops, moved, passed),
+        )
+        for way, (flops, moved, passed) in ways.items()
     }
 
 

@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar._torch import memory_of
 from autopar.cost.host_kernels import HostKernels
 from autopar.mesh import Mesh
 from autopar.passes.kernels import local_call
@@ -104,7 +105,7 @@ class _Watch(TorchDispatchMode):
         self.bytes = self.most = 0
         self._kernels = kernels
         self._failure: Exception | None = None  # of the count itself
-        self.sizes = {_key(tensor): 0 for tensor in known}
+        self.sizes = {memory_of(tensor): 0 for tensor in known}
 
     def see(self, run: Callable[[], Made]) -> Made:
         """What is made inside."""
@@ -131,18 +132,14 @@ class _Watch(TorchDispatchMode):
 
     def _count(self, given: Any) -> None:
         for tensor in pytree.tree_leaves(given):
-            if isinstance(tensor, Tensor) and _key(tensor) not in self.sizes:
+            if isinstance(tensor, Tensor) and memory_of(tensor) not in self.sizes:
                 storage = tensor.untyped_storage()
-                self.sizes[_key(tensor)] = storage.nbytes()
+                self.sizes[memory_of(tensor)] = storage.nbytes()
                 self.bytes += storage.nbytes()
-                weakref.finalize(storage, self._let_go, _key(tensor))
+                weakref.finalize(storage, self._let_go, memory_of(tensor))
 
     def _let_go(self, key: int) -> None:
         self.bytes -= self.sizes.pop(key, 0)
-
-
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _observe(
@@ -170,13 +167,13 @@ def _observe(
     made = iter(found)
     gradients = [next(made) if leaf.requires_grad else None for leaf in leaves]
     sizes: list[int | None] = []
-    counted = {_key(seed) for seed in seeds}
+    counted = {memory_of(seed) for seed in seeds}
     for gradient in gradients:
         if gradient is None:
             sizes.append(None)
-        elif _key(gradient) in counted:
+        elif memory_of(gradient) in counted:
             sizes.append(HANDED_ON)
         else:
-            counted.add(_key(gradient))
+            counted.add(memory_of(gradient))
             sizes.append(gradient.untyped_storage().nbytes())
     return more, backward.most - backward.bytes, tuple(sizes)

@@ -26,6 +26,7 @@ from autopar.plan.plan import Plan, SavedPlan
 from autopar.plan.restaged import forward_batches, scheduled, without_gradients
 from autopar.planner.beside import carry_beside, constraints_beside, search_beside, spread_beside
 from autopar.planner.candidate import Candidate
+from autopar.progress import reporter
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ def plan_beside(
     program, batches = _cut_up(plan, captured, is_step, _count(plan, captured, is_step, parts))
     if plan.mode == "auto" and (plan.pipelining is None or is_step):
         limit = plan.limit if plan.pipelining is None else None  # a stage holds its part
-        made = search_beside(plan, program, batches, limit, inputs)
+        with reporter(plan.progress) as report:
+            made = search_beside(plan, program, batches, limit, inputs, report)
     else:
         made = spread_beside(plan, plan.mode, program, batches)
     return _planned(plan, made)
@@ -100,8 +102,8 @@ def staged_beside(plan: Plan, made: Plan, is_step: bool) -> Plan:
 
 def _planned(plan: Plan, made: Candidate) -> Plan:
     said = constraints_beside(plan, made.captured)
-    about = {"limit": plan.limit, "constraints": said, "dynamic": plan.dynamic}
-    return Plan.of(made, mode=plan.mode, **about)
+    kept = {name: getattr(plan, name) for name in ("mode", "limit", "dynamic", "strict")}
+    return Plan.of(made, constraints=said, **kept)
 
 
 def _parts(plan: Plan, inputs: Mapping[str, Layout]) -> int:

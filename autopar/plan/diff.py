@@ -8,25 +8,30 @@ where both plans have their models.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import Field, asdict, dataclass, fields, replace
 from typing import Any
 
 from autopar.plan.grouping import grouped
-from autopar.plan.saved import SavedValue
+from autopar.plan.saved import SavedValue, deciding, values_to_save
 from autopar.plan.value import PlanValue
+from autopar.search.decisions import Decisions
 from autopar.units import bytes_text, listed, seconds_text
 
 Pair = tuple[Any, Any]
 _LISTED = 40
+_AS_LAYOUTS = ("typed", "others", "fingerprint")  # fields that are compared by names of tensors
+_WORDS: Mapping[str, Callable[[Any], str]] = {"limit": bytes_text}
+_NONE = {"microbatch_count": "1"}  # None in words
 
 
 @dataclass(frozen=True)
 class PlanDiff:
     """What differs; every pair is (the first plan's, the second plan's)."""
 
-    settings: Mapping[str, Pair]  # mesh, cluster, mode, micro-batches, where they differ
+    settings: Mapping[str, Pair]  # mesh, and what fields of a plan say that is no layout, in words
     regions: Mapping[str, tuple[str | None, str | None]]  # name -> what is recomputed
     parameters: Mapping[str, tuple[str | None, str | None]]  # name -> types
     values: Mapping[str, tuple[str | None, str | None]]  # node -> types
@@ -86,8 +91,8 @@ def compare(first: PlanValue | SavedValue, second: PlanValue | SavedValue) -> Pl
         memory = _pairs(*(plan.memory.to_json() for plan in attached))
         one, two = (Counter(f"{r.forward} over {r.axis}" for r in p.movements()) for p in attached)
         moved = {kind: (one[kind], two[kind]) for kind in sorted({**one, **two})}
-    return PlanDiff(
-        _different(_pairs(_settings(first), _settings(second))),
+    diff = PlanDiff(
+        _settings(first, second),
         _different(_pairs(*({n: how.words for n, how in r.items()} for r in recomputed))),
         {name: pair for name, pair in types.items() if name in kept},
         {name: pair for name, pair in types.items() if name in decided - kept},
@@ -96,20 +101,42 @@ def compare(first: PlanValue | SavedValue, second: PlanValue | SavedValue) -> Pl
         moved,
         without_model=len(attached) < 2,
     )
+    if diff.is_empty and first.decisions != second.decisions:  # as on the ways between layouts
+        names = (one.name for one in fields(Decisions))
+        apart = [n for n in names if getattr(first.decisions, n) != getattr(second.decisions, n)]
+        return replace(diff, settings={"decisions": (f"these {', '.join(apart)}", "others")})
+    return diff
 
 
-def _settings(plan: PlanValue | SavedValue) -> dict[str, Any]:
-    made = plan.pipelining
-    return {
-        "mesh": plan.whole_mesh.sizes,
-        "cluster": plan.cluster.name,
-        "devices": plan.cluster.devices,
-        "mode": plan.mode,
-        "microbatches": plan.microbatches,
-        "states": str(plan.states),
-        "dynamic shapes": str(plan.dynamic or "none"),
-        "pipeline": f"{made.schedule.name} of {len(made.stages)} stages" if made else "none",
-    }
+def _settings(*plans: PlanValue | SavedValue) -> dict[str, Pair]:
+    """All that is no layout, by the fields of a plan."""
+    first, second = plans
+    found = _different({"mesh": (first.whole_mesh.sizes, second.whole_mesh.sizes)})
+    of_both = [vars(one) if isinstance(one, SavedValue) else values_to_save(one) for one in plans]
+    for one in deciding():
+        pair = tuple(value[one.name] for value in of_both)
+        if one.name in _AS_LAYOUTS or pair[0] == pair[1]:
+            continue
+        words, none = _WORDS.get(one.name, str), _NONE.get(one.name, "none")
+        texts = [none if value is None else words(value) for value in pair]
+        found[said_as(one)] = _where_apart(*(texts if texts[0] != texts[1] else map(repr, pair)))
+    models = first.fingerprint, second.fingerprint
+    if other := models[0].differences(models[1]):
+        found["model"] = other[0], models[1].differences(models[0])[0]
+    return found
+
+
+def said_as(one: Field[Any]) -> str:
+    """What a field of a plan is called among settings."""
+    name: str = one.metadata.get("key", one.name)
+    return name.replace("_", " ")
+
+
+def _where_apart(first: str, second: str) -> Pair:
+    """Two texts that differ, by the lines in which they do."""
+    lines = itertools.zip_longest(first.splitlines(), second.splitlines(), fillvalue="")
+    one, two = zip(*(pair for pair in lines if pair[0] != pair[1]))
+    return "; ".join(map(str.strip, one)), "; ".join(map(str.strip, two))
 
 
 def _pairs(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Pair]:

@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -44,7 +45,7 @@ from autopar.planner.hosting import require_room
 from autopar.schema import Mismatch, read, write
 from autopar.search.constraints import LayoutConstraint, read_constraints
 
-FORMAT, VERSION = "autopar plan", 8
+FORMAT, VERSION = "autopar plan", 9
 
 
 class Plan(PlanValue):
@@ -54,7 +55,12 @@ class Plan(PlanValue):
 
     def save(self, path: str | Path) -> None:
         """Write every decision to a file; equal plans give equal files."""
-        SavedPlan.of(self).save(path)
+        Path(path).write_bytes(self.file)
+
+    @cached_property
+    def file(self) -> bytes:
+        """What `save` writes, made once: nothing of a plan changes."""
+        return SavedPlan.of(self).to_bytes()
 
     @staticmethod
     def load(path: str | Path) -> SavedPlan:
@@ -197,6 +203,7 @@ class SavedPlan(SavedValue):
             ),
             alternatives=self.alternatives,
             dynamic=self.dynamic,
+            strict=self.strict,
         )
         require_types(self, plan.types)
         return plan

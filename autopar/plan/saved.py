@@ -1,14 +1,14 @@
 """SavedValue: a plan as it stands on disk, field by field, without the model that it is for.
 
 Times and bytes are not saved: they are computed anew for the model that the plan is attached to.
-What a plan comes to hold besides gets a field here.
+What a plan comes to hold besides gets a field here: files, `diff` and what ranks compare follow.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,11 @@ from autopar.search.auto import Search
 from autopar.search.decisions import Decisions, TypedDecisions
 from autopar.states import States
 
+# How a plan was found, and where it was asked for: plans that differ in this alone decide the same.
+_ACCOUNT = {"decides": False}
+# What machines were taken to be: each rank may know its own.
+_OF_RANK = {"is_of_rank": True}
+
 
 @dataclass(frozen=True)
 class SavedValue:
@@ -36,20 +41,22 @@ class SavedValue:
 
     mode: Mode
     # Bytes of each device that the search kept to.
-    limit: Positive | None = field(metadata={"key": "memory_limit"})
+    limit: Positive | None = field(metadata={"key": "memory_limit"} | _OF_RANK)
     # Micro-batches of a step; None: the batch was not cut.
     microbatch_count: Count | None = field(metadata={"key": "microbatches"})
     typed: TypedDecisions = field(metadata={"key": "decisions"})
-    cluster: Cluster
+    cluster: Cluster = field(metadata=_OF_RANK)
     precision: Precision | None
     pipelining: Pipelining | None = field(metadata={"key": "pipeline"})
-    search: Search | None
+    search: Search | None = field(metadata=_ACCOUNT)
     states: States  # what the places of parameters follow from
-    alternatives: tuple[Alternative, ...]  # ways to run a step that were weighed
-    annotated: Mapping[str, str]  # parameter -> the user's line
+    # Ways to run a step that were weighed.
+    alternatives: tuple[Alternative, ...] = field(metadata=_ACCOUNT)
+    annotated: Mapping[str, str] = field(metadata=_ACCOUNT)  # parameter -> the user's line
     # Of parameters and buffers by name, of all values but placeholders by node.
     others: Mapping[str, TensorType] = field(metadata={"key": "types"})
     dynamic: DynamicShapes | None = field(metadata={"key": "dynamic_shapes"})
+    strict: bool
     fingerprint: Fingerprint = field(metadata={"key": "model"})
 
     @cached_property
@@ -83,6 +90,11 @@ class SavedValue:
     @property
     def microbatches(self) -> int:
         return self.microbatch_count or 1
+
+
+def deciding() -> tuple[Field[Any], ...]:
+    """The fields in which plans that decide the same are equal."""
+    return tuple(one for one in fields(SavedValue) if one.metadata.get("decides", True))
 
 
 def values_to_save(plan: PlanValue) -> dict[str, Any]:

@@ -106,6 +106,7 @@ def plan_data(plan: PlanValue) -> dict[str, Any]:
         "states": write(plan.states),
         "precision": write(plan.precision),
         "dynamic_shapes": write(plan.dynamic),
+        "strict": plan.strict,
         "recompute": {name: str(how) for name, how in plan.decisions.recompute.items()},
         "parameters": {n: str(plan.types[n]) for n in plan.captured.parameters.values()},
         "movements": [asdict(record) for record in plan.movements()],

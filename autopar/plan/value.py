@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from autopar.plan.restaged import forward_batches, restaged, without_gradients
 from autopar.planner.beside import spread_beside
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.planner.request import Mode
+from autopar.progress import Report
 from autopar.search.build import Built, build
 from autopar.search.constraints import Constraints
 from autopar.strategies.node_info import info
@@ -53,6 +54,9 @@ class PlanValue(Candidate):
     constraints: Constraints | None = None  # what annotations asked
     alternatives: tuple[Alternative, ...] = ()  # ways to run a step that were weighed
     dynamic: DynamicShapes | None = None  # the sizes of inputs that it serves beside its own
+    strict: bool = False  # whether operators without rules are refused, of later programs too
+    # What is told of the searches of later programs.
+    progress: Report | bool = field(default=False, compare=False, repr=False)
 
     @classmethod
     def of(cls: type[Made], candidate: Candidate, **asked: Any) -> Made:

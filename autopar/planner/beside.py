@@ -11,6 +11,7 @@ parameters, and buffers, lie as `source` has them; what else is decided is free.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -27,9 +28,15 @@ from autopar.planner.candidate import Candidate
 from autopar.planner.carried import carried, fitting
 from autopar.planner.recomputation import FULL
 from autopar.planner.request import Mode
+from autopar.progress import Report
 from autopar.recompute import Recompute
 from autopar.search.auto import LayoutSearch
-from autopar.search.constraints import Constraints, LayoutConstraint, read_constraints
+from autopar.search.constraints import (
+    Constraints,
+    LayoutConstraint,
+    markers_of,
+    read_constraints,
+)
 from autopar.search.decisions import Decisions
 from autopar.search.propagate import propagate
 from autopar.search.smallest_footprint import NothingFits
@@ -68,15 +75,18 @@ def search_beside(
     batches: Microbatches | None = None,
     limit: float | None = None,
     inputs: Mapping[str, Layout] | None = None,
+    report: Report | None = None,
 ) -> Candidate:
     """The fastest layouts; within `limit` bytes of each device, if some are. `inputs`: where these
-    lie, if that is not free."""
+    lie, if that is not free. `report` is told of the search."""
     said = constraints_beside(source, captured)
     parts = 1 if batches is None else batches.count
 
     def run(memory: float) -> Candidate:
         about = captured, source.cluster, lambda mesh: said, memory, parts, source.states
-        found = LayoutSearch(*about).run([source.mesh])
+        search = LayoutSearch(*about)
+        search.report = report or search.report
+        found = search.run([source.mesh])
         decisions = found.decisions
         placed = {**decisions.placeholders, **(inputs or {})}
         decisions = replace(decisions, placeholders=placed)
@@ -110,12 +120,29 @@ def carry_beside(
 
 
 def constraints_beside(source: Candidate, captured: Captured) -> Constraints:
-    """What annotations ask for, and where parameters are."""
+    """What annotations ask for, as in `source` where dims are large enough for it, and where
+    parameters are."""
     kept = _kept(source, captured)
     parameters = {name: kept[name] for name in captured.parameters.values()}
-    marked = read_constraints(captured, source.mesh, {})
+    marked = read_constraints(captured, source.mesh, {}, _marked_as(source, captured))
     recompute = _recomputed(source, captured)
     return replace(marked, parameters=_constraints(parameters), recompute=recompute)
+
+
+def _marked_as(source: Candidate, captured: Captured) -> dict[str, Layout]:
+    """The layouts that the markers of a program have in `source`. A cut gives way where a dim has
+    fewer elements than pieces; a number of slices is that of the same axes, which cut unevenly."""
+    there: dict[object, list[str]] = defaultdict(list)
+    for node, annotation in markers_of(source.captured):
+        there[info(node).module, replace(annotation, call=0)].append(node.name)
+    names = {key: iter(found) for key, found in there.items()}
+    known: dict[str, Layout] = {}
+    for node, annotation in markers_of(captured):
+        name = next(names.get((info(node).module, replace(annotation, call=0)), iter(())), "")
+        if name in source.decisions.fixed:
+            layout = source.decisions.fixed[name]
+            known[node.name] = fitting(layout, tuple(info(node).val.shape), source.mesh)
+    return known
 
 
 def _placed(

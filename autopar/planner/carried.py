@@ -1,6 +1,6 @@
 """Carried: the decisions about a program, for the same model with inputs of other sizes.
 
-    made = carried(decisions, planned, captured, inputs)
+    made = carried(decisions, planned, captured, placed, fixed)
 
 An operator is found again by what it is and where it stands: at some sizes torch leaves one out (a
 slice of everything), or takes others (for a batch of one). It keeps its strategy, but for cuts into

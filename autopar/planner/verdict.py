@@ -1,4 +1,9 @@
-"""Verdict: what is refused or told of a program that was planned, the first or another one."""
+"""Verdict: what is refused or told of a program, the first of a module or a later one.
+
+require_rules(captured)         before its search, with strict=True
+refuse_random(captured, mesh, microbatches)
+tell(captured, best)            of what was chosen
+"""
 
 from __future__ import annotations
 
@@ -29,7 +34,7 @@ def tell(captured: Captured, best: Candidate, before: Candidate | None = None) -
     statistics = batch_statistics(captured)
     is_told = before is not None and batch_statistics(before.captured)
     if statistics and best.microbatches > 1 and not is_told:
-        _warn(
+        warn(
             f"{named_statistics(statistics)} takes its statistics over each of {best.microbatches} "
             "micro-batches, not over the batch: loss, gradients and running statistics are not "
             "those of microbatches=1"
@@ -42,9 +47,25 @@ def tell(captured: Captured, best: Candidate, before: Candidate | None = None) -
         if fallback.node in calls and fallback.operator not in known:
             replicated.setdefault(fallback.operator, []).append(fallback)
     for operator, found in replicated.items():
-        _warn(
+        warn(
             f"{operator} has no rule and runs replicated ({len(found)} times, first at "
             f"{found[0].source}): every rank does all of it. {_rule_for(calls[found[0].node])}"
+        )
+
+
+def require_rules(captured: Captured) -> None:
+    """Refuse operators that would run replicated for want of a rule."""
+    missing = [
+        f"{registered_as(node.target)} at {info(node).source}"
+        for node in captured.operators
+        if captured.rules[node.name] is None
+    ]
+    if missing:
+        raise InvalidInput(
+            "with strict=True every operator has a rule",
+            got="\n".join(dict.fromkeys(missing)),
+            remedy="register_rule(operator, '... -> ...') for each, or strict=False to run them "
+            "replicated",
         )
 
 
@@ -86,5 +107,6 @@ def named_statistics(statistics: Sequence[fx.Node]) -> str:
     return f"batch norm ({', '.join(names[:3])}{more})"
 
 
-def _warn(message: str) -> None:
+def warn(message: str) -> None:
+    """Tell of something at the user's line."""
     warnings.warn(message, stacklevel=frames_to_caller())

@@ -2,8 +2,9 @@
 
     parallelize(model, inputs, check=True)
 
-The first step compares the captured program with the plain model; every step, on several
-processes, the batches of all ranks and which parameters are frozen there.
+The first call of a training, a step or one in training mode with gradients, compares its captured
+program with the plain model, whichever of the programs that is; every call, on several processes,
+the batches of all ranks and which parameters are frozen there.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import warnings
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,8 +25,8 @@ from autopar.capture.autocasts import switched
 from autopar.capture.captured import Captured
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.lines import frames_to_caller
-from autopar.runtime.plan_broadcast import require_same_call
-from autopar.runtime.world import World
+from autopar.runtime import programs
+from autopar.runtime.first_batches import require_same_batch
 from autopar.verification.references import (
     Call,
     CapturedModule,
@@ -38,13 +38,6 @@ from autopar.verification.references import (
 )
 from autopar.verification.rounding import measure
 
-LOOKS = 3  # calls whose batches are compared
-_ALIKE = (
-    "load the same batch on every rank, or parallelize with local_inputs=True, where each brings "
-    "its own slice"
-)
-SAMPLED = 1 << 20  # elements of a tensor that are looked at, about
-
 
 class Checks:
     """Called with the arguments of every call, before it runs."""
@@ -53,12 +46,22 @@ class Checks:
         self._captured, self._on_processes = captured, on_processes
         self._model: nn.Module | None = copy.deepcopy(model)  # until the first step
 
-    def alone(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        """What this process finds out by itself."""
-        if self._model is not None:
-            with switched(self._captured.example.autocasts):
-                _require_plain(self._model, self._captured, (args, kwargs))
-            self._model = None
+    def alone(self, call: programs.Call, first: programs.Running) -> None:
+        """What this process finds out by itself, once what runs is found or captured; `first`: the
+        program that was planned."""
+        learns = call.is_step or (torch.is_grad_enabled() and any(call.training))
+        if self._model is None or not (learns or call.running is first):
+            return
+        captured = call.captured if call.running is None else call.running.plan.original
+        assert captured is not None
+        modules = dict(self._model.named_modules(remove_duplicate=False))
+        for path, is_training in zip(self._captured.example.modes, call.training):
+            modules[path].training = is_training
+        for name, parameter in self._model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad or name in call.unfrozen)
+        with switched(self._captured.example.autocasts):
+            _require_plain(self._model, captured, (call.args, call.kwargs))
+        self._model = None
 
     def together(
         self, args: tuple, kwargs: Mapping[str, Any], parameters: Mapping[str, Tensor]
@@ -68,7 +71,7 @@ class Checks:
             learns = {name: value.requires_grad for name, value in parameters.items()}
             everyones: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everyones, (_digest((args, dict(kwargs))), learns))
-            _require_same_batch([digest for digest, _ in everyones])
+            require_same_batch([digest for digest, _ in everyones])
             _require_same_frozen([learns for _, learns in everyones])
 
 
@@ -108,38 +111,6 @@ def _compare(model: nn.Module, captured: Captured, call: Call, dtype: torch.dtyp
             remedy="mend what the model does otherwise while it is exported; "
             "ap.verify() shows all that differs",
             source=difference.source if difference else None,
-        )
-
-
-class FirstBatches:
-    """Looks at the batches of the first calls of a module on processes, and then at none: a loop in
-    which each rank loads another batch does so from the start."""
-
-    def __init__(self, world: World, remedy: str = _ALIKE) -> None:
-        self._world, self._remedy, self.left = world, remedy, LOOKS
-
-    def together(self, call: str, *given: Any) -> None:
-        """Refuse, on all ranks, a global batch that is not the same on all of them, and a `call`
-        that others do not make."""
-        require_same_call(lambda: None, call=call)
-        self.left -= 1
-        found = 0
-        for leaf in pytree.tree_leaves(given):
-            if isinstance(leaf, Tensor) and leaf.numel():
-                data = leaf.detach().reshape(-1)
-                data = data[:: -(-data.numel() // SAMPLED)].cpu().contiguous()
-                found = zlib.crc32(data.view(torch.uint8).numpy().tobytes(), found)
-        _require_same_batch(self._world.numbers(found), self._remedy)
-
-
-def _require_same_batch(digests: Sequence[object], remedy: str = _ALIKE) -> None:
-    """Refuse a step for which ranks were given different global batches."""
-    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if others:
-        raise InvalidInput(
-            "every rank is given the same global batch",
-            got=f"another batch than rank 0 has on rank {', '.join(map(str, others))}",
-            remedy=remedy,
         )
 
 

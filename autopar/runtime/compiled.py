@@ -1,8 +1,9 @@
 """Compiled: regions of a rank's program are made by `torch.compile`, equal ones once.
 
-A region is a block of the model (`layers.3`), or what stands between two blocks. It is a function
-of what it reads, so blocks that do the same to tensors of the same types are one function, and what
-compiling takes does not grow with depth. Movements are operators in it, forward and backward.
+A region is some neighbouring blocks of the model (`block_groups.py`), or what stands between two of
+these groups. It is a function of what it reads, so groups that do the same to tensors of the same
+types are one function, and what compiling takes does not grow with depth. Movements are operators
+in it, forward and backward.
 
 Some calls stay outside, and end a region: those that wait for work under way, or leave a sum to the
 caller; weights whose gradients a split backward puts off; dropped attention, which works on some
@@ -30,17 +31,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.capture.origins import is_made_of_parameters
-from autopar.capture.regions import runs
 from autopar.collectives.eager import finish_sum, start_sum, sum_later
-from autopar.passes.gathers import NONE, have_copies, leave_copies, watch_readers
+from autopar.passes.gathers import NONE, leave_copies, watch_readers
+from autopar.runtime.block_groups import MARKS, Together
 from autopar.runtime.regions import inputs_of
 from autopar.strategies.kernels.draws import Place
 from autopar.strategies.kernels.dropped_attention import attention
 from autopar.strategies.node_info import info
 
 Function = Callable[..., Any]
-_MARKS = (have_copies, leave_copies, watch_readers)
 _OUTSIDE = (start_sum, finish_sum, sum_later, attention)
 _LEAST = 2  # calls: fewer are not worth it
 
@@ -52,12 +51,14 @@ class Compiler:
     options: Mapping[str, Any]
     device: torch.device
     blocks: Sequence[str]  # of the model, that repeat
+    together: Together
     made: dict[Hashable, Function] = field(default_factory=dict)  # by what a region does
 
     def __call__(self, graph: fx.Graph, outside: Collection[fx.Node]) -> None:
         """Let a program of one rank call its regions as functions, in place."""
         _keep_results_near(graph)
-        for nodes in list(_regions(graph, self.blocks, outside)):
+        places = self.together.places(graph, self.blocks)
+        for nodes in list(_regions(graph, places, outside)):
             if len(nodes) >= _LEAST:
                 self._call(graph, nodes)
 
@@ -130,7 +131,7 @@ class _Region:
         own = set(self.nodes)
 
         def is_read(node: fx.Node) -> bool:
-            return any(user not in own and user.target not in _MARKS for user in node.users)
+            return any(user not in own and user.target not in MARKS for user in node.users)
 
         return [node for node in self.nodes if is_read(node)]
 
@@ -208,23 +209,18 @@ def _frozen(argument: Any) -> Hashable:
 
 
 def _regions(
-    graph: fx.Graph, blocks: Sequence[str], outside: Collection[fx.Node]
+    graph: fx.Graph, places: Mapping[fx.Node, Hashable], outside: Collection[fx.Node]
 ) -> Iterator[list[fx.Node]]:
-    """The runs of calls that become one each."""
-
-    def is_anywhere(node: fx.Node) -> bool:
-        return node.target in _MARKS or is_made_of_parameters(node)
-
-    labels = {node: name for name, run in runs(graph, blocks, is_anywhere) for node in run}
+    """The runs of calls that become one each, none of two places."""
     reached = _results_reached(graph)
     open_: list[fx.Node] = []
     order, asked = _Order(), _Asked(reached)
     where: Any = None
     for node in graph.nodes:
-        if node.op == "placeholder" or node.target in _MARKS:
+        if node.op == "placeholder" or node.target in MARKS:
             continue
         maker = _maker(node)
-        place = labels.get(maker), info(maker).region
+        place = places.get(maker), info(maker).region
         is_inside = _is_inside(node, outside)
         holds = is_inside and place == where and order.holds(node) and asked.holds(node)
         if open_ and not holds:

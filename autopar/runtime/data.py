@@ -23,9 +23,9 @@ from autopar.errors import InvalidInput
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes.localize import Axes
-from autopar.runtime.checks import FirstBatches
 from autopar.runtime.distributed import TorchBackend
 from autopar.runtime.failures import one_fails_all_stop
+from autopar.runtime.first_batches import FirstBatches
 from autopar.runtime.from_first import FromFirst
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.slices import batch_axes
@@ -91,8 +91,10 @@ class Share:
         bounds = [self._layout.local_bounds((size,), self._mesh, rank)[0] for rank in ranks]
         if not all(length for _, length in bounds):  # on all ranks alike
             raise InvalidInput(
-                "every rank has a sample of every batch",
-                got=f"a batch of {size} on {self._mesh}",
+                "every rank has a sample of every batch, whose pieces are of one size, rounded up, "
+                "but for the last",
+                got=f"a batch of {size} on {self._mesh}, in pieces of "
+                f"{', '.join(str(length) for _, length in bounds)}",
                 remedy="drop_last=True, or larger batches",
             )
         start, length = bounds[self._rank]

@@ -77,7 +77,7 @@ class TorchBackend(Backend):
         wanted = axes_used(program.graph) | of_states | of_outputs
         self.groups = Groups(self.mesh, wanted, ranks.meshes)
         is_sliced = local_inputs and program.batches is not None
-        self._slices = Slices(program, self.groups, ranks.inner) if is_sliced else None
+        self.slices = Slices(program, self.groups, ranks.inner) if is_sliced else None
         self._leave = Outputs(outputs, self.device_mesh, self.groups, ranks.inner)
         self.placing = Placing(self.mesh, ranks.inner, device, self.device_mesh)
         self._kept = KeptTensors(program, device)
@@ -175,11 +175,11 @@ class TorchBackend(Backend):
 
     def split(self, inputs: Batch) -> list[dict[str, Tensor]]:
         """With local inputs, of this rank's slices."""
-        return super().split(inputs) if self._slices is None else self._slices.split(inputs)
+        return super().split(inputs) if self.slices is None else self.slices.split(inputs)
 
     @property
     def parts(self) -> int:
-        return 1 if self._slices is None else self._slices.parts
+        return 1 if self.slices is None else self.slices.parts
 
     def require_callable(self) -> None:
         if self.leaves.are_passed:
@@ -411,6 +411,8 @@ class TorchGraph:
         self._backend = backend
         mesh, rank, device = backend.mesh, backend.ranks.inner, backend.device
         self.graph = localize(graph, mesh, rank, device, backend.groups.name)
+        if backend.slices is not None:
+            backend.slices.placed(self.graph)
         self._keeper = Keeper(mover(mesh, rank, backend.groups.name))
         how |= {"keeper": self._keeper, "compiling": backend.compiler}
         self._function = compile_graph(self.graph, **how)

@@ -2,8 +2,10 @@
 
 Every rank asks for the next one, in the same order: rank 0 makes it and sends it over the host, in
 a group of its own, so that it may come in another thread than the program runs in. The end of the
-loop and an error in it come on all ranks too. Loops are numbered: a rank that has left one earlier
-than others finds what it is sent to be of another, and all stop.
+loop and an error in it come on all ranks too. What rank 0 draws of random numbers meanwhile is
+drawn on each rank whose generators stood as its own did, so that a script that draws alike on all
+ranks goes on to do so. Loops are numbered: a rank that has left one earlier than others finds what
+it is sent to be of another, and all stop.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import InvalidInput
+from autopar.runtime import generators
 from autopar.runtime.failures import one_fails_all_stop
 from autopar.runtime.world import World
 
@@ -62,6 +65,7 @@ class FromFirst:
             box: list[Any] = [(place, data)]
             dist.broadcast_object_list(box, 0, here.host_group, torch.device("cpu"))
             (loop, turn), data = box[0]
+            value, told, drawn = pickle.loads(data)
             if (loop, turn) != place:
                 raise InvalidInput(
                     "all ranks take the same batches of a split loader, in the same order",
@@ -69,14 +73,23 @@ class FromFirst:
                     f"rank 0 for batch {turn} of loop {loop}",
                     remedy="begin and leave loops over it on all ranks alike",
                 )
-        return pickle.loads(data)
+        if here.rank != 0:
+            generators.follow(drawn)
+        return value, told
 
 
 def _sent(given: Any) -> Iterator[tuple[bytes, Exception | None]]:
-    """What rank 0 sends of it, and the error that ends it."""
+    """What rank 0 sends of it, with what was drawn for it, and the error that ends it."""
+    before = generators.states()
+
+    def packed(value: Any, told: str) -> bytes:
+        return pickle.dumps((value, told, generators.moved(before)))
+
     try:
         for value in given:
-            yield pickle.dumps((value, "")), None
+            yield packed(value, ""), None
+            before = generators.states()
     except Exception as error:
-        yield pickle.dumps((None, f"{type(error).__name__}: {error}")), error
-    yield pickle.dumps((None, _END)), None
+        yield packed(None, f"{type(error).__name__}: {error}"), error
+        return
+    yield packed(None, _END), None

@@ -35,44 +35,59 @@ def whole_call(
 ) -> tuple[tuple, Mapping[str, Any]]:
     """The call with tensors of the whole shapes, without values, from those that each rank has; by
     rank, and by place among the flat arguments, those by name in the order of names."""
-    original = plan.original
-    leaves, spec = pytree.tree_flatten((args, {name: kwargs[name] for name in sorted(kwargs)}))
-    places = pytree.tree_unflatten(range(len(original.inputs)), original.input_spec)
-    named = {name: places[1][name] for name in sorted(places[1])}
-    order, planned = pytree.tree_flatten((places[0], named))
-    if spec != planned:
-        raise _other("other arguments than the planned call has")
+    leaves, spec = flat_call(args, kwargs)
+    planned = planned_inputs(plan)
     whole = []
-    for at, (leaf, place) in enumerate(zip(leaves, order)):
-        placeholder = original.inputs[place]
-        if not isinstance(leaf, Tensor) or placeholder is None:
+    for at, (path, leaf) in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
             whole.append(leaf)
             continue
+        placeholder = planned.get(path)
+        if placeholder is None:
+            raise _other(f"a tensor as {_said(path)}, where the planned call has none")
         layout = plan.decisions.placeholders[placeholder]
-        size = _joined(layout, [found[at] for found in shapes], plan.mesh, placeholder)
+        size = _joined(layout, [found[at] for found in shapes], plan.whole_mesh, placeholder)
         made = torch.empty(size, dtype=leaf.dtype, device="meta")
         whole.append(made.requires_grad_(leaf.requires_grad))
     args, kwargs = pytree.tree_unflatten(whole, spec)
     return args, kwargs
 
 
+def planned_inputs(plan: Plan) -> dict[Any, str | None]:
+    """The placeholders of the planned call, by the paths of its arguments; None: no tensor."""
+    inputs, spec = plan.original.inputs, plan.original.input_spec
+    args, kwargs = pytree.tree_unflatten(range(len(inputs)), spec)
+    return {path: inputs[place] for path, place in flat_call(args, kwargs)[0]}
+
+
+def flat_call(args: tuple, kwargs: Mapping[str, Any]) -> tuple[list[tuple[Any, Any]], Any]:
+    """What a call is given, each with its path; by name in the order of names."""
+    return pytree.tree_flatten_with_path((args, {name: kwargs[name] for name in sorted(kwargs)}))
+
+
+def _said(path: Any) -> str:
+    """args[0], kwargs['mask']."""
+    which, *inside = path
+    return ("args", "kwargs")[which.idx] + pytree.keystr(tuple(inside))
+
+
 def _joined(layout: Layout, shapes: Sequence[Shape], mesh: Mesh, name: str) -> Shape:
-    """The shape of which ranks have these pieces."""
+    """The shape of which ranks of a mesh have these pieces."""
     if layout.ndim != len(shapes[0]):
         raise _other(f"{name} of {len(shapes[0])} dims")
     whole = tuple(
         sum(shapes[rank][dim] for rank in (mesh.groups(axes)[0] if axes else (0,)))
         for dim, axes in enumerate(layout.dims)
     )
-    for rank, shape in enumerate(shapes):
-        is_small = any(mesh.degree(axes) > n for axes, n in zip(layout.dims, whole))
-        if is_small or layout.local_shape(whole, mesh, rank) != tuple(shape):
-            raise InvalidInput(
-                "with local inputs each rank brings its slice: the pieces of one global batch, the "
-                "first ones longer by one where they are uneven",
-                got="\n".join(f"rank {r}: {name} {tuple(s)}" for r, s in enumerate(shapes)),
-                remedy=f"slices of one batch as {layout} cuts it on {mesh}",
-            )
+    wanted = [layout.local_shape(whole, mesh, rank) for rank in range(len(shapes))]
+    is_small = any(mesh.degree(axes) > size for axes, size in zip(layout.dims, whole))
+    if is_small or wanted != [tuple(shape) for shape in shapes]:
+        raise InvalidInput(
+            "with local inputs each rank brings its slice, and slices are the pieces of one batch: "
+            "of one size, rounded up, but for the last",
+            got="\n".join(f"rank {r}: {name} {tuple(s)}" for r, s in enumerate(shapes)),
+            remedy=f"slices as {layout} cuts {whole} on {mesh}: {', '.join(map(str, wanted))}",
+        )
     return whole
 
 

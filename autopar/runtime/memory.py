@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from autopar._torch import allocations, local_of
+from autopar._torch import allocations, local_of, memory_of
 from autopar.cost.footprint import HOST, Memory
 from autopar.errors import InvalidInput, require_one_of
 from autopar.plan.plan import Plan
@@ -160,12 +160,11 @@ def here(tensors: Tensors, device: torch.device) -> Held:
     for kind, those in tensors.items():
         found[kind] = 0
         for tensor in map(local_of, those):
-            storage = tensor.untyped_storage()
-            if storage._cdata in seen:
+            if memory_of(tensor) in seen:
                 continue
-            seen.add(storage._cdata)
+            seen.add(memory_of(tensor))
             where = kind if tensor.device.type == device.type else f"{HOST}{kind}"
-            found[where] = (found.get(where) or 0) + storage.nbytes()
+            found[where] = (found.get(where) or 0) + tensor.untyped_storage().nbytes()
     return found
 
 

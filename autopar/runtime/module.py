@@ -21,8 +21,9 @@ from autopar.layout import Layout, TensorType
 from autopar.plan.plan import Plan
 from autopar.plan.program import Program
 from autopar.runtime.backend import Backend
-from autopar.runtime.checks import Checks, FirstBatches
+from autopar.runtime.checks import Checks
 from autopar.runtime.distributed import TorchBackend
+from autopar.runtime.first_batches import FirstBatches, FirstSlices
 from autopar.runtime.loss_scale import LossScale, give_back, require_scale, taken
 from autopar.runtime.memory import MemoryUse, MemoryWatch, held_by, here, use_of
 from autopar.runtime.modes import Modes
@@ -71,7 +72,7 @@ class ParallelModule(Unwrapped, Described):
     backend: Backend
     loss_scale: LossScale | None  # what the loss of a step is scaled by; None: it is not
     _check: Checks | None
-    _first: FirstBatches | None
+    _first: FirstBatches | None = None
     _layouts: dict[str, Layout]
     _names: tuple[str, ...]
     _peak: int | None  # bytes of all but an optimizer's, where they were watched
@@ -94,9 +95,9 @@ class ParallelModule(Unwrapped, Described):
         """`values`: where those of its tensors come from; if not given, from the model."""
         super().__init__()
         self.program, self.plan, self.backend, self._check = program, plan, backend, check
-        self._first = None
-        if isinstance(backend, TorchBackend) and not backend.local_inputs:
-            self._first = FirstBatches(backend.world)
+        if isinstance(backend, TorchBackend):
+            world, is_local = backend.world, backend.local_inputs
+            self._first = FirstSlices(world, plan) if is_local else FirstBatches(world)
         captured = program.captured
         types = {
             name: replace(program.type_of(placeholder), layout=program.kept_layout(placeholder))
@@ -211,8 +212,8 @@ class ParallelModule(Unwrapped, Described):
     def _find(self, call: Call) -> None:
         """What is known of its program; or refuse it."""
         self._programs.find(call)
-        if self._check is not None and call.running is self._programs[0]:
-            self._check.alone(call.args, call.kwargs)
+        if self._check is not None:
+            self._check.alone(call, self._programs[0])
 
     def _check_together(self, call: Call) -> None:
         if self._check is not None:
@@ -224,11 +225,7 @@ class ParallelModule(Unwrapped, Described):
 
     @overload
     def step(
-        self,
-        *args: Any,
-        scale: float | None = ...,
-        outputs: Literal[False] | None = ...,
-        **kwargs: Any,
+        self, *args: Any, scale: float | None = ..., outputs: Literal[False] = ..., **kwargs: Any
     ) -> Tensor: ...
 
     @overload
@@ -236,20 +233,23 @@ class ParallelModule(Unwrapped, Described):
         self, *args: Any, scale: float | None = ..., outputs: Literal[True], **kwargs: Any
     ) -> tuple[Tensor, Any]: ...
 
+    @overload  # step(**batch), where each value of a batch is a tensor
+    def step(self, *args: Any, **kwargs: Any) -> Tensor: ...
+
     @_torch.left_out
     def step(
         self, *args: Any, scale: float | None = None, outputs: bool | None = None, **kwargs: Any
     ) -> Any:
         """Forward and backward of one global batch, all micro-batches of it: the batch's loss.
 
-        Gradients add up over steps until `zero_grad()`. `scale`: what they are multiplied by, as
-        1/n in each of n steps that make one update; the loss that is returned is not. One step of
-        `microbatches=n` does the same, and sums over ranks once. `outputs=True`: the loss, and what
-        the model gives for the whole batch, in its own type, detached and whole. Those of
-        micro-batches are joined along the batch, shares of numbers summed; where neither gives the
-        batch's it is refused. Where the model's forward takes arguments of these names, they are
-        its own if the example call has them, and refused if not. A step that breaks off leaves
-        gradients as they were."""
+        Gradients add up over steps until `zero_grad()`: a step that finds some holds its own beside
+        them till it has ended. `scale`: what they are multiplied by, as 1/n in each of n steps that
+        make one update; the loss that is returned is not. One step of `microbatches=n` does the
+        same, and sums over ranks once. `outputs=True`: the loss, and what the model gives for the
+        whole batch, in its own type, detached and whole. Those of micro-batches are joined along
+        the batch, shares of numbers summed; where neither gives the batch's it is refused. Where
+        the model's forward takes arguments of these names, they are its own if the example call has
+        them, and refused if not. A step that breaks off leaves gradients as they were."""
         with torch.inference_mode(False), torch.enable_grad():
             with self.backend.local_checks():
                 example, said = self.program.captured.example, {"scale": scale, "outputs": outputs}
@@ -374,7 +374,8 @@ class ParallelModule(Unwrapped, Described):
     def watching_memory(self) -> Iterator[None]:
         """Follow torch's allocator inside, for the peak that `memory()` tells.
 
-        On a CPU by a profiler, which slows what runs; on the virtual mesh, where all ranks share
+        On a CPU by a profiler, which slows what runs, and does not see what is let go inside that
+        was there before (call `zero_grad()` outside); on the virtual mesh, where all ranks share
         the memory of one process, none of them has a peak.
         """
         held = held_by(self, self.backend, None)

@@ -8,13 +8,15 @@ rank that disagrees, or that refuses what it was called with, is named on all ra
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from autopar.errors import AutoparError, InvalidInput
-from autopar.plan.diff import compare
+from autopar.plan.diff import compare, said_as
 from autopar.plan.plan import Plan, SavedPlan
+from autopar.plan.saved import deciding
 from autopar.runtime.world import joined
 
 T = TypeVar("T")
@@ -95,13 +97,17 @@ def agree(make: Callable[[], Plan], attach: Callable[[SavedPlan], Plan]) -> Plan
 
 
 def require_equal(own: Plan, first: SavedPlan) -> Plan:
-    """`own`, if it decides what the plan of rank 0 does."""
+    """`own`, if it does what the plan of rank 0 does: what machines were taken to be, and the times
+    that follow from that, are for each to know."""
     differences = own.fingerprint.differences(first.fingerprint)
-    if not differences and own.decisions != first.decisions:
+    if not differences:
         diff = compare(own, first)
-        pairs = {**diff.settings, **diff.parameters, **diff.values}
+        own_of_ranks = {said_as(one) for one in deciding() if one.metadata.get("is_of_rank")}
+        if _order(own) == _order(first):
+            own_of_ranks.add("pipeline")
+        settings = {name: pair for name, pair in diff.settings.items() if name not in own_of_ranks}
+        pairs = {**settings, **diff.regions, **diff.parameters, **diff.values}
         differences = [f"{name}: {one}, not {two}" for name, (one, two) in pairs.items()][:4]
-        differences = differences or ["other ways to the same layouts"]
     if differences:
         raise InvalidInput(
             "the plan of every rank is that of rank 0",
@@ -109,6 +115,12 @@ def require_equal(own: Plan, first: SavedPlan) -> Plan:
             remedy="plan in the same way on every rank, or leave planning to parallelize()",
         )
     return own
+
+
+def _order(plan: Plan | SavedPlan) -> object:
+    """Its pipeline but for what its stages take."""
+    one = plan.pipelining
+    return one and (replace(one, stages=()), [stage.starts for stage in one.stages])
 
 
 def _alone(work: Callable[[], T]) -> tuple[T | None, Exception | None]:

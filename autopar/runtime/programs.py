@@ -34,7 +34,8 @@ from autopar.lines import frames_to_caller
 from autopar.plan.beside import follow_beside, plan_beside, resize, staged_beside
 from autopar.plan.plan import Plan
 from autopar.plan.program import Program
-from autopar.planner.verdict import tell
+from autopar.planner.verdict import require_rules, tell
+from autopar.progress import reporter
 from autopar.runtime.backend import Backend
 from autopar.runtime.distributed import TorchBackend
 from autopar.runtime.local_inputs import layouts_of, whole_call
@@ -305,7 +306,9 @@ class Programs(Sequence[Running]):
             dynamic.require(original.example.model, args, kwargs)
             call.across = dynamic.across(original.example.model, args, kwargs)
         modes = self._modes.by_path
-        captured = captured_again(original, args, kwargs, modes, call.unfrozen)
+        with reporter(first.plan.progress) as report:
+            report("capture", type(original.example.model).__name__)
+            captured = captured_again(original, args, kwargs, modes, call.unfrozen)
         require_constants(captured)
         require_one_dtype(captured, "hand over inputs in the dtype that the model computes in")
         if call.is_step:
@@ -341,6 +344,8 @@ class Programs(Sequence[Running]):
             is_step = sizes.first.steps
         inputs = layouts_of(plan, captured) if backend.local_inputs else None
         with backend.guard(agreed=True):
+            if plan.strict:
+                require_rules(captured)
 
             def decide() -> Plan:
                 if sizes is not None:
@@ -375,10 +380,12 @@ class Programs(Sequence[Running]):
 
     def _tell_of_many(self) -> None:
         if len(self._all) == FEW + 1:
+            sizes = sum(one.sizes.count - 1 for one in self._all if one.sizes is not None)
+            also = f", and {sizes} more of other sizes" if sizes else ""
             warnings.warn(
-                f"{len(self._all)} programs were made of this module, each captured and planned "
-                "for a call that differs: print(module.programs) lists them. Inputs of few sizes, "
-                "as by padding, need few",
+                f"{len(self._all)} programs were made of this module{also}, each captured and "
+                "planned for a call that differs: print(module.programs) lists them. Inputs of few "
+                "sizes, as by padding, need few",
                 stacklevel=frames_to_caller(),
             )
 

@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from autopar._torch import saving_hooks
+from autopar._torch import memory_of, saving_hooks
 from autopar.runtime.away import Away, Axes, Keeper
 from autopar.runtime.copies import changed_in_between
 
@@ -164,7 +164,7 @@ class _Run:
                 value.settle()
 
     def pack(self, tensor: Tensor) -> _StandIn | _Kept | _View:
-        if tensor.untyped_storage()._cdata in self.own:
+        if memory_of(tensor) in self.own:
             return self._kept(tensor)
         stand_in = _StandIn(self)
         self.stand_ins.append(ref(stand_in))
@@ -184,7 +184,7 @@ class _Run:
 
         def pack(tensor: Tensor) -> None:
             nonlocal count
-            if tensor.untyped_storage()._cdata in own:
+            if memory_of(tensor) in own:
                 return
             if (stand_in := waiting[count]) is not None:
                 stand_in.value = tensor.detach()  # without the graph of this run
@@ -300,7 +300,7 @@ class Selective:
 
     def _is_own(self, tensor: Tensor) -> bool:
         """Whether an operator made a tensor for its own backward: sums of rows, a mask."""
-        return tensor.dim() > 0 and tensor.untyped_storage()._cdata not in self._stays
+        return tensor.dim() > 0 and memory_of(tensor) not in self._stays
 
     def _later(self, tensor: Tensor) -> Tensor | _View:
         """How a tensor will be had in backward: it is kept anyway, or made again."""
@@ -378,7 +378,7 @@ def _flat(values: Any) -> list[Any]:
 
 def _storages(values: Sequence[Any]) -> set[int]:
     """The memory of tensors that live on, wherever it lies: it may come and go."""
-    return {v.untyped_storage()._cdata for v in values if isinstance(v, Tensor)}
+    return {memory_of(v) for v in values if isinstance(v, Tensor)}
 
 
 States = tuple[Tensor, list[int], list[Tensor]]

@@ -133,8 +133,8 @@ class RollCall:
                 return f"refused on {store.get(_refusal(number)).decode()}"
             for rank in missing:
                 store.compare_set(_bell(rank), "", str(number))  # a roll call goes first
-            time.sleep(pause)
-            pause = min(2 * pause, 1.0)
+            time.sleep(pause)  # a wait at the store would warn of each that ends
+            pause = min(1.5 * pause, 0.25)
         answers = self._call(store, min(patience, _ANSWERS_WITHIN))
         where = [f"rank {r} {answers.get(r, 'says nothing')}" for r in missing]
         return f"{patience:g} s later others have not come to that call: {'; '.join(where)}"

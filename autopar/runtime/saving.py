@@ -24,7 +24,6 @@ from torch import Tensor
 
 from autopar._torch import local_of
 from autopar.errors import InvalidInput
-from autopar.plan.plan import SavedPlan
 from autopar.runtime.checkpoint_files import (
     Beside,
     Checkpoint,
@@ -308,7 +307,7 @@ def _prepared(
         beside = Beside(VERSION, place.id, random, scale, saved, given).to_bytes()
         shares, contents = divided([one.parts for one in listings], place.id, digest(beside))
         require_makes_whole(contents, module.saved_names)
-        whole = Whole(contents, beside, SavedPlan.of(module.plan).to_bytes())
+        whole = Whole(contents, beside, module.plan.file)
         place.begin()
         return place, whole, shares
 

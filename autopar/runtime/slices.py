@@ -1,8 +1,8 @@
 """Slices: what each rank brings of a batch, with `local_inputs=True`.
 
 The batch is the slices of the ranks one after another. A step in micro-batches cuts each where it
-is: micro-batch i is the i-th part of every slice. Random numbers follow the order in which samples
-come there, outputs that of the batch:
+is: micro-batch i is the i-th part of every slice. Random numbers and outputs follow the order of
+the batch:
 
     batch               slice of rank 0: a b c d     slice of rank 1: e f g h
     two micro-batches   a b e f                      c d g h
@@ -18,13 +18,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from autopar.errors import InvalidInput
 from autopar.passes.localize import Axes
 from autopar.plan.program import Program
 from autopar.runtime.groups import Groups
 from autopar.runtime.outputs import joined
+from autopar.strategies.kernels.draws import Place
 
 
 def batch_axes(program: Program) -> Axes:
@@ -74,6 +75,14 @@ class Slices:
         """`rank` on the mesh of the program, `groups` are those over each axis alone."""
         self._program, self._groups, self._rank = program, groups, rank
         self.parts = math.prod(program.mesh[axis] for axis in batch_axes(program))
+
+    def placed(self, graph: fx.Graph) -> None:
+        """What operators draw is that of samples of these slices."""
+        for node in graph.nodes:
+            node.args = tuple(
+                given._replace(slices=self.parts) if isinstance(given, Place) else given
+                for given in node.args
+            )
 
     def split(self, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """This rank's inputs of every micro-batch, from its slices."""

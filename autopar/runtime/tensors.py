@@ -15,7 +15,7 @@ from operator import attrgetter
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import local_of, memory_of, plain_attributes
+from autopar._torch import local_of, memory_of, piece_of, plain_attributes
 from autopar.errors import InvalidInput
 
 AGAIN = "change the model, then parallelize it"
@@ -24,7 +24,7 @@ LOAD = "load_state_dict({name: value}, strict=False), which takes whole tensors 
 HOLDERS = ("_modules", "_parameters", "_buffers")
 Contents = dict[str, "Tensor | nn.Module | None"]
 
-_LOCAL, _SHAPE, _LEARNS = map(attrgetter, ("_local_tensor", "shape", "requires_grad"))
+_SHAPE, _LEARNS = map(attrgetter, ("shape", "requires_grad"))
 
 
 class Tensors:
@@ -95,7 +95,7 @@ class Tensors:
         with plain_attributes():
             return [
                 *map(id, chain.from_iterable(self._held)),
-                *map(id, map(_LOCAL, self._placed)),
+                *map(id, map(piece_of, self._placed)),
                 *map(id, map(Tensor.untyped_storage, tensors)),
                 *map(Tensor.storage_offset, tensors),
                 *map(_SHAPE, tensors),

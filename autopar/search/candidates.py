@@ -163,7 +163,7 @@ def _mark(node: fx.Node, inputs: tuple[fx.Node, ...]) -> Candidates:
         nothing,
         nothing,
         nothing,
-        Work(nothing, nothing, nothing, nothing),
+        Work(nothing, nothing, nothing, nothing, np.zeros((1, 4))),
     )
 
 

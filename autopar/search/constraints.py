@@ -22,6 +22,8 @@ from autopar.recompute import Recompute
 from autopar.strategies import Rule, Strategy, rule_of, tensor_inputs
 from autopar.strategies.node_info import info
 
+Marked = tuple[fx.Node, Annotation]  # a marker, and what it says
+
 
 @dataclass(frozen=True)
 class LayoutConstraint:
@@ -66,21 +68,28 @@ class Constraints:
 
 
 def read_constraints(
-    captured: Captured, mesh: Mesh, parameters: Mapping[str, Sequence[Annotation]]
+    captured: Captured,
+    mesh: Mesh,
+    parameters: Mapping[str, Sequence[Annotation]],
+    known: Mapping[str, Layout] | None = None,
 ) -> Constraints:
-    """Resolve the markers of a graph and the annotations of parameters."""
-    calls: dict[int, list[tuple[fx.Node, Annotation]]] = {}
-    for node in captured.graph.nodes:
-        if node.target is ANNOTATE:
-            annotation = Annotation.decode(node.args[1])
-            calls.setdefault(annotation.call, []).append((node, annotation))
+    """Resolve the markers of a graph and the annotations of parameters. `known`: the layouts of
+    markers that another program has as well."""
+    known = known or {}
+    calls: dict[int, list[Marked]] = {}
+    for node, annotation in markers_of(captured):
+        calls.setdefault(annotation.call, []).append((node, annotation))
     values: dict[str, LayoutConstraint] = {}
     bound: dict[str, dict[int, LayoutConstraint]] = {}
     for group in calls.values():
         inputs = [pair for pair in group if pair[1].role in ("input", "leaf")]
         operator = _only_reader([node for node, _ in inputs]) if inputs else None
         rule = rule_of(operator) if operator is not None else None
-        if operator is not None and rule is not None:
+        if all(node.name in known for node, _ in group):
+            for node, annotation in group:
+                values[node.name] = LayoutConstraint(known[node.name], annotation.source)
+            bound |= _bound_as_known(inputs, operator, values, mesh)
+        elif operator is not None and rule is not None:
             resolved = _bind(operator, rule, inputs, mesh)
             bound[operator.name] = resolved
             arguments = tensor_inputs(operator)
@@ -121,6 +130,38 @@ def _parameters(
                     source=constraint.source,
                 )
     return constraints
+
+
+def markers_of(captured: Captured) -> list[Marked]:
+    """The markers of a graph, in order."""
+    nodes = (node for node in captured.graph.nodes if node.target is ANNOTATE)
+    return [(node, Annotation.decode(node.args[1])) for node in nodes]
+
+
+def _bound_as_known(
+    inputs: Sequence[Marked],
+    operator: fx.Node | None,
+    values: Mapping[str, LayoutConstraint],
+    mesh: Mesh,
+) -> dict[str, dict[int, LayoutConstraint]]:
+    """What known layouts of inputs bind: readers that can be cut so at the sizes they have."""
+    bound: dict[str, dict[int, LayoutConstraint]] = {}
+    for node, annotation in inputs:
+        for reader in node.users if annotation.role == "leaf" or operator is not None else ():
+            if reader.target is not ANNOTATE and rule_of(reader) is not None:
+                position = tensor_inputs(reader).index(node)
+                bound.setdefault(reader.name, {})[position] = values[node.name]
+    rules = {user.name: rule_of(user) for node, _ in inputs for user in node.users}
+
+    def can_be_cut(name: str) -> bool:
+        rule = rules[name]
+        return rule is not None and all(
+            not axes or (len(dim) > 0 and rule.fits(dim[0], mesh.degree(axes)))
+            for position, constraint in bound[name].items()
+            for dim, axes in zip(rule.inputs[position], constraint.layout.dims)
+        )
+
+    return {name: layouts for name, layouts in bound.items() if can_be_cut(name)}
 
 
 def _only_reader(markers: Sequence[fx.Node]) -> fx.Node | None:

@@ -5,11 +5,31 @@ The key is the same everywhere. Dropout is linear: the terms of a sum lose the s
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autopar.strategies.kernels import draws
-from autopar.strategies.registry import Call, register_rule
-from autopar.strategies.rule import Rule
+from autopar.strategies.language import Passes, Pattern
+from autopar.strategies.registry import Call, RuleFunction, register_rule
+from autopar.strategies.rule import Between, Rule
 
 COST = 16.0  # operations for the bits of an element
+# Bytes of the passes that make these bits, of 4 bytes each: the first, three rounds of four, the
+# other half of a row's, and what is told by them; on a host as measured beside a copy.
+BITS, HOST_BITS = 4.0 + 3 * 36 + 8 + 5, 85.0
+
+
+def _of_elements(line: str, passes: Passes = (), extra: str = "") -> RuleFunction:
+    """Of what is scaled, and chosen by what is drawn; backward chooses again, which takes a host
+    as long as to draw."""
+    pattern = Pattern.read(line)
+
+    def rule(call: Call) -> Rule:
+        found = call.parse(pattern, cost=COST, passes=passes, extra=extra)
+        size = call.outputs[0].itemsize
+        once = Between(BITS + 2 * size + 1, 2 * size + 1, HOST_BITS, HOST_BITS)
+        return replace(found, between=once.times(call.outputs[0].numel()))
+
+    return rule
 
 
 def _of_features(call: Call) -> Rule:
@@ -18,11 +38,11 @@ def _of_features(call: Call) -> Rule:
     return call.parse("n c ..., key! -> n c ...", passes=passes, extra="bool: n c", cost=2.0)
 
 
-register_rule(draws.dropout, "..., key! -> ...", passes=[(0,)], extra="bool: ...", cost=COST)
-register_rule(draws.alpha_dropout, "..., key! -> ...", extra="bool: ...", cost=COST)
+register_rule(draws.dropout, _of_elements("..., key! -> ...", passes=[(0,)], extra="bool: ..."))
+register_rule(draws.alpha_dropout, _of_elements("..., key! -> ...", extra="bool: ..."))
 register_rule([draws.feature_dropout, draws.feature_alpha_dropout], _of_features)
-register_rule(draws.rrelu, "..., key! -> ...", extra="..., bool: ...", cost=COST)
-register_rule(draws.native_dropout, "..., key! -> ..., ...", extra="bool: ...", cost=COST)
+register_rule(draws.rrelu, _of_elements("..., key! -> ...", extra="..., bool: ..."))
+register_rule(draws.native_dropout, _of_elements("..., key! -> ..., ...", extra="bool: ..."))
 _BY_NUMBERS = (
     *(draws.chosen, draws.uniform_like, draws.normal_like, draws.log_normal_like),
     *(draws.exponential_like, draws.cauchy_like, draws.geometric_like),

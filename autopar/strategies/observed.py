@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
+from autopar._torch import memory_of
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import tensor_inputs
 from autopar.strategies.results import flat
@@ -132,15 +133,12 @@ def _workspaces(node: fx.Node) -> Iterator[int]:
 def _kept(saved: Sequence[Tensor], inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Kept:
     """Which inputs were kept, whether an output was, and the bytes of all other storages."""
 
-    def of(tensor: Tensor) -> int:
-        return tensor.untyped_storage()._cdata
-
-    sizes = {of(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
-    read = {of(tensor) for tensor in inputs}
-    given = {of(tensor) for tensor in outputs} - read
+    sizes = {memory_of(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
+    read = {memory_of(tensor) for tensor in inputs}
+    given = {memory_of(tensor) for tensor in outputs} - read
     further = tuple(size for pointer, size in sizes.items() if pointer not in read | given)
     return Kept(
-        tuple(index for index, tensor in enumerate(inputs) if of(tensor) in sizes),
+        tuple(index for index, tensor in enumerate(inputs) if memory_of(tensor) in sizes),
         not given.isdisjoint(sizes),
         tuple(size for size in further if size),
     )

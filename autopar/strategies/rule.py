@@ -116,6 +116,24 @@ class Saved:
         )
 
 
+class Between(NamedTuple):
+    """Bytes of intermediate results that passes over elements write and read, beside products and
+    what is read and written once. The cores of a host have most of them in a cache: there, as many
+    as its memory moves in the same time."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    host_forward: float = 0.0
+    host_backward: float = 0.0
+
+    def times(self, count: float) -> Between:
+        """Of so many elements, where these are of one."""
+        return Between(*(size * count for size in self))
+
+
+NOTHING = Between()
+
+
 @dataclass(frozen=True)
 class Rule:
     """What one call of an operator can do, with the sizes of that call."""
@@ -129,6 +147,7 @@ class Rule:
     kernels: Mapping[str, str] = field(default_factory=dict)  # factor -> kernel needed to cut it
     flops: float = 0.0  # of the uncut forward
     backward_flops: float | None = None  # of all gradients; None: as follows from `flops`
+    between: Between = NOTHING  # of the uncut call
     product: bool = False  # inputs are multiplied and summed: its FLOPs count, whatever the sizes
     text: str = ""
     sums: frozenset[str] = frozenset()  # contracted although some input lacks them

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ class Verification:
     captured: tuple[Comparison, ...]  # with the plain model
     parallel: tuple[Comparison, ...]  # with the plain model
     differences: tuple[Difference, ...]  # the first values that differ, where something does
+    sizes: tuple[str, ...] = ()  # of inputs that vary: those that were run, and which were not
 
     @property
     def ok(self) -> bool:
@@ -44,6 +45,19 @@ class Verification:
         """The results that differ, but by no more than their coarse numbers may."""
         rows = (row for row in self._rows if not row.ok and not row.differs)
         return tuple(dict.fromkeys(f"{row.kind} {row.name}" for row in rows))
+
+    def with_sizes(self, other: Verification, name: str) -> Verification:
+        """Both, the results of `other`, at other sizes of inputs, by this name too."""
+        captured, parallel = (
+            tuple(replace(row, name=f"{row.name} at {name}") for row in rows)
+            for rows in (other.captured, other.parallel)
+        )
+        return replace(
+            self,
+            captured=self.captured + captured,
+            parallel=self.parallel + parallel,
+            differences=self.differences + other.differences,
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -65,6 +79,7 @@ class Verification:
             f"plain, captured and parallel are {self._verdict()}",
             f"  {self.mesh}{self.how}; {self.steps} steps in {kind}, "
             f"tolerance {self.tolerance:.0e}{wide}",
+            *([f"  sizes of inputs: {'; '.join(self.sizes)}"] if self.sizes else []),
             f"  {'':<24}{'plain':>14}{'captured':>14}{'parallel':>14}",
             *self._losses(),
             *self._kinds(),

@@ -193,6 +193,12 @@ def test_types_that_torch_does_not_look_into(kind: Callable[..., Any], remedy: s
         assert (caught.value.source or "").endswith("# the line")
 
 
+def test_arrays_are_made_tensors_first() -> None:
+    with pytest.raises(InvalidInput, match=r"numpy\.ndarray") as caught:
+        capture(nn.Linear(4, 4), (torch.ones(3, 4).numpy(),))
+    assert caught.value.remedy == "torch.from_numpy(...) makes tensors of arrays"
+
+
 def test_a_mistake_in_the_inputs_is_not_blamed_on_export() -> None:
     with pytest.raises(InvalidInput, match=RUNS) as caught:
         capture(nn.Sequential(nn.ReLU(), nn.Linear(4, 4)), (torch.randn(8, 5),))

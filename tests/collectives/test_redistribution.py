@@ -103,20 +103,22 @@ def sample(numbers: range, most: int) -> list[int]:
 @pytest.mark.parametrize(
     ("mesh", "shape", "price"),
     [
-        *itertools.product([TWO], [(8,), (5,), (4, 8), (3, 5), (4, 4, 8)], [uniform, skewed]),
-        *itertools.product([THREE], [(8,)], [uniform, skewed]),
+        *((TWO, shape, uniform) for shape in ((8,), (3, 5), (4, 4, 8))),
+        *((TWO, shape, skewed) for shape in ((5,), (4, 8), (4, 4, 8))),
+        (THREE, (8,), skewed),
         (THREE, (8, 8, 8), skewed),
         (THREE, (3, 5, 8), uniform),
     ],
     ids=_name,
 )
 def test_every_pair_arrives_and_is_adjoint(mesh: Mesh, shape: tuple[int, ...], price) -> None:
-    """All pairs by their layouts, and a sample of many with numbers.
+    """All pairs by their layouts, of very many a sample, and a sample of these with numbers.
 
     Each single movement out of each state is run with numbers in `test_virtual`; a path of them
     that ends in its target is therefore right.
     """
     random, everything = torch.Generator().manual_seed(0), pairs(mesh, len(shape))
+    everything = [everything[at] for at in sample(range(len(everything)), 6000)]
     numbered = set(sample(range(len(everything)), 300))
     for number, (source, target, pending) in enumerate(everything):
         path = redistribute(source, Placement(target, pending), shape, 8, mesh, price(mesh))
@@ -250,7 +252,7 @@ def test_nothing_is_cheaper(mesh: Mesh, shape: tuple[int, ...], price, different
         states = [state for state in states if not state[1]]
     cheapest = all_costs(states, shape, price(mesh), not differentiable)
     sources = [i for i, (_, before) in enumerate(states) if not before]
-    for i in (sources[number] for number in sample(range(len(sources)), 40)):
+    for i in (sources[number] for number in sample(range(len(sources)), 20)):
         source, _ = states[i]
         for j, (target, pending) in enumerate(states):
             if not set(target.partial) <= set(source.partial):

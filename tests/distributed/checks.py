@@ -26,6 +26,8 @@ from tests.annotations import megatron, sequence, stored, vocabulary
 from tests.distributed.finding import (
     finds_the_batch_of_which_it_has_a_slice,
     hears_of_parameters_that_others_hold,
+    refuses_slices_of_what_is_whole,
+    takes_what_is_no_tensor_as_it_is,
 )
 from tests.distributed.loading import loads_in_the_order_of_rank_0, loads_its_slices
 from tests.distributed.saving import (
@@ -133,14 +135,16 @@ def recomputes_regions() -> None:
 
 
 def compiles_what_a_rank_runs() -> None:
-    """With collectives inside, and parameters that are gathered before each use."""
-    case, options = tensor_parallel_gpt(), {"mesh": DP2_TP2, "mode": "propagate"}
+    """With collectives inside, parameters that are gathered before each use, blocks in groups."""
     compile = {"backend": "aot_eager", "fullgraph": True}
-    real = ap.parallelize(case.model, case.args, states="zero3", compile=compile, **options)
-    assert_equal(parallel_outcome(real, case), single_outcome(case.fresh()))
-    compiler = real.backend.compiler
-    assert compiler is not None
-    assert compiler.made
+    # Before the block, the block and after it; all of it.
+    for layers, states, regions in ((1, "zero3", 3), (2, "whole", 1)):
+        case, options = tensor_parallel_gpt(layers), {"mesh": DP2_TP2, "mode": "propagate"}
+        real = ap.parallelize(case.model, case.args, states=states, compile=compile, **options)
+        assert_equal(parallel_outcome(real, case), single_outcome(case.fresh()))
+        compiler = real.backend.compiler
+        assert compiler is not None
+        assert len(compiler.made) == regions
     model, x = made(Body), random(8, 4)
     how: dict[str, Any] = {"local_inputs": True, "outputs": "local", "compile": compile}
     module = parallel(model, x, mesh=DP2_TP2, **how)
@@ -299,6 +303,7 @@ def refuses_on_all_ranks_the_call_that_one_refuses() -> None:
         (2, {"outputs": "local"}, *["rank 2: outputs=local"] * 2),
         (0, {"local_inputs": True, "microbatches": 2}, *["same local_inputs"] * 2),
         (1, {"local_inputs": True}, *["rank 1: local_inputs=True"] * 2),
+        (1, {"compile": {"backend": "eager"}}, *["rank 1: compile={'backend': 'eager'}"] * 2),
         (3, {"check": True}, *["rank 2: check=False\n +rank 3: check=True"] * 2),
     ):
         is_wrong = dist.get_rank() == wrong_rank
@@ -486,29 +491,27 @@ def takes_local_inputs() -> None:
 
 
 def cuts_local_inputs_into_micro_batches() -> None:
-    """As one device does with the batch in the order in which samples come; outputs come back in
-    that of the batch. Some targets are not counted, and one rank has more of these than others."""
+    """As one device does with the batch, whatever the order in which samples come. Some targets are
+    not counted, and one rank has more of these than others."""
     x, y = random(12, 6), torch.arange(12) % 5
     y[:4] = -100
     alone = {"mesh": Mesh(dp=4), "microbatches": 3}
     for options in (alone, PIPELINES[0], PIPELINES[1] | {"microbatches": 2}, PIPELINES[2]):
-        model, mesh, count = made(Deep), options["mesh"], options["microbatches"]
+        model, mesh = made(Deep), options["mesh"]
         axis = mesh.names[-1]
         parts = mesh[axis]
-        order = torch.arange(12).view(parts, count, -1).transpose(0, 1).flatten()
         single = parallel(model, x, y, mesh=Mesh(one=1), backend="virtual")
         local = parallel(model, x, y, local_inputs=True, **options)
         at = mesh.coordinate(dist.get_rank())[axis]
         slices = [value.chunk(parts)[at] for value in (x, y)]
         torch.manual_seed(3)
-        loss, expected = single.step(x[order], y[order], outputs=True)
+        loss, expected = single.step(x, y, outputs=True)
         for is_step in (True, False) if "pp" in mesh else (True,):
             torch.manual_seed(3)
             with torch.no_grad():
                 found = local.step(*slices, outputs=True)[1] if is_step else local(*slices)
             for name, value in expected.items():
-                is_of_batch = name in ("logits", "right", "middle", "x")
-                assert_close(found[name][order] if is_of_batch else found[name], value)
+                assert_close(found[name], value)
         assert_close(found["loss"], loss)
         assert_close(local.full_grads(), single.full_grads())
     with pytest.raises(ap.InvalidInput, match="equal parts of every micro-batch"):
@@ -868,6 +871,8 @@ CHECKS = [
     takes_local_inputs,
     finds_the_batch_of_which_it_has_a_slice,
     hears_of_parameters_that_others_hold,
+    refuses_slices_of_what_is_whole,
+    takes_what_is_no_tensor_as_it_is,
     cuts_local_inputs_into_micro_batches,
     loads_its_slices,
     loads_in_the_order_of_rank_0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import autopar as ap
 from autopar import Mesh
@@ -59,6 +60,45 @@ def hears_of_parameters_that_others_hold() -> None:
         assert ("layers.0.weight" in found) == learns
         assert_close(found, alone.full_grads())
     assert len(real.programs) == len(alone.programs) == 2
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor, by: float = 1.0, mask: Tensor | None = None) -> Tensor:
+        x = x if mask is None else x * mask
+        return (self.linear(x) * by).square().mean()
+
+
+def takes_what_is_no_tensor_as_it_is() -> None:
+    """Beside slices, where a rank's word is the whole; a tensor needs a layout."""
+    torch.manual_seed(0)
+    model, x = Scaled(), torch.randn(8, 4, dtype=torch.float64)
+    options = {"mesh": Mesh(dp=4), "mode": "data"}
+    local = ap.parallelize(model, (x,), local_inputs=True, **options)
+    alone = ap.parallelize(model, (x,), backend="virtual", **options)
+    own = slices_of(local, [x])
+    for more in ({"by": 2.0}, {}, {"mask": None}):
+        assert_close(local.step(*own, **more), alone.step(x, **more))
+    with pytest.raises(ap.InvalidInput, match=r"a tensor as kwargs\['mask'\], where the planned"):
+        local.step(*own, mask=own[0])
+
+
+def refuses_slices_of_what_is_whole() -> None:
+    """What a plan cuts over one axis, or none, is the same on ranks that stand alike on it."""
+    case, rank = models.mlp(batch=8, hidden=8), dist.get_rank()
+    whole = {"mesh": Mesh(dp=4), "mode": "auto"}
+    halves = {"mesh": Mesh(pp=2, dp=2), "mode": "data", "microbatches": 2}
+    inner = halves | {"mesh": Mesh(dp=2, pp=2)}  # slices by the outer axis
+    for options, parts, at in ((whole, 1, 0), (halves, 2, rank % 2), (inner, 2, rank // 2)):
+        local = ap.parallelize(case.model, case.args, local_inputs=True, **options)
+        alone = ap.parallelize(case.model, case.args, backend="virtual", **options)
+        own = [value.chunk(parts)[at] for value in case.args]
+        with pytest.raises(ap.InvalidInput, match=r"does not cut over .* is the same"):
+            local.step(*(value + rank for value in own))
+        assert_close(local.step(*own), alone.step(*case.args))
 
 
 def assert_close(one: object, other: object) -> None:

@@ -48,7 +48,7 @@ def loads_its_slices() -> None:
     single = parallel(model, *example, mesh=Mesh(one=1), backend="virtual")
     plain = DataLoader(dataset, batch_size=8, shuffle=True, drop_last=True)
     half = own_half()
-    sharded, order = ap.shard_loader(plain, pm), torch.arange(8).view(2, 2, 2).transpose(0, 1)
+    sharded = ap.shard_loader(plain, pm)
     assert len(sharded) == 3
     for epoch in range(2):
         torch.manual_seed(epoch)
@@ -62,7 +62,7 @@ def loads_its_slices() -> None:
         assert_close(cut, slices)
         for batch, own in zip(batches, slices):
             torch.manual_seed(5)
-            loss = single.step(*(value[order.flatten()] for value in batch))
+            loss = single.step(*batch)
             torch.manual_seed(5)
             assert_close(pm.step(*own), loss)
     assert_close(pm.full_grads(), single.full_grads())
@@ -126,6 +126,17 @@ def loads_in_the_order_of_rank_0() -> None:
         drawn = Drawn(None if options["batch_size"] else 8)
         loader = sharded(drawn, **options)
         assert whole(loader) + whole(loader) == of_first(drawn.given)
+    torch.manual_seed(4)
+    python_random.seed(4)
+    list(DataLoader(x, sampler=Drawn(8), batch_size=None))
+    expected = torch.rand(2), python_random.random()
+    for is_alike in (True, False):
+        torch.manual_seed(4 + (0 if is_alike else rank))
+        python_random.seed(4)
+        list(sharded(Drawn(8), batch_size=None))
+        found = torch.rand(2), python_random.random()
+        assert torch.equal(found[0], expected[0]) == (is_alike or rank == 0)
+        assert found[1] == expected[1]
     own = torch.Generator().manual_seed(rank)
     shuffled = sharded(batch_size=14, shuffle=True, generator=own)
     assert sorted(whole(shuffled)) == x.tolist() != whole(shuffled)

@@ -56,9 +56,9 @@ def computes_in_more_digits(ranks: int) -> None:
         assert abs(found - float(loss)) < 1e-12, options
         assert distance(gradients, expected) < 1e-6, options
 
-    for states in ("whole", *NAMED, STEP):
-        for count in (1, 2):
-            compare(small_mlp(), mesh=ap.Mesh(dp=ranks), states=states, microbatches=count)
+    ways = ("whole", 1), ("zero1", 2), ("zero2", 1), ("zero3", 1), ("zero3", 2), (STEP, 2)
+    for states, count in ways:
+        compare(small_mlp(), mesh=ap.Mesh(dp=ranks), states=states, microbatches=count)
     case = small_gpt()
     for schedule, slices in (("1f1b", 2), ("zb-h1", 2), ("chimera", 2), ("zb-v", 4)):
         case = small_gpt(4 if schedule == "zb-v" else 2)

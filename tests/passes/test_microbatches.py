@@ -13,7 +13,7 @@ import autopar as ap
 from autopar.capture import capture
 from autopar.passes.microbatches import cut_batch
 from tests.models import Case, bert, gpt, llama, mlp, padded, vit
-from tests.parity import assert_equal, parallel_outcome, single_outcome
+from tests.parity import STEPS, assert_equal, parallel_outcome, single_outcome
 
 CASES = {
     "mlp": mlp,
@@ -307,7 +307,7 @@ def test_a_counter_of_steps_counts_steps(scaled, options):
         case.model, case.args, mode="propagate", backend="virtual", check=True, **options
     )
     assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()))
-    assert module.steps == 3
+    assert module.steps == STEPS
 
 
 def test_a_share_of_several_parts_comes_back_where_it_was():

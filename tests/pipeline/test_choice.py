@@ -124,7 +124,6 @@ def deep() -> models.Case:
     [
         ({"pp": 4}, 1.005, False),  # another schedule
         ({"pp": 4}, 0.7, True),  # blocks recompute
-        ({"pp": 2, "dp": 2}, 0.6, True),
         ({"pp": 2, "dp": 2}, 0.5, True),  # and their layouts are leaner
     ],
 )
@@ -165,7 +164,6 @@ def heavy_ends() -> models.Case:
     ("mode", "schedule", "ranks", "share"),
     [
         ("propagate", "1f1b", 2, 0.95),
-        ("propagate", "1f1b", 3, 0.95),
         ("propagate", "zb-v", 2, 0.95),
         ("propagate", "chimera", 4, 0.995),  # both ends share a rank: no cut takes below 0.99
         ("auto", "chimera", 4, 0.995),

@@ -55,8 +55,8 @@ def frozen_but_the_last() -> Case:
     return case
 
 
-@pytest.mark.parametrize(("schedule", "options"), FORMS)
-def test_gpt2_with_a_tied_embedding_under_every_schedule(schedule, options):
+@pytest.mark.parametrize(("schedule", "options"), FORMS[1::2])  # see test_parity_law.py
+def test_gpt2_with_a_tied_embedding_under_many_schedules(schedule, options):
     run("gpt2", 4, 4, schedule, options)
 
 

@@ -3,11 +3,11 @@
 Every form runs with every model and with every number of ranks, and every model with every number
 of ranks, with three micro-batches, which is odd, and less than the ranks where these are 4 or 8:
 with each number of ranks the models take turns over the forms, and begin with another. Forms that
-do not take part in all turns run with all models on 4 ranks: two chunks on each of 8 ranks need 16
-layers, and run with GPT-2 alone. More micro-batches: every form with GPT-2, 4 on 4 ranks (through
-`parallelize`, in test_executor.py), and 12 on 8 ranks those that fill a pipeline in ways of their
-own. With data and tensor parallelism inside: every form with a GPT, one with each of the others.
-Four pipes on two ranks do not exist.
+do not take part in all turns run with two models on 4 ranks: two chunks on each of 8 ranks need 16
+layers, and run with GPT-2 alone. More micro-batches: every second form with GPT-2, 4 on 4 ranks
+(through `parallelize`, in test_executor.py), and 12 on 8 ranks those that fill a pipeline in ways
+of their own. With data and tensor parallelism inside: the other forms with a GPT, one with each of
+the other models. Four pipes on two ranks do not exist.
 
 A model is planned once for so many stages and slices, and all schedules that want these share it.
 """
@@ -43,8 +43,11 @@ TWO_CHUNKS = [form for form in FORMS if form[0] in ("interleaved", "zb-v", "dual
 ONE_CHUNK = [form for form in FORMS if form not in TWO_CHUNKS]
 TWO_PIPES = [form for form in FORMS if form[1].get("pipes") != 4]
 FILLING = [form for form in ONE_CHUNK if form[1] or form[0] == "zb-h1"]
-ALWAYS = [form for form in ONE_CHUNK if form in TWO_PIPES]
-INSIDE = [("llama", ("zb-v", {})), ("residuals", ("chimera", {"scale": "halving"}))]
+INSIDE = [
+    *(("gpt", form) for form in FORMS[::2]),
+    ("llama", ("zb-v", {})),
+    ("residuals", ("chimera", {"scale": "halving"})),
+]
 MAKERS["gpt"] = lambda batch, layers: gpt(
     batch=batch, layers=layers, hidden=16, heads=2, sequence=6, vocabulary=29
 )
@@ -97,7 +100,7 @@ def test_two_ranks(name, form):
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [*turns(1, ALWAYS), *((name, form) for name in MODELS for form in FORMS if form not in ALWAYS)],
+    [*turns(1, FORMS), *turns(2, TWO_CHUNKS), *turns(0, [f for f in FORMS if f not in TWO_PIPES])],
     ids=named,
 )
 def test_four_ranks(name, form):
@@ -119,11 +122,7 @@ def test_eight_ranks_with_two_chunks(form):
     law("gpt2", 8, 3, form, layers=16)
 
 
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [*(("gpt", form) for form in TWO_PIPES), *INSIDE],
-    ids=named,
-)
+@pytest.mark.parametrize(("name", "form"), INSIDE, ids=named)
 def test_data_and_tensor_parallel_inside_stages(name, form):
     """Everywhere movements over both axes, and a gradient of the tied embedding over all three."""
     module = law(name, 2, 3, form, batch=12, layers=4, inner=SQUARE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -16,8 +17,10 @@ from autopar import InvalidInput, Mesh, admission
 from autopar.capture.regions import repeated
 from autopar.passes import localize
 from autopar.passes.flow import ancestors
-from autopar.runtime import compiled
+from autopar.runtime import block_groups, compiled
+from autopar.runtime.block_groups import Together
 from autopar.runtime.compiled import Compiler
+from autopar.states import BUFFER_BYTES
 from autopar.strategies.node_info import info
 from tests import models, signatures
 from tests.annotations import megatron, sequence
@@ -31,13 +34,13 @@ ONE = Mesh(one=1)
 
 
 class Dropped(nn.Module):
-    """Two blocks with dropout, in attention, too."""
+    """Blocks with dropout, in attention, too."""
 
-    def __init__(self, width: int = 8) -> None:
+    def __init__(self, width: int = 8, blocks: int = 2) -> None:
         super().__init__()
         self.first = nn.Linear(width, width)
         block = nn.TransformerEncoderLayer(width, 2, 2 * width, 0.1, batch_first=True)
-        self.blocks = nn.ModuleList(copy.deepcopy(block) for _ in range(2))
+        self.blocks = nn.ModuleList(copy.deepcopy(block) for _ in range(blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
@@ -57,10 +60,40 @@ def regions(module: ap.ParallelModule) -> int:
     return len(module.backend.compiler.made)
 
 
-def test_the_number_of_compiled_regions_does_not_grow_with_depth():
-    # What comes before the blocks, a block, and what comes after them.
+@pytest.mark.parametrize(("most", "expected"), [(1, [3, 3]), (2, [1, 3])])
+def test_the_number_of_compiled_regions_does_not_grow_with_depth(monkeypatch, most, expected):
+    """What comes before the blocks, a group of them, what comes after; of a shallow program one."""
+    monkeypatch.setattr(block_groups, "MOST", most)
     cases = [models.shared("gpt", layers=layers) for layers in (2, 4)]
-    assert [regions(made(case, {"backend": "eager"})) for case in cases] == [3, 3]
+    assert [regions(made(case, {"backend": "eager"})) for case in cases] == expected
+
+
+BYTES = 120_000  # a block of the GPT has 101,632
+
+
+@pytest.mark.parametrize(
+    ("travelling", "states", "expected"),
+    [
+        (10 * BYTES, "whole", [{0, 1, 2, 3}]),
+        (2 * BYTES, "whole", [{0, 1}, {2, 3}]),
+        (2 * BYTES, "zero1", [{0, 1}, {2, 3}]),
+        (0, "whole", [{0}, {1}, {2}, {3}]),
+        (10 * BYTES, "zero2", [{0}, {1}, {2}, {3}]),
+        (10 * BYTES, "zero3", [{0}, {1}, {2}, {3}]),
+    ],
+)
+def test_a_group_of_blocks_holds_what_travels_together(travelling, states, expected):
+    """Nothing has to happen between its blocks, and its gradients are one bucket's."""
+    case, mesh = models.shared("gpt", layers=4), Mesh(dp=2)
+    options = {"mesh": mesh, "mode": "data", "states": states}
+    program = ap.plan(case.model, case.args, case.kwargs, **options).program
+    graph = localize(program.graph, mesh, 0, torch.device("cpu"), "-".join)
+    places = Together(mesh, travelling).places(graph, repeated(program.captured))
+    found = dict[Any, set[int]]()
+    for node in graph.nodes:
+        if node in places and (block := re.search(r"\d+", info(node).module)):
+            found.setdefault(places[node], set()).add(int(block[0]))
+    assert list(found.values()) == expected
 
 
 @cache
@@ -69,14 +102,30 @@ def dropped() -> Case:
     return Case("dropped", Dropped().double(), (torch.randn(4, 3, 8).double(),))
 
 
-def test_compiled_steps_compute_and_draw_what_others_do():
+@cache
+def dropped_in_groups() -> Case:
+    case = models.gpt(layers=5, hidden=8, heads=2, dropout=0.1)
+    return Case("dropped in groups", case.model, case.args, case.kwargs)
+
+
+@pytest.mark.parametrize(
+    ("case", "expected", "options"),
+    [
+        # Before and behind attention, of both blocks; the loss.
+        (dropped, 3, {"microbatches": 2, "recompute": "full"}),
+        # Before, between and behind the attention of two blocks; before the blocks, after them.
+        (dropped_in_groups, 5, {"microbatches": 2}),
+    ],
+)
+def test_compiled_steps_compute_and_draw_what_others_do(monkeypatch, case, expected, options):
+    monkeypatch.setattr(block_groups, "MOST", 2)
     outcomes = []
     for compile in (False, TRACED):
-        module = made(dropped().fresh(), compile, microbatches=2, recompute="full")
+        module = made(case().fresh(), compile, **options)
         torch.manual_seed(1)
-        outcomes.append(parallel_outcome(module, dropped()))
+        outcomes.append(parallel_outcome(module, case()))
     assert_equal(*outcomes)
-    assert regions(module) == 3  # before and behind attention, of both blocks; the loss
+    assert regions(module) == expected
 
 
 def test_it_is_called_and_differentiated():
@@ -100,14 +149,15 @@ def test_movements_of_a_region_come_in_one_order():
     mesh = Mesh(dp=2, tp=2)
     program = ap.plan(case.model, case.args, case.kwargs, mesh=mesh, mode="propagate").program
     graph = localize(program.graph, mesh, 1, torch.device("cpu"), "-".join)
+    blocks, together = repeated(program.captured), Together(mesh, BUFFER_BYTES)
     several = 0
-    for region in compiled._regions(graph, repeated(program.captured), ()):
+    for region in compiled._regions(graph, together.places(graph, blocks), ()):
         moving = [node for node in region if info(node).movement is not None]
         several += len(moving) > 1
         for one, other in pairwise(moving):
             assert one in ancestors([other])
     assert several
-    Compiler({"backend": "eager"}, torch.device("cpu"), repeated(program.captured))(graph, ())
+    Compiler({"backend": "eager"}, torch.device("cpu"), blocks, together)(graph, ())
     graph.lint()
     assert not [node for node in graph.nodes if info(node).movement is not None and node.users]
 

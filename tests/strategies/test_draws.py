@@ -163,6 +163,57 @@ def test_a_piece_is_that_of_the_whole(shape: tuple[int, ...]) -> None:
             assert torch.equal(piece, whole.narrow(dim, size // 2, size // 2))
 
 
+SLICED = [(slices, count, number) for slices in (2, 3) for count in (2, 4) for number in (0, 1)]
+
+
+def _order(size: int, slices: int, count: int, number: int) -> Tensor:
+    """The samples of a micro-batch, of a part of each slice."""
+    return torch.arange(size).view(slices, count, -1)[:, number].flatten()
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_a_part_of_every_slice_is_that_of_the_whole(dim: int) -> None:
+    shape = (*(3, 2)[:dim], 24, *(3, 2)[dim:])
+    whole = uniform(KEY, Place(4, shape), shape, torch.float64)
+    for slices, count, number in SLICED:
+        place = Place(4, shape).in_batches(dim, count)._replace(slices=slices)
+        key, size = torch.tensor([KEY[0], number]), 24 // count
+        expected = whole.index_select(dim, _order(24, slices, count, number))
+        for start in (0, size // 2 - 1):
+            length = size - start
+            own = place._replace(starts=(*[0] * dim, start))
+            local = (*shape[:dim], length, *shape[dim + 1 :])
+            piece = uniform(key, own, local, torch.float64)
+            assert torch.equal(piece, expected.narrow(dim, start, length))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_attention_of_a_part_of_every_slice(dim: int, is_causal: bool) -> None:
+    """Samples are sequences, heads whose groups share keys, or queries."""
+    shape, size = [2, 2, 3], 48 if dim == 1 else 24
+    shape[dim] = size
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(*shape, 4, dtype=torch.float64, generator=generator)
+    ends = (*shape[:2], 24 if dim == 2 else 5, 4)
+    key, value = (torch.randn(ends, dtype=torch.float64, generator=generator) for _ in range(2))
+    if is_grouped := dim == 1:
+        key, value = key[:, ::2], value[:, ::2]
+    place = Place(2, (*shape, ends[2]))
+    how = (0.3, is_causal, None, is_grouped)
+    whole = dropped_attention.attention(query, key, value, None, KEY, place, *how)
+    for slices, count, number in SLICED:
+        order = _order(size, slices, count, number)
+        own = query.index_select(dim, order)
+        of_keys = order[::2] // 2 if is_grouped else order
+        k, v = (x if dim == 2 else x.index_select(dim, of_keys) for x in (key, value))
+        part = place.in_batches(dim, count)._replace(slices=slices)
+        drawn = torch.tensor([KEY[0], number])
+        found = dropped_attention.attention(own, k, v, None, drawn, part, *how)
+        expected = whole.index_select(dim, order)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_attention_keeps_no_weights() -> None:
     query, key, value = (torch.randn(2, 4, 256, 8, requires_grad=True) for _ in range(3))
     kept: list[int] = []

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar._torch import memory_of
 from autopar.capture.graph_builder import GraphBuilder, is_mutable, shape_of
 from autopar.capture.normalisations.shapes import as_call
 from autopar.capture.values import refresh
@@ -88,7 +89,7 @@ class _Functionaliser:
             value = node.meta.get("val")
             if not isinstance(value, torch.Tensor):
                 continue
-            storage = value.untyped_storage()._cdata
+            storage = memory_of(value)
             if storage not in roots:
                 roots[storage] = node
             elif node.op == "call_function":

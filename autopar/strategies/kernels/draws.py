@@ -47,6 +47,7 @@ class Place(NamedTuple):
     shape: tuple[int, ...]
     starts: tuple[int, ...] = ()  # of the piece, in the dims that are cut
     batch: tuple[int, int] | None = None  # the dim that micro-batches cut, and the size of one
+    slices: int = 1  # of the batch: micro-batch i is the i-th part of each
 
     def __repr__(self) -> str:
         start = f" from {list(self.starts)}" if any(self.starts) else ""
@@ -69,6 +70,18 @@ class Place(NamedTuple):
         )
 
 
+def along(key: Tensor, place: Place, dim: int, length: int) -> Tensor:
+    """The numbers that the elements of a piece have in a dim of the whole."""
+    start = place.starts[dim] if len(place.starts) > dim else 0
+    found = torch.arange(start, start + length, device=key.device)
+    if place.batch is not None and place.batch[0] == dim:
+        part = place.batch[1] // place.slices
+        if place.slices > 1:
+            found = found + found // part * (place.shape[dim] // place.slices - part)
+        found = found + key[1] * part
+    return found
+
+
 def _mixed(x: Any) -> Any:
     """64 bits, of a number or of tensors of them, each of which depends on all that it is given."""
     for shift, factor in _MIX:
@@ -79,27 +92,27 @@ def _mixed(x: Any) -> Any:
 
 def rows_of(key: Tensor, place: Place, shape: Sequence[int], stream: int) -> Tensor:
     """The hashes of the rows of a piece."""
-    index = _numbers(place, shape, key.device)
-    if place.batch is not None and place.batch[0] < len(shape) - 1:
-        index = index + key[1] * (place.batch[1] * math.prod(place.shape[place.batch[0] + 1 : -1]))
     own = (2 * place.number + 1) * _GOLDEN + stream
     own = _mixed(own if isinstance(own, Tensor) else _signed(own, 64))
+    index = _numbers(key, place, shape)
     return _mixed(torch.add(key[0], index, alpha=_GOLDEN).bitwise_xor_(own))
 
 
-def _numbers(place: Place, shape: Sequence[int], device: torch.device) -> Tensor:
+def _numbers(key: Tensor, place: Place, shape: Sequence[int]) -> Tensor:
     """Those of the rows of a piece in the whole."""
-    starts = place.starts + (0,) * (len(shape) - len(place.starts))
-    last = len(shape) - 1
+    last, batch = len(shape) - 1, place.batch
     is_one_by_one = last == 0 or shape[0] == 1 or place.shape[0] > 1
-    if is_one_by_one and tuple(shape[1:last]) == place.shape[1:last]:  # one after another
-        first = starts[0] * math.prod(place.shape[1:last]) if last else 0
-        return torch.arange(first, first + math.prod(shape[:last]), device=device)
-    numbers, stride = torch.zeros(1, dtype=torch.int64, device=device), 1
+    is_one_by_one = is_one_by_one and tuple(shape[1:last]) == place.shape[1:last]
+    if is_one_by_one and (place.slices == 1 or batch is None or batch[0] >= last):
+        first = place.starts[0] * math.prod(place.shape[1:last]) if last and place.starts else 0
+        numbers = torch.arange(first, first + math.prod(shape[:last]), device=key.device)
+        if batch is not None and batch[0] < last:
+            numbers = numbers + key[1] * (batch[1] * math.prod(place.shape[batch[0] + 1 : last]))
+        return numbers
+    numbers, stride = torch.zeros(1, dtype=torch.int64, device=key.device), 1
     for dim in reversed(range(last)):
         # What is drawn once for a dim is the same all along it.
-        index = torch.arange(starts[dim], starts[dim] + shape[dim], device=device)
-        index = index * (stride if place.shape[dim] > 1 else 0)
+        index = along(key, place, dim, shape[dim]) * (stride if place.shape[dim] > 1 else 0)
         numbers = (index.unsqueeze(-1) + numbers).view(-1)
         stride *= place.shape[dim]
     return numbers
@@ -107,12 +120,7 @@ def _numbers(place: Place, shape: Sequence[int], device: torch.device) -> Tensor
 
 def columns_of(key: Tensor, place: Place, shape: Sequence[int]) -> Tensor:
     """The numbers of the columns of a piece, far from one another."""
-    last = len(shape) - 1
-    start = place.starts[last] if len(place.starts) > last else 0
-    columns = torch.arange(start, start + shape[last], device=key.device)
-    if place.batch is not None and place.batch[0] == last:
-        columns = columns + key[1] * place.batch[1]
-    return (columns * _COLUMN).int()
+    return (along(key, place, len(shape) - 1, shape[-1]) * _COLUMN).int()
 
 
 def _hashed(rows: Tensor, columns: Tensor) -> Tensor:

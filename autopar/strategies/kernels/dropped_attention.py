@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from autopar.strategies.kernels.draws import Place, columns_of, made_of, rows_of, scale_of
+from autopar.strategies.kernels.draws import (
+    Place,
+    along,
+    columns_of,
+    made_of,
+    rows_of,
+    scale_of,
+)
 
 _SCORES = {"cpu": 2**20}  # at a time, by kind of device: what stays in a cache
 _MANY = 2**26  # on an accelerator, which computes so many at once: 256 MiB in float32
@@ -141,9 +148,9 @@ class _Weights:
             for x in (query, key, value)
         )
         place, shape = self.place, (*heads, queries, keys)
+        order = along(drawn, place, len(heads), queries)
+        is_in_order = place.batch is None or place.batch[0] != len(heads)
         first = place.starts[len(heads)] if len(place.starts) > len(heads) else 0
-        if self.is_causal and place.batch is not None and place.batch[0] == len(heads):
-            first += int(drawn[1]) * place.batch[1]  # the samples are the queries
         hashes = rows_of(drawn, place, shape, 0).view(math.prod(heads), queries)
         columns, numbers = columns_of(drawn, place, shape), torch.arange(keys, device=key.device)
         most = max(round(self.p * 2**32) - 1, 0) - 2**31
@@ -158,15 +165,16 @@ class _Weights:
         for head in range(0, len(query), many):
             for row in range(0, queries, rows):
                 at, of = slice(head, head + many), slice(row, min(row + rows, queries))
-                seen = min(keys, first + of.stop) if self.is_causal else keys
+                is_short = self.is_causal and is_in_order
+                seen = min(keys, first + of.stop) if is_short else keys
                 part = query[at, of] * self.scale
                 scores = torch.bmm(part, key[at, :seen].transpose(1, 2)).to(wide)
                 if mask is not None:
                     own = _own(mask, heads, at, of)
                     scores.add_(_hidden(~own, wide) if own.dtype == torch.bool else own)
                 if self.is_causal:
-                    own = torch.arange(first + of.start, first + of.stop, device=query.device)
-                    scores.add_(_hidden(numbers[:seen] > own.unsqueeze(-1), wide))
+                    is_later = numbers[:seen] > order[of].unsqueeze(-1)
+                    scores.add_(_hidden(is_later, wide))
                 weights = scores.softmax(-1)
                 if mask is not None:  # rows that see nothing
                     weights.masked_fill_(scores.amax(-1, keepdim=True) == -math.inf, 0.0)

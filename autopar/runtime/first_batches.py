@@ -1,0 +1,94 @@
+"""First batches: whether ranks were given what belongs together, in the first calls of a module.
+
+Later ones are not looked at: a loop in which each rank loads another batch does so from the start.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from autopar.errors import InvalidInput
+from autopar.plan.plan import Plan
+from autopar.runtime.local_inputs import flat_call, planned_inputs
+from autopar.runtime.plan_broadcast import require_same_call
+from autopar.runtime.world import World
+
+LOOKS = 3  # calls whose batches are compared
+_ALIKE = (
+    "load the same batch on every rank, or parallelize with local_inputs=True, where each brings "
+    "its own slice"
+)
+SAMPLED = 1 << 20  # elements of a tensor that are looked at, about
+
+
+class FirstBatches:
+    """Looks at global batches, which are the same on every rank."""
+
+    def __init__(self, world: World, remedy: str = _ALIKE) -> None:
+        self._world, self._remedy, self.left = world, remedy, LOOKS
+
+    def together(self, call: str, *given: Any) -> None:
+        """Refuse, on all ranks, a global batch that is not the same on all of them, and a `call`
+        that others do not make."""
+        require_same_call(lambda: None, call=call)
+        self.left -= 1
+        require_same_batch(self._world.numbers(_sampled(given)), self._remedy)
+
+
+def _sampled(given: Any) -> int:
+    """A number that some of the elements of these tensors make."""
+    found = 0
+    for leaf in pytree.tree_leaves(given):
+        if isinstance(leaf, Tensor) and leaf.numel():
+            data = leaf.detach().reshape(-1)
+            data = data[:: -(-data.numel() // SAMPLED)].cpu().contiguous()
+            found = zlib.crc32(data.view(torch.uint8).numpy().tobytes(), found)
+    return found
+
+
+class FirstSlices(FirstBatches):
+    """Looks at slices: ranks to which a plan gives the same piece bring the same."""
+
+    def __init__(self, world: World, plan: Plan) -> None:
+        super().__init__(world)
+        self._plan, self._planned = plan, planned_inputs(plan)
+        self._cuts: dict[tuple[str, ...], list[str]] = {}  # what is cut over some axes
+        for name in filter(None, self._planned.values()):
+            axes = plan.decisions.placeholders[name].axes
+            self._cuts.setdefault(axes, []).append(name)
+
+    def together(self, call: str, *given: Any) -> None:
+        self.left -= 1
+        mesh = self._plan.whole_mesh
+        leaves = {self._planned.get(path): leaf for path, leaf in flat_call(*given)[0]}
+        for axes, names in self._cuts.items():
+            digests = self._world.numbers(_sampled([leaves.get(name) for name in names]))
+            first: dict[int, int] = {}
+            for rank, digest in enumerate(digests):
+                one = first.setdefault(mesh.position(rank, axes), rank)
+                if digest != digests[one]:
+                    raise InvalidInput(
+                        "with local inputs ranks bring the pieces that the plan cuts, and what it "
+                        "does not cut over their axis is the same on them",
+                        got=f"{', '.join(names)}, cut over {', '.join(axes) or 'nothing'}: rank "
+                        f"{rank} has others than rank {one}",
+                        remedy='mode="data", or ap.shard() of the inputs, cuts the batch; '
+                        "ap.shard_loader(loader, module) gives what a plan wants",
+                    )
+
+
+def require_same_batch(digests: Sequence[object], remedy: str = _ALIKE) -> None:
+    """Refuse a step for which ranks were given different global batches."""
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise InvalidInput(
+            "every rank is given the same global batch",
+            got=f"another batch than rank 0 has on rank {', '.join(map(str, others))}",
+            remedy=remedy,
+        )
