@@ -614,6 +614,22 @@ def test_who_shares_a_parameter_is_told_that_it_is_copied(recwarn: Any) -> None:
         made.append(ap.parallelize(other, (x,), mesh=D2, mode="data"))
 
 
+def test_a_parameter_in_the_memory_of_one_that_is_gone_is_another(recwarn: Any) -> None:
+    x = random(8, 4)
+    gone = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(20)), Mean()).double()
+    numbers = {id(parameter) for parameter in gone.parameters()}
+    modules = [ap.parallelize(gone, (x,), mesh=D2, mode="data")]
+    del gone
+    gc.collect()
+    layers: list[nn.Module] = []
+    while not any(id(one) in numbers for layer in layers for one in layer.parameters()):
+        layers.append(nn.Linear(4, 4).double())
+        assert len(layers) < 1000, "no number was given again"
+    model = nn.Sequential(*layers[-2:], nn.Linear(4, 4).double(), Mean())
+    modules += [ap.parallelize(model, (x,), mesh=D2, mode="data") for _ in range(2)]
+    assert not recwarn.list
+
+
 def test_what_would_see_pieces_or_not_run_is_refused() -> None:
     x = random(8, 4)
     module: Any = ap.parallelize(Root().double(), (x,), mesh=D2, mode="propagate")

@@ -26,18 +26,20 @@ from autopar.errors import InvalidInput
 from autopar.lines import frames_to_caller
 
 _old: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-_sources: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()  # by parallel module
+_Parameters = WeakValueDictionary[int, Tensor]  # by number, which another may get after this one
+_sources: WeakKeyDictionary[nn.Module, tuple[int, _Parameters]] = WeakKeyDictionary()
 
 
 def note_old_parameters(model: nn.Module, module: nn.Module) -> None:
     """A model was parallelized to `module`: its own parameters do not learn by that."""
     _watch_optimizers()
     named = {id(parameter): (name, parameter) for name, parameter in model.named_parameters()}
-    own = frozenset(number for number, (_, one) in named.items() if _old.get(number) is one)
-    for others in _sources.values():
-        _tell_of_copies([named[number][0] for number in own & others], len(named), len(others))
-    _sources[module] = frozenset(named)
-    _old.update({number: parameter for number, (_, parameter) in named.items()})
+    for count, others in _sources.values():
+        shared = [name for number, (name, one) in named.items() if others.get(number) is one]
+        _tell_of_copies(shared, len(named), count)
+    own = {number: parameter for number, (_, parameter) in named.items()}
+    _sources[module] = len(own), WeakValueDictionary(own)
+    _old.update(own)
 
 
 def _tell_of_copies(shared: list[str], count: int, others: int) -> None:
