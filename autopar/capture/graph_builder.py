@@ -197,6 +197,7 @@ def shape_of(node: object) -> tuple[int, ...]:
 
 Normalisation = Callable[[GraphBuilder], None]
 Rewrite = Callable[["Site"], fx.Node | None]
+REWRITTEN: set[object] = set()  # the operators that a normalisation may give another form
 
 
 class Site(Call):
@@ -221,6 +222,7 @@ def rewrites(*targets: object) -> Callable[[Rewrite], Normalisation]:
 
     The call stays where it gives None.
     """
+    REWRITTEN.update(targets)
 
     def normalisation(function: Rewrite) -> Normalisation:
         @wraps(function)

@@ -18,6 +18,7 @@ from autopar.capture.normalisations import (
     linear,
     losses,
     norms,
+    parts,
     products,
     shapes,
     strides,
@@ -32,6 +33,7 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
     cleanup.drop_dropout,  # it would be a view, so it precedes functionalise
     norms.rms_norms,
     norms.batch_norms,  # makes writes to buffers visible, so it precedes functionalise
+    parts.composites_are_their_parts,  # some change what they are given
     tuples.split_into_slices,  # views as well
     strides.strides_are_written_out,  # as the model's own strides are, which writes may change
     inplace.functionalise,

@@ -127,7 +127,7 @@ class _Functionaliser:
         target = became = self._tensor(given)
         node.args = fx.map_arg(node.args, partial(self._read, reader=node))
         node.kwargs = fx.map_arg(node.kwargs, partial(self._read, reader=node))
-        if _is_view(_functional_of(node)):
+        if _is_view(functional_of(node.target)):
             became = self._view(node, target)
         else:
             self._check(node, self.root[target], self.builder.buffers)
@@ -140,7 +140,7 @@ class _Functionaliser:
         """The view of its argument that an operator such as t_ makes of it, in its place."""
         detaches = node.target is aten.detach_.default
         self._check(node, target, self.builder.buffers if detaches else ())
-        new = self.builder.call(node, _functional_of(node), *node.args, **node.kwargs)
+        new = self.builder.call(node, functional_of(node.target), *node.args, **node.kwargs)
         root = self.root[new] = self.root[target]
         self.parent[new], self.value[new] = target, (new, self.version.get(root, 0))
         return new
@@ -198,7 +198,7 @@ class _Functionaliser:
             options = {name: value for name, value in node.kwargs.items() if name != "out"}
             new = call(node, _without_out(node.target), *node.args, **options)
             return self._copy(node, node.kwargs["out"], new)
-        target = _functional_of(node)
+        target = functional_of(node.target)
         if target is None:
             raise _no_such_form(node)
         if target is aten.bernoulli.p and not (rest or node.kwargs):
@@ -264,9 +264,9 @@ def _no_such_form(node: fx.Node) -> InvalidInput:
     )
 
 
-def _functional_of(node: fx.Node) -> Any:
-    """The operator that returns what `node` makes of its argument; None if there is none."""
-    return _FUNCTIONAL.get(node.target) or _without_underscore(node.target)
+def functional_of(target: Any) -> Any:
+    """The operator that returns what `target` makes of its argument; None if there is none."""
+    return _FUNCTIONAL.get(target) or _without_underscore(target)
 
 
 def _is_view(target: Any) -> bool:

@@ -19,7 +19,7 @@ from autopar.strategies.results import result
 aten = torch.ops.aten
 
 
-_PIECES = (
+PIECES = (
     aten.broadcast_tensors,
     aten.split,
     aten.split_with_sizes,
@@ -37,7 +37,7 @@ _DIMS = {aten.vsplit: 0, aten.dsplit: 2}  # in which those without an argument f
 
 def split_into_slices(builder: GraphBuilder) -> None:
     """split, chunk, unbind, broadcast_tensors: a slice, selection or expansion for each result."""
-    for node in builder.calls(*_PIECES):
+    for node in builder.calls(*PIECES):
         pieces = _pieces(Call(node))
         for user in list(node.users):
             index = user.args[1]
