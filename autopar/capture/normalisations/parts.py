@@ -99,7 +99,7 @@ def _taken_apart(builder: GraphBuilder, node: fx.Node) -> None:
 def _put(
     builder: GraphBuilder, node: fx.Node, nodes: dict[int, fx.Node], parts: _Parts, made: Any
 ) -> None:
-    """The calls that were noted, then what the call gave. `nodes` has those of what it was given."""
+    """The calls that were noted, then what the call gave; `nodes` by the tensors it was given."""
 
     def of(value: Any) -> Any:
         return pytree.tree_map_only(Tensor, lambda tensor: nodes[id(tensor)], value)
