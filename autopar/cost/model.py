@@ -33,6 +33,7 @@ COLLECTIVES = {
     "all_gather": Formula("all_gather", (p - 1) / p * V / B + (p - 1) * a),
     "reduce_scatter": Formula("reduce_scatter", (p - 1) / p * V / B + (p - 1) * a),
     "all_to_all": Formula("all_to_all", (p - 1) / p * V / B + (p - 1) * a),
+    "shift": Formula("shift", V / B + a),  # to a neighbour
     "broadcast": Formula("broadcast", log(p, 2) * (V / B + a)),
 }
 

@@ -7,7 +7,7 @@ operator are computed at once, as arrays, from the elements of the busiest rank'
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from autopar.cluster import Device
 from autopar.cost.formula import Formula
 from autopar.cost.model import operator_formula, operator_values
 from autopar.mesh import Mesh
-from autopar.strategies import Extra, Rule, Strategy
+from autopar.strategies import Extra, Joint, Rule, Strategy
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import is_view
 from autopar.strategies.results import tensors_of
@@ -43,11 +43,21 @@ class Work(NamedTuple):
     between: Array  # by the parts of `rule.Between`
 
 
+def _result(joint: Joint) -> str | None:
+    return joint.outputs[0]
+
+
 class ShardSizes:
     """How large the largest piece of each factor is, under each strategy."""
 
     def __init__(self, rule: Rule, strategies: Sequence[Strategy], mesh: Mesh) -> None:
         self.rule, self.count = rule, len(strategies)
+        self.joints = [
+            (index, rule.joints[name], float(mesh.degree(axes)))
+            for index, strategy in enumerate(strategies)
+            for name, axes in strategy.cuts
+            if name in rule.joints
+        ]
         lengths: dict[tuple[str, tuple[str, ...]], float] = {}
         self.lengths: dict[str, Array] = {}
         for factor, size in rule.sizes.items():
@@ -63,13 +73,33 @@ class ShardSizes:
                     column[index] = lengths[factor, axes]
             self.lengths[factor] = column
 
-    def elements(self, dims: Sequence[Dim]) -> Array:
-        """The elements of a tensor's largest piece."""
+    def elements(self, dims: Sequence[Dim], cut: Callable[[Joint], str | None] = _result) -> Array:
+        """The elements of a tensor's largest piece; `cut`: what a joint cuts of it, if not what it
+        cuts of the output."""
         total = np.ones(self.count)
         for dim in dims:
             for factor in dim:
                 total = total * self.lengths[factor]
+        for index, joint, degree in self.joints:
+            lost = cut(joint)
+            if lost is not None and any(lost in dim for dim in dims):
+                length = self.lengths[lost][index]
+                total[index] *= math.ceil(length / degree) / length
         return total
+
+    def inputs(self, facts: Facts) -> list[Array]:
+        """The bytes of each input."""
+        return [
+            self.elements(dims, lambda joint: joint.inputs[place]) * itemsize  # noqa: B023
+            for place, (dims, itemsize) in enumerate(zip(self.rule.inputs, facts.itemsizes))
+        ]
+
+    def outputs(self, facts: Facts) -> list[Array]:
+        """The bytes of each output."""
+        return [
+            self.elements(dims, lambda joint: joint.outputs[place]) * dtype.itemsize  # noqa: B023
+            for place, (dims, dtype) in enumerate(zip(self.rule.outputs, facts.dtypes))
+        ]
 
     def bytes(self, extra: Extra, dtype: torch.dtype) -> Array:
         """Of a tensor that is kept besides, the output being of `dtype`."""
@@ -80,6 +110,8 @@ class ShardSizes:
         total = np.ones(self.count)
         for factor, size in self.rule.sizes.items():
             total = total * (self.lengths[factor] / max(size, 1))
+        for index, _, degree in self.joints:
+            total[index] /= degree
         return total
 
 
@@ -90,13 +122,8 @@ def work(facts: Facts, pieces: ShardSizes) -> Work:
     between = np.multiply.outer(pieces.share(), rule.between)
     if facts.is_view:
         return Work(nothing, nothing, nothing, nothing, between)
-    inputs = [
-        pieces.elements(dims) * itemsize for dims, itemsize in zip(rule.inputs, facts.itemsizes)
-    ]
-    outputs = [
-        pieces.elements(dims) * dtype.itemsize for dims, dtype in zip(rule.outputs, facts.dtypes)
-    ]
-    output = sum(outputs, nothing)
+    inputs = pieces.inputs(facts)
+    output = sum(pieces.outputs(facts), nothing)
     # What multiplies nothing and has few FLOPs for its elements is limited by memory alone.
     elements = sum(_elements(rule, dims) for dims in (*rule.inputs, *rule.outputs))
     counts = rule.product or rule.flops > HEAVY * elements

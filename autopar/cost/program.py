@@ -14,6 +14,7 @@ from torch import fx
 from autopar.capture.origins import gathered_parameter, is_made_of_parameters, state_bytes
 from autopar.cluster import Cluster
 from autopar.collectives import Movement, movement_cost
+from autopar.cost.joint_kernels import Computed, messages_inside
 from autopar.cost.operators import ShardSizes, seconds, work
 from autopar.cost.price import ClusterPrice
 from autopar.cost.reductions import linears_behind, weight_seconds
@@ -90,7 +91,18 @@ class NodePrices:
 
     def own(self, node: fx.Node) -> NodeCost:
         """Of the node itself, twice if it runs again."""
+        return self.computed(node) + self.inside(node)
+
+    def computed(self, node: fx.Node) -> NodeCost:
+        """Without what it moves itself, where ranks carry it out together."""
         price = self._once(node)
+        return price.remade() if info(node).remade else price
+
+    def inside(self, node: fx.Node) -> NodeCost:
+        """What a call moves that ranks carry out together."""
+        if info(node).joint is None:
+            return NodeCost()
+        price = sum((self._inside(*call) for call in info(node).calls), NodeCost())
         return price.remade() if info(node).remade else price
 
     def elsewhere(self, node: fx.Node) -> dict[Region, NodeCost]:
@@ -143,6 +155,11 @@ class NodePrices:
             forward, backward = seconds(facts, done, self.device)
             self._known[key] = NodeCost(float(forward[0]), float(backward[0]))
         return self._known[key]
+
+    def _inside(self, facts: Facts, strategy: Strategy) -> NodeCost:
+        computed = self._call(facts, strategy)
+        about = facts, strategy, self.price, self.device.overlap
+        return messages_inside(*about, Computed(computed.forward, computed.backward))
 
     def _movement(self, node: fx.Node, movement: Movement) -> NodeCost:
         (value,) = node.all_input_nodes
@@ -217,6 +234,7 @@ def program_cost(graph: fx.Graph, prices: NodePrices, microbatches: int = 1) -> 
         if info(node).movement is not None or info(node).places is not None:
             moved += prices.own(node)
         else:
-            worked += prices.own(node)
+            worked += prices.computed(node)
+            moved += prices.inside(node)
         moved = sum(prices.elsewhere(node).values(), moved)
     return Cost.of(worked, moved, microbatches)

@@ -83,7 +83,8 @@ def _same_on_whole(calls: list[fx.Node], everywhere: dict[str, fx.Node], mesh: M
 def _same_on_ranks(call: fx.Node, mesh: Mesh) -> bool:
     """Whether no argument of a call depends on how it is cut."""
     whole = str((call.args, call.kwargs))
-    return info(call).start_of is None and all(
+    is_plain = info(call).start_of is None and info(call).joint is None
+    return is_plain and all(
         str(localize_arguments(call, info(call).type, mesh, rank)) == whole
         for rank in range(mesh.size)
     )

@@ -260,7 +260,7 @@ class Flow:
                 for position, value in enumerate(tensor_arguments(node))
                 if self.is_weight(value) and (product or value.op == "call_function")
             )
-            if positions and info(node).differentiable:
+            if positions and info(node).differentiable and info(node).joint is None:
                 found[node] = WeightInputs(positions, product)
         return found
 

@@ -14,11 +14,12 @@ import torch
 from torch import fx
 
 from autopar.collectives import Movement
+from autopar.collectives.together import Drive, Group, JointKernel, alone, joined, on_process
 from autopar.layout import Layout, Placement, TensorType
 from autopar.mesh import Mesh
 from autopar.passes.redistribution import insert_movement
 from autopar.passes.setting import Setting
-from autopar.strategies import KERNELS, Expansion, piece_call, tensor_inputs
+from autopar.strategies import KERNELS, Call, Expansion, piece_call, tensor_inputs
 from autopar.strategies.node_info import info
 
 
@@ -40,6 +41,10 @@ def swap_kernels(graph: fx.Graph, setting: Setting) -> fx.Graph:
             continue
         factor, name = needed
         kernel = KERNELS[name]
+        if kernel.joint is not None:
+            node.kwargs, node.args = Call(node).arguments, ()
+            node.target, info(node).joint = kernel.function, factor
+            continue
         info(node).start_of = rule, strategy, factor
         if kernel.expand is not None:
             _expand(graph, node, kernel.expand, setting.mesh)
@@ -54,6 +59,8 @@ def local_call(
 ) -> tuple[Callable[..., Any], tuple, dict[str, Any]]:
     """What `rank`, which runs on `device`, calls for `node`; tensors still the nodes' own."""
     known = info(node)
+    if known.joint is not None:
+        return joint_call(node, mesh, rank, alone), (), dict(node.kwargs)
     if known.start_of is None:
         function, args, kwargs = piece_call(
             node, known.rule, known.strategy, known.type, mesh, rank
@@ -67,6 +74,55 @@ def local_call(
     kwargs = {k: start if argument is START else argument for k, argument in node.kwargs.items()}
     assert callable(node.target)
     return node.target, args, kwargs
+
+
+def joint_call(
+    node: fx.Node, mesh: Mesh, rank: int, drive: Drive | None = None, name: str = ""
+) -> Callable[..., Any]:
+    """What `rank` calls for a call that it carries out with others: in their process group of that
+    `name`, or driven otherwise."""
+    kernel, group = joint_kernel(node), joint_group(node, mesh, rank)
+    driven = on_process(name, group) if drive is None else drive
+    is_one = len(info(node).types) == 1
+
+    def together(**arguments: Any) -> Any:
+        (outputs,) = joined(kernel, [group], driven, [arguments])
+        return outputs[0] if is_one else outputs
+
+    together.__name__ = kernel.forward.__name__
+    return together
+
+
+def joint_kernel(node: fx.Node) -> JointKernel:
+    """Of a call that ranks carry out together."""
+    rule, strategy = info(node).rule, info(node).strategy
+    assert rule is not None
+    assert strategy is not None
+    found = rule.kernel(strategy)
+    assert found is not None
+    joint = KERNELS[found[1]].joint
+    assert joint is not None
+    return joint
+
+
+def joint_axes(node: fx.Node) -> tuple[str, ...]:
+    """The axes over whose ranks a call is carried out together."""
+    strategy, name = info(node).strategy, info(node).joint
+    assert strategy is not None
+    assert name is not None
+    return strategy.by_factor[name]
+
+
+def joint_group(node: fx.Node, mesh: Mesh, rank: int) -> Group:
+    """Those who carry a call out together with `rank`."""
+    rule, strategy, name = info(node).rule, info(node).strategy, info(node).joint
+    assert rule is not None
+    assert strategy is not None
+    assert name is not None
+    axes = joint_axes(node)
+    members = next(group for group in mesh.groups(axes) if rank in group)
+    pieces = rule.pieces(name, strategy, mesh, members)
+    return Group(len(members), members.index(rank), pieces)
 
 
 def _expand(graph: fx.Graph, node: fx.Node, expansion: Expansion, mesh: Mesh) -> None:

@@ -133,4 +133,6 @@ def _is_cheap(node: fx.Node) -> bool:
     calls: Any = info(node).calls
     if not calls or info(node).movement is not None or info(node).start_of is not None:
         return False
+    if info(node).joint is not None:
+        return False
     return not is_view(node) and all(facts.is_cheap for facts, _ in calls)

@@ -110,7 +110,7 @@ class _Carrying:
         cuts = (
             (factor, axes)
             for factor, axes in before.cuts
-            if factor in rule.cuttable and rule.fits(factor, self.mesh.degree(axes))
+            if factor in rule.choices and rule.fits(factor, self.mesh.degree(axes))
         )
         passes = (pair for pair in before.passes if _goes_through(rule, pair, given))
         return Strategy(tuple(cuts), tuple(passes))

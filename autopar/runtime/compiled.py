@@ -7,9 +7,10 @@ in it, forward and backward.
 
 Some calls stay outside, and end a region: those that wait for work under way, or leave a sum to the
 caller; weights whose gradients a split backward puts off; dropped attention, which works on some
-rows at a time. Copies of parameters come before the region that reads them, and go after it; in
-backward they are wanted when that of the region begins. Gradients of parameters are summed outside,
-as they become complete: when the backward of their region has ended.
+rows at a time; what ranks carry out together. Copies of parameters come before the region that
+reads them, and go after it; in backward they are wanted when that of the region begins. Gradients
+of parameters are summed outside, as they become complete: when the backward of their region has
+ended.
 
 A compiler may bring calls into another order, on each rank another, so the movements of a region
 hang on one another: one that does not begins a new region.
@@ -240,6 +241,8 @@ def _is_inside(node: fx.Node, outside: Collection[fx.Node]) -> bool:
         return False
     if (maker := _maker(node)) is not node:
         return _is_inside(maker, outside)
+    if info(node).joint is not None:
+        return False
     region = info(node).region
     if region is not None and not region.is_full and region.how.keep != "device":
         return False

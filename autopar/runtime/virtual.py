@@ -16,10 +16,11 @@ from torch.utils.hooks import RemovableHandle
 
 from autopar.capture.origins import gathered_parameter
 from autopar.collectives import Movement, from_ranks, move, to_ranks
+from autopar.collectives.together import in_groups, joined
 from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
 from autopar.passes import localize
-from autopar.passes.kernels import local_call
+from autopar.passes.kernels import joint_axes, joint_group, joint_kernel, local_call
 from autopar.pipeline.executor import InProcessTransport, run_together
 from autopar.pipeline.weight_halves import WeightHalves
 from autopar.pipeline.worker import Value, sum_in_order
@@ -34,6 +35,7 @@ from autopar.runtime.recompute import Selective
 from autopar.runtime.regions import Part, parts_of
 from autopar.runtime.replicas import ReplicaCheck
 from autopar.strategies.node_info import info
+from autopar.strategies.results import has_results
 
 Environment = dict[fx.Node, Value]
 Enter = Callable[[fx.Node], Value]  # of a placeholder
@@ -170,6 +172,8 @@ class VirtualGraph:
             (value,) = node.all_input_nodes
             sums = None if gathered_parameter(node) is None else self._sums
             return lambda values: move(movement, values[value], self.mesh, sums=sums)
+        if info(node).joint is not None:
+            return self._together(node)
         calls, weights = [], info(node).weight_inputs
         for rank in range(self.mesh.size):
             function, args, kwargs = local_call(node, self.mesh, rank, self.device)
@@ -180,6 +184,20 @@ class VirtualGraph:
                 function = noting.noted(function, plain)
             calls.append(_Call(function, args, kwargs))
         return lambda values: [call(values, rank) for rank, call in enumerate(calls)]
+
+    def _together(self, node: fx.Node) -> Callable[[Environment], Value]:
+        """A call that the ranks of a group carry out together."""
+        kernel, ranks = joint_kernel(node), range(self.mesh.size)
+        groups = [joint_group(node, self.mesh, rank) for rank in ranks]
+        drive = in_groups(self.mesh.groups(joint_axes(node)))
+        is_one = not has_results(node)
+
+        def run(values: Environment) -> Value:
+            calls = [fx.map_arg(node.kwargs, lambda v: values[v][rank]) for rank in ranks]  # noqa: B023
+            found = joined(kernel, groups, drive, calls)
+            return [outputs[0] if is_one else outputs for outputs in found]  # type: ignore[misc]
+
+        return run
 
 
 class OneRank:

@@ -12,8 +12,9 @@ from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.cluster import Device
-from autopar.collectives import Price
+from autopar.cost.joint_kernels import Computed, messages_inside
 from autopar.cost.operators import ShardSizes, Work, facts_of, kept_extra, seconds, work
+from autopar.cost.price import ClusterPrice
 from autopar.cost.reductions import weight_seconds
 from autopar.errors import unforeseen
 from autopar.layout import Placement
@@ -77,7 +78,7 @@ class Candidates:
 class NodeClasses:
     """All kinds of calls of one captured graph on one mesh, each looked at once."""
 
-    def __init__(self, captured: Captured, mesh: Mesh, device: Device, price: Price) -> None:
+    def __init__(self, captured: Captured, mesh: Mesh, device: Device, price: ClusterPrice) -> None:
         self.mesh, self.device, self.price = mesh, device, price
         self._classes, self._rules = captured.classes, captured.priced
         self._candidates: dict[tuple[int, bool], Candidates] = {}
@@ -129,15 +130,22 @@ class NodeClasses:
             tuple(map(Placements, zip(*(map(Placement, each.outputs) for each in signatures)))),
             forward,
             backward,
-            np.array([self._inside(node, rule, s, pieces, i) for i, s in enumerate(strategies)]),
+            np.array(
+                [
+                    self._inside(node, facts, s, pieces, i)
+                    + self._together(facts, s, Computed(float(forward[i]), float(backward[i])))
+                    for i, s in enumerate(strategies)
+                ]
+            ),
             kept_extra(facts, pieces),
             done,
         )
 
     def _inside(
-        self, node: fx.Node, rule: Rule, strategy: Strategy, pieces: ShardSizes, index: int
+        self, node: fx.Node, facts: Facts, strategy: Strategy, pieces: ShardSizes, index: int
     ) -> float:
         """What the all-gathers of an expanding kernel take."""
+        rule = facts.rule
         needed = rule.kernel(strategy)
         expansion = KERNELS[needed[1]].expand if needed is not None else None
         if needed is None or expansion is None:
@@ -149,6 +157,11 @@ class NodeClasses:
             columns *= self.mesh[axis]
             total += self.price.seconds("all_gather", (axis,), rows * columns * itemsize)
         return total
+
+    def _together(self, facts: Facts, strategy: Strategy, computed: Computed) -> float:
+        """What the messages of a joint kernel take, but for what computing hides."""
+        moved = messages_inside(facts, strategy, self.price, self.device.overlap, computed)
+        return moved.forward + moved.backward
 
 
 def _mark(node: fx.Node, inputs: tuple[fx.Node, ...]) -> Candidates:

@@ -187,7 +187,8 @@ def _bind(
                 _axes(entry, size, mesh, set(), annotation)
                 continue
             wanted = None if entry in (1, ()) else entry
-            if wanted is not None and (reason := rule.why_whole(factor)) is not None:
+            reason = rule.why_whole(factor) if wanted is not None else None
+            if reason is not None and not any(factor in j.factors for j in rule.joints.values()):
                 raise InvalidInput(
                     f"a dim that an operator keeps whole is not cut: {reason}",
                     got=f"{annotation.dims} for input {annotation.index} of {annotation.what}, dim "
@@ -208,9 +209,10 @@ def _bind(
     axes: dict[str, tuple[str, ...]] = {}
     used: dict[str, tuple[str, Annotation]] = {}
     for factor, (entry, annotation) in chosen.items():
-        axes[factor] = _axes(entry, rule.sizes[factor], mesh, set(used), annotation)
+        both = {axis for axis, (other, _) in used.items() if rule.joint_of({other, factor})}
+        axes[factor] = _axes(entry, rule.sizes[factor], mesh, set(used) - both, annotation)
         for axis in axes[factor]:
-            if axis in used:
+            if axis in used and rule.joint_of({used[axis][0], factor}) is None:
                 earlier_factor, other = used[axis]
                 raise InvalidInput(
                     "an axis may cut one factor of an operator; the annotations contradict",
@@ -220,6 +222,7 @@ def _bind(
                     source=annotation.source,
                 )
             used[axis] = (factor, annotation)
+    _require_joints(rule, axes, markers[0][1])
     constraints = {}
     for node, annotation in markers:
         dims = [
@@ -228,6 +231,27 @@ def _bind(
         ]
         constraints[positions[node]] = LayoutConstraint(Layout(*dims), annotation.source)
     return constraints
+
+
+def _require_joints(
+    rule: Rule, axes: Mapping[str, tuple[str, ...]], annotation: Annotation
+) -> None:
+    """Refuse a cut that only a joint makes, without the rest of the joint."""
+    for factor in axes:
+        cut = {other for other in axes if {*axes[other]} & {*axes[factor]}}
+        if axes[factor] and len(cut) == 1 and (reason := rule.why_whole(factor)) is not None:
+            raise InvalidInput(
+                f"a dim that an operator keeps whole is not cut: {reason}",
+                got=f"{axes[factor][0]!r} for dim {factor!r} of {annotation.what} alone; the rule "
+                f"is {rule.text!r}",
+                remedy="cut what goes with it by the same axis, too: "
+                + " or ".join(
+                    " and ".join(map(repr, joint.factors))
+                    for joint in rule.joints.values()
+                    if factor in joint.factors
+                ),
+                source=annotation.source,
+            )
 
 
 def _resolve(annotation: Annotation, shape: Sequence[int], mesh: Mesh) -> Layout:

@@ -10,7 +10,7 @@ input that has the first input's size there. A partial sum is carried on where t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from torch import fx
@@ -19,7 +19,7 @@ from autopar.capture.captured import Captured
 from autopar.errors import InvalidInput
 from autopar.layout import Layout
 from autopar.mesh import Mesh
-from autopar.search.constraints import Constraints
+from autopar.search.constraints import Constraints, LayoutConstraint
 from autopar.search.decisions import Decisions, Fallback
 from autopar.strategies import Rule, Strategy, tensor_inputs
 from autopar.strategies.node_info import info
@@ -94,13 +94,22 @@ class _Propagation:
         """Give operators whose inputs were annotated exactly the cuts of those inputs."""
         for name, constraints in self.constraints.bound.items():
             operator = self.nodes[name]
-            rule = self.rules[operator]
-            for position, constraint in constraints.items():
-                for dim, axes in zip(rule.inputs[position], constraint.layout.dims):
-                    for axis in axes:
-                        factor = _outer_factor(rule, dim)
-                        assert factor is not None
-                        self._cut(operator, axis, factor)
+            for axis, choice in self._bound_cuts(operator, constraints).items():
+                self._cut(operator, axis, choice)
+
+    def _bound_cuts(
+        self, operator: fx.Node, constraints: Mapping[int, LayoutConstraint]
+    ) -> dict[str, str]:
+        """By axis the factor that annotations give it to, or the joint of several."""
+        rule, found = self.rules[operator], dict[str, set[str]]()
+        for position, constraint in constraints.items():
+            for dim, axes in zip(rule.inputs[position], constraint.layout.dims):
+                for axis in axes:
+                    factor = _outer_factor(rule, dim)
+                    assert factor is not None
+                    found.setdefault(axis, set()).add(factor)
+        given = {axis: rule.joint_of(cut) for axis, cut in found.items()}
+        return {axis: name for axis, name in given.items() if name is not None}
 
     def bind_readers(self, parameters: Iterable[str], batch_axes: frozenset[str]) -> None:
         """Let annotated parameters cut the operators that read them."""
@@ -219,17 +228,18 @@ class _Propagation:
             return
         self._cut(node, axis, factor)
 
-    def _cut(self, node: fx.Node, axis: str, factor: str) -> None:
+    def _cut(self, node: fx.Node, axis: str, choice: str) -> None:
         rule = self.rules[node]
-        self.cuts[node][axis] = factor
+        self.cuts[node][axis] = choice
+        inputs, outputs = rule.factors_of(choice)
         for value in values_of(node) if node not in self.fixed else ():
             for dim, factors in enumerate(rule.outputs[place_of(value)]):
-                if factor in factors:
+                if outputs[place_of(value)] in factors:
                     self.events.append((value, axis, dim))
         self.wanted += reversed(
             [
                 (argument, axis, dim)
-                for argument, dims in zip(self.arguments[node], rule.inputs)
+                for argument, dims, factor in zip(self.arguments[node], rule.inputs, inputs)
                 for dim, factors in enumerate(dims)
                 if factor in factors
             ]
@@ -282,7 +292,7 @@ class _Propagation:
         if axis in self.passes[operator]:
             return True
         factor, rule = self.cuts[operator].get(axis), self.rules[operator]
-        if factor is None or factor in rule.gathered:
+        if factor is None or factor in rule.gathered or factor in rule.joints:
             return False
         return not any(factor in dim for dim in rule.outputs[place_of(value)])
 
@@ -295,10 +305,12 @@ class _Propagation:
             if axis in self.cuts[node]:
                 factor = self.cuts[node][axis]
                 by_factor[factor] = (*by_factor.get(factor, ()), axis)
+        rule, cuts = self.rules[node], self.cuts[node]
+        joint = {axis for axis, choice in cuts.items() if choice in rule.joints}
         for position, constraint in self.constraints.bound.get(node.name, {}).items():
-            for dim, axes in zip(self.rules[node].inputs[position], constraint.layout.dims):
-                if axes:
-                    by_factor[dim[0]] = axes
+            for dim, axes in zip(rule.inputs[position], constraint.layout.dims):
+                if left := tuple(axis for axis in axes if axis not in joint):
+                    by_factor[dim[0]] = left
         return Strategy.of(self.passes[node], **by_factor)
 
     def _placed_layout(self, node: fx.Node) -> Layout:

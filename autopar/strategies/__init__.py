@@ -29,7 +29,8 @@ from autopar.strategies.registry import (
     tensor_inputs,
     traits_of,
 )
-from autopar.strategies.rule import Dim, Extra, Rule, Saved, Signature, Strategy
+from autopar.strategies.rule import Dim, Extra, Rule, Saved, Signature
+from autopar.strategies.strategy import Joint, Strategy
 
 # Each family registers its rules.
 for _file in pkgutil.iter_modules(__path__, f"{__name__}."):
@@ -41,6 +42,7 @@ __all__ = [
     "Dim",
     "Expansion",
     "Extra",
+    "Joint",
     "Kernel",
     "Pattern",
     "Rule",

@@ -13,12 +13,21 @@ from dataclasses import replace
 from autopar.strategies.language import ELLIPSIS
 from autopar.strategies.registry import Call, Traits, aten, register_rule
 from autopar.strategies.rule import Dim, Rule, Saved, broadcast
+from autopar.strategies.strategy import Joint
 
 
 def _linear(call: Call) -> Rule:
     if call["bias"] is not None:
         return call.parse("... i, o i, o -> ... o", saved="0 1")
-    return call.parse("... i, o i -> ... o", passes="each", saved="0 1")
+    rule = call.parse("... i, o i -> ... o", passes="each", saved="0 1")
+    if len(call.shape) < 2:
+        return rule
+    (rows,) = rule.inputs[0][-2] or (None,)
+    joints = {
+        "gather": Joint("gathered_product", (rows, "o"), ("o",)),
+        "scatter": Joint("scattered_product", ("i", "i"), (rows,)),
+    }
+    return replace(rule, joints=joints if rows is not None else {})
 
 
 def _matmul(call: Call) -> Rule:

@@ -21,7 +21,8 @@ from autopar.strategies.kernels.draws import Place
 from autopar.strategies.node_info import flat, info
 from autopar.strategies.registry import Call, traits_of
 from autopar.strategies.results import has_results
-from autopar.strategies.rule import Rule, Strategy
+from autopar.strategies.rule import Rule
+from autopar.strategies.strategy import Strategy
 
 Types = TensorType | tuple[TensorType, ...]
 LocalCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]

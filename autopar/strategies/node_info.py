@@ -21,7 +21,8 @@ from autopar.collectives.movement import Movement
 from autopar.layout import ParameterPlacement, Placement, TensorType
 from autopar.recompute import Recompute
 from autopar.states import StateBytes
-from autopar.strategies.rule import Facts, Rule, Strategy
+from autopar.strategies.rule import Facts, Rule
+from autopar.strategies.strategy import Strategy
 
 Ways = Mapping[tuple[str, Placement], tuple[Placement, ...]]  # (value, what is wanted) ->
 
@@ -97,6 +98,7 @@ class NodeInfo:
 
     # From later passes
     start_of: tuple[Rule, Strategy, str] | None = None  # the factor whose start it takes
+    joint: str | None = None  # the factor, or joint, over whose axes ranks carry it out together
     movement: Movement | None = None  # of a collective
     alone: bool = False  # it goes all the way between two layouts
     bytes: int  # that a movement moves

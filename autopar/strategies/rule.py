@@ -32,43 +32,11 @@ import torch
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, Placement, chunk
 from autopar.mesh import Mesh
-from autopar.schema import Index
+from autopar.strategies.strategy import Joint, Strategy
 
 Quantifier = Callable[[Iterable[bool]], bool]
+Axes = tuple[str, ...]
 Dim = tuple[str, ...]  # the factors of one dim, outermost first; () for a dim of size 1
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """Every mesh axis given to a factor, to a partial sum that passes through, or to nothing."""
-
-    cuts: tuple[tuple[str, tuple[str, ...]], ...] = ()  # factor -> its axes, outermost first
-    passes: tuple[tuple[str, Index], ...] = ()  # axis -> index into Rule.passes
-
-    @classmethod
-    def of(
-        cls, passes: Mapping[str, int] | None = None, /, **cuts: str | tuple[str, ...]
-    ) -> Strategy:
-        """Build from keyword arguments: `Strategy.of(b="dp", h=("tp", "sp"))`."""
-        named = {f: (axes,) if isinstance(axes, str) else tuple(axes) for f, axes in cuts.items()}
-        return cls(
-            tuple(sorted((f, axes) for f, axes in named.items() if axes)),
-            tuple(sorted((passes or {}).items())),
-        )
-
-    @property
-    def by_factor(self) -> dict[str, tuple[str, ...]]:
-        return dict(self.cuts)
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """Every axis that is given to something."""
-        return tuple(a for _, axes in self.cuts for a in axes) + tuple(a for a, _ in self.passes)
-
-    def __str__(self) -> str:
-        cuts = [f"{factor}@{'@'.join(axes)}" for factor, axes in self.cuts]
-        passes = [f"pass {index}+{axis}" for axis, index in self.passes]
-        return " ".join(cuts + passes) or "replicated"
 
 
 @dataclass(frozen=True)
@@ -145,6 +113,7 @@ class Rule:
     even: frozenset[str] = frozenset()  # factors that may be cut only into equal pieces
     passes: tuple[frozenset[int], ...] = ()  # inputs that may be partial sums together
     kernels: Mapping[str, str] = field(default_factory=dict)  # factor -> kernel needed to cut it
+    joints: Mapping[str, Joint] = field(default_factory=dict)  # by name, which stands for a factor
     flops: float = 0.0  # of the uncut forward
     backward_flops: float | None = None  # of all gradients; None: as follows from `flops`
     between: Between = NOTHING  # of the uncut call
@@ -165,6 +134,11 @@ class Rule:
     def cuttable(self) -> tuple[str, ...]:
         """The factors that an axis may cut."""
         return tuple(factor for factor in self.factors if self.why_whole(factor) is None)
+
+    @cached_property
+    def choices(self) -> tuple[str, ...]:
+        """What axes may be given to: factors, and joints."""
+        return (*self.cuttable, *(name for name in self.joints if self.why_whole(name) is None))
 
     @cached_property
     def is_contraction(self) -> bool:
@@ -192,14 +166,15 @@ class Rule:
         return sum(math.prod(self.sizes[f] for dim in dims for f in dim) for dims in self.inputs)
 
     def why_whole(self, factor: str) -> str | None:
-        """Why no axis may cut `factor`; None if one may."""
+        """Why no axis may cut `factor`, or what a joint of that name cuts; None if one may."""
+        if (joint := self.joints.get(factor)) is not None:
+            return next(filter(None, map(self._why_not_at_once, joint.factors)), None)
         if factor not in self.factors:
             return f"{factor!r} is not one of the rule's factors of size above 1"
         if factor in self.whole:
             return f"the operator needs {factor!r} whole on every rank"
-        tensors = self.inputs + self.outputs
-        if any(factor in dim[1:] for dims in tensors for dim in dims):
-            return f"only the outermost factor of a dim can be cut, and {factor!r} is an inner one"
+        if (reason := self._why_not_at_once(factor)) is not None:
+            return reason
         if not _has(self.outputs, factor, all) and factor not in self.sums | self.gathered:
             if _has(self.outputs, factor, any):
                 return f"an output lacks {factor!r} and another one has it"
@@ -207,22 +182,43 @@ class Rule:
                 return f"{factor!r} is contracted, and an input lacks it"
         return None
 
+    def _why_not_at_once(self, factor: str) -> str | None:
+        """What keeps any axis from `factor`, and a joint from it, too."""
+        if factor not in self.factors:
+            return f"{factor!r} is not one of the rule's factors of size above 1"
+        if any(factor in dim[1:] for dims in self.inputs + self.outputs for dim in dims):
+            return f"only the outermost factor of a dim can be cut, and {factor!r} is an inner one"
+        return None
+
+    def _cuts(self, strategy: Strategy, of: Callable[[Joint], str | None]) -> dict[str, Axes]:
+        """The axes of each factor in the tensor that a joint says the factor `of`; those of a joint
+        that leaves the tensor whole go by the name of the joint."""
+        cuts = dict[str, Axes]()
+        for name, axes in strategy.cuts:
+            if name not in self.joints:
+                cuts[name] = axes
+        for name, axes in strategy.cuts:
+            if (joint := self.joints.get(name)) is not None:
+                factor = of(joint) or name
+                cuts[factor] = (*cuts.get(factor, ()), *axes)
+        return cuts
+
     def signature(self, strategy: Strategy) -> Signature:
         """The layouts of inputs, of their gradients and of outputs under `strategy`."""
-        cuts = strategy.by_factor
         passed = {axis: self.passes[index] for axis, index in strategy.passes}
-        summed = {f: axes for f, axes in cuts.items() if f not in self.gathered}
-        inputs, gradients = [], []
+        inputs, gradients, outputs = [], [], []
         for index, dims in enumerate(self.inputs):
+            cuts = self._cuts(strategy, lambda joint: joint.inputs[index])  # noqa: B023
             layout = _layout(dims, cuts)
             through = [axis for axis, members in passed.items() if index in members]
             beside = [axis for axis, members in passed.items() if index not in members]
             inputs.append(layout.with_partial(through))
             gradients.append(layout.with_partial([*_lacking(dims, cuts), *beside]))
-        outputs = (
-            _layout(dims, cuts).with_partial([*_lacking(dims, summed), *passed])
-            for dims in self.outputs
-        )
+        for index, dims in enumerate(self.outputs):
+            cuts = self._cuts(strategy, lambda joint: joint.outputs[index])  # noqa: B023
+            left = self.gathered | self.joints.keys()
+            summed = {factor: axes for factor, axes in cuts.items() if factor not in left}
+            outputs.append(_layout(dims, cuts).with_partial([*_lacking(dims, summed), *passed]))
         return Signature(tuple(inputs), tuple(gradients), tuple(outputs))
 
     def strategies(self, mesh: Mesh, *, ordered: bool = True) -> list[Strategy]:
@@ -231,7 +227,7 @@ class Rule:
         Several axes on one factor come in every order, or only in the mesh's if not `ordered`.
         """
         axes = [axis for axis in mesh if mesh[axis] > 1]
-        choices = [*self.cuttable, *range(len(self.passes))]
+        choices = [*self.choices, *range(len(self.passes))]
         found = []
         for assignment in itertools.product([None, *choices], repeat=len(axes)):
             cuts: dict[str, list[str]] = {}
@@ -243,17 +239,32 @@ class Rule:
                     passes.append((axis, choice))
             if not all(self.fits(factor, mesh.degree(cuts[factor])) for factor in cuts):
                 continue
+            if self.joints and not self._go_together(cuts, mesh):
+                continue
             factors = sorted(cuts)
             orders = [
-                itertools.permutations(cuts[factor]) if ordered else [tuple(cuts[factor])]
+                itertools.permutations(cuts[factor])
+                if ordered and factor not in self.joints
+                else [tuple(cuts[factor])]
                 for factor in factors
             ]
             for order in itertools.product(*orders):
                 found.append(Strategy(tuple(zip(factors, order)), tuple(sorted(passes))))
         return found
 
+    def _go_together(self, cuts: Mapping[str, Sequence[str]], mesh: Mesh) -> bool:
+        """Whether there is one joint at most, and what it cuts besides others is large enough."""
+        joints = [name for name in cuts if name in self.joints]
+        return len(joints) < 2 and all(
+            self.fits(factor, mesh.degree([*cuts[name], *cuts.get(factor, ())]))
+            for name in joints
+            for factor in self.joints[name].factors
+        )
+
     def fits(self, factor: str, degree: int) -> bool:
         """Whether `factor` is large enough for so many pieces, and even where it must be."""
+        if (joint := self.joints.get(factor)) is not None:
+            return all(self.fits(one, degree) for one in joint.factors)
         size = self.sizes[factor]
         return size % degree == 0 if self.must_be_even(factor) else degree <= size
 
@@ -278,14 +289,18 @@ class Rule:
             raise refusal(rule, "name each axis once")
         for factor, axes in strategy.cuts:
             if (reason := self.why_whole(factor)) is not None:
-                remedy = f"cut one of {', '.join(self.cuttable) or 'none: all are whole'}"
+                remedy = f"cut one of {', '.join(self.choices) or 'none: all are whole'}"
                 raise refusal(f"this factor cannot be cut: {reason}", remedy)
             degree = mesh.degree(axes)
             if not self.fits(factor, degree):
                 wanted = "divide" if self.must_be_even(factor) else "be at most"
                 rule = f"the number of pieces must {wanted} the size of the factor"
-                got = f"{degree} pieces of {factor!r} of size {self.sizes[factor]}; "
-                raise refusal(rule, "use fewer axes on it", got)
+                cut = self.joints[factor].factors if factor in self.joints else (factor,)
+                sizes = ", ".join(f"{one!r} of size {self.sizes[one]}" for one in cut)
+                raise refusal(rule, "use fewer axes on it", f"{degree} pieces of {sizes}; ")
+        if not self._go_together(strategy.by_factor, mesh):
+            rule = "a strategy has one joint, whose factors are large enough for all their axes"
+            raise refusal(rule, "use fewer axes")
         for axis, index in strategy.passes:
             if not 0 <= index < len(self.passes):
                 rule = "a partial sum goes only through one of the rule's passes"
@@ -294,19 +309,53 @@ class Rule:
 
     def bounds(self, factor: str, strategy: Strategy, mesh: Mesh, rank: int) -> tuple[int, int]:
         """Start and length of the piece of `factor` that `rank` works on."""
+        return self._bounds(factor, strategy.by_factor.get(factor, ()), mesh, rank)
+
+    def _bounds(self, factor: str, axes: Axes, mesh: Mesh, rank: int) -> tuple[int, int]:
         place = mesh.coordinate(rank)
         start, length = 0, self.sizes[factor]
-        for axis in strategy.by_factor.get(factor, ()):
+        for axis in axes:
             offset, length = chunk(length, mesh[axis], place[axis])
             start += offset
         return start, length
 
+    def pieces(
+        self, name: str, strategy: Strategy, mesh: Mesh, members: Sequence[int]
+    ) -> dict[str, tuple[tuple[int, int], ...]]:
+        """Start and length of the pieces of some ranks, of what their axes cut: a factor, or those
+        of a joint of that name."""
+        cuts, joint = strategy.by_factor, self.joints.get(name)
+        factors = (name,) if joint is None else joint.factors
+        beside = () if joint is None else cuts[name]
+        return {
+            factor: tuple(
+                self._bounds(factor, (*cuts.get(factor, ()), *beside), mesh, rank)
+                for rank in members
+            )
+            for factor in factors
+        }
+
     def kernel(self, strategy: Strategy) -> tuple[str, str] | None:
-        """The factor and the name of the kernel that `strategy` needs, if it needs one."""
-        for factor, _ in strategy.cuts:
-            if factor in self.kernels:
-                return factor, self.kernels[factor]
-        return None
+        """The factor (or joint) and the name of the kernel that `strategy` needs, if it needs one;
+        that of a joint knows of all that is cut."""
+        found = {name: self.joints[name].kernel for name, _ in strategy.cuts if name in self.joints}
+        found |= {name: self.kernels[name] for name, _ in strategy.cuts if name in self.kernels}
+        return next(iter(found.items()), None)
+
+    def joint_of(self, cut: set[str]) -> str | None:
+        """What one axis that cuts all these is given to: the only factor, or a joint of them; None
+        if there is none."""
+        if len(cut) == 1:
+            return next(iter(cut))
+        found = (name for name, joint in self.joints.items() if cut <= {*joint.factors})
+        return next(found, None)
+
+    def factors_of(self, choice: str) -> tuple[Sequence[str | None], Sequence[str | None]]:
+        """What an axis cuts of each input, and of each output, that is given to a factor or joint
+        of that name."""
+        if (joint := self.joints.get(choice)) is not None:
+            return joint.inputs, joint.outputs
+        return [choice] * len(self.inputs), [choice] * len(self.outputs)
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from autopar.collectives.together import Group, in_groups, joined
 from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
 from autopar.strategies import (
     KERNELS,
+    Call,
     Rule,
     Strategy,
     localize_arguments,
@@ -148,7 +150,9 @@ class Reference:
             for rank, part in enumerate(cut(slope, signature.outputs[place].gradient, mesh)):
                 slopes[rank][place] = part
         needed = self.rule.kernel(strategy)
-        if needed is not None and KERNELS[needed[1]].expand is not None:
+        if needed is not None and KERNELS[needed[1]].joint is not None:
+            outputs, local_gradients = self.together(strategy, mesh, local, slopes)
+        elif needed is not None and KERNELS[needed[1]].expand is not None:
             outputs, local_gradients = self.expanded(strategy, mesh, local, slopes)
         else:
             outputs, local_gradients = self.direct(strategy, mesh, local, slopes)
@@ -187,6 +191,33 @@ class Reference:
         args, kwargs = localize_arguments(self.node, types, mesh, rank)
         start, _ = self.rule.bounds(factor, strategy, mesh, rank)
         return KERNELS[name].function, args, {**kwargs, "start": start}
+
+    def together(
+        self, strategy: Strategy, mesh: Mesh, local: list[list[Tensor]], slopes: Slopes
+    ) -> tuple[list[tuple[Tensor, ...]], list[list[Tensor]]]:
+        """All ranks at once, in groups over the axes of the factor or joint."""
+        name, kernel = self.rule.kernel(strategy)  # type: ignore[misc]
+        joint, axes = KERNELS[kernel].joint, strategy.by_factor[name]
+        assert joint is not None
+        groups, calls = [], []
+        for rank, leaves in enumerate(local):
+            members = next(group for group in mesh.groups(axes) if rank in group)
+            pieces = self.rule.pieces(name, strategy, mesh, members)
+            groups.append(Group(len(members), members.index(rank), pieces))
+            values = dict(zip(self.nodes, leaves))
+            calls.append(fx.map_arg(Call(self.node).arguments, lambda n: values[n]))  # noqa: B023
+        outputs = joined(joint, groups, in_groups(mesh.groups(axes)), calls)
+        if not any(slopes):
+            return outputs, []
+        roots = [(o, s) for own, given in zip(outputs, slopes) for o, s in _roots(own, given)]
+        wanted = [leaf for leaves in local for leaf in leaves if leaf.requires_grad]
+        ends, seeds = zip(*roots)
+        found = iter(torch.autograd.grad(ends, wanted, seeds, allow_unused=True))
+        slopes_of = [[next(found) if x.requires_grad else None for x in own] for own in local]
+        return outputs, [
+            [torch.zeros_like(x) if slope is None else slope for x, slope in zip(own, given)]
+            for own, given in zip(local, slopes_of)
+        ]
 
     def expanded(
         self, strategy: Strategy, mesh: Mesh, local: list[list[Tensor]], slopes: Slopes
@@ -238,6 +269,10 @@ def check_all(case: Case, *meshes: Mesh, ordered: bool = True) -> Rule:
                     f"{case.name} with {reference.rule.text!r} under {strategy} on {mesh}"
                 ) from error
     return reference.rule
+
+
+def _roots(outputs: tuple[Tensor, ...], slopes: dict[int, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    return [(outputs[place], slope) for place, slope in slopes.items()]
 
 
 def in_order(items: list[tuple[int, Any]]) -> list[Any]:

@@ -204,7 +204,8 @@ def test_cut_causal_attention(keys: int) -> None:
 def test_every_kernel_is_of_one_kind() -> None:
     for name, kernel in KERNELS.items():
         assert kernel.name == name
-        assert (kernel.offset_factor is None) != (kernel.expand is None)
+        kinds = kernel.offset_factor, kernel.expand, kernel.joint
+        assert [kind is None for kind in kinds].count(False) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

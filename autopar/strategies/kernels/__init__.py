@@ -1,7 +1,7 @@
 """Kernels: what a rank runs where cutting a factor changes the local computation.
 
 A rule names them by factor: `Rule.kernels == {"v": "cut_embedding"}` says that the operator, cut
-along v, runs another function. There are two kinds:
+along v, runs another function. There are three kinds:
 
 - `offset_factor`: the local call is `kernel.function(*args, **kwargs, start=offset)` with the
   arguments of the operator (localised as ever) and the start of this rank's piece of the factor,
@@ -12,6 +12,9 @@ along v, runs another function. There are two kinds:
       gathered  = all-gather of part     # of type [..., columns * parts], cut on the last dim
                                          # by the axes of the factor; gradient: slice
       output    = expand.combine(...)    # on replicas
+- `joint`: the ranks over the axes of the factor, or of a joint of the rule (`rule.Joint`), carry
+  the call out together, with messages inside (`collectives/together.py`). The kernel gets the
+  arguments of the operator by name, as they are for the whole, tensors local.
 
   `expand.part_call` and `expand.combine_call` give the arguments of the two functions.
 
@@ -28,6 +31,7 @@ from typing import Any
 
 from torch import Tensor
 
+from autopar.collectives.together import JointKernel
 from autopar.strategies.kernels.batch_statistics import (
     batch_normalize,
     batch_sums,
@@ -46,6 +50,7 @@ from autopar.strategies.kernels.losses import (
     cross_entropy_part_call,
 )
 from autopar.strategies.kernels.nothing import no_results, nothing
+from autopar.strategies.kernels.products import GATHERED, SCATTERED
 from autopar.strategies.kernels.root_mean_square import rms_norm
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -64,12 +69,18 @@ class Expansion:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Exactly one of `offset_factor` and `expand` is given."""
+    """Exactly one of `offset_factor`, `expand` and `joint` is given."""
 
     name: str
-    function: Callable[..., Tensor]
+    function: Callable[..., Any]
     offset_factor: str | None = None
     expand: Expansion | None = None
+    joint: JointKernel | None = None
+
+    @classmethod
+    def of_all(cls, joint: JointKernel) -> Kernel:
+        """One that ranks carry out together, by the name of its forward."""
+        return cls(joint.forward.__name__, joint.forward, joint=joint)
 
 
 KERNELS = {
@@ -88,6 +99,8 @@ KERNELS = {
                 cross_entropy_combine_call,
             ),
         ),
+        Kernel.of_all(GATHERED),
+        Kernel.of_all(SCATTERED),
     )
 }
 

@@ -1,0 +1,45 @@
+"""Joint kernels: what the messages inside a call take, and how much of that computing hides."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from autopar.cost.operators import ShardSizes
+from autopar.cost.price import ClusterPrice
+from autopar.cost.state_price import NodeCost, StatePrice
+from autopar.strategies import KERNELS, Strategy
+from autopar.strategies.rule import Facts
+
+
+class Computed(NamedTuple):
+    """Seconds that a rank computes of a call."""
+
+    forward: float
+    backward: float
+
+
+def messages_inside(
+    facts: Facts, strategy: Strategy, price: ClusterPrice, overlap: float, computed: Computed
+) -> NodeCost:
+    """The movements inside a call that ranks carry out together; nothing of another one."""
+    found = facts.rule.kernel(strategy)
+    kernel = KERNELS[found[1]].joint if found is not None else None
+    if found is None or kernel is None:
+        return NodeCost()
+    axes = strategy.by_factor[found[0]]
+    pieces = ShardSizes(facts.rule, [strategy], price.mesh)
+    inputs = [float(size[0]) for size in pieces.inputs(facts)]
+    outputs = [float(size[0]) for size in pieces.outputs(facts)]
+    traffic = kernel.traffic(price.mesh.degree(axes), inputs, outputs, facts.differentiable)
+    ways = [(traffic.forward, traffic.starts[0], computed.forward)]
+    if any(facts.differentiable):
+        ways.append((traffic.backward, traffic.starts[1], computed.backward))
+    device = price.cluster.device
+    start = device.overhead + device.half(facts.dtype) / device.peak(facts.dtype)
+    shown, hidden = [0.0, 0.0], 0.0
+    for way, (moved, starts, beside) in enumerate(ways):
+        seconds = sum(float(price.seconds(kind, axes, size)) for kind, size in moved)
+        behind = StatePrice(price, overlap).hidden(seconds, beside) if kernel.is_hidden else 0.0
+        shown[way] = seconds - float(behind) + starts * start
+        hidden += float(behind)
+    return NodeCost(shown[0], shown[1], hidden)

@@ -1,0 +1,56 @@
+"""Strategy: what an operator was told to do, each axis of the mesh given to something."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from autopar.schema import Index
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Every mesh axis given to a factor, to a partial sum that passes through, or to nothing."""
+
+    cuts: tuple[tuple[str, tuple[str, ...]], ...] = ()  # factor -> its axes, outermost first
+    passes: tuple[tuple[str, Index], ...] = ()  # axis -> index into Rule.passes
+
+    @classmethod
+    def of(
+        cls, passes: Mapping[str, int] | None = None, /, **cuts: str | tuple[str, ...]
+    ) -> Strategy:
+        """Build from keyword arguments: `Strategy.of(b="dp", h=("tp", "sp"))`."""
+        named = {f: (axes,) if isinstance(axes, str) else tuple(axes) for f, axes in cuts.items()}
+        return cls(
+            tuple(sorted((f, axes) for f, axes in named.items() if axes)),
+            tuple(sorted((passes or {}).items())),
+        )
+
+    @property
+    def by_factor(self) -> dict[str, tuple[str, ...]]:
+        return dict(self.cuts)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every axis that is given to something."""
+        return tuple(a for _, axes in self.cuts for a in axes) + tuple(a for a, _ in self.passes)
+
+    def __str__(self) -> str:
+        cuts = [f"{factor}@{'@'.join(axes)}" for factor, axes in self.cuts]
+        passes = [f"pass {index}+{axis}" for axis, index in self.passes]
+        return " ".join(cuts + passes) or "replicated"
+
+
+class Joint(NamedTuple):
+    """One axis that cuts other factors of other tensors at once, as ring attention cuts queries and
+    keys. Its kernel sees to what they need of each other."""
+
+    kernel: str
+    inputs: tuple[str | None, ...]  # of each the factor that it cuts; None: whole
+    outputs: tuple[str | None, ...]
+
+    @property
+    def factors(self) -> tuple[str, ...]:
+        named = (factor for factor in self.inputs + self.outputs if factor is not None)
+        return tuple(dict.fromkeys(named))
