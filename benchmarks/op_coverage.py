@@ -312,7 +312,8 @@ def slopes(outputs: Iterable[Any], leaves: Sequence[Tensor]) -> list[Tensor | No
     given = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     torch.manual_seed(1)
-    seeds = [torch.randn_like(output) for output in given]
+    # Whatever the order in memory, which copies need not keep.
+    seeds = [torch.randn(output.shape, dtype=output.dtype) for output in given]
     if not given or not wanted:
         return []
     try:

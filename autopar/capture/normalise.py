@@ -38,7 +38,9 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
     strides.strides_are_written_out,  # as the model's own strides are, which writes may change
     inplace.functionalise,
     cleanup.drop_dead_code,
+    cleanup.copies_are_views,
     # one tensor a node
+    tuples.split_into_slices,  # of copies
     tuples.single_results,
     # nothing that does nothing
     cleanup.canonical_names,

@@ -33,10 +33,12 @@ def _index_select(call: Call) -> Rule:
     return moved(call, [dims, index], out, whole=[f"d{dim}"], saved=Saved((1,)))
 
 
-def _gather(call: Call) -> Rule:
+def _gather(call: Call) -> Rule | None:
     """Output and index share all dims; the table shares those of equal size except `dim`."""
     dim = call.dim(call["dim"])
     table, index = call.shapes
+    if len(table) != len(index):
+        return None  # a number, and one place of it
     out = names(len(index))
     into: list[Dim] = []
     whole = []
@@ -68,8 +70,11 @@ def _index(call: Call) -> Rule | None:
     return moved(call, inputs, out, whole=whole, saved=Saved(tuple(range(1, len(inputs)))))
 
 
-def _scatter(call: Call) -> Rule:
-    """All tensors share the dims other than `dim` where all have one size."""
+def _scatter(call: Call) -> Rule | None:
+    """All tensors share the dims other than `dim` where all have one size; what has no dims is
+    written everywhere."""
+    if len({len(shape) for shape in call.shapes}) != 1:
+        return None  # a number, and one place of it
     dim = call.dim(call["dim"])
     out = names(len(call.shape))
     whole = [f"d{dim}"]
@@ -82,7 +87,8 @@ def _scatter(call: Call) -> Rule:
             if not shared:
                 whole += [f"n{number}_{i}", f"d{i}"]
         inputs.append(dims)
-    return call.rule(inputs, out, whole=whole, saved=Saved((1,)))
+    saved = Saved((0, 1, 2), output=True) if "reduce" in call.arguments else Saved((1,))
+    return call.rule(inputs, out, whole=whole, saved=saved)
 
 
 def _written(call: Call, part: list[Dim]) -> Rule:
@@ -118,7 +124,60 @@ def _added(call: Call) -> Rule:
     source: list[Dim] = [("j",) if i == dim else factor for i, factor in enumerate(out)]
     whole = ["j", f"d{dim}"]
     inputs = [out, index, source][: len(call.shapes)]
-    return call.rule(inputs, out, whole=whole, saved=Saved((1, 2)))
+    reduced = "reduce" in call.arguments
+    saved = Saved((0, 1, 2), output=True) if reduced else Saved((1, 2))
+    return call.rule(inputs, out, whole=whole, saved=saved)
+
+
+def _filled(call: Call) -> Rule:
+    """One value, a number or a tensor of one, in the rows that an index names."""
+    dim = call.dim(call["dim"])
+    out = names(len(call.shape))
+    index: list[Dim] = [("j",)] * len(call.shapes[1])
+    inputs = [out, index, []][: len(call.shapes)]
+    return call.rule(inputs, out, whole=["j", f"d{dim}"], saved=Saved((1,)))
+
+
+def _put(call: Call) -> Rule | None:
+    """Values put where indices say, one for each of their broadcast dims; both stay whole."""
+    indices, (_, *shapes, given) = list(call["indices"]), call.shapes
+    if any(info(node).val.dtype == torch.bool for node in call.inputs[1:-1]):
+        return None
+    present = [i for i, index in enumerate(indices) if index is not None]
+    into = names(len(call.shape))
+    picked = names(max(map(len, shapes)), "j")
+    adjacent = all(b == a + 1 for a, b in itertools.pairwise(present))
+    at = present[0] if adjacent else 0
+    rest = [factor for i, factor in enumerate(into) if i not in present]
+    out = rest[:at] + picked + rest[at:]
+    inputs = [into, *(broadcast(picked, shape) for shape in shapes), broadcast(out, given)]
+    whole = [*picked, *(f"d{i}" for i in present)]
+    saved = Saved(tuple(range(1, len(inputs) - 1)))
+    passes = [(0, len(inputs) - 1)]
+    return call.rule(inputs, into, whole=whole, saved=saved, passes=passes)
+
+
+def _take(call: Call) -> Rule:
+    """Elements by their places in the whole input."""
+    into, out = names(len(call.shapes[0])), names(len(call.shape), "j")
+    return moved(call, [into, out], out, whole=into, saved=Saved((0, 1)))
+
+
+def _places_in_order(call: Call) -> Rule:
+    """Where values stand among sorted ones: those of their own row, or of one row for all."""
+    if "boundaries" in call.arguments:
+        return call.parse("..., b! -> ...")
+    ordered = call.shapes[0]
+    values = names(len(call.shape), "v")
+    row: list[Dim] = [("b",)]
+    rows = [*values[: len(ordered) - 1], *row] if len(ordered) > 1 else row
+    return call.rule([rows, values, rows][: len(call.shapes)], values, whole=row)
+
+
+def _counted(call: Call) -> Rule:
+    """How many values are in each of equal bins, whose ends are given or those of all values."""
+    given = call["min"] != call["max"]
+    return call.parse("... -> bins!" if given else "...! -> bins!")
 
 
 _PIECE = Traits(view=True, leading="dim")
@@ -127,9 +186,14 @@ register_rule("aten.select", _select, traits=_PIECE)
 register_rule("aten.index_select", _index_select)
 register_rule("aten.gather", _gather)
 register_rule("aten.index", _index)
-register_rule(aten("scatter.src scatter.value scatter_add"), _scatter)
+register_rule(aten("scatter scatter_add scatter_reduce"), _scatter)
 register_rule("aten.select_scatter", _select_scatter)
 register_rule("aten.slice_scatter", _slice_scatter)
 register_rule("aten.diagonal_scatter", _diagonal_scatter)
-register_rule(aten("index_add index_copy"), _added)
+register_rule(aten("index_add index_copy index_reduce"), _added)
+register_rule("aten.index_fill", _filled)
+register_rule("aten.index_put", _put)
+register_rule("aten.take", _take)
+register_rule(aten("bucketize.Tensor searchsorted.Tensor"), _places_in_order)
+register_rule("aten.histc", _counted)
 register_rule("aten.one_hot", "... -> ... classes!")

@@ -229,7 +229,11 @@ def _pad(call: Call) -> Rule:
 
 def _values_and_places(call: Call, inputs: tuple[int, ...] = ()) -> Rule:
     """Values along one dim and where they stand: two results, of which backward keeps places."""
-    rule = along(call, passes=())
+    if len(call.shape) < len(call.shapes[0]):  # one of each row
+        dim, dims = call.dim(call["dim"]), names(len(call.shapes[0]))
+        rule = call.rule([dims], dims[:dim] + dims[dim + 1 :], whole=dims[dim])
+    else:
+        rule = along(call, passes=())
     return replace(rule, saved=Saved(inputs, extra=(Extra(rule.outputs[0], torch.int64),)))
 
 
@@ -243,6 +247,60 @@ def _transform(call: Call, of_real: bool = False) -> Rule | None:
 
 def _triangle(call: Call) -> Rule:
     return same_dims(call, [len(call.shape) - 2, len(call.shape) - 1])
+
+
+def _diagonal(call: Call) -> Rule:
+    """The diagonal of two dims, which comes last."""
+    dims = names(len(call.shapes[0]))
+    held = {call.dim(call["dim1"]), call.dim(call["dim2"])}
+    rest = [dim for i, dim in enumerate(dims) if i not in held]
+    whole = [dims[i] for i in held] + [("k",)]
+    return moved(call, [dims], [*rest, ("k",)], whole=whole)
+
+
+def _on_diagonal(call: Call) -> Rule:
+    """The last dim becomes the diagonal of two."""
+    ndim = len(call.shape)
+    *rest, last = names(ndim - 1)
+    new = {call.dim(call["dim1"], ndim): ("x",), call.dim(call["dim2"], ndim): ("y",)}
+    others = iter(rest)
+    out = [new[i] if i in new else next(others) for i in range(ndim)]
+    return moved(call, [[*rest, last]], out, whole=[last, "x", "y"])
+
+
+def _turned(call: Call) -> Rule:
+    """A quarter turn of two dims, any number of times."""
+    dims = names(len(call.shape))
+    first, second = call.dims()
+    out = list(dims)
+    if call["k"] % 2:
+        out[first], out[second] = out[second], out[first]
+    return moved(call, [dims], out, whole=[dims[first], dims[second]])
+
+
+def _windows(call: Call) -> Rule:
+    """The windows of one dim, each as a last dim."""
+    *out, last = names(len(call.shape))
+    dim = call.dim(call["dimension"])
+    into = [("x",) if i == dim else factor for i, factor in enumerate(out)][: len(call.shapes[0])]
+    return moved(call, [into], [*out, last], whole=["x", out[dim] if out else last, last])
+
+
+def _pixels(call: Call) -> Rule:
+    """Channels (c y x) and pixels, or pixels (h y) and (w x) and channels."""
+    *batch, _, _, _ = names(len(call.shape))
+    deep: list[Dim] = [*batch, ("c", "y", "x"), ("h",), ("w",)]
+    wide: list[Dim] = [*batch, ("c",), ("h", "y"), ("w", "x")]
+    is_shuffle = "upscale_factor" in call.arguments
+    size = call["upscale_factor" if is_shuffle else "downscale_factor"]
+    into, out = (deep, wide) if is_shuffle else (wide, deep)
+    return moved(call, [into], out, sizes={"y": size, "x": size})
+
+
+def _kept_small(call: Call) -> Rule:
+    """Each slice of a dim scaled to a norm."""
+    dim = call.dim(call["dim"])
+    return same_dims(call, set(range(len(call.shape))) - {dim}, passes=(), saved=Saved((0,)))
 
 
 register_rule(aten("flatten ravel view_as reshape_as"), _reshape, traits=Traits(in_order=True))
@@ -285,7 +343,7 @@ register_rule(
     aten("argsort cumprod logcumsumexp"), partial(along, passes=(), saved=Saved((0,), output=True))
 )
 register_rule("aten.glu", partial(along, passes=(), saved=Saved((0,))))
-register_rule(aten("topk sort"), _values_and_places)
+register_rule(aten("topk sort kthvalue"), _values_and_places)
 register_rule(aten("cummax cummin"), partial(_values_and_places, inputs=(0,)))
 register_rule(
     aten("fft_irfft fft_fft2 fft_ifft2 fft_irfft2 fft_fftn fft_ifftn fft_irfftn"), _transform
@@ -295,7 +353,13 @@ register_rule(
 )
 register_rule("aten.view_as_real", "... -> ... two!", passes="all", cost=0)
 register_rule("aten.view_as_complex", "... two! -> ...", passes="all", cost=0)
-register_rule("aten.channel_shuffle", "... c! h! w! -> ... c! h! w!", passes="all", cost=0)
-register_rule("aten.pixel_shuffle", "... c! h! w! -> ... p! y! x!", passes="all", cost=0)
-register_rule("aten.pixel_unshuffle", "... c! h! w! -> ... p! y! x!", passes="all", cost=0)
+register_rule("aten.channel_shuffle", "n c! ... -> n c! ...", passes="all", cost=0)
+register_rule("aten.pixel_shuffle", _pixels)
+register_rule("aten.pixel_unshuffle", _pixels)
 register_rule(aten("tril triu"), _triangle)
+register_rule("aten.diagonal", _diagonal, traits=Traits(view=True))
+register_rule("aten.diag_embed", _on_diagonal)
+register_rule("aten.trace", "x! y! -> ", passes="all", cost=0)
+register_rule("aten.rot90", _turned)
+register_rule("aten.unfold", _windows, traits=Traits(view=True))
+register_rule("aten.renorm", _kept_small)

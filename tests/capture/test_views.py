@@ -193,3 +193,15 @@ def test_a_scale_of_zero_is_a_scale() -> None:
         return F.scaled_dot_product_attention(h, h, x, scale=0.0)
 
     program(function, random(2, 5, 4))
+
+
+def test_copies_of_views_are_views_once_nothing_is_changed() -> None:
+    def copied(h: Tensor) -> list[Tensor]:
+        first, second = torch.split_with_sizes_copy(h, [1, 5])
+        turned = torch.t_copy(h)
+        first += 1
+        turned *= 2
+        rows = torch.unbind_copy(h, 1)
+        return [first, second * h[1:], turned, rows[2] * 2, torch.diagonal_copy(h) * 2]
+
+    assert set(run(copied)) == {"slice", "add", "mul", "transpose", "select", "diagonal"}

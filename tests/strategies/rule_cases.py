@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from autopar.strategies import kernels, registered
 from autopar.strategies.elementwise import (
@@ -19,60 +16,17 @@ from autopar.strategies.elementwise import (
 )
 from autopar.strategies.kernels import draws, dropped_attention
 from autopar.strategies.kernels.draws import Place
-from tests.strategies.rule_law import Case
+from tests.strategies import functional_cases  # noqa: F401 (adds its own)
+from tests.strategies.case_book import CASES, b, case, i, operator, plain, t, u, z
+
+__all__ = ["BUILT_IN", "CASES", "i", "operator", "t", "u"]
 
 # Of torch and of the kernels; other rooms and other tests register their own.
 BUILT_IN = [
-    operator
-    for operator in registered()
-    if str(operator).startswith("aten.") or operator.__module__.startswith(kernels.__name__)
+    one
+    for one in registered()
+    if str(one).startswith("aten.") or one.__module__.startswith(kernels.__name__)
 ]
-_generator = torch.Generator().manual_seed(0)
-
-
-def t(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=_generator)
-
-
-def z(*shape: int) -> Tensor:
-    return torch.complex(t(*shape), t(*shape))
-
-
-def u(*shape: int) -> Tensor:
-    """Between 0.1 and 0.9: inside the domain of every function."""
-    return torch.rand(shape, dtype=torch.float64, generator=_generator) * 0.8 + 0.1
-
-
-def i(high: int, *shape: int) -> Tensor:
-    return torch.randint(high, shape, generator=_generator)
-
-
-def b(*shape: int) -> Tensor:
-    return torch.rand(shape, generator=_generator) < 0.5
-
-
-def operator(name: str) -> Any:
-    found: Any = torch.ops.aten
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found if "." in name else getattr(found, found.overloads()[0])
-
-
-def plain(names: list[str]) -> list[str]:
-    return [name.removeprefix("aten.") for name in names]
-
-
-CASES: list[Case] = []
-
-
-def case(name: str | Any, *args: Any, tolerance: float = 1e-9, **kwargs: Any) -> None:
-    target = operator(name) if isinstance(name, str) else name
-    label = name if isinstance(name, str) else name.__name__
-    constants = kwargs.pop("constants", ())
-    shapes = "x".join(str(tuple(a.shape)).replace(" ", "") for a in args if isinstance(a, Tensor))
-    CASES.append(Case(f"{label}-{len(CASES)}-{shapes}", target, args, kwargs, tolerance, constants))
-
-
 # elementwise
 for _name in plain(SAVES_OUTPUT + SAVES_INPUT + SAVES_NOTHING + LINEAR + VIEWS):
     case("bitwise_not.default" if _name == "bitwise_not" else f"{_name}.default",

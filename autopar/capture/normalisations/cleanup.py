@@ -70,6 +70,21 @@ def canonical_names(builder: GraphBuilder) -> None:
         node.target = _NAMES[node.target]  # type: ignore[index]
 
 
+_COPIES = (
+    "alias_copy detach_copy diagonal_copy expand_copy narrow_copy permute_copy "
+    "select_copy slice_copy split_copy split_with_sizes_copy squeeze_copy t_copy transpose_copy "
+    "unbind_copy unfold_copy unsqueeze_copy view_as_complex_copy view_as_real_copy view_copy"
+)
+
+
+@rewrites(*(getattr(aten, name) for name in _COPIES.split()))
+def copies_are_views(call: Site) -> None:
+    """A copy of a view is that view: values of a functional program are never written to."""
+    target = call.node.target
+    view = getattr(aten, target.overloadpacket.__name__.removesuffix("_copy"))  # type: ignore[union-attr]
+    call.node.target = getattr(view, target._overloadname)  # type: ignore[union-attr]
+
+
 @rewrites(aten.to, aten._to_copy, aten.type_as)
 def canonical_casts(call: Site) -> fx.Node | None:
     """Every cast is to.dtype; one to the dtype that a tensor has does nothing."""

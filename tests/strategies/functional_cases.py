@@ -1,0 +1,46 @@
+"""Calls of operators on shapes, indices and windows, and of torch.nn.functional."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.strategies.case_book import case, i, t
+
+# shapes
+case("diagonal.default", t(5, 4, 3))
+case("diagonal.default", t(5, 4, 3), 1, -1, 0)
+case("diag_embed.default", t(5, 4))
+case("diag_embed.default", t(5, 4), -1, 0, 2)
+case("trace.default", t(5, 4))
+for _times in (1, 2, 3):
+    case("rot90.default", t(5, 4, 3), _times, [0, 2])
+case("unfold.default", t(5, 7, 4), 1, 3, 2)
+case("unfold.default", t(7), 0, 3, 2)
+case("renorm.default", t(5, 4, 3), 2.0, 0, 1.0)
+case("pixel_shuffle.default", t(3, 8, 2, 4), 2)
+case("pixel_unshuffle.default", t(3, 4, 6, 4), 2)
+case("channel_shuffle.default", t(3, 4, 5, 4), 2)
+case("kthvalue.default", t(5, 4), 2)
+case("kthvalue.default", t(5, 4, 3), 2, 1, True)
+
+# indexing
+case("index_fill.int_Scalar", t(5, 4), 0, i(4, 3), 2.0)
+case("index_fill.int_Tensor", t(5, 4), -1, i(4, 3), t())
+for _reduce in ("prod", "mean", "amax", "amin"):
+    case("index_reduce.default", t(5, 4), 1, i(4, 3), t(5, 3), _reduce)
+    case("scatter_reduce.two", t(5, 4), 1, i(4, 5, 3), t(5, 3), _reduce)
+    case("scatter_reduce.two", t(5, 4), 0, i(5, 6, 4), t(6, 4), _reduce, include_self=False)
+case("scatter_reduce.two", t(5, 4), 1, i(4, 5, 3), t(5, 3), "sum")
+case("scatter.reduce", t(5, 4), 1, i(4, 5, 3), t(5, 3), reduce="multiply", constants=(0, 2))
+case("scatter.value_reduce", t(5, 4), 1, i(4, 5, 3), 2.0, reduce="add", constants=(0,))
+for _added in (False, True):
+    case("index_put.default", t(5, 4), [torch.tensor([3, 0, 1])], t(3, 4), _added)
+    case("index_put.default", t(5, 4, 3), [None, torch.tensor([3, 0])], t(5, 2, 1), _added)
+case("index_put.default", t(5, 4, 3), [i(5, 2), None, i(3, 2)], t(2, 4), True)
+case("take.default", t(5, 4), i(20, 6, 3))
+case("bucketize.Tensor", t(5, 4), torch.tensor([-1.0, 0.0, 0.5]), constants=(0, 1))
+case("searchsorted.Tensor", t(6).sort().values, t(5, 4), constants=(0, 1))
+case("searchsorted.Tensor", t(5, 6).sort().values, t(5, 4), constants=(0, 1))
+case("searchsorted.Tensor", t(5, 6), t(5, 4), sorter=t(5, 6).argsort(), constants=(0, 1))
+case("histc.default", t(5, 4), 3, -1.0, 1.0, constants=(0,))
+case("histc.default", t(5, 4), 3, constants=(0,))
