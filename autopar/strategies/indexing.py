@@ -151,7 +151,7 @@ def _put(call: Call) -> Rule | None:
     rest = [factor for i, factor in enumerate(into) if i not in present]
     out = rest[:at] + picked + rest[at:]
     inputs = [into, *(broadcast(picked, shape) for shape in shapes), broadcast(out, given)]
-    whole = [*picked, *(f"d{i}" for i in present)]
+    whole = [*picked, *(into[i] for i in present)]
     saved = Saved(tuple(range(1, len(inputs) - 1)))
     passes = [(0, len(inputs) - 1)]
     return call.rule(inputs, into, whole=whole, saved=saved, passes=passes)
