@@ -110,7 +110,3 @@ register_rule("aten.outer", "m, n -> m n", passes="each", saved="0 1")
 register_rule(aten("addmm baddbmm"), _product_and_sum)
 register_rule("aten.einsum", _einsum)
 register_rule("aten.bilinear", "... i!, ... j!, o i! j!, o -> ... o", saved="0 1 2")
-# One step of a recurrent layer: the samples can be cut.
-_STEP = "n i!, n h!, g! i!, g! h!, g!, g! -> n h!"
-register_rule("aten.gru_cell", _STEP, saved="0 1 2 3", extra=", ".join(["n h!"] * 6))
-register_rule(aten("rnn_tanh_cell rnn_relu_cell"), _STEP, saved="0 1 2 3 output")

@@ -16,9 +16,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar._torch import memory_of
+from autopar._torch import memory_of, onednn_dtypes
 from autopar.strategies.node_info import info
-from autopar.strategies.registry import tensor_inputs
+from autopar.strategies.registry import Call, tensor_inputs
 from autopar.strategies.results import flat
 from autopar.strategies.rule import Dim, Extra, Rule, Saved
 
@@ -123,11 +123,20 @@ def _bytes(kept: Kept, inputs: Sequence[Tensor]) -> int:
 
 
 def _workspaces(node: fx.Node) -> Iterator[int]:
-    """What oneDNN keeps of an LSTM in float32 on a CPU, as measured: no empty tensor shows it."""
-    if node.target is torch.ops.aten.lstm.input and info(node).differentiable:
-        given: Tensor = info(node).values[0]
-        if given.device.type == "cpu" and given.dtype is torch.float32:
-            yield from [16 * given.nbytes + 2**14] * node.args[4]  # type: ignore[operator]
+    """What oneDNN keeps of an LSTM on a CPU, as measured: no empty tensor shows it. Of each layer
+    and direction it has a page, and for each sample and step numbers of gates and of states."""
+    call = Call(node)
+    if node.target is not torch.ops.aten.lstm.input or not info(node).differentiable:
+        return
+    given: Tensor = call.outputs[0]
+    if given.device.type != "cpu" or given.dtype not in onednn_dtypes():
+        return
+    rows = given.shape[0] * given.shape[1]
+    weights = call["params"][:: 4 if call["has_biases"] else 2]
+    for weight in weights:
+        gates, width = info(weight).val.shape
+        size = 8 * rows * (gates // 4 + max(width, gates // 4))
+        yield size * (4 if given.dtype is torch.float32 else 3) + 2**15
 
 
 def _kept(saved: Sequence[Tensor], inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Kept:

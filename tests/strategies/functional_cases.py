@@ -44,3 +44,14 @@ case("searchsorted.Tensor", t(5, 6).sort().values, t(5, 4), constants=(0, 1))
 case("searchsorted.Tensor", t(5, 6), t(5, 4), sorter=t(5, 6).argsort(), constants=(0, 1))
 case("histc.default", t(5, 4), 3, -1.0, 1.0, constants=(0,))
 case("histc.default", t(5, 4), 3, constants=(0,))
+
+# recurrent layers
+for _name, _gates in {"lstm": 16, "gru": 12, "rnn_tanh": 4, "rnn_relu": 4}.items():
+    for _first, _shape in ((False, (3, 5, 3)), (True, (5, 3, 3))):
+        _weights = [t(_gates, 3), t(_gates, 4), t(_gates), t(_gates)]
+        _state = t(1, 5, 4)
+        _states = [_state, t(1, 5, 4)] if _name == "lstm" else _state
+        _more = (True, 1, 0.0, True, False, _first)
+        case(f"{_name}.input", t(*_shape), _states, _weights, *_more)
+_weights = [w for width in (3, 4) for _ in range(2) for w in (t(8, width), t(8, 2))]
+case("lstm.input", t(3, 5, 3), [t(4, 5, 2), t(4, 5, 2)], _weights, False, 2, 0.0, True, True, False)

@@ -93,7 +93,9 @@ def test_saved(case: Case, dtype: torch.dtype) -> None:
     for number, learn in enumerate(learning(case)):
         really, said, inputs, named = kept_bytes(case, learn)
         assert really <= said, learn
-        if number == 0 and case.target not in BROADCAST:
+        # What oneDNN keeps of an LSTM is measured, not known.
+        is_measured = case.target is aten.lstm.input and dtype is torch.float32
+        if number == 0 and case.target not in BROADCAST and not is_measured:
             assert really == said
             assert inputs - {"output"} <= named
 

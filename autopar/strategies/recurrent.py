@@ -1,0 +1,59 @@
+"""Recurrent layers: the samples can be cut; time, directions, layers and gates stay whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.strategies.observed import observed_rule
+from autopar.strategies.registry import Call, aten, register_rule
+from autopar.strategies.rule import Dim, Extra, Rule, names
+
+
+def _layers(call: Call) -> Rule | None:
+    """All layers over all steps: what they keep is seen, and each sample has an equal part of it.
+
+    Dropout between layers is drawn by torch, for all samples together.
+    """
+    if call["dropout"] and call["train"] and call["num_layers"] > 1:
+        return None
+    seen = observed_rule(call.node)
+    batch = 0 if call["batch_first"] else 1
+    samples = call.shapes[0][batch]
+    states = len(call.outputs) - 1
+
+    def sequence(name: str) -> list[Dim]:
+        dims: list[Dim] = [("t",), (name,)]
+        dims.insert(batch, ("n",))
+        return dims
+
+    # The states of several kinds, cells and hidden ones, may differ in size.
+    inner: list[list[Dim]] = [[("l",), ("n",), (f"h{state}",)] for state in range(states)]
+    weights = [names(len(shape), f"w{i}_") for i, shape in enumerate(call.shapes[1 + states :])]
+    inputs: list[list[Dim]] = [sequence("i"), *inner, *weights]
+    sizes: dict[str, int] = {}
+    extra = []
+    for index, kept in enumerate(seen.saved.extra):
+        (size,) = (seen.sizes[factor] for (factor,) in kept.dims)
+        parts = samples if samples and size % samples == 0 else 1
+        sizes[f"kept{index}"] = size // parts
+        shared: list[Dim] = [("n",)] if parts == samples else []
+        extra.append(Extra((*shared, (f"kept{index}",)), kept.dtype))
+    whole = {dim for dims in [*inputs, sequence("o")] for dim in dims} - {("n",)}
+    return call.rule(
+        inputs,
+        sequence("o"),
+        sizes,
+        more=inner,
+        whole=whole,
+        flops=seen.flops,
+        backward_flops=seen.backward_flops,
+        product=True,
+        saved=replace(seen.saved, extra=tuple(extra)),
+    )
+
+
+register_rule(aten("lstm.input gru.input rnn_tanh.input rnn_relu.input"), _layers)
+# One step of a recurrent layer: the samples can be cut.
+_STEP = "n i!, n h!, g! i!, g! h!, g!, g! -> n h!"
+register_rule("aten.gru_cell", _STEP, saved="0 1 2 3", extra=", ".join(["n h!"] * 6))
+register_rule(aten("rnn_tanh_cell rnn_relu_cell"), _STEP, saved="0 1 2 3 output")

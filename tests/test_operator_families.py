@@ -1,0 +1,71 @@
+"""Models with operators of many families: all have rules, and a step is that of one device.
+
+Each runs cut by the batch, in micro-batches too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar as ap
+
+
+class Of(nn.Module):
+    """A function of modules and an input, as a loss."""
+
+    def __init__(self, loss: Callable[..., Tensor], **modules: nn.Module) -> None:
+        super().__init__()
+        self.loss, self.parts = loss, nn.ModuleDict(modules)
+        self.double()
+
+    def forward(self, *given: Tensor) -> Tensor:
+        return self.loss(*given, **self.parts)
+
+
+def rows(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def recurrent(x: Tensor, lstm: nn.Module, gru: nn.Module, rnn: nn.Module) -> Tensor:
+    first, (hidden, _) = lstm(x)
+    second, _ = gru(first)
+    third, last = rnn(second.transpose(0, 1))
+    return third.square().mean() + last.square().mean() + hidden.square().mean()
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
+    "recurrent": (
+        lambda: Of(
+            recurrent,
+            lstm=nn.LSTM(3, 4, 2, batch_first=True, bidirectional=True),
+            gru=nn.GRU(8, 4, batch_first=True),
+            rnn=nn.RNN(4, 3, nonlinearity="relu"),
+        ),
+        (rows(8, 5, 3),),
+    ),
+}
+WAYS = {
+    "data": {"mesh": ap.Mesh(dp=2), "mode": "data", "microbatches": 2},
+    "auto": {"mesh": ap.Mesh(x=2, y=2), "mode": "auto"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_is_that_of_one_device(name: str, way: str) -> None:
+    torch.manual_seed(0)
+    build, given = MODELS[name]
+    model = build()
+    expected = model(*given)
+    expected.backward()
+    module = ap.parallelize(
+        model, given, backend="virtual", strict=True, progress=False, **WAYS[way]
+    )
+    torch.testing.assert_close(module.step(*given), expected.detach(), rtol=1e-9, atol=0)
+    gradients = module.full_grads()
+    for parameter, value in model.named_parameters():
+        torch.testing.assert_close(gradients[parameter], value.grad, rtol=1e-9, atol=1e-12)
