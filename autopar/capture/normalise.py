@@ -12,6 +12,7 @@ from autopar.capture.normalisations import (
     cleanup,
     constants,
     draws,
+    experts,
     flattened,
     indexing,
     inplace,
@@ -58,6 +59,7 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
     indexing.counted_dims_are_kept,
     indexing.own_elements_are_gathered,
     cleanup.drop_identities,
+    experts.experts_are_one_operator,
     # one form for each product and loss
     linear.pad_by_numbers,
     products.products_of_two,

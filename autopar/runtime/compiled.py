@@ -7,10 +7,10 @@ in it, forward and backward.
 
 Some calls stay outside, and end a region: those that wait for work under way, or leave a sum to the
 caller; weights whose gradients a split backward puts off; dropped attention, which works on some
-rows at a time; what ranks carry out together. Copies of parameters come before the region that
-reads them, and go after it; in backward they are wanted when that of the region begins. Gradients
-of parameters are summed outside, as they become complete: when the backward of their region has
-ended.
+rows at a time; experts, which look at how many rows each has; what ranks carry out together. Copies
+of parameters come before the region that reads them, and go after it; in backward they are wanted
+when that of the region begins. Gradients of parameters are summed outside, as they become complete:
+when the backward of their region has ended.
 
 A compiler may bring calls into another order, on each rank another, so the movements of a region
 hang on one another: one that does not begins a new region.
@@ -38,10 +38,11 @@ from autopar.runtime.block_groups import MARKS, Together
 from autopar.runtime.regions import inputs_of
 from autopar.strategies.kernels.draws import Place
 from autopar.strategies.kernels.dropped_attention import attention
+from autopar.strategies.kernels.experts import EXPERTS
 from autopar.strategies.node_info import info
 
 Function = Callable[..., Any]
-_OUTSIDE = (start_sum, finish_sum, sum_later, attention)
+_OUTSIDE = (start_sum, finish_sum, sum_later, attention, EXPERTS)
 _LEAST = 2  # calls: fewer are not worth it
 
 

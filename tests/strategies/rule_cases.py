@@ -16,6 +16,7 @@ from autopar.strategies.elementwise import (
 )
 from autopar.strategies.kernels import draws, dropped_attention
 from autopar.strategies.kernels.draws import Place
+from autopar.strategies.kernels.experts import EXPERTS, GATED
 from tests.strategies import functional_cases  # noqa: F401 (adds its own)
 from tests.strategies.case_book import CASES, b, case, i, operator, plain, t, u, z
 
@@ -410,6 +411,14 @@ case("cosine_embedding_loss.default", t(5, 4), t(5, 4), _signs, 0.1, 0, constant
 case("triplet_margin_loss.default", t(5, 4), t(5, 4), t(5, 4), 1.0, 2.0, 1e-6, True, 0)
 case("multi_margin_loss.default", t(5, 4), i(4, 5), 1, 1.0, u(4), 0, constants=(2,))
 case("multilabel_margin_loss.default", t(5, 4), i(4, 5, 4), 0)
+
+_chosen = u(12, 5).topk(2).indices
+_experts = t(12, 4), _chosen, t(12, 2), t(5, 4, 6)
+case(EXPERTS, *_experts, t(5, 6, 4), t(5, 6, 4), t(5, 6), t(5, 6), GATED)
+for _columns in ("halves", "interleaved"):
+    case(EXPERTS, *_experts, t(5, 12, 4), None, t(5, 12), None, GATED, _columns)
+_experts = t(6, 2, 4), _chosen.view(6, 2, 2), t(6, 2, 2), t(5, 4, 6)
+case(EXPERTS, *_experts, t(5, 6, 4), None, None, None, "silu(gate)")
 
 # creation
 _double = {"dtype": torch.float64}

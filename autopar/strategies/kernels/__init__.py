@@ -39,6 +39,7 @@ from autopar.strategies.kernels.batch_statistics import (
     running_var,
 )
 from autopar.strategies.kernels.causal import cut_causal_attention
+from autopar.strategies.kernels.experts import EXPERTS
 from autopar.strategies.kernels.lookup import cut_embedding
 from autopar.strategies.kernels.losses import (
     COLUMNS,
@@ -88,6 +89,7 @@ KERNELS = {
     for kernel in (
         Kernel("cut_embedding", cut_embedding, offset_factor="v"),
         Kernel("cut_causal_attention", cut_causal_attention, offset_factor="q"),
+        Kernel("some_experts", EXPERTS, offset_factor="e"),
         Kernel(
             "cross_entropy",
             cross_entropy,

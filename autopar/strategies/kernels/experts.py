@@ -1,0 +1,233 @@
+"""Experts: each token goes through those networks of two layers that a router chose for it.
+
+    y[t] = sum over its choices c of  weights[t, c] * down[e] inner(gate[e] x[t], up[e] x[t])
+    where  e = chosen[t, c]
+
+    y = experts(x, chosen, weights, down, gate, up, gate_bias, up_bias, "mul(silu(gate), up)")
+
+x is [... h]; chosen and weights [... k]; down [e h f], gate and up [e f h], biases [e f]; `inner`
+is an expression of elements. Gate and up may be one, [e 2f h]: its `columns` are then "halves" or
+"interleaved", else "apart". Tokens are sorted by expert, each expert multiplies its own rows: no
+token is dropped, and none is padded. Experts outside of those at hand (from `start` on) add
+nothing, so that a piece of the experts gives a term of the sum.
+
+Backward keeps the rows before `inner`. The gradient of a weight is the product of `inner` with its
+own gradient, summed: what comes out of an expert is not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar._torch import active_modes, below_autograd
+from autopar.strategies.kernels.expressions import evaluate
+
+GATED = "mul(silu(gate), up)"
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Those of one rank."""
+
+    down: Tensor
+    gate: Tensor
+    up: Tensor | None
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
+    inner: str
+    columns: str = "apart"
+    start: int = 0
+
+    @property
+    def count(self) -> int:
+        return self.gate.shape[0]
+
+    @property
+    def layers(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Those that read the token: one, or two."""
+        first = [(self.gate, self.gate_bias)]
+        return first if self.up is None else [*first, (self.up, self.up_bias)]
+
+    @property
+    def learned(self) -> tuple[Tensor | None, ...]:
+        """In the order of the operator."""
+        return self.down, self.gate, self.up, self.gate_bias, self.up_bias
+
+    def routes(self, chosen: Tensor) -> tuple[Tensor, list[int]]:
+        """The choices of these experts (tokens times choices, numbered) sorted by expert, and how
+        many each has."""
+        own = chosen.reshape(-1) - self.start
+        own = torch.where((own >= 0) & (own < self.count), own, self.count)
+        sizes = torch.bincount(own, minlength=self.count + 1).tolist()[:-1]
+        return own.argsort(stable=True)[: sum(sizes)], sizes
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """What these experts add to y, and their rows before `inner`."""
+        order, sizes = self.routes(chosen)
+        tokens = order // chosen.shape[-1]
+        rows = x[tokens]
+        before = [_products(rows, matrices.mT, sizes, bias) for matrices, bias in self.layers]
+        out = _products(self.evaluated(before), self.down.mT, sizes)
+        wide = _wide(out, weights)
+        out = out.to(wide) * weights.reshape(-1, 1)[order]
+        y = out.new_zeros(len(x), out.shape[-1]).index_add(0, tokens, out)
+        return y.to(x.dtype), before
+
+    def evaluated(self, before: Sequence[Tensor]) -> Tensor:
+        """The rows after `inner`."""
+        parts = tuple(before)
+        if self.columns == "halves":
+            parts = before[0].chunk(2, -1)
+        elif self.columns == "interleaved":
+            parts = before[0][:, ::2], before[0][:, 1::2]
+        return evaluate(self.inner, **dict(zip(("gate", "up"), parts)))
+
+    def backward(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, before: Sequence[Tensor], grad: Tensor
+    ) -> tuple[Any, ...]:
+        """The gradients of x, weights, and all that is learned: None of what is not there."""
+        order, sizes = self.routes(chosen)
+        tokens = order // chosen.shape[-1]
+        rows, slopes = x[tokens], grad[tokens]
+        wide = _wide(grad, weights)
+        factors = weights.reshape(-1, 1)[order].to(wide)
+        inner_slopes = _products(slopes, self.down, sizes)
+        with torch.enable_grad():
+            leaves = [b.detach().requires_grad_() for b in before]
+            inner = self.evaluated(leaves)
+        of_weights = (inner_slopes.to(wide) * inner.detach()).sum(-1)
+        of_inner = (inner_slopes * factors).to(inner.dtype)
+        of_before = torch.autograd.grad(inner, leaves, of_inner)
+        of_down = _products_of_rows((slopes * factors).to(x.dtype), inner.detach(), sizes)
+        of_x = x.new_zeros(x.shape, dtype=_wide(x))
+        found: list[tuple[Tensor, Tensor | None]] = []
+        for slope, (matrices, bias) in zip(of_before, self.layers):
+            of_x.index_add_(0, tokens, _products(slope, matrices, sizes).to(of_x.dtype))
+            of_bias = None if bias is None else _sums_of_rows(slope, sizes)
+            found.append((_products_of_rows(slope, rows, sizes), of_bias))
+        found += [(None, None)] * (2 - len(found))  # type: ignore[list-item]
+        of_all_weights = weights.new_zeros(weights.numel(), dtype=wide)
+        of_all_weights[order] = of_weights
+        (of_gate, of_gate_bias), (of_up, of_up_bias) = found
+        return (
+            of_x.to(x.dtype),
+            of_all_weights.view(weights.shape).to(weights.dtype),
+            *(of_down, of_gate, of_up, of_gate_bias, of_up_bias),
+        )
+
+
+def experts(
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    down: Tensor,
+    gate: Tensor,
+    up: Tensor | None = None,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    inner: str = GATED,
+    columns: str = "apart",
+) -> Tensor:
+    """Each token through the experts that are chosen for it."""
+    return EXPERTS(x, chosen, weights, down, gate, up, gate_bias, up_bias, inner, columns)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _wide(*tensors: Tensor) -> torch.dtype:
+    """That in which the terms of a sum are added."""
+    wide = torch.float32
+    for tensor in tensors:
+        wide = torch.promote_types(wide, tensor.dtype)
+    return wide
+
+
+def _products(
+    rows: Tensor, matrices: Tensor, sizes: Sequence[int], bias: Tensor | None = None
+) -> Tensor:
+    """The rows of each expert times its matrix, [e, i, o]."""
+    pieces = zip(rows.split(sizes) if sizes else (), matrices.unbind())
+    products = [piece @ matrix for piece, matrix in pieces]
+    if bias is not None:
+        products = [product + vector for product, vector in zip(products, bias.unbind())]
+    return torch.cat(products) if products else rows.new_zeros(0, matrices.shape[-1])
+
+
+def _products_of_rows(one: Tensor, other: Tensor, sizes: Sequence[int]) -> Tensor:
+    """For each expert the rows of one transposed times those of the other, [e, o, i]."""
+    pairs = zip(one.split(sizes), other.split(sizes)) if sizes else ()
+    products = [left.mT @ right for left, right in pairs]
+    return torch.stack(products) if products else one.new_zeros(0, one.shape[-1], other.shape[-1])
+
+
+def _sums_of_rows(rows: Tensor, sizes: Sequence[int]) -> Tensor:
+    """For each expert the sum of its rows."""
+    sums = [piece.sum(0) for piece in rows.split(sizes)] if sizes else []
+    return torch.stack(sums) if sums else rows.new_zeros(0, rows.shape[-1])
+
+
+# The operator: it shows as one call in a captured graph, whose program cannot look at values.
+
+
+def _run(x: Tensor, chosen: Tensor, weights: Tensor, *arguments: Any) -> Tensor:
+    y, _ = Experts(*arguments).forward(_flat(x), _flat(chosen), _flat(weights))
+    return y.view(x.shape)
+
+
+def _fake(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+class _Recorded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, chosen: Tensor, weights: Tensor, *arguments: Any) -> Tensor:
+        layer = Experts(*arguments)
+        ctx.rest = layer.inner, layer.columns, layer.start
+        if active_modes() or x.is_meta:  # something watches, of which no values are known
+            with below_autograd():
+                return EXPERTS(x, chosen, weights, *arguments)
+        y, before = layer.forward(_flat(x), _flat(chosen), _flat(weights))
+        ctx.save_for_backward(x, chosen, weights, *layer.learned, *before)
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, chosen, weights, *learned = ctx.saved_tensors
+        layer = Experts(*learned[:5], *ctx.rest)
+        if torch.is_grad_enabled():  # gradients that have gradients of their own
+            asked = {0: x, 2: weights} | dict(enumerate(learned[:5], 3))
+            asked = {i: v for i, v in asked.items() if v is not None and ctx.needs_input_grad[i]}
+            y = _run(x, chosen, weights, *learned[:5], *ctx.rest)
+            made = torch.autograd.grad(y, list(asked.values()), grad, create_graph=True)
+            of = dict(zip(asked, made))
+            return tuple(of.get(index) for index in range(11))
+        flat = _flat(x), _flat(chosen), _flat(weights)
+        of_x, of_weights, *others = layer.backward(*flat, learned[5:], _flat(grad))
+        return of_x.view(x.shape), None, of_weights.view(weights.shape), *others, None, None, None
+
+
+def _differentiable(*arguments: Any) -> Tensor:
+    if torch.is_grad_enabled() and any(
+        value.requires_grad for value in arguments if isinstance(value, Tensor)
+    ):
+        return _Recorded.apply(*arguments)
+    with below_autograd():
+        return EXPERTS(*arguments)
+
+
+_library = torch.library.Library("autopar", "FRAGMENT")
+_library.define(
+    "experts(Tensor x, Tensor chosen, Tensor weights, Tensor down, Tensor gate, Tensor? up, "
+    "Tensor? gate_bias, Tensor? up_bias, str inner, str columns='apart', int start=0) -> Tensor"
+)
+_library.impl("experts", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("autopar::experts", _fake, lib=_library)
+_library.impl("experts", _differentiable, "Autograd")
+EXPERTS = torch.ops.autopar.experts.default

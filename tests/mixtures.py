@@ -1,0 +1,100 @@
+"""Small mixtures of experts: those of transformers, in float64 throughout."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+import autopar as ap
+from tests.models import Case, _next_token_loss, _transformers
+
+_SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "use_cache": False,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_LATENT = {
+    "moe_intermediate_size": 12,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 0,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "topk_group": 1,
+}
+# What each calls the number of its experts, and what else it has to be told.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mixtral": ("num_local_experts", {}),
+    "Qwen2Moe": (
+        "num_experts",
+        {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 20},
+    ),
+    "Qwen3Moe": ("num_experts", {"moe_intermediate_size": 12, "head_dim": 8}),
+    "Olmoe": ("num_experts", {}),
+    "DeepseekV2": ("n_routed_experts", {**_LATENT, "n_group": 1, "topk_method": "greedy"}),
+    "DeepseekV3": ("n_routed_experts", {**_LATENT, "n_group": 2}),
+    "GptOss": ("num_local_experts", {"head_dim": 8, "layer_types": ["full_attention"]}),
+    "GraniteMoe": ("num_local_experts", {}),
+    "Glm4Moe": ("n_routed_experts", {**_LATENT, "n_group": 1, "head_dim": 8}),
+    "MiniMax": ("num_local_experts", {"head_dim": 8, "layer_types": ["full_attention"]}),
+    "FlexOlmo": ("num_experts", {}),
+}
+
+
+class _Precise:
+    """torch, as a module of transformers sees it that computes in float64 throughout."""
+
+    float = float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def family(name: str, monkeypatch: Any, *, experts: int = 4, batch: int = 4, **sizes: Any) -> Case:
+    """A causal model of a family on random ids, in float64."""
+    transformers = _transformers()
+    moe = importlib.import_module("transformers.integrations.moe")
+    # Its grouped product takes no float64; what it has for other devices does.
+    monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *_: False)
+    count, own = FAMILIES[name]
+    told = {**_SIZES, "num_experts_per_tok": 2, **own, count: experts, **sizes}
+    layers = told["num_hidden_layers"]
+    if "layer_types" in told:
+        told["layer_types"] = told["layer_types"] * layers
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{name}Config")(**told)
+        model = getattr(transformers, f"{name}ForCausalLM")(config).double().train()
+        with torch.no_grad():  # as they are made some are zero, or small
+            for parameter in model.parameters():
+                parameter.copy_(0.2 * torch.randn_like(parameter))
+        ids = torch.randint(32, (batch, 8))
+    model.loss_function = _next_token_loss
+    monkeypatch.setattr(sys.modules[type(model).__module__], "torch", _Precise())
+    return Case(name, model, (), {"input_ids": ids, "labels": ids, "use_cache": False})
+
+
+def cut_experts(case: Case, *axes: str) -> Case:
+    """Every parameter of all experts cut by axes along the experts."""
+    for name, module in case.model.named_modules():
+        if name.endswith("experts") and not isinstance(module, nn.ModuleList):
+            held = dict(module.named_parameters(recurse=False))
+            if held:
+                cut: Any = axes if len(axes) > 1 else axes[0]
+                dims = {key: (cut, *[None] * (p.ndim - 1)) for key, p in held.items()}
+                ap.shard(module, params=dims)
+    return case
