@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar as ap
@@ -37,6 +38,24 @@ def recurrent(x: Tensor, lstm: nn.Module, gru: nn.Module, rnn: nn.Module) -> Ten
     return third.square().mean() + last.square().mean() + hidden.square().mean()
 
 
+def windows(x: Tensor, turn: Tensor, conv: nn.Module, slope: nn.Module) -> Tensor:
+    pooled, places = F.max_pool2d(slope(conv(x)), 2, return_indices=True)
+    back = F.max_unpool2d(pooled, places, 2)
+    columns = F.fold(F.unfold(back, 3, padding=1), back.shape[-2:], 3, padding=1)
+    sampled = F.grid_sample(columns, F.affine_grid(turn, list(columns.shape), align_corners=False))
+    return F.adaptive_max_pool2d(F.pixel_shuffle(sampled, 2), 3).square().mean()
+
+
+def written(x: Tensor, up: nn.Module) -> Tensor:
+    h = up(x)
+    h[:, torch.tensor([1, 4])] += h[:, 2:4]
+    h = h.index_reduce(1, torch.tensor([0, 2]), h[:, :2], "amax")
+    h = h.scatter_reduce(1, h.argsort(1)[:, :2], h[:, 3:5], "mean")
+    bins = torch.bucketize(h.detach(), torch.tensor([-0.5, 0.5], dtype=h.dtype))
+    median = h.kthvalue(3, 1, keepdim=True).values
+    return (torch.hstack([h * bins, h.unfold(1, 3, 2).flatten(1)]) - median).square().mean()
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
     "recurrent": (
         lambda: Of(
@@ -47,6 +66,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
         ),
         (rows(8, 5, 3),),
     ),
+    "windows": (
+        lambda: Of(windows, conv=nn.Conv2d(3, 8, 3, padding=1), slope=nn.PReLU(8)),
+        (rows(8, 3, 8, 8), rows(8, 2, 3)),
+    ),
+    "written": (lambda: Of(written, up=nn.Linear(4, 6)), (rows(8, 4),)),
 }
 WAYS = {
     "data": {"mesh": ap.Mesh(dp=2), "mode": "data", "microbatches": 2},

@@ -64,15 +64,52 @@ def _pooling(call: Call, space: int, linear: bool, saved: tuple[int, ...] = (0,)
     window = call.get("kernel_size") or [1]
     window = window * space if len(window) == 1 else window
     places = (Extra((*leading, *after), torch.int64),)  # of the maxima
+    # Fractional windows of each sample and channel are by numbers between 0 and 1.
+    drawn: list[list[Dim]] = [
+        [*[()] * (len(other) - 1 - len(leading)), *leading, ("r",)] for other in call.shapes[1:]
+    ]
     return call.rule(
-        [[*leading, *before]],
+        [[*leading, *before], *drawn],
         [*leading, *after],
-        whole=before + after,
+        whole=[*before, *after, "r"],
         even=frozenset(leading[-1]),  # torch pools no piece without channels
         passes=[(0,)] if linear else (),
         flops=float(math.prod(out_shape) * math.prod(window)),
         saved=Saved(saved, extra=() if linear else places),
     )
+
+
+def _unpooling(call: Call) -> Rule:
+    """Maxima back in their places within the space of each sample and channel."""
+    space = len(call["output_size"])
+    leading = names(len(call.shape) - space, "n")
+    before, after = names(space, "x"), names(space, "y")
+    inputs = [[*leading, *before]] * 2
+    even, saved = frozenset(leading[-1]), Saved((1,))
+    return call.rule(
+        inputs, [*leading, *after], whole=before + after, even=even, passes=[(0,)], saved=saved
+    )
+
+
+def _columns(call: Call) -> Rule:
+    """Windows as columns, or their sum back in space: the channels are (c k)."""
+    batch = names(len(call.shape) - (2 if "output_size" not in call.arguments else 3), "n")
+    image: list[Dim] = [*batch, ("c",), ("y",), ("x",)]
+    columns: list[Dim] = [*batch, ("c", "k"), ("l",)]
+    into, out = (columns, image) if "output_size" in call.arguments else (image, columns)
+    sizes = {"k": math.prod(call["kernel_size"])}
+    return call.rule([into], out, sizes, whole=["y", "x", "l"], passes=[(0,)])
+
+
+def _grid(call: Call) -> Rule:
+    """The places that each sample's own map gives the points of a grid."""
+    _, *points = names(len(call.shape))
+    into: list[Dim] = [("n",), ("i",), ("j",)]
+    return call.rule([into], [("n",), *points], whole=["i", "j", *points])
+
+
+def _rows_of_piece(call: Call, shape: Sequence[int]) -> list[int]:
+    return [shape[0], *call["size"][1:]]
 
 
 def _average_to_size(call: Call) -> Rule:
@@ -90,7 +127,16 @@ for _space in (1, 2, 3):
     _average = partial(_pooling, space=_space, linear=True)
     _resize = partial(_pooling, space=_space, linear=True, saved=())
     register_rule(f"aten.max_pool{_space}d", _maximum)
+    if _space > 1:
+        _others = "max_pool{0}d_with_indices adaptive_max_pool{0}d fractional_max_pool{0}d"
+        register_rule(aten(_others.format(_space)), _maximum)
+        register_rule(f"aten.max_unpool{_space}d", _unpooling)
     register_rule(aten(f"avg_pool{_space}d adaptive_avg_pool{_space}d"), _average)
     register_rule(aten(f"upsample_nearest{_space}d _upsample_nearest_exact{_space}d"), _resize)
     register_rule(aten(RESIZES[_space]), _resize)
 register_rule("aten.adaptive_avg_pool2d", _average_to_size)
+register_rule(aten("im2col col2im"), _columns)
+for _space, _before, _after in ((2, "h! w!", "y x"), (3, "d! h! w!", "z y x")):
+    _line = f"n c {_before}, n {_after} place! -> n c {_after}"
+    register_rule(f"aten.grid_sampler_{_space}d", _line, passes=[(0,)], cost=8, saved="0 1")
+register_rule("aten.affine_grid_generator", _grid, traits=Traits(of_piece={"size": _rows_of_piece}))

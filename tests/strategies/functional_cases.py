@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.strategies.case_book import case, i, t
+from tests.strategies.case_book import case, i, t, u
 
 # shapes
 case("diagonal.default", t(5, 4, 3))
@@ -55,3 +55,28 @@ for _name, _gates in {"lstm": 16, "gru": 12, "rnn_tanh": 4, "rnn_relu": 4}.items
         case(f"{_name}.input", t(*_shape), _states, _weights, *_more)
 _weights = [w for width in (3, 4) for _ in range(2) for w in (t(8, width), t(8, 2))]
 case("lstm.input", t(3, 5, 3), [t(4, 5, 2), t(4, 5, 2)], _weights, False, 2, 0.0, True, True, False)
+
+# pooling, windows and sampling
+for _name in ("max_pool2d_with_indices", "adaptive_max_pool2d"):
+    case(f"{_name}.default", t(5, 4, 6, 6), [2, 2])
+    case(f"{_name}.default", t(4, 6, 6), [3, 3])
+case("max_pool3d_with_indices.default", t(5, 2, 4, 4, 4), [2, 2, 2])
+case("adaptive_max_pool3d.default", t(5, 2, 4, 4, 4), [2, 2, 2])
+case("fractional_max_pool2d.default", t(5, 4, 6, 6), [2, 2], [3, 3], u(5, 4, 2), constants=(1,))
+case("fractional_max_pool2d.default", t(4, 6, 6), [2, 2], [3, 3], u(1, 4, 2), constants=(1,))
+case(
+    "fractional_max_pool3d.default", t(5, 2, 4, 4, 4), [2] * 3, [2] * 3, u(5, 2, 3), constants=(1,)
+)
+_places = torch.stack([torch.randperm(16)[:4] for _ in range(20)]).view(5, 4, 2, 2)
+case("max_unpool2d.default", t(5, 4, 2, 2), _places, [4, 4])
+_places = torch.stack([torch.randperm(64)[:8] for _ in range(10)]).view(5, 2, 2, 2, 2)
+case("max_unpool3d.default", t(5, 2, 2, 2, 2), _places, [4] * 3, [2] * 3, [0] * 3)
+case("im2col.default", t(5, 4, 6, 5), [2, 3], [1, 1], [0, 1], [2, 1])
+case("im2col.default", t(4, 6, 5), [2, 2], [1, 1], [0, 0], [1, 1])
+case("col2im.default", t(5, 24, 9), [4, 5], [2, 3], [1, 1], [0, 0], [1, 1])
+case("grid_sampler_2d.default", t(5, 4, 6, 6), t(5, 3, 4, 2), 0, 0, False)
+case("grid_sampler_2d.default", t(5, 4, 6, 6), t(5, 3, 4, 2), 2, 1, True)
+case("grid_sampler_3d.default", t(5, 2, 3, 3, 3), t(5, 2, 2, 4, 3), 0, 0, False)
+case("affine_grid_generator.default", t(5, 2, 3), [5, 4, 3, 6], False)
+case("affine_grid_generator.default", t(5, 3, 4), [5, 4, 3, 6, 2], True)
+case("_prelu_kernel.default", t(5, 4, 3), u(1, 4, 1))

@@ -34,7 +34,10 @@ def drop_dead_code(builder: GraphBuilder) -> None:
             del builder.constants[node.name]
 
 
-@rewrites(aten.dropout, aten.dropout_, aten.feature_dropout, aten.feature_dropout_)
+_DROPOUTS = "dropout feature_dropout alpha_dropout feature_alpha_dropout"
+
+
+@rewrites(*(getattr(aten, name + end) for name in _DROPOUTS.split() for end in ("", "_")))
 def drop_dropout(call: Site) -> fx.Node | None:
     """Dropout with probability 0, or in eval mode, does nothing."""
     return call.inputs[0] if not call["train"] or call["p"] == 0 else None
