@@ -118,13 +118,14 @@ class JointKernel:
     `forward` takes the group, and the operator's own arguments by name; `backward` the group, what
     was kept, the rest, and a gradient for each output. `traffic` is a function of the number of
     members, of the bytes of each input's and each output's largest piece, and of which inputs take
-    a gradient.
+    a gradient; by name it is told the sizes of some factors.
     """
 
     forward: Callable[..., Steps]
     backward: Callable[..., Steps]
-    traffic: Callable[[int, Sequence[float], Sequence[float], Sequence[bool]], Traffic]
+    traffic: Callable[..., Traffic]
     is_hidden: bool = False  # its messages travel beside what it computes
+    told: tuple[str, ...] = ()  # the factors whose sizes `traffic` is told
 
 
 Drive = Callable[[Sequence[Steps]], list[Any]]

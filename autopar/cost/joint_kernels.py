@@ -30,7 +30,9 @@ def messages_inside(
     pieces = ShardSizes(facts.rule, [strategy], price.mesh)
     inputs = [float(size[0]) for size in pieces.inputs(facts)]
     outputs = [float(size[0]) for size in pieces.outputs(facts)]
-    traffic = kernel.traffic(price.mesh.degree(axes), inputs, outputs, facts.differentiable)
+    sizes = {factor: facts.rule.sizes.get(factor, 1) for factor in kernel.told}
+    about = price.mesh.degree(axes), inputs, outputs, facts.differentiable
+    traffic = kernel.traffic(*about, **sizes)
     ways = [(traffic.forward, traffic.starts[0], computed.forward)]
     if any(facts.differentiable):
         ways.append((traffic.backward, traffic.starts[1], computed.backward))

@@ -105,6 +105,15 @@ class ShardSizes:
         """Of a tensor that is kept besides, the output being of `dtype`."""
         return self.elements(extra.dims) * (extra.dtype or dtype).itemsize
 
+    def kept_by_joints(self, dtype: torch.dtype) -> Array:
+        """Bytes that the kernels of joints keep besides, the output being of `dtype`."""
+        total = np.zeros(self.count)
+        for index, joint, _ in self.joints:
+            for factors in joint.keeps:
+                dims = [(factor,) for factor in factors if factor in self.lengths]
+                total[index] += self.elements(dims)[index] * dtype.itemsize
+        return total
+
     def share(self) -> Array:
         """The part of the whole work that the busiest rank has."""
         total = np.ones(self.count)
@@ -180,6 +189,7 @@ def kept_extra(facts: Facts, pieces: ShardSizes) -> Array:
     if any(facts.differentiable) and not facts.on_host:
         for extra in facts.rule.saved.extra:
             total = total + pieces.bytes(extra, facts.dtype)
+        total = total + pieces.kept_by_joints(facts.dtype)
     return total
 
 

@@ -138,12 +138,14 @@ def kept_by(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
     rule, strategy = info(node).rule, info(node).strategy
     if rule is None or strategy is None or info(node).start_of is not None:
         return kept  # a part keeps its inputs
-    if not rule.saved.extra:
+    if not rule.saved.extra and info(node).joint is None:
         return kept
     pieces = ShardSizes(rule, [strategy], mesh)
     dtype = tensors_of(node)[0].dtype
     for number, extra in enumerate(rule.saved.extra):
         kept[node, f"extra {number}"] = float(pieces.bytes(extra, dtype)[0])
+    if besides := float(pieces.kept_by_joints(dtype)[0]):
+        kept[node, "extra of a joint"] = besides
     return kept
 
 

@@ -3,8 +3,9 @@
 An annotated parameter cuts the operators that read it (tensor parallelism), unless annotations of
 activations make its axis cut the batch: then the parameter is only stored cut, and gathered at use
 (ZeRO-3). From there, and from annotated activations, cuts spread; the first that reaches an
-operator on an axis stays. Last, the axes that nobody claimed cut the batch: the first dim of every
-input that has the first input's size there. A partial sum is carried on where that costs nothing.
+operator on an axis stays, but where a second one makes a joint of both that follows. Last, the axes
+that nobody claimed cut the batch: the first dim of every input that has the first input's size
+there. A partial sum is carried on where that costs nothing.
 """
 
 from __future__ import annotations
@@ -222,7 +223,14 @@ class _Propagation:
             self._reach(*self.wanted.pop())
 
     def _take(self, node: fx.Node, axis: str, factor: str | None) -> None:
-        if factor is None or axis in self.cuts[node] or not self._may_cut(node, axis, factor):
+        if factor is None:
+            return
+        if (before := self.cuts[node].get(axis)) is not None:
+            joint = self.rules[node].joint_that_follows(before, factor)
+            if joint is None:
+                return
+            factor = joint
+        if not self._may_cut(node, axis, factor):
             return
         if node in self.fixed and not self._agrees_with_marker(node, axis, factor):
             return
@@ -274,10 +282,11 @@ class _Propagation:
                 return False
         if rule.why_whole(factor) is not None:
             return False
-        axes = [a for a, f in self.cuts[node].items() if f == factor]
-        degree = self.mesh.degree([*axes, axis])
-        size = rule.sizes[factor]
-        return size % degree == 0 if rule.must_be_even(factor) else size >= degree
+        cuts = dict[str, list[str]]()
+        for other, choice in (self.cuts[node] | {axis: factor}).items():
+            cuts.setdefault(choice, []).append(other)
+        degree = self.mesh.degree(cuts[factor])
+        return rule.fits(factor, degree) and rule.go_together(cuts, self.mesh)
 
     def _agrees_with_marker(self, node: fx.Node, axis: str, factor: str) -> bool:
         dim = self.fixed[node].dim_of(axis)

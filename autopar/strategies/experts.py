@@ -1,17 +1,20 @@
 """Experts: tokens can be cut, the experts themselves, and the rows inside of them.
 
-A rank that has some of the experts and all tokens adds what these give: a term of the sum. FLOPs
+A rank that has some of the experts and all tokens adds what these give: a term of the sum. Where
+one axis cuts both, tokens go to the ranks that have their experts (`kernels/routed_experts`). FLOPs
 and what is kept are those of routing that is balanced, the same number of tokens for each expert.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
 from autopar.strategies.kernels.experts import EXPERTS
 from autopar.strategies.registry import Call, Traits, register_rule
 from autopar.strategies.rule import Between, Rule
+from autopar.strategies.strategy import Joint
 
 LAYERS = {
     "apart": "e+ f+ h!, e+ f+ h!, e+ f+, e+ f+",
@@ -39,7 +42,19 @@ def _experts(call: Call) -> Rule:
     size = rows * call.outputs[0].itemsize
     forward = size * (5.0 * hidden + (2.0 + layers) * inside)
     between = Between(forward, 2 * forward, forward, 2 * forward)
-    return replace(rule, backward_flops=2 * flops, between=between)
+    joints = {} if rule.sizes.get("e", 1) == 1 else dict(_joints(rule, tokens))
+    return replace(rule, backward_flops=2 * flops, between=between, joints=joints)
+
+
+def _joints(rule: Rule, tokens: Sequence[str]) -> Iterator[tuple[str, Joint]]:
+    """One axis that cuts tokens and experts, for each of the dims that tokens have."""
+    found = [token for token in tokens if rule.sizes.get(token, 1) > 1]
+    for index, token in enumerate(found):
+        inputs = (token,) * 3 + ("e",) * (len(rule.inputs) - 3)
+        # The rows that come, as many as choices if each goes to another rank.
+        rows = ((*tokens, "k", "h"),)
+        joint = Joint("routed_experts", inputs, (token,), keeps=rows, follows=True)
+        yield f"experts{index or ''}", joint
 
 
 register_rule(EXPERTS, _experts, traits=Traits(leading=""))

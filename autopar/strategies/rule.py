@@ -239,7 +239,7 @@ class Rule:
                     passes.append((axis, choice))
             if not all(self.fits(factor, mesh.degree(cuts[factor])) for factor in cuts):
                 continue
-            if self.joints and not self._go_together(cuts, mesh):
+            if self.joints and not self.go_together(cuts, mesh):
                 continue
             factors = sorted(cuts)
             orders = [
@@ -252,7 +252,7 @@ class Rule:
                 found.append(Strategy(tuple(zip(factors, order)), tuple(sorted(passes))))
         return found
 
-    def _go_together(self, cuts: Mapping[str, Sequence[str]], mesh: Mesh) -> bool:
+    def go_together(self, cuts: Mapping[str, Sequence[str]], mesh: Mesh) -> bool:
         """Whether there is one joint at most, and what it cuts besides others is large enough."""
         joints = [name for name in cuts if name in self.joints]
         return len(joints) < 2 and all(
@@ -298,7 +298,7 @@ class Rule:
                 cut = self.joints[factor].factors if factor in self.joints else (factor,)
                 sizes = ", ".join(f"{one!r} of size {self.sizes[one]}" for one in cut)
                 raise refusal(rule, "use fewer axes on it", f"{degree} pieces of {sizes}; ")
-        if not self._go_together(strategy.by_factor, mesh):
+        if not self.go_together(strategy.by_factor, mesh):
             rule = "a strategy has one joint, whose factors are large enough for all their axes"
             raise refusal(rule, "use fewer axes")
         for axis, index in strategy.passes:
@@ -349,6 +349,11 @@ class Rule:
             return next(iter(cut))
         found = (name for name, joint in self.joints.items() if cut <= {*joint.factors})
         return next(found, None)
+
+    def joint_that_follows(self, before: str, factor: str) -> str | None:
+        """What propagation gives an axis to that cuts one factor, and comes to cut another."""
+        joint = self.joints.get(name := self.joint_of({before, factor}) or "")
+        return name if joint is not None and joint.follows else None
 
     def factors_of(self, choice: str) -> tuple[Sequence[str | None], Sequence[str | None]]:
         """What an axis cuts of each input, and of each output, that is given to a factor or joint

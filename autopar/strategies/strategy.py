@@ -49,6 +49,8 @@ class Joint(NamedTuple):
     kernel: str
     inputs: tuple[str | None, ...]  # of each the factor that it cuts; None: whole
     outputs: tuple[str | None, ...]
+    keeps: tuple[tuple[str, ...], ...] = ()  # tensors that its kernel keeps besides, by factors
+    follows: bool = False  # propagation makes it of cuts that meet, where it would gather one
 
     @property
     def factors(self) -> tuple[str, ...]:

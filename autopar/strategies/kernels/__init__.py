@@ -53,6 +53,7 @@ from autopar.strategies.kernels.losses import (
 from autopar.strategies.kernels.nothing import no_results, nothing
 from autopar.strategies.kernels.products import GATHERED, SCATTERED
 from autopar.strategies.kernels.root_mean_square import rms_norm
+from autopar.strategies.kernels.routed_experts import ROUTED
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -103,6 +104,7 @@ KERNELS = {
         ),
         Kernel.of_all(GATHERED),
         Kernel.of_all(SCATTERED),
+        Kernel.of_all(ROUTED),
     )
 }
 

@@ -73,8 +73,8 @@ class Experts:
         rows = x[tokens]
         before = [_products(rows, matrices.mT, sizes, bias) for matrices, bias in self.layers]
         out = _products(self.evaluated(before), self.down.mT, sizes)
-        wide = _wide(out, weights)
-        out = out.to(wide) * weights.reshape(-1, 1)[order]
+        dtype = wide(out, weights)
+        out = out.to(dtype) * weights.reshape(-1, 1)[order]
         y = out.new_zeros(len(x), out.shape[-1]).index_add(0, tokens, out)
         return y.to(x.dtype), before
 
@@ -94,24 +94,24 @@ class Experts:
         order, sizes = self.routes(chosen)
         tokens = order // chosen.shape[-1]
         rows, slopes = x[tokens], grad[tokens]
-        wide = _wide(grad, weights)
-        factors = weights.reshape(-1, 1)[order].to(wide)
+        dtype = wide(grad, weights)
+        factors = weights.reshape(-1, 1)[order].to(dtype)
         inner_slopes = _products(slopes, self.down, sizes)
         with torch.enable_grad():
             leaves = [b.detach().requires_grad_() for b in before]
             inner = self.evaluated(leaves)
-        of_weights = (inner_slopes.to(wide) * inner.detach()).sum(-1)
+        of_weights = (inner_slopes.to(dtype) * inner.detach()).sum(-1)
         of_inner = (inner_slopes * factors).to(inner.dtype)
         of_before = torch.autograd.grad(inner, leaves, of_inner)
         of_down = _products_of_rows((slopes * factors).to(x.dtype), inner.detach(), sizes)
-        of_x = x.new_zeros(x.shape, dtype=_wide(x))
+        of_x = x.new_zeros(x.shape, dtype=wide(x))
         found: list[tuple[Tensor, Tensor | None]] = []
         for slope, (matrices, bias) in zip(of_before, self.layers):
             of_x.index_add_(0, tokens, _products(slope, matrices, sizes).to(of_x.dtype))
             of_bias = None if bias is None else _sums_of_rows(slope, sizes)
             found.append((_products_of_rows(slope, rows, sizes), of_bias))
         found += [(None, None)] * (2 - len(found))  # type: ignore[list-item]
-        of_all_weights = weights.new_zeros(weights.numel(), dtype=wide)
+        of_all_weights = weights.new_zeros(weights.numel(), dtype=dtype)
         of_all_weights[order] = of_weights
         (of_gate, of_gate_bias), (of_up, of_up_bias) = found
         return (
@@ -137,16 +137,16 @@ def experts(
     return EXPERTS(x, chosen, weights, down, gate, up, gate_bias, up_bias, inner, columns)
 
 
-def _flat(x: Tensor) -> Tensor:
+def flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _wide(*tensors: Tensor) -> torch.dtype:
+def wide(*tensors: Tensor) -> torch.dtype:
     """That in which the terms of a sum are added."""
-    wide = torch.float32
+    dtype = torch.float32
     for tensor in tensors:
-        wide = torch.promote_types(wide, tensor.dtype)
-    return wide
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
 
 
 def _products(
@@ -177,7 +177,7 @@ def _sums_of_rows(rows: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def _run(x: Tensor, chosen: Tensor, weights: Tensor, *arguments: Any) -> Tensor:
-    y, _ = Experts(*arguments).forward(_flat(x), _flat(chosen), _flat(weights))
+    y, _ = Experts(*arguments).forward(flat(x), flat(chosen), flat(weights))
     return y.view(x.shape)
 
 
@@ -193,7 +193,7 @@ class _Recorded(torch.autograd.Function):
         if active_modes() or x.is_meta:  # something watches, of which no values are known
             with below_autograd():
                 return EXPERTS(x, chosen, weights, *arguments)
-        y, before = layer.forward(_flat(x), _flat(chosen), _flat(weights))
+        y, before = layer.forward(flat(x), flat(chosen), flat(weights))
         ctx.save_for_backward(x, chosen, weights, *layer.learned, *before)
         return y.view(x.shape)
 
@@ -208,8 +208,8 @@ class _Recorded(torch.autograd.Function):
             made = torch.autograd.grad(y, list(asked.values()), grad, create_graph=True)
             of = dict(zip(asked, made))
             return tuple(of.get(index) for index in range(11))
-        flat = _flat(x), _flat(chosen), _flat(weights)
-        of_x, of_weights, *others = layer.backward(*flat, learned[5:], _flat(grad))
+        rows = flat(x), flat(chosen), flat(weights)
+        of_x, of_weights, *others = layer.backward(*rows, learned[5:], flat(grad))
         return of_x.view(x.shape), None, of_weights.view(weights.shape), *others, None, None, None
 
 
