@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from autopar.collectives.together import JointKernel, Traffic
 from autopar.cost.operators import ShardSizes
 from autopar.cost.price import ClusterPrice
 from autopar.cost.state_price import NodeCost, StatePrice
+from autopar.mesh import Mesh
 from autopar.strategies import KERNELS, Strategy
 from autopar.strategies.rule import Facts
 
@@ -18,21 +20,30 @@ class Computed(NamedTuple):
     backward: float
 
 
+def traffic_of(facts: Facts, strategy: Strategy, mesh: Mesh) -> tuple[JointKernel, Traffic] | None:
+    """What a rank moves inside a call that it carries out with others; None of another one."""
+    found = facts.rule.kernel(strategy)
+    kernel = KERNELS[found[1]].joint if found is not None else None
+    if found is None or kernel is None:
+        return None
+    pieces = ShardSizes(facts.rule, [strategy], mesh)
+    inputs = [float(size[0]) for size in pieces.inputs(facts)]
+    outputs = [float(size[0]) for size in pieces.outputs(facts)]
+    count = mesh.degree(strategy.by_factor[found[0]])
+    sizes = {factor: facts.rule.sizes.get(factor, 1) for factor in kernel.told}
+    return kernel, kernel.traffic(count, inputs, outputs, facts.differentiable, **sizes)
+
+
 def messages_inside(
     facts: Facts, strategy: Strategy, price: ClusterPrice, overlap: float, computed: Computed
 ) -> NodeCost:
     """The movements inside a call that ranks carry out together; nothing of another one."""
-    found = facts.rule.kernel(strategy)
-    kernel = KERNELS[found[1]].joint if found is not None else None
-    if found is None or kernel is None:
+    found = traffic_of(facts, strategy, price.mesh)
+    if found is None:
         return NodeCost()
-    axes = strategy.by_factor[found[0]]
-    pieces = ShardSizes(facts.rule, [strategy], price.mesh)
-    inputs = [float(size[0]) for size in pieces.inputs(facts)]
-    outputs = [float(size[0]) for size in pieces.outputs(facts)]
-    sizes = {factor: facts.rule.sizes.get(factor, 1) for factor in kernel.told}
-    about = price.mesh.degree(axes), inputs, outputs, facts.differentiable
-    traffic = kernel.traffic(*about, **sizes)
+    kernel, traffic = found
+    name, _ = facts.rule.kernel(strategy) or ("", "")
+    axes = strategy.by_factor[name]
     ways = [(traffic.forward, traffic.starts[0], computed.forward)]
     if any(facts.differentiable):
         ways.append((traffic.backward, traffic.starts[1], computed.backward))

@@ -15,6 +15,7 @@ from autopar.capture.gradients import mark_learning
 from autopar.capture.marker import ANNOTATE
 from autopar.capture.origins import is_made_of_parameters, moved_dtype
 from autopar.collectives import Movement, Price, redistribute, redistribution_cost
+from autopar.cost.joint_kernels import traffic_of
 from autopar.layout import Placement, TensorType
 from autopar.mesh import Mesh
 from autopar.passes.setting import Setting
@@ -155,6 +156,11 @@ def measure_movements(graph: fx.Graph, setting: Setting) -> fx.Graph:
             dtype, types = moved_dtype(node), (info(node.args[0]).type, info(node).type)
             moved = [replace(type_, dtype=dtype) for type_ in types]
             info(node).bytes = max(type_.local_bytes(setting.mesh) for type_ in moved)
+        elif info(node).joint is not None:
+            inside = (traffic_of(*call, setting.mesh) for call in info(node).calls)
+            info(node).bytes = int(
+                sum(size for _, own in filter(None, inside) for _, size in own.forward)
+            )
     return graph
 
 

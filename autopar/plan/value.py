@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
+from torch import fx
+
 from autopar.capture.captured import Captured
 from autopar.capture.dynamic import DynamicShapes
 from autopar.capture.fingerprint import Fingerprint, fingerprint_of
@@ -14,6 +16,7 @@ from autopar.capture.listing import Listing
 from autopar.capture.origins import moved_dtype
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, TensorType
+from autopar.passes.kernels import joint_axes, joint_kernel
 from autopar.passes.microbatches import Microbatches, cut_batch
 from autopar.passes.stages import split_stages
 from autopar.plan.fallbacks import FallbackCost, fallback_costs
@@ -192,6 +195,8 @@ class PlanValue(Candidate):
         again for backward."""
         records = []
         for node in self.rewritten.nodes:
+            if info(node).joint is not None:
+                records.append(self._inside(node))
             if (movement := info(node).movement) is None:
                 continue
             records.append(
@@ -207,3 +212,17 @@ class PlanValue(Candidate):
                 )
             )
         return records
+
+    def _inside(self, node: fx.Node) -> MovementRecord:
+        """What a call moves that ranks carry out together."""
+        kernel = joint_kernel(node)
+        return MovementRecord(
+            forward=kernel.forward.__name__,
+            backward=kernel.backward.__name__ if info(node).learns else None,
+            axis=",".join(joint_axes(node)),
+            tensor=", ".join(map(str, info(node).types)),
+            bytes=info(node).bytes,
+            node=node.name,
+            module=info(node).module,
+            seconds=self.prices.inside(node).seconds,
+        )

@@ -226,7 +226,7 @@ class _Propagation:
         if factor is None:
             return
         if (before := self.cuts[node].get(axis)) is not None:
-            joint = self.rules[node].joint_that_follows(before, factor)
+            joint = self._joint(node, before, factor)
             if joint is None:
                 return
             factor = joint
@@ -235,6 +235,14 @@ class _Propagation:
         if node in self.fixed and not self._agrees_with_marker(node, axis, factor):
             return
         self._cut(node, axis, factor)
+
+    def _joint(self, node: fx.Node, before: str, factor: str) -> str | None:
+        """What an axis is given to that cuts one factor, and comes to cut another: by itself, or of
+        an operator with annotated inputs."""
+        rule = self.rules[node]
+        if node.name not in self.constraints.bound or before in (factor, *rule.joints):
+            return rule.joint_that_follows(before, factor)
+        return rule.joint_of({before, factor})
 
     def _cut(self, node: fx.Node, axis: str, choice: str) -> None:
         rule = self.rules[node]
