@@ -29,6 +29,10 @@ def traffic_of(facts: Facts, strategy: Strategy, mesh: Mesh) -> tuple[JointKerne
     pieces = ShardSizes(facts.rule, [strategy], mesh)
     inputs = [float(size[0]) for size in pieces.inputs(facts)]
     outputs = [float(size[0]) for size in pieces.outputs(facts)]
+    joint = facts.rule.joints.get(found[0])
+    if joint is not None and joint.beside is not None:
+        rows = facts.rule.sizes[joint.inputs[0] or ""] / mesh.degree(strategy.by_factor[found[0]])
+        inputs[0] *= joint.beside / rows
     count = mesh.degree(strategy.by_factor[found[0]])
     sizes = {factor: facts.rule.sizes.get(factor, 1) for factor in kernel.told}
     return kernel, kernel.traffic(count, inputs, outputs, facts.differentiable, **sizes)

@@ -225,7 +225,9 @@ class _Propagation:
     def _take(self, node: fx.Node, axis: str, factor: str | None) -> None:
         if factor is None:
             return
-        if (before := self.cuts[node].get(axis)) is not None:
+        if (before := self.cuts[node].get(axis)) is None:
+            factor = self.rules[node].alone(factor)
+        else:
             joint = self._joint(node, before, factor)
             if joint is None:
                 return
@@ -285,8 +287,9 @@ class _Propagation:
 
     def _may_cut(self, node: fx.Node, axis: str, factor: str) -> bool:
         rule = self.rules[node]
+        inputs, _ = rule.factors_of(factor)
         for position in self.constraints.bound.get(node.name, ()):
-            if any(factor in dim for dim in rule.inputs[position]):
+            if any(inputs[position] in dim for dim in rule.inputs[position]):
                 return False
         if rule.why_whole(factor) is not None:
             return False

@@ -11,8 +11,10 @@ from functools import partial
 
 import torch
 
+from autopar.strategies.kernels.halo import POOLINGS, RESIZINGS
 from autopar.strategies.registry import Call, Traits, aten, register_rule
 from autopar.strategies.rule import Dim, Extra, Rule, Saved, names
+from autopar.strategies.strategy import Joint
 
 RESIZES = {
     1: "upsample_linear1d",
@@ -29,7 +31,11 @@ def _convolution(call: Call) -> Rule | None:
     groups = call["groups"]
     first, second = ("i", "o") if transposed else ("o", "i")  # the dims of the weight
     before, kernel, after = (names(space, kind) for kind in ("x", "w", "y"))
-    whole: list[Dim] = [("g",) if groups == 1 else ("i", "o"), *before, *kernel, *after]
+    reaches = [_reach(call, dim) for dim in range(space)]
+    # Where a point of the output reads the point of the input, they are cut together.
+    after = [x if reach == (1, 1, 0) else y for x, y, reach in zip(before, after, reaches)]
+    bound = [dim for x, y in zip(before, after) if x != y for dim in (x, y)]
+    whole: list[Dim] = [("g",) if groups == 1 else ("i", "o"), *kernel, *bound]
     batch: list[Dim] = [("n",)] if batched else []
     inputs: list[list[Dim]] = [
         [*batch, ("g", "i"), *before],
@@ -49,7 +55,44 @@ def _convolution(call: Call) -> Rule | None:
         flops=2.0 * math.prod(call.shapes[0] if transposed else call.shape) * math.prod(weight[1:]),
         product=True,
         saved=Saved((0, 1)),
+        joints=_halos(call, transposed, reaches),
     )
+
+
+def _reach(call: Call, dim: int) -> tuple[int, int, int] | None:
+    """How far a kernel reaches along a dim, its stride, and the padding before it."""
+    if not isinstance(call["padding"], list | tuple):
+        return None
+    stride, padding, dilation = (
+        (call[name][dim] if len(call[name]) > 1 else call[name][0])
+        for name in ("stride", "padding", "dilation")
+    )
+    return dilation * (call.shapes[1][dim + 2] - 1) + 1, stride, padding
+
+
+def _halos(
+    call: Call, transposed: bool, reaches: Sequence[tuple[int, int, int] | None]
+) -> dict[str, Joint]:
+    """Space can be cut where each rank gets the rows beside its own."""
+    if transposed and call["groups"] > 1:
+        return {}
+    kernel = "cut_transposed_convolution" if transposed else "cut_convolution"
+    weights = len(call.inputs) - 1
+    return {
+        f"space{d}": _joint(kernel, d, _beside(*reach, transposed), weights)
+        for d, reach in enumerate(reaches)
+        if reach is not None and reach != (1, 1, 0)
+    }
+
+
+def _beside(reach: int, stride: int, padding: int, transposed: bool = False) -> int:
+    """The rows that a piece lacks."""
+    return -(-(reach - 1) // stride) if transposed else max(reach - stride, 0)
+
+
+def _joint(kernel: str, dim: int, beside: int, weights: int = 0) -> Joint:
+    """Along a dim of space, pieces of the input with those of the output."""
+    return Joint(kernel, (f"x{dim}", *(None,) * weights), (f"y{dim}",), beside=beside)
 
 
 def _groups_of_piece(call: Call, shape: Sequence[int]) -> int:
@@ -76,6 +119,7 @@ def _pooling(call: Call, space: int, linear: bool, saved: tuple[int, ...] = (0,)
         passes=[(0,)] if linear else (),
         flops=float(math.prod(out_shape) * math.prod(window)),
         saved=Saved(saved, extra=() if linear else places),
+        joints=_windows(call, space),
     )
 
 
@@ -110,6 +154,39 @@ def _grid(call: Call) -> Rule:
 
 def _rows_of_piece(call: Call, shape: Sequence[int]) -> list[int]:
     return [shape[0], *call["size"][1:]]
+
+
+def _windows(call: Call, space: int) -> dict[str, Joint]:
+    """Of a pooling whose windows lie as those of a convolution."""
+    if call.get("kernel_size") is None:
+        return _enlarged(call, space)
+    name, sizes = str(call.node.target).split(".")[1], call["kernel_size"]
+    if f"cut_{name}" not in POOLINGS or call["ceil_mode"]:
+        return {}
+    if not call.get("count_include_pad", True) and any(call["padding"]):
+        return {}
+    strides = call["stride"] or sizes
+    windows = [(sizes[d % len(sizes)], strides[d % len(strides)]) for d in range(space)]
+    return {
+        f"space{d}": _joint(f"cut_{name}", d, _beside(size, stride, 0))
+        for d, (size, stride) in enumerate(windows)
+    }
+
+
+def _enlarged(call: Call, space: int) -> dict[str, Joint]:
+    """Of what is resized a whole number of times along a dim."""
+    name = str(call.node.target).split(".")[1]
+    beside = {known: beside for known, *_, beside in RESIZINGS}.get(name)
+    if beside is None or call.get("align_corners") or "scale_factors" not in call.arguments:
+        return {}
+    factors = call["scale_factors"] or [None] * space
+    sizes = zip(call.shapes[0][-space:], call.shape[-space:], factors)
+    whole = [
+        after % max(before, 1) == 0 and factor in (None, after // max(before, 1))
+        for before, after, factor in sizes
+    ]
+    joints = {f"space{d}": _joint(f"cut_{name}", d, 2 * beside) for d in range(space)}
+    return {joint: one for (joint, one), is_whole in zip(joints.items(), whole) if is_whole}
 
 
 def _average_to_size(call: Call) -> Rule:

@@ -355,6 +355,16 @@ class Rule:
         joint = self.joints.get(name := self.joint_of({before, factor}) or "")
         return name if joint is not None and joint.follows else None
 
+    def alone(self, factor: str) -> str:
+        """A factor, or the joint that cuts nothing else of the inputs, or of the outputs, where the
+        factor by itself stays whole."""
+        if self.why_whole(factor) is None:
+            return factor
+        for name, joint in self.joints.items():
+            if {factor} in ({*joint.inputs} - {None}, {*joint.outputs} - {None}):
+                return name
+        return factor
+
     def factors_of(self, choice: str) -> tuple[Sequence[str | None], Sequence[str | None]]:
         """What an axis cuts of each input, and of each output, that is given to a factor or joint
         of that name."""

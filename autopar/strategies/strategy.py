@@ -51,6 +51,7 @@ class Joint(NamedTuple):
     outputs: tuple[str | None, ...]
     keeps: tuple[tuple[str, ...], ...] = ()  # tensors that its kernel keeps besides, by factors
     follows: bool = False  # propagation makes it of cuts that meet, where it would gather one
+    beside: int | None = None  # only so many rows of the first input travel
 
     @property
     def factors(self) -> tuple[str, ...]:

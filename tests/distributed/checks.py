@@ -53,6 +53,7 @@ from tests.outputs import (
 )
 from tests.parity import Outcome, assert_equal, parallel_outcome, single_outcome
 from tests.partly_learned import partly_learned, without_gradient
+from tests.products import products
 from tests.runtime.acts import (
     DONE,
     REFUSED,
@@ -62,6 +63,7 @@ from tests.runtime.acts import (
     shared_tree,
     weight_norm,
 )
+from tests.space import in_space
 from tests.toy import EVEN, machines
 
 DP2_TP2 = Mesh(dp=2, tp=2)
@@ -94,6 +96,8 @@ def trained() -> list[tuple[Case, Mesh]]:
         (models.mlp(hidden=520, layers=3), Mesh(dp=4)),  # gradients with a sum of their own
         (stored(models.gpt(layers=1, fused=True)), Mesh(dp=4)),
         (models.shared("resnet"), Mesh(pp=2, dp=2)),
+        (in_space("bilinear"), Mesh(sp=4)),
+        (products(), Mesh(tp=4)),
     ]
 
 

@@ -1,0 +1,371 @@
+"""Windows over space that is cut: convolutions and poolings of pieces.
+
+The rows that an output piece reads reach beyond the rank's own rows of the input: each rank gets
+those that it lacks from the ranks that have them (its halo), and its gradients for them go back.
+Input and output may be cut unevenly, and a halo may be wider than a piece.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopar.collectives.together import Group, JointKernel, Piece, Steps, Trade, Traffic
+
+Gradients = tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class Window:
+    """One operator along one dim of its space, counted from the last."""
+
+    dim: int
+    read: Callable[[Piece], Piece]  # of a piece of the output; may reach beyond the input
+    run: Callable[[Tensor, Piece], Tensor]  # the rows that were read, and the piece that is wanted
+    fill: float | None = 0.0  # of what is read beyond the input; None: it ends there
+    # The same, the gradient, and what needs one -> those of the rows and of the weights; None: the
+    # operator runs again for it.
+    back: Callable[[Tensor, Piece, Tensor, Sequence[bool]], Gradients] | None = None
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call on one rank: which dim is cut, and where."""
+
+    group: Group
+    window: Window
+
+    @property
+    def own(self) -> Piece:
+        """The rank's piece of the output."""
+        return self.after[self.group.index]
+
+    @property
+    def before(self) -> Sequence[Piece]:
+        return next(p for factor, p in self.group.pieces.items() if factor.startswith("x"))
+
+    @property
+    def after(self) -> Sequence[Piece]:
+        return next(p for factor, p in self.group.pieces.items() if factor.startswith("y"))
+
+    def reads(self, member: int) -> Piece:
+        """What a member reads, within the input."""
+        size = sum(length for _, length in self.before)
+        start, length = self.after[member]
+        if not length or not size:
+            return 0, 0
+        first, count = self.window.read((start, length))
+        low, high = min(max(first, 0), size), min(max(first + count, 0), size)
+        return low, high - low
+
+    def shared(self, owner: int, reader: int) -> Piece:
+        """What a member reads of another's rows, counted from the first of these."""
+        (start, length), (first, count) = self.before[owner], self.reads(reader)
+        low, high = max(start, first), min(start + length, first + count)
+        return (low - start, high - low) if high > low else (0, 0)
+
+    def rows(self, x: Tensor) -> Steps:
+        """The rows that this rank reads."""
+        members, index = range(self.group.count), self.group.index
+        sent = tuple(x.narrow(self.window.dim, *self.shared(index, other)) for other in members)
+        shapes = [self._sized(x, self.shared(other, index)[1]) for other in members]
+        found = yield (yield Trade(sent, shapes))
+        return self._padded(torch.cat(found, self.window.dim))
+
+    def run(self, x: Tensor, rows: Tensor) -> Tensor:
+        """The rank's piece of the output; none has the shape of another one, without elements."""
+        if self.own[1]:
+            return self.window.run(rows, self.own)
+        _, count = self.window.read((0, 1))
+        blank = self.window.run(x.new_zeros(self._sized(x, count)), (0, 1))
+        return blank.narrow(self.window.dim, 0, 0)
+
+    def back(self, slope: Tensor, x: Tensor) -> Steps:
+        """The gradients of rows go to those who own them."""
+        members, index = range(self.group.count), self.group.index
+        before, after = self._beyond()
+        slope = slope.narrow(self.window.dim, before, slope.shape[self.window.dim] - before - after)
+        lengths = [self.shared(other, index)[1] for other in members]
+        sent = tuple(slope.split(lengths, self.window.dim))
+        mine = [self.shared(index, other) for other in members]
+        found = yield (yield Trade(sent, [self._sized(x, length) for _, length in mine]))
+        total = torch.zeros_like(x)
+        for (start, length), part in zip(mine, found):
+            total.narrow(self.window.dim, start, length).add_(part)
+        return total
+
+    def _beyond(self) -> Piece:
+        """How many rows are read before and after the input."""
+        if self.window.fill is None or not self.own[1]:
+            return 0, 0
+        first, count = self.window.read(self.own)
+        low, length = self.reads(self.group.index)
+        if not length:
+            return count, 0
+        return low - first, first + count - low - length
+
+    def _padded(self, rows: Tensor) -> Tensor:
+        before, after = self._beyond()
+        if not before and not after:
+            return rows
+        around = [0, 0] * (-self.window.dim - 1) + [before, after]
+        return F.pad(rows, around, value=self.window.fill)
+
+    def _sized(self, x: Tensor, length: int) -> list[int]:
+        shape = list(x.shape)
+        shape[self.window.dim] = length
+        return shape
+
+
+Along = Callable[[int, Mapping[str, Any]], Window]
+
+
+def _joint(name: str, along: Along) -> JointKernel:
+    """The kernel of an operator whose first argument is in pieces: `along` gives its window along
+    one dim of its space, by its arguments."""
+
+    def call_of(group: Group, arguments: Mapping[str, Any]) -> _Call:
+        (at,) = (int(factor[1:]) for factor in group.pieces if factor.startswith("x"))
+        sizes = [sum(length for _, length in group.pieces[f"{side}{at}"]) for side in "xy"]
+        return _Call(group, along(at, {**arguments, "times": sizes[1] // sizes[0]}))
+
+    def forward(group: Group, **arguments: Any) -> Steps:
+        x = next(iter(arguments.values()))
+        call = call_of(group, arguments)
+        rows = yield from call.rows(x)
+        out = call.run(x, rows)
+        tensors = {k: v for k, v in arguments.items() if isinstance(v, Tensor)}
+        return (out,), tuple(tensors.values()), ([*tensors], arguments | dict.fromkeys(tensors))
+
+    def backward(group: Group, saved: Sequence[Tensor], rest: Any, grad: Tensor) -> Steps:
+        names, arguments = rest
+        call = call_of(group, arguments | dict(zip(names, saved)))
+        rows = yield from call.rows(saved[0])
+        if call.own[1]:
+            back = call.window.back or partial(_run_again, call.window)
+            of_rows, *others = back(rows, call.own, grad, group.needs)
+        else:
+            of_rows, others = rows, [torch.zeros_like(weight) for weight in saved[1:]]
+        of_x = None
+        if group.needs[0]:
+            assert of_rows is not None
+            of_x = yield from call.back(of_rows, saved[0])
+        return of_x, *others
+
+    forward.__name__, backward.__name__ = name, f"{name}_backward"
+    return JointKernel(forward, backward, _traffic)
+
+
+def _run_again(
+    window: Window, rows: Tensor, piece: Piece, grad: Tensor, needs: Sequence[bool]
+) -> Gradients:
+    with torch.enable_grad():
+        leaf = rows.detach().requires_grad_()
+        out = window.run(leaf, piece)
+    return torch.autograd.grad(out, leaf, grad)
+
+
+def _traffic(
+    count: int, inputs: Sequence[float], outputs: Sequence[float], needs: Sequence[bool]
+) -> Traffic:
+    """Of the halo alone; mostly to and from two neighbours."""
+    halo = (("shift", inputs[0]),)
+    return Traffic(halo, halo * (1 + needs[0]), (1, 2))
+
+
+# What is read along one dim, and how it is computed there.
+
+
+def _convolution(at: int, arguments: Mapping[str, Any]) -> Window:
+    weight, bias = arguments["weight"], arguments["bias"]
+    space = weight.ndim - 2
+    stride, padding, dilation = _geometry(arguments, space)
+    beside = _without(padding, at)
+
+    def read(piece: Piece) -> Piece:
+        reach = dilation[at] * (weight.shape[at + 2] - 1) + 1
+        return piece[0] * stride[at] - padding[at], (piece[1] - 1) * stride[at] + reach
+
+    def settings(rows: Tensor) -> tuple[Any, ...]:
+        groups = rows.shape[-space - 1] // weight.shape[1]
+        return stride, beside, dilation, False, [0] * space, groups
+
+    def run(rows: Tensor, piece: Piece) -> Tensor:
+        return _convolved(rows, weight, bias, settings(rows))
+
+    def back(rows: Tensor, piece: Piece, grad: Tensor, needs: Sequence[bool]) -> Gradients:
+        shape = None if bias is None else list(bias.shape)
+        return _convolution_back(grad, rows, weight, shape, settings(rows), needs)
+
+    return Window(at - space, read, run, back=back)
+
+
+def _transposed(at: int, arguments: Mapping[str, Any]) -> Window:
+    """Of one group. An output row reads the rows whose kernels reach it."""
+    weight, bias = arguments["weight"], arguments["bias"]
+    space = weight.ndim - 2
+    stride, padding, dilation = _geometry(arguments, space)
+    beside = _without(padding, at)
+    more = _without(_each(arguments["output_padding"], space, 0), at)
+    reach, dim = dilation[at] * (weight.shape[at + 2] - 1), at - space
+    settings = stride, beside, dilation, True, more, 1
+
+    def read(piece: Piece) -> Piece:
+        first = -((reach - piece[0] - padding[at]) // stride[at])
+        last = (piece[0] + piece[1] - 1 + padding[at]) // stride[at]
+        return first, max(last + 1 - first, 1)
+
+    def around(rows: Tensor, piece: Piece) -> list[int]:
+        """From what the rows give to the piece: dims from the last, before and after."""
+        start = read(piece)[0] * stride[at] - padding[at] - piece[0]
+        given = (rows.shape[dim] - 1) * stride[at] + reach + 1
+        return [0, 0] * (-dim - 1) + [start, piece[1] - start - given]
+
+    def run(rows: Tensor, piece: Piece) -> Tensor:
+        out = _convolved(rows, weight, None, settings)
+        out = F.pad(out, around(rows, piece))
+        return out if bias is None else out + bias.view(-1, *(1,) * space)
+
+    def back(rows: Tensor, piece: Piece, grad: Tensor, needs: Sequence[bool]) -> Gradients:
+        inner = F.pad(grad, [-size for size in around(rows, piece)])
+        found = _convolution_back(inner, rows, weight, None, settings, needs)
+        if bias is None:
+            return found
+        dims = [d for d in range(grad.ndim) if d != grad.ndim - space - 1]
+        return *found, grad.sum(dims) if needs[2] else None
+
+    return Window(at - space, read, run, back=back)
+
+
+def _convolved(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple[Any, ...]
+) -> Tensor:
+    convolution = torch.ops.aten.convolution.default
+    if rows.ndim == weight.ndim:
+        return convolution(rows, weight, bias, *settings)
+    return convolution(rows.unsqueeze(0), weight, bias, *settings).squeeze(0)
+
+
+def _convolution_back(
+    grad: Tensor,
+    rows: Tensor,
+    weight: Tensor,
+    bias: list[int] | None,
+    settings: tuple[Any, ...],
+    needs: Sequence[bool],
+) -> Gradients:
+    mask = [needs[0], needs[1], bias is not None and needs[2]]
+    batched = rows if rows.ndim == weight.ndim else rows.unsqueeze(0)
+    slope = grad if rows.ndim == weight.ndim else grad.unsqueeze(0)
+    found = torch.ops.aten.convolution_backward.default(
+        slope, batched, weight, bias, *settings, mask
+    )
+    of_rows = found[0] if found[0] is None else found[0].view(rows.shape)
+    return of_rows, *found[1 : 2 if bias is None else 3]
+
+
+def _pooling(name: str, space: int, fill: float) -> Along:
+    def along(at: int, arguments: Mapping[str, Any]) -> Window:
+        size = _each(arguments["kernel_size"], space, 1)
+        stride = _each(arguments["stride"] or size, space, 1)
+        padding = _each(arguments["padding"], space, 0)
+        dilation = _each(arguments.get("dilation"), space, 1)
+        function = getattr(F, f"{name}{space}d")
+        more = {
+            word: arguments[word]
+            for word in ("count_include_pad", "divisor_override")
+            if word in arguments and (space > 1 or word != "divisor_override")
+        }
+        more |= {"dilation": dilation} if "dilation" in arguments else {}
+        reach = dilation[at] * (size[at] - 1) + 1
+
+        def read(piece: Piece) -> Piece:
+            return piece[0] * stride[at] - padding[at], (piece[1] - 1) * stride[at] + reach
+
+        def run(rows: Tensor, piece: Piece) -> Tensor:
+            return function(rows, size, stride, _without(padding, at), **more)
+
+        return Window(at - space, read, run, fill)
+
+    return along
+
+
+def _resizing(mode: str, space: int, beside: int) -> Along:
+    """By a whole number of times; a point reads so many rows beside its own."""
+
+    def along(at: int, arguments: Mapping[str, Any]) -> Window:
+        dim, times, factors = at - space, arguments["times"], arguments["scale_factors"]
+
+        def first(piece: Piece) -> int:
+            return max(piece[0] // times - beside, 0)
+
+        def read(piece: Piece) -> Piece:
+            start = first(piece)
+            return start, (piece[0] + piece[1] - 1) // times + 1 + beside - start
+
+        def run(rows: Tensor, piece: Piece) -> Tensor:
+            whole = arguments["output_size"]
+            sizes = [int(n * f) for n, f in zip(rows.shape[-space:], factors)] if factors else whole
+            sizes = [rows.shape[dim] * times if d == at else n for d, n in enumerate(sizes)]
+            smooth = {} if mode.startswith("nearest") else {"align_corners": False}
+            out = F.interpolate(rows, sizes, mode=mode, **smooth)
+            return out.narrow(dim, piece[0] - first(piece) * times, piece[1]).contiguous()
+
+        return Window(dim, read, run, fill=None)
+
+    return along
+
+
+def _geometry(arguments: Mapping[str, Any], space: int) -> tuple[list[int], list[int], list[int]]:
+    return (
+        _each(arguments["stride"], space, 1),
+        _each(arguments["padding"], space, 0),
+        _each(arguments["dilation"], space, 1),
+    )
+
+
+def _each(value: Any, space: int, default: int) -> list[int]:
+    """An argument of all dims of space, which may be given once for all."""
+    found = [default] if value is None or value == [] else value
+    found = [found] if isinstance(found, int) else list(found)
+    return found * space if len(found) == 1 else found
+
+
+def _without(padding: Sequence[int], at: int) -> list[int]:
+    """Along the other dims: along this one it is among the rows."""
+    return [0 if dim == at else size for dim, size in enumerate(padding)]
+
+
+# By kernel what windows of a pooling find beyond the input, and the dims of space.
+POOLINGS = {
+    f"cut_{name}{space}d": (name, fill, space)
+    for name, fill in (("max_pool", -math.inf), ("avg_pool", 0.0))
+    for space in (1, 2, 3)
+}
+# Of what is resized: the mode, the dims of space, and the rows that a point reads beside its own.
+RESIZINGS = (
+    *((f"upsample_nearest{space}d", "nearest", space, 0) for space in (1, 2, 3)),
+    *((f"_upsample_nearest_exact{space}d", "nearest-exact", space, 0) for space in (1, 2, 3)),
+    ("upsample_linear1d", "linear", 1, 1),
+    ("upsample_bilinear2d", "bilinear", 2, 1),
+    ("upsample_trilinear3d", "trilinear", 3, 1),
+)
+HALOS = (
+    _joint("cut_convolution", _convolution),
+    _joint("cut_transposed_convolution", _transposed),
+    *(
+        _joint(kernel, _pooling(name, space, fill))
+        for kernel, (name, fill, space) in POOLINGS.items()
+    ),
+    *(
+        _joint(f"cut_{name}", _resizing(mode, space, beside))
+        for name, mode, space, beside in RESIZINGS
+    ),
+)
