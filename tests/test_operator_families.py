@@ -6,6 +6,8 @@ Each runs cut by the batch, in micro-batches too.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ import autopar as ap
 class Of(nn.Module):
     """A function of modules and an input, as a loss."""
 
-    def __init__(self, loss: Callable[..., Tensor], **modules: nn.Module) -> None:
+    def __init__(self, loss: Callable[..., Tensor], /, **modules: nn.Module) -> None:
         super().__init__()
         self.loss, self.parts = loss, nn.ModuleDict(modules)
         self.double()
@@ -56,6 +58,31 @@ def written(x: Tensor, up: nn.Module) -> Tensor:
     return (torch.hstack([h * bins, h.unfold(1, 3, 2).flatten(1)]) - median).square().mean()
 
 
+def bags(ids: Tensor, rows: Tensor, total: nn.Module, mean: nn.Module, most: nn.Module) -> Tensor:
+    return (total(ids, per_sample_weights=rows) * mean(ids) + most(ids)).square().mean()
+
+
+def classes(x: Tensor, target: Tensor, layers: nn.Module, loss: nn.Module) -> Tensor:
+    return loss(layers(x), target)
+
+
+def chunked(x: Tensor, target: Tensor, up: nn.Module, down: nn.Module) -> Tensor:
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=2)
+    return F.linear_cross_entropy(
+        up(x), down.weight, target, linear_bias=down.bias, options=options
+    )
+
+
+IDS = torch.randint(7, (8, 3), generator=torch.Generator().manual_seed(0))
+TARGETS = torch.tensor([0, 4, 2, -100, 3, 3, 1, 2])
+
+
+def weighted(loss: type[nn.Module]) -> nn.Module:
+    last = [nn.LogSoftmax(-1)] if loss is nn.NLLLoss else []
+    layers = nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 5), *last
+    return Of(classes, layers=nn.Sequential(*layers), loss=loss(torch.rand(5)))
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
     "recurrent": (
         lambda: Of(
@@ -70,16 +97,33 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
         lambda: Of(windows, conv=nn.Conv2d(3, 8, 3, padding=1), slope=nn.PReLU(8)),
         (rows(8, 3, 8, 8), rows(8, 2, 3)),
     ),
+    "bags": (
+        lambda: Of(
+            bags,
+            total=nn.EmbeddingBag(7, 4, mode="sum"),
+            mean=nn.EmbeddingBag(7, 4, mode="mean", padding_idx=2),
+            most=nn.EmbeddingBag(7, 4, mode="max"),
+        ),
+        (IDS, rows(8, 3).abs()),
+    ),
+    "classes": (lambda: weighted(nn.CrossEntropyLoss), (rows(8, 4), TARGETS)),
+    "likelihoods": (lambda: weighted(nn.NLLLoss), (rows(8, 4), TARGETS)),
     "written": (lambda: Of(written, up=nn.Linear(4, 6)), (rows(8, 4),)),
 }
-WAYS = {
+if hasattr(F, "linear_cross_entropy"):  # torch 2.13
+    MODELS["chunks"] = (
+        lambda: Of(chunked, up=nn.Linear(4, 6), down=nn.Linear(6, 5)),
+        (rows(8, 4), TARGETS),
+    )
+WAYS: dict[str, Any] = {
     "data": {"mesh": ap.Mesh(dp=2), "mode": "data", "microbatches": 2},
     "auto": {"mesh": ap.Mesh(x=2, y=2), "mode": "auto"},
+    "stages": {"mesh": ap.Mesh(pp=2, dp=2), "mode": "data", "microbatches": 4},
 }
+OF_ALL = "data", "auto"
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "way"), [*product(MODELS, OF_ALL), ("classes", "stages")])
 def test_a_step_is_that_of_one_device(name: str, way: str) -> None:
     torch.manual_seed(0)
     build, given = MODELS[name]

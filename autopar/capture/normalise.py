@@ -9,6 +9,7 @@ from __future__ import annotations
 from autopar.capture.graph_builder import GraphBuilder, Normalisation
 from autopar.capture.normalisations import (
     attention,
+    bags,
     cleanup,
     constants,
     draws,
@@ -32,8 +33,11 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
     cleanup.drop_assertions,
     draws.number_draws,
     cleanup.drop_dropout,  # it would be a view, so it precedes functionalise
+    cleanup.slopes_are_drawn_in_training_alone,
     norms.rms_norms,
     norms.batch_norms,  # makes writes to buffers visible, so it precedes functionalise
+    bags.equal_bags_are_rows,
+    losses.chunked_products_are_whole,
     parts.composites_are_their_parts,  # some change what they are given
     tuples.split_into_slices,  # views as well
     strides.strides_are_written_out,  # as the model's own strides are, which writes may change

@@ -77,6 +77,10 @@ class Cutter:
         self.read.clear()
         values = info(node).values
         given = self._given(node, inputs) if self.count > 1 else (SAME,) * len(values)
+        if given == (SUM,) and traits_of(node).counts and self._of_inputs(node):
+            self._total(node)
+            self.status[node.name], self.copies[node] = SAME, self.summed[node]
+            return
         self.given[node] = given
         if not has_results(node):
             self.status[node.name] = given[0]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from autopar.strategies.kernels import count_targets, cross_entropy
+from autopar.strategies.kernels import count_classes, count_targets, cross_entropy
 from autopar.strategies.node_info import info
-from autopar.strategies.registry import Call, aten, register_rule
+from autopar.strategies.registry import Call, Traits, aten, register_rule
 from autopar.strategies.rule import Extra, Rule, Saved, names
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for the reduction of a loss
@@ -43,7 +43,8 @@ def _loss_of_elements(
     """By a line, for what capture makes of every loss: the losses alone, not reduced.
 
     It keeps all inputs if `saved` does not say which."""
-    if call["reduction"] != NONE:
+    is_number = "c!" in line and not call.shapes[0]  # of one class of one sample
+    if call["reduction"] != NONE or is_number:
         return None
     every = " ".join(map(str, range(line.count(",") + 1)))
     return call.parse(line, saved=every if saved is None else saved, extra=extra, cost=4)
@@ -107,6 +108,7 @@ def _class_loss(call: Call) -> Rule:
 register_rule("aten.embedding", _embedding)
 register_rule(cross_entropy, _cross_entropy)
 register_rule(count_targets, "...+, v! -> ")
+register_rule(count_classes, "... -> v!", traits=Traits(counts=True))
 register_rule(aten("mse_loss huber_loss smooth_l1_loss"), _pointwise_loss)
 register_rule("aten.l1_loss", partial(_pointwise_loss, absolute=True))
 register_rule(aten("cross_entropy_loss nll_loss nll_loss_nd"), _class_loss)

@@ -80,7 +80,7 @@ def _weight_norm(call: Call) -> Rule:
 
 def _batch_norm(call: Call) -> Rule | None:
     """Batch norm by running statistics is elementwise; in training capture splits it."""
-    if call.get("training") or call.get("use_input_stats"):
+    if call.get("training") or call.get("use_input_stats") or len(call.shape) < 2:
         return None
     dims = names(len(call.shape))
     vectors = [[dims[1]]] * (len(call.shapes) - 1)

@@ -168,6 +168,7 @@ class Traits:
     shift: int | None = None  # the argument that is read to keep digits: one of any age will do
     count: int | None = None  # the argument that counts the elements behind a statistic
     statistics: bool = False  # sums over the batch; each micro-batch has its own
+    counts: bool = False  # counts over the batch what inputs hold: micro-batches share its count
     # Permutes dims: where each comes from; None of a call that does more.
     order: Callable[[Call], list[int] | None] | None = None
     # More dims may stand before those of its input; the arguments that number dims.

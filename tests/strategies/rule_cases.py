@@ -399,6 +399,7 @@ case(kernels.cross_entropy, t(6, 8), i(8, 6), None, -100, 0.1)
 case(kernels.cross_entropy, t(5, 3, 7), _targets, u(7), constants=(2,))
 case(kernels.cross_entropy, t(5, 3, 7), _targets, u(7), -100, 0.2, constants=(2,))
 case(kernels.count_targets, _targets)
+case(kernels.count_classes, _targets, 7)
 case(kernels.count_targets, _targets, u(7), constants=(1,))
 for _name in ("mse_loss", "l1_loss", "huber_loss", "smooth_l1_loss"):
     for _reduction in range(3):

@@ -43,6 +43,15 @@ def drop_dropout(call: Site) -> fx.Node | None:
     return call.inputs[0] if not call["train"] or call["p"] == 0 else None
 
 
+@rewrites(aten.rrelu, aten.rrelu_)
+def slopes_are_drawn_in_training_alone(call: Site) -> fx.Node | None:
+    """Out of training the slope of rrelu is the middle of its range."""
+    if call["training"]:
+        return None
+    target = aten.leaky_relu_ if call.node.target is aten.rrelu_.default else aten.leaky_relu
+    return call.make(target.default, call["self"], (call["lower"] + call["upper"]) / 2)
+
+
 def casts_stand_where_they_are_read(builder: GraphBuilder) -> None:
     """What is kept in one dtype and read in another is cast when it is first read."""
     places = {node: place for place, node in enumerate(builder.graph.nodes)}

@@ -13,7 +13,7 @@ from torch import fx
 
 from autopar.capture.graph_builder import GraphBuilder, Site, rewrites, shape_of
 from autopar.strategies import Call
-from autopar.strategies.kernels import count_targets, cross_entropy
+from autopar.strategies.kernels import count_classes, count_targets, cross_entropy
 from autopar.strategies.node_info import info
 
 aten = torch.ops.aten
@@ -46,6 +46,34 @@ def means_are_sums(call: Site) -> fx.Node:
     return mean if wide == dtype else call.make(aten.to.dtype, mean, dtype)
 
 
+def chunked_products_are_whole(builder: GraphBuilder) -> None:
+    """A linear operator and its cross-entropy in chunks of the batch: cut by the mesh, here."""
+    for node in builder.calls():
+        target = node.target
+        if not (isinstance(target, torch._ops.OpOverload) and str(target).startswith(_CHUNKED)):
+            continue
+        call = Site(builder, node)
+        reduction = _REDUCTIONS[call.get("reduction", "none")]
+        smoothing = call.get("label_smoothing", 0.0)
+        with builder.graph.inserting_before(node):
+            linear = aten.linear.default, call["input"], call["linear_weight"], call["linear_bias"]
+            loss = call.make(
+                aten.cross_entropy_loss.default,
+                call.make(*linear),
+                *(call[name] for name in ("target", "weight")),
+                *(reduction, call["ignore_index"], smoothing),
+            )
+        is_several = isinstance(info(node).val, list | tuple)
+        for user in list(node.users) if is_several else [node]:
+            builder.substitute(user, loss)
+        if is_several:
+            builder.graph.erase_node(node)
+
+
+_CHUNKED = "torch_nn._linear_cross_entropy_batch_chunked"  # of torch 2.13
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+
+
 @rewrites(aten.multi_margin_loss.default, aten.multilabel_margin_loss.default)
 def single_samples_are_batches(call: Site) -> fx.Node | None:
     """Of a single sample's loss torch predicts one dim, and gives none: of a batch of one, one.
@@ -68,7 +96,7 @@ def losses_of_elements(builder: GraphBuilder) -> None:
     for node in builder.calls():
         call = Site(builder, node)
         reduction, names = call.get("reduction", NONE), list(call.arguments)
-        if reduction == NONE or node.target in _CLASS_LOSSES:
+        if not isinstance(reduction, int) or reduction == NONE or node.target in _CLASS_LOSSES:
             continue
         place = names.index("reduction")
         before, after = [call[name] for name in names[:place]], node.args[place + 1 :]
@@ -125,7 +153,19 @@ def cross_entropies(site: Site) -> fx.Node:
     total = call(aten.sum.default, losses)
     if reduction != MEAN:
         return total
-    return call(aten.div.Tensor, total, call(count_targets, target, weight, ignored))
+    if _is_kept(site.builder, weight):
+        counts = call(count_classes, target, shape_of(weight)[0], ignored)
+        count = call(aten.sum.default, call(aten.mul.Tensor, weight, counts))
+    else:
+        count = call(count_targets, target, weight, ignored)
+    return call(aten.div.Tensor, total, count)
+
+
+def _is_kept(builder: GraphBuilder, weight: fx.Node | None) -> bool:
+    """Whether a weight is of the model: of classes, then, whose counts are of the inputs alone."""
+    while weight is not None and weight.op != "placeholder":
+        weight = weight.all_input_nodes[0] if len(weight.all_input_nodes) == 1 else None
+    return weight is not None and weight.name in {**builder.buffers, **builder.parameters}
 
 
 def _soft_loss(call: Any, logits: Any, target: Any, weight: Any, smoothing: float) -> fx.Node:

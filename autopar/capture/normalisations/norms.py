@@ -39,7 +39,9 @@ def batch_norms(builder: GraphBuilder) -> None:
 
 
 @rewrites(aten.batch_norm.default)
-def _in_steps(call: Site) -> fx.Node:
+def _in_steps(call: Site) -> fx.Node | None:
+    if len(call.shape) < 2:
+        return None  # of no elements
     is_given = call["running_mean"] is not None and not call["training"]
     return _with_given_statistics(call) if is_given else _with_batch_statistics(call)
 

@@ -19,8 +19,8 @@ along v, runs another function. There are three kinds:
   `expand.part_call` and `expand.combine_call` give the arguments of the two functions.
 
 Besides, plain functions that capture puts into graphs: `batch_sums`, `batch_normalize`,
-`running_mean`, `running_var`, `rms_norm`, `cross_entropy`, `count_targets`. Kernels work on empty
-pieces; of every other operator a rank without elements runs `nothing`.
+`running_mean`, `running_var`, `rms_norm`, `cross_entropy`, `count_targets`, `count_classes`.
+Kernels work on empty pieces; of every other operator a rank without elements runs `nothing`.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from autopar.strategies.kernels.halo import HALOS
 from autopar.strategies.kernels.lookup import cut_embedding
 from autopar.strategies.kernels.losses import (
     COLUMNS,
+    count_classes,
     count_targets,
     cross_entropy,
     cross_entropy_combine,
@@ -116,6 +117,7 @@ __all__ = [
     "Kernel",
     "batch_normalize",
     "batch_sums",
+    "count_classes",
     "count_targets",
     "cross_entropy",
     "cross_entropy_combine",

@@ -50,6 +50,14 @@ def count_targets(target: Tensor, weight: Tensor | None = None, ignore_index: in
     return weight[target.masked_fill(~counted, 0)].masked_fill(~counted, 0).sum()
 
 
+def count_classes(target: Tensor, classes: int, ignore_index: int = -100) -> Tensor:
+    """How many targets are of each class, of those not ignored."""
+    counted = (target != ignore_index).reshape(-1)
+    index = target.reshape(-1).masked_fill(~counted, 0)
+    counts = torch.zeros(classes, dtype=torch.int64, device=target.device)
+    return counts.index_add(0, index, counted.to(torch.int64))
+
+
 def cross_entropy_part(
     logits: Tensor,
     target: Tensor,
