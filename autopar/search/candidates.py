@@ -52,8 +52,8 @@ class Candidates:
 
     @cached_property
     def weight_seconds(self) -> Array:
-        """Of a linear, what the gradient of its weight takes, and its backward can put off: not that
-        of what ranks carry out together."""
+        """Of a linear, what the gradient of its weight takes, and its backward can put off: not
+        that of what ranks carry out together."""
         assert self.facts is not None
         joints = self.facts.rule.joints
         alone = [not any(name in joints for name, _ in s.cuts) for s in self.strategies]
