@@ -1,6 +1,6 @@
 """autopar: an ordinary PyTorch model in, the same model as a parallel program out."""
 
-from autopar import pipeline
+from autopar import nn, pipeline
 from autopar.annotate import shard
 from autopar.api import parallelize
 from autopar.cluster import Cluster
@@ -35,6 +35,7 @@ __all__ = [
     "TensorType",
     "is_saved",
     "load",
+    "nn",
     "parallelize",
     "pipeline",
     "plan",

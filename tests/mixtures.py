@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import autopar as ap
 from tests.models import Case, _next_token_loss, _transformers
@@ -97,4 +97,60 @@ def cut_experts(case: Case, *axes: str) -> Case:
                 cut: Any = axes if len(axes) > 1 else axes[0]
                 dims = {key: (cut, *[None] * (p.ndim - 1)) for key, p in held.items()}
                 ap.shard(module, params=dims)
+    return case
+
+
+class Mixture(nn.Module):
+    """Blocks of ap.nn.MoE between an embedding and a head."""
+
+    def __init__(self, blocks: int, hidden: int, inside: int, experts: int, **options: Any) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, hidden)
+        self.blocks = nn.ModuleList(
+            ap.nn.MoE(hidden, inside, experts, **options) for _ in range(blocks)
+        )
+        self.head = nn.Linear(hidden, 16)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x, own = self.embedding(ids), []
+        for block in self.blocks:
+            y, loss = block(x)
+            x = x + y
+            own.append(loss)
+        logits = self.head(x)
+        of_labels = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        has_own = self.blocks[0].balance_loss or self.blocks[0].z_loss
+        return of_labels + sum(own) if has_own else of_labels
+
+
+def mixture(
+    *,
+    blocks: int = 1,
+    hidden: int = 8,
+    inside: int = 12,
+    experts: int = 4,
+    batch: int = 4,
+    **options: Any,
+) -> Case:
+    """A small one in float64."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Mixture(blocks, hidden, inside, experts, **options).double()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(3)
+        ids = torch.randint(16, (batch, 6))
+    return Case("mixture", model, (ids, ids.roll(1, 1)))
+
+
+def mixture_cut(case: Case, mesh: ap.Mesh) -> Case:
+    """Tokens cut by dp and ep, experts by ep, their rows by tp, as far as there are such axes."""
+    data = tuple(axis for axis in ("dp", "ep") if axis in mesh)
+    rows = "tp" if "tp" in mesh else None
+    ap.shard(case.model.embedding, ((data, None),))
+    for block in case.model.blocks:
+        cut = {"gate": ("ep", rows, None), "up": ("ep", rows, None), "down": ("ep", None, rows)}
+        ap.shard(
+            block, params={n: dims for n, dims in cut.items() if getattr(block, n) is not None}
+        )
     return case

@@ -37,6 +37,7 @@ FLOORS = (
     {"solver"},
     {"collectives"},
     {"strategies"},
+    {"nn"},
     {"capture"},
     {"cost"},
     {"search"},

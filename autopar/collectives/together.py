@@ -125,6 +125,7 @@ class JointKernel:
     backward: Callable[..., Steps]
     traffic: Callable[..., Traffic]
     is_hidden: bool = False  # its messages travel beside what it computes
+    assumes: str = ""  # of what is moved
     told: tuple[str, ...] = ()  # the factors whose sizes `traffic` is told
 
 

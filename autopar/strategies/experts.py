@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
+from autopar.strategies.kernels.capacity import WITHIN_CAPACITY
 from autopar.strategies.kernels.experts import EXPERTS
 from autopar.strategies.registry import Call, Traits, register_rule
 from autopar.strategies.rule import Between, Rule
@@ -58,3 +59,4 @@ def _joints(rule: Rule, tokens: Sequence[str]) -> Iterator[tuple[str, Joint]]:
 
 
 register_rule(EXPERTS, _experts, traits=Traits(leading=""))
+register_rule(WITHIN_CAPACITY, "...! k! -> ...! k!")

@@ -23,6 +23,7 @@ from autopar import Mesh
 from autopar.runtime.world import world
 from tests import dynamic, models, recipes, signatures
 from tests.annotations import megatron, sequence, stored, vocabulary
+from tests.distributed.experts import routed, sends_tokens_to_their_experts
 from tests.distributed.finding import (
     finds_the_batch_of_which_it_has_a_slice,
     hears_of_parameters_that_others_hold,
@@ -842,7 +843,7 @@ def cases() -> list[tuple[Case, None]]:
     gpts = [tensor_parallel_gpt(), tensor_parallel_gpt(2), models.shared("gpt", layers=2)]
     others = [models.shared("mlp"), models.shared("gpt2", layers=1), some_learned(), shared_tree()]
     others += [dropping(), *map(recipes.case, (True, False))]
-    every = [*gpts, *others, *(case for case, *_ in (*trained(), *held()))]
+    every = [*gpts, *others, *(case for case, *_ in (*trained(), *held(), *routed()))]
     return [(case, None) for case in every]
 
 
@@ -852,6 +853,7 @@ CHECKS = [
     ranks_save_and_load_the_same,
     draws_as_one_device_does,
     trains_like_one_device,
+    sends_tokens_to_their_experts,
     recomputes_regions,
     compiles_what_a_rank_runs,
     compares_first_batches,

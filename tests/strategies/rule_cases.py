@@ -15,6 +15,7 @@ from autopar.strategies.elementwise import (
     VIEWS,
 )
 from autopar.strategies.kernels import draws, dropped_attention
+from autopar.strategies.kernels.capacity import WITHIN_CAPACITY
 from autopar.strategies.kernels.draws import Place
 from autopar.strategies.kernels.experts import EXPERTS, GATED
 from tests.strategies import functional_cases  # noqa: F401 (adds its own)
@@ -431,6 +432,7 @@ for _columns in ("halves", "interleaved"):
     case(EXPERTS, *_experts, t(5, 12, 4), None, t(5, 12), None, GATED, _columns)
 _experts = t(6, 2, 4), _chosen.view(6, 2, 2), t(6, 2, 2), t(5, 4, 6)
 case(EXPERTS, *_experts, t(5, 6, 4), None, None, None, "silu(gate)")
+case(WITHIN_CAPACITY, _chosen, 5, 3)
 
 # creation
 _double = {"dtype": torch.float64}

@@ -134,4 +134,10 @@ def copies_of(choices: int, experts: int, ranks: int) -> float:
     return ranks * (1 - comb(elsewhere, choices) / comb(experts, choices))
 
 
-ROUTED = JointKernel(routed_experts, routed_experts_backward, _traffic, told=("k", "e"))
+ROUTED = JointKernel(
+    routed_experts,
+    routed_experts_backward,
+    _traffic,
+    assumes="of routing that is balanced",
+    told=("k", "e"),
+)

@@ -1,0 +1,144 @@
+"""MoE: a router that chooses some experts for each token, and these.
+
+>>> layer = MoE(hidden=8, inside=16, experts=4, choices=2)
+>>> y, loss = layer(torch.randn(3, 5, 8))
+>>> tuple(y.shape)
+(3, 5, 8)
+
+On one device it is as it stands; in a plan its experts, its tokens and the rows inside of experts
+are cut as any operator's (`autopar/strategies/experts.py`). Which tokens a limited capacity drops
+is decided in the order of the whole batch, so that it is the same on every mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import InvalidInput
+from autopar.strategies.kernels.capacity import within_capacity
+from autopar.strategies.kernels.experts import experts as through_experts
+from autopar.strategies.kernels.expressions import evaluate, require
+
+SCORES = ("softmax", "sigmoid")
+
+
+class MoE(nn.Module):
+    """A mixture of experts in the place of a feed-forward layer. It returns its output, and the sum
+    of its own losses, to be added to that of the model."""
+
+    def __init__(
+        self,
+        hidden: int,
+        inside: int,
+        experts: int,
+        choices: int = 2,
+        *,
+        inner: str = "mul(silu(gate), up)",
+        scores: str = "softmax",
+        normalize: bool = True,
+        capacity: float | None = None,
+        shared: int = 0,
+        jitter: float = 0.0,
+        balance_loss: float = 0.0,
+        z_loss: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """`inside`: the width of an expert between its layers. `inner`: what stands there, of
+        elements of `gate` and `up`; without `up` an expert has two layers. `scores` of experts are
+        a softmax or a sigmoid; `normalize`: the weights of a token's choices sum to 1. `capacity`:
+        an expert takes so many times its even share of tokens, the earlier and first-chosen ones;
+        None: all. `shared`: the width of an expert that all tokens go through; 0: there is none.
+        `jitter`: in training the router sees numbers up to so much larger or smaller. The losses
+        are that of balance (Shazeer, Fedus) and of large logits (Zoph), with their factors."""
+        super().__init__()
+        if not 1 <= choices <= experts:
+            raise InvalidInput(
+                "a token is given to at least one expert, and to each at most once",
+                got=f"{choices} choices among {experts} experts",
+                remedy="choices from 1 to the number of experts",
+            )
+        if scores not in SCORES:
+            raise InvalidInput(
+                "scores of experts are a softmax or a sigmoid",
+                got=f"scores={scores!r}",
+                remedy='scores="softmax"',
+            )
+        require(inner, ("gate", "up"))
+        self.choices, self.inner, self.scores = choices, inner, scores
+        self.normalize, self.capacity, self.jitter = normalize, capacity, jitter
+        self.balance_loss, self.z_loss = balance_loss, z_loss
+        place: Any = {"device": device, "dtype": dtype}
+        self.router = nn.Linear(hidden, experts, bias=False, **place)
+        self.gate = nn.Parameter(torch.empty(experts, inside, hidden, **place))
+        self.up = (
+            nn.Parameter(torch.empty(experts, inside, hidden, **place)) if "up" in inner else None
+        )
+        self.down = nn.Parameter(torch.empty(experts, hidden, inside, **place))
+        self.shared = FeedForward(hidden, shared, inner, **place) if shared else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As those of linear layers are made."""
+        for weight in (self.gate, self.up, self.down):
+            if weight is not None:
+                bound = 1 / math.sqrt(weight.shape[-1])
+                nn.init.uniform_(weight, -bound, bound)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.router(self._shaken(x))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        scores = logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid()
+        weights, chosen = scores.topk(self.choices, -1)
+        loss = self._loss(logits, scores, chosen)
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        count = logits.shape[-1]
+        if self.capacity is not None:
+            most = math.ceil(self.capacity * chosen.numel() / count)
+            is_taken = within_capacity(chosen, count, most)
+            weights = weights * is_taken
+            chosen = chosen.where(is_taken, count)  # an expert that there is not
+        y = through_experts(x, chosen, weights, self.down, self.gate, self.up, inner=self.inner)
+        if self.shared is not None:
+            y = y + self.shared(x)
+        return y, loss
+
+    def _shaken(self, x: Tensor) -> Tensor:
+        if not (self.training and self.jitter):
+            return x
+        return x * torch.empty_like(x).uniform_(1 - self.jitter, 1 + self.jitter)
+
+    def _loss(self, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        loss = logits.new_zeros(())
+        count, rows = logits.shape[-1], math.prod(logits.shape[:-1])
+        dims = tuple(range(logits.ndim - 1))
+        if self.balance_loss:
+            parts = scores if self.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
+            taken = torch.zeros_like(scores).scatter(-1, chosen, 1.0)
+            shares = taken.sum(dims) / (rows * self.choices)
+            loss = loss + self.balance_loss * count * (shares * parts.sum(dims) / rows).sum()
+        if self.z_loss:
+            loss = loss + self.z_loss * logits.logsumexp(-1).square().mean()
+        return loss
+
+
+class FeedForward(nn.Module):
+    """What all tokens go through: layers as one expert has."""
+
+    def __init__(self, hidden: int, inside: int, inner: str, **place: Any) -> None:
+        super().__init__()
+        self.inner = inner
+        self.gate = nn.Linear(hidden, inside, bias=False, **place)
+        self.up = nn.Linear(hidden, inside, bias=False, **place) if "up" in inner else None
+        self.down = nn.Linear(inside, hidden, bias=False, **place)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = {"gate": self.gate(x)}
+        if self.up is not None:
+            values["up"] = self.up(x)
+        return self.down(evaluate(self.inner, **values))

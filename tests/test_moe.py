@@ -1,0 +1,141 @@
+"""ap.nn.MoE on one device and in pieces; dense dispatch in plain PyTorch; experts in stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar as ap
+from autopar import Mesh
+from autopar.strategies.kernels.capacity import within_capacity
+from tests.mixtures import Mixture, mixture, mixture_cut
+from tests.models import Case
+from tests.parity import assert_parity
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "limited, with all losses": {
+        "capacity": 0.8,
+        "shared": 6,
+        "balance_loss": 0.1,
+        "z_loss": 0.01,
+    },
+    "sigmoid, one choice": {
+        "scores": "sigmoid",
+        "choices": 1,
+        "capacity": 0.7,
+        "balance_loss": 0.1,
+    },
+    "two layers": {"inner": "relu(gate)", "normalize": False},
+}
+
+
+@pytest.mark.parametrize("mesh", [Mesh(dp=2, ep=2), Mesh(ep=2, tp=2)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_every_mesh_the_same(kind: str, mesh: Mesh) -> None:
+    """The same tokens are dropped, and the losses are those of the whole batch."""
+    module = assert_parity(mixture_cut(mixture(**KINDS[kind]), mesh), mesh)
+    assert "routed_experts(" in str(module.graph)
+
+
+def test_jitter_is_the_same_on_every_mesh() -> None:
+    case, mesh = mixture(jitter=0.1), Mesh(dp=2, ep=2)
+    mixture_cut(case, mesh)
+    report = ap.verify(case.model, case.args, case.kwargs, mesh=mesh, mode="propagate")
+    assert report.ok, str(report)
+
+
+def test_in_stages() -> None:
+    mesh = Mesh(pp=2, ep=2)
+    module = assert_parity(
+        mixture_cut(mixture(blocks=2), mesh), mesh, microbatches=2, schedule="1f1b"
+    )
+    assert all("routed_experts(" in str(graph) for graph in module.graphs)
+
+
+def test_a_search_sends_tokens_rather_than_experts() -> None:
+    with torch.device("meta"):
+        model = Mixture(1, 1024, 4096, 8)
+        ids = torch.empty(8, 1024, dtype=torch.long)
+    cluster = ap.Cluster.preset("dgx-h100")
+    plan = ap.plan(model, (ids, ids), mesh=Mesh(dp=8), cluster=cluster, pipeline=None)
+    assert "routed_experts(" in str(plan.graph)
+    assert "f32[8@dp, 4096, 1024]" in str(plan.graph)
+    explained = plan.explain("blocks.0")
+    assert "experts@dp" in str(explained)
+    assert "of routing that is balanced" in str(explained)
+
+
+def test_on_one_device() -> None:
+    """Against the definition, token by token."""
+    torch.manual_seed(0)
+    layer = ap.nn.MoE(4, 6, 3, 2, shared=5).double()
+    x = torch.randn(2, 5, 4, dtype=torch.float64)
+    y, loss = layer(x)
+    assert float(loss) == 0
+    assert layer.up is not None
+    for token, found in zip(x.view(-1, 4), y.view(-1, 4)):
+        weights, chosen = layer.router(token).softmax(-1).topk(2)
+        wanted = layer.shared(token)
+        for weight, e in zip(weights / weights.sum(), chosen):
+            inner = F.silu(layer.gate[e] @ token) * (layer.up[e] @ token)
+            wanted = wanted + weight * (layer.down[e] @ inner)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_first_choices_and_earlier_tokens_come_first() -> None:
+    chosen = torch.tensor([[0, 1], [0, 1], [1, 0], [0, 2]])
+    taken = [[True, True], [True, False], [True, False], [False, True]]
+    assert within_capacity(chosen, 3, 2).tolist() == taken
+
+
+def test_what_is_no_mixture_is_refused() -> None:
+    with pytest.raises(ap.InvalidInput, match="3 choices among 2 experts"):
+        ap.nn.MoE(4, 4, 2, 3)
+    with pytest.raises(ap.InvalidInput, match="names operators of torch"):
+        ap.nn.MoE(4, 4, 2, inner="silu(door)")
+    with pytest.raises(ap.InvalidInput, match="softmax or a sigmoid"):
+        ap.nn.MoE(4, 4, 2, scores="tanh")
+
+
+class Dense(nn.Module):
+    """Dispatch as products with a mask of groups of tokens, as of GShard."""
+
+    def __init__(self, experts: int = 4, hidden: int = 16, inside: int = 128) -> None:
+        super().__init__()
+        self.router = nn.Linear(hidden, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, hidden, inside) / 4)
+        self.down = nn.Parameter(torch.randn(experts, inside, hidden) / 8)
+        self.capacity = 3
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        experts = self.router.weight.shape[0]
+        scores = self.router(x).softmax(-1)
+        weight, chosen = scores.max(-1)
+        mask = F.one_hot(chosen, experts)
+        place = (mask.cumsum(1) * mask - 1).clamp(min=-1)
+        slots = torch.arange(self.capacity, device=x.device)
+        dispatch = (place.unsqueeze(-1) == slots).to(x.dtype)  # groups, tokens, experts, slots
+        rows = torch.einsum("gsec,gsh->egch", dispatch, x)
+        rows = ap.shard(rows, ("ep", None, None, None))
+        rows = torch.einsum("egch,ehf->egcf", rows, self.up).relu()
+        rows = torch.einsum("egcf,efh->egch", rows, self.down)
+        rows = ap.shard(rows, (None, "ep", None, None))
+        found = torch.einsum("gsec,egch->gsh", dispatch * weight[..., None, None], rows)
+        return (found - y).square().mean()
+
+
+def test_dense_dispatch_has_its_exchanges_from_layouts_alone() -> None:
+    """Rows go from groups to experts, and back."""
+    torch.manual_seed(0)
+    x, y = (torch.randn(4, 6, 16, dtype=torch.float64) for _ in range(2))
+    model = Dense().double()
+    ap.shard(model.router, (("ep", None, None),))
+    module = assert_parity(Case("dense", model, (x, y)), Mesh(ep=4))
+    moved = [r.forward for r in module.plan.movements() if r.tensor.startswith("f64[4")]
+    assert moved.count("all_to_all") == 2
+    assert "f64[4@ep, 16, 128]" in str(module.graph)
