@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch import _foreach_add_ as add_each  # tensors to tensors, from any dtype to any
 from torch import _foreach_copy_ as copy_each  # tensors into tensors, from any dtype to any
 
@@ -39,6 +39,7 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.fx.experimental import proxy_tensor
 from torch.nn.modules import module as _modules
 from torch.nn.modules.batchnorm import _NormBase
 from torch.profiler import profile
@@ -391,6 +392,15 @@ def python_call(operator: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[An
             if isinstance(found, types.BuiltinFunctionType):
                 return found, {**left_out, **kwargs}
     return operator, dict(kwargs)
+
+
+def traced_node(tensor: Tensor) -> tuple[fx.Node | None, nn.Module]:
+    """The node of a tensor in the graph that export is making, and what holds its constants."""
+    mode = proxy_tensor.get_proxy_mode()
+    if mode is None:
+        return None, nn.Module()
+    found = proxy_tensor.get_proxy_slot(tensor, mode.tracer, None, lambda slot: slot.proxy.node)
+    return found, getattr(mode.tracer, "root", nn.Module())
 
 
 class DeclaredDim(NamedTuple):

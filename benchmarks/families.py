@@ -3,8 +3,8 @@
 >>> model, inputs = build("bert")
 
 What a configuration says by name (sizes, depths, vocabularies) is shrunk by one table, and so are
-those that it holds; what else a family wants stands in `WANTS`. Dropout stays what it is. Where the
-library casts to float32 whatever a model's dtype, the model stays in float64, so that results can
+those that it holds; what else a family wants stands in `WANTS`. Dropout stays what it is; layers
+that are left out at random (`layerdrop`) are not, as capture asks for. Where the library casts to float32 whatever a model's dtype, the model stays in float64, so that results can
 be compared to the last digits.
 """
 
@@ -201,6 +201,8 @@ def small(kind: type, wants: Mapping[str, Any], kept: Collection[str] = ()) -> A
                 chosen[field.name] = _TOKENS.get(field.name) or next(ids)
         elif field.name not in kept and (shrunk := _shrunk(field.name, value)) != value:
             chosen[field.name] = shrunk
+        elif "layerdrop" in field.name and value:
+            chosen[field.name] = 0.0
     heads = "num_attention_heads"
     if heads in chosen and given.get("num_key_value_heads") == given.get(heads):
         chosen["num_key_value_heads"] = chosen[heads]

@@ -36,6 +36,7 @@ def captured_again(
     modules = dict(example.model.named_modules(remove_duplicate=False))
     parameters = dict(example.model.named_parameters())
     modes, learned = example.modes, {n: p.requires_grad for n, p in parameters.items()}
+    values = pytree.tree_leaves((args, dict(kwargs)))
     args, kwargs = pytree.tree_map_only(Tensor, _shape, (args, dict(kwargs)))
     try:
         for path, is_training in training.items():
@@ -43,7 +44,7 @@ def captured_again(
         for name in learning:
             parameters[name].requires_grad_(True)
         with switched(example.autocasts), torch.random.fork_rng(devices=[]):
-            return capture(example.model, args, kwargs, example.precision, THIS)
+            return capture(example.model, args, kwargs, example.precision, THIS, values)
     finally:
         for path, was_training in modes.items():
             modules[path].training = was_training

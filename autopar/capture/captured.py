@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from autopar.capture.autocasts import Autocast
+from autopar.capture.decisions import Decision
 from autopar.capture.loss import index_of_loss
 from autopar.capture.marker import ANNOTATE
 from autopar.capture.randomness import is_random
@@ -67,6 +68,7 @@ class Captured:
     example: Example
     static_inputs: dict[int, object] = field(default_factory=dict)  # flat arguments not tensors
     key: str | None = None  # the placeholder of that which random numbers follow from
+    decisions: tuple[Decision, ...] = ()  # what the values of the inputs decided
 
     def draw(self, device: torch.device | None = None) -> dict[str, torch.Tensor]:
         """The key of one step by placeholder, on the host if not told otherwise."""

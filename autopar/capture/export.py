@@ -14,7 +14,7 @@ import io
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import replace
 from typing import Any
@@ -35,6 +35,7 @@ from autopar.capture.autocasts import (
 from autopar.capture.captured import Captured, Example
 from autopar.capture.checkpoints import checkpoints_marked
 from autopar.capture.counters import changes_seen, warn_of_counters
+from autopar.capture.decisions import by_placeholder, decisions_made
 from autopar.capture.failure import EXAMPLE, check_call, explain, require_one_dtype
 from autopar.capture.fake import (
     FakeTensorMode,
@@ -72,11 +73,13 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     precision: Precision | None = None,
     given: str = EXAMPLE,
+    values: Sequence[Any] | None = None,
 ) -> Captured:
     """The normalised program of `model(*args, **kwargs)`, in the mode (train, eval) it is in.
 
     With a `precision` it begins with casts of what is kept and given to what it computes in.
-    `given`: what errors call these arguments."""
+    `given`: what errors call these arguments. `values`: the flat arguments as they were handed
+    over, if these are their shapes only."""
     check_call(model, args, kwargs, given)
     kwargs, autocasts = dict(kwargs or {}), active()
     refuse_hooks(model)
@@ -91,7 +94,9 @@ def capture(
         run, inputs = (
             (copy, fakes) if precision is None else computing(copy, fakes, mode, precision)
         )
-        with changes_seen() as changes, hooks_refused() as lines, inside(run, autocasts):
+        seen, values = changes_seen(), leaves if values is None else values
+        asked = decisions_made(values)
+        with seen as changes, hooks_refused() as lines, inside(run, autocasts), asked as decided:
             own_args, own_kwargs = pytree.tree_unflatten(inputs, input_spec)
             program = _export(run, mode, own_args, own_kwargs, given)
         require_casting(program)
@@ -100,6 +105,7 @@ def capture(
         normalise(builder)
         example = Example(copy, call[0], call[1], device, precision, autocasts)
         captured = _freeze(builder, example)
+        captured = replace(captured, decisions=by_placeholder(decided, captured.inputs))
         warn_of_counters(run, mode, pytree.tree_unflatten(inputs, input_spec), changes)
     warn_of_memory(lines)
     verify(captured.graph, "captured")

@@ -175,6 +175,8 @@ class Program:
                 # Autograd keeps no tensor that was made in inference mode.
                 is_copied = leaf.is_inference() and not torch.is_inference_mode_enabled()
                 bound[placeholder] = leaf.clone() if is_copied else leaf
+        for decision in self.captured.decisions:
+            decision.require(bound)
         return bound
 
     def _is_static(self, index: int, leaf: Any) -> bool:

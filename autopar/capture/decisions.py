@@ -1,0 +1,303 @@
+"""Decisions: what the code of forward asks of values, and what it is told.
+
+Export has no values. Two kinds of questions have an answer all the same:
+
+- One of whole numbers and masks that are inputs (`if labels.max() >= classes: raise`) is answered
+  as the example has it, and asked again of every batch: another answer is refused.
+- A guard (`assert ...`, `if ...: raise`) holds: what a model refuses is not part of its program.
+
+All others are refused where they stand: parameters, activations and random numbers change.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from autopar._torch import traced_node, written_arguments
+from autopar.capture.fake import FakeTensor, has_no_data
+from autopar.capture.graph_builder import is_mutable
+from autopar.capture.hooks import replaced
+from autopar.capture.randomness import may_be_random
+from autopar.capture.source import is_users
+from autopar.errors import InvalidInput
+from autopar.lines import caller
+
+_KINDS: dict[str, Callable[[Any], Any]] = {"bool": bool, "int": int, "float": float}
+_COMPARED = ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__")
+_OTHER_NUMBERS = ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__neg__")
+
+
+@dataclass(frozen=True)
+class Question:
+    """To a number: what it is as a `kind` (bool, int, float), or what a method of it gives."""
+
+    kind: str
+    others: tuple[Any, ...] = ()
+
+    def __call__(self, value: Any) -> Any:
+        if self.kind in _KINDS:
+            return _KINDS[self.kind](value)
+        return getattr(value, self.kind)(*self.others)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A question to the inputs, and its answer when the program was captured."""
+
+    graph: fx.Graph  # of what is asked, from some inputs
+    inputs: Mapping[str, Any]  # placeholder -> number of the flat argument, or its own placeholder
+    constants: Mapping[str, Tensor]  # placeholder -> value
+    question: Question  # to the number that the graph gives
+    answer: Any
+    source: str | None
+
+    def require(self, given: Mapping[str, Tensor]) -> None:
+        """Refuse inputs, by placeholder, of which it has another answer."""
+        values = {name: given[of] for name, of in self.inputs.items()}
+        found = self.question(_evaluated(self.graph, {**self.constants, **values}))
+        if found != self.answer:
+            raise InvalidInput(
+                "forward goes the way on which it was captured: its example's values decided it",
+                got=f"inputs of which this line finds {found}, not {self.answer}",
+                remedy="hand over batches that are decided alike; or plan with inputs like these",
+                source=self.source,
+            )
+
+
+@contextmanager
+def decisions_made(leaves: Sequence[Any]) -> Iterator[list[Decision]]:
+    """While forward is followed, questions to values are answered by those of the flat inputs."""
+    made: list[Decision] = []
+    asked = _Asked(leaves, made)
+
+    def as_bool(self: Tensor) -> Any:
+        number = asked.of(self)
+        if number is not None:
+            return bool(number)
+        held = _held_guard(sys._getframe(1)) if isinstance(self, FakeTensor) else None
+        return plain["__bool__"](self) if held is None else held
+
+    def as_number(name: str) -> Callable[..., Any]:
+        def method(self: Tensor) -> Any:
+            number = asked.of(self)
+            if number is None:
+                return plain[name](self)
+            kind = "float" if name == "__float__" else "int"
+            return number if name == "item" else number.asked(Question(kind))
+
+        return method
+
+    def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+        if num_classes == -1 and isinstance(tensor, FakeTensor):
+            number = asked.of(tensor.max())
+            num_classes = num_classes if number is None else int(number) + 1
+        return one_hot_of(tensor, num_classes)
+
+    names = ("item", "__int__", "__float__", "__index__")
+    plain = {name: getattr(Tensor, name) for name in ("__bool__", *names)}
+    one_hot_of = functional.one_hot
+    with ExitStack() as stack:
+        stack.enter_context(replaced(Tensor, "__bool__", as_bool))
+        for name in names:
+            stack.enter_context(replaced(Tensor, name, as_number(name)))
+        stack.enter_context(replaced(functional, "one_hot", one_hot))
+        yield made
+
+
+def by_placeholder(made: Sequence[Decision], inputs: Sequence[str | None]) -> tuple[Decision, ...]:
+    """Decisions that read flat arguments, reading placeholders; each once."""
+    seen: dict[Any, Decision] = {}
+    for one in made:
+        named = {name: inputs[number] for name, number in one.inputs.items()}
+        key = one.source, one.question, str(one.graph), *named.values()
+        seen.setdefault(key, replace(one, inputs=named))
+    return tuple(seen.values())
+
+
+class _Asked:
+    """Values of what follows from inputs alone."""
+
+    def __init__(self, leaves: Sequence[Any], made: list[Decision]) -> None:
+        self.leaves, self.made = leaves, made
+
+    def of(self, tensor: Tensor) -> _Number | None:
+        """The number that a traced tensor of one element holds, if it is known."""
+        if not isinstance(tensor, FakeTensor) or tensor.numel() != 1:
+            return None
+        node, root = traced_node(tensor)
+        if node is None:
+            return None
+        sliced = _slice(node, root, self.leaves)
+        if sliced is None:
+            return None
+        graph, inputs, constants = sliced
+        values = {name: self.leaves[number] for name, number in inputs.items()}
+        with ThreadPoolExecutor(1) as outside:  # a thread begins without the modes of export
+            value = outside.submit(_evaluated, graph, {**constants, **values}).result()
+        return _Number(value, graph, inputs, constants, self.made)
+
+
+@dataclass(frozen=True, eq=False)
+class _Number:
+    """What `.item()` gives: a number that notes what is asked of it."""
+
+    value: Any
+    graph: fx.Graph
+    inputs: Mapping[str, int]
+    constants: Mapping[str, Tensor]
+    made: list[Decision] = field(repr=False)
+
+    def asked(self, question: Question) -> Any:
+        answer = question(self.value)
+        made = self.graph, self.inputs, self.constants, question, answer
+        self.made.append(Decision(*made, caller()))
+        return answer
+
+    def __bool__(self) -> bool:
+        return bool(self.asked(Question("bool")))
+
+    def __int__(self) -> int:
+        return int(self.asked(Question("int")))
+
+    def __float__(self) -> float:
+        return float(self.asked(Question("float")))
+
+    __index__ = __int__
+    __hash__ = object.__hash__
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def ask(self: _Number, *others: Any) -> Any:
+        plain = (float(one) if isinstance(one, _Number) else one for one in others)
+        return self.asked(Question(name, tuple(plain)))
+
+    return ask
+
+
+for _name in (*_COMPARED, *_OTHER_NUMBERS):
+    setattr(_Number, _name, _method(_name))
+
+
+def _slice(
+    asked: fx.Node, root: nn.Module, leaves: Sequence[Any]
+) -> tuple[fx.Graph, dict[str, int], dict[str, Tensor]] | None:
+    """What a node of a graph that grows follows from, if that is whole numbers of inputs alone."""
+    placeholders = asked.graph.find_nodes(op="placeholder")
+    numbers = dict(zip(placeholders[len(placeholders) - len(leaves) :], range(len(leaves))))
+    needed, reached = {asked}, [asked]
+    writes = [node for node in asked.graph.nodes if is_mutable(node.target)]
+    while reached:
+        for node in reached.pop().all_input_nodes:
+            if node not in needed:
+                needed.add(node)
+                reached.append(node)
+        if not reached:  # what writes to any of these, wherever it stands, is one of these too
+            bases = {_base(node) for node in needed}
+            reached = [one for one in writes if one not in needed and bases & {*_written(one)}]
+            needed |= {*reached}
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    inputs, constants = dict[str, int](), dict[str, Tensor]()
+    for node in asked.graph.nodes:
+        if node not in needed:
+            continue
+        if node.op == "call_function" and not may_be_random(node):
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            continue
+        copies[node] = made = graph.placeholder(f"value_{len(copies)}")
+        held = getattr(root, str(node.target), None) if node.op == "get_attr" else None
+        if node in numbers and _is_known(leaves[numbers[node]]):
+            inputs[made.name] = numbers[node]
+        elif isinstance(held, Tensor) and not has_no_data(held):
+            constants[made.name] = held
+        else:
+            return None
+    graph.output(copies[asked])
+    return graph, inputs, constants
+
+
+def _written(node: fx.Node) -> Iterator[fx.Node]:
+    """What the memory belongs to that a call changes."""
+    written = pytree.tree_leaves(written_arguments(node.target, node.args, node.kwargs))
+    return (_base(one) for one in written if isinstance(one, fx.Node))
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """What made the memory that a value stands in, at most."""
+    while node.op == "call_function" and node.all_input_nodes and _is_in_place_of(node.target):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_in_place_of(operator: Any) -> bool:
+    """Whether a result may stand in the memory of an argument."""
+    schema = getattr(operator, "_schema", None)
+    return schema is None or any(one.alias_info is not None for one in schema.arguments)
+
+
+def _is_known(leaf: object) -> bool:
+    """Whether an input is of whole numbers, or a mask, and has values."""
+    if not isinstance(leaf, Tensor) or has_no_data(leaf):
+        return False
+    return not (leaf.is_floating_point() or leaf.is_complex())
+
+
+@torch.no_grad()
+def _evaluated(graph: fx.Graph, given: Mapping[str, Tensor]) -> Any:
+    """The number that a graph gives."""
+    values: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            values[node] = given[node.name].detach().clone()  # which may be written to
+        elif node.op == "output":
+            return values[node.args[0]].item()
+        else:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.target(*args, **kwargs)
+    raise AssertionError("a graph ends with its output")
+
+
+def _held_guard(frame: FrameType | None) -> bool | None:
+    """What a tensor is, asked on a line of the user's, so that the guard there lets it pass."""
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        is_torch = "/torch/nn/functional.py" in frame.f_code.co_filename
+        if is_torch:  # whose own guards (`if torch.any(variance < 0): raise`) hold as well
+            break
+        frame = frame.f_back
+    if frame is None:
+        return None
+    lines = linecache.getlines(frame.f_code.co_filename)[frame.f_lineno - 1 : frame.f_lineno + 8]
+    for end in range(1, len(lines) + 1):
+        try:
+            text = textwrap.dedent("".join(lines[:end]))
+            (first, *_) = ast.parse(text.removeprefix("el")).body  # an elif is an if, too
+        except (SyntaxError, ValueError):
+            continue
+        if isinstance(first, ast.Assert):
+            return _truth(first.test, True)
+        if isinstance(first, ast.If) and not first.orelse and isinstance(first.body[0], ast.Raise):
+            return _truth(first.test, False)
+        return None
+    return None
+
+
+def _truth(test: ast.expr, wanted: bool) -> bool | None:
+    """What the one question in a test is answered, for the test to be as wanted."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _truth(test.operand, not wanted)
+    if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Is | ast.IsNot):
+        return None
+    return wanted  # the others of an `and`, or an `or`, have been asked before, or need not be

@@ -1,0 +1,122 @@
+"""What forward asks of the values of its inputs is answered once, and asked again of each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar as ap
+from autopar.capture import capture
+from autopar.errors import InvalidInput
+
+CLASSES = torch.tensor([0, 1, 2, 3])
+KEPT = torch.zeros(4, dtype=torch.bool)
+RULE = "forward goes the way on which it was captured"
+
+
+class Asks(nn.Module):
+    """A model that looks at what it is given before it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, classes: Tensor, mask: Tensor) -> Tensor:
+        if classes.max() >= 5:
+            raise ValueError("there are five classes")
+        with torch.no_grad():
+            lengths = (classes > 0).long()
+        assert lengths.max().item() <= len(classes)
+        assert int(lengths.min()) == 0
+        y = self.linear(x)
+        assert not torch.isnan(y).any()  # of what is computed: it holds
+        if mask.any():
+            y = y.masked_fill(mask[:, None], 0.0)
+        shifted = torch.zeros_like(classes)
+        shifted[1:] = classes[:-1]
+        if shifted.view(2, -1).sum() == 0:
+            y = y * 2
+        hot = F.one_hot(classes).to(y)
+        return F.gaussian_nll_loss(y, hot, y.square() + 0.1)  # which asks of its variance
+
+
+def example() -> tuple[Asks, Tensor]:
+    torch.manual_seed(0)
+    return Asks().double(), torch.randn(4, 4, dtype=torch.float64)
+
+
+def test_programs_are_the_model() -> None:
+    model, x = example()
+    assert ap.verify(model, (x, CLASSES, KEPT), mesh=ap.Mesh(dp=2, tp=2)).ok
+    assert ap.verify(model, (x, CLASSES, CLASSES > 2), mesh=ap.Mesh(dp=2, tp=2)).ok
+
+
+def test_other_answers_are_refused() -> None:
+    model, x = example()
+    module = ap.parallelize(model, (x, CLASSES, KEPT), mesh=ap.Mesh(dp=2), backend="virtual")
+    module.step(x, CLASSES, KEPT)
+    module.step(x, torch.tensor([3, 0, 3, 0]), KEPT)  # another batch, of the same answers
+    for classes, mask, line in (
+        (CLASSES, ~KEPT, "if mask.any():"),
+        (torch.tensor([0, 1, 2, 2]), KEPT, "F.one_hot(classes)"),
+        (torch.tensor([0, 1, 2, 9]), KEPT, "if classes.max() >= 5:"),
+        (CLASSES + 1, KEPT, "int(lengths.min()) == 0"),
+        (CLASSES // 3 * 3, KEPT, "if shifted.view(2, -1).sum() == 0:"),
+    ):
+        with pytest.raises(InvalidInput, match=RULE) as error:
+            module.step(x, classes, mask)
+        assert line in str(error.value.source)
+
+
+def test_programs_beside_decide_by_their_own_inputs() -> None:
+    model, x = example()
+    module = ap.parallelize(model, (x, CLASSES, KEPT), mesh=ap.Mesh(dp=2), backend="virtual")
+    module.eval()
+    short = x[:2], torch.tensor([0, 3]), ~KEPT[:2]
+    torch.testing.assert_close(module(*short), model(*short))
+
+
+def _by_input(self: Any, x: Tensor, classes: Tensor) -> Tensor:
+    return x if x.sum() > 0 else -x  # the line
+
+
+def _by_parameter(self: Any, x: Tensor, classes: Tensor) -> Tensor:
+    if self.linear.weight.sum() > 0:  # the line
+        return self.linear(x)
+    return x
+
+
+def _by_chance(self: Any, x: Tensor, classes: Tensor) -> Tensor:
+    if torch.randint(0, 2, ()) > 0:  # the line
+        return self.linear(x)
+    return x
+
+
+def _after_a_write(self: Any, x: Tensor, classes: Tensor) -> Tensor:
+    found = torch.zeros_like(classes)
+    found.view(2, 2)[0] = (x[0, :2] > 0).long()
+    if found.sum() > 0:  # the line
+        return self.linear(x)
+    return x
+
+
+@pytest.mark.parametrize("forward", [_by_input, _by_parameter, _by_chance, _after_a_write])
+def test_what_changes_decides_nothing(forward: Callable[..., Tensor]) -> None:
+    _, x = example()
+    model = type("Model", (Asks,), {"forward": forward})().double()
+    with pytest.raises(InvalidInput, match="must not depend on the values") as error:
+        capture(model, (x, CLASSES))
+    assert "# the line" in str(error.value.source)
+
+
+def test_shapes_alone_answer_guards_only() -> None:
+    model, x = example()
+    shapes = tuple(one.to("meta") for one in (x, CLASSES, KEPT))
+    with pytest.raises(InvalidInput, match="must not depend on the values") as error:
+        capture(model, shapes)
+    assert "lengths.max().item()" in str(error.value.source)
