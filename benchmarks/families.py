@@ -4,7 +4,8 @@
 
 What a configuration says by name (sizes, depths, vocabularies) is shrunk by one table, and so are
 those that it holds; what else a family wants stands in `WANTS`. Dropout stays what it is; layers
-that are left out at random (`layerdrop`) are not, as capture asks for. Where the library casts to float32 whatever a model's dtype, the model stays in float64, so that results can
+that are left out at random (`layerdrop`) are not, as capture asks for. Where the
+library casts to float32 whatever a model's dtype, the model stays in float64, so that results can
 be compared to the last digits.
 """
 
