@@ -149,7 +149,7 @@ def entry(job: tuple[str, int]) -> tuple[Outcome, dict[str, int]]:
     signal.alarm(SECONDS)
     try:
         for sample in samples:
-            found = outcome_of(database()[name].op, sample)
+            found = outcome_of(database()[name].op, sample, compared="empty" not in name)
             if found is not None:
                 outcomes.append(found)
     except TimeoutError:
@@ -184,8 +184,12 @@ def tensors_of(sample: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def outcome_of(operator: Callable[..., Any], sample: Any) -> Outcome | None:
-    """What one sample comes to; None where the operator itself fails."""
+def outcome_of(
+    operator: Callable[..., Any], sample: Any, *, compared: bool = True
+) -> Outcome | None:
+    """What one sample comes to; None where the operator itself fails.
+
+    What is in fresh memory is not `compared`."""
     model, tensors = Sample(operator, sample), tensors_of(sample)
     try:
         model.copies = changes_inputs(model, tensors)
@@ -195,7 +199,8 @@ def outcome_of(operator: Callable[..., Any], sample: Any) -> Outcome | None:
     try:
         captured = capture(model, tuple(tensors))
         values, got = executed(captured, tensors)
-        compare(got, expected)
+        if compared:
+            compare(got, expected)
         return cut_everywhere(captured, values)
     except TimeoutError:
         raise

@@ -9,25 +9,50 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Unpack
 
+import torch
+
 from autopar.strategies.language import Options
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import Call, Traits, aten, register_rule
 from autopar.strategies.rule import Rule, names
 
-SAVES_OUTPUT = aten("exp exp2 sqrt rsqrt tanh sigmoid relu reciprocal expm1 tan")
+SAVES_OUTPUT = aten("exp exp2 sqrt rsqrt tanh sigmoid relu reciprocal expm1 tan special_ndtri")
 SAVES_INPUT = aten(
     "log log2 log10 log1p hardtanh gelu silu mish abs cos sin acos asin atan erf square "
     "leaky_relu elu softplus selu celu hardswish hardsigmoid relu6 erfinv nan_to_num softshrink "
-    "hardshrink"
+    "hardshrink cosh sinh asinh acosh atanh angle erfc lgamma digamma logit i0 sinc special_entr"
 )
-SAVES_NOTHING = aten("sign floor ceil round trunc isnan isinf isfinite logical_not bitwise_not")
-LINEAR = aten("neg clone positive contiguous lift_fresh lift_fresh_copy")
+SAVES_BOTH = aten("sgn special_i0e special_i1 special_i1e special_log_ndtr special_erfcx")
+SAVES_NOTHING = aten(
+    "sign floor ceil round trunc frac isnan isinf isfinite isposinf isneginf isreal signbit "
+    "logical_not bitwise_not special_airy_ai special_spherical_bessel_j0 "
+    "special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 "
+    "special_modified_bessel_i0 special_modified_bessel_i1 "
+    "special_modified_bessel_k0 special_modified_bessel_k1 "
+    "special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1"
+)
+LINEAR = aten(
+    "neg clone positive contiguous lift_fresh lift_fresh_copy conj_physical resolve_conj "
+    "resolve_neg deg2rad rad2deg"
+)
 VIEWS = aten("alias detach")
 COMPARISONS = aten(
     "eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor "
-    "__and__ __or__ __xor__ floor_divide"
+    "bitwise_left_shift bitwise_right_shift __and__ __or__ __xor__ floor_divide"
 )
-PAIRS = aten("maximum minimum max.other min.other atan2 remainder fmod fmax fmin logaddexp")
+# Without gradients, of numbers or of whole numbers.
+POLYNOMIALS = aten(
+    "special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v "
+    "special_chebyshev_polynomial_w special_shifted_chebyshev_polynomial_t "
+    "special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v "
+    "special_shifted_chebyshev_polynomial_w special_hermite_polynomial_h "
+    "special_hermite_polynomial_he special_laguerre_polynomial_l special_legendre_polynomial_p"
+)
+DIVISORS = aten("lcm gcd")
+PAIRS = aten(
+    "maximum minimum max.other min.other atan2 remainder fmod fmax fmin logaddexp logaddexp2 "
+    "xlogy special_xlog1py"
+)
 
 LEADING = Traits(leading="")
 
@@ -58,16 +83,22 @@ def _product(call: Call) -> Rule:
 
 
 def _converted(call: Call) -> Rule:
-    """Numbers to wider or narrower numbers; not from fractions to whole ones, which rounds."""
+    """A sum passes to a dtype that holds every number of it; to a narrower one it would round."""
     before, after = info(call.inputs[0]).val.dtype, call.outputs[0].dtype
-    rounds = before.is_floating_point and not (after.is_floating_point or after.is_complex)
-    passes = [] if rounds else [(0,)]
+    passes = [(0,)] if _holds(after, before) else []
     if len(call.shapes) == 1:
         return elementwise(call, passes=passes, cost=0)
     # The first input shapes the output, the others (only asked for a dtype) stay whole.
     first, *others = (names(len(s), f"other{i}_" if i else "d") for i, s in enumerate(call.shapes))
     whole = [dim for other in others for dim in other]
     return call.rule([first, *others], first, whole=whole, passes=passes, flops=0.0)
+
+
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether one dtype has all numbers of another; signed whole ones are taken not to overflow."""
+    if narrow.is_floating_point or narrow.is_complex:
+        return torch.promote_types(wide, narrow) == wide
+    return narrow.is_signed and wide in (torch.int32, torch.int64, torch.float64, torch.complex128)
 
 
 def _where(call: Call) -> Rule:
@@ -78,6 +109,14 @@ def _where(call: Call) -> Rule:
     return elementwise(call, passes=[slots] if linear else "", saved="0")
 
 
+def _is_among(call: Call) -> Rule:
+    """Each element is looked for among all of the second input."""
+    shapes, first = list(call.shapes), call.inputs[0] is call.get("elements")
+    among = [names(len(shape), "among") for shape in shapes[first:]]
+    inputs = [*([names(len(shapes[0]))] if first else []), *among]
+    return call.rule(inputs, names(len(call.shape)), whole=[dim for dims in among for dim in dims])
+
+
 def _masked_fill(call: Call) -> Rule:
     zero = isinstance(call["value"], (int, float)) and call["value"] == 0
     return elementwise(call, passes=[(0,)] if zero else "", saved="1")
@@ -85,12 +124,20 @@ def _masked_fill(call: Call) -> Rule:
 
 register_rule(SAVES_OUTPUT, "... -> ...", saved="output")
 register_rule(SAVES_INPUT, "... -> ...", saved="0", traits=LEADING)
+register_rule(SAVES_BOTH, "... -> ...", saved="0 output")
 register_rule(SAVES_NOTHING, "... -> ...")
 register_rule(LINEAR, "... -> ...", passes="all", cost=0)
 register_rule(VIEWS, "... -> ...", passes="all", cost=0, traits=Traits(view=True))
-register_rule(COMPARISONS, "..., ... -> ...")
+register_rule([*COMPARISONS, *POLYNOMIALS, *DIVISORS], "..., ... -> ...")
+register_rule(aten("isclose heaviside"), "..., ... -> ...")
 register_rule(PAIRS, "..., ... -> ...", saved="0 1")
 register_rule("aten._prelu_kernel", "..., ... -> ...", saved="0 1")
+register_rule(aten("nextafter igamma igammac special_zeta"), "..., ... -> ...", saved="0 1")
+register_rule("aten.copysign", "..., ... -> ...", saved="0 output")
+register_rule("aten.ldexp", "..., ... -> ...", passes=[(0,)], saved="1 output")
+register_rule(aten("polygamma special_polygamma mvlgamma"), "... -> ...", saved="0")
+register_rule("aten.frexp", "... -> ..., ...", extra="int32: ...")
+register_rule("aten.isin", _is_among)
 register_rule("aten.threshold", "... -> ...", saved="0")
 register_rule("aten.log_sigmoid", "... -> ...", saved="0", extra="...")
 register_rule(aten("real imag"), "... -> ...", passes="all", cost=0)

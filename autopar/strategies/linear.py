@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from autopar.strategies.language import ELLIPSIS
 from autopar.strategies.registry import Call, Traits, aten, register_rule
-from autopar.strategies.rule import Dim, Rule, Saved, broadcast
+from autopar.strategies.rule import Dim, Rule, Saved, broadcast, names
 from autopar.strategies.strategy import Joint
 
 
@@ -68,6 +68,14 @@ def _einsum(call: Call) -> Rule | None:
     return call.parse(line, passes="each", saved=kept)
 
 
+def _cross(call: Call) -> Rule:
+    """The dim of the vectors stays whole."""
+    dims, dim = names(len(call.shape)), call.dim(call["dim"], len(call.shape))
+    inputs = [broadcast(dims, shape) for shape in call.shapes]
+    both = Saved((0, 1))
+    return call.rule(inputs, dims, whole=dims[dim], passes=[(0,), (1,)], saved=both)
+
+
 def subscripts(equation: str) -> tuple[list[str], str]:
     """Those of each operand of an einsum, and of its output, which may have none given."""
     left, arrow, right = equation.replace(" ", "").partition("->")
@@ -108,5 +116,6 @@ register_rule("aten.mm", "m k, k n -> m n", passes="each", saved="0 1")
 register_rule("aten.bmm", "b m k, b k n -> b m n", passes="each", saved="0 1")
 register_rule("aten.outer", "m, n -> m n", passes="each", saved="0 1")
 register_rule(aten("addmm baddbmm"), _product_and_sum)
+register_rule("aten.linalg_cross", _cross)
 register_rule("aten.einsum", _einsum)
 register_rule("aten.bilinear", "... i!, ... j!, o i! j!, o -> ... o", saved="0 1 2")

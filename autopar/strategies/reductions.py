@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
+import torch
+
 from autopar.strategies.registry import Call, Traits, aten, register_rule
-from autopar.strategies.rule import Rule, Saved, names
+from autopar.strategies.rule import Extra, Rule, Saved, names
 from autopar.strategies.shapes import FIRST, along
 
 KEPT = Saved((0,), output=True)
@@ -26,14 +29,25 @@ def _reduction(
     return call.rule([dims], kept, whole=whole, passes=passes, saved=saved)
 
 
+def _with_places(call: Call) -> Rule:
+    """Values and where they stand: two results, of which backward keeps places."""
+    if len(call.outputs) == 1:
+        return _reduction(call, saved=KEPT)  # of all elements
+    rule = _reduction(call)
+    return replace(rule, saved=Saved(extra=(Extra(rule.outputs[1], torch.int64),)))
+
+
 register_rule("aten.sum", partial(_reduction, summed=True, passes=FIRST))
+register_rule("aten.nansum", partial(_reduction, summed=True, saved=Saved((0,))))
+register_rule("aten.count_nonzero", partial(_reduction, summed=True))
 register_rule("aten.mean", partial(_reduction, passes=FIRST))
 register_rule("aten.var", partial(_reduction, saved=Saved((0,))))
 register_rule(
-    aten("amax amin logsumexp prod std linalg_vector_norm max.default min.default"),
+    aten("amax amin logsumexp prod std linalg_vector_norm max.default min.default aminmax"),
     partial(_reduction, saved=KEPT),
 )
 register_rule(aten("argmax argmin any all"), _reduction)
+register_rule(aten("median nanmedian mode kthvalue"), _with_places)
 register_rule(
     aten("softmax log_softmax _softmax _log_softmax"),
     partial(along, passes=(), flops=None, saved=Saved(output=True)),

@@ -237,14 +237,6 @@ def _values_and_places(call: Call, inputs: tuple[int, ...] = ()) -> Rule:
     return replace(rule, saved=Saved(inputs, extra=(Extra(rule.outputs[0], torch.int64),)))
 
 
-def _transform(call: Call, of_real: bool = False) -> Rule | None:
-    """Fourier transforms mix all elements of their dims; some take, and keep, real numbers."""
-    if call.get("s", call.get("n")) is not None:
-        return None  # cuts or pads first
-    keeps = of_real and not info(call.inputs[0]).val.is_complex()
-    return along(call, saved=Saved((0,)) if keeps else Saved())
-
-
 def _triangle(call: Call) -> Rule:
     return same_dims(call, [len(call.shape) - 2, len(call.shape) - 1])
 
@@ -343,14 +335,8 @@ register_rule(
     aten("argsort cumprod logcumsumexp"), partial(along, passes=(), saved=Saved((0,), output=True))
 )
 register_rule("aten.glu", partial(along, passes=(), saved=Saved((0,))))
-register_rule(aten("topk sort kthvalue"), _values_and_places)
+register_rule(aten("topk sort"), _values_and_places)
 register_rule(aten("cummax cummin"), partial(_values_and_places, inputs=(0,)))
-register_rule(
-    aten("fft_irfft fft_fft2 fft_ifft2 fft_irfft2 fft_fftn fft_ifftn fft_irfftn"), _transform
-)
-register_rule(
-    aten("fft_fft fft_ifft fft_rfft fft_rfft2 fft_rfftn"), partial(_transform, of_real=True)
-)
 register_rule("aten.view_as_real", "... -> ... two!", passes="all", cost=0)
 register_rule("aten.view_as_complex", "... two! -> ...", passes="all", cost=0)
 register_rule("aten.channel_shuffle", "n c! ... -> n c! ...", passes="all", cost=0)

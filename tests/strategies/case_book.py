@@ -50,6 +50,7 @@ CASES: list[Case] = []
 def case(name: str | Any, *args: Any, tolerance: float = 1e-9, **kwargs: Any) -> None:
     target = operator(name) if isinstance(name, str) else name
     label = name if isinstance(name, str) else name.__name__
-    constants = kwargs.pop("constants", ())
+    constants, used = kwargs.pop("constants", ()), kwargs.pop("used", None)
     shapes = "x".join(str(tuple(a.shape)).replace(" ", "") for a in args if isinstance(a, Tensor))
-    CASES.append(Case(f"{label}-{len(CASES)}-{shapes}", target, args, kwargs, tolerance, constants))
+    label = f"{label}-{len(CASES)}-{shapes}"
+    CASES.append(Case(label, target, args, kwargs, tolerance, constants, used))

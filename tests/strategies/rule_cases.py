@@ -9,6 +9,7 @@ from autopar.strategies.elementwise import (
     COMPARISONS,
     LINEAR,
     PAIRS,
+    SAVES_BOTH,
     SAVES_INPUT,
     SAVES_NOTHING,
     SAVES_OUTPUT,
@@ -18,7 +19,7 @@ from autopar.strategies.kernels import draws, dropped_attention
 from autopar.strategies.kernels.capacity import WITHIN_CAPACITY
 from autopar.strategies.kernels.draws import Place
 from autopar.strategies.kernels.experts import EXPERTS, GATED
-from tests.strategies import functional_cases  # noqa: F401 (adds its own)
+from tests.strategies import functional_cases, math_cases  # noqa: F401 (add their own)
 from tests.strategies.case_book import CASES, b, case, i, operator, plain, t, u, z
 
 __all__ = ["BUILT_IN", "CASES", "i", "operator", "t", "u"]
@@ -30,11 +31,12 @@ BUILT_IN = [
     if str(one).startswith("aten.") or one.__module__.startswith(kernels.__name__)
 ]
 # elementwise
-for _name in plain(SAVES_OUTPUT + SAVES_INPUT + SAVES_NOTHING + LINEAR + VIEWS):
-    case("bitwise_not.default" if _name == "bitwise_not" else f"{_name}.default",
-         b(5, 4) if _name == "bitwise_not" else u(5, 4))  # fmt: skip
+for _name in plain(SAVES_OUTPUT + SAVES_INPUT + SAVES_BOTH + SAVES_NOTHING + LINEAR + VIEWS):
+    case(f"{_name}.default", {"bitwise_not": b(5, 4), "acosh": u(5, 4) + 1}.get(_name, u(5, 4)))
 for _name in plain(COMPARISONS[:-1]):
-    if _name.startswith(("bitwise", "__")):
+    if "shift" in _name:
+        case(f"{_name}.Tensor", i(9, 5, 4), i(3, 4))
+    elif _name.startswith(("bitwise", "__")):
         case(f"{_name}.Tensor", b(5, 4), b(4))
     elif _name.startswith("logical"):
         case(f"{_name}.default", t(5, 4), t(5, 1))
@@ -42,7 +44,7 @@ for _name in plain(COMPARISONS[:-1]):
         case(f"{_name}.Tensor", t(5, 4), u(5, 1))
 case("floor_divide.default", t(5, 4), u(5, 1), constants=(0, 1))
 for _name in plain(PAIRS):
-    _overload = {"remainder": "Tensor", "fmod": "Tensor"}
+    _overload = {"remainder": "Tensor", "fmod": "Tensor", "xlogy": "Tensor"}
     _full_name = _name if "." in _name else f"{_name}.{_overload.get(_name, 'default')}"
     case(_full_name, u(5, 4), u(4) + 1)
 for _name in ("eq", "ge"):
@@ -158,17 +160,6 @@ case("repeat.default", t(3), [4, 2])
 case("repeat_interleave.self_int", t(4, 3), 2, 0)
 case("repeat_interleave.self_int", t(4, 3), 2, 0, output_size=8)
 case("repeat_interleave.self_int", t(4, 1, 3), 6, 1, output_size=6)
-case("fft_fft.default", t(5, 4))
-case("fft_ifft.default", z(5, 4), None, 0)
-case("fft_rfft.default", t(5, 4))
-case("fft_irfft.default", z(5, 4))
-for name in ("fft_fft2", "fft_ifft2", "fft_irfft2"):
-    case(f"{name}.default", z(3, 4, 4))
-case("fft_rfft2.default", t(3, 4, 4))
-for name in ("fft_fftn", "fft_ifftn", "fft_irfftn"):
-    case(f"{name}.default", z(3, 4, 4), None, [1, 2])
-case("fft_fftn.default", t(4, 4))
-case("fft_rfftn.default", t(3, 4, 4), None, [0, 2])
 case("view_as_real.default", z(5, 4))
 case("view_as_complex.default", t(5, 4, 2))
 for name in ("real", "imag"):

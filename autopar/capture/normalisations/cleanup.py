@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -61,25 +63,47 @@ def casts_stand_where_they_are_read(builder: GraphBuilder) -> None:
             min(node.users, key=places.__getitem__).prepend(node)
 
 
-_NAMES = {
+def _by_another_name(pairs: str) -> dict[object, Any]:
+    """Overloads of an operator to those of another that is the same."""
+    found: dict[object, Any] = {}
+    for pair in pairs.split(", "):
+        packet, other = (getattr(aten, name) for name in pair.split())
+        for name in {*packet.overloads()} & {*other.overloads()}:
+            taken, given = getattr(packet, name)._schema, getattr(other, name)._schema
+            if [(a.name, a.kwarg_only) for a in taken.arguments] == [
+                (a.name, a.kwarg_only) for a in given.arguments
+            ]:
+                found[getattr(packet, name)] = getattr(other, name)
+    return found
+
+
+_NAMES: dict[object, Any] = {
     aten.__and__.Tensor: aten.bitwise_and.Tensor,
     aten.__and__.Scalar: aten.bitwise_and.Scalar,
     aten.__or__.Tensor: aten.bitwise_or.Tensor,
     aten.__or__.Scalar: aten.bitwise_or.Scalar,
     aten.__xor__.Tensor: aten.bitwise_xor.Tensor,
     aten.__xor__.Scalar: aten.bitwise_xor.Scalar,
-    aten.divide.Tensor: aten.div.Tensor,
-    aten.multiply.Tensor: aten.mul.Tensor,
-    aten.subtract.Tensor: aten.sub.Tensor,
-    aten.true_divide.Tensor: aten.div.Tensor,
-    aten.special_expit.default: aten.sigmoid.default,
+    **_by_another_name(
+        "absolute abs, arccos acos, arccosh acosh, arcsin asin, arcsinh asinh, arctan atan, "
+        "arctanh atanh, arctan2 atan2, clip clamp, fix trunc, negative neg, multiply mul, "
+        "subtract sub, divide div, true_divide div, greater gt, greater_equal ge, less lt, "
+        "less_equal le, not_equal ne, concat cat, concatenate cat, ger outer, "
+        "matrix_exp linalg_matrix_exp, matrix_power linalg_matrix_power, "
+        "linalg_matmul matmul, trapz trapezoid, special_digamma digamma, special_erf erf, "
+        "special_erfc erfc, special_erfinv erfinv, special_exp2 exp2, special_expit sigmoid, "
+        "special_expm1 expm1, special_gammainc igamma, special_gammaincc igammac, "
+        "special_gammaln lgamma, special_i0 i0, special_log1p log1p, special_logit logit, "
+        "special_logsumexp logsumexp, special_multigammaln mvlgamma, special_psi digamma, "
+        "special_polygamma polygamma, special_sinc sinc"
+    ),
 }
 
 
 def canonical_names(builder: GraphBuilder) -> None:
     """Operators with several names have one."""
     for node in builder.calls(*_NAMES):
-        node.target = _NAMES[node.target]  # type: ignore[index]
+        node.target = _NAMES[node.target]
 
 
 _COPIES = (
@@ -97,7 +121,7 @@ def copies_are_views(call: Site) -> None:
     call.node.target = getattr(view, target._overloadname)  # type: ignore[union-attr]
 
 
-@rewrites(aten.to, aten._to_copy, aten.type_as)
+@rewrites(aten.to, aten._to_copy, aten.type_as, aten.chalf)
 def canonical_casts(call: Site) -> fx.Node | None:
     """Every cast is to.dtype; one to the dtype that a tensor has does nothing."""
     source: fx.Node = call["self"]
@@ -126,25 +150,24 @@ def creations_read_no_tensor(call: Site) -> fx.Node:
     return call.make(_CREATIONS[target], list(value.shape), *fill, **kind)  # type: ignore[index]
 
 
-_NORMS = {aten.linalg_vector_norm: "ord", aten.norm: "p", aten.dist: "p"}
-
-
-@rewrites(aten.linalg_norm.default)
+@rewrites(aten.linalg_norm.default, aten.norm, aten.dist)
 def norms_of_vectors(call: Site) -> fx.Node | None:
-    """A norm that torch takes of vectors says so; those of matrices stay."""
-    value, order, dim, keep, dtype = call.arguments.values()
-    whole = order is None and dim is None
-    if not whole and len(call.shapes[0] if dim is None else dim) != 1:
-        return None
-    order = 2 if order is None else order
-    return call.make(aten.linalg_vector_norm.default, value, order, dim, keep, dtype=dtype)
+    """Norms and distances that torch takes of vectors say so; those of matrices stay."""
+    make, packet = call.make, call.node.target.overloadpacket  # type: ignore[union-attr]
+    value, order, dim = call["self"], call.get("ord", call.get("p")), call.get("dim")
+    if packet is aten.dist:
+        value = make(aten.sub.Tensor, value, call["other"])
+    elif packet is aten.linalg_norm and (dim is not None or order is not None):
+        if len(call.shapes[0] if dim is None else dim) != 1:
+            return None
+    order, keep = 2 if order is None else order, call.get("keepdim", False)
+    return make(aten.linalg_vector_norm.default, value, order, dim, keep, dtype=call.get("dtype"))
 
 
-@rewrites(aten.linspace, aten.logspace, *_NORMS)
+@rewrites(aten.linspace, aten.logspace, aten.linalg_vector_norm)
 def values_alone_are_read(call: Site) -> None:
     """Of ends of a count that are tensors, and of norms of order 0, torch has no gradient."""
-    order = _NORMS.get(call.node.target.overloadpacket)  # type: ignore[union-attr]
-    if order is None or call[order] == 0:
+    if call.get("ord", 0) == 0:
         for value in call.node.all_input_nodes:
             call.node.replace_input_with(value, call.make(aten.detach.default, value))
 

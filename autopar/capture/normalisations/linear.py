@@ -29,9 +29,12 @@ _PADDED = {
 }
 
 
-@rewrites(aten.addmm.default, aten.baddbmm.default, aten.addmv.default, aten.addbmm.default)
+_SUMS = (aten.addmm.default, aten.baddbmm.default, aten.addmv.default, aten.addr.default)
+
+
+@rewrites(*_SUMS, aten.addbmm.default)
 def split_sums_of_products(call: Site) -> fx.Node | None:
-    """addmm, baddbmm and addmv are a matmul and an add; addbmm sums its products besides.
+    """addmm, baddbmm, addmv and addr are a product and an add; addbmm sums its products besides.
 
     With beta=0 the bias is not read and has a gradient of zeros all the same: torch's own call."""
     bias, left, right, beta, alpha = call.arguments.values()
@@ -39,6 +42,8 @@ def split_sums_of_products(call: Site) -> fx.Node | None:
         return None
     if call.node.target is aten.addbmm.default:
         product = call.make(aten.einsum.default, "bmk,bkn->mn", [left, right])
+    elif call.node.target is aten.addr.default:
+        product = call.make(aten.outer.default, left, right)
     else:
         product = call.make(aten.matmul.default, left, right)
     if alpha != 1:

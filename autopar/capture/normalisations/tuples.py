@@ -123,7 +123,11 @@ def _variance_mean(call: Site, index: int) -> fx.Node:
     if index == 1:
         return call.make(aten.mean.dim, x, dims, keep)
     correction = call["correction"] if "correction" in call.arguments else int(call["unbiased"])
-    return call.make(aten.var.correction, x, dims, correction=correction, keepdim=keep)
+    spread = _SPREADS[call.node.target.overloadpacket]  # type: ignore[union-attr]
+    return call.make(spread, x, dims, correction=correction, keepdim=keep)
+
+
+_SPREADS = {aten.var_mean: aten.var.correction, aten.std_mean: aten.std.correction}
 
 
 def _layer_norm(call: Site, index: int) -> fx.Node:
@@ -133,8 +137,10 @@ def _layer_norm(call: Site, index: int) -> fx.Node:
 _SINGLE: dict[object, Callable[[Site, int], fx.Node]] = {
     aten.max.dim: _extreme,
     aten.min.dim: _extreme,
-    aten.var_mean.default: _variance_mean,
-    aten.var_mean.dim: _variance_mean,
-    aten.var_mean.correction: _variance_mean,
+    **{
+        getattr(packet, name): _variance_mean
+        for packet in _SPREADS
+        for name in ("default", "dim", "correction")
+    },
     aten.native_layer_norm.default: _layer_norm,
 }
