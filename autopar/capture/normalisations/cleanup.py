@@ -155,11 +155,11 @@ def norms_of_vectors(call: Site) -> fx.Node | None:
     """Norms and distances that torch takes of vectors say so; those of matrices stay."""
     make, packet = call.make, call.node.target.overloadpacket  # type: ignore[union-attr]
     value, order, dim = call["self"], call.get("ord", call.get("p")), call.get("dim")
+    is_general = packet is aten.linalg_norm and not (dim is None and order is None)
+    if is_general and len(call.shapes[0] if dim is None else dim) != 1:
+        return None
     if packet is aten.dist:
         value = make(aten.sub.Tensor, value, call["other"])
-    elif packet is aten.linalg_norm and (dim is not None or order is not None):
-        if len(call.shapes[0] if dim is None else dim) != 1:
-            return None
     order, keep = 2 if order is None else order, call.get("keepdim", False)
     return make(aten.linalg_vector_norm.default, value, order, dim, keep, dtype=call.get("dtype"))
 
