@@ -50,6 +50,7 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
     # nothing that does nothing
     cleanup.canonical_names,
     cleanup.canonical_casts,
+    cleanup.numbers_are_as_in_memory,
     cleanup.drop_copies,
     cleanup.creations_read_no_tensor,
     strides.bits_are_of_pieces,

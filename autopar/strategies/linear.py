@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from autopar.strategies.language import ELLIPSIS
 from autopar.strategies.registry import Call, Traits, aten, register_rule
-from autopar.strategies.rule import Dim, Rule, Saved, broadcast, names
+from autopar.strategies.rule import Dim, Extra, Rule, Saved, broadcast, names
 from autopar.strategies.strategy import Joint
 
 
@@ -76,6 +76,16 @@ def _cross(call: Call) -> Rule:
     return call.rule(inputs, dims, whole=dims[dim], passes=[(0,), (1,)], saved=both)
 
 
+def _cosines(call: Call) -> Rule:
+    """cosine_similarity: the dim of the vectors stays whole."""
+    rank = max(map(len, call.shapes))
+    dims, dim = names(rank), call.dim(call["dim"], rank)
+    rest = [d for i, d in enumerate(dims) if i != dim]
+    inputs = [broadcast(dims, shape) for shape in call.shapes]
+    kept = (*[Extra(tuple(dims))] * 2, *[Extra(tuple(rest))] * 4)
+    return call.rule(inputs, rest, whole=[dims[dim]], saved=Saved((0, 1), extra=kept))
+
+
 def subscripts(equation: str) -> tuple[list[str], str]:
     """Those of each operand of an einsum, and of its output, which may have none given."""
     left, arrow, right = equation.replace(" ", "").partition("->")
@@ -117,5 +127,6 @@ register_rule("aten.bmm", "b m k, b k n -> b m n", passes="each", saved="0 1")
 register_rule("aten.outer", "m, n -> m n", passes="each", saved="0 1")
 register_rule(aten("addmm baddbmm"), _product_and_sum)
 register_rule("aten.linalg_cross", _cross)
+register_rule("aten.cosine_similarity", _cosines)
 register_rule("aten.einsum", _einsum)
 register_rule("aten.bilinear", "... i!, ... j!, o i! j!, o -> ... o", saved="0 1 2")

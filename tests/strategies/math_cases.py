@@ -59,6 +59,7 @@ case("kthvalue.default", t(5, 4), 2, 1, True, used=(0,))
 
 # products
 case("linalg_cross.default", t(5, 3), t(1, 3))
+case("cosine_similarity.default", t(5, 4, 3), t(5, 4, 3), 1)
 case("cdist.default", t(3, 5, 4), t(3, 4, 4), 1.0)
 case("cdist.default", t(5, 4), t(4, 4))
 

@@ -172,6 +172,14 @@ def values_alone_are_read(call: Site) -> None:
             call.node.replace_input_with(value, call.make(aten.detach.default, value))
 
 
+@rewrites(aten._conj, aten._neg_view)
+def numbers_are_as_in_memory(call: Site) -> fx.Node:
+    """What is marked to be read conjugate, or negative, is so: a movement sends memory."""
+    if call.node.target is aten._conj.default:
+        return call.make(aten.conj_physical.default, *call.inputs)
+    return call.make(aten.neg.default, *call.inputs)
+
+
 @rewrites(
     aten.contiguous.default,
     aten.alias.default,
