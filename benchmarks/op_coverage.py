@@ -164,7 +164,8 @@ def entry(job: tuple[str, int]) -> tuple[Outcome, dict[str, int]]:
 
 
 def samples_of(name: str, count: int) -> list[Any]:
-    """Some samples of an entry, evenly from those that have something to cut."""
+    """Some samples of an entry, evenly from those that have something to cut, and one of those
+    with the most dims."""
     torch.manual_seed(0)
     random.seed(0)
     operator = database()[name]
@@ -176,7 +177,8 @@ def samples_of(name: str, count: int) -> list[Any]:
     samples = large or samples
     if len(samples) <= count:
         return samples
-    return [samples[index * len(samples) // count] for index in range(count)]
+    most = max(samples, key=lambda sample: max((t.dim() for t in tensors_of(sample)), default=0))
+    return [samples[index * len(samples) // count] for index in range(count - 1)] + [most]
 
 
 def tensors_of(sample: Any) -> list[Tensor]:
