@@ -242,7 +242,7 @@ class Cutter:
         if not info(node).val.dtype.is_floating_point:
             return None
         every = frozenset(range(len(rule.inputs)))
-        passes = [*rule.passes, every] if rule.adds else rule.passes
+        passes = [*rule.passes, every] if rule.adds or rule.rounds else rule.passes
         return next((members for members in passes if summed <= members), None)
 
     def _numbers_shared(

@@ -86,12 +86,13 @@ def _converted(call: Call) -> Rule:
     """A sum passes to a dtype that holds every number of it; to a narrower one it would round."""
     before, after = info(call.inputs[0]).val.dtype, call.outputs[0].dtype
     passes = [(0,)] if _holds(after, before) else []
+    rounds = after.is_floating_point and not (passes or before.is_complex)
     if len(call.shapes) == 1:
-        return elementwise(call, passes=passes, cost=0)
+        return replace(elementwise(call, passes=passes, cost=0), rounds=rounds)
     # The first input shapes the output, the others (only asked for a dtype) stay whole.
     first, *others = (names(len(s), f"other{i}_" if i else "d") for i, s in enumerate(call.shapes))
     whole = [dim for other in others for dim in other]
-    return call.rule([first, *others], first, whole=whole, passes=passes, flops=0.0)
+    return call.rule([first, *others], first, whole=whole, passes=passes, flops=0.0, rounds=rounds)
 
 
 def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:

@@ -123,6 +123,7 @@ class Rule:
     gathered: frozenset[str] = frozenset()  # contracted, but their kernel leaves a whole output
     saved: Saved = Saved()
     adds: frozenset[str] = frozenset()  # arguments that are numbers, added to what is else linear
+    rounds: bool = False  # linear but for digits: a sum over micro-batches passes, none over ranks
 
     @cached_property
     def factors(self) -> tuple[str, ...]:
