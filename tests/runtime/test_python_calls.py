@@ -53,7 +53,7 @@ def test_a_python_call_is_the_operator(case: Case) -> None:
 def shorter(case: Case) -> list[tuple[tuple, dict]]:
     """The arguments of a case, and fewer of them, as far as the operator takes that."""
     found = [(case.args, case.kwargs)]
-    if case.target is aten._weight_norm.default or not hasattr(case.target, "_schema"):
+    if case.target is aten._weight_norm.default or not str(case.target).startswith("aten."):
         return found  # norms of other dims than the default end torch's process
     required = sum(not a.has_default_value() for a in case.target._schema.arguments)
     for number in range(required, len(case.args) + 1):
