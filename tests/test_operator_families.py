@@ -73,6 +73,15 @@ def chunked(x: Tensor, target: Tensor, up: nn.Module, down: nn.Module) -> Tensor
     )
 
 
+def aligned(x: Tensor, target: Tensor, lengths: Tensor, up: nn.Module, loss: nn.Module) -> Tensor:
+    scores = up(x).log_softmax(-1).transpose(0, 1)
+    return loss(scores, target, torch.full_like(lengths, 6), lengths)
+
+
+def varied(x: Tensor, target: Tensor, up: nn.Module, loss: nn.Module) -> Tensor:
+    return loss(up(x), target, up(x).square() * target.abs())
+
+
 IDS = torch.randint(7, (8, 3), generator=torch.Generator().manual_seed(0))
 TARGETS = torch.tensor([0, 4, 2, -100, 3, 3, 1, 2])
 
@@ -108,6 +117,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
     ),
     "classes": (lambda: weighted(nn.CrossEntropyLoss), (rows(8, 4), TARGETS)),
     "likelihoods": (lambda: weighted(nn.NLLLoss), (rows(8, 4), TARGETS)),
+    "alignments": (
+        lambda: Of(aligned, up=nn.Linear(4, 5), loss=nn.CTCLoss()),
+        (rows(8, 6, 4), IDS % 4 + 1, IDS[:, 0] % 3 + 1),
+    ),
+    "variances": (
+        lambda: Of(varied, up=nn.Linear(4, 3), loss=nn.GaussianNLLLoss(full=True)),
+        (rows(8, 4), rows(8, 3).relu()),
+    ),
     "written": (lambda: Of(written, up=nn.Linear(4, 6)), (rows(8, 4),)),
 }
 if hasattr(F, "linear_cross_entropy"):  # torch 2.13

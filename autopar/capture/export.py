@@ -32,6 +32,7 @@ from autopar.capture.autocasts import (
     require_on,
     switched,
 )
+from autopar.capture.blind_losses import looks_at_no_values
 from autopar.capture.captured import Captured, Example
 from autopar.capture.checkpoints import checkpoints_marked
 from autopar.capture.counters import changes_seen, warn_of_counters
@@ -83,7 +84,8 @@ def capture(
     check_call(model, args, kwargs, given)
     kwargs, autocasts = dict(kwargs or {}), active()
     refuse_hooks(model)
-    with outside_fake_mode(), torch.inference_mode(False), torch.enable_grad(), switched(()):
+    blind = looks_at_no_values()
+    with outside_fake_mode(), torch.inference_mode(False), torch.enable_grad(), switched(()), blind:
         mode = new_mode()
         leaves, input_spec = pytree.tree_flatten((args, kwargs))
         device = home(model, leaves)

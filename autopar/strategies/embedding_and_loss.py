@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from autopar.strategies.kernels import count_classes, count_targets, cross_entropy
+from autopar.strategies.kernels import count_classes, count_targets, cross_entropy, ctc_losses
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import Call, Traits, aten, register_rule
 from autopar.strategies.rule import Extra, Rule, Saved, names
@@ -81,6 +81,12 @@ def _cross_entropy(call: Call) -> Rule:
     return call.parse(line, kernels=kernels, cost=5, saved="1 2", extra=extra)
 
 
+def _alignments(call: Call) -> Rule:
+    """A loss for each sample; targets without padding are whole, and so is the batch then."""
+    line = "t! n c!, n s!, n, n -> n" if len(call.shapes[1]) == 2 else "t! n! c!, s!, n!, n! -> n!"
+    return call.parse(line, saved="0 1 2 3", cost=8)
+
+
 def _class_loss(call: Call) -> Rule:
     """torch's own losses by class: the class dim stays whole, and all of it for a mean."""
     shape, target = call.shapes[:2]
@@ -109,6 +115,7 @@ register_rule("aten.embedding", _embedding)
 register_rule(cross_entropy, _cross_entropy)
 register_rule(count_targets, "...+, v! -> ")
 register_rule(count_classes, "... -> v!", traits=Traits(counts=True))
+register_rule(ctc_losses, _alignments)
 register_rule(aten("mse_loss huber_loss smooth_l1_loss"), _pointwise_loss)
 register_rule("aten.l1_loss", partial(_pointwise_loss, absolute=True))
 register_rule(aten("cross_entropy_loss nll_loss nll_loss_nd"), _class_loss)

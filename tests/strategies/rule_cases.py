@@ -392,6 +392,10 @@ case(kernels.cross_entropy, t(5, 3, 7), _targets, u(7), constants=(2,))
 case(kernels.cross_entropy, t(5, 3, 7), _targets, u(7), -100, 0.2, constants=(2,))
 case(kernels.count_targets, _targets)
 case(kernels.count_classes, _targets, 7)
+_lengths = torch.tensor([6, 5, 6, 4, 6]), torch.tensor([3, 2, 3, 1, 2])
+_scores = t(6, 5, 4).log_softmax(-1)
+case(torch.ops.autopar.ctc_losses.default, _scores, i(3, 5, 3) + 1, *_lengths, 0, False)
+case(torch.ops.autopar.ctc_losses.default, _scores, i(3, 11) + 1, *_lengths, 0, True)
 case(kernels.count_targets, _targets, u(7), constants=(1,))
 for _name in ("mse_loss", "l1_loss", "huber_loss", "smooth_l1_loss"):
     for _reduction in range(3):

@@ -19,8 +19,9 @@ along v, runs another function. There are three kinds:
   `expand.part_call` and `expand.combine_call` give the arguments of the two functions.
 
 Besides, plain functions that capture puts into graphs: `batch_sums`, `batch_normalize`,
-`running_mean`, `running_var`, `rms_norm`, `cross_entropy`, `count_targets`, `count_classes`.
-Kernels work on empty pieces; of every other operator a rank without elements runs `nothing`.
+`running_mean`, `running_var`, `rms_norm`, `cross_entropy`, `count_targets`, `count_classes`,
+`ctc_losses`. Kernels work on empty pieces; of every other operator a rank without elements runs
+`nothing`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any
 from torch import Tensor
 
 from autopar.collectives.together import JointKernel
+from autopar.strategies.kernels.alignments import ctc_losses
 from autopar.strategies.kernels.batch_statistics import (
     batch_normalize,
     batch_sums,
@@ -122,6 +124,7 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_combine",
     "cross_entropy_part",
+    "ctc_losses",
     "cut_causal_attention",
     "cut_embedding",
     "no_results",

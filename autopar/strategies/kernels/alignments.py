@@ -1,0 +1,66 @@
+"""Losses of sequences over all their alignments with a target, a row for each sample.
+
+torch's own operator makes room for the longest target, which only values tell. This one keeps what
+it reads, and goes over the alignments again in backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+@torch.library.custom_op("autopar::ctc_losses", mutates_args=())
+def ctc_losses(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    zero_infinity: bool,
+) -> Tensor:
+    lengths = input_lengths, target_lengths
+    losses, _ = aten._ctc_loss.Tensor(log_probs, targets, *lengths, blank, zero_infinity)
+    return losses.masked_fill(losses == torch.inf, 0) if zero_infinity else losses
+
+
+@torch.library.custom_op("autopar::ctc_slopes", mutates_args=())
+def ctc_slopes(
+    slope: Tensor,
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    zero_infinity: bool,
+) -> Tensor:
+    given = log_probs, targets, input_lengths, target_lengths
+    losses, alpha = aten._ctc_loss.Tensor(*given, blank, zero_infinity)
+    return aten._ctc_loss_backward.Tensor(slope, *given, losses, alpha, blank, zero_infinity)
+
+
+@ctc_losses.register_fake
+def _(log_probs: Tensor, *_: Any) -> Tensor:
+    return log_probs.new_empty(log_probs.shape[1])
+
+
+@ctc_slopes.register_fake
+def _(slope: Tensor, log_probs: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(log_probs)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.blank, ctx.zero_infinity = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+    given = ctc_slopes(slope, *ctx.saved_tensors, ctx.blank, ctx.zero_infinity)
+    return given, None, None, None, None, None
+
+
+ctc_losses.register_autograd(_backward, setup_context=_remember)
