@@ -19,7 +19,7 @@ from autopar.layout import Layout, Placement, TensorType
 from autopar.mesh import Mesh
 from autopar.passes.redistribution import insert_movement
 from autopar.passes.setting import Setting
-from autopar.strategies import KERNELS, Call, Expansion, piece_call, tensor_inputs
+from autopar.strategies import KERNELS, Expansion, joint_arguments, piece_call, tensor_inputs
 from autopar.strategies.node_info import info
 
 
@@ -42,7 +42,7 @@ def swap_kernels(graph: fx.Graph, setting: Setting) -> fx.Graph:
         factor, name = needed
         kernel = KERNELS[name]
         if kernel.joint is not None:
-            node.kwargs, node.args = Call(node).arguments, ()
+            node.kwargs, node.args = joint_arguments(node, info(node).type, setting.mesh), ()
             node.target, info(node).joint = kernel.function, factor
             continue
         info(node).start_of = rule, strategy, factor

@@ -17,7 +17,7 @@ import pkgutil
 
 from autopar.strategies.kernels import KERNELS, Expansion, Kernel
 from autopar.strategies.language import Pattern, parse
-from autopar.strategies.local import localize_arguments, piece_call
+from autopar.strategies.local import joint_arguments, localize_arguments, piece_call
 from autopar.strategies.observed import observed_rule
 from autopar.strategies.registry import (
     Call,
@@ -51,6 +51,7 @@ __all__ = [
     "Strategy",
     "Traits",
     "has_rule",
+    "joint_arguments",
     "localize_arguments",
     "observed_rule",
     "parse",

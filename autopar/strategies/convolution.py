@@ -74,8 +74,6 @@ def _halos(
     call: Call, transposed: bool, reaches: Sequence[tuple[int, int, int] | None]
 ) -> dict[str, Joint]:
     """Space can be cut where each rank gets the rows beside its own."""
-    if transposed and call["groups"] > 1:
-        return {}
     kernel = "cut_transposed_convolution" if transposed else "cut_convolution"
     weights = len(call.inputs) - 1
     return {

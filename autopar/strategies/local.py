@@ -52,6 +52,14 @@ def localize_arguments(
     return tuple(args), kwargs
 
 
+def joint_arguments(node: fx.Node, types: Types, mesh: Mesh) -> dict[str, Any]:
+    """Those of a call that ranks carry out together, by name. What a piece has others of, as counts
+    of channels, is the same on all ranks: such dims are cut evenly."""
+    args, kwargs = localize_arguments(node, types, mesh, 0)
+    given = Call(node).arguments
+    return {**given, **dict(zip(given, args)), **kwargs}
+
+
 def piece_call(
     node: fx.Node,
     rule: Rule | None,

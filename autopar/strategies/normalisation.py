@@ -20,6 +20,7 @@ from autopar.strategies.kernels import (
 )
 from autopar.strategies.registry import Call, Traits, register_rule
 from autopar.strategies.rule import Dim, Extra, Rule, Saved, broadcast, names
+from autopar.strategies.strategy import Joint
 
 
 def statistics_dtype(call: Call) -> torch.dtype:
@@ -50,6 +51,7 @@ def _group_norm(call: Call) -> Rule:
     dims: list[Dim] = [("n",), ("g", "c"), *space]
     parameters: list[list[Dim]] = [[("g", "c")]] * (len(call.shapes) - 1)
     statistics = (Extra((("n",), ("g",)), statistics_dtype(call)),) * 2
+    beside = (None,) * len(parameters)
     return call.rule(
         [dims, *parameters],
         dims,
@@ -58,6 +60,10 @@ def _group_norm(call: Call) -> Rule:
         flops=5.0 * call.outputs[0].numel(),
         even=frozenset("g"),
         saved=Saved((0, *((1,) if parameters else ())), extra=statistics),
+        joints={
+            f"space{dim[0][1:]}": Joint("cut_group_norm", (dim[0], *beside), (dim[0],))
+            for dim in space
+        },
     )
 
 

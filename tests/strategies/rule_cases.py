@@ -331,6 +331,7 @@ case(
     "conv_transpose2d.input", t(1, 2, 5, 7), t(2, 2, 3, 2), t(2), [2, 3], [1, 0], [1, 2], 1, [1, 1]
 )
 case("conv_transpose1d.default", t(1, 2, 4), t(2, 2, 2), None, [4])
+case("conv_transpose1d.default", t(1, 4, 5), t(4, 2, 3), t(4), [2], [0], [0], 2)
 case("max_pool2d.default", t(1, 2, 7, 9), [3, 3], [2, 2], [1, 1])
 case("max_pool1d.default", t(2, 9), [2], [2], [0], [3])
 case("avg_pool2d.default", t(1, 2, 7, 9), [3, 3], [2, 2], [1, 1])
@@ -368,6 +369,7 @@ case(kernels.rms_norm, t(5, 3, 4), [4], t(4), 1e-6)
 case(kernels.rms_norm, t(5, 3, 4), [3, 4])
 case("group_norm.default", t(5, 8, 3), 4, t(8), t(8))
 case("group_norm.default", t(5, 6, 2, 2), 2)
+case("group_norm.default", t(1, 4, 5, 3), 2, t(4), t(4))
 case("instance_norm.default", t(5, 4, 3), t(4), t(4), None, None, True, 0.1, 1e-5, False)
 case("instance_norm.default", t(5, 4, 3, 2), None, None, None, None, True, 0.1, 1e-5, False)
 case("batch_norm.default", t(5, 4, 3), t(4), t(4), t(4), u(4), False, 0.1, 1e-5, False,

@@ -18,9 +18,9 @@ from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
 from autopar.strategies import (
     KERNELS,
-    Call,
     Rule,
     Strategy,
+    joint_arguments,
     localize_arguments,
     piece_call,
     rule_of,
@@ -199,13 +199,18 @@ class Reference:
         name, kernel = self.rule.kernel(strategy)  # type: ignore[misc]
         joint, axes = KERNELS[kernel].joint, strategy.by_factor[name]
         assert joint is not None
+        types = tuple(
+            TensorType(tuple(value.shape), value.dtype, layout)
+            for value, layout in zip(self.outputs, self.rule.signature(strategy).outputs)
+        )
+        arguments = joint_arguments(self.node, types, mesh)
         groups, calls = [], []
         for rank, leaves in enumerate(local):
             members = next(group for group in mesh.groups(axes) if rank in group)
             pieces = self.rule.pieces(name, strategy, mesh, members)
             groups.append(Group(len(members), members.index(rank), pieces))
             values = dict(zip(self.nodes, leaves))
-            calls.append(fx.map_arg(Call(self.node).arguments, lambda n: values[n]))  # noqa: B023
+            calls.append(fx.map_arg(arguments, lambda n: values[n]))  # noqa: B023
         outputs = joined(joint, groups, in_groups(mesh.groups(axes)), calls)
         if not any(slopes):
             return outputs, []

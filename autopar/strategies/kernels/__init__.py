@@ -42,6 +42,7 @@ from autopar.strategies.kernels.batch_statistics import (
 )
 from autopar.strategies.kernels.causal import cut_causal_attention
 from autopar.strategies.kernels.experts import EXPERTS
+from autopar.strategies.kernels.group_statistics import GROUP_NORM
 from autopar.strategies.kernels.halo import HALOS
 from autopar.strategies.kernels.lookup import cut_embedding
 from autopar.strategies.kernels.losses import (
@@ -109,7 +110,7 @@ KERNELS = {
         Kernel.of_all(GATHERED),
         Kernel.of_all(SCATTERED),
         Kernel.of_all(ROUTED),
-        *map(Kernel.of_all, HALOS),
+        *map(Kernel.of_all, (*HALOS, GROUP_NORM)),
     )
 }
 

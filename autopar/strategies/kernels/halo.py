@@ -193,29 +193,27 @@ def _convolution(at: int, arguments: Mapping[str, Any]) -> Window:
         reach = dilation[at] * (weight.shape[at + 2] - 1) + 1
         return piece[0] * stride[at] - padding[at], (piece[1] - 1) * stride[at] + reach
 
-    def settings(rows: Tensor) -> tuple[Any, ...]:
-        groups = rows.shape[-space - 1] // weight.shape[1]
-        return stride, beside, dilation, False, [0] * space, groups
+    settings = stride, beside, dilation, False, [0] * space, arguments["groups"]
 
     def run(rows: Tensor, piece: Piece) -> Tensor:
-        return _convolved(rows, weight, bias, settings(rows))
+        return _convolved(rows, weight, bias, settings)
 
     def back(rows: Tensor, piece: Piece, grad: Tensor, needs: Sequence[bool]) -> Gradients:
         shape = None if bias is None else list(bias.shape)
-        return _convolution_back(grad, rows, weight, shape, settings(rows), needs)
+        return _convolution_back(grad, rows, weight, shape, settings, needs)
 
     return Window(at - space, read, run, back=back)
 
 
 def _transposed(at: int, arguments: Mapping[str, Any]) -> Window:
-    """Of one group. An output row reads the rows whose kernels reach it."""
+    """An output row reads the rows whose kernels reach it."""
     weight, bias = arguments["weight"], arguments["bias"]
     space = weight.ndim - 2
     stride, padding, dilation = _geometry(arguments, space)
     beside = _without(padding, at)
     more = _without(_each(arguments["output_padding"], space, 0), at)
     reach, dim = dilation[at] * (weight.shape[at + 2] - 1), at - space
-    settings = stride, beside, dilation, True, more, 1
+    settings = stride, beside, dilation, True, more, arguments["groups"]
 
     def read(piece: Piece) -> Piece:
         first = -((reach - piece[0] - padding[at]) // stride[at])
