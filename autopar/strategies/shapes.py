@@ -18,6 +18,7 @@ import torch
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import Call, Traits, aten, register_rule, shape_of_piece
 from autopar.strategies.rule import Dim, Extra, Rule, Saved, broadcast, names
+from autopar.strategies.strategy import Joint
 
 FIRST = ((0,),)  # the first input may be a partial sum
 
@@ -43,6 +44,15 @@ def same_dims(call: Call, whole: Iterable[int], **options: Any) -> Rule:
 def along(call: Call, **options: Any) -> Rule:
     """The dims that an argument numbers stay whole."""
     return same_dims(call, call.dims(), **options)
+
+
+def _cumsum(call: Call) -> Rule:
+    """A dim in pieces begins with the totals of those before."""
+    rule, dims = along(call), call.dims()
+    if not dims or not rule.inputs[0][dims[0]]:
+        return rule
+    cut = rule.inputs[0][dims[0]]
+    return replace(rule, joints={"carry": Joint("cut_cumsum", cut, cut, beside=1)})
 
 
 def _reshape(call: Call) -> Rule:
@@ -330,7 +340,8 @@ register_rule("aten.cat", _concatenate)
 register_rule("aten.diff", partial(_concatenate, flops=None))
 register_rule("aten.stack", _stack)
 register_rule(aten("pad constant_pad_nd"), _pad)
-register_rule(aten("cumsum flip roll"), along)
+register_rule("aten.cumsum", _cumsum)
+register_rule(aten("flip roll"), along)
 register_rule(
     aten("argsort cumprod logcumsumexp"), partial(along, passes=(), saved=Saved((0,), output=True))
 )

@@ -59,6 +59,7 @@ from autopar.strategies.kernels.nothing import no_results, nothing
 from autopar.strategies.kernels.products import GATHERED, SCATTERED
 from autopar.strategies.kernels.root_mean_square import rms_norm
 from autopar.strategies.kernels.routed_experts import ROUTED
+from autopar.strategies.kernels.scans import CUMSUM
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -110,7 +111,7 @@ KERNELS = {
         Kernel.of_all(GATHERED),
         Kernel.of_all(SCATTERED),
         Kernel.of_all(ROUTED),
-        *map(Kernel.of_all, (*HALOS, GROUP_NORM)),
+        *map(Kernel.of_all, (*HALOS, GROUP_NORM, CUMSUM)),
     )
 }
 

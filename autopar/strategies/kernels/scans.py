@@ -1,0 +1,42 @@
+"""Cumulative sums along a dim in pieces: each rank begins with the totals of those before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from autopar.collectives.together import Gather, Group, JointKernel, Steps, Traffic
+
+
+def cut_cumsum(group: Group, self: Tensor, dim: int, dtype: torch.dtype | None = None) -> Steps:
+    """One's own sums, and what all ranks before have in total."""
+    totals = yield (yield Gather(self.sum(dim, keepdim=True, dtype=dtype)))
+    out = self.cumsum(dim, dtype=dtype)
+    for total in totals[: group.index]:
+        out += total
+    return (out,), (), (dim, self.dtype)
+
+
+def cut_cumsum_backward(
+    group: Group, saved: Sequence[Tensor], rest: tuple[int, torch.dtype], grad: Tensor
+) -> Steps:
+    """Each element is in all sums from its own on."""
+    dim, dtype = rest
+    totals = yield (yield Gather(grad.sum(dim, keepdim=True)))
+    found = grad.flip(dim).cumsum(dim).flip(dim)
+    for total in totals[group.index + 1 :]:
+        found += total
+    return (found.to(dtype),)
+
+
+def _traffic(
+    count: int, inputs: Sequence[float], outputs: Sequence[float], needs: Sequence[bool]
+) -> Traffic:
+    """One row of each rank."""
+    once = (("all_gather", count * inputs[0]),)
+    return Traffic(once, once, (1, 1))
+
+
+CUMSUM = JointKernel(cut_cumsum, cut_cumsum_backward, _traffic)
