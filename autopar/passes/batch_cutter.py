@@ -304,7 +304,10 @@ class Cutter:
     ) -> None:
         found = {**self.copies, **self.read}
         new_args, new_kwargs = fx.map_arg((args, kwargs), found.__getitem__)
-        copy = self.graph.create_node("call_function", node.target, new_args, new_kwargs, node.name)
+        # A shape in place of its own arguments is that of a reshape.
+        is_reshape = traits_of(node).as_reshape and args is not node.args
+        target = torch.ops.aten.reshape.default if is_reshape else node.target
+        copy = self.graph.create_node("call_function", target, new_args, new_kwargs, node.name)
         copy.meta = dict(node.meta)
         parts = tuple(map(self._part, info(node).values, given))
         info(copy).update(val=parts if has_results(node) else parts[0])

@@ -310,6 +310,16 @@ def test_a_counter_of_steps_counts_steps(scaled, options):
     assert module.steps == STEPS
 
 
+def in_parts(y, x, w):
+    first, second = y.unflatten(-1, (2, 2)).unsqueeze(0).transpose(0, -2).squeeze(-2)
+    return (first * second).sum()
+
+
+def test_a_micro_batch_is_a_program_of_its_own():
+    model, x = Head(in_parts).double(), torch.randn(8, 4, dtype=torch.float64)
+    assert ap.verify(model, (x,), mesh=ap.Mesh(dp=2), microbatches=2, mode="propagate").ok
+
+
 def test_a_share_of_several_parts_comes_back_where_it_was():
     model, x = Head(lambda y, x, w: (y.sum(), y)), torch.arange(48.0).view(12, 4)
     captured = capture(model, (x,), {})
