@@ -6,7 +6,6 @@ Of several right sides each is solved on its own: their columns are cut as well.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -58,11 +57,13 @@ TABLE = {
 }
 
 
-def cubic(sizes: Mapping[str, int]) -> float:
-    """The FLOPs of a decomposition: each matrix takes the product of its three largest sizes."""
-    own = sorted(size for name, size in sizes.items() if not _of_batch(name))
-    batch = (size for name, size in sizes.items() if _of_batch(name))
-    return float(math.prod(batch) * math.prod(own[-3:]))
+def cubic(rule: Rule) -> Rule:
+    """With the FLOPs of a decomposition: those of a product of its three largest sizes, and of two
+    for its gradient."""
+    own = sorted(size for name, size in rule.sizes.items() if not _of_batch(name))
+    batch = (size for name, size in rule.sizes.items() if _of_batch(name))
+    flops = 2.0 * math.prod(batch) * math.prod(own[-3:])
+    return replace(rule, flops=flops, backward_flops=2 * flops, product=True)
 
 
 def _of_batch(name: str) -> bool:
@@ -74,7 +75,7 @@ def _of_matrices(call: Call, line: Pattern, **options: Any) -> Rule | None:
     for dims, value in zip(line.outputs, call.outputs):
         if value.dim() < len(dims) - 1:
             return None
-    return call.parse(line, flops=cubic, **options)
+    return cubic(call.parse(line, **options))
 
 
 def _solved(call: Call) -> Rule:
@@ -84,7 +85,7 @@ def _solved(call: Call) -> Rule:
     side = "n!" if is_vector else "n! q" if call["left"] else "q n!"
     infos = ", ..." * (len(call.outputs) - 1)
     line = Pattern.read(f"... n! m!, ... {side} -> ... {side}{infos}")
-    rule = call.parse(line, flops=cubic, passes=[(1,)])
+    rule = cubic(call.parse(line, passes=[(1,)]))
     factors = Extra(rule.inputs[0]), Extra(rule.inputs[0][:-1], torch.int32)
     return replace(rule, saved=Saved((0,), output=True, extra=factors))
 
@@ -96,7 +97,7 @@ def _solved_by_factors(call: Call) -> Rule:
         line, kept = f"... n! m!, ... n!, ... {side} -> ... {side}", "0 1 output"
     else:
         line, kept = f"... n! m!, ... {side} -> ... {side}", "0 output"
-    return call.parse(line, flops=cubic, saved=kept, passes=[(len(call.shapes) - 1,)])
+    return cubic(call.parse(line, saved=kept, passes=[(len(call.shapes) - 1,)]))
 
 
 for _line, _operators in TABLE.items():
