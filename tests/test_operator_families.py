@@ -82,6 +82,10 @@ def varied(x: Tensor, target: Tensor, up: nn.Module, loss: nn.Module) -> Tensor:
     return loss(up(x), target, up(x).square() * target.abs())
 
 
+def uneven(ids: Tensor, starts: Tensor, bags: nn.Module, down: nn.Module) -> Tensor:
+    return down(bags(ids.flatten(), starts)).square().mean()
+
+
 IDS = torch.randint(7, (8, 3), generator=torch.Generator().manual_seed(0))
 TARGETS = torch.tensor([0, 4, 2, -100, 3, 3, 1, 2])
 
@@ -137,13 +141,20 @@ WAYS: dict[str, Any] = {
     "auto": {"mesh": ap.Mesh(x=2, y=2), "mode": "auto"},
     "stages": {"mesh": ap.Mesh(pp=2, dp=2), "mode": "data", "microbatches": 4},
 }
+# Bags of any length have no rows: only the columns of their table are cut.
+UNEVEN = (
+    lambda: Of(uneven, bags=nn.EmbeddingBag(7, 4, mode="max"), down=nn.Linear(4, 3)),
+    (IDS, torch.tensor([0, 2, 2, 9])),
+)
 OF_ALL = "data", "auto"
 
 
-@pytest.mark.parametrize(("name", "way"), [*product(MODELS, OF_ALL), ("classes", "stages")])
+@pytest.mark.parametrize(
+    ("name", "way"), [*product(MODELS, OF_ALL), ("classes", "stages"), ("uneven bags", "auto")]
+)
 def test_a_step_is_that_of_one_device(name: str, way: str) -> None:
     torch.manual_seed(0)
-    build, given = MODELS[name]
+    build, given = (MODELS | {"uneven bags": UNEVEN})[name]
     model = build()
     expected = model(*given)
     expected.backward()

@@ -36,7 +36,7 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
     cleanup.slopes_are_drawn_in_training_alone,
     norms.rms_norms,
     norms.batch_norms,  # makes writes to buffers visible, so it precedes functionalise
-    bags.equal_bags_are_rows,
+    bags.bags_are_one_result,
     losses.chunked_products_are_whole,
     parts.composites_are_their_parts,  # some change what they are given
     tuples.split_into_slices,  # views as well

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from autopar.strategies.kernels import count_classes, count_targets, cross_entropy, ctc_losses
+import torch
+
+from autopar.strategies.kernels import (
+    bags_of_rows,
+    count_classes,
+    count_targets,
+    cross_entropy,
+    ctc_losses,
+)
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import Call, Traits, aten, register_rule
 from autopar.strategies.rule import Extra, Rule, Saved, names
@@ -22,6 +30,18 @@ def _embedding(call: Call) -> Rule:
         flops=0.0,
         saved="1",
     )
+
+
+def _bags(call: Call) -> Rule:
+    """Bags of any length: a column of the table is one of the bags. Kept is the bag of each row,
+    but of sums that a CPU takes in few digits, and of each bag its size and what it is made of."""
+    given, mode = call.outputs[0], call["mode"]
+    quick = mode == 0 and given.device.type == "cpu" and given.dtype is not torch.float64
+    kept = ["b", "b e" if mode == 2 else "b", *([] if quick else ["i", ""])]
+    kept += [""] * call["include_last_offset"]
+    extra = ", ".join(f"int64: {dims}" for dims in kept)
+    saved = "1 2" if call["per_sample_weights"] is None else "0 1 2 3"
+    return call.parse("v! e, i!, o!, i! -> b! e", saved=saved, extra=extra, flops=0.0)
 
 
 def _pointwise_loss(call: Call, absolute: bool = False) -> Rule:
@@ -112,6 +132,7 @@ def _class_loss(call: Call) -> Rule:
 
 
 register_rule("aten.embedding", _embedding)
+register_rule(bags_of_rows, _bags)
 register_rule(cross_entropy, _cross_entropy)
 register_rule(count_targets, "...+, v! -> ")
 register_rule(count_classes, "... -> v!", traits=Traits(counts=True))

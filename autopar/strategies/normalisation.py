@@ -72,6 +72,27 @@ def _groups_of_piece(call: Call, shape: Sequence[int]) -> int:
     return groups if groups == 1 else shape[1] * groups // call.shape[1]
 
 
+def _with_statistics(call: Call) -> Rule:
+    """Group norm that gives its means and deviations, too; sizes are arguments."""
+    space = names(len(call.shape) - 2, "x")
+    dims: list[Dim] = [("n",), ("g", "c"), *space]
+    parameters: list[list[Dim]] = [[("g", "c")]] * (len(call.shapes) - 1)
+    statistics: list[Dim] = [("n",), ("g",)]
+    return call.rule(
+        [dims, *parameters],
+        dims,
+        {"g": call["group"]},
+        more=[statistics, statistics],
+        whole=["c", *space],
+        flops=5.0 * call.outputs[0].numel(),
+        even=frozenset("g"),
+        saved=Saved(
+            (0, *((1,) if 1 in call.slots else ())),
+            extra=(Extra(tuple(statistics), statistics_dtype(call)),) * 2,
+        ),
+    )
+
+
 def _weight_norm(call: Call) -> Rule:
     """A weight scaled to given norms, one for each index of `dim`, or one for all if it is -1."""
     one_for_all = call["dim"] == -1
@@ -107,6 +128,17 @@ register_rule("aten.native_layer_norm", _over_last_dims)
 register_rule(rms_norm, partial(_over_last_dims, stats=1))
 register_rule(
     "aten.group_norm", _group_norm, traits=Traits(of_piece={"num_groups": _groups_of_piece})
+)
+register_rule(
+    "aten.native_group_norm",
+    _with_statistics,
+    traits=Traits(
+        of_piece={
+            "N": lambda call, shape: shape[0],
+            "C": lambda call, shape: shape[1],
+            "group": lambda call, shape: call["group"] * shape[1] // max(call.shape[1], 1),
+        }
+    ),
 )
 register_rule("aten.batch_norm", _batch_norm)
 register_rule("aten._weight_norm", _weight_norm)

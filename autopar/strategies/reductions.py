@@ -49,7 +49,7 @@ register_rule(
 register_rule(aten("argmax argmin any all"), _reduction)
 register_rule(aten("median nanmedian mode kthvalue"), _with_places)
 register_rule(
-    aten("softmax log_softmax _softmax _log_softmax"),
+    aten("softmax log_softmax _softmax _log_softmax _safe_softmax"),
     partial(along, passes=(), flops=None, saved=Saved(output=True)),
     traits=Traits(leading="dim"),
 )

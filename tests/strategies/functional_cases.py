@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from autopar.strategies import kernels
 from tests.strategies.case_book import case, i, t, u
 
 # shapes
@@ -80,3 +81,13 @@ case("grid_sampler_3d.default", t(5, 2, 3, 3, 3), t(5, 2, 2, 4, 3), 0, 0, False)
 case("affine_grid_generator.default", t(5, 2, 3), [5, 4, 3, 6], False)
 case("affine_grid_generator.default", t(5, 3, 4), [5, 4, 3, 6, 2], True)
 case("_prelu_kernel.default", t(5, 4, 3), u(1, 4, 1))
+
+# norms and bags
+case("native_group_norm.default", t(5, 8, 3), t(8), t(8), 5, 8, 3, 4, 1e-5)
+case("native_group_norm.default", t(5, 6, 2, 2), None, None, 5, 6, 4, 2, 1e-5)
+case("_safe_softmax.default", t(5, 4), 1)
+_ids, _starts = i(7, 8), torch.tensor([0, 3, 3, 5])
+for _mode in range(3):
+    case(kernels.bags_of_rows, t(7, 4), _ids, _starts, False, _mode)
+case(kernels.bags_of_rows, t(7, 4), _ids, _starts, False, 0, False, t(8))
+case(kernels.bags_of_rows, t(7, 4), _ids, _starts, True, 1, False, None, True, 2)

@@ -2,7 +2,7 @@
 
     embedding_bag(table, ids, arange(0, 12, 3))    ->    embedding(table, ids.view(4, 3)).sum(1)
 
-So the samples can be cut, which bags of any length cannot.
+So the samples can be cut; of bags of any length only the columns of the table can.
 """
 
 from __future__ import annotations
@@ -14,22 +14,26 @@ import torch
 from torch import fx
 
 from autopar.capture.graph_builder import GraphBuilder, Site, shape_of
+from autopar.strategies.kernels import bags_of_rows
 
 aten = torch.ops.aten
 SUM, MEAN, MAX = 0, 1, 2  # torch's numbers for the mode
 
 
-def equal_bags_are_rows(builder: GraphBuilder) -> None:
-    """Where nothing but the bags is used, and all have one length."""
+def bags_are_one_result(builder: GraphBuilder) -> None:
+    """Where nothing but the bags is used, it is one result; and rows if all have one length."""
     for node in builder.calls(aten.embedding_bag):
         call = Site(builder, node)
         length = _length(call)
         is_bag = not any(user.users for user in node.users if user.args[1] != 0)
         is_plain = not call["scale_grad_by_freq"] and not call["sparse"]
         padded = call.get("padding_idx") is not None and call["mode"] == MAX
-        if length and is_bag and is_plain and not padded:
+        if is_bag:
             with builder.graph.inserting_before(node):
-                bags = _reduced(call, [shape_of(call["offsets"])[0], length])
+                if length and is_plain and not padded:
+                    bags = _reduced(call, [shape_of(call["offsets"])[0], length])
+                else:
+                    bags = call.make(bags_of_rows, *call.arguments.values())
             for user in list(node.users):
                 builder.substitute(user, bags)
             builder.graph.erase_node(node)

@@ -20,8 +20,8 @@ along v, runs another function. There are three kinds:
 
 Besides, plain functions that capture puts into graphs: `batch_sums`, `batch_normalize`,
 `running_mean`, `running_var`, `rms_norm`, `cross_entropy`, `count_targets`, `count_classes`,
-`ctc_losses`. Kernels work on empty pieces; of every other operator a rank without elements runs
-`nothing`.
+`ctc_losses`, `bags_of_rows`. Kernels work on empty pieces; of every other operator a rank without
+elements runs `nothing`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from autopar.strategies.kernels.causal import cut_causal_attention
 from autopar.strategies.kernels.experts import EXPERTS
 from autopar.strategies.kernels.group_statistics import GROUP_NORM
 from autopar.strategies.kernels.halo import HALOS
-from autopar.strategies.kernels.lookup import cut_embedding
+from autopar.strategies.kernels.lookup import bags_of_rows, cut_embedding
 from autopar.strategies.kernels.losses import (
     COLUMNS,
     count_classes,
@@ -119,6 +119,7 @@ __all__ = [
     "KERNELS",
     "Expansion",
     "Kernel",
+    "bags_of_rows",
     "batch_normalize",
     "batch_sums",
     "count_classes",

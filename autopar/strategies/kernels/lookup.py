@@ -1,4 +1,4 @@
-"""Embedding with the rows of the table cut: each rank looks up the rows that it has."""
+"""Embedding with the rows of the table cut, where each rank looks up those it has; and in bags."""
 
 from __future__ import annotations
 
@@ -29,3 +29,20 @@ def cut_embedding(
     padding = padding_idx - start if start <= padding_idx < start + rows else -1
     found = torch.embedding(weight, local.masked_fill(outside, 0), padding)
     return found.masked_fill(outside.unsqueeze(-1), 0)
+
+
+def bags_of_rows(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """What `embedding_bag` gives first: the sum, mean or maximum of the rows of each bag."""
+    ends = per_sample_weights, include_last_offset, padding_idx
+    options = scale_grad_by_freq, mode, sparse, *ends
+    return torch.ops.aten.embedding_bag.padding_idx(weight, indices, offsets, *options)[0]
