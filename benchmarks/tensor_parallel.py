@@ -11,6 +11,8 @@ and rewriting take is apart from it.
     tensor parallel   autopar (annotated Megatron), by_hand (f and g), dtensor (parallelize_module)
     reductions        autopar, waiting (autopar, gradients of weights after reductions): the same
                       plan, and with the residual cut along the sequence
+    products          autopar with its rows cut along the sequence, by collectives, and by products
+                      in steps around the axis (gathers, scatters, both), by_hand
     data parallel     autopar (mode="data"), ddp, ddp_views (gradient_as_bucket_view=True)
 """
 
@@ -22,8 +24,10 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -41,6 +45,7 @@ from torch.nn.parallel import DistributedDataParallel
 import autopar as ap
 from autopar import passes
 from autopar.passes.reductions import hide_reductions
+from autopar.strategies import Strategy
 from benchmarks.gpt import GPT, Sizes, batch, gpt
 from benchmarks.megatron import by_hand
 
@@ -94,12 +99,26 @@ def as_dtensors(model: GPT) -> nn.Module:
     return model
 
 
+def around_the_axis(plan: ap.Plan, factors: Mapping[str, str]) -> ap.Plan:
+    """The same with products in steps, by the factor that `tp` cuts now."""
+    joints = {Strategy.of(**{factor: "tp"}): name for factor, name in factors.items()}
+    strategies = {
+        name: Strategy.of(**{joints[strategy]: "tp"}) if strategy in joints else strategy
+        for name, strategy in plan.decisions.strategies.items()
+    }
+    return replace(plan, decisions=replace(plan.decisions, strategies=strategies))
+
+
 def autopar_steps(
-    sizes: Sizes, optimizer: bool, model: GPT, **options: Any
+    sizes: Sizes,
+    optimizer: bool,
+    model: GPT,
+    around: Mapping[str, str] = MappingProxyType({}),
+    **options: Any,
 ) -> tuple[Step, dict[str, float]]:
     """A step by autopar, and the seconds that planning and the rest of the road took."""
     start = time.perf_counter()
-    plan = ap.plan(model, batch(sizes), **options)
+    plan = around_the_axis(ap.plan(model, batch(sizes), **options), around)
     planned = time.perf_counter()
     program = plan.program
     rewritten = time.perf_counter()
@@ -222,13 +241,32 @@ def tensor_parallel(sizes: Sizes, rounds: int, optimizer: bool) -> None:
 
 def reductions(sizes: Sizes, rounds: int, optimizer: bool) -> None:
     """Reductions beside the gradients of weights against reductions before them."""
-    options = {"mesh": ap.Mesh(tp=dist.get_world_size()), "mode": "propagate"}
+    options: dict[str, Any] = {"mesh": ap.Mesh(tp=dist.get_world_size()), "mode": "propagate"}
     for kind, shard in (("reduced", annotated), ("scattered", along_sequence)):
         own, road = autopar_steps(sizes, optimizer, shard(gpt(sizes)), **options)
         with reductions_first():
             other, _ = autopar_steps(sizes, optimizer, shard(gpt(sizes)), **options)
             other()
         report(kind, sizes, {"autopar": own, "waiting": other}, rounds, road)
+
+
+def products(sizes: Sizes, rounds: int, optimizer: bool) -> None:
+    """Products in steps around the axis against collectives before and after them."""
+    ids, labels = batch(sizes)
+    mesh = ap.Mesh(tp=dist.get_world_size())
+    ways: dict[str, dict[str, str]] = {
+        "autopar": {},
+        "gathers": {"o": "gather"},
+        "scatters": {"i": "scatter"},
+        "both": {"o": "gather", "i": "scatter"},
+    }
+    steps = {}
+    for name, around in ways.items():
+        model = along_sequence(gpt(sizes))
+        about: dict[str, Any] = {"mesh": mesh, "mode": "propagate"}
+        steps[name], _ = autopar_steps(sizes, optimizer, model, around, **about)
+    steps["by_hand"] = torch_step(by_hand(gpt(sizes)), ids, labels, optimizer)
+    report("products", sizes, steps, rounds, {})
 
 
 def data_parallel(sizes: Sizes, rounds: int, optimizer: bool) -> None:
@@ -252,7 +290,7 @@ def main() -> None:
     parser.add_argument("--optimizer", action="store_true", help="time a step of AdamW as well")
     parser.add_argument("--hidden", type=int, help="only the case of this size")
     parser.add_argument(
-        "--kind", choices=("tensor", "reductions", "data"), help="only this comparison"
+        "--kind", choices=("tensor", "reductions", "products", "data"), help="only this comparison"
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -263,6 +301,8 @@ def main() -> None:
                 tensor_parallel(sizes, arguments.rounds, arguments.optimizer)
             if arguments.kind in (None, "reductions"):
                 reductions(sizes, arguments.rounds, arguments.optimizer)
+            if arguments.kind in (None, "products"):
+                products(sizes, arguments.rounds, arguments.optimizer)
             if arguments.kind in (None, "data"):
                 data_parallel(sizes, arguments.rounds, arguments.optimizer)
     dist.destroy_process_group()
