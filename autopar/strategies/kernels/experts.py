@@ -153,11 +153,25 @@ def _products(
     rows: Tensor, matrices: Tensor, sizes: Sequence[int], bias: Tensor | None = None
 ) -> Tensor:
     """The rows of each expert times its matrix, [e, i, o]."""
-    pieces = zip(rows.split(sizes) if sizes else (), matrices.unbind())
-    products = [piece @ matrix for piece, matrix in pieces]
-    if bias is not None:
-        products = [product + vector for product, vector in zip(products, bias.unbind())]
-    return torch.cat(products) if products else rows.new_zeros(0, matrices.shape[-1])
+    biases = [None] * len(sizes) if bias is None else bias.unbind()
+    calls = [*zip(rows.split(sizes), matrices.unbind(), biases)] if sizes else []
+    if not calls:
+        return rows.new_zeros(0, matrices.shape[-1])
+    if torch.is_grad_enabled():
+        return torch.cat([_product(*call) for call in calls])
+    out = rows.new_empty(len(rows), matrices.shape[-1])
+    for call, into in zip(calls, out.split(sizes)):
+        if len(into):
+            _product(*call, out=into)
+    return out
+
+
+def _product(
+    rows: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor | None = None
+) -> Tensor:
+    if bias is None:
+        return torch.mm(rows, matrix, out=out)
+    return torch.addmm(bias, rows, matrix, out=out)
 
 
 def _products_of_rows(one: Tensor, other: Tensor, sizes: Sequence[int]) -> Tensor:
