@@ -132,6 +132,7 @@ register_rule(VIEWS, "... -> ...", passes="all", cost=0, traits=Traits(view=True
 register_rule([*COMPARISONS, *POLYNOMIALS, *DIVISORS], "..., ... -> ...")
 register_rule(aten("isclose heaviside"), "..., ... -> ...")
 register_rule(PAIRS, "..., ... -> ...", saved="0 1")
+register_rule("aten.native_dropout_backward", "..., ... -> ...", passes=[(0,)], saved="0 1")
 register_rule("aten._prelu_kernel", "..., ... -> ...", saved="0 1")
 register_rule(aten("nextafter igamma igammac special_zeta"), "..., ... -> ...", saved="0 1")
 register_rule("aten.copysign", "..., ... -> ...", saved="0 output")

@@ -37,6 +37,12 @@ def _with_places(call: Call) -> Rule:
     return replace(rule, saved=Saved(extra=(Extra(rule.outputs[1], torch.int64),)))
 
 
+def _slope_of_softmax(call: Call) -> Rule:
+    """Of what backward reads besides, its output, the dim is whole as well."""
+    dims, dim = names(len(call.shape)), call.dim(call["dim"])
+    return call.rule([dims, dims], dims, whole=dims[dim], saved=Saved((0, 1)))
+
+
 register_rule("aten.sum", partial(_reduction, summed=True, passes=FIRST))
 register_rule("aten.nansum", partial(_reduction, summed=True, saved=Saved((0,))))
 register_rule("aten.count_nonzero", partial(_reduction, summed=True))
@@ -53,3 +59,4 @@ register_rule(
     partial(along, passes=(), flops=None, saved=Saved(output=True)),
     traits=Traits(leading="dim"),
 )
+register_rule(aten("_softmax_backward_data _log_softmax_backward_data"), _slope_of_softmax)

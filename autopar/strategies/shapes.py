@@ -239,11 +239,7 @@ def _pad(call: Call) -> Rule:
 
 def _values_and_places(call: Call, inputs: tuple[int, ...] = ()) -> Rule:
     """Values along one dim and where they stand: two results, of which backward keeps places."""
-    if len(call.shape) < len(call.shapes[0]):  # one of each row
-        dim, dims = call.dim(call["dim"]), names(len(call.shapes[0]))
-        rule = call.rule([dims], dims[:dim] + dims[dim + 1 :], whole=dims[dim])
-    else:
-        rule = along(call, passes=())
+    rule = along(call, passes=())
     return replace(rule, saved=Saved(inputs, extra=(Extra(rule.outputs[0], torch.int64),)))
 
 

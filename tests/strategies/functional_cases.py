@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from autopar.strategies import kernels
-from tests.strategies.case_book import case, i, t, u
+from tests.strategies.case_book import b, case, i, t, u
 
 # shapes
 case("diagonal.default", t(5, 4, 3))
@@ -91,3 +91,9 @@ for _mode in range(3):
     case(kernels.bags_of_rows, t(7, 4), _ids, _starts, False, _mode)
 case(kernels.bags_of_rows, t(7, 4), _ids, _starts, False, 0, False, t(8))
 case(kernels.bags_of_rows, t(7, 4), _ids, _starts, True, 1, False, None, True, 2)
+
+# backward of others, by hand
+_given = t(5, 4), t(5, 4).softmax(0), 0, torch.float64
+case("_softmax_backward_data.default", *_given)
+case("_log_softmax_backward_data.default", t(5, 4), t(5, 4).log_softmax(1), 1, torch.float64)
+case("native_dropout_backward.default", t(5, 4), b(5, 4), 2.0)
