@@ -206,10 +206,19 @@ class NodePrices:
 def _readers(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """The operators that read a value, moved or cast or as it is, each with what it reads."""
     for user in value.users:
-        if info(user).movement is not None or is_made_of_parameters(user):
+        is_between = is_made_of_parameters(user) and not _leaves_a_sum(user, value)
+        if info(user).movement is not None or is_between:
             yield from _readers(user)
         else:
             yield user, value
+
+
+def _leaves_a_sum(reader: fx.Node, value: fx.Node) -> bool:
+    """Whether one operator makes something of parameters whose gradients are summed before it."""
+    if copied_parameter(reader) is not None or info(reader).rule is None:
+        return False
+    wants = zip(tensor_inputs(reader), info(reader).wants)
+    return any(want.pending for read, want in wants if read is value)
 
 
 def _call_of(reader: fx.Node, value: fx.Node) -> tuple[tuple[Facts, Strategy], ...]:

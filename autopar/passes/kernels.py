@@ -19,7 +19,14 @@ from autopar.layout import Layout, Placement, TensorType
 from autopar.mesh import Mesh
 from autopar.passes.redistribution import insert_movement
 from autopar.passes.setting import Setting
-from autopar.strategies import KERNELS, Expansion, joint_arguments, piece_call, tensor_inputs
+from autopar.strategies import (
+    KERNELS,
+    Expansion,
+    joint_arguments,
+    piece_call,
+    placed_arguments,
+    tensor_inputs,
+)
 from autopar.strategies.node_info import info
 
 
@@ -60,7 +67,7 @@ def local_call(
     """What `rank`, which runs on `device`, calls for `node`; tensors still the nodes' own."""
     known = info(node)
     if known.joint is not None:
-        return joint_call(node, mesh, rank, alone), (), dict(node.kwargs)
+        return joint_call(node, mesh, rank, alone), (), arguments_of(node, mesh, rank)
     if known.start_of is None:
         function, args, kwargs = piece_call(
             node, known.rule, known.strategy, known.type, mesh, rank
@@ -91,6 +98,14 @@ def joint_call(
 
     together.__name__ = kernel.forward.__name__
     return together
+
+
+def arguments_of(node: fx.Node, mesh: Mesh, rank: int) -> dict[str, Any]:
+    """With what `rank` calls what it carries out with others."""
+    rule, strategy = info(node).rule, info(node).strategy
+    assert rule is not None
+    assert strategy is not None
+    return placed_arguments(node.kwargs, rule, strategy, mesh, rank)
 
 
 def joint_kernel(node: fx.Node) -> JointKernel:

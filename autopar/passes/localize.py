@@ -14,7 +14,7 @@ from torch import fx
 from autopar.collectives import operator_call
 from autopar.mesh import Mesh
 from autopar.passes.flow import part_of
-from autopar.passes.kernels import joint_axes, joint_call, local_call
+from autopar.passes.kernels import arguments_of, joint_axes, joint_call, local_call
 from autopar.strategies.node_info import info
 
 Axes = tuple[str, ...]
@@ -35,7 +35,9 @@ def localize(
             )
             node.args = (value, *arguments)
         elif info(node).joint is not None:
+            given = arguments_of(node, mesh, rank)
             node.target = joint_call(node, mesh, rank, name=group_name(joint_axes(node)))
+            node.kwargs = given
         elif node.op == "call_function":
             node.target, node.args, node.kwargs = local_call(node, mesh, rank, device)
     local.lint()

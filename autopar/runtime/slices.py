@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -79,10 +80,11 @@ class Slices:
     def placed(self, graph: fx.Graph) -> None:
         """What operators draw is that of samples of these slices."""
         for node in graph.nodes:
-            node.args = tuple(
-                given._replace(slices=self.parts) if isinstance(given, Place) else given
-                for given in node.args
-            )
+            node.args = tuple(map(self._placed, node.args))
+            node.kwargs = {name: self._placed(given) for name, given in node.kwargs.items()}
+
+    def _placed(self, given: Any) -> Any:
+        return given._replace(slices=self.parts) if isinstance(given, Place) else given
 
     def split(self, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """This rank's inputs of every micro-batch, from its slices."""

@@ -20,7 +20,13 @@ from autopar.collectives.together import in_groups, joined
 from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
 from autopar.passes import localize
-from autopar.passes.kernels import joint_axes, joint_group, joint_kernel, local_call
+from autopar.passes.kernels import (
+    arguments_of,
+    joint_axes,
+    joint_group,
+    joint_kernel,
+    local_call,
+)
 from autopar.pipeline.executor import InProcessTransport, run_together
 from autopar.pipeline.weight_halves import WeightHalves
 from autopar.pipeline.worker import Value, sum_in_order
@@ -189,11 +195,12 @@ class VirtualGraph:
         """A call that the ranks of a group carry out together."""
         kernel, ranks = joint_kernel(node), range(self.mesh.size)
         groups = [joint_group(node, self.mesh, rank) for rank in ranks]
+        given = [arguments_of(node, self.mesh, rank) for rank in ranks]
         drive = in_groups(self.mesh.groups(joint_axes(node)))
         is_one = not has_results(node)
 
         def run(values: Environment) -> Value:
-            calls = [fx.map_arg(node.kwargs, lambda v: values[v][rank]) for rank in ranks]  # noqa: B023
+            calls = [fx.map_arg(own, lambda v: values[v][rank]) for rank, own in enumerate(given)]  # noqa: B023
             found = joined(kernel, groups, drive, calls)
             return [outputs[0] if is_one else outputs for outputs in found]  # type: ignore[misc]
 

@@ -17,7 +17,12 @@ import pkgutil
 
 from autopar.strategies.kernels import KERNELS, Expansion, Kernel
 from autopar.strategies.language import Pattern, parse
-from autopar.strategies.local import joint_arguments, localize_arguments, piece_call
+from autopar.strategies.local import (
+    joint_arguments,
+    localize_arguments,
+    piece_call,
+    placed_arguments,
+)
 from autopar.strategies.observed import observed_rule
 from autopar.strategies.registry import (
     Call,
@@ -56,6 +61,7 @@ __all__ = [
     "observed_rule",
     "parse",
     "piece_call",
+    "placed_arguments",
     "register_rule",
     "registered",
     "rule_of",

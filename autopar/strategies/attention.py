@@ -1,7 +1,8 @@
-"""Scaled dot product attention: batch, heads and queries can be cut, keys stay whole.
+"""Scaled dot product attention: batch, heads and queries can be cut, keys with the queries.
 
-Causal attention with cut queries needs to know where its queries stand: a kernel. With grouped
-heads, the heads of the queries are (h g) for the h of keys and values, so that h can be cut.
+Causal attention with cut queries needs to know where its queries stand: a kernel. One axis that
+cuts queries, and keys with their values, is a ring (`kernels/ring.py`). With grouped heads, the
+heads of the queries are (h g) for the h of keys and values, so that h can be cut.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from autopar.strategies.kernels import dropped_attention
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import Call, register_rule
 from autopar.strategies.rule import NOTHING, Between, Dim, Extra, Rule, Saved, broadcast
+from autopar.strategies.strategy import Joint
 
 # Bytes of the passes that dropped attention makes over each weight, of 4 bytes: forward writes and
 # reads a score, takes its softmax, draws, and drops; backward does so again, and drops and scales
@@ -40,6 +42,13 @@ def _attention(call: Call) -> Rule:
     is_fused = "drawn" not in call.arguments
     if not is_fused:
         inputs.append([("key",)])
+    rings = {}
+    if not (is_fused and call["dropout_p"]):
+        is_shared = call["is_causal"] and query[-2] == key[-2]
+        cut = ["q", "k", "k", *("q" if ("q",) in dims else None for dims in inputs[3:])]
+        rings["ring"] = Joint(
+            "causal_ring_attention" if is_shared else "ring_attention", tuple(cut), ("q",)
+        )
     points = call.outputs[0].numel() // max(value[-1], 1) * key[-2]
     return call.rule(
         inputs,
@@ -47,6 +56,7 @@ def _attention(call: Call) -> Rule:
         sizes,
         whole=("k", "d", "e", "key"),
         kernels={"q": "cut_causal_attention"} if is_fused and call["is_causal"] else {},
+        joints=rings,
         flops=2.0 * points * (query[-1] + value[-1]),
         between=NOTHING if is_fused else DROPPED.times(points),
         product=True,

@@ -8,7 +8,7 @@ random numbers get the place where it starts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -60,6 +60,13 @@ def joint_arguments(node: fx.Node, types: Types, mesh: Mesh) -> dict[str, Any]:
     return {**given, **dict(zip(given, args)), **kwargs}
 
 
+def placed_arguments(
+    arguments: Mapping[str, Any], rule: Rule, strategy: Strategy, mesh: Mesh, rank: int
+) -> dict[str, Any]:
+    """The same on `rank`, for whose piece of what is drawn they have the place."""
+    return {name: _of_piece(a, rule, strategy, mesh, rank) for name, a in arguments.items()}
+
+
 def piece_call(
     node: fx.Node,
     rule: Rule | None,
@@ -84,11 +91,14 @@ def piece_call(
     function = torch.ops.aten.reshape.default if traits.as_reshape else node.target
     args, kwargs = localize_arguments(node, types, mesh, rank)
     if rule is not None and strategy is not None:
-        args = tuple(
-            place_of_piece(a, rule, strategy, mesh, rank) if isinstance(a, Place) else a
-            for a in args
-        )
+        args = tuple(_of_piece(a, rule, strategy, mesh, rank) for a in args)
     return function, args, kwargs  # type: ignore[return-value]
+
+
+def _of_piece(argument: Any, rule: Rule, strategy: Strategy, mesh: Mesh, rank: int) -> Any:
+    if isinstance(argument, Place):
+        return place_of_piece(argument, rule, strategy, mesh, rank)
+    return argument
 
 
 def place_of_piece(place: Place, rule: Rule, strategy: Strategy, mesh: Mesh, rank: int) -> Place:

@@ -23,6 +23,7 @@ from autopar.strategies import (
     joint_arguments,
     localize_arguments,
     piece_call,
+    placed_arguments,
     rule_of,
     tensor_inputs,
 )
@@ -210,7 +211,8 @@ class Reference:
             pieces = self.rule.pieces(name, strategy, mesh, members)
             groups.append(Group(len(members), members.index(rank), pieces))
             values = dict(zip(self.nodes, leaves))
-            calls.append(fx.map_arg(arguments, lambda n: values[n]))  # noqa: B023
+            own = placed_arguments(arguments, self.rule, strategy, mesh, rank)
+            calls.append(fx.map_arg(own, lambda n: values[n]))  # noqa: B023
         outputs = joined(joint, groups, in_groups(mesh.groups(axes)), calls)
         if not any(slopes):
             return outputs, []

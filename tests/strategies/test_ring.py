@@ -1,0 +1,241 @@
+"""Ring attention: the pieces of all members are the uncut operator, whatever they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopar.collectives.together import Group, Shift, Steps, in_lock_step
+from autopar.layout import chunk
+from autopar.strategies.kernels import blocks
+from autopar.strategies.kernels.blocks import Weights
+from autopar.strategies.kernels.draws import Place
+from autopar.strategies.kernels.dropped_attention import attention
+from autopar.strategies.kernels.ring import CAUSAL_RING, RING, Ring
+
+ROWS = ((8, 8), (7, 7), (5, 5), (6, 9), (9, 4), (1, 3), (1, 1))  # queries, keys
+HEADS = (  # of queries, keys and values, and whether they are grouped
+    ((2, 4), (2, 4), (2, 4), False),
+    ((2, 4), (2, 2), (2, 2), True),
+    ((1, 4), (2, 1), (2, 4), False),
+    ((3,), (3,), (3,), False),
+    ((), (), (), False),
+)
+
+
+def double(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+def pieces(size: int, count: int) -> tuple[tuple[int, int], ...]:
+    return tuple(chunk(size, count, index) for index in range(count))
+
+
+def cut(x: Tensor, count: int) -> list[Tensor]:
+    return [x.narrow(-2, *piece) for piece in pieces(x.shape[-2], count)]
+
+
+def around(
+    count: int, inputs: list[Tensor], slope: Tensor, mask: Tensor | None = None, **options: Any
+) -> tuple[Tensor, list[Tensor]]:
+    """Output and gradients of all members, put together."""
+    query, key, value = (x.detach() for x in inputs)
+    rows = {"q": pieces(query.shape[-2], count), "k": pieces(key.shape[-2], count)}
+    learns = mask is not None and mask.requires_grad
+    needs = (True,) * 3 + (learns,) * (mask is not None) + (False,) * ("drawn" in options)
+    groups = [Group(count, index, rows, needs) for index in range(count)]
+    is_cut = mask is not None and mask.ndim > 1 and mask.shape[-2] == query.shape[-2]
+    masks: list[Any] = [mask] * count
+    if mask is not None and is_cut:
+        masks = cut(mask.detach(), count)
+    parts = zip(groups, *(cut(x, count) for x in (query, key, value)), masks)
+    with torch.no_grad():
+        results = in_lock_step(
+            [RING.forward(g, q, k, v, attn_mask=m, **options) for g, q, k, v, m in parts]
+        )
+        kept = zip(groups, results, cut(slope, count))
+        found = in_lock_step([RING.backward(g, r[1], r[2], s) for g, r, s in kept])
+    gradients = [torch.cat([own[index] for own in found], -2) for index in range(3)]
+    if learns:
+        of_mask = [own[3] for own in found]
+        gradients.append(torch.cat(of_mask, -2) if is_cut else sum(of_mask))  # type: ignore[arg-type]
+    return torch.cat([outputs[0] for outputs, _, _ in results], -2), gradients
+
+
+def check(count: int, inputs: list[Tensor], mask: Tensor | None = None, **options: Any) -> None:
+    """Against torch's own."""
+    wanted = F.scaled_dot_product_attention(*inputs, attn_mask=mask, **options)
+    leaves = [*inputs, *([mask] if mask is not None and mask.requires_grad else [])]
+    slope = torch.randn_like(wanted)
+    gradients = torch.autograd.grad(wanted, leaves, slope)
+    close(around(count, inputs, slope, mask, **options), wanted, gradients)
+
+
+def close(
+    found: tuple[Tensor, list[Tensor]], wanted: Tensor, wanted_gradients: tuple[Tensor, ...]
+) -> None:
+    got, gradients = found
+    torch.testing.assert_close(got, wanted.detach(), rtol=1e-10, atol=1e-10)
+    for one, other in zip(gradients, wanted_gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.fixture(params=[2**20, 48], ids=["fused", "tiles"])
+def scores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's kernels where there are such; or some rows and columns at a time."""
+    monkeypatch.setattr(blocks, "_SCORES", {"cpu": request.param})
+    if request.param < 2**20:
+        monkeypatch.setattr(blocks, "_is_fused", lambda block, weights: False)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.usefixtures("scores")
+def test_attention(count: int, is_causal: bool) -> None:
+    """Uneven and empty pieces, other numbers of keys, heads that are grouped, broadcast or none."""
+    for rows, columns in ROWS:
+        for *heads, is_grouped in HEADS:
+            shapes = zip(heads, (rows, columns, columns), (8, 8, 8 - 2 * (rows == columns)))
+            inputs = [double(*own, length, width) for own, length, width in shapes]
+            check(count, inputs, is_causal=is_causal, enable_gqa=is_grouped, scale=0.4)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.usefixtures("scores")
+def test_masks(count: int) -> None:
+    """Added ones learn; of boolean ones some rows see nothing. Both are broadcast in any dims."""
+    for rows, columns, heads in ((7, 5, 4), (4, 6, 2)):
+        lengths = (4, rows), (heads, columns), (heads, columns)
+        inputs = [double(2, own, length, 8) for own, length in lengths]
+        for shape in ((rows, columns), (1, columns), (4, rows, 1), (2, 1, rows, columns)):
+            check(count, inputs, double(*shape), enable_gqa=True)
+            is_seen = torch.rand(shape) > 0.4
+            is_seen[..., 0, :] = False
+            check(count, inputs, is_seen, enable_gqa=True)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_dropped_weights(is_causal: bool) -> None:
+    """The same weights are dropped as by one rank."""
+    drawn, inputs = torch.tensor([123456, 1]), [double(2, n, 7, 8) for n in (4, 2, 2)]
+    place = Place(3, (2, 4, 7, 7))
+    about = {"drawn": drawn, "place": place, "dropout_p": 0.3, "is_causal": is_causal}
+    wanted = attention(*inputs, None, **about, enable_gqa=True)  # type: ignore[arg-type]
+    slope = torch.randn_like(wanted)
+    gradients = torch.autograd.grad(wanted, inputs, slope)
+    for count in (2, 3, 4):
+        close(around(count, inputs, slope, **about, enable_gqa=True), wanted, gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_summed_in_float32(dtype: torch.dtype) -> None:
+    """As near to the exact numbers as torch's own kernel."""
+    inputs = [torch.randn(2, 4, 64, 16).to(dtype).requires_grad_() for _ in range(3)]
+    slope = torch.randn(2, 4, 64, 16).to(dtype)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    results = []
+    for leaves in (exact, inputs):
+        output = F.scaled_dot_product_attention(*leaves, is_causal=True)
+        results.append([output, *torch.autograd.grad(output, leaves, slope.to(output.dtype))])
+    output, gradients = around(4, inputs, slope, is_causal=True)
+    for wanted, whole, got in zip(*results, [output, *gradients], strict=True):
+        assert got.dtype == dtype
+        distances = [(x.double() - wanted).norm() for x in (got, whole)]
+        assert distances[0] < 1.3 * distances[1]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_all_is_computed_once_and_by_all_alike(is_causal: bool) -> None:
+    """Every row meets every column that it sees in one task; the causal ones are shared out."""
+    for count in range(1, 9):
+        for rows, columns in (*ROWS, (64, 64)):
+            weights = Weights(1.0, is_causal)
+            ring = Ring(pieces(rows, count), pieces(columns, count), weights)
+            met, work = torch.zeros(rows, columns, dtype=torch.int64), []
+            is_seen = torch.ones(rows, columns, dtype=torch.bool)
+            is_seen = is_seen.tril() if is_causal else is_seen
+            for member in range(count):
+                before = met.clone()
+                for step in (0, *ring.steps):
+                    if (task := ring.task(member, step)) is not None:
+                        (row, _), (column, width) = ring.rows[task.queries], ring.columns[task.keys]
+                        own = slice(row + task.rows.start, row + task.rows.stop)
+                        met[own, column : column + width] += 1
+                work.append(int((met - before)[is_seen].sum()))
+            assert (met[is_seen] == 1).all()
+            if rows == columns == 64 and 64 % (2 * count) == 0:
+                assert max(work) == min(work)
+
+
+def counted(steps: Steps, went: list[int]) -> Steps:
+    """A member, with the bytes that it sends."""
+    answer = None
+    try:
+        while True:
+            asked = steps.send(answer)
+            if isinstance(asked, Shift):
+                went.append(sum(tensor.nbytes for tensor in asked.tensors))
+            answer = yield asked
+    except StopIteration as end:
+        return end.value
+
+
+@pytest.mark.parametrize("kernel", [RING, CAUSAL_RING], ids=["all", "causal"])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_traffic(kernel: Any, count: int) -> None:
+    """What is said of the messages is what goes, in each step by the member that sends most; and
+    of all keys and values a member gets (n - 1) / n."""
+    is_causal, length = kernel is CAUSAL_RING, 24
+    inputs = [torch.randn(1, heads, length, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+    rows = {"q": pieces(length, count), "k": pieces(length, count)}
+    groups = [Group(count, index, rows, (True,) * 3) for index in range(count)]
+    parts = list(zip(*(cut(x, count) for x in inputs)))
+    went: list[list[list[int]]] = [[[] for _ in range(count)] for _ in range(2)]
+    about = {"is_causal": is_causal, "enable_gqa": True}
+    results = in_lock_step(
+        [
+            counted(kernel.forward(group, query=q, key=k, value=v, **about), own)
+            for group, (q, k, v), own in zip(groups, parts, went[0])
+        ]
+    )
+    kept = zip(groups, results, cut(torch.randn_like(inputs[0]), count), went[1])
+    in_lock_step([counted(kernel.backward(g, r[1], r[2], s), own) for g, r, s, own in kept])
+    sizes = [part.nbytes for part in parts[0]]
+    said = kernel.traffic(count, sizes, [results[0][0][0].nbytes], (True,) * 3)
+    sums = parts[0][0].nbytes // 8  # a number for each row, which goes with outputs
+    for way, ways in zip((said.forward, said.backward), went, strict=True):
+        most = sorted(max(step) for step in zip(*ways))
+        assert {kind for kind, _ in way} == {"shift"}
+        for size, real in zip(sorted(size for _, size in way), most, strict=True):
+            assert size <= real <= size + sums
+    if not is_causal:
+        every = inputs[1].nbytes + inputs[2].nbytes
+        assert sum(went[0][0]) == every * (count - 1) // count
+        assert sum(went[1][0]) == 2 * every * (count - 1) // count
+
+
+def test_what_is_kept_falls_with_the_number_of_ranks() -> None:
+    inputs = [torch.randn(2, 4, 32, 8) for _ in range(3)]
+    for count in (1, 2, 4):
+        rows = {"q": pieces(32, count), "k": pieces(32, count)}
+        parts = zip(*(cut(x, count) for x in inputs))
+        groups = (Group(count, index, rows) for index in range(count))
+        results = in_lock_step(
+            [RING.forward(group, *own, is_causal=True) for group, own in zip(groups, parts)]
+        )
+        for _, saved, _ in results:
+            whole = 4 * inputs[0].nbytes + inputs[0].nbytes // 8
+            assert sum(x.nbytes for x in saved) == whole // count
+
+
+def test_nobody_gets_what_it_does_not_see() -> None:
+    """Causal rows that are cut otherwise than the keys get some of these; cut alike, they help."""
+    ring = Ring(pieces(4, 4), pieces(8, 4), Weights(1.0, True))
+    tasks = [[ring.task(member, step) is not None for step in range(4)] for member in range(4)]
+    assert [sum(own) for own in tasks] == [1, 1, 2, 2]
+    assert replace(ring, columns=ring.rows).task(0, 1) is not None
