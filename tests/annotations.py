@@ -13,10 +13,11 @@ import re
 from collections import Counter
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar as ap
-from tests.models import Case
+from tests.models import Attention, Case
 
 Axes = str | tuple[str, ...]
 
@@ -60,6 +61,15 @@ def sequence(case: Case, axes: Axes = "tp", batch: Axes | None = None) -> Case:
     for name, module in case.model.named_modules():
         if _NORM.search(name) and not list(module.children()):
             ap.shard(module, ((batch, axes, None),))
+    return case
+
+
+def attention(case: Case, heads: Axes | None = None, rows: Axes | None = None) -> Case:
+    """Queries, keys and values cut by heads, by rows, or both: Ulysses, a ring, or both."""
+    for module in case.model.modules():
+        if isinstance(module, Attention):
+            cut = ((None, heads, rows, None),) * 3
+            module.attend = ap.shard(F.scaled_dot_product_attention, cut)  # type: ignore[method-assign]
     return case
 
 

@@ -132,6 +132,64 @@ def llama3(*, batch: int = 64, sequence: int = 4096, layers: int = 32) -> Case:
     return _language("llama3", lambda: transformers.LlamaForCausalLM(config), batch, sequence)
 
 
+class Block(nn.Module):
+    """Of a decoder with rotary positions, grouped keys and values, and a gated feed-forward."""
+
+    def __init__(self, hidden: int, inner: int, heads: int, key_heads: int) -> None:
+        super().__init__()
+        self.width = hidden // heads
+        rows = self.width * key_heads
+        self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+        self.q, self.k, self.v, self.out, self.gate, self.up, self.down = (
+            nn.Linear(i, o, bias=False)
+            for i, o in [
+                *((hidden, hidden), (hidden, rows), (hidden, rows), (hidden, hidden)),
+                *((hidden, inner), (hidden, inner), (inner, hidden)),
+            ]
+        )
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        normed = self.norm1(x)
+        q, k, v = (
+            layer(normed).unflatten(-1, (-1, self.width)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
+        q, k = (turned(part, cos, sin) for part in (q, k))
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.out(found.transpose(1, 2).flatten(-2))
+        normed = self.norm2(x)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+class Decoder(nn.Module):
+    def __init__(self, layers: int, vocabulary: int, hidden: int, *sizes: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, hidden)
+        self.layers = nn.ModuleList(Block(hidden, *sizes) for _ in range(layers))
+        self.norm = nn.RMSNorm(hidden)
+        self.head = nn.Linear(hidden, vocabulary, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+def long_llama(*, sequence: int, batch: int = 1, layers: int = 32) -> Case:
+    """The shape of Llama 3 with 8 billion parameters, for any length."""
+    with torch.device("meta"):
+        model = Decoder(layers, 128256, 4096, 14336, 32, 8).to(torch.bfloat16).train()
+    ids = _meta(batch, sequence, dtype=torch.long)
+    turns = (_meta(sequence, 128, dtype=torch.bfloat16) for _ in range(2))
+    return Case("long-llama", model, (ids, ids, *turns))
+
+
 def _gpt2(name: str, batch: int, sequence: int, layers: int, hidden: int, heads: int) -> Case:
     transformers = _transformers()
     config = transformers.GPT2Config(

@@ -184,6 +184,8 @@ def resnet(
 class Attention(nn.Module):
     """Causal attention; `fused` projects to heads x 3 x width in one linear layer."""
 
+    attend = staticmethod(F.scaled_dot_product_attention)  # to be annotated
+
     def __init__(self, hidden: int, heads: int, fused: bool, dropout: float) -> None:
         super().__init__()
         self.heads, self.fused, self.dropout = heads, fused, dropout
@@ -207,7 +209,7 @@ class Attention(nn.Module):
                 for layer in (self.q, self.k, self.v)
             )
         dropout = self.dropout if self.training else 0.0
-        x = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+        x = self.attend(q, k, v, is_causal=True, dropout_p=dropout)
         return self.out(x.transpose(1, 2).reshape(batch, sequence, hidden))
 
 

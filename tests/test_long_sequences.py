@@ -1,0 +1,117 @@
+"""Long sequences: cut between layers (Megatron), by heads in attention (Ulysses), or as a ring."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import autopar as ap
+from autopar import Mesh
+from autopar.layout import TensorType
+from tests import models
+from tests.annotations import attention, megatron, sequence
+from tests.large_models import long_llama
+from tests.models import Case
+from tests.parity import assert_equal, assert_parity, parallel_outcome
+
+SP2, TP2_SP2 = Mesh(sp=2), Mesh(tp=2, sp=2)
+Pair = tuple[str, str]
+
+
+def moves(module: ap.ParallelModule) -> Counter[Pair]:
+    """The movements between operators of values of three dims and more, forward and back."""
+    every = [r for r in module.plan.movements() if len(TensorType.parse(r.tensor).shape) > 2]
+    return Counter((r.forward, r.backward) for r in every if r.forward != "shift")
+
+
+def how(plan: ap.Plan) -> str:
+    """The strategy of attention."""
+    return str(plan.decisions.strategies["scaled_dot_product_attention"])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "length"), [(SP2, 8), (Mesh(sp=3), 7), (Mesh(sp=4), 5)], ids=["2", "3", "4"]
+)
+def test_a_ring(mesh: Mesh, length: int) -> None:
+    """No keys are gathered; pieces may be uneven, or empty."""
+    case = attention(models.gpt(sequence=length, layers=1), rows="sp")
+    module = assert_parity(sequence(case, "sp"), mesh)
+    assert how(module.plan) == "ring@sp"
+    assert not moves(module)
+
+
+def test_ulysses() -> None:
+    case = attention(models.gpt(layers=1), heads="sp")
+    module = assert_parity(sequence(case, "sp"), SP2)
+    # Queries, keys and values; the output is summed over heads into rows.
+    wanted = {("all_to_all", "all_to_all"): 3, ("reduce_scatter", "all_gather"): 1}
+    assert moves(module) == wanted
+
+
+def test_megatrons_sequence_cut() -> None:
+    module = assert_parity(sequence(megatron(models.gpt(layers=1))), Mesh(tp=2))
+    found = moves(module)
+    assert found["all_gather", "reduce_scatter"] == found["reduce_scatter", "all_gather"] == 2
+
+
+@pytest.mark.parametrize("way", ["heads cut by another axis", "ring alone"])
+def test_grouped_heads_with_rotary_positions(way: str) -> None:
+    """Attention inside of a library is annotated by its function."""
+    heads = "tp" if way != "ring alone" else None
+    cut = (*((None, heads, "sp", None),) * 3, None)
+    make = partial(models.llama, layers=1, sequence=7)
+    mesh = TP2_SP2 if heads else SP2
+    marked = ap.shard(F.scaled_dot_product_attention, cut)
+    with patch.object(F, "scaled_dot_product_attention", marked):
+        module = assert_parity(sequence(make(), "sp"), mesh)
+    assert how(module.plan) == ("b1@tp ring@sp" if heads else "ring@sp")
+
+
+def test_weights_are_dropped_by_their_places() -> None:
+    case = attention(models.gpt(layers=1, dropout=0.2), heads="tp", rows="sp")
+    options: dict[str, Any] = {"mode": "propagate", "backend": "virtual"}
+    found = []
+    for mesh in (Mesh(tp=1, sp=1), TP2_SP2):
+        module = ap.parallelize(case.model, case.args, mesh=mesh, **options)
+        torch.manual_seed(4)
+        found.append(parallel_outcome(module, case))
+    assert_equal(found[1], found[0])
+
+
+def test_what_links_say() -> None:
+    """A sequence of 256k tokens on four nodes: heads change hands inside of nodes, and a ring joins
+    the nodes; on one axis of all 32 devices, which are more than heads of keys, it is a ring."""
+    case = long_llama(sequence=2**18, layers=1)
+    cluster = ap.Cluster.preset("dgx-h100", nodes=4)
+    for mesh, wanted in ((Mesh(sp=32), "ring@sp"), (Mesh(sp=4, tp=8), "b1@tp ring@sp")):
+        plan = ap.plan(case.model, case.args, cluster=cluster, mesh=mesh)
+        assert how(plan) == wanted
+
+
+def test_the_rest_of_a_ring_is_asked_for() -> None:
+    """Keys that are cut by an axis, where queries are not."""
+    case = models.gpt(layers=1)
+    cut: list[Any] = [None, (None, None, "sp", None), (None, None, "sp", None)]
+    for module in case.model.modules():
+        if isinstance(module, models.Attention):
+            module.attend = ap.shard(F.scaled_dot_product_attention, tuple(cut))  # type: ignore[method-assign]
+    with pytest.raises(ap.InvalidInput, match="'q' and 'k'"):
+        ap.plan(case.model, case.args, mesh=SP2, mode="propagate")
+
+
+def kept(case: Case, mesh: Mesh) -> int:
+    return int(ap.plan(case.model, case.args, mesh=mesh, mode="propagate").memory.activations)
+
+
+def test_what_a_rank_keeps_falls_with_the_axis() -> None:
+    sizes = {"sequence": 32, "layers": 1, "batch": 2}
+    whole = kept(models.gpt(**sizes), Mesh(sp=1))
+    for ranks in (2, 4):
+        case = attention(sequence(models.gpt(**sizes), "sp"), rows="sp")
+        assert kept(case, Mesh(sp=ranks)) < whole / ranks * 1.1
