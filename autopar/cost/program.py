@@ -11,7 +11,12 @@ from dataclasses import asdict, dataclass
 
 from torch import fx
 
-from autopar.capture.origins import gathered_parameter, is_made_of_parameters, state_bytes
+from autopar.capture.origins import (
+    copied_parameter,
+    gathered_parameter,
+    is_made_of_parameters,
+    state_bytes,
+)
 from autopar.cluster import Cluster
 from autopar.collectives import Movement, movement_cost
 from autopar.cost.joint_kernels import Computed, messages_inside
@@ -214,11 +219,12 @@ def _readers(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _leaves_a_sum(reader: fx.Node, value: fx.Node) -> bool:
-    """Whether one operator makes something of parameters whose gradients are summed before it."""
-    if copied_parameter(reader) is not None or info(reader).rule is None:
+    """Whether an operator that makes something of parameters leaves the gradient of one a sum."""
+    rule, strategy = info(reader).rule, info(reader).strategy
+    if copied_parameter(reader) is not None or rule is None or strategy is None:
         return False
-    wants = zip(tensor_inputs(reader), info(reader).wants)
-    return any(want.pending for read, want in wants if read is value)
+    gradients = zip(tensor_inputs(reader), rule.signature(strategy).gradients)
+    return any(gradient.partial for read, gradient in gradients if read is value)
 
 
 def _call_of(reader: fx.Node, value: fx.Node) -> tuple[tuple[Facts, Strategy], ...]:

@@ -18,6 +18,7 @@ from autopar.strategies.rule import Facts
 # Movements whose backward is started by itself (`collectives/linears.py`).
 JOINED = ("identity", "all_reduce", "all_gather")
 
+LINEAR = ["input", "weight", "bias"]
 aten = torch.ops.aten
 
 
@@ -36,11 +37,14 @@ def linears_behind(movement: fx.Node) -> list[fx.Node]:
 
 def linears_together(calls: Iterable[fx.Node]) -> list[list[fx.Node]]:
     """Of a program that runs eagerly, the linears that become one call with the movement before
-    them, in order: where all that they read is there before any of what they make is read."""
+    them, in order: where all that they read is there before any of what they make is read, and
+    each rank computes them alone."""
     found = []
     for node in calls:
         movement = info(node).movement
         if movement is None or movement.kind not in JOINED or not (some := linears_behind(node)):
+            continue
+        if any(info(one).joint is not None for one in some):
             continue
         read = [value for one in some for value in one.all_input_nodes]
         if max(read) < min(user for one in some for user in one.users):
@@ -55,17 +59,16 @@ def weight_seconds(facts: Facts, backward: Any) -> Any:
 
 
 def weight_of(linear: fx.Node) -> fx.Node:
-    return linear.args[1]  # type: ignore[return-value]
+    return (*linear.args, *linear.kwargs.values())[1]  # type: ignore[return-value]
 
 
 def reads_as_linear(reader: fx.Node, value: fx.Node) -> bool:
     """Whether a reader is a linear of a value, which is no weight of it."""
-    return (
-        reader.target is aten.linear.default
-        and not reader.kwargs
-        and reader.args[0] is value
-        and value not in reader.args[1:]
-    )
+    if info(reader).joint is None:
+        given, is_linear = reader.args, reader.target is aten.linear.default and not reader.kwargs
+    else:  # its arguments have names
+        given, is_linear = (*reader.kwargs.values(),), [*reader.kwargs] == LINEAR
+    return is_linear and given[0] is value and value not in given[1:]
 
 
 def _is_linear_of(reader: fx.Node, value: fx.Node) -> bool:

@@ -52,12 +52,9 @@ class Candidates:
 
     @cached_property
     def weight_seconds(self) -> Array:
-        """Of a linear, what the gradient of its weight takes, and its backward can put off: not
-        that of what ranks carry out together."""
+        """Of a linear, what the gradient of its weight takes."""
         assert self.facts is not None
-        joints = self.facts.rule.joints
-        alone = [not any(name in joints for name, _ in s.cuts) for s in self.strategies]
-        return weight_seconds(self.facts, self.backward) * np.array(alone)
+        return weight_seconds(self.facts, self.backward)
 
     @cached_property
     def least(self) -> float:
