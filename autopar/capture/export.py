@@ -49,7 +49,7 @@ from autopar.capture.fake import (
     outside_fake_mode,
 )
 from autopar.capture.flatten import flatten
-from autopar.capture.functions import own_backwards_refused
+from autopar.capture.functions import own_backwards_kept
 from autopar.capture.gradients import mark_learning
 from autopar.capture.graph_builder import GraphBuilder
 from autopar.capture.hooks import hooks_refused, refuse_hooks, warn_of_memory
@@ -125,7 +125,7 @@ def _export(
 ) -> ExportedProgram:
     try:
         marked = checkpoints_marked()
-        with _quiet(), whole_stacks(), own_backwards_refused(), marked, idle_refused():
+        with _quiet(), whole_stacks(), own_backwards_kept(), marked, idle_refused():
             return torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:
         with _quiet():

@@ -1,52 +1,216 @@
-"""Functions with a backward of their own, which export would drop.
+"""Functions with a backward of their own: each becomes an operator, which export keeps.
 
 Export records what the forward of a `torch.autograd.Function` does, operator by operator, and
 nothing of its backward: a gradient would be that of those operators, another one or none at all.
+So a call of it is one of an operator of torch, `own_functions::NAME`, with the same forward and
+backward. It runs whole on every rank, unless there is a rule for it:
+
+    register_rule(MyFunction, "... -> ...")
+
+Its backward runs forward again for what that keeps, so that an operator holds its inputs alone.
+Arguments that are no tensors stand in a table, and the operator is given their number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import Function
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.capture.fake import FakeTensorMode
 from autopar.capture.hooks import replaced
 from autopar.errors import InvalidInput
 from autopar.lines import caller
+from autopar.strategies import made_of
 
 _INNER = ("torch.", "autopar.")  # these stand behind operators that the graph keeps
+_NAMESPACE = "own_functions"
 
 # Known to have the backward that their operators have, and so captured as those.
 _SAME = ("transformers.models.bloom.modeling_bloom.GeLUFunction",)
 
 
 @contextmanager
-def own_backwards_refused() -> Iterator[None]:
-    """Refuse every autograd.Function that a gradient would flow through."""
+def own_backwards_kept() -> Iterator[None]:
+    """Calls of autograd.Functions that a gradient would flow through are those of operators."""
     before = Function.__dict__["apply"]
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         is_inner = cls.__module__.startswith(_INNER)
         is_same = f"{cls.__module__}.{cls.__qualname__}" in _SAME
         leaves = pytree.tree_leaves((args, kwargs))
-        learns = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+        learns = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
         if learns and torch.is_grad_enabled() and not (is_inner or is_same):
-            raise _refused(cls)
+            return _operator(cls, args, kwargs)(*args)
         return before.__get__(None, cls)(*args, **kwargs)
 
     with replaced(Function, "apply", classmethod(apply)):
         yield
 
 
-def _refused(cls: type[Function]) -> InvalidInput:
+class _Context:
+    """What a Function is given to remember by, in place of autograd's own."""
+
+    def __init__(self, needs: tuple[bool, ...]) -> None:
+        self.needs_input_grad, self.saved_tensors = needs, tuple[Any, ...]()
+        self.is_plain = self.materializes = True
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        self.materializes = value
+
+    def _is_more(self, *tensors: Any) -> None:
+        self.is_plain = False  # a value written to, or one without a gradient
+
+    mark_dirty = mark_non_differentiable = save_for_forward = _is_more
+
+
+class _Drawn(TorchDispatchMode):
+    """Notes whether random numbers are drawn."""
+
+    found = False
+
+    def __torch_dispatch__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.found |= torch.Tag.nondeterministic_seeded in getattr(function, "tags", ())
+        return function(*args, **(kwargs or {}))
+
+
+def _forward(cls: Any, args: Sequence[Any], needs: tuple[bool, ...]) -> tuple[Any, _Context]:
+    """What forward gives, and what it remembers."""
+    context = _Context(needs)
+    with torch.no_grad():
+        if cls.setup_context is Function.setup_context:
+            return cls.forward(context, *args), context
+        given = cls.forward(*args)
+        cls.setup_context(context, tuple(args), given)
+    return given, context
+
+
+class _Operator:
+    """One Function with tensors at these places of its arguments, as an operator of torch."""
+
+    def __init__(self, cls: Any, places: tuple[int, ...], results: int, name: str) -> None:
+        self.cls, self.places, self.name = cls, places, name
+        self.settings: list[tuple[Any, ...]] = []  # the other arguments, of every kind of call
+        takes = ", ".join(f"Tensor value_{place}" for place in places)
+        gives = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
+        schema = f"({takes}, int settings) -> {gives}"
+        self.call = torch.library.custom_op(
+            f"{_NAMESPACE}::{name}", self._run, mutates_args=(), schema=schema
+        )
+        self.call.register_fake(self._run)
+        self.call.register_autograd(self._backward, setup_context=self._keep)
+
+    def __call__(self, *args: Any) -> Any:
+        others = tuple(None if i in self.places else arg for i, arg in enumerate(args))
+        found = (i for i, known in enumerate(self.settings) if _is_same(known, others))
+        number = next(found, None)
+        if number is None:
+            number = len(self.settings)
+            self.settings.append(others)
+        return self.call(*(args[place] for place in self.places), number)
+
+    def _args(self, tensors: Sequence[Any], number: int) -> list[Any]:
+        args = list(self.settings[number])
+        for place, tensor in zip(self.places, tensors):
+            args[place] = tensor
+        return args
+
+    def _run(self, *given: Any) -> Any:
+        args = self._args(given[:-1], given[-1])
+        result, _ = _forward(self.cls, args, (False,) * len(args))
+        # What an operator gives has memory of its own.
+        return pytree.tree_map_only(
+            Tensor, lambda out: out.clone() if any(out is arg for arg in given) else out, result
+        )
+
+    @staticmethod
+    def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs[:-1])
+        ctx.number = inputs[-1]
+
+    def _backward(self, ctx: Any, *slopes: Any) -> tuple[Any, ...]:
+        args = self._args(ctx.saved_tensors, ctx.number)
+        wanted = dict(zip(self.places, ctx.needs_input_grad))
+        needs = tuple(wanted.get(place, False) for place in range(len(args)))
+        result, context = _forward(self.cls, args, needs)
+        if context.materializes:
+            outputs = pytree.tree_leaves(result)
+            pairs = zip(slopes, outputs)
+            slopes = tuple(torch.zeros_like(o) if s is None else s for s, o in pairs)
+        found = self.cls.backward(context, *slopes)
+        found = found if isinstance(found, tuple) else (found,)
+        return *(found[place] for place in self.places), None
+
+
+_made: dict[tuple[Any, tuple[int, ...], int], _Operator] = {}
+
+
+def _operator(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Operator:
+    """The operator of a Function that is called so; refused if it can be none."""
+    if kwargs or any(isinstance(leaf, Tensor) for leaf in _inside(args)):
+        raise _refused(cls, "with tensors inside of its arguments")
+    places = tuple(place for place, arg in enumerate(args) if isinstance(arg, Tensor))
+    with ThreadPoolExecutor(1) as outside:  # a thread begins without the modes of export
+        results = outside.submit(_results, cls, args).result()
+    if isinstance(results, str):
+        raise _refused(cls, results)
+    key = cls, places, results
+    if key not in _made:
+        name = re.sub(r"\W+", "_", cls.__qualname__.replace("<locals>", ""))
+        same = sum(one.cls.__qualname__ == cls.__qualname__ for one in _made.values())
+        _made[key] = _Operator(cls, places, results, f"{name}_{same}" if same else name)
+        made_of(getattr(getattr(torch.ops, _NAMESPACE), _made[key].name), cls)
+    return _made[key]
+
+
+def _results(cls: Any, args: tuple[Any, ...]) -> int | str:
+    """How many tensors it gives, seen on tensors without values; or why it is no operator."""
+    with FakeTensorMode() as mode, _Drawn() as drawn:
+        fakes = [_like(arg, mode) if isinstance(arg, Tensor) else arg for arg in args]
+        try:
+            result, context = _forward(cls, fakes, (True,) * len(args))
+        except Exception as error:
+            return f"which fails without values: {type(error).__name__}"
+    leaves = result if isinstance(result, tuple) else (result,)
+    if drawn.found or not context.is_plain or not all(isinstance(one, Tensor) for one in leaves):
+        return "which draws, writes or gives more than values with gradients"
+    return len(leaves)
+
+
+def _like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    shape = tuple(tensor.shape), tensor.stride()
+    return torch.empty_strided(*shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _inside(args: tuple[Any, ...]) -> list[Any]:
+    return pytree.tree_leaves([arg for arg in args if not isinstance(arg, Tensor)])
+
+
+def _is_same(known: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    return all(
+        one is other or (type(one) is type(other) and one == other)
+        for one, other in zip(known, others, strict=True)
+    )
+
+
+def _refused(cls: type, why: str) -> InvalidInput:
     return InvalidInput(
         "gradients are those of the operators of forward; one written by hand belongs to an "
         "operator",
-        got=f"{cls.__name__}, a torch.autograd.Function, on values that take a gradient",
+        got=f"{cls.__name__}, a torch.autograd.Function, on values that take a gradient, {why}",
         remedy="make it an operator by torch.library.custom_op and register_autograd, with a rule "
         "by register_rule(); or write its gradient with tensors, as y + (value - y).detach()",
         source=caller(),

@@ -18,6 +18,7 @@ from torch import fx
 from autopar.layout import Layout, TensorType
 from autopar.strategies.kernels.draws import Place
 from autopar.strategies.node_info import flat, info
+from autopar.strategies.registry import origin_of
 from autopar.strategies.results import maker
 
 
@@ -56,6 +57,8 @@ def operator_name(target: Callable[..., Any] | str) -> str:
 def registered_as(target: Callable[..., Any] | str) -> str:
     """What a rule for it is registered for: a name, quoted, or a function."""
     if isinstance(target, torch._ops.OpOverload):
+        if isinstance(origin := origin_of(target), type):
+            return origin.__name__
         return f'"{target._schema.name.replace("::", ".")}"'
     return operator_name(target)
 

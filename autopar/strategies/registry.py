@@ -181,6 +181,7 @@ class Traits:
 
 _RULES: dict[Operator, tuple[RuleFunction, Traits]] = {}
 _UNKNOWN = None, Traits()
+_MADE_OF: dict[Operator, Operator] = {}
 
 
 def register_rule(
@@ -296,7 +297,17 @@ def registered() -> tuple[Operator, ...]:
 def _find(target: Operator) -> tuple[RuleFunction | None, Traits]:
     if target not in _RULES and isinstance(target, torch._ops.OpOverload):
         target = target.overloadpacket
-    return _RULES.get(target, _UNKNOWN)
+    return _RULES.get(target, _RULES.get(_MADE_OF.get(target, target), _UNKNOWN))
+
+
+def made_of(operator: Operator, function: Operator) -> None:
+    """Calls of `operator`, which was made of `function`, have the rule of that."""
+    _MADE_OF[operator] = function
+
+
+def origin_of(target: Operator) -> Operator:
+    """What a rule is registered for: the operator, or what it was made of."""
+    return _MADE_OF.get(getattr(target, "overloadpacket", target), target)
 
 
 def _linear_passes(rule: Rule, call: Call) -> Iterator[frozenset[int]]:

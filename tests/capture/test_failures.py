@@ -79,7 +79,7 @@ def followed(self: Function, x: Tensor) -> Tensor:
 class Straight(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.round()
+        return x.round() + torch.rand_like(x)
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> Tensor:

@@ -1,0 +1,120 @@
+"""An autograd.Function is an operator with its own backward, and a rule where one is given."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+import autopar as ap
+from autopar.capture import capture
+from autopar.errors import InvalidInput
+from autopar.strategies import register_rule
+from tests.models import Case
+from tests.parity import assert_equal, parallel_outcome, single_outcome
+
+
+class Rounded(Function):
+    """Steps whose gradient is that of a line, as far as it is told."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slope: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.slope = slope
+        return (x * 4).round() / 4
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return grad * ctx.slope * (x.abs() < 1), None
+
+
+class Pair(Function):
+    """Two results, of which one may go nowhere."""
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x * y, x + y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, product: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = ctx.saved_tensors
+        return product * y * 2 + total, product * x + total * 3
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = Rounded.apply(self.first(x), 0.5)
+        z = Rounded.apply(self.second(y), 2.0)
+        product, total = Pair.apply(y, z)
+        return (product * total).sum() + Pair.apply(z, y)[1].square().sum()
+
+
+def case() -> Case:
+    torch.manual_seed(0)
+    return Case("functions", Net().double(), (torch.randn(8, 4, dtype=torch.float64),))
+
+
+def names(captured: Any) -> list[str]:
+    return [str(node.target) for node in captured.operators if "own_functions" in str(node.target)]
+
+
+def test_each_is_an_operator_with_its_backward() -> None:
+    one = case()
+    rounded, pair = "own_functions.Rounded.default", "own_functions.Pair.default"
+    assert names(capture(one.model, one.args)) == [rounded, rounded, pair, pair]
+    assert ap.verify(one.model, one.args, mesh=ap.Mesh(dp=2, tp=2), mode="propagate").ok
+
+
+def test_a_rule_cuts_it() -> None:
+    one = case()
+    register_rule(Rounded, "... -> ...")
+    register_rule(Pair, "..., ... -> ..., ...")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # that something runs replicated
+        module = ap.parallelize(
+            one.model, one.args, mesh=ap.Mesh(dp=2), mode="propagate", backend="virtual", check=True
+        )
+    assert_equal(parallel_outcome(module, one), single_outcome(one.fresh()))
+
+
+class Noisy(Rounded):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slope: float) -> Tensor:
+        return Rounded.forward(ctx, x + torch.rand_like(x), slope)
+
+
+class Written(Rounded):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slope: float) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+
+class Deciding(Rounded):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slope: float) -> Tensor:
+        return Rounded.forward(ctx, x, slope) if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize("function", [Noisy, Written, Deciding])
+def test_others_are_refused(function: Any) -> None:
+    class Model(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return function.apply(self.first(x), 1.0).sum()  # the line
+
+    with pytest.raises(InvalidInput, match="one written by hand belongs to an operator") as error:
+        capture(Model().double(), case().args)
+    assert "# the line" in str(error.value.source)
