@@ -505,3 +505,22 @@ def test_products_of_several_are_products_of_two(name: str) -> None:
     ]
     assert products
     assert all(len(node.all_input_nodes) == 2 for node in products)
+
+
+def test_operators_by_another_name_have_one() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = torch.special.expit(self.linear(x))
+        return torch.arccos(y) + torch.special.gammaln(y) * torch.negative(torch.fix(y))
+
+    names = ["linear", "add", "sigmoid", "acos", "lgamma", "trunc", "neg", "mul", "add"]
+    assert targets(program(forward, random(3, 4))) == names
+
+
+def test_what_is_marked_conjugate_is_so_in_memory() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = torch.complex(self.linear(x), x).conj()
+        return torch.view_as_real(y.resolve_conj()) * y.imag[..., None]
+
+    found = targets(program(forward, random(3, 4)))
+    assert "conj_physical" in found
+    assert not any(name.startswith(("_conj", "_neg_view")) for name in found)
