@@ -52,6 +52,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Glm4Moe": ("n_routed_experts", {**_LATENT, "n_group": 1, "head_dim": 8}),
     "MiniMax": ("num_local_experts", {"head_dim": 8, "layer_types": ["full_attention"]}),
     "FlexOlmo": ("num_experts", {}),
+    "Phimoe": ("num_local_experts", {}),
 }
 
 
