@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from autopar._torch import below_autograd
+from autopar.layout import chunk
 from autopar.strategies.kernels.expressions import evaluate
 
 GATED = "mul(silu(gate), up)"
@@ -60,7 +61,11 @@ class Experts:
 
     def routes(self, chosen: Tensor) -> tuple[Tensor, list[int]]:
         """The choices of these experts (tokens times choices, numbered) sorted by expert, and how
-        many each has."""
+        many each has; where no values are known, all of them, as many for each."""
+        if chosen.is_meta:
+            count = chosen.numel()
+            sizes = [chunk(count, self.count, at)[1] for at in range(self.count)]
+            return chosen.new_empty(sum(sizes)), sizes
         own = chosen.reshape(-1) - self.start
         own = torch.where((own >= 0) & (own < self.count), own, self.count)
         sizes = torch.bincount(own, minlength=self.count + 1).tolist()[:-1]
@@ -204,7 +209,7 @@ class _Recorded(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, chosen: Tensor, weights: Tensor, *arguments: Any) -> Tensor:
         layer = Experts(*arguments)
         ctx.rest = layer.inner, layer.columns, layer.start
-        if type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta:  # no values are known
+        if type(x) not in (Tensor, torch.nn.Parameter):  # nothing can be computed
             with below_autograd():
                 return EXPERTS(x, chosen, weights, *arguments)
         y, before = layer.forward(flat(x), flat(chosen), flat(weights))

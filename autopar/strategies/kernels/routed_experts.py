@@ -7,8 +7,8 @@ backward, of as many rows as the routing makes. No token is dropped.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from math import comb
 from typing import Any, NamedTuple
 
 import torch
@@ -100,7 +100,13 @@ def routed_experts_backward(
 
 
 def _route(group: Group, chosen: Tensor, pieces: Sequence[tuple[int, int]]) -> Steps:
-    """Found from the choices, and from how many tokens each member sends to each."""
+    """Found from the choices, and from how many tokens each member sends to each; where no values
+    are known, of routing that is balanced."""
+    if chosen.is_meta:
+        experts = sum(length for _, length in pieces)
+        copies = copies_of(min(chosen.shape[-1], experts), experts, group.count)
+        each = math.ceil(len(chosen) * copies / group.count)
+        return _Route((chosen.new_empty(each),) * group.count, (each,) * group.count)
     rows = tuple(
         ((chosen >= start) & (chosen < start + length)).any(-1).nonzero().squeeze(-1)
         for start, length in pieces
@@ -131,7 +137,7 @@ def _traffic(
 def copies_of(choices: int, experts: int, ranks: int) -> float:
     """On how many of the ranks a token has experts, if all sets of choices are alike."""
     elsewhere = max(experts - experts // ranks, 0)
-    return ranks * (1 - comb(elsewhere, choices) / comb(experts, choices))
+    return ranks * (1 - math.comb(elsewhere, choices) / math.comb(experts, choices))
 
 
 ROUTED = JointKernel(
