@@ -76,9 +76,11 @@ def _cross(call: Call) -> Rule:
     return call.rule(inputs, dims, whole=dims[dim], passes=[(0,), (1,)], saved=both)
 
 
-def _cosines(call: Call) -> Rule:
-    """cosine_similarity: the dim of the vectors stays whole."""
+def _cosines(call: Call) -> Rule | None:
+    """cosine_similarity: the dim of the vectors stays whole; of two numbers there is none."""
     rank = max(map(len, call.shapes))
+    if not rank:
+        return None
     dims, dim = names(rank), call.dim(call["dim"], rank)
     rest = [d for i, d in enumerate(dims) if i != dim]
     inputs = [broadcast(dims, shape) for shape in call.shapes]
