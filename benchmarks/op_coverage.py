@@ -322,7 +322,7 @@ def slopes(outputs: Iterable[Any], leaves: Sequence[Tensor]) -> list[Tensor | No
     # Whatever the order in memory, which copies need not keep.
     seeds = [torch.randn(output.shape, dtype=output.dtype) for output in given]
     if not given or not wanted:
-        return []
+        return [None] * len(wanted)
     try:
         return list(torch.autograd.grad(given, wanted, seeds, allow_unused=True))
     except RuntimeError:
