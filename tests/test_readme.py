@@ -1,4 +1,5 @@
-"""The README's programs run as shown and print what it shows, the first from an empty process."""
+"""Programs of the README and of pages beside it run as shown and print what these show, the first
+from an empty process."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from tests import programs
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 PROGRAM = re.compile(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", re.DOTALL)
-PROGRAMS = [(match[1], match[2]) for match in PROGRAM.finditer(README)]
+PAGES = [README, *(page.read_text() for page in sorted(ROOT.glob("docs/*.md")))]
+PROGRAMS = [(match[1], match[2]) for page in PAGES for match in PROGRAM.finditer(page)]
 
 
 @pytest.mark.parametrize("index", range(len(PROGRAMS)))
