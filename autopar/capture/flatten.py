@@ -173,7 +173,7 @@ class _Inliner:
                 continue
             args = fx.map_arg(node.args, values.__getitem__)
             if node.op == "output":
-                return list(args[0])
+                return [_itself(result, detached) for result in args[0]]
             if node.op == "get_attr":
                 values[node] = getattr(module, node.target)
                 continue
@@ -271,6 +271,15 @@ class _Inliner:
             return new
 
         return fx.map_arg((args, kwargs), cast)
+
+
+def _itself(result: Any, detached: dict[fx.Node, fx.Node]) -> Any:
+    """What a region gives: where that is what it was given (a cast to the same dtype gives its
+    input), it has the gradient of that."""
+    for given, copy in detached.items():
+        if isinstance(result, fx.Node) and info(result).val is info(copy).val:
+            return given
+    return result
 
 
 def _require_dense(node: fx.Node, value: Any, region: Region) -> None:

@@ -298,6 +298,16 @@ def test_regions() -> None:
     program(no_grad, random(3, 4))
 
 
+def test_what_a_region_without_gradients_gives_back_keeps_its_gradient() -> None:
+    def same(self: Function, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        with torch.no_grad():
+            scale = y.to(self.linear.weight.dtype).contiguous() * 2  # both give y itself
+        return (self.linear(y) * scale).sum()
+
+    program(same, random(3, 4))
+
+
 def test_a_backward_by_hand_that_is_that_of_its_operators() -> None:
     bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
     program(lambda self, x: self.gelu(self.linear(x)), random(3, 4), gelu=bloom.BloomGelu())
