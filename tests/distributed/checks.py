@@ -22,7 +22,7 @@ import autopar as ap
 from autopar import Mesh
 from autopar.runtime.world import world
 from tests import dynamic, models, recipes, signatures
-from tests.annotations import megatron, sequence, stored, vocabulary
+from tests.annotations import attention, megatron, sequence, stored, vocabulary
 from tests.distributed.experts import routed, sends_tokens_to_their_experts
 from tests.distributed.finding import (
     finds_the_batch_of_which_it_has_a_slice,
@@ -88,11 +88,17 @@ def tensor_parallel_gpt(layers: int = 1) -> Case:
     return megatron(models.gpt(layers=layers))
 
 
+def ring(case: Case) -> Case:
+    """Heads cut by one axis, and keys with the queries by another one."""
+    return attention(sequence(case, "sp"), heads="tp", rows="sp")
+
+
 @cache
 def trained() -> list[tuple[Case, Mesh]]:
     return [
         (vocabulary(sequence(megatron(models.gpt(layers=1)), batch="dp")), DP2_TP2),
         (vocabulary(megatron(models.gpt(layers=1), ("b", "a")), ("b", "a")), Mesh(a=2, b=2)),
+        (ring(models.gpt(layers=1)), Mesh(tp=2, sp=2)),
         (models.resnet(batch=6), Mesh(dp=4)),
         (models.mlp(hidden=520, layers=3), Mesh(dp=4)),  # gradients with a sum of their own
         (stored(models.gpt(layers=1, fused=True)), Mesh(dp=4)),
