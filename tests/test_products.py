@@ -51,6 +51,15 @@ def test_it_moves_the_bytes_that_the_plan_says(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(loss, case.model(*case.args))
 
 
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    case = products()
+    module = ap.parallelize(case.model, case.args, mesh=Mesh(tp=2), mode="propagate")
+    weight = next(iter(module.parameters()))
+    (gradient,) = torch.autograd.grad(module(*case.args), weight, create_graph=True)
+    with pytest.raises(ap.InvalidInput, match="has a gradient, and that has none"):
+        gradient.sum().backward()
+
+
 class Rows(nn.Module):
     def __init__(self, hidden: int) -> None:
         super().__init__()

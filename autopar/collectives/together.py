@@ -32,13 +32,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from autopar._torch import Pending, moves_on_host, process_group, wait_for
 from autopar.collectives.messages import go_by_messages, send_and_receive
 from autopar.collectives.operators import movable
-from autopar.errors import ExecutionError
+from autopar.errors import ExecutionError, InvalidInput
 
 Tensors = tuple[Tensor, ...]
 Shape = Sequence[int]
@@ -178,8 +177,16 @@ class _Joined(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        is_recorded = torch.is_grad_enabled() and any(g.requires_grad for g in gradients)
+        with torch.no_grad():
+            found = _Joined._gradients(ctx, gradients)
+        if is_recorded:
+            found = _Once.apply(ctx.kernel.forward.__name__, len(gradients), *gradients, *found)
+        return None, *found
+
+    @staticmethod
+    def _gradients(ctx: Any, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         members = len(ctx.groups)
         needs = ctx.needs_input_grad[1:]
         inputs, outputs = len(needs) // members, len(gradients) // members
@@ -189,7 +196,24 @@ class _Joined(torch.autograd.Function):
             own = gradients[at * outputs : (at + 1) * outputs]
             saved = ctx.saved_tensors[first:end]
             steps.append(ctx.kernel.backward(group, saved, ctx.rests[at], *own))
-        return None, *(gradient for found in ctx.drive(steps) for gradient in found)
+        return [gradient for found in ctx.drive(steps) for gradient in found]
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that have none themselves, which is said to who asks for them."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, count: int, *tensors: Tensor | None) -> tuple[Any, ...]:
+        ctx.name = name
+        return tuple(None if x is None else x.view_as(x) for x in tensors[count:])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise InvalidInput(
+            "what ranks compute together has a gradient, and that has none",
+            got=f"a gradient of a gradient of {ctx.name}",
+            remedy='a plan without it, as mode="propagate" makes where no annotation asks for it',
+        )
 
 
 def _takes_gradient(x: Tensor) -> bool:
