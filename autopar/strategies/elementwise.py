@@ -98,7 +98,10 @@ def _converted(call: Call) -> Rule:
 def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
     """Whether one dtype has all numbers of another; signed whole ones are taken not to overflow."""
     if narrow.is_floating_point or narrow.is_complex:
-        return torch.promote_types(wide, narrow) == wide
+        if not (wide.is_complex or (wide.is_floating_point and not narrow.is_complex)):
+            return False
+        one, other = torch.finfo(wide), torch.finfo(narrow)  # float8 is promoted to nothing
+        return one.eps <= other.eps and one.max >= other.max and one.tiny <= other.tiny
     return narrow.is_signed and wide in (torch.int32, torch.int64, torch.float64, torch.complex128)
 
 
