@@ -39,6 +39,7 @@ from autopar.runtime.compiled import Compiler
 from autopar.runtime.distributed import TorchBackend
 from autopar.runtime.failures import one_fails_all_stop
 from autopar.runtime.groups import enter_world, require_world_of
+from autopar.runtime.local_inputs import require_whole_questions
 from autopar.runtime.module import OWN_NAMES, ParallelModule
 from autopar.runtime.outputs import OutputsLike
 from autopar.runtime.part import require_names
@@ -146,6 +147,8 @@ class _Call:
             require_world_of(decided.whole_mesh)
             stages = () if decided.pipelining is None else decided.pipelining.stages
             validate_pieces(asked.outputs, len(stages))
+            if asked.local_inputs:
+                require_whole_questions(decided)
             if asked.local_inputs and decided.batches is not None:
                 require_even(decided.program)
         with one_fails_all_stop():

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import linecache
+import operator
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +39,12 @@ from autopar.lines import caller
 
 _KINDS: dict[str, Callable[[Any], Any]] = {"bool": bool, "int": int, "float": float}
 _COMPARED = ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__")
-_OTHER_NUMBERS = ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__neg__")
+_MADE = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")  # with others, on either side
+_OTHER_NUMBERS = (
+    *(f"__{side}{name}__" for name in _MADE for side in ("", "r")),
+    *("__neg__", "__abs__", "__round__"),
+)
+_AS_KEYS = ("__hash__", "__str__", "__format__")
 
 
 @dataclass(frozen=True)
@@ -177,18 +183,30 @@ class _Number:
         return float(self.asked(Question("float")))
 
     __index__ = __int__
-    __hash__ = object.__hash__
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]  # what isinstance() finds
+        return type(self.value)
+
+    @property
+    def itself(self) -> Any:
+        """The number, which is part of the program then."""
+        return self.asked(Question(type(self.value).__name__))
 
 
 def _method(name: str) -> Callable[..., Any]:
     def ask(self: _Number, *others: Any) -> Any:
-        plain = (float(one) if isinstance(one, _Number) else one for one in others)
+        plain = [one.itself if type(one) is _Number else one for one in others]
+        if any(isinstance(one, Tensor) for one in plain):
+            is_right = name.startswith("__r")
+            given = [*plain, self.itself] if is_right else [self.itself, *plain]
+            return getattr(operator, name.replace("__r", "__", 1))(*given)
         return self.asked(Question(name, tuple(plain)))
 
     return ask
 
 
-for _name in (*_COMPARED, *_OTHER_NUMBERS):
+for _name in (*_COMPARED, *_OTHER_NUMBERS, *_AS_KEYS):
     setattr(_Number, _name, _method(_name))
 
 

@@ -8,7 +8,8 @@ backward. It runs whole on every rank, unless there is a rule for it:
     register_rule(MyFunction, "... -> ...")
 
 Its backward runs forward again for what that keeps, so that an operator holds its inputs alone.
-Arguments that are no tensors stand in a table, and the operator is given their number.
+Arguments that are no tensors stand in a table, and the operator is given what they print as: a plan
+knows its model by that, in any process.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.autograd import Function
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar._torch import memory_of
 from autopar.capture.fake import FakeTensorMode
 from autopar.capture.hooks import replaced
 from autopar.errors import InvalidInput
@@ -103,10 +105,10 @@ class _Operator:
 
     def __init__(self, cls: Any, places: tuple[int, ...], results: int, name: str) -> None:
         self.cls, self.places, self.name = cls, places, name
-        self.settings: list[tuple[Any, ...]] = []  # the other arguments, of every kind of call
+        self.settings: dict[str, tuple[Any, ...]] = {}  # the other arguments, of kinds of call
         takes = ", ".join(f"Tensor value_{place}" for place in places)
         gives = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
-        schema = f"({takes}, int settings) -> {gives}"
+        schema = f"({takes}, str settings) -> {gives}"
         self.call = torch.library.custom_op(
             f"{_NAMESPACE}::{name}", self._run, mutates_args=(), schema=schema
         )
@@ -115,15 +117,13 @@ class _Operator:
 
     def __call__(self, *args: Any) -> Any:
         others = tuple(None if i in self.places else arg for i, arg in enumerate(args))
-        found = (i for i, known in enumerate(self.settings) if _is_same(known, others))
-        number = next(found, None)
-        if number is None:
-            number = len(self.settings)
-            self.settings.append(others)
-        return self.call(*(args[place] for place in self.places), number)
+        said = ", ".join(_said(arg) for i, arg in enumerate(args) if i not in self.places)
+        found = (said + "'" * count for count in range(len(self.settings) + 1))
+        key = next(k for k in found if _is_same(self.settings.setdefault(k, others), others))
+        return self.call(*(args[place] for place in self.places), key)
 
-    def _args(self, tensors: Sequence[Any], number: int) -> list[Any]:
-        args = list(self.settings[number])
+    def _args(self, tensors: Sequence[Any], settings: str) -> list[Any]:
+        args = list(self.settings[settings])
         for place, tensor in zip(self.places, tensors):
             args[place] = tensor
         return args
@@ -131,19 +131,26 @@ class _Operator:
     def _run(self, *given: Any) -> Any:
         args = self._args(given[:-1], given[-1])
         result, _ = _forward(self.cls, args, (False,) * len(args))
-        # What an operator gives has memory of its own.
-        return pytree.tree_map_only(
-            Tensor, lambda out: out.clone() if any(out is arg for arg in given) else out, result
-        )
+        taken = {memory_of(arg) for arg in given[:-1]}
+
+        def apart(out: Tensor) -> Tensor:
+            """What an operator gives has memory of its own, a view of what it is given, too."""
+            own = out.clone() if memory_of(out) in taken else out
+            taken.add(memory_of(own))
+            return own
+
+        return pytree.tree_map_only(Tensor, apart, result)
 
     @staticmethod
     def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs[:-1])
-        ctx.number = inputs[-1]
+        ctx.settings = inputs[-1]
 
     def _backward(self, ctx: Any, *slopes: Any) -> tuple[Any, ...]:
-        args = self._args(ctx.saved_tensors, ctx.number)
+        args = self._args(ctx.saved_tensors, ctx.settings)
         wanted = dict(zip(self.places, ctx.needs_input_grad))
+        if torch.is_grad_enabled():
+            return *self._differentiable(args, wanted, slopes), None
         needs = tuple(wanted.get(place, False) for place in range(len(args)))
         result, context = _forward(self.cls, args, needs)
         if context.materializes:
@@ -153,6 +160,22 @@ class _Operator:
         found = self.cls.backward(context, *slopes)
         found = found if isinstance(found, tuple) else (found,)
         return *(found[place] for place in self.places), None
+
+    def _differentiable(
+        self, args: list[Any], wanted: dict[int, bool], slopes: Sequence[Any]
+    ) -> list[Any]:
+        """Gradients that have gradients of their own: autograd's, of a call of the Function."""
+        learns = [place for place in self.places if wanted[place]]
+        for place in learns:
+            args[place] = args[place].view_as(args[place])  # which may be given twice
+        result = self.cls.apply(*args)
+        outputs = result if isinstance(result, tuple) else (result,)
+        pairs = [(o, s) for o, s in zip(outputs, slopes) if s is not None and o.requires_grad]
+        ends, seeds = zip(*pairs)
+        values = [args[place] for place in learns]
+        about = {"create_graph": True, "allow_unused": True}
+        found = dict(zip(learns, torch.autograd.grad(ends, values, seeds, **about)))
+        return [found.get(place) for place in self.places]
 
 
 _made: dict[tuple[Any, tuple[int, ...], int], _Operator] = {}
@@ -180,10 +203,13 @@ def _results(cls: Any, args: tuple[Any, ...]) -> int | str:
     """How many tensors it gives, seen on tensors without values; or why it is no operator."""
     with FakeTensorMode() as mode, _Drawn() as drawn:
         fakes = [_like(arg, mode) if isinstance(arg, Tensor) else arg for arg in args]
+        tensors = [fake for fake in fakes if isinstance(fake, Tensor)]
+        before = [fake._version for fake in tensors]
         try:
             result, context = _forward(cls, fakes, (True,) * len(args))
         except Exception as error:
             return f"which fails without values: {type(error).__name__}"
+        context.is_plain &= before == [fake._version for fake in tensors]  # buffers, say
     leaves = result if isinstance(result, tuple) else (result,)
     if drawn.found or not context.is_plain or not all(isinstance(one, Tensor) for one in leaves):
         return "which draws, writes or gives more than values with gradients"
@@ -204,6 +230,14 @@ def _is_same(known: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
         one is other or (type(one) is type(other) and one == other)
         for one, other in zip(known, others, strict=True)
     )
+
+
+def _said(argument: Any) -> str:
+    """What an argument prints as, if that tells its value in any process."""
+    if isinstance(argument, list | tuple):
+        return f"({', '.join(map(_said, argument))})"
+    is_plain = isinstance(argument, bool | int | float | complex | str | None | torch.dtype)
+    return repr(argument) if is_plain else type(argument).__name__
 
 
 def _refused(cls: type, why: str) -> InvalidInput:

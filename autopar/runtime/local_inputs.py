@@ -30,6 +30,22 @@ def layouts_of(plan: Plan, captured: Captured) -> dict[str, Layout]:
     return {name: layout for name, layout in found.items() if layout is not None}
 
 
+def require_whole_questions(plan: Plan) -> None:
+    """Refuse what values of inputs decide of which each rank has a slice: none can answer."""
+    placed = plan.decisions.placeholders
+    for decision in plan.original.decisions:
+        cut = [name for name in decision.inputs.values() if placed[name].axes]
+        if cut:
+            raise InvalidInput(
+                "with local inputs forward asks nothing of values that ranks have slices of: each "
+                "would answer for its own",
+                got=f"a question to {', '.join(cut)}",
+                remedy="compute with tensors (torch.where, masks), decide before the call and hand "
+                "over a Python value; or hand every rank the global batch",
+                source=decision.source,
+            )
+
+
 def whole_call(
     plan: Plan, args: tuple, kwargs: Mapping[str, Any], shapes: Sequence[Sequence[Shape]]
 ) -> tuple[tuple, Mapping[str, Any]]:

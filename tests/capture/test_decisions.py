@@ -81,6 +81,24 @@ def test_programs_beside_decide_by_their_own_inputs() -> None:
     torch.testing.assert_close(module(*short), model(*short))
 
 
+def _numbers(self: Any, x: Tensor, classes: Tensor) -> Tensor:
+    y, most, least = self.linear(x), classes.max().item(), classes.min().item()
+    y = y * 2 if most in {3, 4} else y  # a key by its hash
+    y = y * {3: 5.0}.get(most, 7.0) * {"3": 5.0}.get(f"{most}", 7.0)
+    y = y / most if isinstance(most, int) else y
+    y = y * (classes == most)[:, None] + (most - classes)[:, None]
+    return y[:, : most - least].square().sum() * (most // 2) ** 2
+
+
+def test_numbers_are_keys_and_meet_tensors() -> None:
+    model, x = example()
+    asks = type("Model", (Asks,), {"forward": _numbers})().double()
+    assert ap.verify(asks, (x, CLASSES), mesh=ap.Mesh(dp=2)).ok
+    module = ap.parallelize(asks, (x, CLASSES), mesh=ap.Mesh(dp=2), backend="virtual")
+    with pytest.raises(InvalidInput, match=RULE):
+        module.step(x, CLASSES + 1)
+
+
 def _by_input(self: Any, x: Tensor, classes: Tensor) -> Tensor:
     return x if x.sum() > 0 else -x  # the line
 

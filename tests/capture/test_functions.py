@@ -90,6 +90,66 @@ def test_a_rule_cuts_it() -> None:
     assert_equal(parallel_outcome(module, one), single_outcome(one.fresh()))
 
 
+class Reversed(Function):
+    """The identity, as a view; its gradient turned round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, strength: float) -> Tensor:
+        ctx.strength = strength
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return -ctx.strength * grad, None
+
+
+class Power(Function):
+    """Keeps what it gives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y, value := (x * y).exp())
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, y, value = ctx.saved_tensors
+        return grad * value * y, grad * value * x
+
+
+def test_what_is_given_back_as_a_view() -> None:
+    class Model(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(Reversed.apply(self.first(x), 0.5)).square().sum()
+
+    assert ap.verify(Model().double(), case().args, mesh=ap.Mesh(dp=2, tp=2)).ok
+
+
+def test_a_gradient_has_gradients() -> None:
+    class Model(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x).tanh()
+            return (self.second(Reversed.apply(y, 0.5)) * Power.apply(y, y)).sum()
+
+    model, (x,) = Model().double(), case().args
+    module = ap.parallelize(model, (x.requires_grad_(),), mesh=ap.Mesh(dp=2), backend="virtual")
+
+    def penalised(one: nn.Module) -> Tensor:
+        (slope,) = torch.autograd.grad(one(x), [x], create_graph=True)
+        return slope.square().sum()
+
+    penalised(model).backward()
+    penalised(module).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(module.full_grads()[name], parameter.grad)
+
+
+def test_a_plan_knows_what_it_is_called_with() -> None:
+    one = case()
+    plan = ap.plan(one.model, one.args, mesh=ap.Mesh(dp=2))
+    assert any("'0.5')" in line for line in plan.fingerprint.operators)
+
+
 class Noisy(Rounded):
     @staticmethod
     def forward(ctx: Any, x: Tensor, slope: float) -> Tensor:
@@ -103,13 +163,22 @@ class Written(Rounded):
         return x.mul_(2)
 
 
+class Counting(Rounded):
+    """Writes to what is no gradient's, and does not say so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slope: float) -> Tensor:
+        x.detach().mul_(1)
+        return Rounded.forward(ctx, x, slope)
+
+
 class Deciding(Rounded):
     @staticmethod
     def forward(ctx: Any, x: Tensor, slope: float) -> Tensor:
         return Rounded.forward(ctx, x, slope) if x.sum() > 0 else x
 
 
-@pytest.mark.parametrize("function", [Noisy, Written, Deciding])
+@pytest.mark.parametrize("function", [Noisy, Written, Counting, Deciding])
 def test_others_are_refused(function: Any) -> None:
     class Model(Net):
         def forward(self, x: Tensor) -> Tensor:

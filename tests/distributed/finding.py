@@ -99,6 +99,18 @@ def refuses_slices_of_what_is_whole() -> None:
         with pytest.raises(ap.InvalidInput, match=r"does not cut over .* is the same"):
             local.step(*(value + rank for value in own))
         assert_close(local.step(*own), alone.step(*case.args))
+    mask = torch.arange(8) > 6
+    with pytest.raises(ap.InvalidInput, match="asks nothing of values that ranks have slices of"):
+        ap.parallelize(_Asks(), (mask,), mesh=Mesh(dp=4), mode="data", local_inputs=True)
+
+
+class _Asks(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+
+    def forward(self, mask: Tensor) -> Tensor:
+        y = super().forward(mask.float()[:, None])
+        return y.masked_fill(mask[:, None], 0.0).sum() if mask.any() else y.sum()
 
 
 def assert_close(one: object, other: object) -> None:
