@@ -25,7 +25,8 @@ def _reduction(
     kept = [() if i in reduced else dim for i, dim in enumerate(dims)]
     if not call.get("keepdim", False):
         kept = [dim for i, dim in enumerate(dims) if i not in reduced]
-    whole = [] if summed else [f"d{i}" for i in reduced]
+    is_sum = summed and call.outputs[0].dtype != torch.bool  # which says whether any is
+    whole = [] if is_sum else [f"d{i}" for i in reduced]
     return call.rule([dims], kept, whole=whole, passes=passes, saved=saved)
 
 

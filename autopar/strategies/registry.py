@@ -311,11 +311,16 @@ def origin_of(target: Operator) -> Operator:
 
 
 def _linear_passes(rule: Rule, call: Call) -> Iterator[frozenset[int]]:
-    """The passes between numbers: a bool is no sum."""
-    if any(output.dtype == torch.bool for output in call.outputs):
+    """The passes between numbers: a bool is no sum, and fractions that become whole numbers (by a
+    `dtype`, or written into some) are rounded."""
+    given = [output.dtype for output in call.outputs]
+    if torch.bool in given:
         return
+    has_fractions = all(dtype.is_floating_point or dtype.is_complex for dtype in given)
     for members in rule.passes:
-        if not any(info(call.inputs[index]).val.dtype == torch.bool for index in members):
+        taken = [info(call.inputs[index]).val.dtype for index in members]
+        is_whole = not any(dtype.is_floating_point or dtype.is_complex for dtype in taken)
+        if torch.bool not in taken and (has_fractions or is_whole):
             yield members
 
 
