@@ -9,7 +9,7 @@ backward. It runs whole on every rank, unless there is a rule for it:
 
 Its backward runs forward again for what that keeps, so that an operator holds its inputs alone.
 Arguments that are no tensors stand in a table, and the operator is given what they print as: a plan
-knows its model by that, in any process.
+knows its model by that, in any process. So does the autocast that it is called under.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar._torch import memory_of
+from autopar.capture.autocasts import Autocast, active, switched
 from autopar.capture.fake import FakeTensorMode
 from autopar.capture.hooks import replaced
 from autopar.errors import InvalidInput
@@ -89,10 +90,25 @@ class _Drawn(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def _forward(cls: Any, args: Sequence[Any], needs: tuple[bool, ...]) -> tuple[Any, _Context]:
+class _Settings(NamedTuple):
+    """What else a call is made with."""
+
+    others: tuple[Any, ...]  # the arguments, without tensors
+    autocasts: tuple[Autocast, ...]
+
+    def is_same(self, other: _Settings) -> bool:
+        pairs = zip(self.others, other.others, strict=True)
+        return self.autocasts == other.autocasts and all(
+            one is two or (type(one) is type(two) and one == two) for one, two in pairs
+        )
+
+
+def _forward(
+    cls: Any, args: Sequence[Any], needs: tuple[bool, ...], autocasts: Sequence[Autocast]
+) -> tuple[Any, _Context]:
     """What forward gives, and what it remembers."""
     context = _Context(needs)
-    with torch.no_grad():
+    with torch.no_grad(), switched(autocasts):
         if cls.setup_context is Function.setup_context:
             return cls.forward(context, *args), context
         given = cls.forward(*args)
@@ -105,7 +121,7 @@ class _Operator:
 
     def __init__(self, cls: Any, places: tuple[int, ...], results: int, name: str) -> None:
         self.cls, self.places, self.name = cls, places, name
-        self.settings: dict[str, tuple[Any, ...]] = {}  # the other arguments, of kinds of call
+        self.settings: dict[str, _Settings] = {}
         takes = ", ".join(f"Tensor value_{place}" for place in places)
         gives = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
         schema = f"({takes}, str settings) -> {gives}"
@@ -117,20 +133,22 @@ class _Operator:
 
     def __call__(self, *args: Any) -> Any:
         others = tuple(None if i in self.places else arg for i, arg in enumerate(args))
+        given = _Settings(others, active())
         said = ", ".join(_said(arg) for i, arg in enumerate(args) if i not in self.places)
+        said += "".join(f" under {one}" for one in given.autocasts)
         found = (said + "'" * count for count in range(len(self.settings) + 1))
-        key = next(k for k in found if _is_same(self.settings.setdefault(k, others), others))
+        key = next(k for k in found if self.settings.setdefault(k, given).is_same(given))
         return self.call(*(args[place] for place in self.places), key)
 
     def _args(self, tensors: Sequence[Any], settings: str) -> list[Any]:
-        args = list(self.settings[settings])
+        args = list(self.settings[settings].others)
         for place, tensor in zip(self.places, tensors):
             args[place] = tensor
         return args
 
     def _run(self, *given: Any) -> Any:
-        args = self._args(given[:-1], given[-1])
-        result, _ = _forward(self.cls, args, (False,) * len(args))
+        args, autocasts = self._args(given[:-1], given[-1]), self.settings[given[-1]].autocasts
+        result, _ = _forward(self.cls, args, (False,) * len(args), autocasts)
         taken = {memory_of(arg) for arg in given[:-1]}
 
         def apart(out: Tensor) -> Tensor:
@@ -148,11 +166,12 @@ class _Operator:
 
     def _backward(self, ctx: Any, *slopes: Any) -> tuple[Any, ...]:
         args = self._args(ctx.saved_tensors, ctx.settings)
+        autocasts = self.settings[ctx.settings].autocasts
         wanted = dict(zip(self.places, ctx.needs_input_grad))
         if torch.is_grad_enabled():
-            return *self._differentiable(args, wanted, slopes), None
+            return *self._differentiable(args, wanted, slopes, autocasts), None
         needs = tuple(wanted.get(place, False) for place in range(len(args)))
-        result, context = _forward(self.cls, args, needs)
+        result, context = _forward(self.cls, args, needs, autocasts)
         if context.materializes:
             outputs = pytree.tree_leaves(result)
             pairs = zip(slopes, outputs)
@@ -162,14 +181,18 @@ class _Operator:
         return *(found[place] for place in self.places), None
 
     def _differentiable(
-        self, args: list[Any], wanted: dict[int, bool], slopes: Sequence[Any]
+        self,
+        args: list[Any],
+        wanted: dict[int, bool],
+        slopes: Sequence[Any],
+        autocasts: Sequence[Autocast],
     ) -> list[Any]:
         """Gradients that have gradients of their own: autograd's, of a call of the Function."""
         learns = [place for place in self.places if wanted[place]]
         for place in learns:
             args[place] = args[place].view_as(args[place])  # which may be given twice
-        result = self.cls.apply(*args)
-        outputs = result if isinstance(result, tuple) else (result,)
+        with switched(autocasts):
+            outputs = pytree.tree_leaves(self.cls.apply(*args))
         pairs = [(o, s) for o, s in zip(outputs, slopes) if s is not None and o.requires_grad]
         ends, seeds = zip(*pairs)
         values = [args[place] for place in learns]
@@ -187,7 +210,7 @@ def _operator(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Opera
         raise _refused(cls, "with tensors inside of its arguments")
     places = tuple(place for place, arg in enumerate(args) if isinstance(arg, Tensor))
     with ThreadPoolExecutor(1) as outside:  # a thread begins without the modes of export
-        results = outside.submit(_results, cls, args).result()
+        results = outside.submit(_results, cls, args, active()).result()
     if isinstance(results, str):
         raise _refused(cls, results)
     key = cls, places, results
@@ -199,14 +222,14 @@ def _operator(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Opera
     return _made[key]
 
 
-def _results(cls: Any, args: tuple[Any, ...]) -> int | str:
+def _results(cls: Any, args: tuple[Any, ...], autocasts: tuple[Autocast, ...]) -> int | str:
     """How many tensors it gives, seen on tensors without values; or why it is no operator."""
     with FakeTensorMode() as mode, _Drawn() as drawn:
         fakes = [_like(arg, mode) if isinstance(arg, Tensor) else arg for arg in args]
         tensors = [fake for fake in fakes if isinstance(fake, Tensor)]
         before = [fake._version for fake in tensors]
         try:
-            result, context = _forward(cls, fakes, (True,) * len(args))
+            result, context = _forward(cls, fakes, (True,) * len(args), autocasts)
         except Exception as error:
             return f"which fails without values: {type(error).__name__}"
         context.is_plain &= before == [fake._version for fake in tensors]  # buffers, say
@@ -223,13 +246,6 @@ def _like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 def _inside(args: tuple[Any, ...]) -> list[Any]:
     return pytree.tree_leaves([arg for arg in args if not isinstance(arg, Tensor)])
-
-
-def _is_same(known: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
-    return all(
-        one is other or (type(one) is type(other) and one == other)
-        for one, other in zip(known, others, strict=True)
-    )
 
 
 def _said(argument: Any) -> str:

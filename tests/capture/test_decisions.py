@@ -91,7 +91,7 @@ def _numbers(self: Any, x: Tensor, classes: Tensor) -> Tensor:
 
 
 def test_numbers_are_keys_and_meet_tensors() -> None:
-    model, x = example()
+    _, x = example()
     asks = type("Model", (Asks,), {"forward": _numbers})().double()
     assert ap.verify(asks, (x, CLASSES), mesh=ap.Mesh(dp=2)).ok
     module = ap.parallelize(asks, (x, CLASSES), mesh=ap.Mesh(dp=2), backend="virtual")

@@ -144,6 +144,33 @@ def test_a_gradient_has_gradients() -> None:
         torch.testing.assert_close(module.full_grads()[name], parameter.grad)
 
 
+class Product(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        wide = grad.float()
+        return (wide @ weight.t()).to(x.dtype), x.float().t() @ wide
+
+
+@pytest.mark.filterwarnings("ignore:.*has no rule")
+def test_autocast_is_part_of_it() -> None:
+    class Model(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return Product.apply(self.first(x), self.second.weight)
+
+    model, x = Model(), torch.randn(8, 4)
+    module = ap.parallelize(model, (x,), mesh=ap.Mesh(dp=2), backend="virtual")
+    given, wanted = module(x), model(x)
+    assert given.dtype is wanted.dtype is torch.bfloat16
+    torch.testing.assert_close(given, wanted)
+
+
 def test_a_plan_knows_what_it_is_called_with() -> None:
     one = case()
     plan = ap.plan(one.model, one.args, mesh=ap.Mesh(dp=2))
