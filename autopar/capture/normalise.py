@@ -38,10 +38,12 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
     norms.batch_norms,  # makes writes to buffers visible, so it precedes functionalise
     bags.bags_are_one_result,
     losses.chunked_products_are_whole,
+    inplace.filled_diagonals_are_views,
     parts.composites_are_their_parts,  # some change what they are given
     tuples.split_into_slices,  # views as well
     strides.strides_are_written_out,  # as the model's own strides are, which writes may change
     inplace.functionalise,
+    strides.strided_views_are_copies,
     cleanup.drop_dead_code,
     cleanup.copies_are_views,
     # one tensor a node

@@ -134,6 +134,26 @@ def test_strides_are_those_of_the_model() -> None:
         run(lambda h: h[2:].as_strided((3, 3), (1, 2), 0))
 
 
+def test_writes_and_views_by_strides() -> None:
+    def diagonal(h: Tensor) -> Tensor:
+        y = h.clone()
+        y.fill_diagonal_(3.0)
+        return y.square()
+
+    def read_after_a_write(h: Tensor) -> Tensor:
+        y = h.clone()
+        some = y.as_strided((3, 3), (1, 2))
+        y.mul_(2)
+        return y + some.sum()
+
+    run(diagonal)
+    run(read_after_a_write)
+    with pytest.raises(InvalidInput, match="a write through as_strided"):
+        run(lambda h: h.clone().as_strided((3, 3), (4, 1)).zero_())
+    with pytest.raises(InvalidInput, match="has a form that does not"):
+        run(lambda h: h.clone().view(-1, 2).fill_diagonal_(1.0, wrap=True))
+
+
 class Bits(nn.Module):
     def __init__(self) -> None:
         super().__init__()

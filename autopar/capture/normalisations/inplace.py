@@ -16,8 +16,10 @@ import torch
 from torch import fx
 
 from autopar._torch import memory_of
-from autopar.capture.graph_builder import GraphBuilder, is_mutable, shape_of
+from autopar.capture.graph_builder import GraphBuilder, Site, is_mutable, rewrites, shape_of
+from autopar.capture.listing import operator_name
 from autopar.capture.normalisations.shapes import as_call
+from autopar.capture.normalisations.strides import as_strided
 from autopar.capture.values import refresh
 from autopar.errors import InvalidInput
 from autopar.strategies import Call, traits_of
@@ -37,6 +39,16 @@ _SCATTERS: dict[object, Callable[..., Any]] = {  # with the arguments of the vie
     aten.slice.Tensor: aten.slice_scatter.default,
     aten.diagonal.default: aten.diagonal_scatter.default,
 }
+
+
+@rewrites(aten.fill_diagonal_.default)
+def filled_diagonals_are_views(call: Site) -> fx.Node | None:
+    """A number written to the diagonal of a matrix, which torch sees by strides."""
+    x = call["self"]
+    if len(call.shape) != 2 or (call["wrap"] and call.shape[0] > call.shape[1]):
+        return None
+    call.make(aten.fill_.Scalar, call.make(aten.diagonal.default, x), call["fill_value"])
+    return x
 
 
 def functionalise(builder: GraphBuilder) -> None:
@@ -180,7 +192,7 @@ class _Functionaliser:
             return call(write, aten.reshape.default, new, shape_of(base))
         raise InvalidInput(
             "a write to a view can be carried over to the tensor it views",
-            got=f"a write through {target}",
+            got=f"a write through {operator_name(target)}",
             remedy="compute a new tensor in place of the write",
             source=info(write).source,
         )
@@ -272,7 +284,8 @@ def functional_of(target: Any) -> Any:
 def _is_view(target: Any) -> bool:
     """Whether an operator returns a view of its argument."""
     schema = getattr(target, "_schema", None)
-    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+    is_operators = schema is not None and any(r.alias_info is not None for r in schema.returns)
+    return is_operators or target is as_strided
 
 
 def _without_out(target: Any) -> Callable[..., Any]:

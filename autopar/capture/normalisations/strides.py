@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from autopar.capture.graph_builder import Site, rewrites
+from autopar.capture.graph_builder import GraphBuilder, Site, rewrites
 from autopar.capture.normalisations.shapes import as_call
 from autopar.errors import InvalidInput
 from autopar.strategies import Call, Rule, register_rule
@@ -33,13 +33,25 @@ def strides_are_written_out(call: Site) -> fx.Node:
         )
     if order != sorted(order):
         x = call.make(*as_call(x, order))
-    return call.make(strided, x, size, stride, offset)
+    return call.make(as_strided, x, size, stride, offset)
+
+
+def strided_views_are_copies(builder: GraphBuilder) -> None:
+    """Once nothing is written any more, to what they view or through them."""
+    for node in builder.calls(as_strided):
+        node.target = strided
+        info(node).val = builder.evaluate(strided, node.args, node.kwargs)
 
 
 @rewrites(aten.view.dtype)
 def bits_are_of_pieces(call: Site) -> fx.Node:
     """view(dtype) takes values of any strides."""
     return call.make(bits, *call.arguments.values())
+
+
+def as_strided(x: Tensor, size: list[int], stride: list[int], offset: int) -> Tensor:
+    """A view of `x`, which lies in order."""
+    return x.contiguous().as_strided(size, stride, offset)
 
 
 def strided(x: Tensor, size: list[int], stride: list[int], offset: int) -> Tensor:
