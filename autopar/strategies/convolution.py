@@ -42,21 +42,37 @@ def _convolution(call: Call) -> Rule | None:
         [("g", first), (second,), *kernel],
     ]
     passes: list[tuple[int, ...]] = [(0,), (1,)]
+    sizes, saved = {"g": groups}, Saved((0, 1))
+    if more := _padded_beside(call, space):
+        # torch pads one side before, and keeps what that makes.
+        padded = names(space, "p")
+        sizes |= {name: size for (name,), size in zip(padded, more)}
+        saved = Saved((1,), extra=(Extra((*batch, ("g", "i"), *padded)),))
     if call["bias"] is not None:
         inputs.append([("g", "o")])
         passes = []
     return call.rule(
         inputs,
         [*batch, ("g", "o"), *after],
-        {"g": groups},
+        sizes,
         whole=whole,
         even=frozenset(("g", "i", "o")),
         passes=passes,
         flops=2.0 * math.prod(call.shapes[0] if transposed else call.shape) * math.prod(weight[1:]),
         product=True,
-        saved=Saved((0, 1)),
+        saved=saved,
         joints=_halos(call, transposed, reaches),
     )
+
+
+def _padded_beside(call: Call, space: int) -> list[int] | None:
+    """The sizes of the input with a row more on one side, where both have not the same padding."""
+    if call["padding"] != "same":
+        return None
+    kernel, before = call.shapes[1][2:], call.shapes[0][-space:]
+    dilation = [call["dilation"][d % len(call["dilation"])] for d in range(space)]
+    odd = [far * (size - 1) % 2 for size, far in zip(kernel, dilation)]
+    return [size + more for size, more in zip(before, odd)] if any(odd) else None
 
 
 def _reach(call: Call, dim: int) -> tuple[int, int, int] | None:
