@@ -127,3 +127,24 @@ def test_what_is_switched_off_on_purpose_is_no_fault() -> None:
     for device in ("cuda", "cpu"):
         model = Normed(device_type=device, dtype=BF16, enabled=False)
         ap.plan(model, (inputs(),), mesh=Mesh(dp=2), mode="propagate")
+
+
+@pytest.mark.parametrize("kind", ["product", "weighted classes"])
+def test_tensors_of_two_dtypes_become_one(kind: str) -> None:
+    """Which torch does without values, too, where it would refuse them."""
+
+    class Mixed(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = super().forward(x)
+                if kind == "product":
+                    return y @ self.weight.mT
+                weights = torch.arange(1.0, 9.0)
+                return nn.functional.cross_entropy(y, torch.arange(4), weights)
+
+    torch.manual_seed(0)
+    model, x = Mixed(8, 8), torch.randn(4, 8)
+    module = ap.parallelize(model, (x,), mesh=ap.Mesh(dp=2), backend="virtual", mode="data")
+    given, wanted = module(x), model(x)
+    assert given.dtype is wanted.dtype
+    torch.testing.assert_close(given, wanted)

@@ -37,6 +37,31 @@ from autopar.strategies.node_info import info
 aten = torch.ops.aten
 
 
+# They refuse tensors of several dtypes, which without values nobody finds.
+_OF_ONE_DTYPE = {
+    getattr(aten, name)
+    for name in [
+        "matmul",
+        "mm",
+        "bmm",
+        "mv",
+        "dot",
+        "vdot",
+        "inner",
+        "addmm",
+        "addmv",
+        "addbmm",
+        "baddbmm",
+        "linalg_vecdot",
+        "einsum",
+        "cross_entropy_loss",
+        "nll_loss",
+        "nll_loss_nd",
+        "nll_loss2d",
+    ]
+}
+
+
 @dataclass(frozen=True)
 class Region:
     """What the user switched on around some operators."""
@@ -254,7 +279,12 @@ class _Inliner:
         if not tensors or not tensors[0].is_floating_point():
             return args, kwargs
         wanted = tensors[0].dtype
-        if _plain_dtype(self.builder, node, args, kwargs) == wanted:
+        is_mixed = getattr(node.target, "overloadpacket", None) in _OF_ONE_DTYPE and any(
+            info(value).val.dtype not in (wanted, torch.float64)
+            for value in pytree.tree_leaves((args, kwargs))
+            if isinstance(value, fx.Node) and info(value).val.is_floating_point()
+        )
+        if not is_mixed and _plain_dtype(self.builder, node, args, kwargs) == wanted:
             return args, kwargs
 
         def cast(value: fx.Node) -> fx.Node:
