@@ -38,28 +38,11 @@ aten = torch.ops.aten
 
 
 # They refuse tensors of several dtypes, which without values nobody finds.
-_OF_ONE_DTYPE = {
-    getattr(aten, name)
-    for name in [
-        "matmul",
-        "mm",
-        "bmm",
-        "mv",
-        "dot",
-        "vdot",
-        "inner",
-        "addmm",
-        "addmv",
-        "addbmm",
-        "baddbmm",
-        "linalg_vecdot",
-        "einsum",
-        "cross_entropy_loss",
-        "nll_loss",
-        "nll_loss_nd",
-        "nll_loss2d",
-    ]
-}
+_NAMES = (
+    "matmul mm bmm mv dot vdot inner addmm addmv addbmm baddbmm linalg_vecdot einsum "
+    "cross_entropy_loss nll_loss nll_loss_nd nll_loss2d"
+)
+_OF_ONE_DTYPE = {getattr(aten, name) for name in _NAMES.split()}
 
 
 @dataclass(frozen=True)
