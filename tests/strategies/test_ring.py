@@ -105,6 +105,16 @@ def test_attention(count: int, is_causal: bool) -> None:
             check(count, inputs, is_causal=is_causal, enable_gqa=is_grouped, scale=0.4)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_rows_whose_numbers_do_not_stand_together(is_causal: bool) -> None:
+    """As of channels that attend to one another."""
+    plain = [double(2, 3, 8, 4) for _ in range(3)]
+    for turned in range(3):
+        inputs = list(plain)
+        inputs[turned] = double(2, 3, 4, 8).mT.detach().requires_grad_()
+        check(2, inputs, is_causal=is_causal)
+
+
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.usefixtures("scores")
 def test_masks(count: int) -> None:

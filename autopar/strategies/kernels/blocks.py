@@ -243,14 +243,15 @@ def _is_fused(block: Block, weights: Weights) -> bool:
 
 
 def _fused(block: Block, weights: Weights) -> tuple[Tensor, Tensor]:
-    query, is_causal = block.query.flatten(1, 2), not block.sees_all(weights)
-    if query.is_cuda:
+    is_causal = not block.sees_all(weights)
+    given = (_rows_apart(x) for x in (block.query.flatten(1, 2), block.key, block.value))
+    if block.query.is_cuda:
         output, sums, *_ = aten._scaled_dot_product_flash_attention(
-            query, block.key, block.value, 0.0, is_causal, scale=weights.scale
+            *given, 0.0, is_causal, scale=weights.scale
         )
     else:
         output, sums = aten._scaled_dot_product_flash_attention_for_cpu(
-            query, block.key, block.value, 0.0, is_causal, scale=weights.scale
+            *given, 0.0, is_causal, scale=weights.scale
         )
     heads = block.query.shape[1:3]
     return output.unflatten(1, heads), sums.unflatten(1, heads).unsqueeze(-1)
@@ -259,7 +260,8 @@ def _fused(block: Block, weights: Weights) -> tuple[Tensor, Tensor]:
 def _fused_slopes(block: Block, weights: Weights, whole: Whole) -> Gradients:
     query, is_causal = block.query.flatten(1, 2), not block.sees_all(weights)
     output, sums, slope = (x.flatten(1, 2) for x in whole)
-    given = slope, query, block.key, block.value, output, sums.squeeze(-1)
+    rows = (_rows_apart(x) for x in (slope, query, block.key, block.value, output))
+    given = *rows, sums.squeeze(-1)
     if query.is_cuda:
         seed = torch.empty(2, dtype=torch.uint64, device=query.device)  # nothing is dropped
         found = aten._scaled_dot_product_flash_attention_backward(
@@ -272,3 +274,8 @@ def _fused_slopes(block: Block, weights: Weights, whole: Whole) -> Gradients:
             *given, 0.0, is_causal, scale=weights.scale
         )
     return Gradients(found[0].unflatten(1, block.query.shape[1:3]), *found[1:])
+
+
+def _rows_apart(x: Tensor) -> Tensor:
+    """With the numbers of a row one after another, as the kernels read them: none of them looks."""
+    return x if x.stride(-1) == 1 else x.contiguous()
