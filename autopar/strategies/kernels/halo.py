@@ -309,11 +309,12 @@ def _resizing(mode: str, space: int, beside: int) -> Along:
             return start, (piece[0] + piece[1] - 1) // times + 1 + beside - start
 
         def run(rows: Tensor, piece: Piece) -> Tensor:
-            whole = arguments["output_size"]
-            sizes = [int(n * f) for n, f in zip(rows.shape[-space:], factors)] if factors else whole
-            sizes = [rows.shape[dim] * times if d == at else n for d, n in enumerate(sizes)]
             smooth = {} if mode.startswith("nearest") else {"align_corners": False}
-            out = F.interpolate(rows, sizes, mode=mode, **smooth)
+            sizes = None
+            if not factors:  # else the places along other dims are by these, not by the sizes
+                whole = arguments["output_size"]
+                sizes = [rows.shape[dim] * times if d == at else n for d, n in enumerate(whole)]
+            out = F.interpolate(rows, sizes, factors or None, mode, **smooth)
             return out.narrow(dim, piece[0] - first(piece) * times, piece[1]).contiguous()
 
         return Window(dim, read, run, fill=None)
