@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from autopar.strategies.kernels.halo import POOLINGS, RESIZINGS
+from autopar.strategies.node_info import info
 from autopar.strategies.registry import Call, Traits, aten, register_rule
 from autopar.strategies.rule import Dim, Extra, Rule, Saved, names
 from autopar.strategies.strategy import Joint
@@ -89,7 +90,10 @@ def _reach(call: Call, dim: int) -> tuple[int, int, int] | None:
 def _halos(
     call: Call, transposed: bool, reaches: Sequence[tuple[int, int, int] | None]
 ) -> dict[str, Joint]:
-    """Space can be cut where each rank gets the rows beside its own."""
+    """Space can be cut where each rank gets the rows beside its own; of complex numbers torch makes
+    several convolutions, and its kernels know none."""
+    if info(call.inputs[0]).val.is_complex():
+        return {}
     kernel = "cut_transposed_convolution" if transposed else "cut_convolution"
     weights = len(call.inputs) - 1
     return {

@@ -95,6 +95,7 @@ case("masked_fill.Tensor", t(5, 4), b(4), t())
 # contractions
 case("linear.default", t(3, 5, 6), t(4, 6))
 case("linear.default", t(5, 6), t(3, 6), t(3))
+case("linear.default", z(5, 6), z(3, 6))
 case("matmul.default", t(5, 3), t(3, 4))
 case("matmul.default", t(2, 3, 5), t(5, 4))
 case("matmul.default", t(1, 3, 5), t(2, 5, 4))

@@ -41,7 +41,7 @@ def gathered_product_backward(
     if group.needs[1]:
         yield from _around(group, input, add)
     if group.needs[0]:
-        of_input = yield from _homeward(group, lambda at: rows[at] @ weight)
+        of_input = yield from _homeward(group, lambda at: rows[at] @ weight.conj())
     return of_input, of_weight if group.needs[1] else None
 
 
@@ -64,7 +64,7 @@ def scattered_product_backward(
 
     def add(at: int, g: Tensor) -> None:
         if group.needs[0]:
-            _into(parts[at], g, weight)
+            _into(parts[at], g, weight.conj())
         if group.needs[1]:
             _add_product(of_weight, g, rows[at])
 
@@ -122,7 +122,7 @@ def _into(out: Tensor, x: Tensor, weight: Tensor) -> None:
 
 
 def _add_product(total: Tensor, slope: Tensor, x: Tensor) -> None:
-    total.addmm_(slope.flatten(0, -2).t(), x.flatten(0, -2))
+    total.addmm_(slope.flatten(0, -2).t(), x.flatten(0, -2).conj())
 
 
 def _gathered_traffic(
