@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
+from torch import nn
 
 import autopar as ap
 from autopar import Mesh
+from autopar.errors import InvalidInput
 from tests.parity import assert_parity
 from tests.space import in_space
 
@@ -26,6 +31,31 @@ def test_parity(name: str, mesh: Mesh) -> None:
     records = module.plan.movements()
     halos = [record for record in records if record.forward.startswith("cut_")]
     assert len(halos) >= 6
+
+
+@pytest.mark.parametrize("mode", ["auto", "propagate"])
+def test_a_layer_is_annotated(mode: str) -> None:
+    """Its input alone is cut, along one dim of space that leaves each rank some of the output."""
+    images = torch.randn(2, 2, 8, 8, dtype=torch.float64)
+
+    def found(dims: tuple, **options: int) -> Any:
+        model = nn.Conv2d(2, 3, 3, padding=1, **options).double()
+        ap.shard(model, (dims,))
+        return ap.verify(model, (images,), mesh=Mesh(a=2, b=2), mode=mode)
+
+    assert found((None, None, ("a", "b"), None)).ok
+    for dims, options in (((None, None, "a", "b"), {}), ((1, 1, 4, 1), {"stride": 4})):
+        with pytest.raises(InvalidInput, match="an operator has one joint"):
+            found(dims, **options)
+
+
+def test_complex_numbers_are_whole_in_space() -> None:
+    """Of their convolution torch makes several."""
+    model = nn.Conv2d(2, 2, 3, padding=1, dtype=torch.complex128)
+    images = torch.randn(2, 2, 6, 4, dtype=torch.complex128)
+    ap.shard(model, ((None, None, "sp", None),))
+    with pytest.raises(InvalidInput, match="needs 'x0' whole"):
+        ap.plan(model, (images,), mesh=Mesh(sp=2))
 
 
 def test_an_automatic_plan_cuts_large_images_in_space() -> None:

@@ -222,7 +222,7 @@ def _bind(
                     source=annotation.source,
                 )
             used[axis] = (factor, annotation)
-    _require_joints(rule, axes, markers[0][1])
+    _require_joints(rule, axes, mesh, markers[0][1])
     constraints = {}
     for node, annotation in markers:
         dims = [
@@ -234,12 +234,14 @@ def _bind(
 
 
 def _require_joints(
-    rule: Rule, axes: Mapping[str, tuple[str, ...]], annotation: Annotation
+    rule: Rule, axes: Mapping[str, tuple[str, ...]], mesh: Mesh, annotation: Annotation
 ) -> None:
-    """Refuse a cut that only a joint makes, without the rest of the joint."""
+    """Refuse a cut that only a joint makes, without the rest of the joint; and joints that do not
+    go with one another, or with what else is cut."""
     for factor in axes:
         cut = {other for other in axes if {*axes[other]} & {*axes[factor]}}
-        if axes[factor] and len(cut) == 1 and (reason := rule.why_whole(factor)) is not None:
+        reason = rule.why_whole(factor) if rule.alone(factor) == factor else None
+        if axes[factor] and len(cut) == 1 and reason is not None:
             raise InvalidInput(
                 f"a dim that an operator keeps whole is not cut: {reason}",
                 got=f"{axes[factor][0]!r} for dim {factor!r} of {annotation.what} alone; the rule "
@@ -252,6 +254,21 @@ def _require_joints(
                 ),
                 source=annotation.source,
             )
+    choices = dict[str | None, list[str]]()
+    for axis in dict.fromkeys(axis for own in axes.values() for axis in own):
+        choice = rule.joint_of({factor for factor in axes if axis in axes[factor]})
+        choices.setdefault(choice, []).append(axis)
+    known = {choice: own for choice, own in choices.items() if choice is not None}
+    fit = all(rule.fits(name, mesh.degree(known[name])) for name in known.keys() & rule.joints)
+    if len(known) < len(choices) or not fit or not rule.go_together(known, mesh):
+        cuts = ", ".join(f"{factor!r} by {'@'.join(own)}" for factor, own in axes.items() if own)
+        raise InvalidInput(
+            "an operator has one joint, whose factors are large enough for all their axes",
+            got=f"{cuts} of {annotation.what} on {mesh}; the rule is {rule.text!r} with "
+            f"{dict(rule.sizes)}",
+            remedy="cut fewer dims, or by fewer axes",
+            source=annotation.source,
+        )
 
 
 def _resolve(annotation: Annotation, shape: Sequence[int], mesh: Mesh) -> Layout:

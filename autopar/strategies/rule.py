@@ -344,10 +344,10 @@ class Rule:
         return next(iter(found.items()), None)
 
     def joint_of(self, cut: set[str]) -> str | None:
-        """What one axis that cuts all these is given to: the only factor, or a joint of them; None
-        if there is none."""
+        """What one axis that cuts all these is given to: the only factor, or what cuts it alone, or
+        a joint of them; None if there is none."""
         if len(cut) == 1:
-            return next(iter(cut))
+            return self.alone(next(iter(cut)))
         found = (name for name, joint in self.joints.items() if cut <= {*joint.factors})
         return next(found, None)
 
