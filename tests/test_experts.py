@@ -13,6 +13,7 @@ import autopar as ap
 from autopar import Mesh
 from autopar.capture import capture, listing
 from autopar.collectives import together
+from autopar.strategies.kernels.experts import experts
 from tests.mixtures import FAMILIES, cut_experts, family, mixture, mixture_cut
 from tests.models import Case, _transformers
 from tests.parity import assert_parity
@@ -117,3 +118,20 @@ def test_a_layer_of_deepseek_is_planned_by_experts() -> None:
     )
     assert "routed_experts(" in str(plan.graph)
     assert "bf16[256@ep, 4096, 7168]" in str(plan)
+
+
+def test_an_expert_is_chosen_several_times() -> None:
+    """By one token: more choices than there are experts."""
+    down, gate, up = (torch.randn(2, 4, 4, dtype=torch.float64) for _ in range(3))
+    weights = torch.randn(4, 3, dtype=torch.float64)
+
+    class Hashed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down = torch.nn.Parameter(down)
+
+        def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+            return experts(x, chosen, weights, self.down, gate, up).square().sum()
+
+    inputs = torch.randn(4, 4, dtype=torch.float64), torch.randint(2, (4, 3))
+    assert ap.verify(Hashed(), inputs, mesh=Mesh(ep=2)).ok

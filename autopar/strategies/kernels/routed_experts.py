@@ -104,7 +104,7 @@ def _route(group: Group, chosen: Tensor, pieces: Sequence[tuple[int, int]]) -> S
     are known, of routing that is balanced."""
     if chosen.is_meta:
         experts = sum(length for _, length in pieces)
-        copies = copies_of(min(chosen.shape[-1], experts), experts, group.count)
+        copies = copies_of(chosen.shape[-1], experts, group.count)
         each = math.ceil(len(chosen) * copies / group.count)
         return _Route((chosen.new_empty(each),) * group.count, (each,) * group.count)
     rows = tuple(
@@ -136,6 +136,7 @@ def _traffic(
 
 def copies_of(choices: int, experts: int, ranks: int) -> float:
     """On how many of the ranks a token has experts, if all sets of choices are alike."""
+    choices = min(choices, experts)  # an expert may be chosen several times
     elsewhere = max(experts - experts // ranks, 0)
     return ranks * (1 - math.comb(elsewhere, choices) / math.comb(experts, choices))
 
