@@ -13,7 +13,9 @@ import torch.nn.functional as F
 
 import autopar as ap
 from autopar import Mesh
+from autopar.collectives import together
 from autopar.layout import TensorType
+from autopar.strategies.node_info import info
 from tests import models
 from tests.annotations import attention, megatron, sequence
 from tests.large_models import long_llama
@@ -44,6 +46,39 @@ def test_a_ring(mesh: Mesh, length: int) -> None:
     module = assert_parity(sequence(case, "sp"), mesh)
     assert how(module.plan) == "ring@sp"
     assert moves(module) == {("causal_ring_attention", "ring_attention_backward"): 1}
+
+
+def test_a_ring_of_queries_that_another_axis_cuts_moves_all_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the plan says is what the member moves whose keys all others see."""
+
+    class Attention(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            keys = (None, None, "b", None)
+            attend: Any = ap.shard(
+                F.scaled_dot_product_attention, ((None, None, ("a", "b"), None), keys, keys)
+            )
+            y = x * self.scale
+            return attend(y, y, x, is_causal=True).square().sum()
+
+    x, moved, deliver = torch.randn(2, 2, 16, 4, dtype=torch.float64), [0], together._delivered
+    model, mesh = Attention(), Mesh(a=2, b=4)
+    module = ap.parallelize(model, (x,), mesh=mesh, mode="propagate", backend="virtual")
+    assert how(module.plan) == "q@a ring@b"
+
+    def count(asked: list[together.Shift]) -> list[tuple[torch.Tensor, ...]]:
+        moved[0] += sum(one.nbytes for one in asked[0].tensors)
+        return deliver(asked)
+
+    monkeypatch.setattr(together, "_delivered", count)
+    torch.testing.assert_close(module(x), model(x))
+    (node,) = (node for node in module.plan.rewritten.nodes if info(node).joint is not None)
+    assert moved[0] == 2 * info(node).bytes  # of the first of each of two groups
 
 
 def test_ulysses() -> None:

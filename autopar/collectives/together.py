@@ -126,6 +126,7 @@ class JointKernel:
     is_hidden: bool = False  # its messages travel beside what it computes
     assumes: str = ""  # of what is moved
     told: tuple[str, ...] = ()  # the factors whose sizes `traffic` is told
+    crossed: Callable[..., Traffic] | None = None  # where other axes cut a factor of its joint, too
 
 
 Drive = Callable[[Sequence[Steps]], list[Any]]

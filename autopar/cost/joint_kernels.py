@@ -35,7 +35,9 @@ def traffic_of(facts: Facts, strategy: Strategy, mesh: Mesh) -> tuple[JointKerne
         inputs[0] *= joint.beside / rows
     count = mesh.degree(strategy.by_factor[found[0]])
     sizes = {factor: facts.rule.sizes.get(factor, 1) for factor in kernel.told}
-    return kernel, kernel.traffic(count, inputs, outputs, facts.differentiable, **sizes)
+    is_crossed = joint is not None and not strategy.by_factor.keys().isdisjoint(joint.factors)
+    traffic = (kernel.crossed if is_crossed else None) or kernel.traffic
+    return kernel, traffic(count, inputs, outputs, facts.differentiable, **sizes)
 
 
 def messages_inside(

@@ -356,4 +356,10 @@ def _causal_traffic(
 
 
 RING = JointKernel(ring_attention, ring_attention_backward, _traffic, True)
-CAUSAL_RING = JointKernel(causal_ring_attention, ring_attention_backward, _causal_traffic, True)
+CAUSAL_RING = JointKernel(
+    causal_ring_attention,
+    ring_attention_backward,
+    _causal_traffic,
+    is_hidden=True,
+    crossed=_traffic,  # queries that other axes cut, too, are not cut as the keys are
+)
