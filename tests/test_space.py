@@ -11,6 +11,7 @@ from torch import nn
 import autopar as ap
 from autopar import Mesh
 from autopar.errors import InvalidInput
+from autopar.strategies.node_info import info
 from tests.parity import assert_parity
 from tests.space import in_space
 
@@ -47,6 +48,16 @@ def test_a_layer_is_annotated(mode: str) -> None:
     for dims, options in (((None, None, "a", "b"), {}), ((1, 1, 4, 1), {"stride": 4})):
         with pytest.raises(InvalidInput, match="an operator has one joint"):
             found(dims, **options)
+
+
+def test_windows_with_holes_reach_further() -> None:
+    """Each rank gets the six rows that its piece lacks."""
+    pool = nn.MaxPool2d((3, 1), 1, dilation=(3, 1))
+    ap.shard(pool, ((None, None, "sp", None),))
+    images = torch.randn(2, 2, 24, 4, requires_grad=True)
+    plan = ap.plan(pool, (images,), mesh=Mesh(sp=3), mode="propagate")
+    (node,) = (node for node in plan.rewritten.nodes if info(node).joint is not None)
+    assert info(node).bytes == 6 * (2 * 2 * 4 * 4)
 
 
 def test_complex_numbers_are_whole_in_space() -> None:

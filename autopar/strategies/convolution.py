@@ -183,11 +183,11 @@ def _windows(call: Call, space: int) -> dict[str, Joint]:
         return {}
     if not call.get("count_include_pad", True) and any(call["padding"]):
         return {}
-    strides = call["stride"] or sizes
-    windows = [(sizes[d % len(sizes)], strides[d % len(strides)]) for d in range(space)]
+    geometry = (sizes, call["stride"] or sizes, call.get("dilation") or [1])
+    windows = [[numbers[d % len(numbers)] for numbers in geometry] for d in range(space)]
     return {
-        f"space{d}": _joint(f"cut_{name}", d, _beside(size, stride, 0))
-        for d, (size, stride) in enumerate(windows)
+        f"space{d}": _joint(f"cut_{name}", d, _beside(dilation * (size - 1) + 1, stride, 0))
+        for d, (size, stride, dilation) in enumerate(windows)
     }
 
 
