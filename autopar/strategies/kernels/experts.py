@@ -29,6 +29,7 @@ from autopar.layout import chunk
 from autopar.strategies.kernels.expressions import evaluate
 
 GATED = "mul(silu(gate), up)"
+HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,9 @@ def _run(x: Tensor, chosen: Tensor, weights: Tensor, *arguments: Any) -> Tensor:
     return y.view(x.shape)
 
 
-def _fake(x: Tensor, *_: Any) -> Tensor:
+def _fake(x: Tensor, chosen: Tensor, weights: Tensor, down: Tensor, *_: Any) -> Tensor:
+    if x.dtype != down.dtype:
+        raise RuntimeError(f"tokens and experts are of one dtype, not {x.dtype} and {down.dtype}")
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -241,6 +244,19 @@ def _differentiable(*arguments: Any) -> Tensor:
         return EXPERTS(*arguments)
 
 
+def _in_few_digits(*arguments: Any) -> Tensor:
+    """Under autocast: as its products would be, and what they read with them."""
+    kind = arguments[0].device.type
+    dtype = torch.get_autocast_dtype(kind)
+
+    def cast(value: Any) -> Any:
+        is_cast = isinstance(value, Tensor) and value.dtype in (*HALVES, torch.float32)
+        return value.to(dtype) if is_cast else value
+
+    with torch.autocast(kind, enabled=False):
+        return EXPERTS(*map(cast, arguments))
+
+
 _library = torch.library.Library("autopar", "FRAGMENT")
 _library.define(
     "experts(Tensor x, Tensor chosen, Tensor weights, Tensor down, Tensor gate, Tensor? up, "
@@ -249,4 +265,6 @@ _library.define(
 _library.impl("experts", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("autopar::experts", _fake, lib=_library)
 _library.impl("experts", _differentiable, "Autograd")
+for _kind in ("AutocastCPU", "AutocastCUDA"):
+    _library.impl("experts", _in_few_digits, _kind)
 EXPERTS = torch.ops.autopar.experts.default
