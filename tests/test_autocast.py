@@ -76,6 +76,39 @@ def test_around_parallelize_it_is_kept_wherever_the_module_is_called(options, to
     assert not torch.is_autocast_enabled("cpu")
 
 
+class Turned(nn.Module):
+    """A product of few digits and a parameter of many, of which no bias tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
+        self.turn = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.down(self.up(x)) @ self.turn).float().square().mean()
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.experts = nn.Linear(4, 8), ap.nn.MoE(8, 4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts(self.up(x))[0].float().square().mean()
+
+
+@pytest.mark.parametrize("kind", [Turned, Mixture])
+def test_products_of_few_digits_and_parameters(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), inputs()
+    expected = trained(lambda: model(x), model)
+    with torch.autocast("cpu", BF16):
+        module = ap.parallelize(model, (x,), mode="propagate", mesh=Mesh(dp=2))
+    found = [module.step(x), *module.full_grads().values()]
+    for one, other in zip(found, expected, strict=True):
+        assert float((one - other).abs().max()) <= 0.03 * float(other.abs().max())
+
+
 def test_around_calls_alone_it_is_refused() -> None:
     x = inputs()
     module = ap.parallelize(Normed(), (x,), mesh=Mesh(dp=2), mode="propagate")

@@ -315,10 +315,16 @@ def _require_dense(node: fx.Node, value: Any, region: Region) -> None:
         )
 
 
+# Their fakes multiply tensors of several dtypes, which torch does not.
+_PRODUCTS = (aten.linear.default, aten.matmul.default, aten.mm.default)
+
+
 def _plain_dtype(
     builder: GraphBuilder, node: fx.Node, args: Any, kwargs: Any
 ) -> torch.dtype | None:
     """The dtype that the operator would give without autocast, if it would run at all."""
+    if node.target in _PRODUCTS and len({info(value).val.dtype for value in args[:2]}) > 1:
+        return None
     try:
         result = builder.evaluate(node.target, args, kwargs)  # type: ignore[arg-type]
     except RuntimeError:
