@@ -60,6 +60,25 @@ def test_windows_with_holes_reach_further() -> None:
     assert info(node).bytes == 6 * (2 * 2 * 4 * 4)
 
 
+def test_what_is_resized_is_not_kept() -> None:
+    """Its gradient has no need of it, and moves nothing but gradients."""
+    model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.Upsample(scale_factor=2, mode="bilinear"))
+    images = torch.randn(2, 2, 8, 4)
+    ap.shard(model[0], ((None, None, "sp", None),))
+    module = ap.parallelize(model, (images,), mesh=Mesh(sp=2), mode="propagate", backend="virtual")
+    kept = list[torch.Size]()
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x.shape)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        y = module(images)
+    assert "cut_upsample_bilinear2d" in str(module.graph)
+    assert kept.count(torch.Size((2, 2, 4, 4))) == 2  # what the convolution has read, on each rank
+    y.sum().backward()
+
+
 def test_complex_numbers_are_whole_in_space() -> None:
     """Of their convolution torch makes several."""
     model = nn.Conv2d(2, 2, 3, padding=1, dtype=torch.complex128)

@@ -79,6 +79,10 @@ class _Call:
         found = yield (yield Trade(sent, shapes))
         return self._padded(torch.cat(found, self.window.dim))
 
+    def blank(self, x: Tensor) -> Tensor:
+        """As many rows as this rank reads, of zeros."""
+        return self._padded(x.new_zeros(self._sized(x, self.reads(self.group.index)[1])))
+
     def run(self, x: Tensor, rows: Tensor) -> Tensor:
         """The rank's piece of the output; none has the shape of another one, without elements."""
         if self.own[1]:
@@ -127,9 +131,9 @@ class _Call:
 Along = Callable[[int, Mapping[str, Any]], Window]
 
 
-def _joint(name: str, along: Along) -> JointKernel:
+def _joint(name: str, along: Along, keeps: bool = True) -> JointKernel:
     """The kernel of an operator whose first argument is in pieces: `along` gives its window along
-    one dim of its space, by its arguments."""
+    one dim of its space, by its arguments. `keeps`: backward reads what forward has read."""
 
     def call_of(group: Group, arguments: Mapping[str, Any]) -> _Call:
         (at,) = (int(factor[1:]) for factor in group.pieces if factor.startswith("x"))
@@ -142,12 +146,14 @@ def _joint(name: str, along: Along) -> JointKernel:
         rows = yield from call.rows(x)
         out = call.run(x, rows)
         tensors = {k: v for k, v in arguments.items() if isinstance(v, Tensor)}
-        return (out,), tuple(tensors.values()), ([*tensors], arguments | dict.fromkeys(tensors))
+        rest = [*tensors], arguments | dict.fromkeys(tensors), x.shape
+        return (out,), tuple(tensors.values()) if keeps else (), rest
 
     def backward(group: Group, saved: Sequence[Tensor], rest: Any, grad: Tensor) -> Steps:
-        names, arguments = rest
+        names, arguments, shape = rest
         call = call_of(group, arguments | dict(zip(names, saved)))
-        rows = yield from call.rows(saved[0])
+        x = saved[0] if keeps else grad.new_zeros(()).expand(shape)
+        rows = (yield from call.rows(x)) if keeps else call.blank(x)
         if call.own[1]:
             back = call.window.back or partial(_run_again, call.window)
             of_rows, *others = back(rows, call.own, grad, group.needs)
@@ -156,11 +162,11 @@ def _joint(name: str, along: Along) -> JointKernel:
         of_x = None
         if group.needs[0]:
             assert of_rows is not None
-            of_x = yield from call.back(of_rows, saved[0])
+            of_x = yield from call.back(of_rows, x)
         return of_x, *others
 
     forward.__name__, backward.__name__ = name, f"{name}_backward"
-    return JointKernel(forward, backward, _traffic)
+    return JointKernel(forward, backward, partial(_traffic, keeps))
 
 
 def _run_again(
@@ -173,11 +179,15 @@ def _run_again(
 
 
 def _traffic(
-    count: int, inputs: Sequence[float], outputs: Sequence[float], needs: Sequence[bool]
+    keeps: bool,
+    count: int,
+    inputs: Sequence[float],
+    outputs: Sequence[float],
+    needs: Sequence[bool],
 ) -> Traffic:
     """Of the halo alone; mostly to and from two neighbours."""
     halo = (("shift", inputs[0]),)
-    return Traffic(halo, halo * (1 + needs[0]), (1, 2))
+    return Traffic(halo, halo * (keeps + needs[0]), (1, 2))
 
 
 # What is read along one dim, and how it is computed there.
@@ -364,7 +374,7 @@ HALOS = (
         for kernel, (name, fill, space) in POOLINGS.items()
     ),
     *(
-        _joint(f"cut_{name}", _resizing(mode, space, beside))
+        _joint(f"cut_{name}", _resizing(mode, space, beside), keeps=False)
         for name, mode, space, beside in RESIZINGS
     ),
 )
