@@ -302,6 +302,10 @@ class Rule:
         if not self.go_together(strategy.by_factor, mesh):
             rule = "a strategy has one joint, whose factors are large enough for all their axes"
             raise refusal(rule, "use fewer axes")
+        for name in self.joints.keys() & strategy.by_factor.keys():
+            if sorted(axes := strategy.by_factor[name], key=mesh.names.index) != [*axes]:
+                rule = "the axes of a joint stand in the order of the mesh, as its ranks do"
+                raise refusal(rule, "name them in that order")
         for axis, index in strategy.passes:
             if not 0 <= index < len(self.passes):
                 rule = "a partial sum goes only through one of the rule's passes"

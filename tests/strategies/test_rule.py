@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
-from autopar.strategies import Rule, Strategy, parse
+from autopar.strategies import Joint, Rule, Strategy, parse
 
 LINEAR = parse("... i, o i -> ... o", ((8, 16), (32, 16)), passes="each")
 
@@ -95,6 +96,9 @@ def test_every_candidate_is_valid() -> None:
         LINEAR.validate(strategy, mesh)
 
 
+CARRIED = replace(parse("x! -> x", ((8,),)), joints={"carry": Joint("cut_cumsum", ("x",), ("x",))})
+
+
 @pytest.mark.parametrize(
     ("rule", "strategy", "complaint"),
     [
@@ -107,6 +111,7 @@ def test_every_candidate_is_valid() -> None:
         (parse("(x y) -> x y", ((9,),), ((3, 3),)), Strategy.of(x="a"), "divide the size"),
         (parse("(x y) -> x y", ((9,),), ((3, 3),)), Strategy.of(y="a"), "is an inner one"),
         (parse("x y, y -> y", ((4, 4), (4,))), Strategy.of(x="a"), "an input lacks it"),
+        (CARRIED, Strategy.of(carry=("b", "a")), "stand in the order of the mesh"),
     ],
 )
 def test_refusals(rule: Rule, strategy: Strategy, complaint: str) -> None:
