@@ -135,3 +135,12 @@ def test_an_expert_is_chosen_several_times() -> None:
 
     inputs = torch.randn(4, 4, dtype=torch.float64), torch.randint(2, (4, 3))
     assert ap.verify(Hashed(), inputs, mesh=Mesh(ep=2)).ok
+
+
+def test_a_layer_that_nothing_reads_has_gradients_of_zeros() -> None:
+    shapes = (2, 4, 3), (2, 3, 4), (2, 3, 4)
+    down, gate, up = (torch.randn(*shape, requires_grad=True) for shape in shapes)
+    routing = torch.tensor([[0], [1]]), torch.ones(2, 1)
+    experts(torch.randn(2, 4), *routing, down, gate, up, inner="relu(gate)").sum().backward()
+    assert up.grad is not None
+    assert not up.grad.any()

@@ -14,6 +14,7 @@ with the weights of all experts. What is not of this form stays as it is.
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -167,7 +168,7 @@ class _Inner:
     def text(self, node: object) -> str:
         """Of a value, or a number."""
         if not isinstance(node, fx.Node):
-            _require(node is None or isinstance(node, bool | int | float | str))
+            _require(node is None or isinstance(node, bool | int | str) or _is_finite(node))
             return repr(node)
         if node not in self.texts:
             self.texts[node] = self._made(node)
@@ -209,6 +210,11 @@ class _Inner:
         found = next((name for name, pieces in known.items() if pieces == self.pieces), None)
         _require(found is not None)
         return str(found)
+
+
+def _is_finite(number: object) -> bool:
+    """Others have no form as a number."""
+    return isinstance(number, float) and math.isfinite(number)
 
 
 def _cast(call: Site, value: fx.Node, dtype: torch.dtype) -> fx.Node:

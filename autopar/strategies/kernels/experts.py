@@ -108,7 +108,7 @@ class Experts:
             inner = self.evaluated(leaves)
         of_weights = (inner_slopes.to(dtype) * inner.detach()).sum(-1)
         of_inner = (inner_slopes * factors).to(inner.dtype)
-        of_before = torch.autograd.grad(inner, leaves, of_inner)
+        of_before = torch.autograd.grad(inner, leaves, of_inner, materialize_grads=True)
         of_down = _products_of_rows((slopes * factors).to(x.dtype), inner.detach(), sizes)
         of_x = x.new_zeros(x.shape, dtype=wide(x))
         found: list[tuple[Tensor, Tensor | None]] = []
