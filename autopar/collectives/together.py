@@ -288,14 +288,18 @@ def _delivered(asked: Sequence[Any]) -> list[Tensors]:
 
 def alone(members: Sequence[Steps]) -> list[Any]:
     """One member without the others, as to see which memory it takes: what arrives is empty."""
-    (steps,) = members
+    return [_driven(steps, _nothing_comes) for steps in members]
+
+
+def _driven(steps: Steps, set_out: Callable[[Request], Travelling]) -> Any:
+    """What one member returns, whose requests are set out so."""
     answer: Any = None
     try:
         while True:
             asked = steps.send(answer)
-            answer = asked.arrive() if isinstance(asked, Travelling) else _nothing_comes(asked)
+            answer = asked.arrive() if isinstance(asked, Travelling) else set_out(asked)
     except StopIteration as end:
-        return [end.value]
+        return end.value
 
 
 def _nothing_comes(asked: Request) -> Travelling:
@@ -315,15 +319,8 @@ def on_process(name: str, group: Group) -> Drive:
     """This process's member of the group of that name."""
 
     def drive(members: Sequence[Steps]) -> list[Any]:
-        (steps,) = members
-        answer: Any = None
-        try:
-            while True:
-                asked = steps.send(answer)
-                is_there = isinstance(asked, Travelling)
-                answer = asked.arrive() if is_there else _set_out(asked, group, process_group(name))
-        except StopIteration as end:
-            return [end.value]
+        (steps,), among = members, process_group(name)
+        return [_driven(steps, lambda asked: _set_out(asked, group, among))]
 
     return drive
 

@@ -20,24 +20,32 @@ class Computed(NamedTuple):
     backward: float
 
 
-def traffic_of(facts: Facts, strategy: Strategy, mesh: Mesh) -> tuple[JointKernel, Traffic] | None:
-    """What a rank moves inside a call that it carries out with others; None of another one."""
+class Inside(NamedTuple):
+    """What a rank moves inside a call that it carries out with others."""
+
+    kernel: JointKernel
+    axes: tuple[str, ...]
+    traffic: Traffic
+
+
+def traffic_of(facts: Facts, strategy: Strategy, mesh: Mesh) -> Inside | None:
+    """What is moved inside a call; None of one that each rank carries out by itself."""
     found = facts.rule.kernel(strategy)
     kernel = KERNELS[found[1]].joint if found is not None else None
     if found is None or kernel is None:
         return None
+    axes = strategy.by_factor[found[0]]
+    count = mesh.degree(axes)
     pieces = ShardSizes(facts.rule, [strategy], mesh)
     inputs = [float(size[0]) for size in pieces.inputs(facts)]
     outputs = [float(size[0]) for size in pieces.outputs(facts)]
     joint = facts.rule.joints.get(found[0])
     if joint is not None and joint.beside is not None:
-        rows = facts.rule.sizes[joint.inputs[0] or ""] / mesh.degree(strategy.by_factor[found[0]])
-        inputs[0] *= joint.beside / rows
-    count = mesh.degree(strategy.by_factor[found[0]])
+        inputs[0] *= joint.beside / (facts.rule.sizes[joint.inputs[0] or ""] / count)
     sizes = {factor: facts.rule.sizes.get(factor, 1) for factor in kernel.told}
     is_crossed = joint is not None and not strategy.by_factor.keys().isdisjoint(joint.factors)
     traffic = (kernel.crossed if is_crossed else None) or kernel.traffic
-    return kernel, traffic(count, inputs, outputs, facts.differentiable, **sizes)
+    return Inside(kernel, axes, traffic(count, inputs, outputs, facts.differentiable, **sizes))
 
 
 def messages_inside(
@@ -47,9 +55,7 @@ def messages_inside(
     found = traffic_of(facts, strategy, price.mesh)
     if found is None:
         return NodeCost()
-    kernel, traffic = found
-    name, _ = facts.rule.kernel(strategy) or ("", "")
-    axes = strategy.by_factor[name]
+    kernel, axes, traffic = found
     ways = [(traffic.forward, traffic.starts[0], computed.forward)]
     if any(facts.differentiable):
         ways.append((traffic.backward, traffic.starts[1], computed.backward))

@@ -159,7 +159,7 @@ def measure_movements(graph: fx.Graph, setting: Setting) -> fx.Graph:
         elif info(node).joint is not None:
             inside = (traffic_of(*call, setting.mesh) for call in info(node).calls)
             info(node).bytes = int(
-                sum(size for _, own in filter(None, inside) for _, size in own.forward)
+                sum(size for own in filter(None, inside) for _, size in own.traffic.forward)
             )
     return graph
 

@@ -97,13 +97,13 @@ def _halos(
     kernel = "cut_transposed_convolution" if transposed else "cut_convolution"
     weights = len(call.inputs) - 1
     return {
-        f"space{d}": _joint(kernel, d, _beside(*reach, transposed), weights)
+        f"space{d}": _joint(kernel, d, _beside(*reach[:2], transposed), weights)
         for d, reach in enumerate(reaches)
         if reach is not None and reach != (1, 1, 0)
     }
 
 
-def _beside(reach: int, stride: int, padding: int, transposed: bool = False) -> int:
+def _beside(reach: int, stride: int, transposed: bool = False) -> int:
     """The rows that a piece lacks."""
     return -(-(reach - 1) // stride) if transposed else max(reach - stride, 0)
 
@@ -186,7 +186,7 @@ def _windows(call: Call, space: int) -> dict[str, Joint]:
     geometry = (sizes, call["stride"] or sizes, call.get("dilation") or [1])
     windows = [[numbers[d % len(numbers)] for numbers in geometry] for d in range(space)]
     return {
-        f"space{d}": _joint(f"cut_{name}", d, _beside(dilation * (size - 1) + 1, stride, 0))
+        f"space{d}": _joint(f"cut_{name}", d, _beside(dilation * (size - 1) + 1, stride))
         for d, (size, stride, dilation) in enumerate(windows)
     }
 
