@@ -26,7 +26,7 @@ def caller(inner: FrameType | None = None) -> str | None:
     Or that led to `inner`, a frame of another thread.
     """
     for frame, _ in traceback.walk_stack(inner or sys._getframe(1)):
-        if _is_users(frame.f_code.co_filename):
+        if is_users(frame.f_code.co_filename):
             return describe(frame.f_code.co_filename, frame.f_lineno)
     return None
 
@@ -35,10 +35,11 @@ def frames_to_caller() -> int:
     """The `stacklevel` with which a warning points at that line."""
     frames = traceback.walk_stack(sys._getframe(1))
     files = (frame.f_code.co_filename for frame, _ in frames)
-    return next((level for level, file in enumerate(files, 1) if _is_users(file)), 1)
+    return next((level for level, file in enumerate(files, 1) if is_users(file)), 1)
 
 
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """Whether a frame's file is neither of autopar, nor torch, nor Python itself."""
     is_standard = file.startswith(_STANDARD) and "/site-packages/" not in file
     return not is_standard and not file.startswith((*_LIBRARIES, "<"))
 

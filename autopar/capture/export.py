@@ -57,6 +57,7 @@ from autopar.capture.host import cross_to_host
 from autopar.capture.listing import operator_name
 from autopar.capture.node_classes import number_calls
 from autopar.capture.normalise import normalise
+from autopar.capture.plainly import answered_plainly
 from autopar.capture.source import whole_stacks
 from autopar.capture.verifier import verify
 from autopar.garbage import collected_later
@@ -124,8 +125,8 @@ def _export(
     given: str,
 ) -> ExportedProgram:
     try:
-        marked = checkpoints_marked()
-        with _quiet(), whole_stacks(), own_backwards_kept(), marked, idle_refused():
+        marked, plainly = checkpoints_marked(), answered_plainly()
+        with _quiet(), whole_stacks(), own_backwards_kept(), marked, idle_refused(), plainly:
             return torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:
         with _quiet():

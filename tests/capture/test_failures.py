@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 import autopar as ap
 from autopar.capture import capture
@@ -71,7 +72,7 @@ def layer(self: Function, x: Tensor) -> Tensor:
 
 
 def followed(self: Function, x: Tensor) -> Tensor:
-    if torch.compiler.is_exporting():
+    if get_proxy_mode() is not None:
         raise ValueError("not while this is followed")  # the line
     return self.linear(x)
 

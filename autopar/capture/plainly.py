@@ -1,0 +1,48 @@
+"""Plainly: what forward asks of its surroundings has, while it is followed, the answer of a run.
+
+A model that asks whether it is exported (`if mask is None and not torch.compiler.is_compiling()`)
+goes another way then, and is another model. Torch itself is told the truth.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from autopar.lines import is_users
+
+_ASKED = (torch.compiler.is_compiling, torch.compiler.is_exporting)
+
+
+@contextmanager
+def answered_plainly() -> Iterator[None]:
+    """Within, code that is not torch's finds itself neither compiled nor exported."""
+    before = [(asked.__code__, asked.__defaults__) for asked in _ASKED]
+    truths = [types.FunctionType(asked.__code__, asked.__globals__) for asked in _ASKED]
+    try:
+        # Their code, so that those who have imported them by name are answered alike.
+        for asked, truth in zip(_ASKED, truths):
+            asked.__defaults__ = (partial(_answer, truth),)
+            asked.__code__ = _asking.__code__
+        yield
+    finally:
+        for asked, (code, defaults) in zip(_ASKED, before):
+            asked.__code__, asked.__defaults__ = code, defaults
+
+
+def _asking(answer: Callable[[], bool]) -> bool:
+    return answer()
+
+
+def _answer(truth: Callable[[], bool]) -> bool:
+    """The answer to who has called the function that asks."""
+    frame = sys._getframe(2)
+    # Torch has older functions of these names, which ask the newer ones.
+    while frame.f_code.co_name in ("is_compiling", "is_exporting") and frame.f_back is not None:
+        frame = frame.f_back
+    return truth() and not is_users(frame.f_code.co_filename)
