@@ -32,9 +32,8 @@ def _convolution(call: Call) -> Rule | None:
     groups = call["groups"]
     first, second = ("i", "o") if transposed else ("o", "i")  # the dims of the weight
     before, kernel, after = (names(space, kind) for kind in ("x", "w", "y"))
-    reaches = [_reach(call, dim) for dim in range(space)]
     # Where a point of the output reads the point of the input, they are cut together.
-    after = [x if reach == (1, 1, 0) else y for x, y, reach in zip(before, after, reaches)]
+    after = [x if _is_pointwise(call, d) else y for d, (x, y) in enumerate(zip(before, after))]
     bound = [dim for x, y in zip(before, after) if x != y for dim in (x, y)]
     whole: list[Dim] = [("g",) if groups == 1 else ("i", "o"), *kernel, *bound]
     batch: list[Dim] = [("n",)] if batched else []
@@ -62,7 +61,7 @@ def _convolution(call: Call) -> Rule | None:
         flops=2.0 * math.prod(call.shapes[0] if transposed else call.shape) * math.prod(weight[1:]),
         product=True,
         saved=saved,
-        joints=_halos(call, transposed, reaches),
+        joints=_halos(call, transposed, space),
     )
 
 
@@ -87,9 +86,14 @@ def _reach(call: Call, dim: int) -> tuple[int, int, int] | None:
     return dilation * (call.shapes[1][dim + 2] - 1) + 1, stride, padding
 
 
-def _halos(
-    call: Call, transposed: bool, reaches: Sequence[tuple[int, int, int] | None]
-) -> dict[str, Joint]:
+def _is_pointwise(call: Call, dim: int) -> bool:
+    """Whether each point of a dim of the output reads that of the input; one that is padded behind
+    has others besides."""
+    at = dim - len(call.shapes[1]) + 2
+    return _reach(call, dim) == (1, 1, 0) and call.shapes[0][at] == call.shape[at]
+
+
+def _halos(call: Call, transposed: bool, space: int) -> dict[str, Joint]:
     """Space can be cut where each rank gets the rows beside its own; of complex numbers torch makes
     several convolutions, and its kernels know none."""
     if info(call.inputs[0]).val.is_complex():
@@ -98,8 +102,8 @@ def _halos(
     weights = len(call.inputs) - 1
     return {
         f"space{d}": _joint(kernel, d, _beside(*reach[:2], transposed), weights)
-        for d, reach in enumerate(reaches)
-        if reach is not None and reach != (1, 1, 0)
+        for d in range(space)
+        if not _is_pointwise(call, d) and (reach := _reach(call, d)) is not None
     }
 
 

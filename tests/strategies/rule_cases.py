@@ -339,6 +339,8 @@ case(
     "conv_transpose2d.input", t(1, 2, 5, 7), t(2, 2, 3, 2), t(2), [2, 3], [1, 0], [1, 2], 1, [1, 1]
 )
 case("conv_transpose1d.default", t(1, 2, 4), t(2, 2, 2), None, [4])
+case("conv_transpose1d.default", t(2, 2, 3), t(2, 2, 1), t(2), [3], [1], [2], 1, [2])
+case("conv_transpose1d.default", t(2, 2, 3), t(2, 2, 1), None, [1], [0], [1], 1, [2])
 case("conv_transpose1d.default", t(1, 4, 5), t(4, 2, 3), t(4), [2], [0], [0], 2)
 case("max_pool2d.default", t(1, 2, 7, 9), [3, 3], [2, 2], [1, 1])
 case("max_pool1d.default", t(2, 9), [2], [2], [0], [3])

@@ -231,10 +231,11 @@ def _transposed(at: int, arguments: Mapping[str, Any]) -> Window:
         return first, max(last + 1 - first, 1)
 
     def around(rows: Tensor, piece: Piece) -> list[int]:
-        """From what the rows give to the piece: dims from the last, before and after."""
-        start = read(piece)[0] * stride[at] - padding[at] - piece[0]
+        """From what the rows give to the piece: dims from the last, before and after. Where strides
+        are larger than the kernel, it may be nothing."""
+        start = min(read(piece)[0] * stride[at] - padding[at] - piece[0], piece[1])
         given = (rows.shape[dim] - 1) * stride[at] + reach + 1
-        return [0, 0] * (-dim - 1) + [start, piece[1] - start - given]
+        return [0, 0] * (-dim - 1) + [start, max(piece[1] - start - given, -given)]
 
     def run(rows: Tensor, piece: Piece) -> Tensor:
         out = _convolved(rows, weight, None, settings)
