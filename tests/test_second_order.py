@@ -69,6 +69,46 @@ def _penalised(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return found | {"loss": loss.detach(), "slope": slope.detach()}
 
 
+class ByHand(nn.Module):
+    """What a layer gives goes through something whose backward is written by hand."""
+
+    def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.call = nn.Linear(6, 6), call
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.call(self.first(x))
+        return (y * torch.arange(y.numel()).view(y.shape)).sum()
+
+
+def normed(y: Tensor) -> Tensor:
+    return ap.shard(F.group_norm, ((None, None, "sp"),))(y, 2)
+
+
+def dropped(y: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(y, y, y, dropout_p=0.3)
+
+
+def summed(y: Tensor) -> Tensor:
+    return ap.shard(torch.cumsum, ((None, "sp", None),))(y, 1)
+
+
+@pytest.mark.parametrize("call", [normed, dropped, summed])
+def test_a_gradient_by_hand_has_none_of_its_own(call: Callable[[Tensor], Tensor]) -> None:
+    """Refused, though a constant came to it; what is linear depends on nothing else."""
+    model = ByHand(call).double()
+    x = torch.randn(2, 4, 6, dtype=torch.float64, requires_grad=True)
+    plain = copy.deepcopy(model)
+    module = ap.parallelize(model, (x,), mode="propagate", mesh=Mesh(sp=2), backend="virtual")
+    if call is not summed:
+        with pytest.raises(ap.InvalidInput, match="differentiated by hand"):
+            _penalised(module, x)
+        return
+    found, wanted = _penalised(module, x), _penalised(plain, x)
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-9, msg=name)
+
+
 @pytest.mark.parametrize("mesh", [Mesh(dp=2), Mesh(tp=2)])
 def test_an_output_is_changed_in_place(mesh: Mesh) -> None:
     model = Two(squares).double()

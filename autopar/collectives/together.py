@@ -36,8 +36,9 @@ from torch.utils import _pytree as pytree
 
 from autopar._torch import Pending, moves_on_host, process_group, wait_for
 from autopar.collectives.messages import go_by_messages, send_and_receive
+from autopar.collectives.once import Ends, ends_of, once
 from autopar.collectives.operators import movable
-from autopar.errors import ExecutionError, InvalidInput
+from autopar.errors import ExecutionError
 
 Tensors = tuple[Tensor, ...]
 Shape = Sequence[int]
@@ -139,8 +140,8 @@ def joined(
     arguments of its call."""
     leaves, forms = zip(*(pytree.tree_flatten(dict(call)) for call in calls))
     tensors = [[leaf for leaf in own if isinstance(leaf, Tensor)] for own in leaves]
-    call = _Call(kernel, groups, drive, leaves, forms)
-    flat = _Joined.apply(call, *(tensor for own in tensors for tensor in own))
+    read = [tensor for own in tensors for tensor in own]
+    flat = _Joined.apply(_Call(kernel, groups, drive, leaves, forms, ends_of(*read)), *read)
     count = len(flat) // len(groups)
     return [tuple(flat[at * count : (at + 1) * count]) for at in range(len(groups))]
 
@@ -152,6 +153,7 @@ class _Call:
     drive: Drive
     leaves: Sequence[list[Any]]
     forms: Sequence[Any]
+    ends: Ends
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Any]:
         given = iter(tensors)
@@ -171,6 +173,7 @@ class _Joined(torch.autograd.Function):
         kept = [tuple(saved) for _, saved, _ in results]
         ctx.save_for_backward(*(tensor for saved in kept for tensor in saved))
         ctx.kernel, ctx.groups, ctx.drive = call.kernel, call.groups, call.drive
+        ctx.ends = call.ends if any(kept) else ()  # else gradients depend on what comes alone
         ctx.counts = [len(saved) for saved in kept]
         ctx.rests = [rest for _, _, rest in results]
         outputs = tuple(output for outputs, _, _ in results for output in outputs)
@@ -179,12 +182,10 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        is_recorded = torch.is_grad_enabled() and any(g.requires_grad for g in gradients)
         with torch.no_grad():
             found = _Joined._gradients(ctx, gradients)
-        if is_recorded:
-            found = _Once.apply(ctx.kernel.forward.__name__, len(gradients), *gradients, *found)
-        return None, *found
+        remedy = 'a plan without it, as mode="propagate" makes where no annotation asks for it'
+        return None, *once(found, ctx.ends, gradients, ctx.kernel.forward.__name__, remedy)
 
     @staticmethod
     def _gradients(ctx: Any, gradients: Sequence[Tensor]) -> list[Tensor | None]:
@@ -198,23 +199,6 @@ class _Joined(torch.autograd.Function):
             saved = ctx.saved_tensors[first:end]
             steps.append(ctx.kernel.backward(group, saved, ctx.rests[at], *own))
         return [gradient for found in ctx.drive(steps) for gradient in found]
-
-
-class _Once(torch.autograd.Function):
-    """Gradients that have none themselves, which is said to who asks for them."""
-
-    @staticmethod
-    def forward(ctx: Any, name: str, count: int, *tensors: Tensor | None) -> tuple[Any, ...]:
-        ctx.name = name
-        return tuple(None if x is None else x.view_as(x) for x in tensors[count:])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise InvalidInput(
-            "what ranks compute together has a gradient, and that has none",
-            got=f"a gradient of a gradient of {ctx.name}",
-            remedy='a plan without it, as mode="propagate" makes where no annotation asks for it',
-        )
 
 
 def _takes_gradient(x: Tensor) -> bool:

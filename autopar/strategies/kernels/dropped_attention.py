@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from autopar.collectives.once import once
 from autopar.strategies.kernels.draws import (
     Place,
     along,
@@ -81,8 +81,15 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            found = _Attention._slopes(ctx, grad)
+        read = tuple(x for x in ctx.saved_tensors[:4] if x is not None)
+        remedy = "a dropout of 0 in it, or attention that is written as its parts"
+        return *once(found, read, [grad], "attention with dropout", remedy), None, None
+
+    @staticmethod
+    def _slopes(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, drawn, out = ctx.saved_tensors
         weights, heads = ctx.weights, out.shape[:-2]
         of_query, of_key, of_value = (
@@ -107,7 +114,7 @@ class _Attention(torch.autograd.Function):
         of_query.mul_(weights.scale)
         given = zip((of_query, of_key, of_value), (query, key, value))
         sums = (found.view(*heads, *found.shape[1:]).sum_to_size(x.shape) for found, x in given)
-        return *sums, of_mask, None, None
+        return *sums, of_mask
 
 
 @dataclass(frozen=True)
