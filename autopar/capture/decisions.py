@@ -12,14 +12,16 @@ All others are refused where they stand: parameters, activations and random numb
 from __future__ import annotations
 
 import ast
+import dis
 import linecache
 import operator
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import islice
 from types import FrameType
 from typing import Any
 
@@ -44,6 +46,7 @@ _OTHER_NUMBERS = (
     *(f"__{side}{name}__" for name in _MADE for side in ("", "r")),
     *("__neg__", "__abs__", "__round__"),
 )
+Place = tuple[tuple[int, int], tuple[int, int]]  # in a source: where it starts, and ends
 _AS_KEYS = ("__hash__", "__str__", "__format__")
 
 
@@ -297,25 +300,46 @@ def _held_guard(frame: FrameType | None) -> bool | None:
         frame = frame.f_back
     if frame is None:
         return None
-    lines = linecache.getlines(frame.f_code.co_filename)[frame.f_lineno - 1 : frame.f_lineno + 8]
-    for end in range(1, len(lines) + 1):
-        try:
-            text = textwrap.dedent("".join(lines[:end]))
-            (first, *_) = ast.parse(text.removeprefix("el")).body  # an elif is an if, too
-        except (SyntaxError, ValueError):
-            continue
-        if isinstance(first, ast.Assert):
-            return _truth(first.test, True)
-        if isinstance(first, ast.If) and not first.orelse and isinstance(first.body[0], ast.Raise):
-            return _truth(first.test, False)
-        return None
-    return None
+    place, text = _place(frame), "".join(linecache.getlines(frame.f_code.co_filename))
+    guard = next((one for one in _guards(text) if _contains(one.test, place)), None)
+    return None if guard is None else _truth(guard.test, place, isinstance(guard, ast.Assert))
 
 
-def _truth(test: ast.expr, wanted: bool) -> bool | None:
-    """What the one question in a test is answered, for the test to be as wanted."""
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return _truth(test.operand, not wanted)
-    if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Is | ast.IsNot):
-        return None
-    return wanted  # the others of an `and`, or an `or`, have been asked before, or need not be
+def _place(frame: FrameType) -> Place:
+    """Where that stands of which a frame asks the truth: what was computed last."""
+    code, at = frame.f_code, frame.f_lasti // 2 - 1
+    while at > 0 and code.co_code[2 * at] == dis.EXTENDED_ARG:
+        at -= 1
+    first, last, column, end = next(islice(code.co_positions(), max(at, 0), None))
+    return (first or 0, column or 0), (last or 0, end or 0)
+
+
+@cache
+def _guards(text: str) -> tuple[ast.Assert | ast.If, ...]:
+    """What a program asks so that it may raise."""
+    try:
+        nodes = [*ast.walk(ast.parse(text))]
+    except (SyntaxError, ValueError):
+        return ()
+    raises = (n for n in nodes if isinstance(n, ast.If) and isinstance(n.body[0], ast.Raise))
+    asserts = (node for node in nodes if isinstance(node, ast.Assert))
+    return (*asserts, *raises)
+
+
+def _contains(node: ast.expr, place: Place) -> bool:
+    start, end = (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
+    return start <= place[0] and place[1] <= end
+
+
+def _truth(test: ast.expr, place: Place, wanted: bool) -> bool | None:
+    """What the question at a place of a test is answered, for the test to be as wanted."""
+    match test:
+        case ast.UnaryOp(op=ast.Not()):
+            return _truth(test.operand, place, not wanted)
+        case ast.BoolOp():  # the others have been asked before, or need not be
+            asked = next((one for one in test.values if _contains(one, place)), None)
+            return None if asked is None else _truth(asked, place, wanted)
+        case ast.Compare():  # by its own truth, not that of what it compares
+            parts = (test.left, *test.comparators)
+            return None if any(_contains(part, place) for part in parts) else wanted
+    return wanted

@@ -138,3 +138,42 @@ def test_shapes_alone_answer_guards_only() -> None:
     with pytest.raises(InvalidInput, match="must not depend on the values") as error:
         capture(model, shapes)
     assert "lengths.max().item()" in str(error.value.source)
+
+
+def both_ways(y: Tensor) -> Tensor:
+    assert torch.isfinite(y).all() and not torch.isnan(y).any()  # noqa: PT018
+    assert not (torch.isnan(y).any() or not (y < 1e9).all())  # noqa: PT018
+    return y
+
+
+def in_a_row(y: Tensor) -> Tensor:
+    if (
+        torch.isnan(y).any()
+        or not torch.isfinite(y).all()
+    ):  # fmt: skip
+        raise ValueError("too much")
+    elif not bool((y < 1e9).all()) or any((row > 1e9).any() for row in y):
+        raise ValueError("larger still")
+    else:
+        return y
+
+
+@pytest.mark.parametrize("guards", [both_ways, in_a_row])
+def test_each_question_of_a_guard_lets_it_pass(guards: Callable[[Tensor], Tensor]) -> None:
+    class Guarded(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return guards(super().forward(x)).square().mean()
+
+    captured = capture(Guarded(4, 4), (torch.randn(2, 4),))
+    assert not captured.decisions
+
+
+def test_what_a_guard_compares_is_not_known() -> None:
+    class Compares(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            assert bool(torch.isnan(y).any()) == False  # noqa: E712
+            return y.mean()
+
+    with pytest.raises(InvalidInput, match="must not depend on the values"):
+        capture(Compares(4, 4), (torch.randn(2, 4),))
