@@ -18,6 +18,7 @@ from autopar.capture.normalisations import (
     indexing,
     inplace,
     linear,
+    loops,
     losses,
     norms,
     parts,
@@ -67,6 +68,7 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
     indexing.own_elements_are_gathered,
     cleanup.drop_identities,
     experts.experts_are_one_operator,
+    loops.loops_are_scans,
     # one form for each product and loss
     linear.pad_by_numbers,
     products.products_of_two,

@@ -1,12 +1,17 @@
-"""Recurrent layers: the samples can be cut; time, directions, layers and gates stay whole."""
+"""Recurrent layers: the samples can be cut; time, directions, layers and gates stay whole.
+
+A recurrence that is linear can be cut along time as well: ranks hand on their last states.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from autopar.strategies.kernels.recurrences import LINEAR_SCAN
 from autopar.strategies.observed import observed_rule
 from autopar.strategies.registry import Call, aten, register_rule
-from autopar.strategies.rule import Dim, Extra, Rule, names
+from autopar.strategies.rule import Between, Dim, Extra, Rule, Saved, names
+from autopar.strategies.strategy import Joint
 
 
 def _layers(call: Call) -> Rule | None:
@@ -57,3 +62,29 @@ register_rule(aten("lstm.input gru.input rnn_tanh.input rnn_relu.input"), _layer
 _STEP = "n i!, n h!, g! i!, g! h!, g!, g! -> n h!"
 register_rule("aten.gru_cell", _STEP, saved="0 1 2 3", extra=", ".join(["n h!"] * 6))
 register_rule(aten("rnn_tanh_cell rnn_relu_cell"), _STEP, saved="0 1 2 3 output")
+
+
+def _linear_scan(call: Call) -> Rule:
+    """Factors, terms, and perhaps a start, which is read where the first states are."""
+    dims, dim = names(len(call.shape)), call.dim(call["dim"])
+    row = [*dims[:dim], *dims[dim + 1 :]]
+    inputs = [dims, dims, row][: len(call.inputs)]
+    # Of half, a quarter, ... of the states products and sums are written, and read.
+    forward = 8.0 * call.outputs[0].nbytes
+    rule = call.rule(
+        inputs,
+        dims,
+        whole=dims[dim],
+        passes=[range(1, len(inputs))],
+        between=Between(forward, 2 * forward, forward, 2 * forward),
+        saved=Saved((0, 2), output=True),
+    )
+    if not (time := rule.outputs[0][dim]):
+        return rule
+    cut = time[0], time[0], None
+    before = () if len(inputs) > 2 else (tuple(name for (name,) in row),)
+    joint = Joint("cut_linear_scan", cut[: len(inputs)], time, keeps=before, beside=1)
+    return replace(rule, joints={"carry": joint})
+
+
+register_rule(LINEAR_SCAN, _linear_scan)

@@ -19,6 +19,7 @@ from autopar.strategies.kernels import draws, dropped_attention
 from autopar.strategies.kernels.capacity import WITHIN_CAPACITY
 from autopar.strategies.kernels.draws import Place
 from autopar.strategies.kernels.experts import EXPERTS, GATED
+from autopar.strategies.kernels.recurrences import LINEAR_SCAN
 from tests.strategies import functional_cases, math_cases  # noqa: F401 (add their own)
 from tests.strategies.case_book import CASES, b, case, i, operator, plain, t, u, z
 
@@ -191,6 +192,9 @@ case("glu.default", t(5, 6, 4), 1)
 case("channel_shuffle.default", t(5, 4, 2, 3), 2)
 case("pixel_shuffle.default", t(5, 8, 2, 3), 2)
 case("pixel_unshuffle.default", t(5, 2, 4, 6), 2)
+case(LINEAR_SCAN, t(3, 5, 4), t(3, 5, 4), None, 1)
+case(LINEAR_SCAN, t(5, 3), t(5, 3), t(3), 0)
+case(LINEAR_SCAN, z(3, 5), z(3, 5), z(3))
 case("logcumsumexp.default", t(5, 4), 0)
 case("argsort.default", t(5, 4), -1, True)
 case("flip.default", t(5, 4), [1])

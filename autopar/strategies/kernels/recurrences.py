@@ -1,0 +1,174 @@
+"""Linear recurrences along a dim, of states that carry over:
+
+    h[t] = a[t] * h[t - 1] + b[t],    h[-1] = start, or zero
+
+    h = linear_scan(a, b, start, dim)        a, b and h of one shape, start without the dim
+
+Two steps are one step of a recurrence of half the length, so that all states take a number of
+calls that grows with the logarithm of the length. Their gradient is a recurrence, too, that runs
+backwards: with v[t] = a[t] * (grad[t] + v[t + 1]) each b gets grad[t] + v[t + 1], and each a this
+times the state before.
+
+Where ranks have pieces of the dim, each makes its states as though nothing came before, and says
+what it does with one that does: a factor and the last state of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.collectives.together import Gather, Group, JointKernel, Steps, Traffic
+
+
+def states(a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:
+    """Along the first dim."""
+    if not len(b):
+        return b.clone()
+    if start is not None:
+        b = torch.cat([torch.addcmul(b[:1], a[:1], start), b[1:]])
+    return _from_nothing(a, b)
+
+
+def _from_nothing(a: Tensor, b: Tensor) -> Tensor:
+    if len(b) == 1:
+        return b.clone()
+    pairs = len(b) // 2
+    earlier, later = slice(0, 2 * pairs, 2), slice(1, None, 2)
+    odd = _from_nothing(a[earlier] * a[later], torch.addcmul(b[later], a[later], b[earlier]))
+    rest = slice(2, None, 2)
+    even = torch.addcmul(b[rest], a[rest], odd[: len(b) - 1 - pairs])
+    out = torch.empty_like(b)
+    out[0], out[later], out[rest] = b[0], odd, even
+    return out
+
+
+def linear_scan(a: Tensor, b: Tensor, start: Tensor | None = None, dim: int = -1) -> Tensor:
+    """All states of a recurrence."""
+    return LINEAR_SCAN(a, b, start, dim)
+
+
+def _along(dim: int, x: Tensor) -> Tensor:
+    """With the dim in front, in digits that states are added in."""
+    return _wide(x.movedim(dim, 0))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _run(a: Tensor, b: Tensor, start: Tensor | None = None, dim: int = -1) -> Tensor:
+    start = None if start is None else _wide(start)
+    return _back(states(_along(dim, a), _along(dim, b), start), dim, b)
+
+
+def _back(found: Tensor, dim: int, like: Tensor) -> Tensor:
+    return found.to(like.dtype).movedim(0, dim).contiguous()
+
+
+def _fake(a: Tensor, b: Tensor, start: Tensor | None = None, dim: int = -1) -> Tensor:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        raise RuntimeError(
+            f"factors and terms of a recurrence are of one shape and dtype, not {[*a.shape]} of "
+            f"{a.dtype} and {[*b.shape]} of {b.dtype}"
+        )
+    row = b.select(dim, 0).shape if b.shape[dim] else start.shape if start is not None else ()
+    if start is not None and (start.shape != row or start.dtype != b.dtype):
+        raise RuntimeError(
+            f"the start of a recurrence is one state, {[*row]} of {b.dtype}, not {[*start.shape]} "
+            f"of {start.dtype}"
+        )
+    return torch.empty_like(b, memory_format=torch.contiguous_format)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, _, start, ctx.dim = inputs
+    ctx.save_for_backward(a, output, start)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    a, h, start = ctx.saved_tensors
+    dim, row = ctx.dim, grad.narrow(ctx.dim, 0, min(1, grad.shape[ctx.dim]))
+    none = torch.zeros_like(row)
+    back = LINEAR_SCAN(a.conj().flip(dim), (a.conj() * grad).flip(dim), None, dim).flip(dim)
+    of_b = grad + _moved(back, none, dim, 1)
+    before = none if start is None else start.unsqueeze(dim)
+    of_a = of_b * _moved(h, before, dim, -1).conj()
+    of_start = None if start is None else back.narrow(dim, 0, 1).squeeze(dim)
+    return of_a, of_b, of_start, None
+
+
+def _moved(x: Tensor, row: Tensor, dim: int, by: int) -> Tensor:
+    """Each the next one, `row` behind the last; or the one before, `row` before the first."""
+    length = x.shape[dim]
+    if not length:
+        return x
+    kept = x.narrow(dim, max(by, 0), length - 1)
+    return torch.cat([kept, row] if by > 0 else [row, kept], dim)
+
+
+_library = torch.library.Library("autopar", "FRAGMENT")
+_library.define("linear_scan(Tensor a, Tensor b, Tensor? start=None, int dim=-1) -> Tensor")
+_library.impl("linear_scan", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("autopar::linear_scan", _fake, lib=_library)
+torch.library.register_autograd(
+    "autopar::linear_scan", _gradients, setup_context=_keep, lib=_library
+)
+LINEAR_SCAN = torch.ops.autopar.linear_scan.default
+
+
+def cut_linear_scan(
+    group: Group, a: Tensor, b: Tensor, start: Tensor | None = None, dim: int = -1
+) -> Steps:
+    """One's own states, and what becomes of the last one before."""
+    first = None if group.index or start is None else _wide(start)
+    made, before = yield from _carried(group.index, False, _along(dim, a), _along(dim, b), first)
+    h = _back(made, dim, b)
+    return (h,), (a, h, before.to(b.dtype)), (dim, start is not None)
+
+
+def cut_linear_scan_backward(
+    group: Group, saved: Sequence[Tensor], rest: tuple[int, bool], grad: Tensor
+) -> Steps:
+    """The same the other way round."""
+    (a, h, before), (dim, has_start) = saved, rest
+    factors, slopes = _along(dim, a).conj(), _along(dim, grad)
+    index = group.count - 1 - group.index
+    back, behind = yield from _carried(index, True, factors.flip(0), (factors * slopes).flip(0))
+    back = back.flip(0)
+    of_b = slopes + _moved(back, behind[None], 0, 1)
+    of_a = of_b * _moved(_along(dim, h), _wide(before)[None], 0, -1).conj()
+    found = _back(of_a, dim, a), _back(of_b, dim, a)
+    if not has_start:
+        return found
+    is_first = not group.index and len(back)
+    return *found, (back[0] if is_first else torch.zeros_like(behind)).to(a.dtype)
+
+
+def _carried(
+    index: int, is_reversed: bool, a: Tensor, b: Tensor, start: Tensor | None = None
+) -> Steps:
+    """The states of the piece that is number `index`, along the first dim, and the one before."""
+    h = states(a, b, start)
+    last = h[-1] if len(h) else h.new_zeros(h.shape[1:])
+    totals = yield (yield Gather(torch.stack([a.prod(0), last])))
+    before = torch.zeros_like(last) if start is None else start
+    if index:
+        for factor, end in (totals[::-1] if is_reversed else totals)[:index]:
+            before = torch.addcmul(end, factor, before)
+        h.addcmul_(a.cumprod(0), before)
+    return h, before
+
+
+def _traffic(
+    count: int, inputs: Sequence[float], outputs: Sequence[float], needs: Sequence[bool]
+) -> Traffic:
+    """Two rows of each rank."""
+    once = (("all_gather", 2 * count * inputs[0]),)
+    return Traffic(once, once, (2, 2))
+
+
+SCAN = JointKernel(cut_linear_scan, cut_linear_scan_backward, _traffic)
