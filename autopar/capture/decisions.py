@@ -306,10 +306,13 @@ def _held_guard(frame: FrameType | None) -> bool | None:
 
 
 def _place(frame: FrameType) -> Place:
-    """Where that stands of which a frame asks the truth: what was computed last."""
-    code, at = frame.f_code, frame.f_lasti // 2 - 1
-    while at > 0 and code.co_code[2 * at] == dis.EXTENDED_ARG:
+    """Where that stands of which a frame asks the truth: what was computed last, or a comparison
+    that asks for it itself (from Python 3.13 on)."""
+    code, at = frame.f_code, frame.f_lasti // 2
+    if code.co_code[2 * at] != dis.opmap["COMPARE_OP"]:
         at -= 1
+        while at > 0 and code.co_code[2 * at] == dis.EXTENDED_ARG:
+            at -= 1
     first, last, column, end = next(islice(code.co_positions(), max(at, 0), None))
     return (first or 0, column or 0), (last or 0, end or 0)
 
