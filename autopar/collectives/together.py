@@ -24,10 +24,10 @@ all; `joined` makes either a differentiable function.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,18 +45,39 @@ Shape = Sequence[int]
 Piece = tuple[int, int]  # start and length
 
 
+class Cut(NamedTuple):
+    """How the axes of a group cut a tensor."""
+
+    dim: int
+    pieces: tuple[Piece, ...]  # of each member
+
+    @property
+    def lengths(self) -> list[int]:
+        return [length for _, length in self.pieces]
+
+    @property
+    def size(self) -> int:
+        """Of all of them."""
+        return sum(self.lengths)
+
+
 @dataclass(frozen=True)
 class Group:
     """The ranks that carry a kernel out, as one of them sees it."""
 
     count: int
     index: int
-    pieces: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)  # by factor, of each
+    inputs: tuple[Cut | None, ...] = ()  # of each tensor among the arguments; None: it is whole
+    outputs: tuple[Cut | None, ...] = ()
     needs: tuple[bool, ...] = ()  # in backward: which tensor arguments take a gradient
 
-    def lengths(self, factor: str) -> list[int]:
-        """Of the members' pieces of a factor."""
-        return [length for _, length in self.pieces[factor]]
+    def input(self, number: int) -> Cut:
+        """Of one that is cut."""
+        return _known(self.inputs[number])
+
+    def output(self, number: int = 0) -> Cut:
+        """Of one that is cut."""
+        return _known(self.outputs[number])
 
 
 @dataclass(frozen=True)
@@ -199,6 +220,11 @@ class _Joined(torch.autograd.Function):
             saved = ctx.saved_tensors[first:end]
             steps.append(ctx.kernel.backward(group, saved, ctx.rests[at], *own))
         return [gradient for found in ctx.drive(steps) for gradient in found]
+
+
+def _known(cut: Cut | None) -> Cut:
+    assert cut is not None
+    return cut
 
 
 def _takes_gradient(x: Tensor) -> bool:

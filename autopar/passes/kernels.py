@@ -23,6 +23,7 @@ from autopar.strategies import (
     KERNELS,
     Expansion,
     joint_arguments,
+    joint_group,
     piece_call,
     placed_arguments,
     tensor_inputs,
@@ -88,7 +89,7 @@ def joint_call(
 ) -> Callable[..., Any]:
     """What `rank` calls for a call that it carries out with others: in their process group of that
     `name`, or driven otherwise."""
-    kernel, group = joint_kernel(node), joint_group(node, mesh, rank)
+    kernel, group = joint_kernel(node), group_of(node, mesh, rank)
     driven = on_process(name, group) if drive is None else drive
     is_one = len(info(node).types) == 1
 
@@ -128,16 +129,13 @@ def joint_axes(node: fx.Node) -> tuple[str, ...]:
     return strategy.by_factor[name]
 
 
-def joint_group(node: fx.Node, mesh: Mesh, rank: int) -> Group:
+def group_of(node: fx.Node, mesh: Mesh, rank: int) -> Group:
     """Those who carry a call out together with `rank`."""
     rule, strategy, name = info(node).rule, info(node).strategy, info(node).joint
     assert rule is not None
     assert strategy is not None
     assert name is not None
-    axes = joint_axes(node)
-    members = next(group for group in mesh.groups(axes) if rank in group)
-    pieces = rule.pieces(name, strategy, mesh, members)
-    return Group(len(members), members.index(rank), pieces)
+    return joint_group(rule, strategy, name, mesh, rank)
 
 
 def _expand(graph: fx.Graph, node: fx.Node, expansion: Expansion, mesh: Mesh) -> None:

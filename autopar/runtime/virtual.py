@@ -22,8 +22,8 @@ from autopar.mesh import Mesh
 from autopar.passes import localize
 from autopar.passes.kernels import (
     arguments_of,
+    group_of,
     joint_axes,
-    joint_group,
     joint_kernel,
     local_call,
 )
@@ -194,7 +194,7 @@ class VirtualGraph:
     def _together(self, node: fx.Node) -> Callable[[Environment], Value]:
         """A call that the ranks of a group carry out together."""
         kernel, ranks = joint_kernel(node), range(self.mesh.size)
-        groups = [joint_group(node, self.mesh, rank) for rank in ranks]
+        groups = [group_of(node, self.mesh, rank) for rank in ranks]
         given = [arguments_of(node, self.mesh, rank) for rank in ranks]
         drive = in_groups(self.mesh.groups(joint_axes(node)))
         is_one = not has_results(node)

@@ -19,6 +19,7 @@ from autopar.strategies.kernels import KERNELS, Expansion, Kernel
 from autopar.strategies.language import Pattern, parse
 from autopar.strategies.local import (
     joint_arguments,
+    joint_group,
     localize_arguments,
     piece_call,
     placed_arguments,
@@ -59,6 +60,7 @@ __all__ = [
     "Traits",
     "has_rule",
     "joint_arguments",
+    "joint_group",
     "localize_arguments",
     "made_of",
     "observed_rule",

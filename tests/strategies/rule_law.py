@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from autopar.collectives.together import Group, in_groups, joined
+from autopar.collectives.together import in_groups, joined
 from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
 from autopar.strategies import (
@@ -21,6 +21,7 @@ from autopar.strategies import (
     Rule,
     Strategy,
     joint_arguments,
+    joint_group,
     localize_arguments,
     piece_call,
     placed_arguments,
@@ -207,9 +208,7 @@ class Reference:
         arguments = joint_arguments(self.node, types, mesh)
         groups, calls = [], []
         for rank, leaves in enumerate(local):
-            members = next(group for group in mesh.groups(axes) if rank in group)
-            pieces = self.rule.pieces(name, strategy, mesh, members)
-            groups.append(Group(len(members), members.index(rank), pieces))
+            groups.append(joint_group(self.rule, strategy, name, mesh, rank))
             values = dict(zip(self.nodes, leaves))
             own = placed_arguments(arguments, self.rule, strategy, mesh, rank)
             calls.append(fx.map_arg(own, lambda n: values[n]))  # noqa: B023

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.collectives.together import Group, Shift, Steps, in_lock_step
+from autopar.collectives.together import Cut, Group, Shift, Steps, in_lock_step
 from autopar.layout import chunk
 from autopar.strategies.kernels import blocks
 from autopar.strategies.kernels.blocks import Weights
@@ -40,15 +40,21 @@ def cut(x: Tensor, count: int) -> list[Tensor]:
     return [x.narrow(-2, *piece) for piece in pieces(x.shape[-2], count)]
 
 
+def cuts_of(query: Tensor, key: Tensor, count: int) -> tuple[tuple[Cut, ...], tuple[Cut, ...]]:
+    """Of what attention reads, and gives."""
+    rows, columns = (Cut(x.ndim - 2, pieces(x.shape[-2], count)) for x in (query, key))
+    return (rows, columns, columns), (rows,)
+
+
 def around(
     count: int, inputs: list[Tensor], slope: Tensor, mask: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, list[Tensor]]:
     """Output and gradients of all members, put together."""
     query, key, value = (x.detach() for x in inputs)
-    rows = {"q": pieces(query.shape[-2], count), "k": pieces(key.shape[-2], count)}
+    cuts = cuts_of(query, key, count)
     learns = mask is not None and mask.requires_grad
     needs = (True,) * 3 + (learns,) * (mask is not None) + (False,) * ("drawn" in options)
-    groups = [Group(count, index, rows, needs) for index in range(count)]
+    groups = [Group(count, index, *cuts, needs) for index in range(count)]
     is_cut = mask is not None and mask.ndim > 1 and mask.shape[-2] == query.shape[-2]
     masks: list[Any] = [mask] * count
     if mask is not None and is_cut:
@@ -202,8 +208,8 @@ def test_traffic(kernel: Any, count: int) -> None:
     of all keys and values a member gets (n - 1) / n."""
     is_causal, length = kernel is CAUSAL_RING, 24
     inputs = [torch.randn(1, heads, length, 8, dtype=torch.float64) for heads in (4, 2, 2)]
-    rows = {"q": pieces(length, count), "k": pieces(length, count)}
-    groups = [Group(count, index, rows, (True,) * 3) for index in range(count)]
+    cuts = cuts_of(*inputs[:2], count)
+    groups = [Group(count, index, *cuts, (True,) * 3) for index in range(count)]
     parts = list(zip(*(cut(x, count) for x in inputs)))
     went: list[list[list[int]]] = [[[] for _ in range(count)] for _ in range(2)]
     about = {"is_causal": is_causal, "enable_gqa": True}
@@ -232,9 +238,9 @@ def test_traffic(kernel: Any, count: int) -> None:
 def test_what_is_kept_falls_with_the_number_of_ranks() -> None:
     inputs = [torch.randn(2, 4, 32, 8) for _ in range(3)]
     for count in (1, 2, 4):
-        rows = {"q": pieces(32, count), "k": pieces(32, count)}
+        cuts = cuts_of(*inputs[:2], count)
         parts = zip(*(cut(x, count) for x in inputs))
-        groups = (Group(count, index, rows) for index in range(count))
+        groups = (Group(count, index, *cuts) for index in range(count))
         results = in_lock_step(
             [RING.forward(group, *own, is_causal=True) for group, own in zip(groups, parts)]
         )

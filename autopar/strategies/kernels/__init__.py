@@ -12,11 +12,12 @@ along v, runs another function. There are three kinds:
       gathered  = all-gather of part     # of type [..., columns * parts], cut on the last dim
                                          # by the axes of the factor; gradient: slice
       output    = expand.combine(...)    # on replicas
-- `joint`: the ranks over the axes of the factor, or of a joint of the rule (`rule.Joint`), carry
-  the call out together, with messages inside (`collectives/together.py`). The kernel gets the
-  arguments of the operator by name, as they are for the whole, tensors local.
 
   `expand.part_call` and `expand.combine_call` give the arguments of the two functions.
+- `joint`: the ranks over the axes of the factor, or of a joint of the rule (`rule.Joint`), carry
+  the call out together, with messages inside (`collectives/together.py`). The kernel gets the
+  arguments of the operator by name, as they are for the whole, tensors local; how the axes cut each
+  of its tensors stands in its group.
 
 Besides, plain functions that capture puts into graphs: `batch_sums`, `batch_normalize`,
 `running_mean`, `running_var`, `rms_norm`, `cross_entropy`, `count_targets`, `count_classes`,

@@ -75,10 +75,9 @@ def _along(vector: Tensor, x: Tensor) -> Tensor:
 
 def _points(group: Group, x: Tensor, groups: int) -> int:
     """Those of a group of one sample, of all pieces."""
-    ((name, pieces),) = group.pieces.items()
-    dim = int(name[1:]) + 2
-    beside = math.prod(size for d, size in enumerate(x.shape) if d not in (0, 1, dim))
-    return x.shape[1] // groups * beside * sum(length for _, length in pieces)
+    cut = group.input(0)
+    beside = math.prod(size for dim, size in enumerate(x.shape) if dim not in (0, 1, cut.dim))
+    return x.shape[1] // groups * beside * cut.size
 
 
 def _traffic(

@@ -49,11 +49,11 @@ class _Call:
 
     @property
     def before(self) -> Sequence[Piece]:
-        return next(p for factor, p in self.group.pieces.items() if factor.startswith("x"))
+        return self.group.input(0).pieces
 
     @property
     def after(self) -> Sequence[Piece]:
-        return next(p for factor, p in self.group.pieces.items() if factor.startswith("y"))
+        return self.group.output().pieces
 
     def reads(self, member: int) -> Piece:
         """What a member reads, within the input."""
@@ -133,16 +133,16 @@ Along = Callable[[int, Mapping[str, Any]], Window]
 
 def _joint(name: str, along: Along, keeps: bool = True) -> JointKernel:
     """The kernel of an operator whose first argument is in pieces: `along` gives its window along
-    one dim of its space, by its arguments. `keeps`: backward reads what forward has read."""
+    one dim, counted from the last, by its arguments. `keeps`: backward reads what forward did."""
 
-    def call_of(group: Group, arguments: Mapping[str, Any]) -> _Call:
-        (at,) = (int(factor[1:]) for factor in group.pieces if factor.startswith("x"))
-        sizes = [sum(length for _, length in group.pieces[f"{side}{at}"]) for side in "xy"]
-        return _Call(group, along(at, {**arguments, "times": sizes[1] // sizes[0]}))
+    def call_of(group: Group, ndim: int, arguments: Mapping[str, Any]) -> _Call:
+        cut = group.input(0)
+        times = group.output().size // cut.size
+        return _Call(group, along(cut.dim - ndim, {**arguments, "times": times}))
 
     def forward(group: Group, **arguments: Any) -> Steps:
         x = next(iter(arguments.values()))
-        call = call_of(group, arguments)
+        call = call_of(group, x.ndim, arguments)
         rows = yield from call.rows(x)
         out = call.run(x, rows)
         tensors = {k: v for k, v in arguments.items() if isinstance(v, Tensor)}
@@ -151,7 +151,7 @@ def _joint(name: str, along: Along, keeps: bool = True) -> JointKernel:
 
     def backward(group: Group, saved: Sequence[Tensor], rest: Any, grad: Tensor) -> Steps:
         names, arguments, shape = rest
-        call = call_of(group, arguments | dict(zip(names, saved)))
+        call = call_of(group, len(shape), arguments | dict(zip(names, saved)))
         x = saved[0] if keeps else grad.new_zeros(()).expand(shape)
         rows = (yield from call.rows(x)) if keeps else call.blank(x)
         if call.own[1]:
@@ -193,9 +193,10 @@ def _traffic(
 # What is read along one dim, and how it is computed there.
 
 
-def _convolution(at: int, arguments: Mapping[str, Any]) -> Window:
+def _convolution(dim: int, arguments: Mapping[str, Any]) -> Window:
     weight, bias = arguments["weight"], arguments["bias"]
     space = weight.ndim - 2
+    at = dim + space
     stride, padding, dilation = _geometry(arguments, space)
     beside = _without(padding, at)
 
@@ -212,17 +213,18 @@ def _convolution(at: int, arguments: Mapping[str, Any]) -> Window:
         shape = None if bias is None else list(bias.shape)
         return _convolution_back(grad, rows, weight, shape, settings, needs)
 
-    return Window(at - space, read, run, back=back)
+    return Window(dim, read, run, back=back)
 
 
-def _transposed(at: int, arguments: Mapping[str, Any]) -> Window:
+def _transposed(dim: int, arguments: Mapping[str, Any]) -> Window:
     """An output row reads the rows whose kernels reach it."""
     weight, bias = arguments["weight"], arguments["bias"]
     space = weight.ndim - 2
+    at = dim + space
     stride, padding, dilation = _geometry(arguments, space)
     beside = _without(padding, at)
     more = _without(_each(arguments["output_padding"], space, 0), at)
-    reach, dim = dilation[at] * (weight.shape[at + 2] - 1), at - space
+    reach = dilation[at] * (weight.shape[at + 2] - 1)
     settings = stride, beside, dilation, True, more, arguments["groups"]
 
     def read(piece: Piece) -> Piece:
@@ -250,7 +252,7 @@ def _transposed(at: int, arguments: Mapping[str, Any]) -> Window:
         dims = [d for d in range(grad.ndim) if d != grad.ndim - space - 1]
         return *found, grad.sum(dims) if needs[2] else None
 
-    return Window(at - space, read, run, back=back)
+    return Window(dim, read, run, back=back)
 
 
 def _convolved(
@@ -281,7 +283,8 @@ def _convolution_back(
 
 
 def _pooling(name: str, space: int, fill: float) -> Along:
-    def along(at: int, arguments: Mapping[str, Any]) -> Window:
+    def along(dim: int, arguments: Mapping[str, Any]) -> Window:
+        at = dim + space
         size = _each(arguments["kernel_size"], space, 1)
         stride = _each(arguments["stride"] or size, space, 1)
         padding = _each(arguments["padding"], space, 0)
@@ -301,7 +304,7 @@ def _pooling(name: str, space: int, fill: float) -> Along:
         def run(rows: Tensor, piece: Piece) -> Tensor:
             return function(rows, size, stride, _without(padding, at), **more)
 
-        return Window(at - space, read, run, fill)
+        return Window(dim, read, run, fill)
 
     return along
 
@@ -309,8 +312,8 @@ def _pooling(name: str, space: int, fill: float) -> Along:
 def _resizing(mode: str, space: int, beside: int) -> Along:
     """By a whole number of times; a point reads so many rows beside its own."""
 
-    def along(at: int, arguments: Mapping[str, Any]) -> Window:
-        dim, times, factors = at - space, arguments["times"], arguments["scale_factors"]
+    def along(dim: int, arguments: Mapping[str, Any]) -> Window:
+        times, factors = arguments["times"], arguments["scale_factors"]
 
         def first(piece: Piece) -> int:
             return max(piece[0] // times - beside, 0)
@@ -324,7 +327,8 @@ def _resizing(mode: str, space: int, beside: int) -> Along:
             sizes = None
             if not factors:  # else the places along other dims are by these, not by the sizes
                 whole = arguments["output_size"]
-                sizes = [rows.shape[dim] * times if d == at else n for d, n in enumerate(whole)]
+                sizes = [*whole]
+                sizes[dim] = rows.shape[dim] * times
             out = F.interpolate(rows, sizes, factors or None, mode, **smooth)
             return out.narrow(dim, piece[0] - first(piece) * times, piece[1]).contiguous()
 

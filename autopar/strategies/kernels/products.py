@@ -20,10 +20,10 @@ ROWS = -2  # the dim that travels
 
 def gathered_product(group: Group, input: Tensor, weight: Tensor, bias: None = None) -> Steps:
     """Rows of all members times one's own columns."""
-    lengths = _lengths(group)
+    lengths = group.input(0).lengths
     out = input.new_empty(*input.shape[:ROWS], sum(lengths), weight.shape[0])
     rows = out.split(lengths, ROWS)
-    yield from _around(group, input, lambda at, x: _into(rows[at], x, weight.t()))
+    yield from _around(group, lengths, input, lambda at, x: _into(rows[at], x, weight.t()))
     return (out,), (input, weight), None
 
 
@@ -32,23 +32,25 @@ def gathered_product_backward(
 ) -> Steps:
     """The rows come by once more, for the weight; the sums of their gradients come home."""
     input, weight = saved
-    rows, of_weight = grad.split(_lengths(group), ROWS), torch.zeros_like(weight)
+    lengths = group.input(0).lengths
+    rows, of_weight = grad.split(lengths, ROWS), torch.zeros_like(weight)
 
     def add(at: int, x: Tensor) -> None:
         _add_product(of_weight, rows[at], x)
 
     of_input = None
     if group.needs[1]:
-        yield from _around(group, input, add)
+        yield from _around(group, lengths, input, add)
     if group.needs[0]:
-        of_input = yield from _homeward(group, lambda at: rows[at] @ weight.conj())
+        of_input = yield from _homeward(group, lengths, lambda at: rows[at] @ weight.conj())
     return of_input, of_weight if group.needs[1] else None
 
 
 def scattered_product(group: Group, input: Tensor, weight: Tensor, bias: None = None) -> Steps:
     """Of the sum of all members' products one's own rows."""
-    rows = input.split(_lengths(group), ROWS)
-    out = yield from _homeward(group, lambda at: rows[at] @ weight.t())
+    lengths = group.output().lengths
+    rows = input.split(lengths, ROWS)
+    out = yield from _homeward(group, lengths, lambda at: rows[at] @ weight.t())
     return (out,), (input, weight), None
 
 
@@ -57,7 +59,7 @@ def scattered_product_backward(
 ) -> Steps:
     """The gradients of all rows come by."""
     input, weight = saved
-    lengths = _lengths(group)
+    lengths = group.output().lengths
     rows, of_weight = input.split(lengths, ROWS), torch.zeros_like(weight)
     of_input = torch.empty_like(input, memory_format=torch.contiguous_format)
     parts = of_input.split(lengths, ROWS)
@@ -68,13 +70,15 @@ def scattered_product_backward(
         if group.needs[1]:
             _add_product(of_weight, g, rows[at])
 
-    yield from _around(group, grad.contiguous(), add)
+    yield from _around(group, lengths, grad.contiguous(), add)
     return of_input if group.needs[0] else None, of_weight if group.needs[1] else None
 
 
-def _around(group: Group, own: Tensor, use: Callable[[int, Tensor], None]) -> Steps:
+def _around(
+    group: Group, lengths: Sequence[int], own: Tensor, use: Callable[[int, Tensor], None]
+) -> Steps:
     """Each member's rows come by, one's own first."""
-    lengths, at, here = _lengths(group), group.index, own
+    at, here = group.index, own
     for step in range(group.count):
         coming = None
         if step < group.count - 1:
@@ -85,7 +89,7 @@ def _around(group: Group, own: Tensor, use: Callable[[int, Tensor], None]) -> St
             (here,), at = (yield coming), before
 
 
-def _homeward(group: Group, term: Callable[[int], Tensor]) -> Steps:
+def _homeward(group: Group, lengths: Sequence[int], term: Callable[[int], Tensor]) -> Steps:
     """The sum of all members' terms for one's own rows: it sets out from the next member, and each
     makes its own term while it comes."""
     index, count = group.index, group.count
@@ -93,18 +97,12 @@ def _homeward(group: Group, term: Callable[[int], Tensor]) -> Steps:
     for step in range(1, count):
         after = (index - 1 - step) % count
         shape = list(total.shape)
-        shape[ROWS] = _lengths(group)[after]
+        shape[ROWS] = lengths[after]
         coming = yield Shift((total,), 1, (shape,))
         own = term(after)
         (total,) = yield coming
         total += own
     return total
-
-
-def _lengths(group: Group) -> list[int]:
-    """Of the rows, beside which an output or an input of the weight is cut."""
-    (rows,) = (factor for factor in group.pieces if factor not in ("i", "o"))
-    return group.lengths(rows)
 
 
 def _with_rows(x: Tensor, rows: int) -> list[int]:

@@ -277,7 +277,7 @@ def ring_attention(
         None if place is None else _placed(place, groups),
         dropout_p,
     )
-    ring = Ring(group.pieces["q"], group.pieces["k"], weights, groups)
+    ring = Ring(group.input(0).pieces, group.input(1).pieces, weights, groups)
     member = _Forward(ring, group.index, Inputs(query, key, value, attn_mask, drawn))
     yield from member.around()
     output = _ungrouped(member.output, is_grouped).to(query.dtype)

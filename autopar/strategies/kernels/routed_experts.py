@@ -17,6 +17,8 @@ from torch import Tensor
 from autopar.collectives.together import Gather, Group, JointKernel, Steps, Trade, Traffic
 from autopar.strategies.kernels.experts import Experts, flat, wide
 
+DOWN = 3  # which of its tensors are the experts
+
 
 class _Route(NamedTuple):
     """Which of one's own tokens go to each member, and how many come from each."""
@@ -47,7 +49,7 @@ def routed_experts(
     group: Group, x: Tensor, chosen: Tensor, weights: Tensor, **arguments: Any
 ) -> Steps:
     """The same arguments as the operator, of the tokens and the experts at hand."""
-    pieces = group.pieces["e"]
+    pieces = group.input(DOWN).pieces
     arguments["start"] = pieces[group.index][0]
     layer, own = Experts(**arguments), (flat(x), flat(chosen), flat(weights))
     route = yield from _route(group, own[1], pieces)
