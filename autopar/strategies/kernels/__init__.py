@@ -3,7 +3,7 @@
 A rule names them by factor: `Rule.kernels == {"v": "cut_embedding"}` says that the operator, cut
 along v, runs another function. There are three kinds:
 
-- `offset_factor`: the local call is `kernel.function(*args, **kwargs, start=offset)` with the
+- of each rank alone: the local call is `kernel.function(*args, **kwargs, start=offset)` with the
   arguments of the operator (localised as ever) and the start of this rank's piece of the factor,
   `rule.bounds(factor, strategy, mesh, rank)[0]`. Layouts are those of the rule's signature.
 - `expand`: the call becomes three nodes, and the output is whole over the axes of the factor:
@@ -80,11 +80,10 @@ class Expansion:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Exactly one of `offset_factor`, `expand` and `joint` is given."""
+    """Of each rank alone, where neither `expand` nor `joint` is given."""
 
     name: str
     function: Callable[..., Any]
-    offset_factor: str | None = None
     expand: Expansion | None = None
     joint: JointKernel | None = None
 
@@ -97,9 +96,9 @@ class Kernel:
 KERNELS = {
     kernel.name: kernel
     for kernel in (
-        Kernel("cut_embedding", cut_embedding, offset_factor="v"),
-        Kernel("cut_causal_attention", cut_causal_attention, offset_factor="q"),
-        Kernel("some_experts", EXPERTS, offset_factor="e"),
+        Kernel("cut_embedding", cut_embedding),
+        Kernel("cut_causal_attention", cut_causal_attention),
+        Kernel("some_experts", EXPERTS),
         Kernel(
             "cross_entropy",
             cross_entropy,
