@@ -4,25 +4,20 @@ Export has no values. Two kinds of questions have an answer all the same:
 
 - One of whole numbers and masks that are inputs (`if labels.max() >= classes: raise`) is answered
   as the example has it, and asked again of every batch: another answer is refused.
-- A guard (`assert ...`, `if ...: raise`) holds: what a model refuses is not part of its program.
+- A guard (`assert ...`, `if ...: raise`) holds, unless forward catches what it raises
+  (`guards.py`): what a model refuses is not part of its program.
 
 All others are refused where they stand: parameters, activations and random numbers change.
 """
 
 from __future__ import annotations
 
-import ast
-import dis
-import linecache
 import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
-from itertools import islice
-from types import FrameType
 from typing import Any
 
 import torch
@@ -33,9 +28,9 @@ from torch.utils import _pytree as pytree
 from autopar._torch import traced_node, written_arguments
 from autopar.capture.fake import FakeTensor, has_no_data
 from autopar.capture.graph_builder import is_mutable
+from autopar.capture.guards import held_guard
 from autopar.capture.hooks import replaced
 from autopar.capture.randomness import may_be_random
-from autopar.capture.source import is_users
 from autopar.errors import InvalidInput
 from autopar.lines import caller
 
@@ -46,7 +41,6 @@ _OTHER_NUMBERS = (
     *(f"__{side}{name}__" for name in _MADE for side in ("", "r")),
     *("__neg__", "__abs__", "__round__"),
 )
-Place = tuple[tuple[int, int], tuple[int, int]]  # in a source: where it starts, and ends
 _AS_KEYS = ("__hash__", "__str__", "__format__")
 
 
@@ -97,7 +91,7 @@ def decisions_made(leaves: Sequence[Any]) -> Iterator[list[Decision]]:
         number = asked.of(self)
         if number is not None:
             return bool(number)
-        held = _held_guard(sys._getframe(1)) if isinstance(self, FakeTensor) else None
+        held = held_guard(sys._getframe(1)) if isinstance(self, FakeTensor) else None
         return plain["__bool__"](self) if held is None else held
 
     def as_number(name: str) -> Callable[..., Any]:
@@ -289,60 +283,3 @@ def _evaluated(graph: fx.Graph, given: Mapping[str, Tensor]) -> Any:
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = node.target(*args, **kwargs)
     raise AssertionError("a graph ends with its output")
-
-
-def _held_guard(frame: FrameType | None) -> bool | None:
-    """What a tensor is, asked on a line of the user's, so that the guard there lets it pass."""
-    while frame is not None and not is_users(frame.f_code.co_filename):
-        is_torch = "/torch/nn/functional.py" in frame.f_code.co_filename
-        if is_torch:  # whose own guards (`if torch.any(variance < 0): raise`) hold as well
-            break
-        frame = frame.f_back
-    if frame is None:
-        return None
-    place, text = _place(frame), "".join(linecache.getlines(frame.f_code.co_filename))
-    guard = next((one for one in _guards(text) if _contains(one.test, place)), None)
-    return None if guard is None else _truth(guard.test, place, isinstance(guard, ast.Assert))
-
-
-def _place(frame: FrameType) -> Place:
-    """Where that stands of which a frame asks the truth: what was computed last, or a comparison
-    that asks for it itself (from Python 3.13 on)."""
-    code, at = frame.f_code, frame.f_lasti // 2
-    if code.co_code[2 * at] != dis.opmap["COMPARE_OP"]:
-        at -= 1
-        while at > 0 and code.co_code[2 * at] == dis.EXTENDED_ARG:
-            at -= 1
-    first, last, column, end = next(islice(code.co_positions(), max(at, 0), None))
-    return (first or 0, column or 0), (last or 0, end or 0)
-
-
-@cache
-def _guards(text: str) -> tuple[ast.Assert | ast.If, ...]:
-    """What a program asks so that it may raise."""
-    try:
-        nodes = [*ast.walk(ast.parse(text))]
-    except (SyntaxError, ValueError):
-        return ()
-    raises = (n for n in nodes if isinstance(n, ast.If) and isinstance(n.body[0], ast.Raise))
-    asserts = (node for node in nodes if isinstance(node, ast.Assert))
-    return (*asserts, *raises)
-
-
-def _contains(node: ast.expr, place: Place) -> bool:
-    start, end = (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
-    return start <= place[0] and place[1] <= end
-
-
-def _truth(test: ast.expr, place: Place, wanted: bool) -> bool | None:
-    """What the question at a place of a test is answered, for the test to be as wanted."""
-    match test:
-        case ast.UnaryOp(op=ast.Not()):
-            return _truth(test.operand, place, not wanted)
-        case ast.BoolOp():  # the others have been asked before, or need not be
-            asked = next((one for one in test.values if _contains(one, place)), None)
-            return None if asked is None else _truth(asked, place, wanted)
-        case ast.Compare():  # by its own truth, not that of what it compares
-            parts = (test.left, *test.comparators)
-            return None if any(_contains(part, place) for part in parts) else wanted
-    return wanted

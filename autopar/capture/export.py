@@ -52,6 +52,7 @@ from autopar.capture.flatten import flatten
 from autopar.capture.functions import own_backwards_kept
 from autopar.capture.gradients import mark_learning
 from autopar.capture.graph_builder import GraphBuilder
+from autopar.capture.guards import refusals_kept
 from autopar.capture.hooks import hooks_refused, refuse_hooks, warn_of_memory
 from autopar.capture.host import cross_to_host
 from autopar.capture.listing import operator_name
@@ -125,8 +126,8 @@ def _export(
     given: str,
 ) -> ExportedProgram:
     try:
-        marked, plainly = checkpoints_marked(), answered_plainly()
-        with _quiet(), whole_stacks(), own_backwards_kept(), marked, idle_refused(), plainly:
+        marked, plainly, kept = checkpoints_marked(), answered_plainly(), refusals_kept()
+        with _quiet(), whole_stacks(), own_backwards_kept(), marked, idle_refused(), plainly, kept:
             return torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:
         with _quiet():

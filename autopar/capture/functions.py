@@ -52,7 +52,8 @@ def own_backwards_kept() -> Iterator[None]:
         leaves = pytree.tree_leaves((args, kwargs))
         learns = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
         if learns and torch.is_grad_enabled() and not (is_inner or is_same):
-            return _operator(cls, args, kwargs)(*args)
+            operator, passed_over = _operator(cls, args, kwargs)
+            return operator(*(x.detach() if i in passed_over else x for i, x in enumerate(args)))
         return before.__get__(None, cls)(*args, **kwargs)
 
     with replaced(Function, "apply", classmethod(apply)):
@@ -116,6 +117,13 @@ def _forward(
     return given, context
 
 
+def _slopes(cls: Any, context: _Context, slopes: Sequence[Any]) -> tuple[Any, ...]:
+    """A gradient, or None, for each argument."""
+    backward = cls.backward if cls.vjp is Function.vjp else cls.vjp
+    found = backward(context, *slopes)
+    return found if isinstance(found, tuple) else (found,)
+
+
 class _Operator:
     """One Function with tensors at these places of its arguments, as an operator of torch."""
 
@@ -176,8 +184,7 @@ class _Operator:
             outputs = pytree.tree_leaves(result)
             pairs = zip(slopes, outputs)
             slopes = tuple(torch.zeros_like(o) if s is None else s for s, o in pairs)
-        found = self.cls.backward(context, *slopes)
-        found = found if isinstance(found, tuple) else (found,)
+        found = _slopes(self.cls, context, slopes)
         return *(found[place] for place in self.places), None
 
     def _differentiable(
@@ -204,26 +211,36 @@ class _Operator:
 _made: dict[tuple[Any, tuple[int, ...], int], _Operator] = {}
 
 
-def _operator(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Operator:
-    """The operator of a Function that is called so; refused if it can be none."""
+class _Seen(NamedTuple):
+    """What a Function does, seen without values."""
+
+    results: int  # tensors that it gives
+    passed_over: frozenset[int]  # the places of those that take a gradient, and get None
+
+
+def _operator(
+    cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[_Operator, frozenset[int]]:
+    """The operator of a Function that is called so, and the arguments that it gives no gradient;
+    refused if it can be none."""
     if kwargs or any(isinstance(leaf, Tensor) for leaf in _inside(args)):
         raise _refused(cls, "with tensors inside of its arguments")
     places = tuple(place for place, arg in enumerate(args) if isinstance(arg, Tensor))
     with ThreadPoolExecutor(1) as outside:  # a thread begins without the modes of export
-        results = outside.submit(_results, cls, args, active()).result()
-    if isinstance(results, str):
-        raise _refused(cls, results)
-    key = cls, places, results
+        seen = outside.submit(_seen, cls, args, active()).result()
+    if isinstance(seen, str):
+        raise _refused(cls, seen)
+    key = cls, places, seen.results
     if key not in _made:
         name = re.sub(r"\W+", "_", cls.__qualname__.replace("<locals>", ""))
         same = sum(one.cls.__qualname__ == cls.__qualname__ for one in _made.values())
-        _made[key] = _Operator(cls, places, results, f"{name}_{same}" if same else name)
+        _made[key] = _Operator(cls, places, seen.results, f"{name}_{same}" if same else name)
         made_of(getattr(getattr(torch.ops, _NAMESPACE), _made[key].name), cls)
-    return _made[key]
+    return _made[key], seen.passed_over
 
 
-def _results(cls: Any, args: tuple[Any, ...], autocasts: tuple[Autocast, ...]) -> int | str:
-    """How many tensors it gives, seen on tensors without values; or why it is no operator."""
+def _seen(cls: Any, args: tuple[Any, ...], autocasts: tuple[Autocast, ...]) -> _Seen | str:
+    """What it does with tensors without values; or why it is no operator."""
     with FakeTensorMode() as mode, _Drawn() as drawn:
         fakes = [_like(arg, mode) if isinstance(arg, Tensor) else arg for arg in args]
         tensors = [fake for fake in fakes if isinstance(fake, Tensor)]
@@ -233,10 +250,22 @@ def _results(cls: Any, args: tuple[Any, ...], autocasts: tuple[Autocast, ...]) -
         except Exception as error:
             return f"which fails without values: {type(error).__name__}"
         context.is_plain &= before == [fake._version for fake in tensors]  # buffers, say
-    leaves = result if isinstance(result, tuple) else (result,)
-    if drawn.found or not context.is_plain or not all(isinstance(one, Tensor) for one in leaves):
-        return "which draws, writes or gives more than values with gradients"
-    return len(leaves)
+        leaves = result if isinstance(result, tuple) else (result,)
+        is_plain = context.is_plain and all(isinstance(one, Tensor) for one in leaves)
+        if drawn.found or not is_plain:
+            return "which draws, writes or gives more than values with gradients"
+        learning = {i for i, x in enumerate(args) if isinstance(x, Tensor) and x.requires_grad}
+        return _Seen(len(leaves), frozenset(learning & _without(cls, context, leaves)))
+
+
+def _without(cls: Any, context: _Context, results: Sequence[Tensor]) -> set[int]:
+    """The places of arguments for which backward gives None; not known where it needs values."""
+    try:
+        with torch.no_grad():
+            found = _slopes(cls, context, [torch.zeros_like(one) for one in results])
+    except Exception:
+        return set()
+    return {place for place, slope in enumerate(found) if slope is None}
 
 
 def _like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:

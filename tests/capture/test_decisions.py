@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -123,7 +124,46 @@ def _after_a_write(self: Any, x: Tensor, classes: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("forward", [_by_input, _by_parameter, _by_chance, _after_a_write])
+def _refused_here(x: Tensor) -> None:
+    if x.max() > 1:  # the line
+        raise ValueError("too large")
+
+
+def _where_it_is_caught(self: Any, x: Tensor, classes: Tensor) -> Tensor:
+    try:
+        _refused_here(x)
+        return self.linear(x)
+    except (KeyError, ValueError):
+        return x
+
+
+def _where_it_is_suppressed(self: Any, x: Tensor, classes: Tensor) -> Tensor:
+    with contextlib.suppress(AssertionError):
+        assert x.max() < 1  # the line
+        x = self.linear(x)
+    return x
+
+
+def _asked_in_vain(self: Any, x: Tensor, classes: Tensor) -> Tensor:
+    try:
+        scale = float(x.max())  # the line
+    except Exception:
+        scale = 1.0
+    return self.linear(x) * scale
+
+
+CHOICES = [
+    _by_input,
+    _by_parameter,
+    _by_chance,
+    _after_a_write,
+    _where_it_is_caught,
+    _where_it_is_suppressed,
+    _asked_in_vain,
+]
+
+
+@pytest.mark.parametrize("forward", CHOICES)
 def test_what_changes_decides_nothing(forward: Callable[..., Tensor]) -> None:
     _, x = example()
     model = type("Model", (Asks,), {"forward": forward})().double()
@@ -177,3 +217,18 @@ def test_what_a_guard_compares_is_not_known() -> None:
 
     with pytest.raises(InvalidInput, match="must not depend on the values"):
         capture(Compares(4, 4), (torch.randn(2, 4),))
+
+
+def test_guards_hold_where_they_are_not_caught() -> None:
+    def forward(self: Any, x: Tensor, classes: Tensor) -> Tensor:
+        try:
+            _refused_here(x)
+        except KeyError:  # another one
+            return x
+        except ValueError as error:
+            raise RuntimeError("which leaves forward") from error
+        return self.linear(x)
+
+    model, x = type("Model", (Asks,), {"forward": forward})(), torch.zeros(4, 4)
+    module = ap.parallelize(model, (x, CLASSES), mesh=ap.Mesh(dp=2), backend="virtual")
+    torch.testing.assert_close(module(x, CLASSES), model(x, CLASSES))

@@ -15,7 +15,7 @@ from autopar.capture import capture
 from autopar.errors import InvalidInput
 from autopar.strategies import register_rule
 from tests.models import Case
-from tests.parity import assert_equal, parallel_outcome, single_outcome
+from tests.parity import assert_equal, assert_parity, parallel_outcome, single_outcome
 
 
 class Rounded(Function):
@@ -123,6 +123,30 @@ def test_what_is_given_back_as_a_view() -> None:
             return self.second(Reversed.apply(self.first(x), 0.5)).square().sum()
 
     assert ap.verify(Model().double(), case().args, mesh=ap.Mesh(dp=2, tp=2)).ok
+
+
+class Half(Function):
+    """Gives one of its arguments no gradient; its backward has the other name it may have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(y)
+        return x * y
+
+    @staticmethod
+    def vjp(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (y,) = ctx.saved_tensors
+        return grad * y, None
+
+
+def test_what_gets_none_has_no_gradient() -> None:
+    register_rule(Half, "..., ... -> ...")
+
+    class Model(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return Half.apply(self.first(x), self.second(x)).sum()
+
+    assert_parity(Case("none", Model().double(), case().args), ap.Mesh(dp=2))
 
 
 def test_a_gradient_has_gradients() -> None:
