@@ -30,6 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "capacity": 0.7,
         "balance_loss": 0.1,
     },
+    "over sequences": {"capacity": 0.8, "balance_loss": 0.1, "z_loss": 0.01, "over": "sequence"},
     "two layers": {"inner": "relu(gate)", "normalize": False},
 }
 
@@ -37,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("mesh", [Mesh(dp=2, ep=2), Mesh(ep=2, tp=2)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_every_mesh_the_same(kind: str, mesh: Mesh) -> None:
-    """The same tokens are dropped, and the losses are those of the whole batch."""
+    """The same tokens are dropped, and the losses are those of one device."""
     module = assert_parity(mixture_cut(mixture(**KINDS[kind]), mesh), mesh)
     assert "routed_experts(" in str(module.graph)
 
@@ -49,12 +50,32 @@ def test_jitter_is_the_same_on_every_mesh() -> None:
     assert report.ok, str(report)
 
 
-def test_in_stages() -> None:
+@pytest.mark.parametrize("kind", ["plain", "over sequences"])
+def test_in_stages(kind: str) -> None:
     mesh = Mesh(pp=2, ep=2)
     module = assert_parity(
-        mixture_cut(mixture(blocks=2), mesh), mesh, microbatches=2, schedule="1f1b"
+        mixture_cut(mixture(blocks=2, **KINDS[kind]), mesh), mesh, microbatches=2, schedule="1f1b"
     )
     assert all("routed_experts(" in str(graph) for graph in module.graphs)
+
+
+@pytest.mark.parametrize("kind", ["limited, with all losses", "sigmoid, one choice"])
+def test_a_whole_batch_is_not_looked_at_in_micro_batches(kind: str) -> None:
+    case = mixture_cut(mixture(**KINDS[kind]), Mesh(ep=2))
+    with pytest.raises(ap.InvalidInput, match='over="sequence"'):
+        ap.parallelize(case.model, case.args, mesh=Mesh(ep=2), microbatches=2, mode="propagate")
+
+
+def test_sequences_are_cut_and_their_losses_are_those_of_each() -> None:
+    """By the definition, sequence by sequence, and where the ranks have parts of sequences."""
+    case = mixture(**KINDS["over sequences"], choices=1)
+    layer, x = case.model.blocks[0], torch.randn(3, 5, 8, dtype=torch.float64)
+    whole, loss = layer(x)
+    apart = [layer(one) for one in x]
+    torch.testing.assert_close(whole, torch.stack([y for y, _ in apart]))
+    torch.testing.assert_close(loss, torch.stack([own for _, own in apart]).mean())
+    ap.shard(case.model.embedding, ((None, "sp"),))
+    assert_parity(case, Mesh(sp=2))
 
 
 def test_a_search_sends_tokens_rather_than_experts() -> None:
@@ -98,6 +119,8 @@ def test_what_is_no_mixture_is_refused() -> None:
         ap.nn.MoE(4, 4, 2, 3)
     with pytest.raises(ap.InvalidInput, match="names operators of torch"):
         ap.nn.MoE(4, 4, 2, inner="silu(door)")
+    with pytest.raises(ap.InvalidInput, match="the whole batch, or of each sequence"):
+        ap.nn.MoE(4, 4, 2, over="tokens")
     with pytest.raises(ap.InvalidInput, match="softmax or a sigmoid"):
         ap.nn.MoE(4, 4, 2, scores="tanh")
 

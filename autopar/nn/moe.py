@@ -6,8 +6,9 @@
 (3, 5, 8)
 
 On one device it is as it stands; in a plan its experts, its tokens and the rows inside of experts
-are cut as any operator's (`autopar/strategies/experts.py`). Which tokens a limited capacity drops
-is decided in the order of the whole batch, so that it is the same on every mesh.
+are cut as any operator's (`autopar/strategies/experts.py`). Which tokens a limited capacity drops,
+and how even the choices are, is decided over the whole batch or, with `over="sequence"`, in each
+sequence by itself, so that it is the same on every mesh; the latter also in micro-batches.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from autopar.strategies.kernels.experts import experts as through_experts
 from autopar.strategies.kernels.expressions import evaluate, require
 
 SCORES = ("softmax", "sigmoid")
+OVER = ("batch", "sequence")
 
 
 class MoE(nn.Module):
@@ -45,6 +47,7 @@ class MoE(nn.Module):
         jitter: float = 0.0,
         balance_loss: float = 0.0,
         z_loss: float = 0.0,
+        over: str = "batch",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -54,7 +57,10 @@ class MoE(nn.Module):
         an expert takes so many times its even share of tokens, the earlier and first-chosen ones;
         None: all. `shared`: the width of an expert that all tokens go through; 0: there is none.
         `jitter`: in training the router sees numbers up to so much larger or smaller. The losses
-        are that of balance (Shazeer, Fedus) and of large logits (Zoph), with their factors."""
+        are that of balance (Shazeer, Fedus) and of large logits (Zoph), with their factors. `over`:
+        capacity and balance are those of all tokens of a "batch", which has to be there at once, or
+        of each "sequence" (the dim of x before its last), of whose losses the mean is taken (as
+        DeepSeek-V3 does): these are the same in micro-batches, and in the stages of a pipeline."""
         super().__init__()
         if not 1 <= choices <= experts:
             raise InvalidInput(
@@ -68,10 +74,16 @@ class MoE(nn.Module):
                 got=f"scores={scores!r}",
                 remedy='scores="softmax"',
             )
+        if over not in OVER:
+            raise InvalidInput(
+                "capacity and balance are those of the whole batch, or of each sequence",
+                got=f"over={over!r}",
+                remedy='over="sequence"',
+            )
         require(inner, ("gate", "up"))
         self.choices, self.inner, self.scores = choices, inner, scores
         self.normalize, self.capacity, self.jitter = normalize, capacity, jitter
-        self.balance_loss, self.z_loss = balance_loss, z_loss
+        self.balance_loss, self.z_loss, self.over = balance_loss, z_loss, over
         place: Any = {"device": device, "dtype": dtype}
         self.router = nn.Linear(hidden, experts, bias=False, **place)
         self.gate = nn.Parameter(torch.empty(experts, inside, hidden, **place))
@@ -99,8 +111,9 @@ class MoE(nn.Module):
             weights = weights / weights.sum(-1, keepdim=True)
         count = logits.shape[-1]
         if self.capacity is not None:
-            most = math.ceil(self.capacity * chosen.numel() / count)
-            is_taken = within_capacity(chosen, count, most)
+            among = self._sequences(chosen)
+            most = math.ceil(self.capacity * math.prod(among.shape[-2:]) / count)
+            is_taken = within_capacity(among, count, most).view_as(chosen)
             weights = weights * is_taken
             chosen = chosen.where(is_taken, count)  # an expert that there is not
         y = through_experts(x, chosen, weights, self.down, self.gate, self.up, inner=self.inner)
@@ -113,18 +126,29 @@ class MoE(nn.Module):
             return x
         return x * torch.empty_like(x).uniform_(1 - self.jitter, 1 + self.jitter)
 
+    def _sequences(self, of_tokens: Tensor) -> Tensor:
+        """[sequences tokens ...], of which one may be the whole batch."""
+        is_whole = self.over == "batch" or of_tokens.ndim < 3
+        return of_tokens.reshape(-1, of_tokens.shape[-1]) if is_whole else of_tokens
+
     def _loss(self, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
         loss = logits.new_zeros(())
-        count, rows = logits.shape[-1], math.prod(logits.shape[:-1])
-        dims = tuple(range(logits.ndim - 1))
+        count = logits.shape[-1]
         if self.balance_loss:
             parts = scores if self.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
             taken = torch.zeros_like(scores).scatter(-1, chosen, 1.0)
-            shares = taken.sum(dims) / (rows * self.choices)
-            loss = loss + self.balance_loss * count * (shares * parts.sum(dims) / rows).sum()
+            shares = self._mean(taken) / self.choices
+            even = (shares * self._mean(parts)).sum(-1).mean()
+            loss = loss + self.balance_loss * count * even
         if self.z_loss:
             loss = loss + self.z_loss * logits.logsumexp(-1).square().mean()
         return loss
+
+    def _mean(self, of_tokens: Tensor) -> Tensor:
+        """Over the tokens of each sequence."""
+        dims = tuple(range(of_tokens.ndim - 1))
+        dims = dims if self.over == "batch" else dims[-1:]
+        return of_tokens.mean(dims) if dims else of_tokens
 
 
 class FeedForward(nn.Module):

@@ -30,7 +30,10 @@ from autopar.strategies.results import has_results, is_result, maker, place_of
 
 aten = torch.ops.aten
 AXIS = "microbatch"
-REMEDY = "microbatches=1, or a loss that is a sum or mean over samples"
+REMEDY = (
+    "microbatches=1, or a loss that is a sum or mean over samples (that of ap.nn.MoE is one with "
+    'over="sequence")'
+)
 TABLE = "give the table as an input, or microbatches=1 and pipeline=None"
 SAME, OWN, SUM = "the same for all", "a micro-batch's own", "a sum"
 Status = int | str  # SAME, OWN (statistics), SUM, or the dim that is cut

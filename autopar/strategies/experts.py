@@ -59,4 +59,4 @@ def _joints(rule: Rule, tokens: Sequence[str]) -> Iterator[tuple[str, Joint]]:
 
 
 register_rule(EXPERTS, _experts, traits=Traits(leading=""))
-register_rule(WITHIN_CAPACITY, "...! k! -> ...! k!")
+register_rule(WITHIN_CAPACITY, "... t! k! -> ... t! k!")

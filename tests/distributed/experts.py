@@ -20,10 +20,14 @@ from tests.parity import assert_equal, parallel_outcome, single_outcome
 def routed() -> list[tuple[Case, Mesh, dict[str, Any]]]:
     """Experts that do not divide, and experts in stages."""
     stages = {"microbatches": 2, "schedule": "1f1b"}
-    meshes = (Mesh(ep=4), {}), (Mesh(pp=2, ep=2), stages)
+    limited = {"blocks": 2, "capacity": 0.8, "balance_loss": 0.1, "over": "sequence"}
+    ways: list[tuple[Mesh, dict[str, Any], dict[str, Any]]] = [
+        (Mesh(ep=4), {}, {}),
+        (Mesh(pp=2, ep=2), limited, stages),
+    ]
     return [
-        (mixture_cut(mixture(blocks=1 + ("pp" in mesh), experts=6), mesh), mesh, options)
-        for mesh, options in meshes
+        (mixture_cut(mixture(experts=6, **sizes), mesh), mesh, options)
+        for mesh, sizes, options in ways
     ]
 
 

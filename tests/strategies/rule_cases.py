@@ -446,6 +446,7 @@ for _columns in ("halves", "interleaved"):
 _experts = t(6, 2, 4), _chosen.view(6, 2, 2), t(6, 2, 2), t(5, 4, 6)
 case(EXPERTS, *_experts, t(5, 6, 4), None, None, None, "silu(gate)")
 case(WITHIN_CAPACITY, _chosen, 5, 3)
+case(WITHIN_CAPACITY, _chosen.view(6, 2, 2), 5, 1)
 
 # creation
 _double = {"dtype": torch.float64}

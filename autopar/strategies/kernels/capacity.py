@@ -1,7 +1,8 @@
 """Capacity: which choices an expert takes that takes no more than so many.
 
-All first choices come before all second ones, and among them earlier tokens before later ones, in
-the order of the whole batch.
+Of each sequence of tokens by itself. All first choices come before all second ones, and among them
+earlier tokens before later ones. The tokens of a whole batch are one sequence, if they are given
+so.
 """
 
 from __future__ import annotations
@@ -11,20 +12,22 @@ from torch import Tensor
 
 
 def within_capacity(chosen: Tensor, experts: int, capacity: int) -> Tensor:
-    """Of each choice, [... k], whether its expert takes it."""
+    """Of each choice, [... tokens k], whether its expert takes it."""
     return WITHIN_CAPACITY(chosen, experts, capacity)
 
 
 def _run(chosen: Tensor, experts: int, capacity: int) -> Tensor:
-    waiting = chosen.reshape(-1, chosen.shape[-1]).t().reshape(-1)
-    order = waiting.argsort(stable=True)
-    sizes = torch.bincount(waiting, minlength=experts)
+    waiting = chosen.flatten(0, -3).mT.flatten(1) if chosen.ndim > 2 else chosen.mT.reshape(1, -1)
+    sequences = torch.arange(len(waiting), device=chosen.device)
+    rows = (waiting + experts * sequences.unsqueeze(1)).flatten()  # of each sequence its experts
+    order = rows.argsort(stable=True)
+    sizes = torch.bincount(rows, minlength=experts * len(waiting))
     starts = sizes.cumsum(0) - sizes
-    numbers = torch.arange(len(waiting), device=chosen.device)
-    places = torch.empty_like(waiting)
-    places[order] = numbers - starts[waiting[order]]
-    is_taken = places < capacity
-    return is_taken.view(chosen.shape[-1], -1).t().reshape(chosen.shape)
+    numbers = torch.arange(len(rows), device=chosen.device)
+    places = torch.empty_like(rows)
+    places[order] = numbers - starts[rows[order]]
+    *leading, tokens, choices = chosen.shape
+    return (places < capacity).view(*leading, choices, tokens).mT.contiguous()
 
 
 def _fake(chosen: Tensor, experts: int, capacity: int) -> Tensor:
