@@ -8,7 +8,6 @@ Strategies whose bound is no better than the best choice found are never looked 
 from __future__ import annotations
 
 import heapq
-import time
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from autopar.errors import InvalidInput
 from autopar.solver.eliminate import Elimination
 from autopar.solver.graph import Array, Integers, Packed
 from autopar.solver.lagrangian import LagrangianSearch
-from autopar.solver.optimum import SECONDS, Optimiser
+from autopar.solver.optimum import Optimiser
 from autopar.solver.prune import restricted
 
 _SLACK = 1e-12  # relative
@@ -45,7 +44,6 @@ class Branching:
 
     def __init__(self, root: LagrangianSearch) -> None:
         self.root = root
-        self.deadline = time.monotonic() + SECONDS
         self.open: list[tuple[float, int, Packed, tuple[int, int], float]] = []
         self.count = self.looked = 0
         # A number of parts, not of seconds: the same graph has the same answer on every machine.
@@ -64,7 +62,7 @@ class Branching:
             return "tangled"
         while self.open and self.open[0][0] < self.goal:
             root.bound = max(root.bound, min(self.open[0][0], root.value))
-            if self.looked >= self.most or time.monotonic() > self.deadline:
+            if self.looked >= self.most or root.is_late():
                 return "late"
             self.looked += 1
             _, _, parent, given, multiplier = heapq.heappop(self.open)
@@ -76,7 +74,9 @@ class Branching:
         """Bound one part; divide it further if it may hold something better."""
         root = self.root
         optimiser = Optimiser(packed, fold=len(packed) > _FOLD_FROM, limit=root.optimiser.limit)
-        part = LagrangianSearch(packed, root.limit, optimiser, root.tolerance)
+        part = LagrangianSearch(
+            packed, root.limit, optimiser, root.tolerance, deadline=root.deadline
+        )
         try:
             gap_left = part.relax(cutoff=self.goal, multiplier=multiplier)
         except InvalidInput:  # nothing in this part fits

@@ -97,9 +97,9 @@ class Chain:
         for low, high, table in self._edges:
             elimination.add((low, high), edges[table])
         ends = (*self.run.shared, *self._in, *self._out)
-        elimination.run(keep=ends)
-        if set(elimination.core) != set(ends):
+        if len(elimination.order(keep=ends)) < len(self._block):
             return None
+        elimination.run(keep=ends)
         step = elimination.joint(ends).reshape(self.shared_entries, self.entries, self.entries)
         return Reduced(self, elimination, Power(step, self.run.count))
 

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,6 +30,48 @@ LIMIT = 1 << 24  # entries of the join of a node with more than two neighbours
 _AT_ONCE = 1 << 17  # entries of a join that is computed in one piece
 
 
+class Step(NamedTuple):
+    """A node leaves a table to those around it; how many entries the join has that it is of."""
+
+    node: int
+    around: Scope
+    entries: int
+
+
+def order(
+    sizes: Mapping[int, int],
+    around: dict[int, set[int]],
+    limit: int = LIMIT,
+    keep: Collection[int] = (),
+) -> list[Step]:
+    """In which order nodes can leave, the cheapest first: all but `keep`, and what is too tangled.
+
+    `around` has the neighbours of each, and in the end those of what is left."""
+    kept = set(keep)
+
+    def weight_of(v: int) -> int:
+        return math.prod(sizes[u] for u in around[v]) * sizes[v]
+
+    weights = {v: weight_of(v) for v in around if v not in kept}
+    heap = [(weight, v) for v, weight in weights.items()]
+    heapq.heapify(heap)
+    found: list[Step] = []
+    while heap:
+        weight, v = heapq.heappop(heap)
+        if weights.get(v) != weight or (len(around[v]) > 2 and weight > limit):
+            continue
+        near = around.pop(v)
+        found.append(Step(v, tuple(sorted(near)), weight))
+        del weights[v]
+        for u in near:
+            around[u] |= near
+            around[u] -= {u, v}
+        for u in near - kept:
+            weights[u] = weight_of(u)
+            heapq.heappush(heap, (weights[u], u))
+    return found
+
+
 class Elimination:
     """Variables with their sizes, tables over them, and the trail of those eliminated."""
 
@@ -38,6 +81,7 @@ class Elimination:
         self.factors: dict[Scope, Array] = {}
         self.trail: list[tuple[int, list[tuple[Scope, Array]]]] = []
         self._scopes: dict[int, set[Scope]] = {v: set() for v in sizes}
+        self._made: dict[tuple[object, ...], tuple[Array, tuple[Array, ...]]] = {}
 
     def add(self, scope: Scope, table: Array) -> None:
         """Add a table with a dim for each variable of `scope`."""
@@ -50,7 +94,9 @@ class Elimination:
             self.constant += float(table)
             return
         present = self.factors.get(ordered)
-        self.factors[ordered] = table if present is None else present + table
+        if present is not None:
+            table = self._once(lambda: present + table, present, table)
+        self.factors[ordered] = table
         for v in ordered:
             self._scopes[v].add(ordered)
 
@@ -67,24 +113,15 @@ class Elimination:
     def neighbours(self, v: int) -> set[int]:
         return set().union(*self._scopes[v]) - {v}
 
+    def order(self, keep: Collection[int] = ()) -> list[Step]:
+        """All that can leave but `keep`, the cheapest first."""
+        around = {v: self.neighbours(v) for v in self._scopes}
+        return order(self.sizes, around, self.limit, keep)
+
     def run(self, keep: Collection[int] = ()) -> None:
         """Eliminate all that can be, the cheapest first; never those to `keep`."""
-        kept = set(keep)
-        weights = {v: self._weight(v) for v in self._scopes if v not in kept}
-        heap = [(weight, v) for v, weight in weights.items()]
-        heapq.heapify(heap)
-        while heap:
-            weight, v = heapq.heappop(heap)
-            if weights.get(v) != weight:
-                continue
-            around = self.neighbours(v)
-            if len(around) > 2 and weight > self.limit:
-                continue
-            self._eliminate(v, tuple(sorted(around)))
-            del weights[v]
-            for u in around - kept:
-                weights[u] = self._weight(u)
-                heapq.heappush(heap, (weights[u], u))
+        for step in self.order(keep):
+            self._eliminate(step.node, step.around)
 
     def complete(self, choice: dict[int, int]) -> dict[int, int]:
         """The best choice of every eliminated variable, given those of the others."""
@@ -139,9 +176,6 @@ class Elimination:
             total += _aligned(own, table, scope)
         return total
 
-    def _weight(self, v: int) -> int:
-        return math.prod(self.sizes[u] for u in self.neighbours(v)) * self.sizes[v]
-
     def _eliminate(self, v: int, around: Scope) -> None:
         scopes = sorted(self._scopes.pop(v))
         parts = [(scope, self.factors.pop(scope)) for scope in scopes]
@@ -152,7 +186,18 @@ class Elimination:
         self.trail.append((v, parts))
         if not parts:
             return
-        self.add(around, _least(parts, v, around, [self.sizes[u] for u in around]))
+        shape = [self.sizes[u] for u in around]
+        scope = (v, *around)
+        places = tuple(tuple(scope.index(u) for u in own) for own, _ in parts)
+        tables = [table for _, table in parts]
+        self.add(around, self._once(lambda: _least(parts, v, around, shape), *tables, of=places))
+
+    def _once(self, make: Callable[[], Array], *given: Array, of: object = None) -> Array:
+        """What is made of the same arrays in the same way, as in equal blocks, is made once."""
+        key = of, *map(id, given)
+        if key not in self._made:
+            self._made[key] = make(), given
+        return self._made[key][0]
 
 
 def least_product(left: Array, right: Array) -> Array:

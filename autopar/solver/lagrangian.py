@@ -17,14 +17,17 @@ If they do not close the gap, `branch_and_bound` divides the graph by the strate
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 
 import numpy as np
 
 from autopar.errors import InvalidInput
+from autopar.solver.core import EXACT
 from autopar.solver.eliminate import Elimination
 from autopar.solver.graph import Array, Integers, Packed
-from autopar.solver.optimum import SECONDS, Optimiser
+from autopar.solver.optimum import SECONDS, Optimiser, Optimum
 from autopar.solver.residual import relative_gap, solve_residual
 
 Point = tuple[float, float, Integers]  # seconds, bytes, choice
@@ -51,8 +54,10 @@ class LagrangianSearch:
         optimiser: Optimiser | None = None,
         tolerance: float = 0.01,
         report: Callable[[str], None] = lambda detail: None,
+        deadline: float = math.inf,
     ) -> None:
         self.packed, self.limit, self.tolerance, self.report = packed, limit, tolerance, report
+        self.deadline = deadline  # by the clock; one choice is looked for in any case
         self.optimiser = optimiser or Optimiser(packed)
         self.choice: Integers | None = None  # that fits; in the packed graph's numbers
         self.value = self.memory = np.inf  # of `choice`
@@ -71,14 +76,14 @@ class LagrangianSearch:
         Tries `multiplier` first, and stops with a bound of `cutoff`."""
         large = small = None
         if multiplier:
-            lowest = self.optimiser.minimise(multiplier)
+            lowest = self._lowest(multiplier)
             self.bound, self.multiplier = lowest.bound - multiplier * self.limit, multiplier
             if self.bound >= cutoff:
                 return False
             point = self.offer(lowest.choice)
             large, small = (None, point) if self.fits(point[1]) else (point, None)
         if large is None:
-            free = self.optimiser.minimise()
+            free = self.optimiser.minimise(deadline=self.deadline)
             large, self.bound = self.offer(free.choice), max(self.bound, free.bound)
             if self.fits(large[1]):
                 return False  # what gap there is, elimination left
@@ -91,6 +96,9 @@ class LagrangianSearch:
         if self.gap > self.tolerance:
             self._polish()
         return True
+
+    def is_late(self) -> bool:
+        return time.monotonic() > self.deadline
 
     def fits(self, memory: float) -> bool:
         return memory <= self.limit + _SLACK * abs(self.limit)
@@ -105,7 +113,7 @@ class LagrangianSearch:
 
     def smallest(self) -> Point:
         """The choice with the least memory; an error if even that does not fit."""
-        least = self.optimiser.minimise(np.inf)
+        least = self.optimiser.minimise(np.inf, deadline=self.deadline)
         small = self.offer(least.choice)
         if not self.fits(least.bound) or not self.fits(small[1]):
             raise NoRoom(
@@ -117,17 +125,22 @@ class LagrangianSearch:
             )
         return small
 
+    def _lowest(self, multiplier: float) -> Optimum:
+        """What weighs least under a multiplier, as exactly as the search asks."""
+        tolerance = max(EXACT, self.tolerance / _CLOSE)
+        return self.optimiser.minimise(multiplier, tolerance, self.deadline)
+
     def _squeeze(self, large: Point, small: Point, cutoff: float) -> tuple[Point, Point]:
         """Move the multiplier to where a choice too large and one that fits weigh the same."""
         for step in range(_STEPS):
-            if self.bound >= cutoff or self.gap <= self.tolerance / _CLOSE:
+            if self.bound >= cutoff or self.gap <= self.tolerance / _CLOSE or self.is_late():
                 break
             if small[0] <= large[0]:
                 self.bound = max(self.bound, large[0])
                 break
             multiplier = (small[0] - large[0]) / (large[1] - small[1])
             line = large[0] + multiplier * large[1]
-            lowest = self.optimiser.minimise(multiplier)
+            lowest = self._lowest(multiplier)
             bound = lowest.bound - multiplier * self.limit
             if bound > self.bound:
                 self.bound, self.multiplier = bound, multiplier
@@ -243,7 +256,7 @@ class LagrangianSearch:
             limit=self.limit,
             hint={v: int(choice[v]) for v in core},
             tolerance=self.tolerance / 2,
-            seconds=SECONDS,
+            seconds=min(SECONDS, max(0.1, self.deadline - time.monotonic())),
         )
         self.bound = max(self.bound, answer.bound + elimination.constant)
         if answer.choice is not None:

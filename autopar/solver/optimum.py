@@ -14,19 +14,19 @@ The structure (what folds, what crosses) is found once; each call only computes 
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass
 
 import numpy as np
 
 from autopar.solver.chain import Chain, Reduced
+from autopar.solver.core import EXACT, MOST_WORK, Core
 from autopar.solver.eliminate import LIMIT, Elimination
 from autopar.solver.fold import find_runs
 from autopar.solver.graph import Array, Integers, Packed
-from autopar.solver.residual import solve_residual
 
-MOST_ENTRIES = 200_000  # of all tables together that CP-SAT is given, if they can be made smaller
-SECONDS = 20.0  # of CP-SAT, or of branching, at most
-SMALL = 1 << 12  # entries of a join, where elimination prepares what CP-SAT is to solve
+SECONDS = 10.0  # of a search, at most
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class Optimiser:
         self.packed, self.limit = packed, limit
         runs = find_runs(packed) if fold else []
         self.core = 0  # the most nodes that elimination left, since whoever asks set it to 0
+        self._is_tangled = False  # whether it leaves any
+        self._last: Core | None = None
         self._place([Chain(packed, run, limit) for run in runs if Chain.worthwhile(packed, run)])
 
     def _place(self, chains: list[Chain]) -> None:
@@ -66,17 +68,17 @@ class Optimiser:
         self.edges = [packed.edges[e] for e in np.flatnonzero(~told)]
         self.variables = {v: int(packed.sizes[v]) for v in (*self.outside, *sorted(outputs))}
 
-    def minimise(self, multiplier: float = 0.0) -> Optimum:
-        """The least of cost + multiplier · memory; of memory alone if the multiplier is inf."""
+    def minimise(
+        self, multiplier: float = 0.0, tolerance: float = EXACT, deadline: float = math.inf
+    ) -> Optimum:
+        """The least of cost + multiplier · memory; of memory alone if the multiplier is inf. What
+        elimination cannot do alone has a gap of `tolerance`, or a larger one at the deadline."""
         elimination, reduced = self._eliminated(multiplier)
         value = bound = elimination.constant
         choice: dict[int, int] = {}
-        if core := elimination.core:
-            self.core = max(self.core, len(core))
-            sizes = {v: self.variables[v] for v in core}
-            rest = solve_residual(sizes, elimination.factors, seconds=SECONDS)
-            value, bound = value + rest.value, bound + rest.bound
-            choice = rest.choice or dict.fromkeys(core, 0)
+        if elimination.core:
+            rest = self._core(elimination).solve(tolerance, deadline)
+            value, bound, choice = value + rest.value, bound + rest.bound, dict(rest.choice or {})
         elimination.complete(choice)
         answer = np.zeros(len(self.packed), np.int64)
         for v, strategy in choice.items():
@@ -93,23 +95,46 @@ class Optimiser:
         sizes = {v: self.variables[v] for v in elimination.core}
         own = elimination.factors.get((node,), 0.0)
         least = np.full(sizes[node], elimination.constant)
+        deadline = time.monotonic()
         for strategy in range(len(least)):
+            deadline += SECONDS / len(least)
             alone = np.where(np.arange(len(least)) == strategy, own, np.inf)
-            factors = {**elimination.factors, (node,): alone}
-            least[strategy] += solve_residual(sizes, factors, seconds=SECONDS / len(least)).bound
+            elimination.factors[node,] = alone
+            least[strategy] += self._core(elimination).solve(deadline=deadline).bound
         return least
+
+    def _core(self, elimination: Elimination) -> Core:
+        """What elimination left, with the messages of the last time."""
+        sizes = {v: self.variables[v] for v in elimination.core}
+        self.core = max(self.core, len(sizes))
+        known = self._last.sent if self._last is not None else {}
+        fresh = None if {*known} != {s for s in elimination.factors if len(s) == 2} else known
+        self._last = Core(
+            sizes,
+            elimination.factors,
+            constant=elimination.constant,
+            limit=self.limit,
+            sent=fresh,
+        )
+        return self._last
 
     def _eliminated(
         self, multiplier: float, keep: tuple[int, ...] = ()
     ) -> tuple[Elimination, list[Reduced]]:
-        """All weights after elimination. Where it leaves a core under large tables, each of their
-        entries would be a variable of CP-SAT: more nodes under small tables are easier to solve."""
-        elimination, reduced = self._elimination(multiplier, self.limit)
+        """All weights after elimination. Where it would leave a core, or take too long, only those
+        nodes leave that leave no table over more than a pair: the core is then solved as that."""
+        if not self._is_tangled:
+            elimination, reduced = self._elimination(multiplier, self.limit)
+            steps = elimination.order(keep)
+            is_whole = len(steps) + len(keep) == len(self.variables)
+            if is_whole and sum(step.entries for step in steps) <= MOST_WORK:
+                elimination.run(keep)
+                return elimination, reduced
+            # What can leave follows from the sizes, and is the same whatever the multiplier.
+            self._is_tangled = True
+            self._place([chain for chain in self.chains if len(chain.scope) <= 2])
+        elimination, reduced = self._elimination(multiplier, 0)
         elimination.run(keep)
-        left = [v for v in elimination.core if v not in keep]
-        if left and elimination.entries > MOST_ENTRIES:
-            elimination, reduced = self._elimination(multiplier, min(self.limit, SMALL))
-            elimination.run(keep)
         return elimination, reduced
 
     def _elimination(self, multiplier: float, limit: int) -> tuple[Elimination, list[Reduced]]:

@@ -20,7 +20,7 @@ from autopar.progress import Report
 from autopar.solver.branch_and_bound import branch_and_bound
 from autopar.solver.graph import CostGraph, Integers, Packed
 from autopar.solver.lagrangian import LagrangianSearch
-from autopar.solver.optimum import Optimiser
+from autopar.solver.optimum import SECONDS, Optimiser
 from autopar.solver.prune import prune
 from autopar.solver.residual import relative_gap
 
@@ -39,7 +39,7 @@ class Sizes:
     pruned_entries: int = 0
     runs: list[tuple[int, int]] = field(default_factory=list)  # (blocks, nodes of a block)
     folded_nodes: int = 0  # nodes that are looked at once
-    core_nodes: int = 0  # nodes that elimination left to CP-SAT
+    core_nodes: int = 0  # nodes that elimination alone could not do with
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
@@ -72,14 +72,15 @@ def solve(
     tolerance: float = 0.01,
     cutoff: float = np.inf,
     multiplier: float = 0.0,
+    seconds: float = SECONDS,
 ) -> Solution:
     """The choice of strategies with the least cost, of those that need at most `memory` bytes.
 
     `tolerance` is the gap at which a search under a memory limit may stop; without a limit (or
     with tolerance 0) the answer is exact as far as a fixed amount of work allows: `gap` tells. It
     also stops when no choice can cost less than `cutoff`; `multiplier` is a guess at the
-    solution's own."""
-    start = time.perf_counter()
+    solution's own. After `seconds` it ends with the best that it has, and its gap."""
+    start, deadline = time.perf_counter(), time.monotonic() + seconds
     limit = np.inf if memory is None else float(memory)
     search: LagrangianSearch | None = None
     interrupted = False
@@ -87,7 +88,12 @@ def solve(
         optimiser, sizes = _prepared(graph.packed, report)
         optimiser.core = 0  # of this solution, not of those before
         search = LagrangianSearch(
-            optimiser.packed, limit, optimiser, tolerance, lambda detail: report("memory", detail)
+            optimiser.packed,
+            limit,
+            optimiser,
+            tolerance,
+            lambda detail: report("memory", detail),
+            deadline,
         )
         report("eliminate", f"{sizes.folded_nodes} of {sizes.nodes} nodes")
         branch_and_bound(search, cutoff, multiplier)
@@ -107,14 +113,14 @@ def solve(
             got="a graph in which each choice has an infinite cost",
             remedy="allow more strategies, or give redistribution between them a finite cost",
         )
-    seconds = time.perf_counter() - start
-    report("done", f"{search.value:.6g} s in {seconds:.3f} s")
+    taken = time.perf_counter() - start
+    report("done", f"{search.value:.6g} s in {taken:.3f} s")
     return Solution(
         choice=search.packed.original(search.choice).tolist(),
         objective=search.value,
         memory=search.memory,
         bound=min(search.bound, search.value),
-        seconds=seconds,
+        seconds=taken,
         sizes=sizes,
         multiplier=search.multiplier,
         interrupted=interrupted,

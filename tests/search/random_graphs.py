@@ -24,6 +24,16 @@ def shape(name: str, rng: np.random.Generator) -> tuple[int, Pairs]:
         "prism": (6, [(0, 1), (1, 2), (0, 2), (3, 4), (4, 5), (3, 5), (0, 3), (1, 4), (2, 5)]),
         "k33": (6, [(a, b) for a in range(3) for b in range(3, 6)]),
         "k5": (5, list(itertools.combinations(range(5), 2))),
+        "wheel": (7, [*((0, rim) for rim in range(1, 7)), *((i, i % 6 + 1) for i in range(1, 7))]),
+        "grid": (
+            9,
+            [
+                (i, i + step)
+                for i in range(9)
+                for step in (1, 3)
+                if i + step < 9 and (step == 3 or i % 3 < 2)
+            ],
+        ),
         "parallel": (3, [(0, 1), (1, 0), (0, 1), (1, 2), (2, 1)]),
         "residual": (6, [(0, 1), (1, 2), (0, 2), (2, 3), (3, 4), (2, 4), (4, 5)]),
     }
@@ -45,7 +55,7 @@ def shape(name: str, rng: np.random.Generator) -> tuple[int, Pairs]:
 
 SHAPES = [
     *("single", "apart", "diamond", "four_cycle", "triangle", "triangles", "prism", "k33", "k5"),
-    *("parallel", "residual", "chain", "tree", "cycle", "random"),
+    *("parallel", "residual", "chain", "tree", "cycle", "random", "wheel", "grid"),
 ]
 
 

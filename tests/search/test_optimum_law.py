@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from autopar.errors import InvalidInput
+from autopar.solver.eliminate import Elimination
 from autopar.solver.graph import CostGraph
+from autopar.solver.messages import Messages
 from autopar.solver.optimum import Optimiser
 from autopar.solver.prune import prune
 from autopar.solver.residual import solve_residual
@@ -78,8 +80,8 @@ def test_no_guess_and_no_cutoff_changes_the_optimum(name: str) -> None:
                     assert stopped.bound >= cutoff
 
 
-@pytest.mark.parametrize("name", ["triangles", "prism", "k33", "k5", "random"])
-def test_cp_sat_solves_what_elimination_may_not(name: str) -> None:
+@pytest.mark.parametrize("name", ["triangles", "prism", "k33", "k5", "random", "wheel", "grid"])
+def test_the_core_is_solved_where_elimination_may_not(name: str) -> None:
     rng = np.random.default_rng(300 + SHAPES.index(name))
     for _ in range(10):
         graph = random_graph(name, rng, impossible=0.05)
@@ -89,6 +91,29 @@ def test_cp_sat_solves_what_elimination_may_not(name: str) -> None:
         solution = solve_with(Optimiser(graph.packed, limit=1))
         assert solution.objective == best
         assert solution.gap < 1e-9
+
+
+def test_no_choice_is_below_what_messages_say_of_its_strategies() -> None:
+    rng = np.random.default_rng(13)
+    closed = 0
+    for trial in range(200):
+        graph = random_graph(SHAPES[trial % len(SHAPES)], rng, most=4)
+        packed, best = graph.packed, brute_force(graph)
+        tables = dict(packed.weights(0.0))
+        nodes = {scope[0]: table for scope, table in tables.items() if len(scope) == 1}
+        edges = {(s[0], s[1]): table for s, table in tables.items() if len(s) == 2}
+        messages = Messages(nodes, edges)
+        messages.run(int(rng.integers(1, 30)))
+        assert messages.bound <= best <= messages.value
+        closed += messages.gap < 1e-6
+        joint = Elimination({v: len(cost) for v, cost in nodes.items()})
+        for scope, table in tables.items():
+            joint.add(scope, table)
+        everything = joint.joint(tuple(nodes))
+        for v, excess in messages.excess().items():
+            least = everything.min(axis=tuple(u for u in nodes if u != v))
+            assert (messages.bound + excess <= least + 1e-9).all()
+    assert closed > 150
 
 
 @pytest.mark.parametrize("name", ["triangles", "k33", "k5"])
