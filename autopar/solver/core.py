@@ -74,7 +74,7 @@ class Core:
         return tolerance * abs(value + self.constant) if np.isfinite(value) else 0.0
 
     def _is_open(self, tolerance: float, deadline: float) -> bool:
-        return self.messages.gap > self._goal(tolerance) and time.monotonic() < deadline
+        return self.messages.gap > self._goal(tolerance) and time.process_time() < deadline
 
     def _answer(self) -> Residual:
         """In the tables as they are, where some entries may be impossible."""
@@ -167,7 +167,7 @@ class Core:
             sizes,
             {scope: np.where(table < gap, table, np.inf) for scope, table in rest.items()},
             tolerance=0.0,
-            seconds=min(SECONDS, deadline - time.monotonic()),
+            seconds=min(SECONDS, deadline - time.process_time()),
         )
         if answer.choice is not None:
             choice = {v: int(messages.strategies[v][s]) for v, s in answer.choice.items()}

@@ -98,7 +98,7 @@ class LagrangianSearch:
         return True
 
     def is_late(self) -> bool:
-        return time.monotonic() > self.deadline
+        return time.process_time() > self.deadline
 
     def fits(self, memory: float) -> bool:
         return memory <= self.limit + _SLACK * abs(self.limit)
@@ -256,7 +256,7 @@ class LagrangianSearch:
             limit=self.limit,
             hint={v: int(choice[v]) for v in core},
             tolerance=self.tolerance / 2,
-            seconds=min(SECONDS, max(0.1, self.deadline - time.monotonic())),
+            seconds=min(SECONDS, max(0.1, self.deadline - time.process_time())),
         )
         self.bound = max(self.bound, answer.bound + elimination.constant)
         if answer.choice is not None:

@@ -70,7 +70,7 @@ class Messages:
             self._forth()
             bound = self._back()
             gap = self.value - bound
-            if gap <= tolerance or bound - last <= _STALLED * gap or time.monotonic() > deadline:
+            if gap <= tolerance or bound - last <= _STALLED * gap or time.process_time() > deadline:
                 break
             last = bound
         self._certify()

@@ -95,7 +95,7 @@ class Optimiser:
         sizes = {v: self.variables[v] for v in elimination.core}
         own = elimination.factors.get((node,), 0.0)
         least = np.full(sizes[node], elimination.constant)
-        deadline = time.monotonic()
+        deadline = time.process_time()
         for strategy in range(len(least)):
             deadline += SECONDS / len(least)
             alone = np.where(np.arange(len(least)) == strategy, own, np.inf)

@@ -79,8 +79,8 @@ def solve(
     `tolerance` is the gap at which a search under a memory limit may stop; without a limit (or
     with tolerance 0) the answer is exact as far as a fixed amount of work allows: `gap` tells. It
     also stops when no choice can cost less than `cutoff`; `multiplier` is a guess at the
-    solution's own. After `seconds` it ends with the best that it has, and its gap."""
-    start, deadline = time.perf_counter(), time.monotonic() + seconds
+    solution's own. It ends after `seconds` of this process, with the best so far and its gap."""
+    start, deadline = time.perf_counter(), time.process_time() + seconds
     limit = np.inf if memory is None else float(memory)
     search: LagrangianSearch | None = None
     interrupted = False
