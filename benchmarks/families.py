@@ -3,8 +3,8 @@
 >>> model, inputs = build("bert")
 
 What a configuration says by name (sizes, depths, vocabularies) is shrunk by one table, and so are
-those that it holds; what else a family wants stands in `WANTS`. Dropout stays what it is; layers
-that are left out at random (`layerdrop`) are not, as capture asks for. Where the
+those that it holds; what else a family wants stands in `WANTS`. Dropout stays what it is; what
+a program cannot draw (layers left out at random, masks drawn by numpy) is not, as capture asks. Where the
 library casts to float32 whatever a model's dtype, the model stays in float64, so that results can
 be compared to the last digits.
 """
@@ -27,6 +27,14 @@ from transformers.integrations import moe
 from transformers.models.auto import configuration_auto, modeling_auto
 
 BATCH, LENGTH, VOCABULARY, IMAGE, CLASSES = 4, 16, 64, 32, 4
+# What decides by random numbers which program a step is, or draws outside of torch: switched off.
+NOT_DRAWN = (
+    "layerdrop",
+    "speech_encoder_layerdrop",
+    "encoder_layerdrop",
+    "decoder_layerdrop",
+    "apply_spec_augment",
+)
 # By which head a family is trained: the first of these that it has.
 HEADS = (
     "SEQ_TO_SEQ_CAUSAL_LM",
@@ -202,8 +210,8 @@ def small(kind: type, wants: Mapping[str, Any], kept: Collection[str] = ()) -> A
                 chosen[field.name] = _TOKENS.get(field.name) or next(ids)
         elif field.name not in kept and (shrunk := _shrunk(field.name, value)) != value:
             chosen[field.name] = shrunk
-        elif "layerdrop" in field.name and value:
-            chosen[field.name] = 0.0
+        elif field.name in NOT_DRAWN and value:
+            chosen[field.name] = type(value)(0)
     heads = "num_attention_heads"
     if heads in chosen and given.get("num_key_value_heads") == given.get(heads):
         chosen["num_key_value_heads"] = chosen[heads]

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.capture.hooks import replaced
+from autopar.capture.selections import Rows
 from autopar.strategies.kernels import ctc_losses
 
 
@@ -52,7 +53,7 @@ def gaussian_nll_loss(
 
 def ctc_loss(
     log_probs: Tensor,
-    targets: Tensor,
+    targets: Tensor | Rows,
     input_lengths: Tensor | Sequence[int],
     target_lengths: Tensor | Sequence[int],
     blank: int = 0,
@@ -60,6 +61,9 @@ def ctc_loss(
     zero_infinity: bool = False,
 ) -> Tensor:
     """Of each sample, by an operator of which each sample is a row; a mean is of means."""
+    if isinstance(targets, Rows):
+        assert isinstance(target_lengths, Tensor)
+        targets = targets.in_front(target_lengths)
     lengths = [
         value if isinstance(value, Tensor) else torch.tensor(value, device=log_probs.device)
         for value in (input_lengths, target_lengths)

@@ -3,7 +3,8 @@
 Export has no values. Two kinds of questions have an answer all the same:
 
 - One of whole numbers and masks that are inputs (`if labels.max() >= classes: raise`) is answered
-  as the example has it, and asked again of every batch: another answer is refused.
+  as the example has it, and asked again of every batch: another answer is refused. So is how many
+  elements a mask chooses (`selections.py`).
 - A guard (`assert ...`, `if ...: raise`) holds, unless forward catches what it raises
   (`guards.py`): what a model refuses is not part of its program.
 
@@ -31,6 +32,7 @@ from autopar.capture.graph_builder import is_mutable
 from autopar.capture.guards import held_guard
 from autopar.capture.hooks import replaced
 from autopar.capture.randomness import may_be_random
+from autopar.capture.selections import selections_counted
 from autopar.errors import InvalidInput
 from autopar.lines import caller
 
@@ -110,6 +112,10 @@ def decisions_made(leaves: Sequence[Any]) -> Iterator[list[Decision]]:
             num_classes = num_classes if number is None else int(number) + 1
         return one_hot_of(tensor, num_classes)
 
+    def count(mask: Tensor) -> int | None:
+        number = asked.of(mask.sum())
+        return None if number is None else int(number)
+
     names = ("item", "__int__", "__float__", "__index__")
     plain = {name: getattr(Tensor, name) for name in ("__bool__", *names)}
     one_hot_of = functional.one_hot
@@ -118,6 +124,7 @@ def decisions_made(leaves: Sequence[Any]) -> Iterator[list[Decision]]:
         for name in names:
             stack.enter_context(replaced(Tensor, name, as_number(name)))
         stack.enter_context(replaced(functional, "one_hot", one_hot))
+        stack.enter_context(selections_counted(count))
         yield made
 
 

@@ -15,7 +15,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +37,7 @@ from autopar.capture.captured import Captured, Example
 from autopar.capture.checkpoints import checkpoints_marked
 from autopar.capture.counters import changes_seen, warn_of_counters
 from autopar.capture.decisions import by_placeholder, decisions_made
+from autopar.capture.drawn_elsewhere import draws_elsewhere_refused
 from autopar.capture.failure import EXAMPLE, check_call, explain, require_one_dtype
 from autopar.capture.fake import (
     FakeTensorMode,
@@ -126,8 +127,9 @@ def _export(
     given: str,
 ) -> ExportedProgram:
     try:
-        marked, plainly, kept = checkpoints_marked(), answered_plainly(), refusals_kept()
-        with _quiet(), whole_stacks(), own_backwards_kept(), marked, idle_refused(), plainly, kept:
+        with ExitStack() as stack:
+            for around in _AROUND:
+                stack.enter_context(around())
             return torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:
         with _quiet():
@@ -209,3 +211,16 @@ def _quiet() -> Iterator[None]:
         sys.stderr.write(printed.getvalue())  # the user's own; after a failure it is torch's
     finally:
         logging.disable(before)
+
+
+# Around forward while it is followed.
+_AROUND = (
+    _quiet,
+    whole_stacks,
+    own_backwards_kept,
+    checkpoints_marked,
+    idle_refused,
+    answered_plainly,
+    draws_elsewhere_refused,
+    refusals_kept,
+)

@@ -38,7 +38,10 @@ _INNER = ("torch.", "autopar.")  # these stand behind operators that the graph k
 _NAMESPACE = "own_functions"
 
 # Known to have the backward that their operators have, and so captured as those.
-_SAME = ("transformers.models.bloom.modeling_bloom.GeLUFunction",)
+_SAME = (
+    "transformers.models.bloom.modeling_bloom.GeLUFunction",
+    "transformers.models.sew_d.modeling_sew_d.XDropout",
+)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar._torch import memory_of
+from autopar._torch import memory_of, under_maps
 from autopar.capture.graph_builder import GraphBuilder, Site, is_mutable, rewrites, shape_of
 from autopar.capture.listing import operator_name
 from autopar.capture.normalisations.shapes import as_call
@@ -34,6 +34,7 @@ _FUNCTIONAL: dict[object, Callable[..., Any]] = {
     aten.normal_.default: aten.normal_functional.default,
     aten.bernoulli_.float: aten.bernoulli.p,
 }
+_THEMSELVES = (aten.alias.default, aten.contiguous.default)  # where they share memory
 _SCATTERS: dict[object, Callable[..., Any]] = {  # with the arguments of the view
     aten.select.int: aten.select_scatter.default,
     aten.slice.Tensor: aten.slice_scatter.default,
@@ -101,7 +102,7 @@ class _Functionaliser:
             value = node.meta.get("val")
             if not isinstance(value, torch.Tensor):
                 continue
-            storage = memory_of(value)
+            storage = memory_of(under_maps(value))
             if storage not in roots:
                 roots[storage] = node
             elif node.op == "call_function":
@@ -184,7 +185,7 @@ class _Functionaliser:
             return call(write, _SCATTERS[target], base, new, *place)
         if (order := permutation(view)) is not None:
             return call(write, *as_call(new, [order.index(dim) for dim in range(len(order))]))
-        if target in (aten.alias.default, aten.contiguous.default, aten.to.dtype):
+        if target in _THEMSELVES or getattr(target, "overloadpacket", None) is aten.to:
             return new
         if target is aten.detach.default and self.root[view].name in self.builder.buffers:
             return new  # a buffer has no gradient that would have to stay
