@@ -3,10 +3,10 @@
 >>> model, inputs = build("bert")
 
 What a configuration says by name (sizes, depths, vocabularies) is shrunk by one table, and so are
-those that it holds; what else a family wants stands in `WANTS`. Dropout stays what it is; what
-a program cannot draw (layers left out at random, masks drawn by numpy) is not, as capture asks. Where the
-library casts to float32 whatever a model's dtype, the model stays in float64, so that results can
-be compared to the last digits.
+those that it holds; what else a family wants stands in `WANTS`. Dropout stays what it is; what a
+program cannot draw (layers left out at random, masks drawn by numpy) is not, as capture asks.
+Where the library casts to float32 whatever a model's dtype, the model stays in float64, so that
+results can be compared to the last digits.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ def everything_double() -> Iterator[None]:
 
 
 class Trained(nn.Module):
-    """A model that gives its loss; one without gives the mean square of what it gives."""
+    """A model that gives its loss; one without gives the mean square of what it gives, in which
+    features count differently: of what is normalised the square says nothing."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -145,7 +146,12 @@ class Trained(nn.Module):
             return loss.sum()
         values = outputs.values() if isinstance(outputs, Mapping) else (outputs,)
         tensors = [v for v in values if isinstance(v, Tensor) and v.requires_grad]
-        return torch.stack([value.square().mean() for value in tensors[:2]]).sum()
+        return torch.stack([_counted(value).square().mean() for value in tensors[:2]]).sum()
+
+
+def _counted(value: Tensor) -> Tensor:
+    weights = torch.linspace(0.5, 1.5, value.shape[-1] if value.ndim else 1, dtype=value.dtype)
+    return value * weights
 
 
 def names() -> tuple[str, ...]:

@@ -32,13 +32,13 @@ class Rows:
 
     def in_front(self, counts: Tensor) -> Tensor:
         """A row for each row, with what is chosen at its front, if these are the rows' counts."""
-        counting, _ = traced_node(counts)
-        mask, _ = traced_node(self.mask)
-        is_counted = counting is not None and counting.target is _aten.sum.dim_IntList
-        if not is_counted or counting.args[:2] not in ((mask, [-1]), (mask, [1])):  # type: ignore[union-attr]
+        (counting, _), (mask, _) = traced_node(counts), traced_node(self.mask)
+        if counting is None or mask is None or counting.target is not _aten.sum.dim_IntList:
             return self.chosen()
-        is_changed = mask is not None and any(is_mutable(user.target) for user in mask.users)
-        return self.chosen() if is_changed else self.front
+        of, dims, *_ = counting.args
+        is_changed = any(is_mutable(user.target) for user in mask.users)
+        is_counted = of is mask and dims in ([-1], [1]) and not is_changed
+        return self.front if is_counted else self.chosen()
 
     @classmethod
     def __torch_function__(
