@@ -23,7 +23,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict, Unpack
+from typing import NoReturn, TypedDict, Unpack
 
 import torch
 
@@ -35,6 +35,7 @@ Shape = Sequence[int]
 Passes = str | Iterable[Iterable[int]]
 Flops = float | Callable[[Mapping[str, int]], float]
 ELLIPSIS = "..."
+_OF_DOTS = re.compile(r"d\d+")  # the dims of `...`
 _TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z_]\w*|[()!+])")
 
 
@@ -84,6 +85,41 @@ class Options(TypedDict, total=False):
     # What it keeps besides, as tensors of factors: "n h, int64: n" are one of the output's dtype
     # and one of int64.
     extra: str
+
+
+def require(pattern: Pattern, options: Options) -> None:
+    """Refuse options that a line does not know what to do with: they would be passed over."""
+    known = _factors(pattern.inputs + pattern.outputs)
+    kept = _factors(extra.dims for extra in _extras(options))
+    inputs, passes = range(len(pattern.inputs)), options.get("passes", ())
+
+    def refuse(requirement: str, got: object, remedy: str) -> NoReturn:
+        raise InvalidInput(requirement, got=f"{got!r} with {pattern.text!r}", remedy=remedy)
+
+    def named(option: str, names: Iterable[str], factors: set[str]) -> None:
+        for name in names:
+            if name not in factors and not (ELLIPSIS in known and _OF_DOTS.fullmatch(name)):
+                refuse(f"{option}= of a rule names factors of its line", name, "name one of them")
+
+    kernels = options.get("kernels") or {}
+    named("kernels", kernels, known)
+    named("even", options.get("even", ()), known)
+    named("sizes", options.get("sizes") or {}, known | kept)
+    for kernel in kernels.values():
+        if kernel not in KERNELS:
+            refuse("kernels= of a rule gives known ones", kernel, f"one of {', '.join(KERNELS)}")
+    for members in () if isinstance(passes, str) else passes:
+        if not isinstance(members, Iterable) or not all(one in inputs for one in members):
+            rule = "passes= of a rule has sets of inputs, by their numbers"
+            refuse(rule, members, "passes=[(0,)] for the first")
+    for word in options.get("saved", "").split():
+        if word != "output" and not (word.isdecimal() and int(word) in inputs):
+            rule = "saved= of a rule has inputs, by their numbers, and the output"
+            refuse(rule, word, 'saved="0 output", say')
+
+
+def _factors(tensors: Iterable[Sequence[Dim]]) -> set[str]:
+    return {factor for dims in tensors for dim in dims for factor in dim}
 
 
 def parse(
@@ -151,15 +187,14 @@ def _saved(
     present: Sequence[int],
     passes: Sequence[frozenset[int]],
 ) -> Saved:
-    words, extra = options.get("saved", "").split(), options.get("extra", "")
+    words = options.get("saved", "").split()
     place = {slot: index for index, slot in enumerate(present)}
     slots = [int(word) for word in words if word != "output"]
-    tensors = [_read_extra(part, extra) for part in extra.split(",")] if extra else []
     factors = frozenset(i for members in passes if len(members) == 1 for i in members)
     return Saved(
         tuple(place[slot] for slot in slots if slot in place),
         "output" in words,
-        tuple(Extra(binding.dims(dims, None), dtype) for dims, dtype in tensors),
+        tuple(Extra(binding.dims(dims, None), dtype) for dims, dtype in _extras(options)),
         factors if len(factors) > 1 else frozenset(),
     )
 
@@ -325,6 +360,12 @@ def _read_tensor(part: str, text: str, whole: set[str], sums: set[str]) -> tuple
     if twice:
         raise _malformed(text, f"a tensor has each factor once, not {twice[0]!r} twice")
     return tuple(dims)
+
+
+def _extras(options: Options) -> list[Extra]:
+    """What is kept besides, as a line has it."""
+    extra = options.get("extra", "")
+    return [_read_extra(part, extra) for part in extra.split(",")] if extra else []
 
 
 def _read_extra(part: str, text: str) -> Extra:

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from autopar.errors import InvalidInput, unforeseen
-from autopar.strategies.language import Flops, Options, Passes, Pattern, parse
+from autopar.strategies.language import Flops, Options, Passes, Pattern, parse, require
 from autopar.strategies.node_info import flat, info
 from autopar.strategies.results import is_result
 from autopar.strategies.rule import Dim, Extra, Rule, Saved, product, render
@@ -207,18 +207,21 @@ def register_rule(
     and stay where a later call gives none.
     """
     if isinstance(rule, str):
-        function: RuleFunction = partial(
-            Call.parse,
-            line=Pattern.read(rule),
-            sizes=sizes,
-            passes=passes,
-            kernels=kernels,
-            even=even,
-            flops=flops,
-            cost=cost,
-            saved=saved,
-            extra=extra,
+        line, options = (
+            Pattern.read(rule),
+            Options(
+                sizes=sizes,
+                passes=passes,
+                kernels=kernels,
+                even=even,
+                flops=flops,
+                cost=cost,
+                saved=saved,
+                extra=extra,
+            ),
         )
+        require(line, options)
+        function: RuleFunction = partial(Call.parse, line=line, **options)
     else:
         function = rule
     for operator in map(_resolve, _listed(operators)):
@@ -245,6 +248,13 @@ def rule_of(node: fx.Node) -> Rule | None:
         raise unforeseen("a rule is found for", node, error) from error
     if rule is None:
         return None
+    if not isinstance(rule, Rule):
+        raise InvalidInput(
+            "the function of an operator's rule gives a Rule, or None",
+            got=f"{type(rule).__name__} for {node.target}",
+            remedy='return call.parse("... h -> ... h"), or call.rule() of factors',
+            source=call.source,
+        )
     if len(rule.inputs) != len(call.inputs):
         raise InvalidInput(
             "a rule names every tensor input of its operator",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.strategies import Call, Rule, has_rule, register_rule, rule_of, tensor_inputs
+from autopar.strategies.language import Options, Pattern, require
 from tests.strategies.rule_law import Case, check_all
 
 
@@ -116,3 +119,37 @@ def test_a_bool_is_no_partial_sum() -> None:
     assert number is not None
     assert truth is not None
     assert (len(number.passes), len(truth.passes)) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"even": ("q",)}, "even= of a rule names factors of its line"),
+        ({"kernels": {"q": "cut_embedding"}}, "kernels= of a rule names factors"),
+        ({"kernels": {"h": "other"}}, "kernels= of a rule gives known ones"),
+        ({"sizes": {"q": 3}}, "sizes= of a rule names factors"),
+        ({"passes": [(2,)]}, "passes= of a rule has sets of inputs"),
+        ({"passes": [0]}, "passes= of a rule has sets of inputs"),
+        ({"saved": "0 outputs"}, "saved= of a rule has inputs"),
+        ({"saved": "2"}, "saved= of a rule has inputs"),
+        ({"extra": "float99: h"}, "no dtype of torch"),
+    ],
+)
+def test_what_a_line_does_not_know_is_no_option(options: dict[str, Any], rule: str) -> None:
+    """Passed over, it would cut a factor that must be even, or without its kernel."""
+    with pytest.raises(InvalidInput, match=rule):
+        register_rule("aten.mul", "... h, h -> ... h", **options)
+
+
+def test_options_may_name_what_a_line_has() -> None:
+    known = Options(even=("d0", "h"), sizes={"q": 3}, extra="q", saved="1 output")
+    require(Pattern.read("... h, h -> ... h"), known)
+
+
+def test_a_function_gives_a_rule() -> None:
+    def ten(x: torch.Tensor) -> torch.Tensor:
+        return x * 10
+
+    register_rule(ten, lambda call: "... -> ...")  # type: ignore[arg-type,return-value]
+    with pytest.raises(InvalidInput, match="gives a Rule, or None"):
+        rule_of(Case("ten", ten, (torch.ones(3),)).node())
