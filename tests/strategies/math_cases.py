@@ -56,6 +56,24 @@ for _name in ("median", "nanmedian"):
     case(f"{_name}.dim", t(5, 3, 4), 1, used=(0,))
 case("mode.default", i(3, 5, 4).double(), 0, used=(0,))
 case("kthvalue.default", t(5, 4), 2, 1, True, used=(0,))
+for _name in ("var", "std"):
+    case(f"{_name}.default", t(5, 4) + 100)
+    case(f"{_name}.correction", t(5, 3, 4), [0, 2], correction=0, keepdim=True)
+    case(f"{_name}.correction", t(2, 2), [0], correction=2, constants=(0,))
+    case(f"{_name}.dim", torch.ones(5, 1, dtype=torch.float64), [0])
+for _order in (0, 0.5, 1, 3, -1, float("inf"), float("-inf")):
+    case("linalg_vector_norm.default", t(5, 4), _order)
+case("linalg_vector_norm.default", i(2, 5, 4).double(), float("inf"), [0])
+case("linalg_vector_norm.default", torch.zeros(5, 4, dtype=torch.float64))
+_alike = torch.tensor([2.0, 2.0, 0.0, 2.0, 0.0], dtype=torch.float64)
+for _value in (_alike, _alike.where(_alike > 0, torch.nan), _alike - torch.inf):
+    for _name in ("amax", "amin", "max", "min"):
+        case(f"{_name}.default", _value)
+for _name in ("amax", "amin"):
+    case(f"{_name}.default", i(9, 5, 4), [0], True)
+case("logsumexp.default", torch.full((5, 4), -torch.inf, dtype=torch.float64), [0])
+case("prod.default", t(5, 4))
+case("prod.dim_int", i(3, 5, 4).double(), 0)
 
 # products
 case("linalg_cross.default", t(5, 3), t(1, 3))
