@@ -6,6 +6,8 @@ All are linear in what they pick from.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -163,6 +165,29 @@ def _take(call: Call) -> Rule:
     return moved(call, [into, out], out, whole=into, saved=Saved((0, 1)))
 
 
+def all_whole(call: Call, linear: Sequence[int] = (), saved: Saved = Saved()) -> Rule:  # noqa: B008
+    """Every element may go anywhere: nothing is cut, and sums pass through what is `linear`."""
+    inputs = [names(len(shape), f"in{i}_") for i, shape in enumerate(call.shapes)]
+    more = [names(output.dim(), f"out{i}_") for i, output in enumerate(call.outputs)]
+    whole = [dim for dims in (*inputs, *more) for dim in dims]
+    passes = [linear] if linear else []
+    return call.rule(inputs, more[0], more=more[1:], whole=whole, passes=passes, saved=saved)
+
+
+def _blocks(call: Call) -> Rule:
+    return all_whole(call, range(len(call.shapes)))
+
+
+def _segments(call: Call) -> Rule | None:
+    """Rows of one dim reduced by segments; the dims after it are beside."""
+    if call["axis"] != 0 or len(call.shapes) != 2 or len(call.shapes[1]) != 1:
+        return None
+    dims = names(len(call.shape))
+    rows, ends = [("rows",), *dims[1:]], [("ends",)]
+    whole = ["rows", "ends", "d0"]
+    return call.rule([rows, ends], dims, whole=whole, saved=Saved((0, 1), output=True))
+
+
 def _places_in_order(call: Call) -> Rule:
     """Where values stand among sorted ones: those of their own row, or of one row for all."""
     if "boundaries" in call.arguments:
@@ -196,4 +221,10 @@ register_rule("aten.index_put", _put)
 register_rule("aten.take", _take)
 register_rule(aten("bucketize.Tensor searchsorted.Tensor"), _places_in_order)
 register_rule("aten.histc", _counted)
+register_rule("aten.histogram", all_whole)
+register_rule("aten.masked_scatter", partial(all_whole, linear=(0, 2), saved=Saved((1,))))
+register_rule("aten.put", partial(all_whole, linear=(0, 2), saved=Saved((1, 2))))
+register_rule(aten("block_diag _chunk_cat"), _blocks)
+register_rule("aten.segment_reduce", _segments)
+register_rule("aten.pdist", partial(all_whole, saved=Saved((0,), output=True)))
 register_rule("aten.one_hot", "... -> ... classes!")

@@ -224,6 +224,16 @@ def test_batch_norm_without_momentum() -> None:
         capture(norm, (torch.randn(3, 4),))
 
 
+def test_norms_that_write_and_do_not_say_so() -> None:
+    class Quiet(nn.BatchNorm1d):
+        def forward(self, x: Tensor) -> Tensor:
+            kept = self.running_mean, self.running_var
+            return torch.native_batch_norm(x, None, None, *kept, True, 0.1, 1e-5)[0]
+
+    with pytest.raises(InvalidInput, match="writes to them and does not say so"):
+        capture(Quiet(4), (torch.randn(3, 4),))
+
+
 def test_lazy_modules() -> None:
     with pytest.raises(InvalidInput, match="belongs to a lazy module"):
         capture(nn.LazyLinear(4), (torch.randn(3, 4),))

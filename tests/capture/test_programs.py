@@ -226,6 +226,17 @@ def test_batch_norms() -> None:
     )
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_instance_norms_keep_statistics(trains: bool) -> None:
+    norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True).train(trains)
+    with torch.no_grad():
+        norm.running_mean.add_(0.5)
+        norm.running_var.mul_(2.0)
+    captured = program(lambda self, x: self.norm(self.linear(x)), random(5, 4, 4), norm=norm)
+    assert {"norm.running_mean", "norm.running_var"} <= set(captured.mutations) or not trains
+    assert all(captured.rules[node.name] is not None for node in captured.operators)
+
+
 def test_convolutions() -> None:
     program(
         lambda self, x: (self.a(x), self.b(x), self.c(x), self.d(x[0])),

@@ -130,6 +130,9 @@ def test_strides_are_those_of_the_model() -> None:
         "strided",
     ]
     run(lambda h: h.view(2, 3, 4).transpose(0, 2).as_strided((3, 3), (1, 2)))
+    run(lambda h: torch.as_strided_copy(h.t(), (3, 3), (1, 2), 1))
+    run(lambda h: h.as_strided_scatter(h.detach().tanh()[:3, :3], (3, 3), (4, 1), 1))
+    run(lambda h: h * h.detach().t().as_strided_scatter(h[:3, :3].detach(), (3, 3), (1, 4)).t())
     with pytest.raises(InvalidInput, match="as_strided reads elements of its input"):
         run(lambda h: h[2:].as_strided((3, 3), (1, 2), 0))
 

@@ -45,6 +45,16 @@ case("searchsorted.Tensor", t(5, 6).sort().values, t(5, 4), constants=(0, 1))
 case("searchsorted.Tensor", t(5, 6), t(5, 4), sorter=t(5, 6).argsort(), constants=(0, 1))
 case("histc.default", t(5, 4), 3, -1.0, 1.0, constants=(0,))
 case("histc.default", t(5, 4), 3, constants=(0,))
+case("histogram.bin_ct", t(5, 4), 3, constants=(0,))
+case("histogram.bins_tensor", t(7), torch.tensor([-1.0, 0.0, 2.0]).double(), constants=(0, 1))
+case("masked_scatter.default", t(5, 4), b(5, 4), t(5, 4))
+for _added in (False, True):
+    case("put.default", t(5, 4), torch.tensor([[3, 0], [7, 12]]), t(2, 2), _added)
+case("block_diag.default", [t(2, 3), t(3, 2)])
+case("_chunk_cat.default", [t(5, 4), t(3, 4)], 0, 2, constants=(0, 1))
+for _reduce in ("sum", "mean", "max", "min", "prod"):
+    case("segment_reduce.default", t(5, 4, 3), _reduce, lengths=torch.tensor([2, 0, 3]))
+case("pdist.default", t(5, 4))
 
 # recurrent layers
 for _name, _gates in {"lstm": 16, "gru": 12, "rnn_tanh": 4, "rnn_relu": 4}.items():

@@ -28,14 +28,25 @@ def batch_norms(builder: GraphBuilder) -> None:
     if any(builder.calls(aten.batch_norm.default)):
         _in_steps(builder)
         refresh(builder)  # in-place operators after a norm share the storage of its new result
-    for node in builder.calls(aten.instance_norm.default):
-        if Call(node)["running_mean"] is not None:
+    if any(builder.calls(aten.instance_norm.default)):
+        _with_running_statistics(builder)
+        refresh(builder)
+    for node in builder.calls(*_WRITE_UNSAID):
+        if any(Call(node).get(name) is not None for name in ("running_mean", "running_var")):
             raise InvalidInput(
-                "instance norm is captured without running statistics",
-                got="track_running_stats=True",
-                remedy="build the module with track_running_stats=False",
+                "running statistics are changed by batch_norm and instance_norm",
+                got=f"{node.target}, which writes to them and does not say so",
+                remedy="torch.nn.functional.batch_norm, or a module such as nn.BatchNorm2d",
                 source=info(node).source,
             )
+
+
+_WRITE_UNSAID = (
+    aten.native_batch_norm.default,
+    aten.cudnn_batch_norm.default,
+    aten.miopen_batch_norm.default,
+    aten.batch_norm_update_stats.default,
+)
 
 
 @rewrites(aten.batch_norm.default)
@@ -44,6 +55,28 @@ def _in_steps(call: Site) -> fx.Node | None:
         return None  # of no elements
     is_given = call["running_mean"] is not None and not call["training"]
     return _with_given_statistics(call) if is_given else _with_batch_statistics(call)
+
+
+@rewrites(aten.instance_norm.default)
+def _with_running_statistics(call: Site) -> fx.Node | None:
+    """By given statistics a scale; by its own they are written, in the mean of all samples."""
+    x, weight, bias, mean, var, by_own, momentum, epsilon, _ = call.arguments.values()
+    if mean is None:
+        return None
+    if not by_own:
+        return _with_given_statistics(call)
+    read = call.make(aten.detach.default, x)
+    if info(x).val.dtype != info(mean).val.dtype:
+        read = call.make(aten.to.dtype, read, info(mean).val.dtype)
+    space = list(range(2, len(call.shape)))
+    own_mean = call.make(aten.mean.dim, read, [0, *space])
+    own_var = call.make(aten.mean.dim, call.make(aten.var.correction, read, space), [0])
+    for kept, own in ((mean, own_mean), (var, own_var)):
+        moved = call.make(aten.mul.Tensor, own, momentum)
+        stayed = call.make(aten.mul.Tensor, kept, 1 - momentum)
+        call.make(aten.copy_.default, kept, call.make(aten.add.Tensor, stayed, moved))
+    of_own = (None, None, True, momentum, epsilon, False)
+    return call.make(aten.instance_norm.default, x, weight, bias, *of_own)
 
 
 @rewrites(aten.rms_norm.default)

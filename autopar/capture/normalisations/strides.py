@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, fx
 
@@ -9,16 +11,18 @@ from autopar.capture.graph_builder import GraphBuilder, Site, rewrites
 from autopar.capture.normalisations.shapes import as_call
 from autopar.errors import InvalidInput
 from autopar.strategies import Call, Rule, register_rule
+from autopar.strategies.indexing import all_whole
 from autopar.strategies.node_info import info
 from autopar.strategies.shapes import same_dims
 
 aten = torch.ops.aten
 
 
-@rewrites(aten.as_strided.default)
+@rewrites(aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
 def strides_are_written_out(call: Site) -> fx.Node:
     """as_strided reads the elements in the order in which the model had them in memory."""
-    x, size, stride, offset = call.arguments.values()
+    x, size, stride, offset = (call[name] for name in ("self", "size", "stride", "storage_offset"))
+    written = call.get("src")
     value: Tensor = info(x).val
     order = sorted(range(value.ndim), key=lambda dim: -value.stride()[dim])
     offset = 0 if offset is None else offset - value.storage_offset()
@@ -33,7 +37,13 @@ def strides_are_written_out(call: Site) -> fx.Node:
         )
     if order != sorted(order):
         x = call.make(*as_call(x, order))
-    return call.make(as_strided, x, size, stride, offset)
+    if written is None:
+        view = as_strided if call.node.target is aten.as_strided.default else strided
+        return call.make(view, x, size, stride, offset)
+    result = call.make(strided_scatter, x, written, size, stride, offset)
+    if order == sorted(order):
+        return result
+    return call.make(*as_call(result, [order.index(dim) for dim in range(value.ndim)]))
 
 
 def strided_views_are_copies(builder: GraphBuilder) -> None:
@@ -59,6 +69,13 @@ def strided(x: Tensor, size: list[int], stride: list[int], offset: int) -> Tenso
     return x.contiguous().as_strided(size, stride, offset).clone()
 
 
+def strided_scatter(
+    x: Tensor, written: Tensor, size: list[int], stride: list[int], offset: int
+) -> Tensor:
+    """`x` with other elements where these are seen with other strides."""
+    return x.contiguous().as_strided_scatter(written, size, stride, offset)
+
+
 def bits(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x.view(dtype), whatever the strides of a rank's piece."""
     return x.contiguous().view(dtype)
@@ -71,3 +88,5 @@ def _of_bits(call: Call) -> Rule:
 
 
 register_rule(bits, _of_bits)
+register_rule(strided, partial(all_whole, linear=(0,)))
+register_rule(strided_scatter, partial(all_whole, linear=(0, 1)))
