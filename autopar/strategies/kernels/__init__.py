@@ -59,7 +59,7 @@ from autopar.strategies.kernels.losses import (
 from autopar.strategies.kernels.nothing import no_results, nothing
 from autopar.strategies.kernels.products import GATHERED, SCATTERED
 from autopar.strategies.kernels.recurrences import SCAN
-        *map(Kernel.of_all, (*REDUCTIONS, *SOFTMAXES)),
+from autopar.strategies.kernels.reductions import REDUCTIONS, SOFTMAXES
 from autopar.strategies.kernels.ring import CAUSAL_RING, RING
 from autopar.strategies.kernels.root_mean_square import rms_norm
 from autopar.strategies.kernels.routed_experts import ROUTED
