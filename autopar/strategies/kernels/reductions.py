@@ -93,9 +93,9 @@ def _wide(x: Tensor, arguments: Arguments) -> Tensor:
 
 def _counts(group: Group, x: Tensor, dims: list[int]) -> list[int]:
     """The elements of each piece that make one of the result."""
-    ((name, pieces),) = group.pieces.items()
-    beside = math.prod(x.shape[dim] for dim in dims if dim != int(name[1:]))
-    return [beside * length for _, length in pieces]
+    cut = group.input(0)
+    beside = math.prod(x.shape[dim] for dim in dims if dim != cut.dim)
+    return [beside * length for length in cut.lengths]
 
 
 def _filled(x: Tensor, dims: list[int], value: float) -> Tensor:
