@@ -199,6 +199,27 @@ def test_what_a_checkpoint_covers_is_asked_for_once(tmp_path) -> None:
             ap.plan(Checkpointed("plain"), (X,), recompute={"rows.0": how}, **options)
 
 
+@pytest.mark.parametrize("is_learning", [True, False])
+def test_what_a_checkpoint_changes_is_changed_once(is_learning: bool) -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(lambda y: self.norm(self.linear(y)), x, use_reentrant=False).sum()
+
+    model, x = Normed().train(is_learning), torch.randn(4, 4)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        module = ap.parallelize(model, (x,), mesh=ap.Mesh(dp=2), backend="virtual")
+    told = [str(one.message) for one in heard if "changed in a checkpoint" in str(one.message)]
+    assert len(told) == is_learning
+    assert all("norm.running_mean and 2 more" in one for one in told)
+    module.step(x)
+    assert module.full_state_dict()["norm.num_batches_tracked"] == is_learning
+
+
 def test_a_checkpoint_that_chooses_what_it_keeps_is_refused() -> None:
     def context():
         return torch.autograd.graph.save_on_cpu(), torch.autograd.graph.save_on_cpu()

@@ -8,6 +8,7 @@ What stands between two borders is a region that a plan recomputes. Eager code n
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,9 +19,11 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torchs
 from torch.utils.checkpoint import CheckpointFunction, noop_context_fn
 
+from autopar.capture.captured import Captured
 from autopar.capture.hooks import replaced
 from autopar.errors import InvalidInput
-from autopar.lines import caller
+from autopar.lines import caller, frames_to_caller
+from autopar.strategies.node_info import info
 
 
 @torch.library.custom_op("autopar::border", mutates_args=())
@@ -83,3 +86,19 @@ def checkpoints_marked() -> Iterator[None]:
         stack.enter_context(replaced(torchs, name, lambda *args, **_: beside(*args)))
         stack.enter_context(replaced(CheckpointFunction, "apply", classmethod(reentrant)))
         yield
+
+
+def warn_of_buffers(captured: Captured) -> None:
+    """Tell that what a checkpoint changes is not changed once more where its forward runs again."""
+    numbers = {node.name: info(node) for node in captured.operators}
+    changed = {name: numbers.get(node) for name, node in captured.mutations.items()}
+    found = {name: of.source for name, of in changed.items() if of and of.checkpoint is not None}
+    if not found:
+        return
+    (first, line), *others = found.items()
+    more = f" and {len(others)} more" if others else ""
+    warnings.warn(
+        f"{first}{more}, changed in a checkpoint ({line}): a step changes it once; torch does so "
+        "again in backward, when the forward of a checkpoint runs again",
+        stacklevel=frames_to_caller(),
+    )

@@ -34,7 +34,7 @@ from autopar.capture.autocasts import (
 )
 from autopar.capture.blind_losses import looks_at_no_values
 from autopar.capture.captured import Captured, Example
-from autopar.capture.checkpoints import checkpoints_marked
+from autopar.capture.checkpoints import checkpoints_marked, warn_of_buffers
 from autopar.capture.counters import changes_seen, warn_of_counters
 from autopar.capture.decisions import by_placeholder, decisions_made
 from autopar.capture.drawn_elsewhere import draws_elsewhere_refused
@@ -113,6 +113,7 @@ def capture(
         captured = replace(captured, decisions=by_placeholder(decided, captured.inputs))
         warn_of_counters(run, mode, pytree.tree_unflatten(inputs, input_spec), changes)
     warn_of_memory(lines)
+    warn_of_buffers(captured)
     verify(captured.graph, "captured")
     if precision is not None:
         require_one_dtype(captured)
