@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib
 import sys
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 import autopar as ap
+from autopar.nn import moe
+from autopar.strategies.kernels.experts import experts
 from tests.models import Case, _next_token_loss, _transformers
 
 _SIZES = {
@@ -99,6 +102,22 @@ def cut_experts(case: Case, *axes: str) -> Case:
                 dims = {key: (cut, *[None] * (p.ndim - 1)) for key, p in held.items()}
                 ap.shard(module, params=dims)
     return case
+
+
+def tokens_of_experts(case: Case) -> list[list[int]]:
+    """Of each call of `ap.nn.MoE` on one device, the tokens of each expert."""
+    found: list[list[int]] = []
+
+    def counting(
+        x: Tensor, chosen: Tensor, weights: Tensor, down: Tensor, *rest: Any, **how: Any
+    ) -> Tensor:
+        count = len(down)  # one that there is not has what is dropped
+        found.append(torch.bincount(chosen.flatten(), minlength=count)[:count].tolist())
+        return experts(x, chosen, weights, down, *rest, **how)
+
+    with patch.object(moe, "through_experts", counting), torch.no_grad():
+        case.run()
+    return found
 
 
 class Mixture(nn.Module):

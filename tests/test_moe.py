@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import autopar as ap
 from autopar import Mesh
 from autopar.strategies.kernels.capacity import within_capacity
-from tests.mixtures import Mixture, mixture, mixture_cut
+from tests.mixtures import Mixture, mixture, mixture_cut, tokens_of_experts
 from tests.models import Case
 from tests.parity import assert_parity
 
@@ -112,6 +112,46 @@ def test_first_choices_and_earlier_tokens_come_first() -> None:
     chosen = torch.tensor([[0, 1], [0, 1], [1, 0], [0, 2]])
     taken = [[True, True], [True, False], [True, False], [False, True]]
     assert within_capacity(chosen, 3, 2).tolist() == taken
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        (Mesh(dp=2, ep=2), {"states": "zero3"}),
+        (Mesh(ep=2, tp=2), {"microbatches": 2}),
+        (Mesh(pp=2, ep=2), {"microbatches": 2, "schedule": "1f1b"}),
+    ],
+    ids=str,
+)
+def test_how_evenly_a_batch_is_routed(mesh: Mesh, options: dict[str, Any]) -> None:
+    """As one device counts it, before a step and after one; nothing is changed."""
+    limited = {"capacity": 0.8, "over": "sequence"}
+    case = mixture_cut(mixture(blocks=2, experts=5, **limited), mesh)
+    expected = tokens_of_experts(case)
+    about: Any = {"mesh": mesh, "mode": "propagate", "backend": "virtual", **options}
+    module = ap.parallelize(case.model, case.args, **about)
+    before = module.full_state_dict()
+    for _ in range(2):
+        balance = module.expert_balance(*case.args)
+        assert [list(one.tokens) for one in balance] == expected
+        module.step(*case.args)
+    first = balance[0]
+    (one, *_) = expected
+    assert first.module == "blocks.0"
+    assert first.dropped == 4 * 6 * 2 - sum(one) > 0
+    assert first.ranks == (sum(one[:3]), sum(one[3:]))
+    assert first.most == max(one) * 5 / sum(one)
+    assert first.planned == 1.2
+    assert "2 over ep" in str(balance)
+    torch.testing.assert_close(module.full_state_dict(), before)
+
+
+def test_a_model_without_experts_has_no_balance() -> None:
+    module = ap.parallelize(
+        nn.Linear(4, 4), (torch.randn(4, 4),), mesh=Mesh(dp=2), backend="virtual"
+    )
+    with pytest.raises(ap.InvalidInput, match="a model that has mixtures of experts"):
+        module.expert_balance(torch.randn(4, 4))
 
 
 def test_what_is_no_mixture_is_refused() -> None:

@@ -139,8 +139,9 @@ class Backend(ABC):
     def of(self, program: Program) -> Backend:
         """Where another program runs on the same parameters, and on the same copies of them."""
 
-    def beside(self, program: Program) -> Backend:
-        """Where another program runs on the same parameters, with copies of its own."""
+    def beside(self, program: Program, plainly: bool = False) -> Backend:
+        """Where another program runs on the same parameters, with copies of its own; `plainly`: not
+        compiled, and what it gives is whole."""
         return self.of(program)
 
     def everyones(self, said: str, text: str) -> list[str]:

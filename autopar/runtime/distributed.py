@@ -206,8 +206,8 @@ class TorchBackend(Backend):
         how = self._leave.form, self.compiler, self.leaves
         return TorchBackend(program, self.local_inputs, self.device, *how)
 
-    def beside(self, program: Program) -> TorchBackend:
-        how = self._leave.form, self.compiler
+    def beside(self, program: Program, plainly: bool = False) -> TorchBackend:
+        how = () if plainly else (self._leave.form, self.compiler)
         made = TorchBackend(program, self.local_inputs, self.device, *how)
         made.bind(self.leaves.parameters)
         return made

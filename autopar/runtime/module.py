@@ -23,6 +23,7 @@ from autopar.plan.program import Program
 from autopar.runtime.backend import Backend
 from autopar.runtime.checks import Checks
 from autopar.runtime.distributed import TorchBackend
+from autopar.runtime.expert_balance import expert_balance
 from autopar.runtime.first_batches import FirstBatches, FirstSlices
 from autopar.runtime.loss_scale import LossScale, give_back, require_scale, taken
 from autopar.runtime.memory import MemoryUse, MemoryWatch, held_by, here, use_of
@@ -55,9 +56,8 @@ class ParallelModule(Unwrapped, Described):
     memory is for steps. In a pipeline calls go forward alone, under `torch.no_grad()`, in
     micro-batches where these give the same. Other batches, modes and arguments than those that were
     planned make other programs on the same parameters, which `programs` has. A call gives whole,
-    plain tensors in the model's own output type, of which a loss may be made outside: every rank
-    makes the same one. With `outputs="dtensor"` or `"local"` processes give what is cut as DTensors
-    or in pieces.
+    plain tensors in the model's own output type, of which a loss may be made outside, the same on
+    all ranks; with `outputs="dtensor"` or `"local"` what is cut stays so, as DTensors or in pieces.
 
     It and its submodules are of the model's classes, and have its attributes and methods but for
     names that a ParallelModule has itself. What a method of the model calls, as `generate()` does,
@@ -333,7 +333,7 @@ class ParallelModule(Unwrapped, Described):
         """Whole gradients under the original names, where there are some, in the same manner."""
         return whole(self, self._gradients(), "full_grads()")
 
-    _written_whole = written_whole
+    _written_whole, expert_balance = written_whole, expert_balance
 
     def _gradients(self) -> dict[str, Tensor]:
         self.backend.sum_waiting()

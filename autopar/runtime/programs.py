@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeGuard, overload
@@ -64,6 +64,7 @@ class Running:
         self.unfrozen = signature.unfrozen
         self.shapes = backend.input_shapes()
         self.sizes: Sizes | None = None  # all those of its plan, if its inputs vary
+        self.inside: tuple[Plan, Backend] | None = None  # that of values inside of it
 
     @property
     def mode(self) -> str:
@@ -372,6 +373,24 @@ class Programs(Sequence[Running]):
         found = self._take(call, running)
         assert found
         return running
+
+    def inside(
+        self, running: Running, asked: Callable[[Captured], Captured]
+    ) -> tuple[Plan, Backend]:
+        """A program that is `asked` for of one: values inside of it, in the layouts that they have
+        there. Its results are whole; on processes all ranks make it together."""
+        if running.inside is None:
+            first = self._all[0]
+            with first.backend.local_checks():
+                captured = asked(running.plan.original)
+            is_local = first.backend.local_inputs
+            inputs = layouts_of(first.plan, captured) if is_local else None
+            with first.backend.guard(agreed=True):
+                made = resize(first.plan, running.plan, captured, False, inputs)
+                made = staged_beside(first.plan, made, is_step=False)
+            with first.backend.guard():
+                running.inside = made, first.backend.beside(made.program, plainly=True)
+        return running.inside
 
     def _start_sizes(self, running: Running, across: Hashable) -> None:
         if running.plan.dynamic is not None:

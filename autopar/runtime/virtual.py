@@ -310,6 +310,9 @@ class VirtualBackend(Backend):
     def of(self, program: Program) -> VirtualBackend:
         return VirtualBackend(program, self.device, self.check, self.compiler)
 
+    def beside(self, program: Program, plainly: bool = False) -> VirtualBackend:
+        return VirtualBackend(program, self.device, self.check, None if plainly else self.compiler)
+
     def call(self, kept: Mapping[str, Tensor], inputs: Batch) -> list[Tensor]:
         """Whole outputs."""
         if self.program.stages:

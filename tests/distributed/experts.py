@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 import autopar as ap
 from autopar import Mesh
 from autopar.layout import chunk
-from tests.mixtures import mixture, mixture_cut
+from tests.mixtures import mixture, mixture_cut, tokens_of_experts
 from tests.models import Case
 from tests.parity import assert_equal, parallel_outcome, single_outcome
 
@@ -36,6 +36,8 @@ def sends_tokens_to_their_experts() -> None:
         about = {"mesh": mesh, "mode": "propagate", **options}
         module = ap.parallelize(case.model, case.args, **about)
         assert "routed_experts(" in str(module.graph)
+        balance = [list(one.tokens) for one in module.expert_balance(*case.args)]
+        assert balance == tokens_of_experts(case)
         assert_equal(parallel_outcome(module, case), single_outcome(case.fresh()))
         held = [p for name, p in module.named_parameters() if name.endswith(".gate")]
         assert held
