@@ -357,13 +357,6 @@ def memory_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def under_maps(tensor: Tensor) -> Tensor:
-    """The tensor that `torch.vmap` wraps, which has memory."""
-    while torch._C._functorch.is_batchedtensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
-
-
 def is_view(operator: Any) -> bool:
     """Whether an operator only looks at its arguments in another way."""
     given = operator._schema.arguments

@@ -8,6 +8,7 @@ what an operator in an autocast region would have cast is cast by a node of its 
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -114,13 +115,19 @@ def _placeholders(
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             assert spec.target is not None
             value = program.constants[spec.target]
-            if isinstance(value, FakeTensor) and spec.target.startswith("lifted_tensor"):
+            name = spec.target.rpartition(".")[2]  # behind the path of a module
+            if isinstance(value, FakeTensor) and name.startswith("lifted_tensor"):
                 user = next(iter(old.users), None)
+                source = user and of_stack(user.meta.get("stack_trace"))
+                settings = re.findall(r"\bconfig\.(\w+)", source or "")
+                off = (
+                    f", or switch it off by {settings[0]} of the configuration" if settings else ""
+                )
                 raise InvalidInput(
                     "every tensor comes from an input, a parameter, a buffer or an operator",
                     got="a tensor that was reached around autograd, such as .data",
-                    remedy="write x.detach() in place of x.data",
-                    source=user and of_stack(user.meta.get("stack_trace")),
+                    remedy=f"write x.detach() in place of x.data{off}",
+                    source=source,
                 )
             node = values[old] = builder.placeholder(old.name, fake_like(builder.mode, value))
             # The user's own tensor may change later; a constant is what it was.

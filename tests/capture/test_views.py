@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autopar as ap
 from autopar.errors import InvalidInput
-from tests.capture.support import program, random, targets
+from tests.capture.support import Function, program, random, targets
 
 Views = Callable[[Tensor], Any]
 
@@ -228,3 +228,13 @@ def test_copies_of_views_are_views_once_nothing_is_changed() -> None:
         return [first, second * h[1:], turned, rows[2] * 2, torch.diagonal_copy(h) * 2]
 
     assert set(run(copied)) == {"slice", "add", "mul", "transpose", "select", "diagonal"}
+
+
+def test_what_is_written_through_a_detached_view_has_no_gradient_beside_it() -> None:
+    def forward(self: Function, x: Tensor) -> Tensor:
+        base = x.exp()
+        view = base.detach().to(x.device)
+        view += self.linear(x)
+        return (view * base * self.linear(x)).sum()
+
+    program(forward, random(4, 4))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar._torch import memory_of, under_maps
+from autopar._torch import memory_of
 from autopar.capture.graph_builder import GraphBuilder, Site, is_mutable, rewrites, shape_of
 from autopar.capture.listing import operator_name
 from autopar.capture.normalisations.shapes import as_call
@@ -102,7 +102,7 @@ class _Functionaliser:
             value = node.meta.get("val")
             if not isinstance(value, torch.Tensor):
                 continue
-            storage = memory_of(under_maps(value))
+            storage = memory_of(value)
             if storage not in roots:
                 roots[storage] = node
             elif node.op == "call_function":
@@ -189,6 +189,8 @@ class _Functionaliser:
             return new
         if target is aten.detach.default and self.root[view].name in self.builder.buffers:
             return new  # a buffer has no gradient that would have to stay
+        if target is aten.detach.default and not _may_learn(base):
+            return call(write, target, new)
         if traits_of(view).in_order:
             return call(write, aten.reshape.default, new, shape_of(base))
         raise InvalidInput(

@@ -1,0 +1,57 @@
+"""Maps: what `torch.vmap` makes of a function is followed as its operators on whole tensors.
+
+Export keeps the steps by which torch takes a dim away and gives it back, among them functions that
+only count how deep they are: a graph of these cannot be changed. So a function that is mapped is
+followed on its own first, where torch has turned it into operators, and these are the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from autopar.capture.fake import FakeTensor
+from autopar.capture.hooks import replaced
+
+
+@contextmanager
+def maps_are_operators() -> Iterator[None]:
+    """Within, a mapped function is the operators that it comes to."""
+    plain, depth = torch.vmap, 0
+
+    def vmap(function: Callable[..., Any], *how: Any, **named: Any) -> Callable[..., Any]:
+        mapped = plain(function, *how, **named)
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            leaves = pytree.tree_leaves((args, kwargs))
+            modes = [leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)]
+            if depth or not modes:  # one in another is followed as a part of that
+                return mapped(*args, **kwargs)
+
+            def follow() -> Any:
+                nonlocal depth
+                depth += 1
+                try:
+                    with modes[0]:
+                        return make_fx(partial(mapped, **kwargs))(*args)
+                finally:
+                    depth -= 1
+
+            with ThreadPoolExecutor(1) as outside:  # a thread begins without the modes of export
+                program = outside.submit(follow).result()
+            return program(*args)
+
+        return call
+
+    with ExitStack() as stack:
+        for owner in (torch, torch.func):
+            stack.enter_context(replaced(owner, "vmap", vmap))
+        yield
