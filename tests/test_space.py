@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,10 +11,17 @@ from torch import nn
 
 import autopar as ap
 from autopar import Mesh
+from autopar.collectives import together
+from autopar.collectives.together import Steps, Trade
+from autopar.cost.joint_kernels import traffic_of
 from autopar.errors import InvalidInput
+from autopar.strategies import Strategy
 from autopar.strategies.node_info import info
+from autopar.strategies.rule import Facts
 from tests.parity import assert_parity
 from tests.space import in_space
+from tests.strategies.rule_cases import operator, t
+from tests.strategies.rule_law import Case, Reference
 
 CASES = [
     ("classifier", Mesh(sp=2)),
@@ -50,14 +58,68 @@ def test_a_layer_is_annotated(mode: str) -> None:
             found(dims, **options)
 
 
+GEOMETRIES: list[tuple[str, tuple[Any, ...]]] = [
+    ("conv1d.default", (t(1, 2, 11), t(2, 2, 3), None, [1], [1])),
+    ("conv1d.default", (t(1, 2, 11), t(2, 2, 4), None, [3], [2])),
+    ("conv1d.default", (t(1, 2, 12), t(2, 2, 3), None, [1], [0], [3])),
+    ("conv1d.default", (t(1, 2, 13), t(2, 2, 1), None, [4])),
+    ("conv_transpose1d.default", (t(1, 2, 7), t(2, 2, 3), None, [2], [1], [1])),
+    ("conv_transpose1d.default", (t(1, 2, 7), t(2, 2, 2), None, [3])),
+    ("max_pool1d.default", (t(1, 2, 12), [5], [1], [2])),
+    ("avg_pool1d.default", (t(1, 2, 10), [2], [2])),
+    ("upsample_linear1d.vec", (t(1, 2, 9), None, False, [3.0])),
+    ("upsample_nearest1d.vec", (t(1, 2, 9), None, [2.0])),
+]
+
+
+@pytest.mark.parametrize(("name", "args"), GEOMETRIES, ids=lambda value: str(value)[:22])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_what_travels_is_what_is_predicted(name: str, args: tuple[Any, ...], count: int) -> None:
+    """The most bytes that a rank sends to others or gets, wherever pieces lie."""
+    mesh, reference = Mesh(sp=count), Reference(Case(name, operator(name), args))
+    strategy = Strategy.of(space0="sp")
+    assert strategy in reference.rule.strategies(mesh)
+    sent: list[list[int]] = [[] for _ in range(count)]
+    got: list[list[int]] = [[] for _ in range(count)]
+
+    def noted(rank: int, steps: Steps) -> Steps:
+        answer = None
+        while True:
+            try:
+                asked = steps.send(answer)
+            except StopIteration as end:
+                return end.value
+            if isinstance(asked, Trade):
+                row, own = asked.tensors[0].element_size(), math.prod(asked.shapes[rank])
+                sent[rank].append(sum(x.nbytes for x in asked.tensors) - asked.tensors[rank].nbytes)
+                got[rank].append((sum(map(math.prod, asked.shapes)) - own) * row)
+            answer = yield asked
+
+    before = together.in_lock_step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            together,
+            "in_lock_step",
+            lambda members: before([noted(*one) for one in enumerate(members)]),
+        )
+        reference.check(strategy, mesh)
+    learns = tuple(value.is_floating_point() for value in reference.values)
+    sizes = tuple(value.element_size() for value in reference.values)
+    facts = Facts(reference.rule, sizes, learns, (torch.float64,), is_view=False)
+    inside = traffic_of(facts, strategy, mesh)
+    assert inside is not None
+    ways = inside.traffic.forward + inside.traffic.backward
+    assert [size for _, size in ways] == [max(each) for each in zip(*sent, *got, strict=True)]
+
+
 def test_windows_with_holes_reach_further() -> None:
-    """Each rank gets the six rows that its piece lacks."""
+    """The piece in the middle lacks two rows on each side, and has four for each of the others."""
     pool = nn.MaxPool2d((3, 1), 1, dilation=(3, 1))
     ap.shard(pool, ((None, None, "sp", None),))
     images = torch.randn(2, 2, 24, 4, requires_grad=True)
     plan = ap.plan(pool, (images,), mesh=Mesh(sp=3), mode="propagate")
     (node,) = (node for node in plan.rewritten.nodes if info(node).joint is not None)
-    assert info(node).bytes == 6 * (2 * 2 * 4 * 4)
+    assert info(node).bytes == 8 * (2 * 2 * 4 * 4)
 
 
 def test_what_is_resized_is_not_kept() -> None:

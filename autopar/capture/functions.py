@@ -14,10 +14,12 @@ knows its model by that, in any process. So does the autocast that it is called 
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar._torch import memory_of
 from autopar.capture.autocasts import Autocast, active, switched
-from autopar.capture.fake import FakeTensorMode
+from autopar.capture.fake import FakeTensor, FakeTensorMode
 from autopar.capture.hooks import replaced
 from autopar.errors import InvalidInput
 from autopar.lines import caller
@@ -83,15 +85,27 @@ class _Context:
 
 
 class _Drawn(TorchDispatchMode):
-    """Notes whether random numbers are drawn."""
+    """Notes whether random numbers are drawn, and refuses to write to a tensor with values, which
+    is none that the call was given or made."""
 
     found = False
 
     def __torch_dispatch__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
         self.found |= torch.Tag.nondeterministic_seeded in getattr(function, "tags", ())
-        return function(*args, **(kwargs or {}))
+        for place, argument in enumerate(function._schema.arguments):  # type: ignore[attr-defined]
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            written = pytree.tree_leaves(given) if is_written else ()
+            if any(isinstance(x, Tensor) and not isinstance(x, FakeTensor) for x in written):
+                raise _Written
+        return function(*args, **kwargs)
+
+
+class _Written(Exception):
+    """A Function writes to what it was not given."""
 
 
 class _Settings(NamedTuple):
@@ -244,12 +258,26 @@ def _operator(
 
 def _seen(cls: Any, args: tuple[Any, ...], autocasts: tuple[Autocast, ...]) -> _Seen | str:
     """What it does with tensors without values; or why it is no operator."""
+    numbers = _numbers_around(cls)
+    try:
+        found = _followed(cls, args, autocasts)
+    except _Written:
+        return _WRITES
+    return found if _numbers_around(cls) == numbers else _WRITES
+
+
+_WRITES = "which writes to what it is not given: a tensor, or a number, of its surroundings"
+
+
+def _followed(cls: Any, args: tuple[Any, ...], autocasts: tuple[Autocast, ...]) -> _Seen | str:
     with FakeTensorMode() as mode, _Drawn() as drawn:
         fakes = [_like(arg, mode) if isinstance(arg, Tensor) else arg for arg in args]
         tensors = [fake for fake in fakes if isinstance(fake, Tensor)]
         before = [fake._version for fake in tensors]
         try:
             result, context = _forward(cls, fakes, (True,) * len(args), autocasts)
+        except _Written:
+            raise
         except Exception as error:
             return f"which fails without values: {type(error).__name__}"
         context.is_plain &= before == [fake._version for fake in tensors]  # buffers, say
@@ -266,9 +294,38 @@ def _without(cls: Any, context: _Context, results: Sequence[Tensor]) -> set[int]
     try:
         with torch.no_grad():
             found = _slopes(cls, context, [torch.zeros_like(one) for one in results])
+    except _Written:
+        raise
     except Exception:
         return set()
     return {place for place, slope in enumerate(found) if slope is None}
+
+
+def _numbers_around(cls: Any) -> dict[str, Any]:
+    """Those that the methods of a Function can see beside their arguments, by name."""
+    found: dict[str, Any] = {}
+
+    def note(name: str, value: object) -> None:
+        if isinstance(value, bool | int | float | complex | str):
+            found[name] = value
+
+    for name in ("forward", "setup_context", "backward"):
+        function = inspect.unwrap(getattr(cls, name))
+        if not isinstance(function, FunctionType):
+            continue
+        code = function.__code__
+        seen = {n: function.__globals__[n] for n in code.co_names if n in function.__globals__}
+        for variable, cell in zip(code.co_freevars, function.__closure__ or ()):
+            with suppress(ValueError):  # nothing is in it yet
+                seen[variable] = cell.cell_contents
+        for variable, value in seen.items():
+            note(variable, value)
+            if not isinstance(value, ModuleType):
+                for attribute, inner in getattr(value, "__dict__", {}).items():
+                    note(f"{variable}.{attribute}", inner)
+    for attribute, value in vars(cls).items():
+        note(f"{cls.__name__}.{attribute}", value)
+    return found
 
 
 def _like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:

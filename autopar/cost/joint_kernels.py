@@ -10,7 +10,8 @@ from autopar.cost.price import ClusterPrice
 from autopar.cost.state_price import NodeCost, StatePrice
 from autopar.mesh import Mesh
 from autopar.strategies import KERNELS, Strategy
-from autopar.strategies.rule import Facts
+from autopar.strategies.rule import Facts, Rule
+from autopar.strategies.strategy import Joint, Reads
 
 
 class Computed(NamedTuple):
@@ -41,11 +42,22 @@ def traffic_of(facts: Facts, strategy: Strategy, mesh: Mesh) -> Inside | None:
     outputs = [float(size[0]) for size in pieces.outputs(facts)]
     joint = facts.rule.joints.get(found[0])
     if joint is not None and joint.beside is not None:
-        inputs[0] *= joint.beside / (facts.rule.sizes[joint.inputs[0] or ""] / count)
+        inputs[0] *= _rows_beside(facts.rule, joint, strategy, found[0], mesh)
     sizes = {factor: facts.rule.sizes.get(factor, 1) for factor in kernel.told}
     is_crossed = joint is not None and not strategy.by_factor.keys().isdisjoint(joint.factors)
     traffic = (kernel.crossed if is_crossed else None) or kernel.traffic
     return Inside(kernel, axes, traffic(count, inputs, outputs, facts.differentiable, **sizes))
+
+
+def _rows_beside(rule: Rule, joint: Joint, strategy: Strategy, name: str, mesh: Mesh) -> float:
+    """The rows of the first input that travel, of each of the largest piece."""
+    members = mesh.groups(strategy.by_factor[name])[0]
+    pieces = rule.pieces(name, strategy, mesh, members)
+    before = pieces[joint.inputs[0] or ""]
+    rows = joint.beside
+    if isinstance(rows, Reads):
+        rows = rows.moved(before, pieces[joint.outputs[0] or ""])
+    return (rows or 0) / max(length for _, length in before)
 
 
 def messages_inside(

@@ -15,7 +15,7 @@ from autopar.strategies.kernels.halo import POOLINGS, RESIZINGS
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import Call, Traits, aten, register_rule
 from autopar.strategies.rule import Dim, Extra, Rule, Saved, names
-from autopar.strategies.strategy import Joint
+from autopar.strategies.strategy import Joint, Reads
 
 RESIZES = {
     1: "upsample_linear1d",
@@ -101,18 +101,20 @@ def _halos(call: Call, transposed: bool, space: int) -> dict[str, Joint]:
     kernel = "cut_transposed_convolution" if transposed else "cut_convolution"
     weights = len(call.inputs) - 1
     return {
-        f"space{d}": _joint(kernel, d, _beside(*reach[:2], transposed), weights)
+        f"space{d}": _joint(kernel, d, _reads(*reach, transposed), weights)
         for d in range(space)
         if not _is_pointwise(call, d) and (reach := _reach(call, d)) is not None
     }
 
 
-def _beside(reach: int, stride: int, transposed: bool = False) -> int:
-    """The rows that a piece lacks."""
-    return -(-(reach - 1) // stride) if transposed else max(reach - stride, 0)
+def _reads(reach: int, stride: int, padding: int, transposed: bool = False) -> Reads:
+    """The rows of the input that are in the window of a row of the output."""
+    if transposed:
+        return Reads(1, stride, padding - reach + stride, padding)
+    return Reads(stride, 1, -padding, reach - 1 - padding)
 
 
-def _joint(kernel: str, dim: int, beside: int, weights: int = 0) -> Joint:
+def _joint(kernel: str, dim: int, beside: Reads, weights: int = 0) -> Joint:
     """Along a dim of space, pieces of the input with those of the output."""
     return Joint(kernel, (f"x{dim}", *(None,) * weights), (f"y{dim}",), beside=beside)
 
@@ -187,11 +189,11 @@ def _windows(call: Call, space: int) -> dict[str, Joint]:
         return {}
     if not call.get("count_include_pad", True) and any(call["padding"]):
         return {}
-    geometry = (sizes, call["stride"] or sizes, call.get("dilation") or [1])
+    geometry = (sizes, call["stride"] or sizes, call["padding"], call.get("dilation") or [1])
     windows = [[numbers[d % len(numbers)] for numbers in geometry] for d in range(space)]
     return {
-        f"space{d}": _joint(f"cut_{name}", d, _beside(dilation * (size - 1) + 1, stride))
-        for d, (size, stride, dilation) in enumerate(windows)
+        f"space{d}": _joint(f"cut_{name}", d, _reads(dilation * (size - 1) + 1, stride, padding))
+        for d, (size, stride, padding, dilation) in enumerate(windows)
     }
 
 
@@ -202,13 +204,15 @@ def _enlarged(call: Call, space: int) -> dict[str, Joint]:
     if beside is None or call.get("align_corners") or "scale_factors" not in call.arguments:
         return {}
     factors = call["scale_factors"] or [None] * space
-    sizes = zip(call.shapes[0][-space:], call.shape[-space:], factors)
-    whole = [
-        after % max(before, 1) == 0 and factor in (None, after // max(before, 1))
-        for before, after, factor in sizes
-    ]
-    joints = {f"space{d}": _joint(f"cut_{name}", d, 2 * beside) for d in range(space)}
-    return {joint: one for (joint, one), is_whole in zip(joints.items(), whole) if is_whole}
+    joints = dict[str, Joint]()
+    for d, before, after, factor in zip(
+        range(space), call.shapes[0][-space:], call.shape[-space:], factors
+    ):
+        times = after // max(before, 1)
+        if after == times * before and factor in (None, times):
+            reads = Reads(1, max(times, 1), -beside * times, beside * times)
+            joints[f"space{d}"] = _joint(f"cut_{name}", d, reads)
+    return joints
 
 
 def _average_to_size(call: Call) -> Rule:

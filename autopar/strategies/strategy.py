@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,6 +42,37 @@ class Strategy:
         return " ".join(cuts + passes) or "replicated"
 
 
+Pieces = Sequence[tuple[int, int]]  # start and length of each member's
+
+
+class Reads(NamedTuple):
+    """Which rows of the input row y of the output reads: from (y * steps + low) // parts to
+    (y * steps + high) // parts."""
+
+    steps: int
+    parts: int
+    low: int
+    high: int
+
+    def moved(self, before: Pieces, after: Pieces) -> int:
+        """The most rows that a member sends to others, or gets: from pieces of the input to those
+        of the output."""
+        size = sum(length for _, length in before)
+        sent, got = [0] * len(before), [0] * len(before)
+        for reader, (row, count) in enumerate(after):
+            if not count:
+                continue
+            first = (row * self.steps + self.low) // self.parts
+            last = ((row + count - 1) * self.steps + self.high) // self.parts
+            first, end = max(first, 0), min(max(last, first) + 1, size)
+            for owner, (start, length) in enumerate(before):
+                if owner != reader:
+                    rows = max(min(end, start + length) - max(first, start), 0)
+                    sent[owner] += rows
+                    got[reader] += rows
+        return max(sent + got)
+
+
 class Joint(NamedTuple):
     """One axis that cuts other factors of other tensors at once, as ring attention cuts queries and
     keys. Its kernel sees to what they need of each other."""
@@ -51,7 +82,7 @@ class Joint(NamedTuple):
     outputs: tuple[str | None, ...]
     keeps: tuple[tuple[str, ...], ...] = ()  # tensors that its kernel keeps besides, by factors
     follows: bool = False  # propagation makes it of cuts that meet, where it would gather one
-    beside: int | None = None  # only so many rows of the first input travel
+    beside: int | Reads | None = None  # of the first input only so many rows travel, or such
 
     @property
     def factors(self) -> tuple[str, ...]:

@@ -229,7 +229,28 @@ class Deciding(Rounded):
         return Rounded.forward(ctx, x, slope) if x.sum() > 0 else x
 
 
-@pytest.mark.parametrize("function", [Noisy, Written, Counting, Deciding])
+class Numbered(Rounded):
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slope: float) -> Tensor:
+        Numbered.calls += 1
+        return Rounded.forward(ctx, x * Numbered.calls, slope)
+
+
+TOTAL = torch.zeros(4, dtype=torch.float64)
+
+
+class Summing(Rounded):
+    """Backward writes to what is around it."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        TOTAL.add_(1.0)
+        return Rounded.backward(ctx, grad)
+
+
+@pytest.mark.parametrize("function", [Noisy, Written, Counting, Deciding, Numbered, Summing])
 def test_others_are_refused(function: Any) -> None:
     class Model(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -238,3 +259,4 @@ def test_others_are_refused(function: Any) -> None:
     with pytest.raises(InvalidInput, match="one written by hand belongs to an operator") as error:
         capture(Model().double(), case().args)
     assert "# the line" in str(error.value.source)
+    assert not TOTAL.any()
