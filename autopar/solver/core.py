@@ -26,9 +26,9 @@ from autopar.solver.messages import Messages, Sent
 from autopar.solver.residual import Factors, Residual, solve_residual
 
 EXACT = 1e-10  # relative: what sums of floating-point numbers are not asked to tell apart
-MOST_WORK = 1 << 28  # entries of all joins of one elimination
+_MOST_WORK = 1 << 25  # entries of all joins of one elimination
 SECONDS = 10.0  # of CP-SAT, at most
-_MOST_ENTRIES = 200_000  # of what is given to CP-SAT
+_MOST_ENTRIES = 50_000  # of what is given to CP-SAT
 _ROUNDS = (10, 20, 30, 40)  # of messages, before strategies are dropped each time
 _HALVINGS = 6  # of how many strategies elimination can do with
 
@@ -64,8 +64,8 @@ class Core:
             self._eliminate()
             if not self._is_open(tolerance, deadline) or before == (messages.bound, messages.value):
                 break
-        if self._is_open(tolerance, deadline):
-            self._by_constraints(tolerance, deadline)
+        if tolerance <= EXACT and self._is_open(tolerance, deadline):
+            self._by_constraints(deadline)
         return self._answer()
 
     def _goal(self, tolerance: float) -> float:
@@ -133,7 +133,7 @@ class Core:
                 around[edge.low].add(edge.high)
                 around[edge.high].add(edge.low)
         steps = order(sizes, around, self.limit)
-        return not around and sum(step.entries for step in steps) <= MOST_WORK
+        return not around and sum(step.entries for step in steps) <= _MOST_WORK
 
     def _eliminated(self, kept: Mapping[int, Integers]) -> tuple[dict[int, int], float]:
         """The best choice with these strategies, and its cost."""
@@ -156,7 +156,7 @@ class Core:
         choice = {v: int(messages.strategies[v][kept[v][s]]) for v, s in found.items()}
         return choice, elimination.constant
 
-    def _by_constraints(self, tolerance: float, deadline: float) -> None:
+    def _by_constraints(self, deadline: float) -> None:
         """CP-SAT on what messages leave, without the pairs that no better choice has."""
         messages = self.messages
         rest, gap = messages.rest(), messages.gap

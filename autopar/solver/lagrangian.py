@@ -35,6 +35,7 @@ Point = tuple[float, float, Integers]  # seconds, bytes, choice
 _STEPS = 40  # multipliers that are tried at most
 _CLOSE = 20  # a gap this many times smaller than what is asked for ends the trying
 _MOST_ENTRIES = 400_000  # of what is given to CP-SAT
+_FINER = 10  # the part of what is asked for that one multiplier may leave
 _SPLICES = 6  # rounds of putting stretches of other choices into the best
 _CUTS = 400  # places to cut that are looked at in pairs
 _SLACK = 1e-9  # relative, for sums of floating-point numbers
@@ -83,9 +84,13 @@ class LagrangianSearch:
             point = self.offer(lowest.choice)
             large, small = (None, point) if self.fits(point[1]) else (point, None)
         if large is None:
-            free = self.optimiser.minimise(deadline=self.deadline)
+            free = self._lowest(0.0)
             large, self.bound = self.offer(free.choice), max(self.bound, free.bound)
             if self.fits(large[1]):
+                if relative_gap(free.value, free.bound) > EXACT:
+                    free = self.optimiser.minimise(deadline=self.deadline)
+                    self.offer(free.choice)
+                self.bound = max(self.bound, free.bound)
                 return False  # what gap there is, elimination left
         if small is None:
             small = self.smallest()
@@ -113,8 +118,11 @@ class LagrangianSearch:
 
     def smallest(self) -> Point:
         """The choice with the least memory; an error if even that does not fit."""
-        least = self.optimiser.minimise(np.inf, deadline=self.deadline)
+        least = self._lowest(np.inf)
         small = self.offer(least.choice)
+        if not self.fits(small[1]) and relative_gap(least.value, least.bound) > EXACT:
+            least = self.optimiser.minimise(np.inf, deadline=self.deadline)
+            small = self.offer(least.choice)
         if not self.fits(least.bound) or not self.fits(small[1]):
             raise NoRoom(
                 "the memory limit must leave room for the smallest choice of strategies",
@@ -127,7 +135,7 @@ class LagrangianSearch:
 
     def _lowest(self, multiplier: float) -> Optimum:
         """What weighs least under a multiplier, as exactly as the search asks."""
-        tolerance = max(EXACT, self.tolerance / _CLOSE)
+        tolerance = max(EXACT, self.tolerance / _FINER)
         return self.optimiser.minimise(multiplier, tolerance, self.deadline)
 
     def _squeeze(self, large: Point, small: Point, cutoff: float) -> tuple[Point, Point]:

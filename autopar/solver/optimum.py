@@ -21,12 +21,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.solver.chain import Chain, Reduced
-from autopar.solver.core import EXACT, MOST_WORK, Core
+from autopar.solver.core import EXACT, Core
 from autopar.solver.eliminate import LIMIT, Elimination
 from autopar.solver.fold import find_runs
 from autopar.solver.graph import Array, Integers, Packed
 
 SECONDS = 10.0  # of a search, at most
+MOST_WORK = 1 << 28  # entries of all joins of one elimination
 
 
 @dataclass(frozen=True)
