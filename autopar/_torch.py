@@ -24,6 +24,8 @@ from torch._C import DisableTorchFunctionSubclass as plain_attributes
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._C import _len_torch_dispatch_stack as active_modes
 from torch._C._autograd import _top_saved_tensors_default_hooks as _outer_hooks
+from torch._functorch.predispatch import _vmap_decrement_nesting as mapping_ends
+from torch._functorch.predispatch import _vmap_increment_nesting as mapping_begins
 from torch._utils import _flatten_dense_tensors as joined_flat  # one tensor of them all
 from torch._utils import _unflatten_dense_tensors as split_like  # views, like some tensors in turn
 from torch.autograd import Variable, forward_ad
@@ -52,6 +54,8 @@ __all__ = [  # of what is imported here for others
     "below_autograd",
     "copy_each",
     "joined_flat",
+    "mapping_begins",
+    "mapping_ends",
     "plain_attributes",
     "split_like",
 ]
@@ -77,6 +81,16 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def saving_hooks() -> tuple[Pack, Callable[[Any], Tensor]]:
     """How what is kept for backward is packed and unpacked here: by the innermost hooks."""
     return _outer_hooks(False) or (lambda tensor: tensor, lambda packed: packed)
+
+
+def flex_parts() -> tuple[Callable[..., Any], Any, Callable[..., Any]]:
+    """Of FlexAttention: all of it in operators, how its functions index, and what maps them over
+    places. They load torch's compiler."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+    from torch._higher_order_ops.flex_attention import math_attention
+    from torch.nn.attention.flex_attention import _vmap_for_bhqkv
+
+    return math_attention, TransformGetItemToIndex, _vmap_for_bhqkv
 
 
 def all_reduce_now(x: Tensor, group: str) -> None:

@@ -57,6 +57,7 @@ from autopar.capture.guards import refusals_kept
 from autopar.capture.hooks import hooks_refused, refuse_hooks, warn_of_memory
 from autopar.capture.host import cross_to_host
 from autopar.capture.listing import operator_name
+from autopar.capture.mapped import trained_anywhere
 from autopar.capture.maps import maps_are_operators
 from autopar.capture.node_classes import number_calls
 from autopar.capture.normalise import normalise
@@ -223,6 +224,7 @@ _AROUND = (
     checkpoints_marked,
     idle_refused,
     answered_plainly,
+    trained_anywhere,
     draws_elsewhere_refused,
     refusals_kept,
     maps_are_operators,

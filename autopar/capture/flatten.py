@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,10 +26,20 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
+from autopar._torch import mapping_begins
 from autopar.capture.checkpoints import BORDER
 from autopar.capture.failure import VALUES, VALUES_REMEDY
 from autopar.capture.graph_builder import GraphBuilder, fake_like, is_mutable
 from autopar.capture.listing import operator_name
+from autopar.capture.mapped import (
+    FLAT_APPLY,
+    FLEX_ATTENTION,
+    FlexAttention,
+    calls_of,
+    is_higher,
+    over_all,
+    section,
+)
 from autopar.capture.source import of_stack
 from autopar.errors import InvalidInput, unforeseen
 from autopar.strategies import Call
@@ -183,18 +193,31 @@ class _Inliner:
             for key, value in values.items():
                 if isinstance(value, fx.Node) and not info(value).no_grad:
                     values[key] = self._detach(value, detached)
-        for node in module.graph.nodes:
-            if node.op == "placeholder":
+        skipped: set[fx.Node] = set()
+        nodes = [*module.graph.nodes]
+        for at, node in enumerate(nodes):
+            if node.op == "placeholder" or node in skipped:
+                continue
+            if node.target is mapping_begins:
+                skipped.update(self._mapped(nodes[at:], module, values, region))
                 continue
             args = fx.map_arg(node.args, values.__getitem__)
             if node.op == "output":
                 return [_itself(result, detached) for result in args[0]]
             if node.op == "get_attr":
-                values[node] = getattr(module, node.target)
+                values[node] = self._attribute(node, getattr(module, node.target))
                 continue
             kwargs = fx.map_arg(node.kwargs, values.__getitem__)
             values[node] = self._call(node, args, kwargs, region)
         raise AssertionError("a graph ends with its output")
+
+    def _attribute(self, node: fx.Node, value: Any) -> Any:
+        """Of a module: a graph, or a tensor that forward makes of numbers."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        new = self.builder.constant("number", value, node)
+        info(new).update(module="", source=of_stack(node.meta.get("stack_trace")))
+        return new
 
     def _call(self, node: fx.Node, args: Any, kwargs: Any, region: Region) -> Any:
         if node.target is operator.getitem and isinstance(args[0], list | tuple):
@@ -202,6 +225,8 @@ class _Inliner:
         if node.target is BORDER:
             self.checkpoint = args[0] if args[1] else None
             return None
+        if node.target is FLEX_ATTENTION:
+            return self._attention(args, node, region)
         inner, module, operands = self._region(node, args, region)
         if module is not None:
             placeholders = module.graph.find_nodes(op="placeholder")
@@ -226,6 +251,67 @@ class _Inliner:
         info(new).val = value
         return new
 
+    def _mapped(
+        self,
+        nodes: Sequence[fx.Node],
+        module: fx.GraphModule,
+        values: dict[fx.Node, Any],
+        region: Region,
+    ) -> list[fx.Node]:
+        """The first of `nodes` that map something, whose results are `values` then."""
+        mapped = section(nodes)
+        for node in mapped:
+            if node.op == "get_attr":
+                values[node] = self._attribute(node, getattr(module, str(node.target)))
+            elif is_higher(node) and node.target is not FLAT_APPLY:
+                raise _no_operator(node)
+        reads, gives, run = calls_of([node for node in mapped if node.op == "call_function"])
+        others = {node: values[node] for node in reads}
+        tensors = [node for node in reads if isinstance(values[node], fx.Node)]
+        like = next((node for node in mapped if "stack_trace" in node.meta), nodes[0])
+
+        def function(*given: Any) -> list[Any]:
+            return run({**others, **dict(zip(tensors, given))})
+
+        found = self._over_all(function, [values[node] for node in tensors], like, region)
+        values.update(zip(gives, found))
+        return mapped
+
+    def _attention(self, args: Sequence[Any], node: fx.Node, region: Region) -> list[Any]:
+        """The results of FlexAttention, those alone that are asked for. Automatic precision is that
+        of what it reads; it adds up in more digits."""
+        if region.is_autocast:
+            args = [*(self._in_precision(x, node, region) for x in args[:3]), *args[3:]]
+            region = replace(region, is_autocast=False)
+        call = FlexAttention(*args)
+        given = [call.query, call.key, call.value]
+        if call.bias is None:
+            return self._over_all(call.whole, [*given, *call.others], node, region)
+        (mask,) = self._over_all(call.mask, [*given[:2], *call.others], node, region)
+        module = call.product(mask, node)
+        placeholders = module.graph.find_nodes(op="placeholder")
+        return self.inline(module, dict(zip(placeholders, [*given, mask])), region)
+
+    def _in_precision(self, x: fx.Node, node: fx.Node, region: Region) -> fx.Node:
+        """A value in the dtype of an autocast."""
+        with region.autocast():
+            device = info(x).val.device.type
+            dtype = torch.get_autocast_dtype(device)
+            is_cast = torch.is_autocast_enabled(device) and info(x).val.dtype != torch.float64
+        return self._cast_to(x, dtype, node, region) if is_cast else x
+
+    def _over_all(
+        self, function: Callable[..., Any], given: Sequence[Any], node: fx.Node, region: Region
+    ) -> list[Any]:
+        """The results of a function of nodes that maps others."""
+        try:
+            module = over_all(function, given, self.builder.mode, node)
+        except Exception as error:
+            info(node).source = of_stack(node.meta.get("stack_trace"))
+            raise unforeseen("capture maps", node, error) from error
+        placeholders = module.graph.find_nodes(op="placeholder")
+        return self.inline(module, dict(zip(placeholders, given)), region)
+
     def _region(
         self, node: fx.Node, args: Any, region: Region
     ) -> tuple[Region, fx.GraphModule | None, tuple]:
@@ -240,13 +326,8 @@ class _Inliner:
                 return torch.autocast(device, dtype, enabled, cache)
 
             return replace(region, autocast=autocast, is_autocast=True), module, tuple(operands)
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
-            raise InvalidInput(
-                "a captured model is one flat graph of operators",
-                got=f"the operator {node.target}, which runs a function of its own",
-                remedy="call the function directly",
-                source=of_stack(node.meta.get("stack_trace")),
-            )
+        if is_higher(node):
+            raise _no_operator(node)
         return region, None, ()
 
     def _detach(self, value: fx.Node, detached: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -281,16 +362,31 @@ class _Inliner:
             fake = info(value).val
             if not fake.is_floating_point() or fake.dtype in (wanted, torch.float64):
                 return value
-            new = self.builder.call(node, aten.to.dtype, value, wanted)
-            info(new).update(
-                module=info(value).module,
-                source=of_stack(node.meta.get("stack_trace")),
-                no_grad=not region.gradients,
-                checkpoint=self.checkpoint,
-            )
-            return new
+            return self._cast_to(value, wanted, node, region)
 
         return fx.map_arg((args, kwargs), cast)
+
+    def _cast_to(
+        self, value: fx.Node, dtype: torch.dtype, node: fx.Node, region: Region
+    ) -> fx.Node:
+        """A value in another dtype, for what reads it."""
+        new = self.builder.call(node, aten.to.dtype, value, dtype)
+        info(new).update(
+            module=info(value).module,
+            source=of_stack(node.meta.get("stack_trace")),
+            no_grad=not region.gradients,
+            checkpoint=self.checkpoint,
+        )
+        return new
+
+
+def _no_operator(node: fx.Node) -> InvalidInput:
+    return InvalidInput(
+        "a captured model is one flat graph of operators",
+        got=f"the operator {node.target}, which runs a function of its own",
+        remedy="call the function directly",
+        source=of_stack(node.meta.get("stack_trace")),
+    )
 
 
 def _itself(result: Any, detached: dict[fx.Node, fx.Node]) -> Any:

@@ -7,6 +7,7 @@ followed on its own first, where torch has turned it into operators, and these a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -19,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.fake import FakeTensor
 from autopar.capture.hooks import replaced
+from autopar.lines import is_users
 
 
 @contextmanager
@@ -28,6 +30,8 @@ def maps_are_operators() -> Iterator[None]:
 
     def vmap(function: Callable[..., Any], *how: Any, **named: Any) -> Callable[..., Any]:
         mapped = plain(function, *how, **named)
+        if not is_users(sys._getframe(1).f_code.co_filename):
+            return mapped  # torch's own, as in a mask of blocks: `mapped.py` writes them out
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -16,6 +16,8 @@ import torch
 
 from autopar.lines import is_users
 
+# Torch's own, around functions of users that are not to be compiled: what is followed never is.
+_OF_DISABLED = "nonrecursive_disable_wrapper"
 _ASKED = (torch.compiler.is_compiling, torch.compiler.is_exporting)
 
 
@@ -45,4 +47,5 @@ def _answer(truth: Callable[[], bool]) -> bool:
     # Torch has older functions of these names, which ask the newer ones.
     while frame.f_code.co_name in ("is_compiling", "is_exporting") and frame.f_back is not None:
         frame = frame.f_back
-    return truth() and not is_users(frame.f_code.co_filename)
+    is_asked = is_users(frame.f_code.co_filename) or frame.f_code.co_name == _OF_DISABLED
+    return truth() and not is_asked
