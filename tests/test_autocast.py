@@ -76,6 +76,29 @@ def test_around_parallelize_it_is_kept_wherever_the_module_is_called(options, to
     assert not torch.is_autocast_enabled("cpu")
 
 
+class Recurrent(nn.Module):
+    """Export takes the dtype of what an LSTM gives for another than autocast makes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given, _ = self.lstm(x)
+        return given.float().square().mean()
+
+
+def test_a_recurrent_layer_gives_other_digits() -> None:
+    torch.manual_seed(0)
+    model, x = Recurrent(), inputs().view(2, 4, 4)
+    expected = trained(lambda: model(x), model)
+    with torch.autocast("cpu", BF16):
+        module = ap.parallelize(model, (x,), mesh=Mesh(dp=2), mode="propagate")
+    found = [module.step(x), *module.full_grads().values()]
+    for one, other in zip(found, expected, strict=True):
+        assert float((one - other).abs().max()) <= 0.02 * float(other.abs().max())
+
+
 class Turned(nn.Module):
     """A product of few digits and a parameter of many, of which no bias tells."""
 
