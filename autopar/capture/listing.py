@@ -102,9 +102,8 @@ def _remarks(node: fx.Node, origins: bool) -> str:
     if movement is not None:
         back = movement.backward if info(node).differentiable else "nothing"
         parts.append(f"{info(node).bytes} bytes over {', '.join(movement.axes)}, back: {back}")
-    strategy, joint = info(node).strategy, info(node).joint
-    if joint is not None and strategy is not None:
-        parts.append(f"{info(node).bytes} bytes over {', '.join(strategy.by_factor[joint])}")
+    if (joint := info(node).joint) is not None:
+        parts.append(f"{info(node).bytes} bytes over {', '.join(joint.axes)}")
     if info(node).sync:
         parts.append(f"sum of gradients over {', '.join(info(node).sync)}")
     if origins:

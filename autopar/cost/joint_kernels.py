@@ -9,9 +9,9 @@ from autopar.cost.operators import ShardSizes
 from autopar.cost.price import ClusterPrice
 from autopar.cost.state_price import NodeCost, StatePrice
 from autopar.mesh import Mesh
-from autopar.strategies import KERNELS, Strategy
-from autopar.strategies.rule import Facts, Rule
-from autopar.strategies.strategy import Joint, Reads
+from autopar.strategies import KernelCall, Strategy
+from autopar.strategies.rule import Facts
+from autopar.strategies.strategy import Reads
 
 
 class Computed(NamedTuple):
@@ -31,33 +31,29 @@ class Inside(NamedTuple):
 
 def traffic_of(facts: Facts, strategy: Strategy, mesh: Mesh) -> Inside | None:
     """What is moved inside a call; None of one that each rank carries out by itself."""
-    found = facts.rule.kernel(strategy)
-    kernel = KERNELS[found[1]].joint if found is not None else None
-    if found is None or kernel is None:
+    call = KernelCall.of(facts.rule, strategy)
+    if call is None or (kernel := call.kernel.joint) is None:
         return None
-    axes = strategy.by_factor[found[0]]
-    count = mesh.degree(axes)
+    count = mesh.degree(call.axes)
     pieces = ShardSizes(facts.rule, [strategy], mesh)
     inputs = [float(size[0]) for size in pieces.inputs(facts)]
     outputs = [float(size[0]) for size in pieces.outputs(facts)]
-    joint = facts.rule.joints.get(found[0])
+    joint = facts.rule.joints.get(call.name)
     if joint is not None and joint.beside is not None:
-        inputs[0] *= _rows_beside(facts.rule, joint, strategy, found[0], mesh)
+        inputs[0] *= _rows_beside(call, joint.beside, mesh)
     sizes = {factor: facts.rule.sizes.get(factor, 1) for factor in kernel.told}
     is_crossed = joint is not None and not strategy.by_factor.keys().isdisjoint(joint.factors)
     traffic = (kernel.crossed if is_crossed else None) or kernel.traffic
-    return Inside(kernel, axes, traffic(count, inputs, outputs, facts.differentiable, **sizes))
+    return Inside(kernel, call.axes, traffic(count, inputs, outputs, facts.differentiable, **sizes))
 
 
-def _rows_beside(rule: Rule, joint: Joint, strategy: Strategy, name: str, mesh: Mesh) -> float:
+def _rows_beside(call: KernelCall, beside: int | Reads, mesh: Mesh) -> float:
     """The rows of the first input that travel, of each of the largest piece."""
-    members = mesh.groups(strategy.by_factor[name])[0]
-    pieces = rule.pieces(name, strategy, mesh, members)
-    before = pieces[joint.inputs[0] or ""]
-    rows = joint.beside
-    if isinstance(rows, Reads):
-        rows = rows.moved(before, pieces[joint.outputs[0] or ""])
-    return (rows or 0) / max(length for _, length in before)
+    group = call.group(mesh, 0)
+    before = group.input(0)
+    if isinstance(beside, Reads):
+        beside = beside.moved(before.pieces, group.output().pieces)
+    return beside / max(before.lengths)
 
 
 def messages_inside(

@@ -1,8 +1,8 @@
 """Kernels: operators whose cut needs another local function get it.
 
 Comes after types, before redistribution. A function that depends on where a rank's piece starts has
-`START` among its arguments and the factor that it counts in `start_of`; `local_call` puts the
-number in. A loss over cut classes becomes three nodes, its small all-gather visible.
+`START` among its arguments and its call in `start_of`; `local_call` puts the number in. A loss over
+cut classes becomes three nodes, its small all-gather visible.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ import torch
 from torch import fx
 
 from autopar.collectives import Movement
-from autopar.collectives.together import Drive, Group, JointKernel, alone, joined, on_process
+from autopar.collectives.together import Drive, alone, joined, on_process
 from autopar.layout import Layout, Placement, TensorType
 from autopar.mesh import Mesh
 from autopar.passes.redistribution import insert_movement
 from autopar.passes.setting import Setting
 from autopar.strategies import (
-    KERNELS,
     Expansion,
+    KernelCall,
     joint_arguments,
-    joint_group,
     piece_call,
     placed_arguments,
     tensor_inputs,
@@ -45,17 +44,16 @@ def swap_kernels(graph: fx.Graph, setting: Setting) -> fx.Graph:
     """Give every operator the function that works on its pieces."""
     for node in list(graph.nodes):
         rule, strategy = info(node).rule, info(node).strategy
-        if rule is None or strategy is None or (needed := rule.kernel(strategy)) is None:
+        if rule is None or strategy is None or (call := KernelCall.of(rule, strategy)) is None:
             continue
-        factor, name = needed
-        kernel = KERNELS[name]
+        kernel = call.kernel
         if kernel.joint is not None:
             node.kwargs, node.args = joint_arguments(node, info(node).type, setting.mesh), ()
-            node.target, info(node).joint = kernel.function, factor
+            node.target, info(node).joint = kernel.function, call
             continue
-        info(node).start_of = rule, strategy, factor
+        info(node).start_of = call
         if kernel.expand is not None:
-            _expand(graph, node, kernel.expand, setting.mesh)
+            _expand(graph, node, call, kernel.expand, setting.mesh)
         else:
             node.target = kernel.function
             node.kwargs = {**node.kwargs, "start": START}
@@ -76,8 +74,7 @@ def local_call(
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu") if known.on_host else device
         return function, args, kwargs
-    rule, strategy, factor = known.start_of
-    start, _ = rule.bounds(factor, strategy, mesh, rank)
+    start = known.start_of.start(mesh, rank)
     args = tuple(start if argument is START else argument for argument in node.args)
     kwargs = {k: start if argument is START else argument for k, argument in node.kwargs.items()}
     assert callable(node.target)
@@ -89,7 +86,9 @@ def joint_call(
 ) -> Callable[..., Any]:
     """What `rank` calls for a call that it carries out with others: in their process group of that
     `name`, or driven otherwise."""
-    kernel, group = joint_kernel(node), group_of(node, mesh, rank)
+    call = info(node).joint
+    assert call is not None
+    kernel, group = call.joint, call.group(mesh, rank)
     driven = on_process(name, group) if drive is None else drive
     is_one = len(info(node).types) == 1
 
@@ -103,51 +102,20 @@ def joint_call(
 
 def arguments_of(node: fx.Node, mesh: Mesh, rank: int) -> dict[str, Any]:
     """With what `rank` calls what it carries out with others."""
-    rule, strategy = info(node).rule, info(node).strategy
-    assert rule is not None
-    assert strategy is not None
-    return placed_arguments(node.kwargs, rule, strategy, mesh, rank)
+    call = info(node).joint
+    assert call is not None
+    return placed_arguments(node.kwargs, call.rule, call.strategy, mesh, rank)
 
 
-def joint_kernel(node: fx.Node) -> JointKernel:
-    """Of a call that ranks carry out together."""
-    rule, strategy = info(node).rule, info(node).strategy
-    assert rule is not None
-    assert strategy is not None
-    found = rule.kernel(strategy)
-    assert found is not None
-    joint = KERNELS[found[1]].joint
-    assert joint is not None
-    return joint
-
-
-def joint_axes(node: fx.Node) -> tuple[str, ...]:
-    """The axes over whose ranks a call is carried out together."""
-    strategy, name = info(node).strategy, info(node).joint
-    assert strategy is not None
-    assert name is not None
-    return strategy.by_factor[name]
-
-
-def group_of(node: fx.Node, mesh: Mesh, rank: int) -> Group:
-    """Those who carry a call out together with `rank`."""
-    rule, strategy, name = info(node).rule, info(node).strategy, info(node).joint
-    assert rule is not None
-    assert strategy is not None
-    assert name is not None
-    return joint_group(rule, strategy, name, mesh, rank)
-
-
-def _expand(graph: fx.Graph, node: fx.Node, expansion: Expansion, mesh: Mesh) -> None:
+def _expand(
+    graph: fx.Graph, node: fx.Node, call: KernelCall, expansion: Expansion, mesh: Mesh
+) -> None:
     """Replace `node` by its part on each rank, an all-gather, and their combination."""
-    start_of = info(node).start_of
-    assert start_of is not None
-    rule, strategy, factor = start_of
-    axes = strategy.by_factor[factor]
+    axes = call.axes
     parts, before = mesh.degree(axes), info(node).type
     dtype = torch.promote_types(before.dtype, torch.float32)
     args, kwargs = expansion.part_call(
-        tuple(node.args), dict(node.kwargs), START, rule.sizes[factor]
+        tuple(node.args), dict(node.kwargs), START, call.rule.sizes[call.name]
     )
     with graph.inserting_before(node):
         part = graph.call_function(expansion.part, args, kwargs)

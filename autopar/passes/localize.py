@@ -14,7 +14,7 @@ from torch import fx
 from autopar.collectives import operator_call
 from autopar.mesh import Mesh
 from autopar.passes.flow import part_of
-from autopar.passes.kernels import arguments_of, joint_axes, joint_call, local_call
+from autopar.passes.kernels import arguments_of, joint_call, local_call
 from autopar.strategies.node_info import info
 
 Axes = tuple[str, ...]
@@ -34,9 +34,9 @@ def localize(
                 movement, before.layout, before.shape, mesh, rank, group_name(movement.axes)
             )
             node.args = (value, *arguments)
-        elif info(node).joint is not None:
+        elif (joint := info(node).joint) is not None:
             given = arguments_of(node, mesh, rank)
-            node.target = joint_call(node, mesh, rank, name=group_name(joint_axes(node)))
+            node.target = joint_call(node, mesh, rank, name=group_name(joint.axes))
             node.kwargs = given
         elif node.op == "call_function":
             node.target, node.args, node.kwargs = local_call(node, mesh, rank, device)
@@ -50,8 +50,8 @@ def axes_used(graph: fx.Graph) -> set[Axes]:
     for node in graph.nodes:
         if (movement := info(node).movement) is not None:
             used.add(movement.axes)
-        if info(node).joint is not None:
-            used.add(joint_axes(node))
+        if (joint := info(node).joint) is not None:
+            used.add(joint.axes)
         if info(node).sync:
             used.add(info(node).sync)
         used |= {axes for axes in info(node).away.values() if axes}

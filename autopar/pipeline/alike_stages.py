@@ -127,7 +127,7 @@ def _form(node: fx.Node) -> Hashable:
         constants,
         values,
         (known.type, known.movement, known.strategy),
-        start and start[1:],
+        start and (start.strategy, start.name),
         (known.saved, known.saves_output, known.differentiable, known.on_host),
         (known.places, known.learns, known.state_bytes, known.sync, known.pending),
         known.origin[0] if node.op == "placeholder" else "",

@@ -17,7 +17,7 @@ from autopar.cost.price import ClusterPrice
 from autopar.layout import Placement, TensorType
 from autopar.search.candidates import Candidates
 from autopar.search.reshard import reshard_table
-from autopar.strategies import KERNELS
+from autopar.strategies import KernelCall
 from autopar.strategies.node_info import info
 
 REDUCTIONS = ("all_reduce", "reduce_scatter")
@@ -110,8 +110,8 @@ def operator_formulas(candidates: Candidates, index: int, device: Device) -> tup
         here = {name: value[index] if np.ndim(value) else value for name, value in values.items()}
         lines.append(f"{way}: {formula.explain(**here)} s")
     if candidates.inside[index]:
-        needed = facts.rule.kernel(candidates.strategies[index])
-        joint = KERNELS[needed[1]].joint if needed is not None else None
+        call = KernelCall.of(facts.rule, candidates.strategies[index])
+        joint = None if call is None else call.kernel.joint
         assumed = f", {joint.assumes}" if joint is not None and joint.assumes else ""
         lines.append(f"movements inside its kernel{assumed}: {candidates.inside[index]:.6g} s")
     return tuple(lines)

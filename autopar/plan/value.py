@@ -16,7 +16,6 @@ from autopar.capture.listing import Listing
 from autopar.capture.origins import moved_dtype
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, TensorType
-from autopar.passes.kernels import joint_axes, joint_kernel
 from autopar.passes.microbatches import Microbatches, cut_batch
 from autopar.passes.stages import split_stages
 from autopar.plan.fallbacks import FallbackCost, fallback_costs
@@ -215,11 +214,12 @@ class PlanValue(Candidate):
 
     def _inside(self, node: fx.Node) -> MovementRecord:
         """What a call moves that ranks carry out together."""
-        kernel = joint_kernel(node)
+        call = info(node).joint
+        assert call is not None
         return MovementRecord(
-            forward=kernel.forward.__name__,
-            backward=kernel.backward.__name__ if info(node).learns else None,
-            axis=",".join(joint_axes(node)),
+            forward=call.joint.forward.__name__,
+            backward=call.joint.backward.__name__ if info(node).learns else None,
+            axis=",".join(call.axes),
             tensor=", ".join(map(str, info(node).types)),
             bytes=info(node).bytes,
             node=node.name,

@@ -20,13 +20,7 @@ from autopar.collectives.together import in_groups, joined
 from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
 from autopar.passes import localize
-from autopar.passes.kernels import (
-    arguments_of,
-    group_of,
-    joint_axes,
-    joint_kernel,
-    local_call,
-)
+from autopar.passes.kernels import arguments_of, local_call
 from autopar.pipeline.executor import InProcessTransport, run_together
 from autopar.pipeline.weight_halves import WeightHalves
 from autopar.pipeline.worker import Value, sum_in_order
@@ -193,10 +187,11 @@ class VirtualGraph:
 
     def _together(self, node: fx.Node) -> Callable[[Environment], Value]:
         """A call that the ranks of a group carry out together."""
-        kernel, ranks = joint_kernel(node), range(self.mesh.size)
-        groups = [group_of(node, self.mesh, rank) for rank in ranks]
+        call, ranks = info(node).joint, range(self.mesh.size)
+        assert call is not None
+        kernel, groups = call.joint, [call.group(self.mesh, rank) for rank in ranks]
         given = [arguments_of(node, self.mesh, rank) for rank in ranks]
-        drive = in_groups(self.mesh.groups(joint_axes(node)))
+        drive = in_groups(self.mesh.groups(call.axes))
         is_one = not has_results(node)
 
         def run(values: Environment) -> Value:

@@ -20,7 +20,7 @@ from autopar.errors import unforeseen
 from autopar.layout import Placement
 from autopar.mesh import Mesh
 from autopar.search.reshard import Placements, reshard_table
-from autopar.strategies import KERNELS, Rule, Strategy, tensor_inputs
+from autopar.strategies import KernelCall, Rule, Strategy, tensor_inputs
 from autopar.strategies.node_info import info
 from autopar.strategies.rule import Facts
 
@@ -145,15 +145,13 @@ class NodeClasses:
         self, node: fx.Node, facts: Facts, strategy: Strategy, pieces: ShardSizes, index: int
     ) -> float:
         """What the all-gathers of an expanding kernel take."""
-        rule = facts.rule
-        needed = rule.kernel(strategy)
-        expansion = KERNELS[needed[1]].expand if needed is not None else None
-        if needed is None or expansion is None:
+        call = KernelCall.of(facts.rule, strategy)
+        if call is None or (expansion := call.kernel.expand) is None:
             return 0.0
-        rows = float(pieces.elements(rule.outputs[0])[index])
+        rows = float(pieces.elements(facts.rule.outputs[0])[index])
         itemsize = torch.promote_types(info(node).val.dtype, torch.float32).itemsize
         total, columns = 0.0, float(expansion.columns)
-        for axis in reversed(strategy.by_factor[needed[0]]):
+        for axis in reversed(call.axes):
             columns *= self.mesh[axis]
             total += self.price.seconds("all_gather", (axis,), rows * columns * itemsize)
         return total

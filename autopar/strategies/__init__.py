@@ -8,18 +8,19 @@
 
 Where to look: `language.py` reads a line, `rule.py` says what follows from it, `registry.py` keeps
 the rules, `observed.py` has what is seen of calls without one, `local.py` makes one rank's call,
-`kernels/` holds the local functions that some cuts need, and each other file has the rules of a
+`kernels/` holds the local functions that some cuts need, `kernel_calls.py` says which call needs
+which, and each other file has the rules of a
 family of operators. A new operator is one line there.
 """
 
 import importlib
 import pkgutil
 
+from autopar.strategies.kernel_calls import KernelCall
 from autopar.strategies.kernels import KERNELS, Expansion, Kernel
 from autopar.strategies.language import Pattern, parse
 from autopar.strategies.local import (
     joint_arguments,
-    joint_group,
     localize_arguments,
     piece_call,
     placed_arguments,
@@ -52,6 +53,7 @@ __all__ = [
     "Extra",
     "Joint",
     "Kernel",
+    "KernelCall",
     "Pattern",
     "Rule",
     "Saved",
@@ -60,7 +62,6 @@ __all__ = [
     "Traits",
     "has_rule",
     "joint_arguments",
-    "joint_group",
     "localize_arguments",
     "made_of",
     "observed_rule",

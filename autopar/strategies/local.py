@@ -8,13 +8,12 @@ random numbers get the place where it starts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar.collectives.together import Cut, Group
 from autopar.layout import TensorType
 from autopar.mesh import Mesh
 from autopar.strategies.kernels import no_results, nothing
@@ -22,7 +21,7 @@ from autopar.strategies.kernels.draws import Place
 from autopar.strategies.node_info import flat, info
 from autopar.strategies.registry import Call, traits_of
 from autopar.strategies.results import has_results
-from autopar.strategies.rule import Dim, Rule
+from autopar.strategies.rule import Rule
 from autopar.strategies.strategy import Strategy
 
 Types = TensorType | tuple[TensorType, ...]
@@ -66,28 +65,6 @@ def placed_arguments(
 ) -> dict[str, Any]:
     """The same on `rank`, for whose piece of what is drawn they have the place."""
     return {name: _of_piece(a, rule, strategy, mesh, rank) for name, a in arguments.items()}
-
-
-def joint_group(rule: Rule, strategy: Strategy, name: str, mesh: Mesh, rank: int) -> Group:
-    """Those who carry a call out together with `rank`, over the axes of a factor or joint of that
-    name, and what each has of its tensors."""
-    members = next(group for group in mesh.groups(strategy.by_factor[name]) if rank in group)
-    pieces = rule.pieces(name, strategy, mesh, members)
-
-    def cut(dims: Sequence[Dim], factor: str | None) -> Cut | None:
-        at = next((at for at, dim in enumerate(dims) if factor is not None and factor in dim), None)
-        if at is None or factor is None:
-            return None
-        inner = math.prod(rule.sizes[one] for one in dims[at][1:])
-        return Cut(at, tuple((start * inner, length * inner) for start, length in pieces[factor]))
-
-    inputs, outputs = rule.factors_of(name)
-    return Group(
-        len(members),
-        members.index(rank),
-        tuple(map(cut, rule.inputs, inputs)),
-        tuple(map(cut, rule.outputs, outputs)),
-    )
 
 
 def piece_call(

@@ -21,6 +21,7 @@ from autopar.collectives.movement import Movement
 from autopar.layout import ParameterPlacement, Placement, TensorType
 from autopar.recompute import Recompute
 from autopar.states import StateBytes
+from autopar.strategies.kernel_calls import KernelCall
 from autopar.strategies.rule import Facts, Rule
 from autopar.strategies.strategy import Strategy
 
@@ -97,8 +98,8 @@ class NodeInfo:
     calls: tuple[tuple[Facts, Strategy], ...] = ()  # what the price follows from
 
     # From later passes
-    start_of: tuple[Rule, Strategy, str] | None = None  # the factor whose start it takes
-    joint: str | None = None  # the factor, or joint, over whose axes ranks carry it out together
+    start_of: KernelCall | None = None  # it takes where a rank's piece of a factor starts
+    joint: KernelCall | None = None  # ranks carry it out together
     movement: Movement | None = None  # of a collective
     alone: bool = False  # it goes all the way between two layouts
     bytes: int  # that a movement moves

@@ -17,11 +17,10 @@ from autopar.collectives.together import in_groups, joined
 from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
 from autopar.strategies import (
-    KERNELS,
+    KernelCall,
     Rule,
     Strategy,
     joint_arguments,
-    joint_group,
     localize_arguments,
     piece_call,
     placed_arguments,
@@ -151,11 +150,11 @@ class Reference:
         for place, slope in self.slopes.items():
             for rank, part in enumerate(cut(slope, signature.outputs[place].gradient, mesh)):
                 slopes[rank][place] = part
-        needed = self.rule.kernel(strategy)
-        if needed is not None and KERNELS[needed[1]].joint is not None:
-            outputs, local_gradients = self.together(strategy, mesh, local, slopes)
-        elif needed is not None and KERNELS[needed[1]].expand is not None:
-            outputs, local_gradients = self.expanded(strategy, mesh, local, slopes)
+        call = KernelCall.of(self.rule, strategy)
+        if call is not None and call.kernel.joint is not None:
+            outputs, local_gradients = self.together(call, mesh, local, slopes)
+        elif call is not None and call.kernel.expand is not None:
+            outputs, local_gradients = self.expanded(call, mesh, local, slopes)
         else:
             outputs, local_gradients = self.direct(strategy, mesh, local, slopes)
         for place, wanted in enumerate(self.outputs):
@@ -181,26 +180,22 @@ class Reference:
 
     def local_call(self, strategy: Strategy, mesh: Mesh, rank: int) -> Any:
         """Function and arguments on `rank`."""
-        layouts, needed = self.rule.signature(strategy).outputs, self.rule.kernel(strategy)
+        layouts, call = self.rule.signature(strategy).outputs, KernelCall.of(self.rule, strategy)
         types = tuple(
             TensorType(tuple(value.shape), value.dtype, layout)
             for value, layout in zip(self.outputs, layouts)
         )
-        if needed is None:
+        if call is None:
             kinds = types if has_results(self.node) else types[0]
             return piece_call(self.node, self.rule, strategy, kinds, mesh, rank)
-        factor, name = needed
         args, kwargs = localize_arguments(self.node, types, mesh, rank)
-        start, _ = self.rule.bounds(factor, strategy, mesh, rank)
-        return KERNELS[name].function, args, {**kwargs, "start": start}
+        return call.kernel.function, args, {**kwargs, "start": call.start(mesh, rank)}
 
     def together(
-        self, strategy: Strategy, mesh: Mesh, local: list[list[Tensor]], slopes: Slopes
+        self, call: KernelCall, mesh: Mesh, local: list[list[Tensor]], slopes: Slopes
     ) -> tuple[list[tuple[Tensor, ...]], list[list[Tensor]]]:
         """All ranks at once, in groups over the axes of the factor or joint."""
-        name, kernel = self.rule.kernel(strategy)  # type: ignore[misc]
-        joint, axes = KERNELS[kernel].joint, strategy.by_factor[name]
-        assert joint is not None
+        strategy = call.strategy
         types = tuple(
             TensorType(tuple(value.shape), value.dtype, layout)
             for value, layout in zip(self.outputs, self.rule.signature(strategy).outputs)
@@ -208,11 +203,11 @@ class Reference:
         arguments = joint_arguments(self.node, types, mesh)
         groups, calls = [], []
         for rank, leaves in enumerate(local):
-            groups.append(joint_group(self.rule, strategy, name, mesh, rank))
+            groups.append(call.group(mesh, rank))
             values = dict(zip(self.nodes, leaves))
             own = placed_arguments(arguments, self.rule, strategy, mesh, rank)
             calls.append(fx.map_arg(own, lambda n: values[n]))  # noqa: B023
-        outputs = joined(joint, groups, in_groups(mesh.groups(axes)), calls)
+        outputs = joined(call.joint, groups, in_groups(mesh.groups(call.axes)), calls)
         if not any(slopes):
             return outputs, []
         roots = [(o, s) for own, given in zip(outputs, slopes) for o, s in _roots(own, given)]
@@ -226,14 +221,12 @@ class Reference:
         ]
 
     def expanded(
-        self, strategy: Strategy, mesh: Mesh, local: list[list[Tensor]], slopes: Slopes
+        self, call: KernelCall, mesh: Mesh, local: list[list[Tensor]], slopes: Slopes
     ) -> tuple[list[tuple[Tensor, ...]], list[list[Tensor]]]:
         """Part, all-gather (backward: slice), combine."""
-        factor, name = self.rule.kernel(strategy)  # type: ignore[misc]
-        expand = KERNELS[name].expand
+        expand, axes = call.kernel.expand, call.axes
         assert expand is not None
-        axes = strategy.by_factor[factor]
-        layout = self.rule.signature(strategy).outputs[0]
+        layout = self.rule.signature(call.strategy).outputs[0]
         (whole,) = self.outputs
         output_type = TensorType(tuple(whole.shape), whole.dtype, layout)
         parts, outputs, found = [], [], []
@@ -241,18 +234,18 @@ class Reference:
             localize_arguments(self.node, output_type, mesh, rank) for rank in range(mesh.size)
         ]
         for rank, leaves in enumerate(local):
-            start, _ = self.rule.bounds(factor, strategy, mesh, rank)
-            call = expand.part_call(*calls[rank], start, self.rule.sizes[factor])
-            parts += run_call(expand.part, *call, dict(zip(self.nodes, leaves)))
+            size, start = self.rule.sizes[call.name], call.start(mesh, rank)
+            own = expand.part_call(*calls[rank], start, size)
+            parts += run_call(expand.part, *own, dict(zip(self.nodes, leaves)))
             assert parts[-1].shape[-1] == expand.columns
         for group in mesh.groups(axes):
             gathered = torch.cat([parts[rank].detach() for rank in group], -1)
             for rank in group:
                 leaves, mine = local[rank], gathered.clone().requires_grad_(bool(slopes[rank]))
                 graph_node = fx.Graph().placeholder("gathered")
-                call = expand.combine_call(graph_node, *calls[rank], len(group), whole.dtype)
+                own = expand.combine_call(graph_node, *calls[rank], len(group), whole.dtype)
                 values = dict(zip(self.nodes, leaves)) | {graph_node: mine}
-                output = run_call(expand.combine, *call, values)
+                output = run_call(expand.combine, *own, values)
                 outputs.append((rank, output))
                 if slopes[rank]:
                     slope = gradients(output, [mine], slopes[rank])[0]
