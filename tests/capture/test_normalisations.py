@@ -170,6 +170,19 @@ def test_flattened_tokens_are_apart_again() -> None:
     )
 
 
+def test_flattened_tokens_are_apart_from_what_was_beside_heads() -> None:
+    golden(
+        """
+        reshape = reshape(args_0, [2, 3, 4]) : f64[2, 3, 4]
+        linear = linear(reshape, p_linear_weight) : f64[2, 3, 4]
+        add = add(linear, p_linear_bias) : f64[2, 3, 4]
+        return (add)
+        """,
+        lambda self, x: self.linear(x.reshape(6, 4)).view(2, 3, 4),
+        random(2, 6, 2),
+    )
+
+
 def test_flattened_heads_are_apart_again() -> None:
     golden(
         """

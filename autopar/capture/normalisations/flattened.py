@@ -33,14 +33,18 @@ def move_flattening_down(builder: GraphBuilder) -> None:
 
 
 def _lead(node: object) -> tuple[int, ...] | None:
-    """The leading dims that a reshape merges into its first dim, or None if it does not."""
+    """The leading dims that a reshape merges into its first dim, of the last the outer part, as
+    the batch of [batch * heads]; or None if it does not."""
     if not isinstance(node, fx.Node) or node.target is not aten.reshape.default:
         return None
     before, after = shape_of(node.args[0]), shape_of(node)
     if len(after) < 2 or 0 in after:
         return None
-    count = next((n for n in range(len(before)) if prod(before[:n]) == after[0] and n > 0), 0)
-    return before[:count] if count > 1 else None
+    count = next((n for n in range(1, len(before)) if prod(before[: n + 1]) >= after[0]), 0)
+    rest, beside = divmod(after[0], prod(before[:count]))
+    if not count or beside or rest < 2 or before[count] % rest:
+        return None
+    return *before[:count], rest
 
 
 def _apart(builder: GraphBuilder, flat: fx.Node) -> fx.Node:
