@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -106,6 +107,22 @@ def test_grouped_heads_with_rotary_positions(way: str) -> None:
     with patch.object(F, "scaled_dot_product_attention", marked):
         module = assert_parity(sequence(make(), "sp"), mesh)
     assert how(module.plan) == ("b1@tp ring@sp" if heads else "ring@sp")
+
+
+def test_packed_documents_in_a_ring() -> None:
+    """Who is in whose document follows from positions that begin again, of each batch anew."""
+    made = models.llama(layers=1, sequence=8, batch=2)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 0, 1]])
+    case = replace(made, kwargs={**made.kwargs, "position_ids": positions})
+    marked = ap.shard(F.scaled_dot_product_attention, (*((None, None, "sp", None),) * 3, None))
+    with patch.object(F, "scaled_dot_product_attention", marked):
+        module = assert_parity(sequence(case, "sp"), SP2)
+    assert how(module.plan) == "ring@sp"
+    again = {**case.kwargs, "position_ids": positions.flip(0)}
+    with torch.no_grad():
+        found = (module(*case.args, **again), module.full_state_dict())
+        case.model.load_state_dict(found[1])
+        torch.testing.assert_close(found[0].loss, case.model(*case.args, **again).loss)
 
 
 def test_weights_are_dropped_by_their_places() -> None:
