@@ -129,6 +129,21 @@ def test_cp_sat_keeps_a_memory_limit_where_elimination_may_not(name: str) -> Non
         assert solution.gap < 1e-6
 
 
+@pytest.mark.parametrize("name", ["k33", "k5", "wheel", "grid"])
+def test_a_search_without_time_has_a_choice_and_its_bound(name: str) -> None:
+    rng = np.random.default_rng(500 + SHAPES.index(name))
+    for _ in range(10):
+        graph = random_graph(name, rng, memory=True)
+        amounts = sorted({memory for _, memory in everything(graph)})
+        limit = amounts[len(amounts) // 3]
+        solution = solve(graph, memory=limit, tolerance=0.0, seconds=0.0)
+        assert solution.memory <= limit
+        assert solution.bound <= brute_force(graph, limit) + 1e-9 <= solution.objective + 2e-9
+        tangled = Optimiser(graph.packed, limit=1).minimise(deadline=0.0)
+        assert tangled.bound <= brute_force(graph) <= tangled.value
+        assert graph.packed.evaluate(tangled.choice)[0] == pytest.approx(tangled.value)
+
+
 def test_equals_cp_sat_on_whole_middle_sized_graphs() -> None:
     rng = np.random.default_rng(7)
     for count, most in ((20, 3), (30, 3), (24, 4)):
