@@ -34,6 +34,8 @@ NOT_DRAWN = (
     "encoder_layerdrop",
     "decoder_layerdrop",
     "apply_spec_augment",
+    "mask_time_prob",
+    "mask_feature_prob",
 )
 # By which head a family is trained: the first of these that it has.
 HEADS = (

@@ -2,6 +2,8 @@
 
     python -m benchmarks.models --only 'bert|llama' --workers 2
     python -m benchmarks.models --capture          # only whether they are captured: minutes for all
+    python -m benchmarks.models --part 2/8 > 2     # every eighth, from the second
+    python -m benchmarks.models --join 1 2 3       # what was printed, as one table with its figures
 
 Prints a line of JSON for each family: whether it is captured (if not, the reason and the line), how
 long an automatic plan takes and how near its bound it is, what of the predicted time is spent in
@@ -221,6 +223,34 @@ def summary(lines: list[Line], parity: bool) -> Line:
     return figures
 
 
+def joined(paths: list[Path]) -> list[Line]:
+    """The lines of several runs; of a family in more than one, what the last says."""
+    lines: dict[str, Line] = {}
+    for path in paths:
+        for line in map(json.loads, path.read_text().splitlines()):
+            if "family" in line:
+                lines[line["family"]] = line
+    return [lines[name] for name in sorted(lines)]
+
+
+def table(lines: list[Line]) -> str:
+    """A row for each family: seconds of capture and plans, gaps, and whether it is exact; or why
+    there is none of it."""
+    meshes = " | ".join(f"{name}: seconds | gap | exact" for name in MESHES)
+    rows = [f"| family | capture | {meshes} | reason |", "|" + "---|" * (3 + 3 * len(MESHES))]
+    for line in lines:
+        cells = [line["family"], str(line.get("capture_seconds", ""))]
+        reasons = [line.get("error", "")]
+        for name in MESHES:
+            found = line.get(name, {})
+            exact = {True: "yes", False: "no"}.get(found.get("exact"), "")
+            cells += [str(found.get("seconds", "")), str(found.get("gap", "")), exact]
+            reasons += [found.get("refused", ""), *found.get("differences", [])[1:2]]
+        reason = next((" ".join(one.split()) for one in reasons if one), "")
+        rows.append(f"| {' | '.join([*cells, reason[:200].replace('|', '/')])} |")
+    return "\n".join(rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default=".*", help="a pattern of whole names of families")
@@ -229,7 +259,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240, help="time limit of each family")
     parser.add_argument("--capture", action="store_true", help="capture only")
     parser.add_argument("--skip-parity", action="store_true")
+    parser.add_argument("--part", default="1/1", help="of the families, as 2/8")
+    parser.add_argument("--join", type=Path, nargs="+", help="files with lines of earlier runs")
     arguments = parser.parse_args()
+    if arguments.join:
+        lines = joined(arguments.join)
+        print(table(lines))
+        print(json.dumps({"summary": summary(lines, not arguments.skip_parity)}))
+        return
     torch.set_num_threads(1)
     heads = {name: families.head_of(name) for name in cases()}
     names = [
@@ -238,8 +275,9 @@ def main() -> None:
         if re.fullmatch(arguments.only, name)
         and re.fullmatch(arguments.head, head[0] if head else "net")
     ]
+    part, parts = map(int, arguments.part.split("/"))
     lines = []
-    for line in lines_of(names, arguments):
+    for line in lines_of(names[part - 1 :: parts], arguments):
         print(json.dumps(line), flush=True)
         lines.append(line)
     print(json.dumps({"summary": summary(lines, not arguments.skip_parity)}))

@@ -31,6 +31,7 @@ from autopar.capture.fake import FakeTensor, has_no_data
 from autopar.capture.graph_builder import is_mutable
 from autopar.capture.guards import held_guard
 from autopar.capture.hooks import replaced
+from autopar.capture.plainly import fakes_told_apart
 from autopar.capture.randomness import may_be_random
 from autopar.capture.selections import selections_counted
 from autopar.errors import InvalidInput
@@ -44,6 +45,8 @@ _OTHER_NUMBERS = (
     *("__neg__", "__abs__", "__round__"),
 )
 _AS_KEYS = ("__hash__", "__str__", "__format__")
+
+_Sliced = tuple[fx.Graph, dict[str, int], dict[str, Tensor]]  # a graph, and what it reads
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,7 @@ def decisions_made(leaves: Sequence[Any]) -> Iterator[list[Decision]]:
             stack.enter_context(replaced(Tensor, name, as_number(name)))
         stack.enter_context(replaced(functional, "one_hot", one_hot))
         stack.enter_context(selections_counted(count))
+        stack.enter_context(fakes_told_apart(lambda fake: not asked.is_constant(fake)))
         yield made
 
 
@@ -144,14 +148,20 @@ class _Asked:
     def __init__(self, leaves: Sequence[Any], made: list[Decision]) -> None:
         self.leaves, self.made = leaves, made
 
+    def is_constant(self, tensor: Tensor) -> bool:
+        """Whether a traced tensor holds the same in every batch."""
+        sliced = self._sliced(tensor)
+        return sliced is not None and not sliced[1]
+
+    def _sliced(self, tensor: Tensor) -> _Sliced | None:
+        node, root = traced_node(tensor)
+        return None if node is None else _slice(node, root, self.leaves)
+
     def of(self, tensor: Tensor) -> _Number | None:
         """The number that a traced tensor of one element holds, if it is known."""
         if not isinstance(tensor, FakeTensor) or tensor.numel() != 1:
             return None
-        node, root = traced_node(tensor)
-        if node is None:
-            return None
-        sliced = _slice(node, root, self.leaves)
+        sliced = self._sliced(tensor)
         if sliced is None:
             return None
         graph, inputs, constants = sliced
@@ -174,7 +184,8 @@ class _Number:
     def asked(self, question: Question) -> Any:
         answer = question(self.value)
         made = self.graph, self.inputs, self.constants, question, answer
-        self.made.append(Decision(*made, caller()))
+        if self.inputs:  # else it is the same in every batch
+            self.made.append(Decision(*made, caller()))
         return answer
 
     def __bool__(self) -> bool:
@@ -214,9 +225,7 @@ for _name in (*_COMPARED, *_OTHER_NUMBERS, *_AS_KEYS):
     setattr(_Number, _name, _method(_name))
 
 
-def _slice(
-    asked: fx.Node, root: nn.Module, leaves: Sequence[Any]
-) -> tuple[fx.Graph, dict[str, int], dict[str, Tensor]] | None:
+def _slice(asked: fx.Node, root: nn.Module, leaves: Sequence[Any]) -> _Sliced | None:
     """What a node of a graph that grows follows from, if that is whole numbers of inputs alone."""
     placeholders = asked.graph.find_nodes(op="placeholder")
     numbers = dict(zip(placeholders[len(placeholders) - len(leaves) :], range(len(leaves))))

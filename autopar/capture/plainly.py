@@ -1,7 +1,9 @@
 """Plainly: what forward asks of its surroundings has, while it is followed, the answer of a run.
 
 A model that asks whether it is exported (`if mask is None and not torch.compiler.is_compiling()`)
-goes another way then, and is another model. Torch itself is told the truth.
+goes another way then, and is another model. Torch itself is told the truth. So it is with tensors
+that a model does not look at as they have no values (`isinstance(mask, FakeTensor)`): those that
+are the same in every batch have, and what is asked of them then has an answer (decisions.py).
 """
 
 from __future__ import annotations
@@ -11,9 +13,13 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor, _subclasses
 
+from autopar.capture.fake import FakeTensor
+from autopar.capture.hooks import replaced
 from autopar.lines import is_users
 
 # Torch's own, around functions of users that are not to be compiled: what is followed never is.
@@ -35,6 +41,23 @@ def answered_plainly() -> Iterator[None]:
     finally:
         for asked, (code, defaults) in zip(_ASKED, before):
             asked.__code__, asked.__defaults__ = code, defaults
+
+
+@contextmanager
+def fakes_told_apart(is_fake: Callable[[Tensor], bool]) -> Iterator[None]:
+    """Within, a fake tensor is one to code that is not torch's where `is_fake` says so."""
+
+    class Kind(type):
+        def __instancecheck__(cls, value: Any) -> bool:
+            is_asked = is_users(sys._getframe(1).f_code.co_filename)
+            return isinstance(value, FakeTensor) and (not is_asked or is_fake(value))
+
+        def __subclasscheck__(cls, kind: type) -> bool:
+            return issubclass(kind, FakeTensor)
+
+    # Where others find the class; torch's own modules have it by its name.
+    with replaced(_subclasses, "FakeTensor", Kind("FakeTensor", (), {})):
+        yield
 
 
 def _asking(answer: Callable[[], bool]) -> bool:

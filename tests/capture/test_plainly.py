@@ -10,7 +10,7 @@ from torch.compiler import is_compiling, is_exporting
 
 from autopar.capture import capture
 from autopar.errors import InvalidInput
-from tests.capture.support import Function, random, text
+from tests.capture.support import Function, program, random, targets, text
 
 
 def asks(self: Function, x: Tensor) -> Tensor:
@@ -29,6 +29,20 @@ def test_the_program_is_the_plain_model() -> None:
     assert "tril" in found
     assert "tanh" in found
     assert "relu" in found
+
+
+def test_masks_that_are_the_same_in_every_batch_are_looked_at() -> None:
+    def masks(self: Function, x: Tensor, given: Tensor) -> Tensor:
+        y = self.linear(x)
+        for mask in (torch.ones(4, dtype=torch.bool), given > 0, x > 0):
+            kind = vars(torch)["_subclasses"].FakeTensor
+            if isinstance(mask, kind) or not mask.all():
+                y = y * mask.to(y) + y.sin()
+        return y
+
+    captured = program(masks, random(4, 4), torch.zeros(4))
+    assert targets(captured).count("sin") == 2
+    assert not captured.decisions
 
 
 def test_torch_is_told_the_truth() -> None:
