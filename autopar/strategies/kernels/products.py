@@ -33,10 +33,10 @@ def gathered_product_backward(
     """The rows come by once more, for the weight; the sums of their gradients come home."""
     input, weight = saved
     lengths = group.input(0).lengths
-    rows, of_weight = grad.split(lengths, ROWS), torch.zeros_like(weight)
+    rows, of_weight = grad.split(lengths, ROWS), torch.empty_like(weight)
 
     def add(at: int, x: Tensor) -> None:
-        _add_product(of_weight, rows[at], x)
+        _add_product(of_weight, rows[at], x, at == group.index)
 
     of_input = None
     if group.needs[1]:
@@ -60,7 +60,7 @@ def scattered_product_backward(
     """The gradients of all rows come by."""
     input, weight = saved
     lengths = group.output().lengths
-    rows, of_weight = input.split(lengths, ROWS), torch.zeros_like(weight)
+    rows, of_weight = input.split(lengths, ROWS), torch.empty_like(weight)
     of_input = torch.empty_like(input, memory_format=torch.contiguous_format)
     parts = of_input.split(lengths, ROWS)
 
@@ -68,7 +68,7 @@ def scattered_product_backward(
         if group.needs[0]:
             _into(parts[at], g, weight.conj())
         if group.needs[1]:
-            _add_product(of_weight, g, rows[at])
+            _add_product(of_weight, g, rows[at], at == group.index)
 
     yield from _around(group, lengths, grad.contiguous(), add)
     return of_input if group.needs[0] else None, of_weight if group.needs[1] else None
@@ -119,8 +119,10 @@ def _into(out: Tensor, x: Tensor, weight: Tensor) -> None:
         out.copy_(x @ weight)
 
 
-def _add_product(total: Tensor, slope: Tensor, x: Tensor) -> None:
-    total.addmm_(slope.flatten(0, -2).t(), x.flatten(0, -2).conj())
+def _add_product(total: Tensor, slope: Tensor, x: Tensor, is_first: bool) -> None:
+    """One's own rows come first, and overwrite what was in the memory."""
+    beta = 0 if is_first else 1
+    total.addmm_(slope.flatten(0, -2).t(), x.flatten(0, -2).conj(), beta=beta)
 
 
 def _gathered_traffic(
