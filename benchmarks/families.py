@@ -263,7 +263,8 @@ def inputs_of(model: Any, name: str, head: str) -> dict[str, Any]:
         frames = [of_config(config, "num_frames")] if head.startswith("VIDEO") else []
         made["pixel_values"] = torch.randn(BATCH, *frames, channels, height, width)
     elif main == "input_values":
-        made["input_values"] = torch.randn(BATCH, 1024)
+        # Frames are many samples, and an alignment has more of them than labels.
+        made["input_values"] = torch.randn(BATCH, 4096 if head == "CTC" else 1024)
     elif main == "input_features":
         bins = of_config(config, "num_mel_bins") or of_config(config, "input_feat_per_channel")
         shape = (bins or 16, 64) if name in BANDS_FIRST else (64, bins or 16)
@@ -288,7 +289,7 @@ def _labels(made: Mapping[str, Tensor], model: Any, head: str) -> Tensor | None:
     if ids is not None and head in ("SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", *LANGUAGE):
         return ids.clone()
     if head in ("CTC", "SPEECH_SEQ_2_SEQ"):
-        return torch.randint(5, VOCABULARY // 2, (BATCH, 6))
+        return torch.randint(5, VOCABULARY // 2, (BATCH, 3 if head == "CTC" else 6))
     if head.endswith("CLASSIFICATION"):
         count = getattr(model.config, "num_labels", 2)
         shape = (BATCH, LENGTH) if head.startswith("TOKEN") else (BATCH,)
