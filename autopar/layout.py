@@ -3,11 +3,16 @@
 For each dim, the axes that cut it, outermost first; and the axes over which the tensor is a
 partial sum. Every other axis holds a replica. A Placement is a layout that knows its gradient.
 
+A dim of several equal parts, as a weight for queries, keys and values, may be cut *in parts*: each
+part by itself, and a rank holds its piece of every part. That is written before the axes, as `/3`.
+
 >>> layout = Layout("dp", None, ("tp",))
 >>> print(TensorType.parse("f32[8@dp, 128, 1024]{+tp}"))
 f32[8@dp, 128, 1024]{+tp}
 >>> layout.local_shape((8, 128, 4096), Mesh(dp=2, tp=4), rank=0)
 (4, 128, 1024)
+>>> Layout(("/3", "tp")).boxes((12,), Mesh(tp=2), rank=1)
+[((2, 2),), ((6, 2),), ((10, 2),)]
 """
 
 from __future__ import annotations
@@ -17,15 +22,12 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import placement_types as dtensor
 
 AxisNames = str | Sequence[str] | None
 
@@ -48,8 +50,16 @@ class Layout:
     def __init__(self, *dims: AxisNames, partial: Iterable[str] = ()) -> None:
         self.dims = tuple(_axis_names(dim) for dim in dims)
         self.partial = tuple(sorted((partial,) if isinstance(partial, str) else partial))
+        self.dims = tuple(dim if axes_of(dim) else () for dim in self.dims)
         self._hash = hash((self.dims, self.partial))
-        used = [axis for dim in self.dims for axis in dim] + list(self.partial)
+        used = list(self.axes)
+        in_parts = [dim for dim in self.dims if any(axis.startswith("/") for axis in dim)]
+        if len(in_parts) > 1 or not all(_IN_PARTS.match("@".join(dim)) for dim in in_parts):
+            raise InvalidInput(
+                "one dim of a tensor may be cut in parts, by one axis, after their number",
+                got=repr(self),
+                remedy='("/3", "tp")',
+            )
         if len(set(used)) != len(used):
             twice = sorted({axis for axis in used if used.count(axis) > 1})
             raise InvalidInput(
@@ -78,7 +88,23 @@ class Layout:
     @property
     def axes(self) -> tuple[str, ...]:
         """Every axis that cuts a dim or holds a partial sum."""
-        return tuple(axis for dim in self.dims for axis in dim) + self.partial
+        return tuple(axis for dim in self.dims for axis in axes_of(dim)) + self.partial
+
+    @property
+    def parts(self) -> tuple[int, int] | None:
+        """The dim that is cut in parts, and their number."""
+        return next(
+            ((d, count) for d, dim in enumerate(self.dims) if (count := parts_of(dim))), None
+        )
+
+    def seen(self, shape: Sequence[int]) -> tuple[Layout, tuple[int, ...]]:
+        """The same of the tensor seen with a dim for the parts: no dim is cut in parts there."""
+        if self.parts is None:
+            return self, tuple(shape)
+        at, count = self.parts
+        dims = (*self.dims[:at], (), axes_of(self.dims[at]), *self.dims[at + 1 :])
+        sizes = (*shape[:at], count, shape[at] // count, *shape[at + 1 :])
+        return Layout(*dims, partial=self.partial), sizes
 
     @property
     def is_replicated(self) -> bool:
@@ -106,13 +132,15 @@ class Layout:
         if self.partial != finer.partial or self.ndim != finer.ndim:
             return False
         pairs = [(own, other) for own, other in zip(self.dims, finer.dims) if own != other]
-        return len(pairs) <= 1 and all(other[: len(own)] == own for own, other in pairs)
+        return len(pairs) <= 1 and all(
+            other[: len(own)] == own and parts_of(other) == parts_of(own) for own, other in pairs
+        )
 
     def only(self, axes: Iterable[str]) -> Layout:
         """What this layout says of `axes`; the others replicated."""
         kept = set(axes)
         return Layout(
-            *(tuple(axis for axis in dim if axis in kept) for dim in self.dims),
+            *(tuple(a for a in dim if a in kept or a.startswith("/")) for dim in self.dims),
             partial=(axis for axis in self.partial if axis in kept),
         )
 
@@ -124,7 +152,8 @@ class Layout:
     def local_bounds(
         self, shape: Sequence[int], mesh: Mesh, rank: int
     ) -> tuple[tuple[int, int], ...]:
-        """Start and length of the piece of each dim that `rank` holds."""
+        """Start and length of the piece of each dim that `rank` holds, where none is in parts."""
+        assert self.parts is None, self
         place = mesh.coordinate(rank)
         bounds = []
         for size, axes in zip(shape, self.dims):
@@ -135,9 +164,32 @@ class Layout:
             bounds.append((start, length))
         return tuple(bounds)
 
+    def bounds_in(self, dim: int, shape: Sequence[int], mesh: Mesh, rank: int) -> tuple[int, int]:
+        """Start and length of the piece of one dim, which is not in parts."""
+        return Layout(self.dims[dim]).local_bounds((shape[dim],), mesh, rank)[0]
+
     def local_shape(self, shape: Sequence[int], mesh: Mesh, rank: int) -> tuple[int, ...]:
         """The shape of the piece that `rank` holds."""
-        return tuple(length for _, length in self.local_bounds(shape, mesh, rank))
+        layout, sizes = self.seen(shape)
+        local = tuple(length for _, length in layout.local_bounds(sizes, mesh, rank))
+        if self.parts is None:
+            return local
+        at, count = self.parts
+        return (*local[:at], count * local[at + 1], *local[at + 2 :])
+
+    def boxes(
+        self, shape: Sequence[int], mesh: Mesh, rank: int
+    ) -> list[tuple[tuple[int, int], ...]]:
+        """Start and length of each dim of what `rank` holds: in the dim that is cut in parts, it
+        holds several pieces, one after the other."""
+        layout, sizes = self.seen(shape)
+        bounds = layout.local_bounds(sizes, mesh, rank)
+        if self.parts is None:
+            return [bounds]
+        at, count = self.parts
+        start, length = bounds[at + 1]
+        starts = (part * sizes[at + 1] + start for part in range(count))
+        return [(*bounds[:at], (first, length), *bounds[at + 2 :]) for first in starts]
 
     def largest_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
         """The shape of the largest piece: rank 0's."""
@@ -160,60 +212,16 @@ class Layout:
                     remedy=f"use one of {', '.join(map(repr, mesh.names))}",
                     source=source,
                 )
-
-    def to_placements(self, mesh: Mesh) -> tuple[dtensor.Placement, ...]:
-        """DTensor's placements, one for each mesh axis, the order of axes on a dim kept."""
-        from torch.distributed.tensor import Partial, Replicate, Shard
-
-        from autopar._torch import StridedShard
-
-        placements: list[dtensor.Placement] = []
-        for position, axis in enumerate(mesh.names):
-            dim = self.dim_of(axis)
-            if dim is None:
-                placements.append(Partial() if axis in self.partial else Replicate())
-                continue
-            outer = self.dims[dim][: self.dims[dim].index(axis)]
-            # DTensor cuts from the left of the mesh to the right; an axis that cuts after one
-            # on its right is strided by the sizes of those.
-            factor = mesh.degree(a for a in outer if mesh.names.index(a) > position)
-            placements.append(Shard(dim) if factor == 1 else StridedShard(dim, split_factor=factor))
-        return tuple(placements)
-
-    @classmethod
-    def from_placements(
-        cls, placements: Sequence[dtensor.Placement], mesh: Mesh, ndim: int
-    ) -> Layout:
-        """The layout that DTensor's placements describe."""
-        from autopar._torch import StridedShard
-
-        dims: list[list[str]] = [[] for _ in range(ndim)]
-        partial = []
-        for axis, placement in reversed(list(zip(mesh.names, placements))):
-            if placement.is_partial():
-                if getattr(placement, "reduce_op", "sum") != "sum":
-                    raise InvalidInput(
-                        "a partial layout is a sum",
-                        got=str(placement),
-                        remedy="reduce the tensor before handing it over",
-                    )
-                partial.append(axis)
-                continue
-            if placement.is_replicate():
-                continue
-            dim = placement.dim % ndim  # type: ignore[attr-defined]
-            factor = placement.split_factor if isinstance(placement, StridedShard) else 1
-            at = 0
-            while at < len(dims[dim]) and mesh.degree(dims[dim][:at]) != factor:
-                at += 1
-            if mesh.degree(dims[dim][:at]) != factor:
+        if self.parts is not None:
+            at, count = self.parts
+            pieces = count * mesh.degree(axes_of(self.dims[at]))
+            if shape[at] % pieces:
                 raise InvalidInput(
-                    "a strided placement must skip whole axes of the mesh",
-                    got=f"{placement} on {axis!r} of {mesh}",
-                    remedy="redistribute the tensor to Shard or Replicate first",
+                    "a dim that is cut in parts has equal pieces",
+                    got=f"{self} of shape {tuple(shape)} on {mesh}: {shape[at]} in {pieces} pieces",
+                    remedy="use fewer axes on it, or leave the parts out",
+                    source=source,
                 )
-            dims[dim].insert(at, axis)
-        return cls(*map(tuple, dims), partial=partial)
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -357,6 +365,7 @@ DTYPE_NAMES |= {
     if isinstance(dtype, torch.dtype) and dtype not in DTYPE_NAMES
 }
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_IN_PARTS = re.compile(r"/([2-9]|[1-9]\d+)@[^/@]+$")
 _TYPE = re.compile(r"(?P<dtype>\w+)\[(?P<dims>[^\]]*)\](?:\{(?P<partial>[^}]*)\})?")
 
 
@@ -416,6 +425,16 @@ class TensorType:
     def __str__(self) -> str:
         dims = ", ".join("@".join((str(n), *a)) for n, a in zip(self.shape, self.layout.dims))
         return f"{DTYPE_NAMES[self.dtype]}[{dims}]{_partial_suffix(self.layout.partial)}"
+
+
+def parts_of(dim: Sequence[str]) -> int:
+    """In how many parts a dim is cut; 0 where it is cut as a whole, or not at all."""
+    return int(dim[0][1:]) if dim and dim[0].startswith("/") else 0
+
+
+def axes_of(dim: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes that cut a dim, without its parts."""
+    return dim[1:] if dim and dim[0].startswith("/") else dim
 
 
 def _partial_suffix(partial: tuple[str, ...]) -> str:

@@ -29,6 +29,7 @@ from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes import localize, rewrite
 from autopar.passes.localize import axes_used
+from autopar.placements import from_placements, to_placements
 from autopar.plan.program import Program
 from autopar.runtime.eager import compile_graph
 from autopar.runtime.groups import Groups, see_alike
@@ -136,7 +137,7 @@ def _compile(
 
 @lru_cache(maxsize=4096)
 def _placements(layout: Layout, mesh: Mesh) -> tuple[Any, ...]:
-    return layout.to_placements(mesh)
+    return to_placements(layout, mesh)
 
 
 def _local(leaf: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
@@ -148,7 +149,7 @@ def _local(leaf: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
 
 def _layout(leaf: Tensor, mesh: Mesh) -> Layout:
     if isinstance(leaf, DTensor):
-        return Layout.from_placements(leaf.placements, mesh, leaf.ndim)
+        return from_placements(leaf.placements, mesh, leaf.ndim)
     return Layout.replicated(leaf.ndim)
 
 

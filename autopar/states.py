@@ -157,13 +157,22 @@ class States:
         levels = [innermost(factor, axes, mesh) for factor in left]
         if not levels[-1] or not shape:
             return ParameterPlacement.tied(working, on_host)
-        dim = _dim_to_cut(working.largest_shape(shape, mesh), mesh.degree(levels[-1]))
+        sizes = list(working.largest_shape(shape, mesh))
+        if working.parts is not None:
+            sizes[working.parts[0]] = 0  # what is in parts is not cut further
+        if not any(sizes):
+            return ParameterPlacement.tied(working, on_host)
+        dim = _dim_to_cut(sizes, mesh.degree(levels[-1]))
         cuts: tuple[str, ...] = ()  # further axes cut further inside
         found = []
         for level in levels:
             cuts += tuple(axis for axis in mesh if axis in level and axis not in cuts)
             found.append(working.with_dim(dim, (*working.dims[dim], *cuts)))
         storage, gradient, optimizer = found
+        if working.parts is not None and [*optimizer.dims[dim]] != [
+            axis for axis in mesh if axis in optimizer.dims[dim]
+        ]:  # DTensor has no whole of a tensor with strides in two dims
+            return ParameterPlacement.tied(working, on_host)
         return ParameterPlacement(storage, working, gradient, optimizer, on_host)
 
     def __str__(self) -> str:

@@ -24,6 +24,7 @@ FLOORS = (
         "cluster",
         "mesh",
         "layout",
+        "placements",
         "precision",
         "recompute",
         "lines",

@@ -51,6 +51,7 @@ from autopar.capture.fake import (
 )
 from autopar.capture.flatten import flatten
 from autopar.capture.functions import own_backwards_kept
+from autopar.capture.fused import mark_parts
 from autopar.capture.gradients import mark_learning
 from autopar.capture.graph_builder import GraphBuilder
 from autopar.capture.guards import refusals_kept
@@ -198,6 +199,7 @@ def _freeze(builder: GraphBuilder, example: Example) -> Captured:
         key=builder.key,
     )
     mark_learning(graph, captured.differentiated)
+    mark_parts(graph, captured.parameters)
     return replace(captured, classes=number_calls(graph))
 
 

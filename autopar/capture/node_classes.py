@@ -41,7 +41,11 @@ def constants_of(node: fx.Node, names: Mapping[fx.Node, object]) -> str:
 
 
 def _form(value: fx.Node) -> tuple[Any, ...]:
-    return tuple((tuple(t.shape), t.dtype, t.is_contiguous()) for t in tensors_of(value))
+    tensors = tensors_of(value)
+    return (
+        *((tuple(t.shape), t.dtype, t.is_contiguous()) for t in tensors),
+        info(value).parts,
+    )
 
 
 class _Slot:

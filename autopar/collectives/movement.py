@@ -18,7 +18,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.layout import Layout, Placement
+from torch import Tensor
+
+from autopar.layout import Layout, Placement, axes_of, parts_of
 
 KINDS = ("identity", "all_reduce", "all_gather", "reduce_scatter", "slice", "all_to_all")
 
@@ -43,6 +45,7 @@ class Movement:
     dim: int | None = None  # the dim that is gathered, scattered, sliced or (all_to_all) joined
     to_dim: int | None = None  # all_to_all: the dim that is cut instead
     pending: bool = False  # the value's gradient arrives as a partial sum over `axes`
+    parts: tuple[int, int] | None = None  # which of its dims is cut in parts, and their number
 
     @property
     def backward(self) -> str:
@@ -58,7 +61,24 @@ class Movement:
         if self.kind == "all_to_all":
             dim, to_dim = to_dim, dim
         is_of_terms = self.kind in ("all_reduce", "reduce_scatter")
-        return Movement(self.backward, self.axes, dim, to_dim, pending=is_of_terms)
+        return Movement(self.backward, self.axes, dim, to_dim, is_of_terms, self.parts)
+
+    @property
+    def seen(self) -> Movement:
+        """The same on what `apart` gives: nothing is in parts there."""
+        if self.parts is None:
+            return self
+        at, _ = self.parts
+        dim, to_dim = (d if d is None else d + (d >= at) for d in (self.dim, self.to_dim))
+        return Movement(self.kind, self.axes, dim, to_dim, self.pending)
+
+    def apart(self, value: Tensor) -> Tensor:
+        """A value, or its piece, with a dim for the parts."""
+        return value if self.parts is None else value.unflatten(self.parts[0], (self.parts[1], -1))
+
+    def together(self, value: Tensor) -> Tensor:
+        """Without that dim."""
+        return value if self.parts is None else value.flatten(self.parts[0], self.parts[0] + 1)
 
     def apply(self, layout: Layout) -> Layout:
         """The layout of the value after this movement."""
@@ -67,13 +87,20 @@ class Movement:
         if self.kind in ("all_gather", "all_to_all"):
             assert self.dim is not None
             assert self.axes
-            assert layout.dims[self.dim][-len(self.axes) :] == self.axes
+            assert axes_of(layout.dims[self.dim])[-len(self.axes) :] == self.axes
+            assert parts_of(layout.dims[self.dim]) == parts_of(self._prefix(self.dim))
             layout = layout.with_dim(self.dim, layout.dims[self.dim][: -len(self.axes)])
         if self.kind in ("reduce_scatter", "slice", "all_to_all"):
             dim = self.to_dim if self.kind == "all_to_all" else self.dim
             assert dim is not None
-            layout = layout.with_dim(dim, layout.dims[dim] + self.axes)
+            prefix = layout.dims[dim] or self._prefix(dim)
+            assert parts_of(prefix) == parts_of(self._prefix(dim))
+            layout = layout.with_dim(dim, prefix + self.axes)
         return layout
+
+    def _prefix(self, dim: int) -> tuple[str, ...]:
+        is_in_parts = self.parts is not None and self.parts[0] == dim
+        return (f"/{self.parts[1]}",) if is_in_parts else ()  # type: ignore[index]
 
     def place(self, placement: Placement) -> Placement:
         """Where the value is after this movement."""

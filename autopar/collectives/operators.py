@@ -45,14 +45,27 @@ from autopar.mesh import Mesh
 _ops = torch.ops.autopar
 
 
+def moved_in_parts(x: Tensor, at: int, parts: int, operator: Any, *arguments: Any) -> Tensor:
+    """A movement of the dim `at`, which is cut in parts: `operator` moves a dim of each part."""
+    return operator(x.unflatten(at, (parts, -1)), *arguments).flatten(at, at + 1)
+
+
 def operator_call(
     movement: Movement, layout: Layout, shape: Sequence[int], mesh: Mesh, rank: int, group: str
-) -> tuple[torch._ops.OpOverload, tuple[Any, ...]]:
+) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
     """The operator that is `movement` on `rank`, and its arguments after the tensor.
 
     `layout` is the value's before the movement, `shape` the whole tensor's; `group` names the
     process group of `rank` over `movement.axes`, whose members torch keeps in order of rank.
     """
+    if movement.parts is not None:
+        at, count = movement.parts
+        before = layout.seen(shape)[0]
+        if layout.parts is None:  # it is cut by this movement
+            before = Layout(*layout.dims[:at], (), *layout.dims[at:], partial=layout.partial)
+        sizes = (*shape[:at], count, shape[at] // count, *shape[at + 1 :])
+        operator, arguments = operator_call(movement.seen, before, sizes, mesh, rank, group)
+        return moved_in_parts, (at, count, operator, *arguments)
     if movement.dim is not None and list(movement.axes) != [
         axis for axis in mesh.names if axis in movement.axes
     ]:

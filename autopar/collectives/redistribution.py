@@ -29,7 +29,7 @@ from typing import Any, Protocol
 
 from autopar.collectives.movement import Movement
 from autopar.errors import InvalidInput, VerifierError
-from autopar.layout import Layout, Placement
+from autopar.layout import Layout, Placement, axes_of, parts_of
 from autopar.mesh import Mesh
 
 # A movement more costs at least this: of two equal ways, the one with fewer movements is taken.
@@ -175,12 +175,13 @@ def _solve(
         return (), 0.0
     _validate(source, target, shape, mesh)
     even, size = shape, float(itemsize)
-    if all(length % mesh.size == 0 for length in shape):
+    parts = tuple(sorted({source.parts, target.layout.parts} - {None}))  # type: ignore[type-var]
+    if not parts and all(length % mesh.size == 0 for length in shape):
         # Every cut is even: only the bytes count, so that shapes of one size share a search.
         even = (mesh.size,) * len(shape)
         size = itemsize * math.prod(shape) / math.prod(even)
-    search = _search(source, even, size, mesh, price, differentiable, learns)
-    return search.reach(target)
+    about = even, size, mesh, price, differentiable, learns
+    return _search(source, *about, parts).reach(target)
 
 
 def _validate(source: Layout, target: Placement, shape: tuple[int, ...], mesh: Mesh) -> None:
@@ -200,6 +201,9 @@ def _validate(source: Layout, target: Placement, shape: tuple[int, ...], mesh: M
         )
 
 
+Parts = tuple[tuple[int, int], ...]  # dims that may be cut in parts, each with their number
+
+
 @dataclass(eq=False)
 class _Search:
     """Dijkstra's algorithm from one source, continued as far as each target needs."""
@@ -211,6 +215,7 @@ class _Search:
     price: Price
     differentiable: bool
     learns: bool
+    parts: Parts = ()
 
     def __post_init__(self) -> None:
         self.start = Placement(self.source)
@@ -241,7 +246,7 @@ class _Search:
 
     def _expand(self, placement: Placement, distance: float) -> None:
         before = self._bytes(placement.dims)
-        for movement, after, cuts in steps(placement, self.mesh):
+        for movement, after, cuts in steps(placement, self.mesh, self.parts):
             if after in self.settled or (movement.pending and not self.differentiable):
                 continue
             if any(self.shape[dim] % degree for dim, degree in cuts):
@@ -282,21 +287,29 @@ Step = tuple[Movement, Placement, tuple[tuple[int, int], ...]]
 
 
 @lru_cache(maxsize=1 << 16)
-def steps(placement: Placement, mesh: Mesh) -> tuple[Step, ...]:
-    """Every single collective that is possible in `placement`."""
+def steps(placement: Placement, mesh: Mesh, parts: Parts = ()) -> tuple[Step, ...]:
+    """Every single collective that is possible in `placement`; dims may be cut in `parts`."""
     found = []
-    for movement in _movements(placement, mesh):
+    for movement in _movements(placement, mesh, parts):
         after, cuts = movement.place(placement), []
-        if len(movement.axes) > 1:
+        if len(movement.axes) > 1 or movement.parts is not None:
             for dim in {movement.dim, movement.to_dim} - {None}:
                 assert dim is not None
                 longer = max(placement.dims[dim], after.dims[dim], key=len)
-                cuts.append((dim, mesh.degree(longer)))
+                cuts.append((dim, (parts_of(longer) or 1) * mesh.degree(axes_of(longer))))
         found.append((movement, after, tuple(cuts)))
     return tuple(found)
 
 
-def _movements(placement: Placement, mesh: Mesh) -> Iterator[Movement]:
+def _movements(placement: Placement, mesh: Mesh, parts: Parts) -> Iterator[Movement]:
+    def into(dim: int) -> list[tuple[int, int] | None]:
+        """In what a dim may be cut, or cut further."""
+        cut = placement.dims[dim]
+        if cut:
+            return [] if parts_of(cut) else [None]
+        is_free = placement.layout.parts is None
+        return [None, *(one for one in parts if is_free and one[0] == dim)]
+
     used = {*placement.layout.axes, *placement.pending}
     sums = _subsets(axis for axis in mesh.names if axis in placement.partial)
     free = _subsets(axis for axis in mesh.names if axis not in used)
@@ -306,16 +319,21 @@ def _movements(placement: Placement, mesh: Mesh) -> Iterator[Movement]:
     for axes in free:
         yield Movement("identity", axes, pending=True)
     for dim, cut in enumerate(placement.dims):
-        for axes in sums:
-            yield Movement("reduce_scatter", axes, dim)
-        for axes in free:
-            yield Movement("slice", axes, dim)
-        for axes in _innermost(cut, mesh):
-            yield Movement("all_gather", axes, dim)
-            yield Movement("all_gather", axes, dim, pending=True)
+        for own in into(dim):
+            for axes in sums:
+                if own is None or len(axes) == 1:
+                    yield Movement("reduce_scatter", axes, dim, parts=own)
+            for axes in free:
+                if own is None or len(axes) == 1:
+                    yield Movement("slice", axes, dim, parts=own)
+        own = (dim, parts_of(cut)) if parts_of(cut) else None
+        for axes in _innermost(axes_of(cut), mesh):
+            yield Movement("all_gather", axes, dim, parts=own)
+            yield Movement("all_gather", axes, dim, pending=True, parts=own)
             for to_dim in range(placement.layout.ndim):
-                if to_dim != dim:
-                    yield Movement("all_to_all", axes, dim, to_dim)
+                for other in into(to_dim) if to_dim != dim else ():
+                    if (own is None and (other is None or len(axes) == 1)) or other is None:
+                        yield Movement("all_to_all", axes, dim, to_dim, parts=own or other)
 
 
 def _subsets(axes: Iterable[str]) -> list[tuple[str, ...]]:

@@ -144,12 +144,13 @@ def _carry_out(
     """One collective in every group; `another` makes the further replicas of a shared result."""
     collective = _COLLECTIVES[movement.kind]
     moved: list[Any] = [None] * len(values)
+    seen = movement.seen
     for group in _groups(mesh, movement.axes):
-        result = collective([values[rank] for rank in group], movement.dim, movement.to_dim)
+        result = collective([movement.apart(values[rank]) for rank in group], seen.dim, seen.to_dim)
         if isinstance(result, Tensor):
             result = [result, *(another(result) for _ in group[1:])]
         for rank, piece in zip(group, result):
-            moved[rank] = piece
+            moved[rank] = movement.together(piece)
     return tuple(moved)
 
 
@@ -199,6 +200,10 @@ def _piece(value: Tensor, dim: int, parts: int, index: int) -> Tensor:
 
 
 def _cut(whole: Tensor, layout: Layout, mesh: Mesh) -> tuple[Tensor, ...]:
+    if layout.parts is not None:
+        (at, count), (inside, _) = layout.parts, layout.seen(whole.shape)
+        cut = _cut(whole.unflatten(at, (count, -1)), inside, mesh)
+        return tuple(piece.flatten(at, at + 1) for piece in cut)
     pieces = []
     for bounds, is_first in zip(*_bounds(layout, tuple(whole.shape), mesh)):
         piece = whole
@@ -215,6 +220,10 @@ def _assemble(
     values: Sequence[Tensor], layout: Layout, mesh: Mesh, shape: tuple[int, ...]
 ) -> Tensor:
     """Undo the cuts one axis at a time, each over the ranks that still count."""
+    if layout.parts is not None:
+        (at, count), (inside, sizes) = layout.parts, layout.seen(shape)
+        pieces = [value.unflatten(at, (count, -1)) for value in values]
+        return _assemble(pieces, inside, mesh, sizes).flatten(at, at + 1)
     left, ranks = mesh, list(values)
     for axis in mesh.names:
         if layout.dim_of(axis) is None:

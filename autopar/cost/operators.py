@@ -22,10 +22,11 @@ from autopar.cost.formula import Formula
 from autopar.cost.model import operator_formula, operator_values
 from autopar.mesh import Mesh
 from autopar.strategies import Extra, Joint, Rule, Strategy
+from autopar.strategies.between import Between
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import is_view
 from autopar.strategies.results import tensors_of
-from autopar.strategies.rule import Between, Dim, Facts
+from autopar.strategies.rule import Dim, Facts
 
 Array = NDArray[np.float64]
 Values = dict[str, Any]  # by symbol: a number, or one for each strategy
@@ -59,11 +60,12 @@ class ShardSizes:
             if name in rule.joints
         ]
         lengths: dict[tuple[str, tuple[str, ...]], float] = {}
+        cuts = [rule.cuts_of(strategy) for strategy in strategies]
         self.lengths: dict[str, Array] = {}
         for factor, size in rule.sizes.items():
             column = np.full(self.count, float(size))
-            for index, strategy in enumerate(strategies):
-                axes = strategy.by_factor.get(factor)
+            for index, own in enumerate(cuts):
+                axes = own.get(factor)
                 if axes:
                     if (factor, axes) not in lengths:
                         length = size

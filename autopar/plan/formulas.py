@@ -51,7 +51,8 @@ def edge(
     beside what brings its gradient back."""
     val, back = info(value).val, (info(value).differentiable, learns)
     shape, itemsize, mesh = tuple(val.shape), val.dtype.itemsize, price.mesh
-    table = reshard_table(mesh, val.ndim)
+    parts = {info(value).parts, first.layout.parts, second.layout.parts}
+    table = reshard_table(mesh, val.ndim, tuple(sorted(one for one in parts if one is not None)))
     seconds = math.inf
     if first is second or (first in table.index and second in table.index and not first.pending):
         all_pairs = table.seconds(shape, itemsize, price, *back)

@@ -138,7 +138,7 @@ def _require_names(
 
 def _require_rule(saved: SavedValue, captured: Captured, node: fx.Node) -> None:
     strategy, rule = saved.decisions.strategies[node.name], captured.rules[node.name]
-    known = (*rule.factors, *rule.joints) if rule else ()
+    known = (*rule.factors, *rule.joints, *rule.parts) if rule else ()
     unknown = {factor for factor, _ in strategy.cuts} - set(known)
     if rule is None or unknown:
         raise InvalidInput(

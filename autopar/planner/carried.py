@@ -18,7 +18,7 @@ from dataclasses import replace
 from torch import fx
 
 from autopar.capture.captured import Captured
-from autopar.layout import Layout, Placement
+from autopar.layout import Layout, Placement, axes_of, parts_of
 from autopar.mesh import Mesh
 from autopar.search.decisions import Decisions, Fallback
 from autopar.strategies import Rule, Strategy, tensor_inputs
@@ -52,9 +52,13 @@ def carried(
 
 
 def fitting(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> Layout:
-    """Without the cuts of dims that have fewer elements than pieces."""
-    pairs = zip(layout.dims, shape)
-    return Layout(*(axes if mesh.degree(axes) <= size else () for axes, size in pairs))
+    """Without the cuts of dims that have fewer elements than pieces, or uneven parts."""
+
+    def fits(dim: tuple[str, ...], size: int) -> bool:
+        parts, pieces = parts_of(dim), mesh.degree(axes_of(dim))
+        return size % (parts * pieces) == 0 if parts else pieces <= size
+
+    return Layout(*(dim if fits(dim, size) else () for dim, size in zip(layout.dims, shape)))
 
 
 class _Carrying:

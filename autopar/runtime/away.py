@@ -12,6 +12,7 @@ sent for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
@@ -34,6 +35,7 @@ def mover(mesh: Mesh, rank: int, group_name: Callable[[Axes], str]) -> Move:
     def move(movement: Movement, values: Sequence[Tensor], size: int) -> list[Tensor]:
         layout = Layout(movement.axes if movement.kind == "all_gather" else None)
         about = layout, (size,), mesh, rank, group_name(movement.axes)
+        operator: Any
         operator, arguments = operator_call(movement, *about)
         return [EAGER[operator](values[0], *arguments)]
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import local_of
-from autopar.layout import Layout, TensorType
+from autopar.layout import TensorType
 from autopar.mesh import Mesh
+from autopar.placements import from_placements
 from autopar.runtime.groups import Groups
 from autopar.runtime.outputs import joined
 from autopar.runtime.stage_ranks import StageRanks
@@ -53,6 +54,6 @@ def _whole(value: Tensor, rank: int, groups: Groups, device: torch.device) -> Te
     if not isinstance(value, DTensor):
         return local
     mesh = Mesh.from_device_mesh(value.device_mesh)
-    layout = Layout.from_placements(value.placements, mesh, value.ndim)
+    layout = from_placements(value.placements, mesh, value.ndim)
     type_ = TensorType(tuple(value.shape), value.dtype, layout)
     return joined(local, type_, mesh, groups, rank)

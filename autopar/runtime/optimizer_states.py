@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from autopar._torch import local_of
 from autopar.errors import InvalidInput
 from autopar.runtime.checkpoint_files import Checkpoint, Group, Key, SavedOptimizer
-from autopar.runtime.placing import bounds_of
+from autopar.runtime.placing import boxes_of
 from autopar.runtime.plain_data import plain
 
 Parameters = Mapping[str, Tensor]
@@ -198,7 +198,9 @@ def _placed(saved: Checkpoint, key: Key, parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor) or not (is_like or shape):
         value = saved.read(key, whole)
         return value if key.state == "step" else value.to(device)
-    value = saved.read(key, bounds_of(parameter) if is_like else whole).to(device)
+    boxes, dim = boxes_of(parameter) if is_like else ([whole], 0)
+    read = [saved.read(key, bounds) for bounds in boxes]
+    value = (torch.cat(read, dim) if len(read) > 1 else read[0]).to(device)
     return DTensor.from_local(
         value,
         parameter.device_mesh,

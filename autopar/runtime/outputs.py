@@ -52,6 +52,12 @@ class Outputs:
 def joined(piece: Tensor, type_: TensorType, mesh: Mesh, groups: Groups, rank: int) -> Tensor:
     """The whole of which `rank` has a piece, dim by dim, the innermost cut first."""
     layout: Layout = type_.layout
+    if layout.parts is not None:
+        (at, count), (inside, shape) = layout.parts, layout.seen(type_.shape)
+        seen = TensorType(shape, type_.dtype, inside)
+        return joined(piece.unflatten(at, (count, -1)), seen, mesh, groups, rank).flatten(
+            at, at + 1
+        )
     for dim, axes in enumerate(layout.dims):
         for count in reversed(range(len(axes))):
             axis, layout = axes[count], layout.with_dim(dim, axes[:count])

@@ -43,12 +43,13 @@ class Pieces:
         """From a layout to one that cuts a dim further, over `axes` in the order of the mesh."""
         dim = next((d for d, cut in enumerate(coarse.dims) if cut != fine.dims[d]), 0)
         members = next(ranks for ranks in mesh.groups(tuple(axes)) if rank in ranks)
-        own = coarse.local_bounds(shape, mesh, rank)
-        bounds = []
+        own, first, bounds = coarse.local_shape(shape, mesh, rank), 0, []
+        if shape:
+            first = coarse.bounds_in(dim, shape, mesh, rank)[0]
         for member in members:
-            start, length = fine.local_bounds(shape, mesh, member)[dim] if shape else (0, 1)
-            bounds.append((start - own[dim][0] if shape else 0, length))
-        return cls(tuple(length for _, length in own), dim, tuple(bounds), members.index(rank))
+            start, length = fine.bounds_in(dim, shape, mesh, member) if shape else (0, 1)
+            bounds.append((start - first, length))
+        return cls(own, dim, tuple(bounds), members.index(rank))
 
     def shape_of(self, member: int) -> tuple[int, ...]:
         """Of one member's piece."""

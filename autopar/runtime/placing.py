@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from autopar._torch import wait_for
 from autopar.layout import Layout, TensorType
 from autopar.mesh import Mesh
+from autopar.placements import from_placements, to_placements
 
 Bounds = tuple[tuple[int, int], ...]  # start and length in each dim
 Read = Callable[[Bounds], Tensor]  # a part of a tensor that need not lie here in whole
@@ -29,8 +30,8 @@ class Placing:
         self.mesh, self.rank, self.device, self.device_mesh = mesh, rank, device, device_mesh
 
     def view(self, whole: Tensor, layout: Layout) -> Tensor:
-        """This rank's piece, as a view of the whole."""
-        return part_of(whole, layout.local_bounds(whole.shape, self.mesh, self.rank))
+        """This rank's piece, as a view of the whole, if it is one of its pieces."""
+        return piece_of(partial(part_of, whole), layout, whole.shape, self.mesh, self.rank)
 
     def piece(self, whole: Tensor, layout: Layout) -> Tensor:
         """This rank's piece in memory of its own: the whole may go."""
@@ -38,7 +39,7 @@ class Placing:
 
     def read(self, like: Tensor, type_: TensorType, read: Read) -> Tensor:
         """This rank's piece of a tensor of which `read` gives a part."""
-        part = read(type_.layout.local_bounds(type_.shape, self.mesh, self.rank))
+        part = piece_of(read, type_.layout, type_.shape, self.mesh, self.rank)
         piece = in_own_memory([part.to(self.device, type_.dtype)])[0]
         return self._wrapped(piece, like, type_.layout)
 
@@ -87,7 +88,8 @@ class Placing:
             if ranks[at] == dist.get_rank():
                 continue
             if at not in pieces:
-                part = part_of(whole, type_.layout.local_bounds(type_.shape, self.mesh, at))
+                read = partial(part_of, whole)
+                part = piece_of(read, type_.layout, type_.shape, self.mesh, at)
                 pieces[at] = part.to(self.device, type_.dtype).contiguous()
             if pieces[at].numel():
                 sends.append(P2POp(isend, _bytes(pieces[at]), ranks[at]))
@@ -105,14 +107,23 @@ class Placing:
         return wrap(self.piece(whole, layout))
 
 
-def bounds_of(value: Tensor) -> Bounds:
-    """What this process has of a tensor: of a DTensor its piece."""
+def boxes_of(value: Tensor) -> tuple[list[Bounds], int]:
+    """What this process has of a tensor: of a DTensor its piece, which may be several pieces of the
+    whole, one after the other along a dim."""
     if not isinstance(value, DTensor):
-        return tuple((0, size) for size in value.shape)
+        return [tuple((0, size) for size in value.shape)], 0
     mesh, place = Mesh.from_device_mesh(value.device_mesh), value.device_mesh.get_coordinate()
     assert place is not None
-    layout = Layout.from_placements(value.placements, mesh, value.ndim)
-    return layout.local_bounds(value.shape, mesh, mesh.rank(dict(zip(mesh.names, place))))
+    layout = from_placements(value.placements, mesh, value.ndim)
+    layout.validate(value.shape, mesh)
+    boxes = layout.boxes(value.shape, mesh, mesh.rank(dict(zip(mesh.names, place))))
+    return boxes, layout.parts[0] if layout.parts is not None else 0
+
+
+def piece_of(read: Read, layout: Layout, shape: Sequence[int], mesh: Mesh, rank: int) -> Tensor:
+    """What a rank holds of a tensor of which `read` gives parts."""
+    found = [read(bounds) for bounds in layout.boxes(shape, mesh, rank)]
+    return found[0] if layout.parts is None else torch.cat(found, layout.parts[0])
 
 
 def is_cut(value: Tensor) -> bool:
@@ -153,7 +164,7 @@ def wrapper(
     layout: Layout, shape: tuple[int, ...], device_mesh: DeviceMesh
 ) -> Callable[[Tensor], DTensor]:
     """What makes a DTensor of a local tensor."""
-    placements = layout.to_placements(Mesh.from_device_mesh(device_mesh))
+    placements = to_placements(layout, Mesh.from_device_mesh(device_mesh))
     stride = torch.empty(shape, device="meta").stride()
 
     def wrap(local: Tensor) -> DTensor:

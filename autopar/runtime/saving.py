@@ -60,7 +60,7 @@ from autopar.runtime.optimizer_states import (
     require_loadable,
     states_of,
 )
-from autopar.runtime.placing import bounds_of
+from autopar.runtime.placing import Bounds, boxes_of
 from autopar.runtime.plain_data import plain
 from autopar.runtime.safetensors import (
     INDEX,
@@ -158,7 +158,9 @@ def load(
 
     def take() -> None:
         for name, value in held.items():
-            local_of(value).copy_(saved.read(Key(name), bounds_of(value)))
+            boxes, dim = boxes_of(value)
+            read = [saved.read(Key(name), bounds) for bounds in boxes]
+            local_of(value).copy_(torch.cat(read, dim) if len(read) > 1 else read[0])
         if saved.beside.loss_scale is not None and module.loss_scale is not None:
             module.loss_scale = saved.beside.loss_scale
         torch.set_rng_state(saved.beside.random)
@@ -292,7 +294,11 @@ def _prepared(
         return where, tensors, states
 
     where, tensors, states = on_all(backend, alone, call)
-    parts = {Part(key, tuple(v.shape), v.dtype, bounds_of(v)): v for key, v in tensors.items()}
+    parts = {
+        Part(key, tuple(value.shape), value.dtype, bounds): piece
+        for key, value in tensors.items()
+        for bounds, piece in _pieces(value)
+    }
     own = Listing(tuple(parts), None if states is None else states.saved)
     listings = gathered(backend, own, everywhere=False)
 
@@ -324,6 +330,15 @@ def _prepared(
         job.discard()
         raise
     return job
+
+
+def _pieces(value: Tensor) -> list[tuple[Bounds, Tensor]]:
+    """What lies here of a tensor: a piece of the whole, or several."""
+    boxes, dim = boxes_of(value)
+    if len(boxes) == 1:
+        return [(boxes[0], value)]
+    pieces = local_of(value).detach().split([bounds[dim][1] for bounds in boxes], dim)
+    return list(zip(boxes, pieces))
 
 
 def _held(module: ParallelModule) -> dict[str, Tensor]:

@@ -113,7 +113,10 @@ class _Builder:
     def __post_init__(self) -> None:
         price = ClusterPrice(self.cluster, self.mesh, self.states.buffer_bytes)
         self.classes = NodeClasses(self.captured, self.mesh, self.cluster.device, price)
-        self.edges = Edges(self.mesh, self.cluster, price, self.microbatches, self.states)
+        given, named = self.constraints.parameters, self.captured.parameters
+        at = {node: given[name].layout.parts for node, name in named.items() if name in given}
+        parts = {node: one for node, one in at.items() if one is not None}
+        self.edges = Edges(self.mesh, self.cluster, price, self.microbatches, self.states, parts)
         self.built = Built(self.captured, self.mesh, self.constraints)
         self.nodes = {node.name: node for node in self.captured.graph.nodes}
         self.readings: dict[str, list[Reading]] = {}
@@ -164,12 +167,12 @@ class _Builder:
         constraint = self.constraints.parameters.get(name)
         shape = tuple(known.val.shape)
         back = known.differentiable, known.learns
-        key = shape, known.val.dtype, *back, constraint and constraint.layout
+        key = shape, known.val.dtype, *back, constraint and constraint.layout, known.parts
         if key not in self._stored:
             states = (
                 Placements([Placement(constraint.layout)])
                 if constraint is not None
-                else self._stored_at(shape)
+                else self._stored_at(shape, known.parts)
             )
             places = [self.edges.places(node, state.layout) for state in states]
             held = [self._held(node, at) for at in places]
@@ -178,9 +181,12 @@ class _Builder:
         number = self.built.graph.add_node(self.edges.zeros(len(states)), memory, name=name)
         self.producers[node.name] = self.built.parameters[node.name] = Variable(number, states)
 
-    def _stored_at(self, shape: tuple[int, ...]) -> Placements:
+    def _stored_at(self, shape: tuple[int, ...], parts: tuple[int, int] | None) -> Placements:
         """The layouts of a parameter of which nothing was said."""
-        batch_axis, states = self.constraints.batch_axis, storage_states(shape, self.mesh)
+        batch_axis, states = (
+            self.constraints.batch_axis,
+            storage_states(shape, self.mesh, (parts,) if parts else ()),
+        )
         return Placements(state for state in states if batch_axis not in state.layout.axes)
 
     def _held(self, node: fx.Node, places: ParameterPlacement) -> float:

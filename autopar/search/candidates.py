@@ -12,12 +12,13 @@ from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.cluster import Device
+from autopar.collectives.redistribution import Parts
 from autopar.cost.joint_kernels import Computed, messages_inside
 from autopar.cost.operators import ShardSizes, Work, facts_of, kept_extra, seconds, work
 from autopar.cost.price import ClusterPrice
 from autopar.cost.reductions import weight_seconds
 from autopar.errors import unforeseen
-from autopar.layout import Placement
+from autopar.layout import Placement, axes_of, parts_of
 from autopar.mesh import Mesh
 from autopar.search.reshard import Placements, reshard_table
 from autopar.strategies import KernelCall, Rule, Strategy, tensor_inputs
@@ -183,11 +184,15 @@ def uncut(candidates: Candidates) -> int:
     return next(i for i, strategy in enumerate(candidates.strategies) if not strategy.axes)
 
 
-def storage_states(shape: tuple[int, ...], mesh: Mesh) -> Placements:
+def storage_states(shape: tuple[int, ...], mesh: Mesh, parts: Parts = ()) -> Placements:
     """The layouts in which a parameter may be stored: each axis cuts one dim, or none."""
     return Placements(
         state
-        for state in reshard_table(mesh, len(shape)).starts
-        if not state.partial
-        and all(not axes or mesh.degree(axes) <= size for axes, size in zip(state.dims, shape))
+        for state in reshard_table(mesh, len(shape), parts).starts
+        if not state.partial and all(_fits(dim, size, mesh) for dim, size in zip(state.dims, shape))
     )
+
+
+def _fits(dim: tuple[str, ...], size: int, mesh: Mesh) -> bool:
+    pieces, parts = mesh.degree(axes_of(dim)), parts_of(dim)
+    return size % (parts * pieces) == 0 if parts else not dim or pieces <= size

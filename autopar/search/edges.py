@@ -5,8 +5,9 @@ Tables that are equal are one object, so that the cost graph knows them again at
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,11 @@ from torch import fx
 
 from autopar.capture.origins import state_bytes
 from autopar.cluster import Cluster
-from autopar.collectives.redistribution import FREE, steps
+from autopar.collectives.redistribution import FREE, Parts, steps
 from autopar.cost.footprint import parameter_bytes
 from autopar.cost.price import ClusterPrice
 from autopar.cost.state_price import Beside, NodeCost, StatePrice
-from autopar.layout import ALL_PLACES, Layout, ParameterPlacement, Placement
+from autopar.layout import ALL_PLACES, Layout, ParameterPlacement, Placement, axes_of
 from autopar.mesh import Mesh
 from autopar.search.candidates import Candidates
 from autopar.search.reshard import Placements, ReshardTable, reshard_table
@@ -47,8 +48,10 @@ class Edges:
         price: ClusterPrice,
         microbatches: int,
         states: States,
+        parts: Mapping[str, tuple[int, int]] = MappingProxyType({}),
     ) -> None:
-        self.mesh, self.price, self.states = mesh, price, states
+        """`parts`: of values whose layout is given."""
+        self.mesh, self.price, self.states, self.parts = mesh, price, states, parts
         self.share = 1 / microbatches  # of what is done once a step
         self.state_price = StatePrice(price, cluster.device.overlap)
         self._arrays: dict[tuple, Array] = {}
@@ -163,7 +166,9 @@ class Edges:
         before, after = self.bytes(value, first), self.bytes(value, second)
         wanted = [(j, state) for j, state in enumerate(second) if state.pending]
         for i, start in enumerate(first):
-            single = {end: movement for movement, end, _ in steps(start, self.mesh)}
+            single = {
+                end: movement for movement, end, _ in steps(start, self.mesh, self._parts(value))
+            }
             for j, state in wanted:
                 if (movement := single.get(state)) is None or movement.backward in FREE:
                     continue
@@ -186,7 +191,7 @@ class Edges:
     ) -> Array:
         """The same costs where gradients are summed over the axes on which a parameter is stored
         whole when backward has gone past it."""
-        table = reshard_table(self.mesh, info(value).val.ndim)
+        table = self._all(value)
         size = self.bytes(value, first)
         if value.op != "placeholder" and len(value.users) == 1:
             # The parameter's own gradient is summed instead: no sums of pieces, but pieces.
@@ -200,7 +205,7 @@ class Edges:
             kinds.setdefault(state.pending, []).append(j)
         used: dict[frozenset[str], list[int]] = {}
         for i, state in enumerate(first):
-            axes = frozenset(axis for dim in state.dims for axis in dim)
+            axes = frozenset(axis for dim in state.dims for axis in axes_of(dim))
             used.setdefault(axes | frozenset(state.pending), []).append(i)
         for pending, js in kinds.items():
             for axes, members in used.items():
@@ -224,7 +229,7 @@ class Edges:
         """What one rank holds of a value in each state."""
         key = ("bytes", states, self._type(value))
         if key not in self._arrays:
-            table = reshard_table(self.mesh, info(value).val.ndim)
+            table = self._all(value)
             elements = table.elements(tuple(info(value).val.shape))[table.rows(states)]
             self._arrays[key] = elements * info(value).val.dtype.itemsize
         return self._arrays[key]
@@ -244,15 +249,23 @@ class Edges:
         """All layouts of a value, and the seconds between them, on the way to who `learns` or
         not."""
         val, known = info(value).val, info(value)
-        table = reshard_table(self.mesh, val.ndim)
+        table = self._all(value)
         back = known.differentiable, learns and known.learns
         return table, table.seconds(tuple(val.shape), val.itemsize, self.price, *back, frozen)
+
+    def _all(self, value: fx.Node) -> ReshardTable:
+        return reshard_table(self.mesh, info(value).val.ndim, self._parts(value))
+
+    def _parts(self, value: fx.Node) -> Parts:
+        """How it may be cut, or is."""
+        found = {info(value).parts, self.parts.get(value.name)}
+        return tuple(sorted(one for one in found if one is not None))
 
     def _type(self, value: fx.Node) -> tuple:
         if value not in self._types:
             val = info(value).val
             back = info(value).differentiable, info(value).learns
-            self._types[value] = tuple(val.shape), val.dtype, *back
+            self._types[value] = tuple(val.shape), val.dtype, *back, self._parts(value)
         return self._types[value]
 
     def zeros(self, count: int) -> Array:

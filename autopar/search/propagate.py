@@ -18,7 +18,7 @@ from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.errors import InvalidInput
-from autopar.layout import Layout
+from autopar.layout import Layout, axes_of
 from autopar.mesh import Mesh
 from autopar.search.constraints import Constraints, LayoutConstraint
 from autopar.search.decisions import Decisions, Fallback
@@ -117,7 +117,7 @@ class _Propagation:
         for name in parameters:
             node = self.nodes[name]
             for dim, axes in enumerate(self.fixed[node].dims):
-                for axis in axes:
+                for axis in axes_of(axes):
                     if axis not in batch_axes:
                         self._offer(node, axis, dim)
         self._settle()
@@ -137,7 +137,7 @@ class _Propagation:
         for name in names:
             node = self.nodes[name]
             for dim, axes in enumerate(self.fixed[node].dims):
-                for axis in axes:
+                for axis in axes_of(axes):
                     self.events.append((node, axis, dim))
         self._settle()
 
@@ -214,7 +214,21 @@ class _Propagation:
                 rule = self.rules[reader]
                 for index, argument in enumerate(self.arguments[reader]):
                     if argument is value:
-                        self._try(reader, axis, _outer_factor(rule, rule.inputs[index][dim]))
+                        factor = _outer_factor(rule, rule.inputs[index][dim])
+                        if self._is_in_parts(value, axis):
+                            factor = rule.in_parts(factor, index)
+                        self._try(reader, axis, factor)
+
+    def _is_in_parts(self, value: fx.Node, axis: str) -> bool:
+        """Whether what an axis cuts of a value are parts."""
+        if value in self.fixed:
+            parts = self.fixed[value].parts
+            return parts is not None and parts[0] == self.fixed[value].dim_of(axis)
+        operator = maker(value)
+        choice = self.cuts.get(operator, {}).get(axis, "")
+        parts_of_it = self.rules[operator].parts.get(choice) if choice else None
+        cut = None if parts_of_it is None else parts_of_it.outputs[place_of(value)]
+        return cut is not None and cut[1]
 
     def _try(self, node: fx.Node, axis: str, factor: str | None) -> None:
         """Cut an operator if it may be, and then what it reads: deep first, however deep."""
@@ -250,6 +264,8 @@ class _Propagation:
         rule = self.rules[node]
         self.cuts[node][axis] = choice
         inputs, outputs = rule.factors_of(choice)
+        if choice in rule.parts:
+            inputs = [None] * len(inputs)  # these are followed, and not asked for
         for value in values_of(node) if node not in self.fixed else ():
             for dim, factors in enumerate(rule.outputs[place_of(value)]):
                 if outputs[place_of(value)] in factors:
@@ -312,7 +328,7 @@ class _Propagation:
         if axis in self.passes[operator]:
             return True
         factor, rule = self.cuts[operator].get(axis), self.rules[operator]
-        if factor is None or factor in rule.gathered or factor in rule.joints:
+        if factor is None or factor in rule.gathered or factor in (*rule.joints, *rule.parts):
             return False
         return not any(factor in dim for dim in rule.outputs[place_of(value)])
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.collectives import Price
-from autopar.collectives.redistribution import FREE, TIE, local_elements, steps
+from autopar.collectives.redistribution import FREE, TIE, Parts, local_elements, steps
 from autopar.layout import Layout, Placement
 from autopar.mesh import Mesh
 
@@ -43,9 +43,9 @@ class Placements(tuple[Placement, ...]):
 
 
 @lru_cache(maxsize=32)
-def reshard_table(mesh: Mesh, ndim: int) -> ReshardTable:
-    """The table for tensors of `ndim` dims on `mesh`."""
-    return ReshardTable(mesh, ndim)
+def reshard_table(mesh: Mesh, ndim: int, parts: Parts = ()) -> ReshardTable:
+    """The table for tensors of `ndim` dims on `mesh`, which may be cut in `parts`."""
+    return ReshardTable(mesh, ndim, parts)
 
 
 class _Terms(NamedTuple):
@@ -61,8 +61,8 @@ class _Terms(NamedTuple):
 class ReshardTable:
     """All states of tensors of some number of dims, and all steps between them."""
 
-    def __init__(self, mesh: Mesh, ndim: int) -> None:
-        self.mesh, self.ndim = mesh, ndim
+    def __init__(self, mesh: Mesh, ndim: int, parts: Parts = ()) -> None:
+        self.mesh, self.ndim, self.parts = mesh, ndim, parts
         self.starts = tuple(dict.fromkeys(self._starts()))
         found = list(self.starts)
         self.index = {state: number for number, state in enumerate(found)}
@@ -70,7 +70,7 @@ class ReshardTable:
         grouped = defaultdict(list)
         evenly: dict[tuple[tuple[int, int], ...], int] = {}  # dims that must be cut evenly
         for state in found:  # grows while it is walked
-            for movement, after, cuts in steps(state, mesh):
+            for movement, after, cuts in steps(state, mesh, parts):
                 if after not in self.index:
                     self.index[after] = len(found)
                     found.append(after)
@@ -97,6 +97,10 @@ class ReshardTable:
                 elif isinstance(where, int):
                     dims[where] += (axis,)
             states.append(Placement(Layout(*dims, partial=partial)))
+            for at, number in self.parts:
+                if len(dims[at]) == 1:
+                    apart = [*dims[:at], (f"/{number}", *dims[at]), *dims[at + 1 :]]
+                    states.append(Placement(Layout(*apart, partial=partial)))
         return states
 
     @cached_property
@@ -133,7 +137,8 @@ class ReshardTable:
         """The least seconds, forward and (if it `learns`) backward, from each state to each state.
 
         No movement goes over the axes that are `frozen`."""
-        even = all(size % self.mesh.size == 0 for size in shape)
+        # What may be in parts is told apart by more than its size.
+        even = not self.parts and all(size % self.mesh.size == 0 for size in shape)
         whole = float(np.prod(shape, dtype=np.float64) * itemsize)
         terms = _Terms(itemsize, price, differentiable, learns and differentiable, frozen)
         key = (whole if even else shape, terms)
@@ -141,7 +146,7 @@ class ReshardTable:
             dims = tuple(
                 sorted((d for d in range(self.ndim) if shape[d] > 1), key=shape.__getitem__)
             )
-            if even or dims == tuple(range(self.ndim)):
+            if even or self.parts or dims == tuple(range(self.ndim)):
                 self._solved[key] = self._solve(shape, terms)
             else:  # the order of the dims says nothing, nor does a dim of one element
                 smaller = reshard_table(self.mesh, len(dims))

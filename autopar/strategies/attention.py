@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import torch
 
+from autopar.strategies.between import NOTHING, Between
 from autopar.strategies.draws import BITS
 from autopar.strategies.kernels import dropped_attention
 from autopar.strategies.node_info import info
 from autopar.strategies.registry import Call, register_rule
-from autopar.strategies.rule import NOTHING, Between, Dim, Extra, Rule, Saved, broadcast
+from autopar.strategies.rule import Dim, Extra, Rule, Saved, broadcast
 from autopar.strategies.strategy import Joint
 
 # Bytes of the passes that dropped attention makes over each weight, of 4 bytes: forward writes and

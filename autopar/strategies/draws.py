@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autopar.strategies.between import Between
 from autopar.strategies.kernels import draws
 from autopar.strategies.language import Passes, Pattern
 from autopar.strategies.registry import Call, RuleFunction, register_rule
-from autopar.strategies.rule import Between, Rule
+from autopar.strategies.rule import Rule
 
 COST = 16.0  # operations for the bits of an element
 # Bytes of the passes that make these bits, of 4 bytes each: the first, three rounds of four, the

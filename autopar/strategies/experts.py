@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
+from autopar.strategies.between import Between
 from autopar.strategies.kernels.capacity import WITHIN_CAPACITY
 from autopar.strategies.kernels.experts import EXPERTS
 from autopar.strategies.registry import Call, Traits, register_rule
-from autopar.strategies.rule import Between, Rule
+from autopar.strategies.rule import Rule
 from autopar.strategies.strategy import Joint
 
 LAYERS = {

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -15,10 +17,35 @@ from autopar.strategies.node_info import info
 from autopar.strategies.registry import Call, Traits, aten, register_rule
 from autopar.strategies.rule import Dim, Rule, Saved, broadcast, names
 from autopar.strategies.shapes import moved, same_dims
+from autopar.strategies.strategy import InParts
 
 
 def _slice(call: Call) -> Rule:
-    return same_dims(call, () if call.shape == call.shapes[0] else [call.dim(call["dim"])])
+    """Of a dim of equal parts, one: its pieces lie in the pieces of the parts."""
+    dim, parts = call.dim(call["dim"]), info(call.inputs[0]).parts
+    rule = same_dims(call, () if call.shape == call.shapes[0] else [dim])
+    if parts is None or parts[0] != dim or not is_part(call, parts[1]):
+        return rule
+    own = InParts(parts[1], ((f"d{dim}", True),), ((f"n{dim}", False),))
+    return replace(rule, parts={f"d{dim}/{parts[1]}": own})
+
+
+def is_part(call: Call, count: int) -> bool:
+    """Whether a slice takes one of so many equal parts, of more than one element."""
+    dim = call.dim(call["dim"])
+    whole, size, start = call.shapes[0][dim], call.shape[dim], call["start"] or 0
+    return call.get("step", 1) == 1 and size > 1 and whole == count * size and start % size == 0
+
+
+def _start_of_piece(call: Call, shape: Sequence[int]) -> Any:
+    """Where it is cut, it is one of equal parts."""
+    size, piece = (sizes[call.dim(call["dim"])] for sizes in (call.shape, shape))
+    return call["start"] if piece == size else (call["start"] or 0) // size * piece
+
+
+def _end_of_piece(call: Call, shape: Sequence[int]) -> Any:
+    size, piece = (sizes[call.dim(call["dim"])] for sizes in (call.shape, shape))
+    return call["end"] if piece == size else _start_of_piece(call, shape) + piece
 
 
 def _select(call: Call) -> Rule:
@@ -206,7 +233,12 @@ def _counted(call: Call) -> Rule:
 
 
 _PIECE = Traits(view=True, leading="dim")
-register_rule(aten("slice narrow"), _slice, traits=_PIECE)
+register_rule(
+    "aten.slice",
+    _slice,
+    traits=replace(_PIECE, of_piece={"start": _start_of_piece, "end": _end_of_piece}),
+)
+register_rule("aten.narrow", _slice, traits=_PIECE)
 register_rule("aten.select", _select, traits=_PIECE)
 register_rule("aten.index_select", _index_select)
 register_rule("aten.gather", _gather)

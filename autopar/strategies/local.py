@@ -79,7 +79,9 @@ def piece_call(
     traits = traits_of(node)
     takes_all = traits.takes_nothing or not node.all_input_nodes
     if rule is not None and strategy is not None and not takes_all:
-        lengths = [rule.bounds(factor, strategy, mesh, rank)[1] for factor, _ in strategy.cuts]
+        lengths = [
+            rule.bounds(factor, strategy, mesh, rank)[1] for factor in rule.cuts_of(strategy)
+        ]
         if 0 in lengths:
             shapes = [list(t.layout.local_shape(t.shape, mesh, rank)) for t in flat(types)]
             dtypes = [type_.dtype for type_ in flat(types)]

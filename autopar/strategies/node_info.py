@@ -83,6 +83,7 @@ class NodeInfo:
     draw: int | None = None  # its number among the calls that draw random numbers; as no_grad
 
     on_host: bool = False  # of a parameter: where it is kept; of a call: where it runs
+    parts: tuple[int, int] | None = None  # a dim of equal parts, and their number: it may be cut so
     checkpoint: int | None = None  # the user's checkpoint that it stands in, by number
 
     # From assign_types

@@ -26,7 +26,8 @@ from autopar.errors import InvalidInput, unforeseen
 from autopar.strategies.language import Flops, Options, Passes, Pattern, parse, require
 from autopar.strategies.node_info import flat, info
 from autopar.strategies.results import is_result
-from autopar.strategies.rule import Dim, Extra, Rule, Saved, product, render
+from autopar.strategies.rule import Dim, Extra, Rule, Saved, product
+from autopar.strategies.strategy import InParts
 
 Operator = Any  # OpOverload, OpOverloadPacket, operator of torch.library.custom_op, or function
 
@@ -136,7 +137,7 @@ class Call:
             kept,
             whole=marked,
             passes=tuple(map(frozenset, passes)),
-            text=render(into, out, marked),
+            text=_render(into, out, marked),
             saved=saved,
             **{**options, "flops": float(product(kept)) if flops is None else flops},
         )
@@ -262,7 +263,17 @@ def rule_of(node: fx.Node) -> Rule | None:
             remedy="give the inputs that it leaves out dims of their own, whole",
             source=call.source,
         )
-    return replace(rule, passes=tuple(_linear_passes(rule, call)))
+    return replace(rule, passes=tuple(_linear_passes(rule, call)), parts=_parts(rule, call))
+
+
+def _parts(rule: Rule, call: Call) -> Mapping[str, InParts]:
+    """Those of a call whose output has parts, which it takes through."""
+    if rule.parts or info(call.node).parts is None:
+        return rule.parts
+    at, count = info(call.node).parts  # type: ignore[misc]
+    factor = "".join(rule.outputs[0][at])
+    inputs = [(factor, True) if (factor,) in dims else None for dims in rule.inputs]
+    return {f"{factor}/{count}": InParts(count, tuple(inputs), ((factor, True),))}
 
 
 def tensor_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -405,3 +416,20 @@ def _bind(node: fx.Node) -> tuple[dict[str, Any], frozenset[str]]:
         if "Tensor" in str(parameter.annotation):
             annotated |= own.keys()
     return named, frozenset(annotated)
+
+
+def _render(
+    inputs: Sequence[Sequence[Dim]], outputs: Sequence[Sequence[Dim]], whole: frozenset[str]
+) -> str:
+    """The line of a rule that was derived from shapes."""
+
+    def tensor(dims: Sequence[Dim]) -> str:
+        return " ".join(
+            "1" if not dim else marked(dim)[0] if len(dim) == 1 else f"({' '.join(marked(dim))})"
+            for dim in dims
+        )
+
+    def marked(dim: Dim) -> list[str]:
+        return [name + "!" * (name in whole) for name in dim]
+
+    return f"{', '.join(map(tensor, inputs))} -> {', '.join(map(tensor, outputs))}".strip()

@@ -25,14 +25,15 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, Placement, chunk
 from autopar.mesh import Mesh
-from autopar.strategies.strategy import Joint, Strategy
+from autopar.strategies.between import NOTHING, Between
+from autopar.strategies.strategy import InParts, Joint, Strategy
 
 Quantifier = Callable[[Iterable[bool]], bool]
 Axes = tuple[str, ...]
@@ -84,24 +85,6 @@ class Saved:
         )
 
 
-class Between(NamedTuple):
-    """Bytes of intermediate results that passes over elements write and read, beside products and
-    what is read and written once. The cores of a host have most of them in a cache: there, as many
-    as its memory moves in the same time."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-    host_forward: float = 0.0
-    host_backward: float = 0.0
-
-    def times(self, count: float) -> Between:
-        """Of so many elements, where these are of one."""
-        return Between(*(size * count for size in self))
-
-
-NOTHING = Between()
-
-
 @dataclass(frozen=True)
 class Rule:
     """What one call of an operator can do, with the sizes of that call."""
@@ -114,6 +97,7 @@ class Rule:
     passes: tuple[frozenset[int], ...] = ()  # inputs that may be partial sums together
     kernels: Mapping[str, str] = field(default_factory=dict)  # factor -> kernel needed to cut it
     joints: Mapping[str, Joint] = field(default_factory=dict)  # by name, which stands for a factor
+    parts: Mapping[str, InParts] = field(default_factory=dict)  # by name, as joints
     flops: float = 0.0  # of the uncut forward
     backward_flops: float | None = None  # of all gradients; None: as follows from `flops`
     between: Between = NOTHING  # of the uncut call
@@ -138,8 +122,9 @@ class Rule:
 
     @cached_property
     def choices(self) -> tuple[str, ...]:
-        """What axes may be given to: factors, and joints."""
-        return (*self.cuttable, *(name for name in self.joints if self.why_whole(name) is None))
+        """What axes may be given to: factors, joints, and parts."""
+        joints = (name for name in self.joints if self.why_whole(name) is None)
+        return (*self.cuttable, *joints, *self.parts)
 
     @cached_property
     def is_contraction(self) -> bool:
@@ -170,6 +155,8 @@ class Rule:
         """Why no axis may cut `factor`, or what a joint of that name cuts; None if one may."""
         if (joint := self.joints.get(factor)) is not None:
             return next(filter(None, map(self._why_not_at_once, joint.factors)), None)
+        if factor in self.parts:
+            return None
         if factor not in self.factors:
             return f"{factor!r} is not one of the rule's factors of size above 1"
         if factor in self.whole:
@@ -191,12 +178,14 @@ class Rule:
             return f"only the outermost factor of a dim can be cut, and {factor!r} is an inner one"
         return None
 
-    def _cuts(self, strategy: Strategy, of: Callable[[Joint], str | None]) -> dict[str, Axes]:
-        """The axes of each factor in the tensor that a joint says the factor `of`; those of a joint
-        that leaves the tensor whole go by the name of the joint."""
+    def _cuts(self, strategy: Strategy, of: Callable[[Any], Any]) -> dict[str, Axes]:
+        """The axes of each factor in the tensor that a joint, or what is in parts, says the factor
+        `of`; those of one that leaves the tensor whole go by its name."""
         cuts = dict[str, Axes]()
         for name, axes in strategy.cuts:
-            if name not in self.joints:
+            if (parts := self.parts.get(name)) is not None:
+                cuts |= parts.cut(of(parts), axes) or {name: axes}
+            elif name not in self.joints:
                 cuts[name] = axes
         for name, axes in strategy.cuts:
             if (joint := self.joints.get(name)) is not None:
@@ -240,7 +229,7 @@ class Rule:
                     passes.append((axis, choice))
             if not all(self.fits(factor, mesh.degree(cuts[factor])) for factor in cuts):
                 continue
-            if self.joints and not self.go_together(cuts, mesh):
+            if (self.joints or self.parts) and not self.go_together(cuts, mesh):
                 continue
             factors = sorted(cuts)
             orders = [
@@ -254,8 +243,13 @@ class Rule:
         return found
 
     def go_together(self, cuts: Mapping[str, Sequence[str]], mesh: Mesh) -> bool:
-        """Whether there is one joint at most, and what it cuts besides others is large enough."""
+        """Whether there is one joint at most, and what it cuts besides others is large enough; a
+        factor is cut in parts, by one axis, or as a whole."""
         joints = [name for name in cuts if name in self.joints]
+        beside = {*cuts, *(factor for name in joints for factor in self.joints[name].factors)}
+        for name, parts in self.parts.items():
+            if name in cuts and (len(cuts[name]) > 1 or not parts.factors.isdisjoint(beside)):
+                return False
         return len(joints) < 2 and all(
             self.fits(factor, mesh.degree([*cuts[name], *cuts.get(factor, ())]))
             for name in joints
@@ -266,15 +260,29 @@ class Rule:
         """Whether `factor` is large enough for so many pieces, and even where it must be."""
         if (joint := self.joints.get(factor)) is not None:
             return all(self.fits(one, degree) for one in joint.factors)
+        if (parts := self.parts.get(factor)) is not None:
+            return all(self.sizes[one] % (degree * own) == 0 for one, own in parts.sizes)
         size = self.sizes[factor]
         return size % degree == 0 if self.must_be_even(factor) else degree <= size
 
+    def cuts_of(self, strategy: Strategy) -> dict[str, Axes]:
+        """The axes that cut each factor, as a whole or in parts."""
+        cuts = strategy.by_factor
+        for name in self.parts.keys() & cuts.keys():
+            axes = cuts.pop(name)
+            cuts |= dict.fromkeys(self.parts[name].factors, axes)
+        return cuts
+
+    def in_parts(self, factor: str | None, place: int) -> str | None:
+        """What cuts the parts of a factor of one input, if anything does."""
+        found = (n for n, parts in self.parts.items() if parts.inputs[place] == (factor, True))
+        return next(found, None)
+
     def must_be_even(self, factor: str) -> bool:
         """Whether `factor` may be cut only into equal pieces."""
-        shared = any(
-            factor in dim and len(dim) > 1 for dims in self.inputs + self.outputs for dim in dims
-        )
-        return factor in self.even or shared
+        dims = [dim for tensor in self.inputs + self.outputs for dim in tensor]
+        shared = any(factor in dim and len(dim) > 1 for dim in dims)
+        return factor in self.even or factor in self.parts or shared
 
     def validate(self, strategy: Strategy, mesh: Mesh, source: str | None = None) -> None:
         """Refuse a strategy that this rule does not allow on `mesh`."""
@@ -296,7 +304,8 @@ class Rule:
             if not self.fits(factor, degree):
                 wanted = "divide" if self.must_be_even(factor) else "be at most"
                 rule = f"the number of pieces must {wanted} the size of the factor"
-                cut = self.joints[factor].factors if factor in self.joints else (factor,)
+                group = self.joints.get(factor) or self.parts.get(factor)
+                cut = (factor,) if group is None else group.factors
                 sizes = ", ".join(f"{one!r} of size {self.sizes[one]}" for one in cut)
                 raise refusal(rule, "use fewer axes on it", f"{degree} pieces of {sizes}; ")
         if not self.go_together(strategy.by_factor, mesh):
@@ -330,7 +339,9 @@ class Rule:
         """Start and length of the pieces of some ranks, of what their axes cut: a factor, or those
         of a joint of that name."""
         cuts, joint = strategy.by_factor, self.joints.get(name)
-        factors = (name,) if joint is None else joint.factors
+        # Of what is cut in parts, a rank has no one piece; no kernel asks for it.
+        alone = () if name in self.parts else (name,)
+        factors = alone if joint is None else joint.factors
         beside = () if joint is None else cuts[name]
         return {
             factor: tuple(
@@ -371,10 +382,12 @@ class Rule:
         return factor
 
     def factors_of(self, choice: str) -> tuple[Sequence[str | None], Sequence[str | None]]:
-        """What an axis cuts of each input, and of each output, that is given to a factor or joint
-        of that name."""
+        """What an axis cuts of each input, and of each output, that is given to a factor, a joint
+        or parts of that name."""
         if (joint := self.joints.get(choice)) is not None:
             return joint.inputs, joint.outputs
+        if (parts := self.parts.get(choice)) is not None:
+            return [t and t[0] for t in parts.inputs], [t and t[0] for t in parts.outputs]
         return [choice] * len(self.inputs), [choice] * len(self.outputs)
 
 
@@ -400,23 +413,6 @@ class Facts:
     def is_cheap(self) -> bool:
         """Whether it takes little more than reading its inputs, and gives the same every time."""
         return self.rule.is_cheap and not self.is_random
-
-
-def render(
-    inputs: Sequence[Sequence[Dim]], outputs: Sequence[Sequence[Dim]], whole: frozenset[str]
-) -> str:
-    """The line of a rule that was derived from shapes."""
-
-    def tensor(dims: Sequence[Dim]) -> str:
-        return " ".join(
-            "1" if not dim else marked(dim)[0] if len(dim) == 1 else f"({' '.join(marked(dim))})"
-            for dim in dims
-        )
-
-    def marked(dim: Dim) -> list[str]:
-        return [name + "!" * (name in whole) for name in dim]
-
-    return f"{', '.join(map(tensor, inputs))} -> {', '.join(map(tensor, outputs))}".strip()
 
 
 def names(count: int, prefix: str = "d") -> list[Dim]:

@@ -88,3 +88,31 @@ class Joint(NamedTuple):
     def factors(self) -> tuple[str, ...]:
         named = (factor for factor in self.inputs + self.outputs if factor is not None)
         return tuple(dict.fromkeys(named))
+
+
+class InParts(NamedTuple):
+    """What an axis may be given to besides a factor: the parts of a dim, each cut by itself. Of
+    each input and output the factor that it cuts, and whether in parts, or as a whole."""
+
+    number: int
+    inputs: tuple[tuple[str, bool] | None, ...]
+    outputs: tuple[tuple[str, bool] | None, ...]
+
+    @property
+    def sizes(self) -> set[tuple[str, int]]:
+        """The factors that it cuts, each with the number of its parts."""
+        every = filter(None, (*self.inputs, *self.outputs))
+        return {(factor, self.number if is_in_parts else 1) for factor, is_in_parts in every}
+
+    @property
+    def factors(self) -> set[str]:
+        return {factor for factor, _ in self.sizes}
+
+    def cut(
+        self, tensor: tuple[str, bool] | None, axes: tuple[str, ...]
+    ) -> dict[str, tuple[str, ...]]:
+        """What it cuts of one tensor."""
+        if tensor is None:
+            return {}
+        factor, is_in_parts = tensor
+        return {factor: (f"/{self.number}", *axes) if is_in_parts else axes}

@@ -11,6 +11,7 @@ from autopar.layout import Layout
 from autopar.mesh import Mesh
 
 Pending = tuple[str, ...]
+Parts = tuple[tuple[int, int], ...]
 
 
 def subsets(items: Sequence[str]) -> list[tuple[str, ...]]:
@@ -19,8 +20,9 @@ def subsets(items: Sequence[str]) -> list[tuple[str, ...]]:
     ]
 
 
-def all_layouts(mesh: Mesh, ndim: int) -> list[Layout]:
-    """Every layout of a tensor with `ndim` dims, the axes on a dim in every order."""
+def all_layouts(mesh: Mesh, ndim: int, parts: Parts = ()) -> list[Layout]:
+    """Every layout of a tensor with `ndim` dims, the axes on a dim in every order, and those that
+    cut dims in `parts`."""
 
     def grow(axes: Sequence[str], layout: Layout) -> Iterator[Layout]:
         if not axes:
@@ -33,14 +35,20 @@ def all_layouts(mesh: Mesh, ndim: int) -> list[Layout]:
             for at in range(len(cut) + 1):
                 yield from grow(rest, layout.with_dim(dim, (*cut[:at], axis, *cut[at:])))
 
-    return list(grow(mesh.names, Layout.replicated(ndim)))
+    found = list(grow(mesh.names, Layout.replicated(ndim)))
+    return found + [
+        layout.with_dim(dim, (f"/{number}", *layout.dims[dim]))
+        for dim, number in parts
+        for layout in found
+        if len(layout.dims[dim]) == 1
+    ]
 
 
-def all_states(mesh: Mesh, ndim: int) -> list[tuple[Layout, Pending]]:
+def all_states(mesh: Mesh, ndim: int, parts: Parts = ()) -> list[tuple[Layout, Pending]]:
     """Every layout with every choice of pending axes among its replicas."""
     return [
         (layout, pending)
-        for layout in all_layouts(mesh, ndim)
+        for layout in all_layouts(mesh, ndim, parts)
         for pending in subsets([axis for axis in mesh.names if axis not in layout.axes])
     ]
 

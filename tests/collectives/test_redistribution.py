@@ -26,7 +26,9 @@ from autopar.collectives import (
 from autopar.errors import InvalidInput, VerifierError
 from autopar.layout import Layout, Placement
 from autopar.mesh import Mesh
+from autopar.search.reshard import reshard_table
 from tests.collectives.spaces import (
+    Parts,
     Pending,
     all_layouts,
     all_states,
@@ -83,11 +85,11 @@ def carry_out(
     assert are_replicas(back, source.gradient, mesh)
 
 
-def pairs(mesh: Mesh, ndim: int) -> list[tuple[Layout, Layout, Pending]]:
+def pairs(mesh: Mesh, ndim: int, parts: Parts = ()) -> list[tuple[Layout, Layout, Pending]]:
     return [
         (source, target, pending)
-        for source in all_layouts(mesh, ndim)
-        for target, pending in all_states(mesh, ndim)
+        for source in all_layouts(mesh, ndim, parts)
+        for target, pending in all_states(mesh, ndim, parts)
         if set(target.partial) <= set(source.partial)
     ]
 
@@ -125,6 +127,25 @@ def test_every_pair_arrives_and_is_adjoint(mesh: Mesh, shape: tuple[int, ...], p
         verify_path(path, source, Placement(target, pending))
         if number in numbered:
             carry_out(path, source, target, pending, shape, mesh, random)
+
+
+def test_what_is_cut_in_parts_arrives_and_is_adjoint() -> None:
+    """From parts and into them, into other parts, and with dims beside them; the tables of the
+    search say what the ways cost."""
+    random, parts, shape, itemsize = torch.Generator().manual_seed(0), ((0, 2), (0, 3)), (24, 4), 8
+    table = reshard_table(TWO, 2, parts)
+    seconds = table.seconds(shape, itemsize, skewed(TWO))
+    everything = pairs(TWO, 2, parts)
+    for at in sample(range(len(everything)), 1500):
+        source, target, pending = everything[at]
+        end = Placement(target, pending)
+        path = redistribute(source, end, shape, itemsize, TWO, skewed(TWO))
+        verify_path(path, source, end)
+        carry_out(path, source, target, pending, shape, TWO, random)
+        if Placement(source) in table.index and end in table.index:
+            cost = redistribution_cost(source, end, shape, itemsize, TWO, skewed(TWO))
+            found = seconds[table.index[Placement(source)], table.index[end]]
+            assert found <= cost * (1 + 1e-9) + 1e-12
 
 
 # The cost, against all paths. The edges are found anew: from every pair of states, by what

@@ -37,6 +37,7 @@ from tests.distributed.saving import (
     ranks_save_and_load_the_same,
     resumes_on_other_meshes,
     shared_folder,
+    what_is_cut_in_parts_goes_on,
 )
 from tests.held import held_by, kept_for_backward, local_bytes, pieces_of, storages
 from tests.models import Case
@@ -855,6 +856,7 @@ def cases() -> list[tuple[Case, None]]:
 
 CHECKS = [
     resumes_on_other_meshes,
+    what_is_cut_in_parts_goes_on,
     optimizers_with_states_of_other_shapes_go_on,
     ranks_save_and_load_the_same,
     draws_as_one_device_does,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import autopar as ap
 from autopar import Mesh
-from tests import models
+from tests import fused, models
 from tests.models import Case
 from tests.runtime.resuming import Run, assert_alike
 
@@ -60,6 +60,31 @@ def resumes_on_other_meshes() -> None:
             with pytest.raises(ap.InvalidInput, match="nothing" if is_wrong else "rank 2: a check"):
                 ap.load(folder / ("wrong" if is_wrong else "0"), run.module)
             whole_model_goes_through_a_file(run, folder / "model.safetensors")
+    dist.barrier()
+
+
+def what_is_cut_in_parts_goes_on() -> None:
+    """On processes as on one device, and from there to a plan that cuts it otherwise, and back."""
+    case, folder = fused.small("fused", 4), shared_folder()
+    ways = [
+        {**fused.options(Mesh(dp=2, tp=2)), "states": "zero3"},
+        WAYS["zero3"],
+        {**fused.options(Mesh(tp=4))},
+    ]
+    one, runs = Run(case, **WAYS["one"]), [Run(case, **way) for way in ways]
+    assert [any("@/" in str(t) for t in run.module.plan.types.values()) for run in runs] == [
+        *(True, False, True)
+    ]
+    for number, run in enumerate(runs):
+        if number:
+            run.load(folder / f"{number}")
+        run.train(1)
+        one.train(1)
+        assert_alike(run, one)
+        run.save(folder / f"{number + 1}")
+        state = one.module.full_state_dict()
+        for name, value in run.module.named_parameters():
+            torch.testing.assert_close(value.full_tensor(), state[name], rtol=0, atol=1e-12)
     dist.barrier()
 
 

@@ -51,6 +51,7 @@ def case(name: str | Any, *args: Any, tolerance: float = 1e-9, **kwargs: Any) ->
     target = operator(name) if isinstance(name, str) else name
     label = name if isinstance(name, str) else name.__name__
     constants, used = kwargs.pop("constants", ()), kwargs.pop("used", None)
+    parts = kwargs.pop("parts", ())
     shapes = "x".join(str(tuple(a.shape)).replace(" ", "") for a in args if isinstance(a, Tensor))
     label = f"{label}-{len(CASES)}-{shapes}"
-    CASES.append(Case(label, target, args, kwargs, tolerance, constants, used))
+    CASES.append(Case(label, target, args, kwargs, tolerance, constants, used, parts))

@@ -97,6 +97,11 @@ case("masked_fill.Tensor", t(5, 4), b(4), t())
 case("linear.default", t(3, 5, 6), t(4, 6))
 case("linear.default", t(5, 6), t(3, 6), t(3))
 case("linear.default", z(5, 6), z(3, 6))
+case("linear.default", t(3, 2, 6), t(12, 6), parts=((2, 3),))
+case("linear.default", t(4, 6), t(16, 6), t(16), parts=((1, 2),))
+case("matmul.default", t(4, 6), t(6, 12), parts=((1, 3),))
+case("add.Tensor", t(4, 12), t(12), parts=((1, 3),))
+case("transpose.int", t(12, 4), 0, 1, parts=((1, 3),))
 case("matmul.default", t(5, 3), t(3, 4))
 case("matmul.default", t(2, 3, 5), t(5, 4))
 case("matmul.default", t(1, 3, 5), t(2, 5, 4))
@@ -207,6 +212,9 @@ case("diff.default", t(5, 4), 1, -1, t(5, 1))
 
 # indexing
 case("slice.Tensor", t(5, 4), 1, 1, 3)
+for _place in range(3):
+    _bounds = 4 * _place, 4 * _place + 4
+    case("slice.Tensor", t(5, 12), 1, *_bounds, parts=(None, (1, 3)))
 case("slice.Tensor", t(5, 4), 0, 0, 9223372036854775807)
 case("slice.Tensor", t(5, 4), 0, -3, -1)
 case("narrow.default", t(5, 4), 0, 1, 3)

@@ -44,6 +44,8 @@ class Case:
     tolerance: float = 1e-9
     constants: tuple[int, ...] = ()  # inputs without a gradient
     used: tuple[int, ...] | None = None  # the results that get a gradient; None: all
+    # The parts of the dims of the result, and of the inputs.
+    parts: tuple[tuple[int, int] | None, ...] = ()
 
     def node(self) -> fx.Node:
         """The call as a node of a graph, with tensors as placeholders that know their values."""
@@ -59,6 +61,8 @@ class Case:
         args, kwargs = pytree.tree_map(placeholder, (self.args, self.kwargs))
         node = graph.call_function(self.target, args, kwargs)
         node.meta |= {"val": self.target(*self.args, **self.kwargs), "differentiable": True}
+        for value, parts in zip((node, *node.all_input_nodes), self.parts):
+            value.meta["parts"] = parts
         return node
 
 
@@ -83,9 +87,17 @@ def cut(value: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
     pieces = []
     for rank in range(mesh.size):
         piece = summands[mesh.position(rank, layout.partial)]
-        for dim, (start, length) in enumerate(layout.local_bounds(value.shape, mesh, rank)):
-            piece = piece.narrow(dim, start, length)
-        pieces.append(piece.clone())
+        found = []
+        for bounds in layout.boxes(value.shape, mesh, rank):
+            inside = piece
+            for dim, (start, length) in enumerate(bounds):
+                inside = inside.narrow(dim, start, length)
+            found.append(inside)
+        pieces.append(
+            torch.cat(found, layout.parts[0] if layout.parts else 0).clone()
+            if len(found) > 1
+            else found[0].clone()
+        )
     return pieces
 
 
@@ -94,13 +106,15 @@ def assemble(pieces: list[Tensor], layout: Layout, shape: torch.Size, mesh: Mesh
     others = tuple(axis for axis in mesh if axis not in layout.axes)
     wholes: dict[int, Tensor] = {}
     for rank, piece in enumerate(pieces):
-        bounds = layout.local_bounds(shape, mesh, rank)
-        assert tuple(piece.shape) == tuple(length for _, length in bounds)
+        assert tuple(piece.shape) == layout.local_shape(shape, mesh, rank)
         replica = mesh.position(rank, others)
         if piece.dtype == torch.bool:
             piece = piece.to(torch.int8)
         whole = wholes.setdefault(replica, torch.zeros(shape, dtype=piece.dtype))
-        whole[tuple(slice(start, start + length) for start, length in bounds)] += piece
+        boxes, at = layout.boxes(shape, mesh, rank), layout.parts[0] if layout.parts else 0
+        inside = [piece] if len(boxes) == 1 else piece.chunk(len(boxes), at)
+        for bounds, part in zip(boxes, inside):
+            whole[tuple(slice(start, start + length) for start, length in bounds)] += part
     first, *rest = wholes.values()
     for other in rest:
         assert_same(other, first, 1e-9)
