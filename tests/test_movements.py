@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar as ap
+from autopar.collectives import together
 from autopar.plan.value import MovementRecord
+from autopar.strategies.node_info import info
 from tests import models
 from tests.annotations import megatron, sequence, stored, vocabulary
 from tests.models import Case
@@ -154,3 +159,35 @@ def _kinds(record: MovementRecord) -> tuple[str, str | None]:
 def _line(module: ap.ParallelModule, record: MovementRecord) -> str:
     lines = str(module.graph).splitlines()
     return next(line for line in lines if line.startswith(f"{record.node} ="))
+
+
+@pytest.mark.parametrize("function", [F.softmax, F.log_softmax])
+def test_of_rows_in_pieces_a_number_of_each_travels(
+    function: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long they are."""
+
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(9, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            cut = ap.shard(function, ((None, "tp"),))
+            return cut(x * self.scale, -1).square().sum()
+
+    moved, deliver = [0], together._delivered
+
+    def count(asked: Any) -> Any:
+        times = len(asked) if isinstance(asked[0], together.Gather) else 1
+        moved[0] += times * asked[0].tensor.nbytes
+        return deliver(asked)
+
+    monkeypatch.setattr(together, "_delivered", count)
+    x, model = torch.randn(4, 9, dtype=torch.float64), Rows()
+    module = ap.parallelize(model, (x,), mesh=TP2, mode="propagate", backend="virtual")
+    (node,) = (node for node in module.plan.rewritten.nodes if info(node).joint is not None)
+    loss = module(x)
+    assert moved[0] == info(node).bytes == (2 + 1) * 4 * 8
+    loss.backward()
+    assert moved[0] == (2 + 1 + 1) * 4 * 8

@@ -60,7 +60,8 @@ def _softmax(call: Call, kernel: str = "") -> Rule:
     if not kernel or not reals or not dims or not rule.inputs[0][dims[0]]:
         return rule
     (cut,) = rule.inputs[0][dims[0]]
-    return replace(rule, joints={f"over_{cut}": Joint(kernel, (cut,), (cut,))})
+    # What travels is a number of each row: a piece one element long.
+    return replace(rule, joints={f"over_{cut}": Joint(kernel, (cut,), (cut,), beside=1)})
 
 
 def _with_places(call: Call) -> Rule:
