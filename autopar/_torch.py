@@ -327,6 +327,12 @@ def onednn_dtypes() -> frozenset[torch.dtype]:
     return frozenset({torch.float32, *(dtype for dtype, is_there in lower.items() if is_there)})
 
 
+def channels_last_dtypes(known: frozenset[torch.dtype]) -> frozenset[torch.dtype]:
+    """Of these, the ones that oneDNN convolves with channels last here."""
+    are_tiled = torch.cpu._is_amx_tile_supported()
+    return known & {torch.half, *([torch.bfloat16] if are_tiled else [])}
+
+
 def moves_what_is_on_host(group: ProcessGroup) -> bool:
     """Whether a group moves tensors that are on the host."""
     return torch.device("cpu") in group._device_types

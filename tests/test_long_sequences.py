@@ -98,9 +98,9 @@ def test_megatrons_sequence_cut() -> None:
 
 @pytest.mark.parametrize("way", ["heads cut by another axis", "ring alone"])
 def test_grouped_heads_with_rotary_positions(way: str) -> None:
-    """Attention inside of a library is annotated by its function."""
+    """Attention inside of a library is annotated by its function; it needs no mask here."""
     heads = "tp" if way != "ring alone" else None
-    cut = (*((None, heads, "sp", None),) * 3, None)
+    cut = ((None, heads, "sp", None),) * 3
     make = partial(models.llama, layers=1, sequence=7)
     mesh = TP2_SP2 if heads else SP2
     marked = ap.shard(F.scaled_dot_product_attention, cut)

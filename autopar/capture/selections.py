@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar._torch import traced_node
@@ -52,6 +53,21 @@ class Rows:
 
     def __getitem__(self, index: Any) -> Any:
         return self.chosen()[index]
+
+
+class _Indexed(TorchFunctionMode):
+    """Gives what is indexed to a function. A method set on the class would stay a slot of it."""
+
+    def __init__(self, get_item: Callable[[Tensor, Any], Any]) -> None:
+        super().__init__()
+        self._get_item = get_item
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is Tensor.__getitem__:
+            return self._get_item(*args)
+        return function(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -106,7 +122,7 @@ def selections_counted(count: Callable[[Tensor], int | None]) -> Iterator[None]:
     plain_nonzero: Callable[..., Any] = Tensor.nonzero
     plain_where: Callable[..., Any] = torch.where
     with ExitStack() as stack:
-        stack.enter_context(replaced(Tensor, "__getitem__", get_item))
+        stack.enter_context(_Indexed(get_item))
         for owner in (Tensor, torch):
             stack.enter_context(replaced(owner, "masked_select", masked_select))
             stack.enter_context(replaced(owner, "nonzero", nonzero))

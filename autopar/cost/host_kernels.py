@@ -1,8 +1,9 @@
 """Host kernels: what a convolution takes on a host while it runs, besides its results.
 
 oneDNN copies tensors to layouts of its own, with channels in blocks; on newer processors those of
-lower precision with channels last. It adds up the gradients of weights in bfloat16 in single
-precision. What it does not run is a product with columns, that are made of the whole input.
+lower precision with channels last, of bfloat16 where they multiply tiles of it. It adds up the
+gradients of weights in bfloat16 in single precision. What it does not run is a product with
+columns, that are made of the whole input.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar._torch import onednn_dtypes
+from autopar._torch import channels_last_dtypes, onednn_dtypes
 
 BLOCK = 16  # channels, of the layouts of oneDNN
 # From here on torch prefers oneDNN: elements of one image, images where a product would do.
@@ -29,11 +30,13 @@ class HostKernels:
 
     threads: int
     onednn: frozenset[torch.dtype]  # of the tensors that oneDNN may work on
+    channels_last: frozenset[torch.dtype] = frozenset()  # of those whose copies are so
 
     @classmethod
     def here(cls) -> HostKernels:
         """Of this process."""
-        return cls(torch.get_num_threads(), onednn_dtypes())
+        known = onednn_dtypes()
+        return cls(torch.get_num_threads(), known, channels_last_dtypes(known))
 
     def workspace(self, operator: Any, args: Sequence[Any]) -> int:
         """The bytes that an ATen operator takes and lets go when it is done."""
@@ -127,8 +130,7 @@ class _Convolution:
 
     @property
     def _has_channels_last(self) -> bool:
-        """The processors on which oneDNN knows half precision are the newer ones."""
-        return self._image.dtype != torch.float32 and torch.half in self._kernels.onednn
+        return self._image.dtype in self._kernels.channels_last
 
     def _columns(self, one_by_one: bool) -> int:
         """Of all images, or of one at a time; of one group at a time, whose results are joined."""

@@ -87,3 +87,9 @@ def test_what_is_computed_chooses_nothing() -> None:
     with pytest.raises(InvalidInput, match="forward must not depend on the values") as caught:
         capture(Function(chooses), (torch.randn(4, 4),))
     assert (caught.value.source or "").endswith("# the line")
+
+
+def test_a_tensor_stays_no_sequence() -> None:
+    """What is set on the class leaves slots in it, by which scalars were taken for lists."""
+    program(lambda s, x: s.linear(x)[..., :2], random(4, 4))
+    assert torch.tensor([torch.tensor(3), 1]).tolist() == [3, 1]
