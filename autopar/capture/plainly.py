@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, _subclasses
 
 from autopar.capture.fake import FakeTensor
-from autopar.capture.hooks import replaced
 from autopar.lines import is_users
 
 # Torch's own, around functions of users that are not to be compiled: what is followed never is.
@@ -55,9 +54,21 @@ def fakes_told_apart(is_fake: Callable[[Tensor], bool]) -> Iterator[None]:
         def __subclasscheck__(cls, kind: type) -> bool:
             return issubclass(kind, FakeTensor)
 
-    # Where others find the class; torch's own modules have it by its name.
-    with replaced(_subclasses, "FakeTensor", Kind("FakeTensor", (), {})):
+    kind = Kind("FakeTensor", (), {})
+
+    class Module(types.ModuleType):
+        """Where others find the class. Torch compares types with it: it finds its own."""
+
+        @property
+        def FakeTensor(self) -> type:
+            return kind if is_users(sys._getframe(1).f_code.co_filename) else FakeTensor
+
+    before = type(_subclasses)
+    _subclasses.__class__ = Module
+    try:
         yield
+    finally:
+        _subclasses.__class__ = before
 
 
 def _asking(answer: Callable[[], bool]) -> bool:
