@@ -135,6 +135,17 @@ def mapped(self: Any, x: Tensor) -> Tensor:
     return vmap(vmap(one), in_dims=1)(x)
 
 
+def partly_without_gradients(self: Any, x: Tensor) -> Tensor:
+    def one(row: Tensor) -> Tensor:
+        with torch.no_grad():
+            most = self.linear(row).amax()
+            with torch.enable_grad():
+                row = row * self.linear.bias
+        return row / most
+
+    return torch.vmap(torch.vmap(one))(self.linear(x))
+
+
 def in_place(self: Any, x: Tensor) -> Tensor:
     def one(row: Tensor) -> Tensor:
         y = row * 1
@@ -144,7 +155,7 @@ def in_place(self: Any, x: Tensor) -> Tensor:
     return vmap(one)(self.linear(x))
 
 
-@pytest.mark.parametrize("function", [mapped, in_place])
+@pytest.mark.parametrize("function", [mapped, partly_without_gradients, in_place])
 def test_mapped_functions(function: Any) -> None:
     """With the gradients that they have, as `program` sees to."""
     program(function, random(2, 3, 4, 4))

@@ -144,11 +144,21 @@ def with_every_second(self: Any, x: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
+def from_a_number(self: Any, x: Tensor) -> Tensor:
+    state, found = 0.0, []
+    for at in range(x.shape[1]):
+        state = x[:, at] * state + self.linear(x)[:, at]
+        found.append(state)
+    return torch.stack(found, 1)
+
+
 def without_states(self: Any, x: Tensor) -> Tensor:
     return torch.stack([self.linear(x[:, at]) for at in range(x.shape[1])], 1)
 
 
-@pytest.mark.parametrize("function", [with_other_states, with_every_second, without_states])
+@pytest.mark.parametrize(
+    "function", [with_other_states, with_every_second, from_a_number, without_states]
+)
 def test_loops_that_stay(function: Any) -> None:
     """And are exact, as `program` sees to."""
     made = text(function, random(2, 4, 4))

@@ -28,7 +28,7 @@ from torch.autograd import Function
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar._torch import memory_of
+from autopar._torch import memory_of, whole_of
 from autopar.capture.autocasts import Autocast, active, switched
 from autopar.capture.fake import FakeTensor, FakeTensorMode
 from autopar.capture.hooks import replaced
@@ -54,9 +54,12 @@ def own_backwards_kept() -> Iterator[None]:
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         is_inner = cls.__module__.startswith(_INNER)
         is_same = f"{cls.__module__}.{cls.__qualname__}" in _SAME
-        leaves = pytree.tree_leaves((args, kwargs))
-        learns = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        whole = [whole_of(leaf) for leaf in leaves]
+        learns = any(leaf.requires_grad for leaf in (*leaves, *whole))
         if learns and torch.is_grad_enabled() and not (is_inner or is_same):
+            if any(leaf is not own for leaf, own in zip(leaves, whole)):
+                raise _refused(cls, "in a function that is mapped, as by torch.vmap")
             operator, passed_over = _operator(cls, args, kwargs)
             return operator(*(x.detach() if i in passed_over else x for i, x in enumerate(args)))
         return before.__get__(None, cls)(*args, **kwargs)

@@ -15,12 +15,25 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar.capture.fake import FakeTensor
 from autopar.capture.hooks import replaced
 from autopar.lines import is_users
+
+
+class _SwitchesKept(TorchFunctionMode):
+    """Where gradients are switched on and off is a part of what is followed."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        tracing = get_proxy_mode() if function is torch._C._set_grad_enabled else None
+        if tracing is not None:
+            tracing.tracer.create_node("call_function", function, args, {})
+        return function(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -44,7 +57,7 @@ def maps_are_operators() -> Iterator[None]:
                 nonlocal depth
                 depth += 1
                 try:
-                    with modes[0]:
+                    with modes[0], _SwitchesKept():
                         return make_fx(partial(mapped, **kwargs))(*args)
                 finally:
                     depth -= 1

@@ -260,3 +260,29 @@ def test_others_are_refused(function: Any) -> None:
         capture(Model().double(), case().args)
     assert "# the line" in str(error.value.source)
     assert not TOTAL.any()
+
+
+class Mapped(Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def test_one_that_is_mapped_is_refused() -> None:
+    class Model(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.vmap(Mapped.apply)(self.first(x)).sum()
+
+    with pytest.raises(InvalidInput, match="one written by hand belongs to an operator") as error:
+        capture(Model().double(), case().args)
+    assert "mapped, as by torch.vmap" in str(error.value.got)

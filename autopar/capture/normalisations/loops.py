@@ -111,7 +111,7 @@ class _Loop:
         first = nodes[0]
         if len(set(nodes)) == 1:
             return self.make(aten.unsqueeze.default, first, 0)
-        _require(all(node.op == "call_function" for node in nodes))
+        _require(all(isinstance(n, fx.Node) and n.op == "call_function" for n in nodes))
         _require(len({(node.target, _place(node), _form(node)) for node in nodes}) == 1)
         _require(_place(first) == _place(self.call.node))
         found = self.pieces(nodes) or self.states(nodes) or self.alike(nodes)
@@ -165,6 +165,7 @@ class _Loop:
         first = _splits(nodes[0])
         _require(len(first) == len(later[0]))
         start, *rest = first[place]
+        _require(isinstance(start, fx.Node))
         factors, terms = zip(rest, *steps)
         shape, dtype = _form(nodes[0])
         parts = [factors[0], terms[0]]
