@@ -43,6 +43,7 @@ _NAMESPACE = "own_functions"
 _SAME = (
     "transformers.models.bloom.modeling_bloom.GeLUFunction",
     "transformers.models.sew_d.modeling_sew_d.XDropout",
+    "transformers.models.sew_d.modeling_sew_d.XSoftmax",
 )
 
 

@@ -289,6 +289,31 @@ def test_indices_that_count_a_dim(name: str) -> None:
     assert targets(captured).count("index") == left
 
 
+def masked_writes(self: Any, x: Tensor, ids: Tensor) -> Tensor:
+    y = self.linear(x)
+    y[ids == 2] = x[0, 0]
+    y[:, ids[0] == 2] = x[:, :1]
+    y[ids == 1] = 7.0
+    y[torch.ones(2, 3, dtype=torch.bool)] = y.reshape(6, 4) * 2
+    return y.index_put((ids > 1,), x[0, :1], accumulate=True)
+
+
+def test_one_value_where_a_mask_says_so_is_a_choice() -> None:
+    captured = program(masked_writes, random(2, 3, 4), torch.tensor([[0, 2, 3], [2, 1, 2]]))
+    assert "index_put" not in targets(captured)
+    assert targets(captured).count("where") == 5
+
+
+def with_nothing(self: Any, x: Tensor) -> Tensor:
+    nothing, y = torch.tensor([], dtype=x.dtype), self.linear(x)
+    return torch.cat([nothing, y.unsqueeze(1)], -2) + torch.cat([y, nothing, y]).sum()
+
+
+def test_what_is_joined_with_nothing_stays_itself() -> None:
+    found = targets(program(with_nothing, random(3, 4)))
+    assert found == ["linear", "add", "unsqueeze", "cat", "sum", "add"]
+
+
 def test_several_results_are_one_call() -> None:
     golden(
         """

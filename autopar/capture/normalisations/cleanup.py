@@ -150,6 +150,18 @@ def creations_read_no_tensor(call: Site) -> fx.Node:
     return call.make(_CREATIONS[target], list(value.shape), *fill, **kind)  # type: ignore[index]
 
 
+@rewrites(aten.cat.default)
+def nothing_is_not_joined(call: Site) -> fx.Node | None:
+    """Of what is joined, a vector of no elements says nothing, whatever the dims of the others."""
+    dims = len(call.shape)
+    some = [node for node in call["tensors"] if dims == 1 or info(node).val.shape != (0,)]
+    if len(some) in (0, len(call["tensors"])):
+        return None
+    joined = some[0] if len(some) == 1 else call.make(aten.cat.default, some, call["dim"])
+    dtype = call.outputs[0].dtype
+    return joined if info(joined).val.dtype == dtype else call.make(aten.to.dtype, joined, dtype)
+
+
 @rewrites(aten.linalg_norm.default, aten.norm, aten.dist)
 def norms_of_vectors(call: Site) -> fx.Node | None:
     """Norms and distances that torch takes of vectors say so; those of matrices stay."""

@@ -49,6 +49,46 @@ def own_elements_are_gathered(builder: GraphBuilder) -> None:
             builder.substitute(node, new)
 
 
+def masked_writes_are_choices(builder: GraphBuilder) -> None:
+    """x[mask] = y, one y for all that the mask chooses, is where(mask, y, x); under a mask that
+    chooses all, whatever y is, it is y."""
+    evaluator = None
+    for node in builder.calls(aten.index_put.default):
+        call = Site(builder, node)
+        present = [(dim, mask) for dim, mask in enumerate(call["indices"]) if mask is not None]
+        if len(present) != 1 or info(present[0][1]).val.dtype != torch.bool:
+            continue
+        ((dim, mask),) = present
+        covered, shape = len(shape_of(mask)), shape_of(call["values"])
+        own = len(call.shape) - dim - covered  # the dims behind those of the mask
+        at = max(len(shape) - own, 0)
+        before, chosen, behind = shape[: max(at - 1, 0)], shape[max(at - 1, 0) : at], shape[at:]
+        evaluator = evaluator or Evaluator(builder)
+        if covered and chosen in ((), (1,)):
+            size = [*before, *chosen * covered, *behind]
+        elif covered and _is_all(evaluator, mask):
+            size = [*before, *shape_of(mask), *behind]
+        else:
+            continue
+        with builder.graph.inserting_before(node):
+            new = _chosen(call, mask, own, size)
+        builder.substitute(node, new)
+
+
+def _is_all(evaluator: Evaluator, mask: fx.Node) -> bool:
+    value = evaluator.value(mask) if evaluator.is_constant(mask) else None
+    return value is not None and bool(value.all())
+
+
+def _chosen(call: Site, mask: fx.Node, behind: int, size: list[int]) -> fx.Node:
+    """Where the mask, that so many dims are behind, says so: what is written, of that size."""
+    given = call.make(aten.reshape.default, call["values"], size)
+    if call.get("accumulate", False):
+        given = call.make(aten.add.Tensor, call["self"], given)
+    wide = call.make(aten.reshape.default, mask, [*shape_of(mask), *[1] * behind])
+    return call.make(aten.where.self, wide, given, call["self"])
+
+
 def _counted(call: Site, evaluator: Evaluator) -> dict[int, int]:
     """The dims whose index counts them, and the dim of all indices together that this lies in."""
     kept = {}
