@@ -65,8 +65,10 @@ class Branching:
             if self.looked >= self.most or root.is_late():
                 return "late"
             self.looked += 1
-            _, _, parent, given, multiplier = heapq.heappop(self.open)
-            self._look_into(_fixed(parent, *given), multiplier)
+            entry = heapq.heappop(self.open)
+            self._look_into(_fixed(entry[2], *entry[3]), entry[4])
+            if root.is_late():  # what it says of the part may be for want of time
+                heapq.heappush(self.open, entry)
         root.bound = max(root.bound, min(self.goal, root.value))
         return "closed"
 

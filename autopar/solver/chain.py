@@ -97,7 +97,7 @@ class Chain:
         for low, high, table in self._edges:
             elimination.add((low, high), edges[table])
         ends = (*self.run.shared, *self._in, *self._out)
-        if len(elimination.order(keep=ends)) < len(self._block):
+        if len(elimination.order(keep=ends)) + len(ends) < len(self._sizes):
             return None
         elimination.run(keep=ends)
         step = elimination.joint(ends).reshape(self.shared_entries, self.entries, self.entries)

@@ -7,9 +7,10 @@
 >>> answer.gap < 1e-9
 True
 
-Messages leave of every strategy an excess: what a choice with it costs at least above the bound.
-Where the excess is more than the gap, the strategy goes. Elimination may be able to do with those
-whose excess is small; what it finds is a good choice, and what it left out costs that much more.
+Messages leave of every strategy an excess: what a choice with it costs at least above what they
+prove by themselves, which may be less than the bound. Where that is no better than the best choice,
+the strategy goes. Elimination may be able to do with those whose excess is small; what it finds is
+a good choice, and what it left out costs that much more.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Core:
     def _narrow(self) -> None:
         """Drop the strategies that no better choice has."""
         messages = self.messages
-        excess, gap = messages.excess(), messages.gap
+        excess, gap = messages.excess(), messages.value - messages.base
         kept = {v: np.flatnonzero(over < gap) for v, over in excess.items()}
         if all(len(kept[v]) for v in kept):
             messages.narrow(kept, messages.value)
@@ -122,7 +123,7 @@ class Core:
             default=np.inf,
         )
         messages.offer(choice, value)
-        messages.bound = max(messages.bound, min(messages.bound + least, value, messages.value))
+        messages.bound = max(messages.bound, min(messages.base + least, value, messages.value))
 
     def _can_eliminate(self, kept: Mapping[int, Integers]) -> bool:
         """Whether elimination ends, and soon, with these strategies."""
@@ -159,7 +160,7 @@ class Core:
     def _by_constraints(self, deadline: float) -> None:
         """CP-SAT on what messages leave, without the pairs that no better choice has."""
         messages = self.messages
-        rest, gap = messages.rest(), messages.gap
+        rest, gap = messages.rest(), messages.value - messages.base
         if sum(table.size for table in rest.values()) > _MOST_ENTRIES:
             return
         sizes = {v: len(names) for v, names in messages.strategies.items()}
@@ -172,7 +173,7 @@ class Core:
         if answer.choice is not None:
             choice = {v: int(messages.strategies[v][s]) for v, s in answer.choice.items()}
             messages.offer(choice, self._value(choice))
-        messages.bound = max(messages.bound, min(messages.bound + answer.bound, messages.value))
+        messages.bound = max(messages.bound, min(messages.base + answer.bound, messages.value))
 
 
 def _finite(

@@ -126,7 +126,8 @@ class LagrangianSearch:
         if not self.fits(least.bound) or not self.fits(small[1]):
             raise NoRoom(
                 "the memory limit must leave room for the smallest choice of strategies",
-                got=f"a limit of {self.limit:,.0f} bytes; the least possible is "
+                got=f"a limit of {self.limit:,.0f} bytes; the least "
+                f"{'possible' if least.bound >= small[1] else 'that was found in time'} is "
                 f"{small[1]:,.0f} bytes",
                 remedy="allow more memory, cut over more devices, recompute activations, or use "
                 "smaller micro-batches",

@@ -56,6 +56,7 @@ class Messages:
         self.strategies = {v: np.arange(len(cost)) for v, cost in self.nodes.items()}
         self.choice: dict[int, int] = {}
         self.value, self.bound = np.inf, -np.inf
+        self.base = -np.inf  # what the messages as they are prove by themselves: `bound` or less
         self._dropped = np.inf  # the least that a choice with a strategy that is gone may cost
         self._place(edges, sent or {})
 
@@ -82,7 +83,7 @@ class Messages:
 
     def excess(self) -> dict[int, Array]:
         """For each strategy that is left, by how much more than the least entries are what they
-        leave of all that it touches: no choice with it is less than that above their sum."""
+        leave of all that it touches: no choice with it is less than that above `base`."""
         found = {v: self._free(v) for v in self.nodes}
         for v in self.nodes:
             share = self._own(v) * self.share[v]
@@ -94,7 +95,7 @@ class Messages:
         return {v: cost - self._free(v).min() for v, cost in found.items()}
 
     def rest(self) -> dict[tuple[int, ...], Array]:
-        """What messages leave of all tables, none of it below 0: above `bound` it is the cost."""
+        """What messages leave of all tables, none of it below 0: above `base` it is the cost."""
         found: dict[tuple[int, ...], Array] = {}
         for v in self.nodes:
             free = self._free(v)
@@ -205,5 +206,5 @@ class Messages:
                 least.append(float(edge.left(share).min()))
                 lost += edge.largest
                 lost += float(np.abs(edge.to_low).max() + np.abs(edge.to_high).max())
-        bound = math.fsum(least) - _EPSILON * lost
-        self.bound = max(self.bound, float(min(bound, self._dropped)))
+        self.base = float(math.fsum(least) - _EPSILON * lost)
+        self.bound = max(self.bound, min(self.base, self._dropped))

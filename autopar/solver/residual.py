@@ -49,6 +49,8 @@ def relative_gap(value: float, bound: float) -> float:
     """How much cheaper the optimum may be, as a part of the value."""
     if value == bound or value <= bound:
         return 0.0
+    if np.isinf(value):
+        return np.inf
     return float((value - bound) / max(abs(value), 1e-300))
 
 

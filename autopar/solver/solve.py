@@ -108,6 +108,12 @@ def solve(
         interrupted = True
     assert search.choice is not None
     if not np.isfinite(search.value):
+        if search.is_late():
+            raise InvalidInput(
+                "a search has time to find one choice that its neighbours' strategies allow",
+                got=f"none in {seconds:g} s",
+                remedy="give it more time",
+            )
         raise InvalidInput(
             "every node needs a strategy that its neighbours' strategies allow",
             got="a graph in which each choice has an infinite cost",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -91,6 +93,26 @@ def test_the_core_is_solved_where_elimination_may_not(name: str) -> None:
         solution = solve_with(Optimiser(graph.packed, limit=1))
         assert solution.objective == best
         assert solution.gap < 1e-9
+
+
+def test_rounds_of_dropping_and_eliminating_add_up_to_no_more_than_the_optimum() -> None:
+    """Every node is joined to every other, and few can be eliminated at a time."""
+    rng = np.random.default_rng(14)
+    for trial in range(120):
+        graph, sizes = CostGraph(), rng.integers(2, 6, int(rng.integers(5, 8))).tolist()
+        for size in sizes:
+            graph.add_node(rng.random(size))
+        for a, b in itertools.combinations(range(len(sizes)), 2):
+            cost = rng.random((sizes[a], sizes[b]))
+            cost[rng.random(cost.shape) < (0.1, 0.3)[trial % 2]] = np.inf
+            graph.add_edge(a, b, cost)
+        best = brute_force(graph)
+        if np.isinf(best):
+            continue
+        for tolerance in (0.0, 0.01):
+            solution = solve_with(Optimiser(graph.packed, limit=30), tolerance=tolerance)
+            assert solution.bound <= best * (1 + 1e-9)
+            assert solution.objective == pytest.approx(best, rel=1e-9)
 
 
 def test_no_choice_is_below_what_messages_say_of_its_strategies() -> None:
