@@ -146,6 +146,7 @@ class JointKernel:
     backward: Callable[..., Steps]
     traffic: Callable[..., Traffic]
     is_hidden: bool = False  # its messages travel beside what it computes
+    is_wide: bool = False  # what is moved has the dtype of the output, of 32 bits at least
     assumes: str = ""  # of what is moved
     told: tuple[str, ...] = ()  # the factors whose sizes `traffic` is told
     crossed: Callable[..., Traffic] | None = None  # where other axes cut a factor of its joint, too

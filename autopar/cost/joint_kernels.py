@@ -41,6 +41,10 @@ def traffic_of(facts: Facts, strategy: Strategy, mesh: Mesh) -> Inside | None:
     joint = facts.rule.joints.get(call.name)
     if joint is not None and joint.beside is not None:
         inputs[0] *= _rows_beside(call, joint.beside, mesh)
+        if isinstance(joint.beside, int):
+            outputs[0] *= joint.beside / max(call.group(mesh, 0).output().lengths)
+    if kernel.is_wide:
+        outputs[0] *= max(4 / facts.dtype.itemsize, 1)
     sizes = {factor: facts.rule.sizes.get(factor, 1) for factor in kernel.told}
     is_crossed = joint is not None and not strategy.by_factor.keys().isdisjoint(joint.factors)
     traffic = (kernel.crossed if is_crossed else None) or kernel.traffic

@@ -51,8 +51,8 @@ def _cumsum(call: Call) -> Rule:
     rule, dims = along(call), call.dims()
     if not dims or not rule.inputs[0][dims[0]]:
         return rule
-    cut = rule.inputs[0][dims[0]]
-    return replace(rule, joints={"carry": Joint("cut_cumsum", cut, cut, beside=1)})
+    (cut,) = rule.inputs[0][dims[0]]
+    return replace(rule, joints={"carry": Joint("cut_cumsum", (cut,), (cut,), beside=1)})
 
 
 def _reshape(call: Call) -> Rule:

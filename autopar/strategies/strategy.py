@@ -82,7 +82,7 @@ class Joint(NamedTuple):
     outputs: tuple[str | None, ...]
     keeps: tuple[tuple[str, ...], ...] = ()  # tensors that its kernel keeps besides, by factors
     follows: bool = False  # propagation makes it of cuts that meet, where it would gather one
-    beside: int | Reads | None = None  # of the first input only so many rows travel, or such
+    beside: int | Reads | None = None  # of the first input (and output) only so many rows travel
 
     @property
     def factors(self) -> tuple[str, ...]:

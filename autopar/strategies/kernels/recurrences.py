@@ -167,8 +167,8 @@ def _traffic(
     count: int, inputs: Sequence[float], outputs: Sequence[float], needs: Sequence[bool]
 ) -> Traffic:
     """Two rows of each rank."""
-    once = (("all_gather", 2 * count * inputs[0]),)
+    once = (("all_gather", 2 * count * outputs[0]),)
     return Traffic(once, once, (2, 2))
 
 
-SCAN = JointKernel(cut_linear_scan, cut_linear_scan_backward, _traffic)
+SCAN = JointKernel(cut_linear_scan, cut_linear_scan_backward, _traffic, is_wide=True)

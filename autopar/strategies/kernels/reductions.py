@@ -3,9 +3,10 @@
     norm(x)  =  norm(norms of the pieces)          max(x)  =  max(maxima of the pieces)
 
 What a piece gives stands in one or more columns: the deviation needs the mean of each piece, and a
-largest element shares its gradient with all that are as large. Backward needs no message: how the
-result follows from one's own columns is found in forward, and how these follow from the piece is
-torch's own gradient. Softmax is here, too, whose rows have one sum.
+largest element shares its gradient with all that are as large. What all combine them to is the
+result, and what backward needs besides, which needs no message: the slope at an element follows
+from it and from what is found of all, by torch's own formulas, so that it is the same where numbers
+are infinite or none. Softmax is here, too, whose rows have one sum.
 """
 
 from __future__ import annotations
@@ -23,48 +24,44 @@ from autopar.collectives.together import Gather, Group, JointKernel, Steps, Sum,
 Arguments = Mapping[str, Any]
 # The columns of a piece, from its elements, the dims and the arguments.
 Reduce = Callable[[Tensor, list[int], Arguments], list[Tensor]]
-# The result from the columns of all pieces [members, ...], and the number of elements of each.
-Combine = Callable[[list[Tensor], Sequence[int], Arguments], Tensor]
+# The result, and what backward needs besides, from the columns of all pieces [members, ...], the
+# number of elements of each, and the place of one's own.
+Combine = Callable[[list[Tensor], Sequence[int], int, Arguments], tuple[Tensor, ...]]
+# The gradient of a piece, from that of the result, the piece, what was combined, and the number of
+# all elements.
+Slope = Callable[[Tensor, Tensor, Sequence[Tensor], int, Arguments], Tensor]
 
 
-def _kernel(name: str, reduce: Reduce, combine: Combine, columns: int = 1) -> JointKernel:
+def _kernel(
+    name: str, reduce: Reduce, combine: Combine, slope: Slope, columns: int = 1
+) -> JointKernel:
     """The kernel of an operator whose columns are reduced and combined so."""
 
     def forward(group: Group, self: Tensor, **arguments: Any) -> Steps:
         dims = dims_of(self, arguments)
         own = torch.stack(reduce(_wide(self, arguments), dims, arguments))
         parts = torch.stack((yield (yield Gather(own))))
-        differs = parts.is_floating_point()
-        with torch.enable_grad():
-            read = parts.detach().requires_grad_(differs)
-            out = combine([*read.unbind(1)], _counts(group, self, dims), arguments)
-        saved: tuple[Tensor, ...] = ()
-        if differs:
-            (slopes,) = torch.autograd.grad(out, read, torch.ones_like(out))
-            saved = self, slopes[group.index]
-        out = out.detach()
-        shaped = out if arguments.get("keepdim") else out.squeeze(dims)
+        counts = _counts(group, self, dims)
+        found = combine([*parts.unbind(1)], counts, group.index, arguments)
+        differs = self.is_floating_point()
+        shaped = found[0] if arguments.get("keepdim") else found[0].squeeze(dims)
         dtype = arguments.get("dtype") or self.dtype
-        return (shaped.to(dtype) if differs else shaped,), saved, arguments
+        rest = arguments, sum(counts)
+        return (shaped.to(dtype) if differs else shaped,), (self, *found) if differs else (), rest
 
     def backward(
-        group: Group, saved: Sequence[Tensor], arguments: Arguments, grad: Tensor
+        group: Group, saved: Sequence[Tensor], rest: tuple[Arguments, int], grad: Tensor
     ) -> Steps:
         yield from ()
-        x, slopes = saved
-        dims = dims_of(x, arguments)
+        (x, *found), (arguments, count) = saved, rest
         if not arguments.get("keepdim"):
-            for dim in sorted(dims):
+            for dim in sorted(dims_of(x, arguments)):
                 grad = grad.unsqueeze(dim)
-        if not x.numel():
-            return (torch.zeros_like(x),)
-        with torch.enable_grad():
-            leaf = x.detach().requires_grad_()
-            own = torch.stack(reduce(_wide(leaf, arguments), dims, arguments))
-        return torch.autograd.grad(own, leaf, slopes * grad, materialize_grads=True)
+        wide = _wide(x, arguments)
+        return (slope(grad.to(wide.dtype), wide, found, count, arguments).to(x.dtype),)
 
     forward.__name__ = forward.__qualname__ = f"cut_{name}"
-    return JointKernel(forward, backward, partial(_traffic, columns))
+    return JointKernel(forward, backward, partial(_traffic, columns), is_wide=True)
 
 
 def _traffic(
@@ -119,16 +116,36 @@ def _spread(x: Tensor, dims: list[int], arguments: Arguments) -> list[Tensor]:
     return [mean, torch.linalg.vector_norm(x - mean, 2, dims, keepdim=True)]
 
 
-def _deviation(columns: list[Tensor], counts: Sequence[int], arguments: Arguments) -> Tensor:
+def _deviation(
+    columns: list[Tensor], counts: Sequence[int], index: int, arguments: Arguments
+) -> tuple[Tensor, ...]:
+    """With the mean of all."""
     means, norms = columns
     weights = means.new_tensor(counts).view(-1, *(1,) * (means.ndim - 1))
-    apart = means - (means * weights).sum(0) / sum(counts)
-    norm = torch.linalg.vector_norm(torch.cat((norms, apart * weights.sqrt())), 2, 0)
-    return norm / math.sqrt(sum(counts) - correction_of(arguments))
+    mean = (means * weights).sum(0) / sum(counts)
+    apart = (means - mean) * weights.sqrt()
+    norm = torch.linalg.vector_norm(torch.cat((norms, apart)), 2, 0)
+    return norm / math.sqrt(sum(counts) - correction_of(arguments)), mean
 
 
-def _variance(columns: list[Tensor], counts: Sequence[int], arguments: Arguments) -> Tensor:
-    return _deviation(columns, counts, arguments).square()
+def _variance(
+    columns: list[Tensor], counts: Sequence[int], index: int, arguments: Arguments
+) -> tuple[Tensor, ...]:
+    deviation, mean = _deviation(columns, counts, index, arguments)
+    return deviation.square(), mean
+
+
+def _slope_of_variance(
+    grad: Tensor, x: Tensor, found: Sequence[Tensor], count: int, arguments: Arguments
+) -> Tensor:
+    return 2 / (count - correction_of(arguments)) * grad * (x - found[1])
+
+
+def _slope_of_deviation(
+    grad: Tensor, x: Tensor, found: Sequence[Tensor], count: int, arguments: Arguments
+) -> Tensor:
+    grad = (grad / (2 * found[0])).masked_fill(found[0] == 0, 0)
+    return _slope_of_variance(grad, x, found, count, arguments)
 
 
 def correction_of(arguments: Arguments) -> float:
@@ -150,20 +167,48 @@ def _norm(x: Tensor, dims: list[int], arguments: Arguments) -> list[Tensor]:
     return [norm, _ties(x.abs(), norm, dims)]
 
 
-def _norm_of_norms(columns: list[Tensor], counts: Sequence[int], arguments: Arguments) -> Tensor:
-    norms, ties = columns
+def _norm_of_norms(
+    columns: list[Tensor], counts: Sequence[int], index: int, arguments: Arguments
+) -> tuple[Tensor, ...]:
     order = arguments["ord"]
     if math.isinf(order):
-        return _Extreme.apply(norms, ties, order > 0)
-    return torch.linalg.vector_norm(norms, order or 1, 0)
+        return _most(columns, counts, index, arguments, order > 0)
+    return (torch.linalg.vector_norm(columns[0], order or 1, 0),)
+
+
+def _slope_of_norm(
+    grad: Tensor, x: Tensor, found: Sequence[Tensor], count: int, arguments: Arguments
+) -> Tensor:
+    order, norm = arguments["ord"], found[0]
+    if order == 0:
+        return torch.zeros_like(x)
+    if math.isinf(order):
+        return x.sgn() * _slope_of_most(grad, x.abs(), found, count, arguments)
+    if order == 1:
+        return x.sgn() * grad
+    if order == 2:
+        return grad * (x / norm).masked_fill(norm == 0, 0)
+    if order < 1:
+        powers = x.sgn() * x.abs().pow(order - 1).masked_fill(x == 0, 0)
+        return powers * grad * norm.pow(1 - order)
+    powers = x.sgn() * x.abs().pow(order - 1) if order < 2 else x * x.abs().pow(order - 2)
+    return powers * (grad / norm.pow(order - 1)).masked_fill(norm == 0, 0)
 
 
 def _exponentials(x: Tensor, dims: list[int], arguments: Arguments) -> list[Tensor]:
     return [_filled(x, dims, -math.inf) if _is_empty(x, dims) else x.logsumexp(dims, keepdim=True)]
 
 
-def _log_of_sum(columns: list[Tensor], counts: Sequence[int], arguments: Arguments) -> Tensor:
-    return columns[0].logsumexp(0)
+def _log_of_sum(
+    columns: list[Tensor], counts: Sequence[int], index: int, arguments: Arguments
+) -> tuple[Tensor, ...]:
+    return (columns[0].logsumexp(0),)
+
+
+def _slope_of_log(
+    grad: Tensor, x: Tensor, found: Sequence[Tensor], count: int, arguments: Arguments
+) -> Tensor:
+    return grad * (x - found[0]).exp()
 
 
 def _product(x: Tensor, dims: list[int], arguments: Arguments) -> list[Tensor]:
@@ -174,9 +219,27 @@ def _product(x: Tensor, dims: list[int], arguments: Arguments) -> list[Tensor]:
 
 
 def _product_of_products(
-    columns: list[Tensor], counts: Sequence[int], arguments: Arguments
+    columns: list[Tensor], counts: Sequence[int], index: int, arguments: Arguments
+) -> tuple[Tensor, ...]:
+    """With that of all other pieces."""
+    (products,) = columns
+    others = torch.cat((products[:index], products[index + 1 :]))
+    return products.prod(0), others.prod(0)
+
+
+def _slope_of_product(
+    grad: Tensor, x: Tensor, found: Sequence[Tensor], count: int, arguments: Arguments
 ) -> Tensor:
-    return columns[0].prod(0)
+    """Where an element is zero there is nothing to divide by: the others' product times the slope
+    of one's own."""
+    whole, others = found
+    if not x.numel():
+        return torch.zeros_like(x)
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        (own,) = _product(leaf, dims_of(x, arguments), arguments)
+    (beside,) = torch.autograd.grad(own, leaf, grad * others)
+    return torch.where(whole == 0, beside, grad * (whole / x))
 
 
 # The largest and the smallest.
@@ -193,51 +256,60 @@ def _extreme(
         return [found, torch.zeros_like(found)]
     if of_all:
         found = (x.max() if is_max else x.min()).view([1] * x.ndim)
-        return [found, _ties(x, found, dims)]
-    found = x.amax(dims, keepdim=True) if is_max else x.amin(dims, keepdim=True)
-    return [found, (x == found).sum(dims, keepdim=True).to(x.dtype)]
+    else:
+        found = x.amax(dims, keepdim=True) if is_max else x.amin(dims, keepdim=True)
+    return [found, _ties(x, found, dims, of_all)]
 
 
-def _ties(x: Tensor, found: Tensor, dims: list[int]) -> Tensor:
-    """How many elements are as large; what is no number is as large as another such."""
-    equal = (x == found) | (x.isnan() & found.isnan())
-    return equal.sum(dims, keepdim=True).to(x.dtype)
+def _equal(x: Tensor, found: Tensor, of_all: bool) -> Tensor:
+    """What is no number is as large as another such: so torch has it for the largest of all."""
+    equal = x == found
+    return equal | (x.isnan() & found.isnan()) if of_all else equal
+
+
+def _ties(x: Tensor, found: Tensor, dims: list[int], of_all: bool = True) -> Tensor:
+    """How many elements are as large."""
+    return _equal(x, found, of_all).sum(dims, keepdim=True).to(x.dtype)
 
 
 def _most(
-    columns: list[Tensor], counts: Sequence[int], arguments: Arguments, is_max: bool
+    columns: list[Tensor],
+    counts: Sequence[int],
+    index: int,
+    arguments: Arguments,
+    is_max: bool,
+) -> tuple[Tensor, ...]:
+    """With the number of elements that are as large."""
+    values, ties = columns
+    found = values.amax(0) if is_max else values.amin(0)
+    return found, (ties * _equal(values, found, of_all=True)).sum(0)
+
+
+def _slope_of_most(
+    grad: Tensor,
+    x: Tensor,
+    found: Sequence[Tensor],
+    count: int,
+    arguments: Arguments,
+    of_all: bool = True,
 ) -> Tensor:
-    return _Extreme.apply(*columns, is_max)
-
-
-class _Extreme(torch.autograd.Function):
-    """The largest or smallest of what pieces give, whose gradient goes to all elements that are as
-    large alike: to each piece by how many it has, of which it gives each the same."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, ties: Tensor, is_max: bool) -> Tensor:
-        found = values.amax(0) if is_max else values.amin(0)
-        here = (values == found) | (values.isnan() & found.isnan())
-        ctx.save_for_backward(ties * here)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (ties,) = ctx.saved_tensors
-        return grad * ties / ties.sum(0), None, None
+    """All that are as large have the same of it."""
+    most, ties = found
+    return grad * _equal(x, most, of_all) / ties
 
 
 REDUCTIONS = (
-    _kernel("std", _spread, _deviation, 2),
-    _kernel("var", _spread, _variance, 2),
-    _kernel("norm", _norm, _norm_of_norms, 2),
-    _kernel("logsumexp", _exponentials, _log_of_sum),
-    _kernel("prod", _product, _product_of_products),
+    _kernel("std", _spread, _deviation, _slope_of_deviation, 2),
+    _kernel("var", _spread, _variance, _slope_of_variance, 2),
+    _kernel("norm", _norm, _norm_of_norms, _slope_of_norm, 2),
+    _kernel("logsumexp", _exponentials, _log_of_sum, _slope_of_log),
+    _kernel("prod", _product, _product_of_products, _slope_of_product),
     *(
         _kernel(
             name,
             partial(_extreme, is_max="max" in name, of_all=not name.startswith("a")),
             partial(_most, is_max="max" in name),
+            partial(_slope_of_most, of_all=not name.startswith("a")),
             2,
         )
         for name in ("amax", "amin", "max", "min")
@@ -316,13 +388,13 @@ def _traffic_of_rows(
 ) -> Traffic:
     """A number of each rank for each row, then a sum; one sum in backward."""
     return Traffic(
-        (("all_gather", count * inputs[0]), ("all_reduce", inputs[0])),
-        (("all_reduce", inputs[0]),),
+        (("all_gather", count * outputs[0]), ("all_reduce", outputs[0])),
+        (("all_reduce", outputs[0]),),
         (2, 1),
     )
 
 
 SOFTMAXES = (
-    JointKernel(cut_softmax, cut_softmax_backward, _traffic_of_rows),
-    JointKernel(cut_log_softmax, cut_log_softmax_backward, _traffic_of_rows),
+    JointKernel(cut_softmax, cut_softmax_backward, _traffic_of_rows, is_wide=True),
+    JointKernel(cut_log_softmax, cut_log_softmax_backward, _traffic_of_rows, is_wide=True),
 )

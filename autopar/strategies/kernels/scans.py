@@ -35,7 +35,7 @@ def _traffic(
     count: int, inputs: Sequence[float], outputs: Sequence[float], needs: Sequence[bool]
 ) -> Traffic:
     """One row of each rank."""
-    once = (("all_gather", count * inputs[0]),)
+    once = (("all_gather", count * outputs[0]),)
     return Traffic(once, once, (1, 1))
 
 
