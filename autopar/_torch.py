@@ -30,6 +30,7 @@ from torch._utils import _flatten_dense_tensors as joined_flat  # one tensor of 
 from torch._utils import _unflatten_dense_tensors as split_like  # views, like some tensors in turn
 from torch.autograd import Variable, forward_ad
 from torch.autograd.graph import get_gradient_edge
+from torch.cpu import _is_amx_tile_supported as multiplies_tiles  # of half precision
 from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroup, Store, TCPStore
 from torch.distributed._composable.contract import REGISTRY_KEY as COMPOSED
 from torch.distributed.distributed_c10d import (
@@ -56,6 +57,7 @@ __all__ = [  # of what is imported here for others
     "joined_flat",
     "mapping_begins",
     "mapping_ends",
+    "multiplies_tiles",
     "plain_attributes",
     "split_like",
 ]
@@ -320,17 +322,9 @@ def onednn_dtypes() -> frozenset[torch.dtype]:
     """Of the tensors that oneDNN may work on here, as torch asks it."""
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
         return frozenset()
-    lower = {
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-        torch.half: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
-    }
-    return frozenset({torch.float32, *(dtype for dtype, is_there in lower.items() if is_there)})
-
-
-def channels_last_dtypes(known: frozenset[torch.dtype]) -> frozenset[torch.dtype]:
-    """Of these, the ones that oneDNN convolves with channels last here."""
-    are_tiled = torch.cpu._is_amx_tile_supported()
-    return known & {torch.half, *([torch.bfloat16] if are_tiled else [])}
+    ask = torch.ops.mkldnn
+    bf16, half = ask._is_mkldnn_bf16_supported(), ask._is_mkldnn_fp16_supported()
+    return frozenset([torch.float32, *[torch.bfloat16] * bf16, *[torch.half] * half])
 
 
 def moves_what_is_on_host(group: ProcessGroup) -> bool:

@@ -10,12 +10,14 @@ A movement says how many bytes of one rank it moves, over which axes, and how gr
 from __future__ import annotations
 
 from collections.abc import Callable
+from string import ascii_lowercase
 from typing import Any
 
 import torch
 from torch import fx
 
 from autopar.layout import Layout, TensorType
+from autopar.strategies import Call
 from autopar.strategies.kernels.draws import Place
 from autopar.strategies.node_info import flat, info
 from autopar.strategies.registry import origin_of
@@ -61,6 +63,22 @@ def registered_as(target: Callable[..., Any] | str) -> str:
             return origin.__name__
         return f'"{target._schema.name.replace("::", ".")}"'
     return operator_name(target)
+
+
+def rule_for(node: fx.Node) -> str:
+    """The line that would let an operator be cut, if it does what its shapes allow."""
+    call, operator = Call(node), registered_as(node.target)
+    inputs, outputs = call.shapes, [tuple(output.shape) for output in call.outputs]
+    shapes = [*inputs, *outputs]
+    if len({*shapes}) == 1:
+        line = f"{', '.join(['...'] * len(inputs))} -> {', '.join(['...'] * len(outputs))}"
+        return f'register_rule({operator}, "{line}") cuts it, if it goes element by element'
+    if inputs and all(shapes) and len({shape[0] for shape in shapes}) == 1:
+        letters = (letter for letter in ascii_lowercase if letter != "b")
+        terms = [" ".join(["b", *(f"{next(letters)}!" for _ in s[1:])]) for s in shapes]
+        line = f"{', '.join(terms[: len(inputs)])} -> {', '.join(terms[len(inputs) :])}"
+        return f'register_rule({operator}, "{line}") cuts the batch, if samples do not mix'
+    return f"register_rule({operator}, line) says how to cut it, with a letter for each dim"
 
 
 def operator_of(node: fx.Node) -> str:

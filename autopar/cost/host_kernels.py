@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar._torch import channels_last_dtypes, onednn_dtypes
+from autopar._torch import multiplies_tiles, onednn_dtypes
 
 BLOCK = 16  # channels, of the layouts of oneDNN
 # From here on torch prefers oneDNN: elements of one image, images where a product would do.
@@ -36,7 +36,8 @@ class HostKernels:
     def here(cls) -> HostKernels:
         """Of this process."""
         known = onednn_dtypes()
-        return cls(torch.get_num_threads(), known, channels_last_dtypes(known))
+        last = {torch.half, torch.bfloat16} if multiplies_tiles() else {torch.half}
+        return cls(torch.get_num_threads(), known, known & last)
 
     def workspace(self, operator: Any, args: Sequence[Any]) -> int:
         """The bytes that an ATen operator takes and lets go when it is done."""

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.captured import Captured
 from autopar.capture.gradients import mark_learning
-from autopar.capture.listing import operator_of
+from autopar.capture.listing import operator_of, rule_for
 from autopar.capture.node_classes import number_calls
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, TensorType
@@ -191,7 +191,8 @@ class Cutter:
         if rule is None or strategy is None:
             if all(status in (SAME, OWN) for status in given):
                 return (OWN if OWN in given else SAME,) * count
-            _refuse(node, f"{operator_of(node)} has no rule that says how it treats the batch")
+            reason = f"{operator_of(node)} has no rule that says how it treats the batch"
+            _refuse(node, reason, f"{rule_for(node)}; or microbatches=1 and pipeline=None")
         factor = next((factor for factor, axes in strategy.cuts if AXIS in axes), None)
         if factor is None:
             return (self._uncut(node, inputs, given),) * count

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from string import ascii_lowercase
 
 from torch import fx
 
 from autopar.capture.captured import Captured
-from autopar.capture.listing import operator_of, registered_as
+from autopar.capture.listing import operator_of, registered_as, rule_for
 from autopar.capture.normalisations.draws import instead
 from autopar.capture.randomness import is_random
 from autopar.errors import InvalidInput
@@ -23,7 +22,6 @@ from autopar.mesh import Mesh
 from autopar.passes.microbatches import batch_statistics
 from autopar.planner.candidate import Candidate
 from autopar.search.decisions import Fallback
-from autopar.strategies import Call
 from autopar.strategies.node_info import info
 
 
@@ -49,7 +47,7 @@ def tell(captured: Captured, best: Candidate, before: Candidate | None = None) -
     for operator, found in replicated.items():
         warn(
             f"{operator} has no rule and runs replicated ({len(found)} times, first at "
-            f"{found[0].source}): every rank does all of it. {_rule_for(calls[found[0].node])}"
+            f"{found[0].source}): every rank does all of it. {rule_for(calls[found[0].node])}"
         )
 
 
@@ -82,22 +80,6 @@ def refuse_random(captured: Captured, mesh: Mesh, microbatches: int) -> None:
             remedy=instead(node),
             source=info(node).source,
         )
-
-
-def _rule_for(node: fx.Node) -> str:
-    """The line that would let an operator be cut, if it does what its shapes allow."""
-    call, operator = Call(node), registered_as(node.target)
-    inputs, outputs = call.shapes, [tuple(output.shape) for output in call.outputs]
-    shapes = [*inputs, *outputs]
-    if len({*shapes}) == 1:
-        line = f"{', '.join(['...'] * len(inputs))} -> {', '.join(['...'] * len(outputs))}"
-        return f'register_rule({operator}, "{line}") cuts it, if it goes element by element'
-    if inputs and all(shapes) and len({shape[0] for shape in shapes}) == 1:
-        letters = (letter for letter in ascii_lowercase if letter != "b")
-        terms = [" ".join(["b", *(f"{next(letters)}!" for _ in s[1:])]) for s in shapes]
-        line = f"{', '.join(terms[: len(inputs)])} -> {', '.join(terms[len(inputs) :])}"
-        return f'register_rule({operator}, "{line}") cuts the batch, if samples do not mix'
-    return f"register_rule({operator}, line) says how to cut it, with a letter for each dim"
 
 
 def named_statistics(statistics: Sequence[fx.Node]) -> str:

@@ -286,3 +286,22 @@ def test_one_that_is_mapped_is_refused() -> None:
     with pytest.raises(InvalidInput, match="one written by hand belongs to an operator") as error:
         capture(Model().double(), case().args)
     assert "mapped, as by torch.vmap" in str(error.value.got)
+
+
+class Unruled(Rounded):
+    """One without a rule."""
+
+
+class Rounding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Unruled.apply(self.layer(x), 0.5).square().mean()
+
+
+def test_one_without_a_rule_says_by_which_it_would_be_cut_into_micro_batches() -> None:
+    with pytest.raises(InvalidInput) as caught:
+        ap.plan(Rounding(), (torch.ones(4, 4),), mesh=ap.Mesh(dp=1), microbatches=2)
+    assert 'register_rule(Unruled, "... -> ...") cuts it' in caught.value.remedy
