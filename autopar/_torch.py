@@ -366,13 +366,6 @@ def allocations(profiled: profile) -> list[int]:
     return [event.nbytes() for event in ordered]  # type: ignore[union-attr]
 
 
-def whole_of(tensor: Tensor) -> Tensor:
-    """Of all elements, where a tensor is that of one in a function that is mapped."""
-    while torch._C._functorch.is_batchedtensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
-
-
 def memory_of(tensor: Tensor) -> int:
     """A number that changes when a tensor is given other memory: in 0.3 µs, DTensors too."""
     return tensor.untyped_storage()._cdata

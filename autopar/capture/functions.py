@@ -28,10 +28,11 @@ from torch.autograd import Function
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar._torch import memory_of, whole_of
+from autopar._torch import memory_of
 from autopar.capture.autocasts import Autocast, active, switched
 from autopar.capture.fake import FakeTensor, FakeTensorMode
 from autopar.capture.hooks import replaced
+from autopar.capture.maps import whole_of
 from autopar.errors import InvalidInput
 from autopar.lines import caller
 from autopar.strategies import made_of

@@ -15,6 +15,7 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -72,3 +73,10 @@ def maps_are_operators() -> Iterator[None]:
         for owner in (torch, torch.func):
             stack.enter_context(replaced(owner, "vmap", vmap))
         yield
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """Of all elements, where a tensor is that of one in a function that is mapped."""
+    while torch._C._functorch.is_batchedtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor

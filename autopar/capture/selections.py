@@ -51,8 +51,25 @@ class Rows:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.chosen(), name)
 
-    def __getitem__(self, index: Any) -> Any:
-        return self.chosen()[index]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # what isinstance() finds
+        return Tensor
+
+    __hash__ = object.__hash__
+
+
+def _operation(name: str) -> Callable[..., Any]:
+    def operate(self: Rows, *others: Any) -> Any:
+        return getattr(self.chosen(), name)(*others)
+
+    return operate
+
+
+_MADE = "add sub mul truediv floordiv mod pow and or xor matmul lshift rshift"
+_OTHERS = "eq ne lt le gt ge neg abs invert len iter contains bool int float index getitem"
+for _name in (*(f"{side}{name}" for name in _MADE.split() for side in ("", "r")), *_OTHERS.split()):
+    if hasattr(Tensor, f"__{_name}__"):
+        setattr(Rows, f"__{_name}__", _operation(f"__{_name}__"))
 
 
 class _Indexed(TorchFunctionMode):

@@ -93,3 +93,13 @@ def test_a_tensor_stays_no_sequence() -> None:
     """What is set on the class leaves slots in it, by which scalars were taken for lists."""
     program(lambda s, x: s.linear(x)[..., :2], random(4, 4))
     assert torch.tensor([torch.tensor(3), 1]).tolist() == [3, 1]
+
+
+def test_rows_are_a_tensor_to_all_but_a_loss() -> None:
+    def forward(self: Function, x: Tensor, labels: Tensor) -> Tensor:
+        rows = labels.masked_select(labels >= 0)
+        assert isinstance(rows, Tensor)
+        found = (rows == 1).sum() + (2 - rows).sum() * len(rows) - rows[0] + (-rows % 3).sum()
+        return self.linear(x) * found
+
+    program(forward, random(4, 4), torch.tensor([[1, -1, 2], [-1, 1, 0]]))
