@@ -52,7 +52,7 @@ class ShardSizes:
     """How large the largest piece of each factor is, under each strategy."""
 
     def __init__(self, rule: Rule, strategies: Sequence[Strategy], mesh: Mesh) -> None:
-        self.rule, self.count = rule, len(strategies)
+        self.rule, self.strategies, self.count = rule, strategies, len(strategies)
         self.joints = [
             (index, rule.joints[name], float(mesh.degree(axes)))
             for index, strategy in enumerate(strategies)
@@ -186,13 +186,24 @@ def _elements(rule: Rule, dims: Sequence[Dim]) -> int:
 
 
 def kept_extra(facts: Facts, pieces: ShardSizes) -> Array:
-    """Bytes that backward keeps on the device besides inputs and outputs."""
+    """Bytes that backward keeps on the device besides the inputs and outputs that the operator does
+    on one rank."""
     total = np.zeros(pieces.count)
-    if any(facts.differentiable) and not facts.on_host:
-        for extra in facts.rule.saved.extra:
-            total = total + pieces.bytes(extra, facts.dtype)
-        total = total + pieces.kept_by_joints(facts.dtype)
-    return total
+    if not any(facts.differentiable) or facts.on_host:
+        return total
+    usual = facts.rule.saved
+    for extra in usual.extra:
+        total = total + pieces.bytes(extra, facts.dtype)
+    for index, strategy in enumerate(pieces.strategies if facts.rule.kept else ()):
+        own = facts.rule.saved_under(strategy)
+        if own is not usual:
+            total[index] = sum(pieces.bytes(extra, facts.dtype)[index] for extra in own.extra)
+            inputs = {*own.inputs_for(facts.differentiable)}
+            for place in inputs.difference(usual.inputs_for(facts.differentiable)):
+                total[index] += pieces.inputs(facts)[place][index]
+            if own.output and not usual.output:
+                total[index] += sum(size[index] for size in pieces.outputs(facts))
+    return total + pieces.kept_by_joints(facts.dtype)
 
 
 def facts_of(node: fx.Node, rule: Rule, inputs: Sequence[fx.Node]) -> Facts:

@@ -103,8 +103,10 @@ def kept_bytes(captured: Captured) -> float:
         learns = [info(node).learns and info(value).learns for value in inputs]
         if rule is None or not any(learns):
             continue
-        values = [storage(inputs[i]) for i in rule.saved.inputs_for(learns)]
-        values += [storage(node)] if rule.saved.output else []
+        ways = rule.saved, *rule.kept.values()
+        always = set.intersection(*(set(saved.inputs_for(learns)) for saved in ways))
+        values = [storage(inputs[i]) for i in sorted(always)]
+        values += [storage(node)] if all(saved.output for saved in ways) else []
         for value in values:
             if value.op != "placeholder" and copied_parameter(value) is None:
                 for place, tensor in enumerate(tensors_of(value), place_of(value)):
@@ -138,11 +140,12 @@ def kept_by(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
     rule, strategy = info(node).rule, info(node).strategy
     if rule is None or strategy is None or info(node).start_of is not None:
         return kept  # a part keeps its inputs
-    if not rule.saved.extra and info(node).joint is None:
+    extras = rule.saved_under(strategy).extra
+    if not extras and info(node).joint is None:
         return kept
     pieces = ShardSizes(rule, [strategy], mesh)
     dtype = tensors_of(node)[0].dtype
-    for number, extra in enumerate(rule.saved.extra):
+    for number, extra in enumerate(extras):
         kept[node, f"extra {number}"] = float(pieces.bytes(extra, dtype)[0])
     if besides := float(pieces.kept_by_joints(dtype)[0]):
         kept[node, "extra of a joint"] = besides

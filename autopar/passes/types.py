@@ -53,12 +53,13 @@ def take_strategy(node: fx.Node, facts: Facts, strategy: Strategy) -> None:
     """Write on an operator what its rule says under a strategy."""
     rule, signature = facts.rule, facts.rule.signature(strategy)
     learns = [info(value).differentiable for value in tensor_inputs(node)]
+    saved = rule.saved_under(strategy)
     info(node).update(
         wants=signature.wants(learns),
         rule=rule,
         strategy=strategy,
-        saved=rule.saved.inputs_for(learns),
-        saves_output=rule.saved.output,
+        saved=saved.inputs_for(learns),
+        saves_output=saved.output,
         calls=((facts, strategy),),
     )
     _set_type(node, *signature.outputs)

@@ -58,11 +58,19 @@ def _attention(call: Call) -> Rule:
         whole=("k", "d", "e", "key"),
         kernels={"q": "cut_causal_attention"} if is_fused and call["is_causal"] else {},
         joints=rings,
+        kept=dict.fromkeys(rings, _saved_by_ring(call, heads)),
         flops=2.0 * points * (query[-1] + value[-1]),
         between=NOTHING if is_fused else DROPPED.times(points),
         product=True,
         saved=_saved(call, heads) if is_fused else Saved((*range(len(inputs)),), output=True),
     )
+
+
+def _saved_by_ring(call: Call, heads: list[Dim]) -> Saved:
+    """All that it reads, its output, and a number for each row."""
+    wide = torch.promote_types(call.outputs[0].dtype, torch.float32)
+    sums = Extra((*heads, ("q",)), wide)
+    return Saved((*range(len(call.inputs)),), output=True, extra=(sums,))
 
 
 def _saved(call: Call, heads: list[Dim]) -> Saved:

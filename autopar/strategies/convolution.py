@@ -61,7 +61,8 @@ def _convolution(call: Call) -> Rule | None:
         flops=2.0 * math.prod(call.shapes[0] if transposed else call.shape) * math.prod(weight[1:]),
         product=True,
         saved=saved,
-        joints=_halos(call, transposed, space),
+        joints=(joints := _halos(call, transposed, space)),
+        kept=dict.fromkeys(joints, Saved((*range(len(inputs)),))),
     )
 
 
@@ -143,7 +144,8 @@ def _pooling(call: Call, space: int, linear: bool, saved: tuple[int, ...] = (0,)
         passes=[(0,)] if linear else (),
         flops=float(math.prod(out_shape) * math.prod(window)),
         saved=Saved(saved, extra=() if linear else places),
-        joints=_windows(call, space),
+        joints=(joints := _windows(call, space)),
+        kept=dict.fromkeys(joints, Saved(saved)),  # the places are found again
     )
 
 

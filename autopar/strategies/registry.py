@@ -111,6 +111,7 @@ class Call:
         whole: Iterable[str | Dim] = (),
         passes: Iterable[Iterable[int]] = (),
         saved: Saved = Saved(),  # noqa: B008 (frozen)
+        kept: Mapping[str, Saved] = MappingProxyType({}),
         **options: Any,
     ) -> Rule:
         """The rule of this call from factors found by a function, those of size 1 left out.
@@ -127,19 +128,24 @@ class Call:
 
         flops = options.get("flops")
         into, out = tuple(map(large, inputs)), tuple(map(large, outputs))
-        kept = {name: size for name, size in sizes.items() if size != 1}
+        cuttable = {name: size for name, size in sizes.items() if size != 1}
         held = {f for part in whole for f in ((part,) if isinstance(part, str) else part)}
-        marked = frozenset(held & kept.keys())
-        saved = replace(saved, extra=tuple(Extra(large(e.dims), e.dtype) for e in saved.extra))
+        marked = frozenset(held & cuttable.keys())
+
+        def of_large(saved: Saved) -> Saved:
+            extra = tuple(Extra(large(one.dims), one.dtype) for one in saved.extra)
+            return replace(saved, extra=extra)
+
         return Rule(
             into,
             out,
-            kept,
+            cuttable,
             whole=marked,
             passes=tuple(map(frozenset, passes)),
             text=_render(into, out, marked),
-            saved=saved,
-            **{**options, "flops": float(product(kept)) if flops is None else flops},
+            saved=of_large(saved),
+            kept={name: of_large(own) for name, own in kept.items()},
+            **{**options, "flops": float(product(cuttable)) if flops is None else flops},
         )
 
     def _sizes(self, tensors: Sequence[Sequence[Dim]], sizes: dict[str, int]) -> dict[str, int]:

@@ -106,6 +106,7 @@ class Rule:
     sums: frozenset[str] = frozenset()  # contracted although some input lacks them
     gathered: frozenset[str] = frozenset()  # contracted, but their kernel leaves a whole output
     saved: Saved = Saved()
+    kept: Mapping[str, Saved] = field(default_factory=dict)  # by joint, where its kernel keeps else
     adds: frozenset[str] = frozenset()  # arguments that are numbers, added to what is else linear
     rounds: bool = False  # linear but for digits: a sum over micro-batches passes, none over ranks
 
@@ -192,6 +193,10 @@ class Rule:
                 factor = of(joint) or name
                 cuts[factor] = (*cuts.get(factor, ()), *axes)
         return cuts
+
+    def saved_under(self, strategy: Strategy) -> Saved:
+        """What is kept of a call, by its kernel where it needs one."""
+        return next((self.kept[name] for name, _ in strategy.cuts if name in self.kept), self.saved)
 
     def signature(self, strategy: Strategy) -> Signature:
         """The layouts of inputs, of their gradients and of outputs under `strategy`."""

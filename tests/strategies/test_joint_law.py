@@ -1,0 +1,75 @@
+"""What is said of kernels that ranks carry out together is what they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from autopar.collectives import together
+from autopar.cost.operators import ShardSizes, kept_extra
+from autopar.mesh import Mesh
+from autopar.strategies import KernelCall, Strategy
+from autopar.strategies.rule import Facts
+from tests.strategies.rule_cases import CASES
+from tests.strategies.rule_law import Case, Reference
+
+# Of which a piece has as many rows as choices fall to it: said is an even share.
+BY_VALUES = ("routed_experts",)
+
+
+def together_on(reference: Reference, mesh: Mesh) -> Iterator[tuple[Strategy, KernelCall]]:
+    for strategy in reference.rule.strategies(mesh):
+        call = KernelCall.of(reference.rule, strategy)
+        if call is not None and call.kernel.joint is not None:
+            yield strategy, call
+
+
+def facts_of(reference: Reference) -> Facts:
+    case, values = reference.case, reference.values
+    reals = [value.is_floating_point() or value.is_complex() for value in values]
+    learn = tuple(real and at not in case.constants for at, real in enumerate(reals))
+    dtypes = tuple(output.dtype for output in reference.outputs)
+    sizes = tuple(value.itemsize for value in values)
+    return Facts(reference.rule, sizes, learn, dtypes, is_view=False)
+
+
+def is_together(case: Case) -> bool:
+    rule = Reference(case).rule
+    return bool(rule.joints)
+
+
+WITH_JOINTS = [case for case in CASES if is_together(case)]
+
+
+@pytest.mark.parametrize("case", WITH_JOINTS, ids=lambda case: case.name)
+def test_kept(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, kept = Reference(case), list[int]()
+    facts, forward = facts_of(reference), together._Joined.forward
+
+    def watched(ctx: Any, call: Any, *tensors: Any) -> Any:
+        found, saved = forward(ctx, call, *tensors), iter(())
+        saved = iter(getattr(ctx, "to_save", None) or ())
+        for count in ctx.counts:
+            own = [next(saved).untyped_storage() for _ in range(count)]
+            kept.append(sum({one.data_ptr(): one.nbytes() for one in own}.values()))
+        return found
+
+    monkeypatch.setattr(together._Joined, "forward", staticmethod(watched))
+    for mesh in (Mesh(x=2), Mesh(x=3)):
+        for strategy, call in together_on(reference, mesh):
+            if not any(facts.differentiable) or call.kernel.name in BY_VALUES:
+                continue
+            kept.clear()
+            reference.check(strategy, mesh)
+            pieces = ShardSizes(facts.rule, [strategy], mesh)
+            own, usual = facts.rule.saved_under(strategy), facts.rule.saved
+            # A search knows one answer for all strategies, and adds what is besides.
+            inputs = {*own.inputs_for(facts.differentiable)}
+            besides = inputs & {*usual.inputs_for(facts.differentiable)}
+            said = kept_extra(facts, pieces)[0]
+            said += sum(pieces.inputs(facts)[place][0] for place in besides)
+            if own.output and usual.output:
+                said += sum(size[0] for size in pieces.outputs(facts))
+            assert max(kept) == said, (call.kernel.name, str(strategy), mesh.size)
