@@ -19,6 +19,7 @@ from autopar.layout import TensorType
 from autopar.strategies.node_info import info
 from tests import models
 from tests.annotations import attention, megatron, sequence
+from tests.held import kept_for_backward
 from tests.large_models import long_llama
 from tests.models import Case
 from tests.parity import assert_equal, assert_parity, parallel_outcome
@@ -167,3 +168,31 @@ def test_what_a_rank_keeps_falls_with_the_axis() -> None:
     for ranks in (2, 4):
         case = attention(sequence(models.gpt(**sizes), "sp"), rows="sp")
         assert kept(case, Mesh(sp=ranks)) < whole / ranks * 1.1
+
+
+class Masked(torch.nn.Module):
+    """A ring whose weights are masked, or dropped."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.scale = torch.nn.Parameter(torch.ones(8, dtype=torch.float64))
+        cut = (*((None, None, "sp", None),) * 3, *((None,) if kind != "dropped" else ()))
+        self.attend: Any = ap.shard(F.scaled_dot_product_attention, cut)
+
+    def forward(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        y = x * self.scale
+        mask = {"seen": seen, "learnt": seen * self.scale.sum(), "dropped": None}[self.kind]
+        dropped = 0.2 if self.kind == "dropped" else 0.0
+        return self.attend(y * 2, y * 3, y * 4, mask, dropped).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["seen", "learnt", "dropped"])
+def test_what_a_ring_keeps_is_what_is_predicted(kind: str) -> None:
+    """A mask as it is, no scores, and a number for each row."""
+    inputs = torch.randn(2, 4, 16, 8, dtype=torch.float64), torch.rand(1, 1, 16, 16) > 0.3
+    module = ap.parallelize(
+        Masked(kind), inputs, mesh=Mesh(sp=4), mode="propagate", backend="virtual"
+    )
+    held = kept_for_backward(module, Case(kind, Masked(kind), inputs)) / 4
+    assert module.plan.memory.activations == pytest.approx(held, rel=0.001)
