@@ -38,7 +38,19 @@ def _reduction(
     if not kernel or not _is_together(call, rule):
         return rule
     cut = [f"d{i}" for i in sorted(reduced) if call.shapes[0][i] > 1]
-    return replace(rule, joints={f"over_{dim}": Joint(kernel, (dim,), (None,)) for dim in cut})
+    joints = {f"over_{dim}": Joint(kernel, (dim,), (None,)) for dim in cut}
+    return replace(
+        rule, joints=joints, kept=dict.fromkeys(joints, _kept_together(call, rule, kernel))
+    )
+
+
+def _kept_together(call: Call, rule: Rule, kernel: str) -> Saved:
+    """The piece, the result in wide digits, and of most a number besides for each of the result."""
+    dtype = call.outputs[0].dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    is_alone = kernel == "cut_logsumexp" or (kernel == "cut_norm" and not math.isinf(call["ord"]))
+    extra = (Extra(rule.outputs[0], wide),) * ((wide != dtype) + (not is_alone))
+    return Saved((0,), output=wide == dtype, extra=extra)
 
 
 def _is_together(call: Call, rule: Rule) -> bool:
