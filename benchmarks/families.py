@@ -61,6 +61,8 @@ HEADS = (
     "",
 )
 LANGUAGE = ("MASKED_LM", "CAUSAL_LM")
+# What takes pictures beside their words.
+BOTH = ("ZERO_SHOT_IMAGE_CLASSIFICATION",)
 # Names in a configuration, as patterns -> what a larger number becomes. The first that fits counts.
 SIZES: tuple[tuple[str, int], ...] = (
     (r"type_vocab_size", 2),
@@ -99,10 +101,21 @@ WANTS: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4},
     "efficientnet": {"width_coefficient": 0.25, "hidden_dim": 320, "image_size": 64},
     "esm": {"vocab_size": VOCABULARY, "mask_token_id": 4},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
     "levit": {"patch_size": 16, "image_size": 64},
+    "ministral": {"head_dim": 8},
     "mobilevitv2": {"image_size": 128},
     "neomme": {"head_dim": 16},
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 4]},
+    "swin": {
+        "window_size": 4,
+        "image_size": 32,
+        "patch_size": 2,
+        "depths": [2, 2],
+        "num_heads": [2, 4],
+        "embed_dim": 16,
+    },
     "wav2vec2-bert": {"vocab_size": VOCABULARY},
     "wav2vec2-conformer": {"vocab_size": VOCABULARY},
     "xmod": {"default_language": "en_XX"},
@@ -220,6 +233,9 @@ def small(kind: type, wants: Mapping[str, Any], kept: Collection[str] = ()) -> A
             chosen[field.name] = shrunk
         elif field.name in NOT_DRAWN and value:
             chosen[field.name] = type(value)(0)
+    rope, ignored = given.get("rope_parameters"), kind.ignore_keys_at_rope_validation  # type: ignore[attr-defined]
+    if isinstance(rope, dict) and "mrope_section" in {*rope, *(ignored or ())}:
+        chosen["rope_parameters"] = {**rope, "mrope_section": _sections(rope)}
     heads = "num_attention_heads"
     if heads in chosen and given.get("num_key_value_heads") == given.get(heads):
         chosen["num_key_value_heads"] = chosen[heads]
@@ -247,21 +263,34 @@ def _shrunk(name: str, value: Any) -> Any:
     return value
 
 
+def _sections(rope: Mapping[str, Any]) -> list[int]:
+    """How many pairs of a head turn by time, height and width: all, of a head of eight."""
+    pairs = int(4 * rope.get("partial_rotary_factor", 1.0))
+    return [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
+
+
 def inputs_of(model: Any, name: str, head: str) -> dict[str, Any]:
     """A global batch, by what the model's forward takes."""
     config, takes = model.config, inspect.signature(model.forward).parameters
     made: dict[str, Any] = {}
     main = getattr(model, "main_input_name", "input_ids")
-    if main == "input_ids" or (head == "IMAGE_TEXT_TO_TEXT" and "input_ids" in takes):
+    if main not in takes:
+        main = next((one for one in takes if one in ("pixel_values", "input_features")), main)
+    both = head in BOTH and {"input_ids", "pixel_values"} <= {*takes}
+    if head == "IMAGE_TEXT_TO_TEXT" and "input_ids" in takes:
+        main = "input_ids"
+    if main == "input_ids" or both:
         made["input_ids"] = torch.randint(5, VOCABULARY // 2, (BATCH, LENGTH))
-    elif main == "inputs":
-        made["inputs"] = torch.randint(5, VOCABULARY // 2, (BATCH, LENGTH))
-    elif main == "pixel_values":
+    if main == "pixel_values" or both:
         size = of_config(config, "image_size") or IMAGE
         height, width = size if isinstance(size, list | tuple) else (size, size)
         channels = of_config(config, "num_channels") or 3
         frames = [of_config(config, "num_frames")] if head.startswith("VIDEO") else []
         made["pixel_values"] = torch.randn(BATCH, *frames, channels, height, width)
+    elif main == "inputs":
+        made["inputs"] = torch.randint(5, VOCABULARY // 2, (BATCH, LENGTH))
+    elif main == "past_values":
+        made["past_values"] = torch.randn(BATCH, 64)
     elif main == "input_values":
         # Frames are many samples, and an alignment has more of them than labels.
         made["input_values"] = torch.randn(BATCH, 4096 if head == "CTC" else 1024)
@@ -269,7 +298,7 @@ def inputs_of(model: Any, name: str, head: str) -> dict[str, Any]:
         bins = of_config(config, "num_mel_bins") or of_config(config, "input_feat_per_channel")
         shape = (bins or 16, 64) if name in BANDS_FIRST else (64, bins or 16)
         made["input_features"] = torch.randn(BATCH, *shape)
-    else:
+    elif not made:
         raise NotImplementedError(f"a batch of {main}")
     if "labels" in takes and (labels := _labels(made, model, head)) is not None:
         made["labels"] = labels
