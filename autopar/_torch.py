@@ -85,6 +85,13 @@ def saving_hooks() -> tuple[Pack, Callable[[Any], Tensor]]:
     return _outer_hooks(False) or (lambda tensor: tensor, lambda packed: packed)
 
 
+def export_verifier() -> Any:
+    """What export holds its own graphs against."""
+    from torch._export import verifier
+
+    return verifier
+
+
 def flex_parts() -> tuple[Callable[..., Any], Any, Callable[..., Any]]:
     """Of FlexAttention: all of it in operators, how its functions index, and what maps them over
     places. They load torch's compiler."""

@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn, vmap
+from torch.autograd import Function
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import autopar as ap
 from autopar import Mesh
 from autopar.capture import capture
+from autopar.errors import InvalidInput
 from tests.capture.support import program, random, targets
 from tests.models import Case
 from tests.parity import assert_equal, parallel_outcome, single_outcome
@@ -25,6 +27,18 @@ Mod = Callable[..., Any]
 
 def same_document(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return (i >= j) & (DOCUMENTS[i] == DOCUMENTS[j])
+
+
+def partly(x: Tensor, slopes: Tensor, head: Tensor) -> Tensor:
+    with torch.no_grad():
+        factor = torch.tanh(x) * slopes[head]
+        with torch.enable_grad():
+            x = x * 2
+    return x * factor
+
+
+def held(x: Tensor, slopes: Tensor) -> Tensor:
+    return 2 * x * (torch.tanh(x) * slopes).detach()
 
 
 class Attention(nn.Module):
@@ -77,6 +91,16 @@ CASES: dict[str, Pair] = {
         lambda m, q, s, i, j: 2 * torch.tanh(s / 2),
         same_document,
     ),
+    "partly without gradients": (
+        lambda m, q, s, b, h, i, j: s * m.slopes[h] * partly(s, m.slopes, h),
+        lambda m, q, s, i, j: s * m.slopes[:, None, None] * held(s, m.slopes[:, None, None]),
+        same_document,
+    ),
+    "slopes without gradients": (
+        lambda m, q, s, b, h, i, j: s + partly(j, m.slopes, h) * m.slopes[h],
+        lambda m, q, s, i, j: s + held(j, m.slopes[:, None, None]) * m.slopes[:, None, None],
+        None,
+    ),
     "a table that is computed": (
         lambda m, q, s, b, h, i, j: q.mean(-1)[b][h][j] + s,
         lambda m, q, s, i, j: q.mean(-1)[:, :, None] + s,
@@ -96,7 +120,7 @@ def test_flex_attention(name: str) -> None:
     pair = CASES[name]
     plain = case(pair)
     plain.model.is_flex = False  # type: ignore[assignment]
-    is_ring = name in ("documents", "learnt slopes")
+    is_ring = name in ("documents", "learnt slopes", "slopes without gradients")
     cut = (None, "a", "b", None) if is_ring else ("a", "b", None, None)
     made = case(pair, *cut)
     module = ap.parallelize(
@@ -105,6 +129,26 @@ def test_flex_attention(name: str) -> None:
     assert_equal(parallel_outcome(module, made), single_outcome(plain))
     ways = map(str, module.plan.decisions.strategies.values())
     assert any("ring@b" in way for way in ways) == is_ring
+
+
+class Rounded(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def test_a_gradient_by_hand_is_refused() -> None:
+    def rounded(model: Any, q: Tensor, score: Tensor, *places: Tensor) -> Any:
+        return Rounded.apply(score)
+
+    with pytest.raises(InvalidInput, match="one written by hand belongs to an operator") as error:
+        capture(case((rounded, rounded, None)).model, inputs())
+    assert "a function that FlexAttention calls" in str(error.value.got)
+    assert "self.attend(" in str(error.value.source)
 
 
 def test_what_is_known_of_a_mask_is_kept() -> None:

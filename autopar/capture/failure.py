@@ -81,8 +81,9 @@ def explain(
 ) -> AutoparError:
     """The error for the user, from what export ran into with a `model` and inputs of `mode`, that
     are `given`."""
-    if isinstance(error, AutoparError):
-        return error
+    for one in (error, error.__cause__):  # torch's compiler, too, raises its own from ours
+        if isinstance(one, AutoparError):
+            return one
     found = _of_values(error)
     if found is not None:
         return found

@@ -38,6 +38,7 @@ from autopar.lines import caller
 from autopar.strategies import made_of
 
 _INNER = ("torch.", "autopar.")  # these stand behind operators that the graph keeps
+_COMPILED = "AutogradFunctionApply."  # what torch's compiler makes of one with a gradient
 _NAMESPACE = "own_functions"
 
 # Known to have the backward that their operators have, and so captured as those.
@@ -56,6 +57,8 @@ def own_backwards_kept() -> Iterator[None]:
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         is_inner = cls.__module__.startswith(_INNER)
         is_same = f"{cls.__module__}.{cls.__qualname__}" in _SAME
+        if torch.is_grad_enabled() and cls.__qualname__.startswith(_COMPILED):
+            raise _refused(cls, "in a function that FlexAttention calls")
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         whole = [whole_of(leaf) for leaf in leaves]
         learns = any(leaf.requires_grad for leaf in (*leaves, *whole))
@@ -358,10 +361,11 @@ def _said(argument: Any) -> str:
 
 
 def _refused(cls: type, why: str) -> InvalidInput:
+    name = "" if cls.__qualname__.startswith(_COMPILED) else f"{cls.__name__}, "
     return InvalidInput(
         "gradients are those of the operators of forward; one written by hand belongs to an "
         "operator",
-        got=f"{cls.__name__}, a torch.autograd.Function, on values that take a gradient, {why}",
+        got=f"{name}a torch.autograd.Function, on values that take a gradient, {why}",
         remedy="make it an operator by torch.library.custom_op and register_autograd, with a rule "
         "by register_rule(); or write its gradient with tensors, as y + (value - y).detach()",
         source=caller(),

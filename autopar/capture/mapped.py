@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from autopar._torch import flex_parts, mapping_begins, mapping_ends
+from autopar._torch import export_verifier, flex_parts, mapping_begins, mapping_ends
 from autopar.capture.hooks import replaced
 from autopar.strategies.node_info import info
 
@@ -37,12 +37,23 @@ FLEX_ATTENTION = torch.ops.higher_order.flex_attention
 @contextmanager
 def trained_anywhere() -> Iterator[None]:
     """FlexAttention refuses what needs a gradient on a CPU, where its kernels have none; what it
-    becomes here has one."""
+    becomes here has one. Export refuses its own graph where its functions index without gradients:
+    how they do has no value, which nothing here asks for."""
     module = sys.modules.get("torch.nn.attention.flex_attention")
     if module is None:
         yield
         return
-    with replaced(module, "_validate_device", lambda *tensors: None):
+    verifier = export_verifier()
+    check = verifier._check_val
+
+    def check_value(node: fx.Node) -> None:
+        if node.op == "call_function" or "val" in node.meta:
+            check(node)
+
+    with (
+        replaced(module, "_validate_device", lambda *tensors: None),
+        replaced(verifier, "_check_val", check_value),
+    ):
         yield
 
 
@@ -75,6 +86,26 @@ def calls_of(nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node], An
         return [values[node] for node in gives]
 
     return reads, gives, run
+
+
+def _switched(enabled: bool, function: Callable[..., Any], *given: Any) -> Any:
+    """A part of a function where gradients are on or off: nothing that is followed here has any,
+    so that where they are off is to be seen in what is followed."""
+    if enabled:
+        return function(*given)
+    held = {id(x): x.detach() for x in given if isinstance(x, Tensor)}
+    found = function(*(held.get(id(x), x) for x in given))
+    own = {id(held[id(x)]): x for x in given if id(x) in held}
+    return pytree.tree_map(lambda x: own.get(id(x), x), found)  # what is itself has its gradient
+
+
+def _with_switches(function: fx.GraphModule) -> fx.GraphModule:
+    """One that export followed, to be followed over all."""
+    for node in function.graph.nodes:
+        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+            node.target = _switched
+    function.recompile()
+    return function
 
 
 def over_all(
@@ -124,7 +155,7 @@ class FlexAttention:
     def whole(self, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Any:
         """All that it gives."""
         of_score, of_mask = self._apart(others)
-        mods = self.score, (self.blocks[-1],), self.scale, self.options
+        mods = _with_switches(self.score), (self.blocks[-1],), self.scale, self.options
         math_attention, _, _ = flex_parts()
         return math_attention(query, key, value, *mods, of_score, of_mask)
 
@@ -142,7 +173,8 @@ class FlexAttention:
             sees = mapped(self.blocks[-1], (), (None,) * len(of_mask))(*places, *of_mask)
             if _is_nothing(self.bias):
                 return (sees,)
-            added = mapped(self.bias, (), (None,) * len(of_score))(*places, *of_score)
+            bias = mapped(_with_switches(self.bias), (), (None,) * len(of_score))
+            added = bias(*places, *of_score)
             return (torch.where(sees, added.to(query.dtype), -torch.inf),)
 
     def product(self, mask: fx.Node, like: fx.Node) -> fx.GraphModule:

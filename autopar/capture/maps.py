@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from autopar.capture.autocasts import active, switched
 from autopar.capture.fake import FakeTensor
 from autopar.capture.hooks import replaced
 from autopar.lines import is_users
@@ -54,18 +55,21 @@ def maps_are_operators() -> Iterator[None]:
             if depth or not modes:  # one in another is followed as a part of that
                 return mapped(*args, **kwargs)
 
+            autocasts = active()
+
             def follow() -> Any:
                 nonlocal depth
                 depth += 1
                 try:
-                    with modes[0], _SwitchesKept():
+                    with modes[0], _SwitchesKept(), switched(autocasts):
                         return make_fx(partial(mapped, **kwargs))(*args)
                 finally:
                     depth -= 1
 
             with ThreadPoolExecutor(1) as outside:  # a thread begins without the modes of export
                 program = outside.submit(follow).result()
-            return program(*args)
+            with switched(()):  # its casts are among its operators
+                return program(*args)
 
         return call
 

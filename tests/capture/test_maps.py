@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from autopar.capture import capture, run
 from tests.capture.support import Function, program, random, targets
 
 
@@ -24,3 +25,22 @@ def test_a_mapped_function_is_its_operators() -> None:
     kept = torch.tensor([[True, True, False, True]] * 2 + [[True] * 4])
     found = targets(program(forward, random(3, 4, 4), kept))
     assert not any("batch" in name or "vmap" in name for name in found)
+
+
+def test_a_mapped_function_casts_as_it_says() -> None:
+    def forward(self: Function, x: Tensor) -> Tensor:
+        def one(row: Tensor) -> Tensor:
+            row = row @ self.linear.weight
+            with torch.autocast("cpu", enabled=False):
+                row = row.float() @ self.linear.weight
+            return row @ x[:4]
+
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.vmap(one)(x).float().square().mean()
+
+    model, x = Function(forward), random(8, 4).float()
+    captured = capture(model, (x,))
+    found, _ = run(captured, dict(model.named_parameters()), {}, (x,), {})
+    slopes = [torch.autograd.grad(loss, model.linear.weight)[0] for loss in (model(x), found)]
+    assert torch.equal(model(x), found)
+    assert torch.equal(*slopes)
