@@ -138,13 +138,18 @@ def test_no_choice_is_below_what_messages_say_of_its_strategies() -> None:
     assert closed > 150
 
 
+def a_tight_limit(graph: CostGraph) -> float:
+    """The memory that a third of all amounts keep to."""
+    amounts = sorted({memory for _, memory in everything(graph)})
+    return amounts[len(amounts) // 3]
+
+
 @pytest.mark.parametrize("name", ["triangles", "k33", "k5"])
 def test_cp_sat_keeps_a_memory_limit_where_elimination_may_not(name: str) -> None:
     rng = np.random.default_rng(400 + SHAPES.index(name))
     for _ in range(6):
         graph = random_graph(name, rng, memory=True)
-        amounts = sorted({memory for _, memory in everything(graph)})
-        limit = amounts[len(amounts) // 3]
+        limit = a_tight_limit(graph)
         solution = solve_with(Optimiser(graph.packed, limit=1), limit, tolerance=0.0)
         assert solution.memory <= limit
         assert solution.objective == pytest.approx(brute_force(graph, limit), rel=1e-9)
@@ -156,8 +161,7 @@ def test_a_search_without_time_has_a_choice_and_its_bound(name: str) -> None:
     rng = np.random.default_rng(500 + SHAPES.index(name))
     for _ in range(10):
         graph = random_graph(name, rng, memory=True)
-        amounts = sorted({memory for _, memory in everything(graph)})
-        limit = amounts[len(amounts) // 3]
+        limit = a_tight_limit(graph)
         solution = solve(graph, memory=limit, tolerance=0.0, seconds=0.0)
         assert solution.memory <= limit
         assert solution.bound <= brute_force(graph, limit) + 1e-9 <= solution.objective + 2e-9
