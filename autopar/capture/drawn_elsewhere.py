@@ -47,7 +47,7 @@ def draws_elsewhere_refused() -> Iterator[None]:
     is_numpy = before[1] != _numbers() and numpy.random not in seeded
     if is_numpy or (before[0] != random.getstate() and random not in seeded):
         name = "numpy.random" if is_numpy else "random"
-        raise _refused(f"a function of {name}, imported by its own name", (), None)
+        raise refused(f"a function of {name}, imported by its own name", (), None)
 
 
 def _numbers() -> bytes:
@@ -83,7 +83,7 @@ def _refuse(
         is_fraction = name in _FRACTIONS and not (args or kwargs)
         if is_fraction or (name == "uniform" and [*args, *kwargs.values()] in ([0, 1], [])):
             return _Fraction(f"{module}.{name}")
-        raise _refused(f"{module}.{name}", _settings(frame), caller())
+        raise refused(f"{module}.{name}", _settings(frame), caller())
 
     return call
 
@@ -112,7 +112,7 @@ class _Fraction:
             for frame, _ in traceback.walk_stack(sys._getframe(1))
             if is_users(frame.f_code.co_filename)
         )
-        raise _refused(self._drawn, _settings(frame), caller())
+        raise refused(self._drawn, _settings(frame), caller())
 
 
 _OPERATIONS = "add sub mul truediv floordiv mod pow radd rsub rmul rtruediv rfloordiv rmod rpow"
@@ -142,7 +142,7 @@ def _settings(frame: FrameType | None) -> tuple[str, ...]:
     return ()
 
 
-def _refused(got: str, settings: tuple[str, ...], source: str | None) -> InvalidInput:
+def refused(got: str, settings: tuple[str, ...], source: str | None) -> InvalidInput:
     off = f"set {' or '.join(settings)} so that nothing is drawn here; or " if settings else ""
     return InvalidInput(
         "what a step draws at random is drawn by torch",

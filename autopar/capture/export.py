@@ -52,6 +52,7 @@ from autopar.capture.fake import (
 from autopar.capture.flatten import flatten
 from autopar.capture.functions import own_backwards_kept
 from autopar.capture.fused import mark_parts
+from autopar.capture.generators import generators_kept
 from autopar.capture.gradients import mark_learning
 from autopar.capture.graph_builder import GraphBuilder
 from autopar.capture.guards import refusals_kept
@@ -132,6 +133,7 @@ def _export(
 ) -> ExportedProgram:
     try:
         with ExitStack() as stack:
+            stack.enter_context(generators_kept(model))
             for around in _AROUND:
                 stack.enter_context(around())
             return torch.export.export(model, args, kwargs, strict=False)

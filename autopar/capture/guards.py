@@ -11,12 +11,10 @@ questions that have none.
 from __future__ import annotations
 
 import ast
-import builtins
 import contextlib
 import dis
-import linecache
-import sys
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import islice
 from types import FrameType
@@ -24,17 +22,16 @@ from typing import Any
 
 from torch import Tensor
 
+from autopar.capture.catching import is_caught, tree_of, value_of
 from autopar.capture.fake import FakeTensor
 from autopar.capture.hooks import replaced
 from autopar.lines import is_users
 
-_EXPORT = "/torch/export/"  # calls forward
 _NEED_VALUES = (
     *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__"),
     *("item", "tolist", "numpy", "data_ptr"),
 )
 Place = tuple[tuple[int, int], tuple[int, int]]  # in a source: where it starts, and ends
-Try = ast.Try | ast.TryStar
 
 
 @contextlib.contextmanager
@@ -48,7 +45,7 @@ def refusals_kept() -> Iterator[None]:
             try:
                 return asked(self, *args, **kwargs)
             except Exception as error:
-                if isinstance(self, FakeTensor) and _is_caught(type(error), sys._getframe(1)):
+                if isinstance(self, FakeTensor):
                     kept.append(error)
                 raise
 
@@ -58,8 +55,10 @@ def refusals_kept() -> Iterator[None]:
         for name in _NEED_VALUES:
             stack.enter_context(replaced(Tensor, name, noted(getattr(Tensor, name))))
         yield
-    if kept:
-        raise kept[0]
+    for error in kept:  # and forward has gone on
+        through = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
+        if any(is_users(file) or file.startswith("<") for file in through):
+            raise error
 
 
 def held_guard(frame: FrameType | None) -> bool | None:
@@ -71,13 +70,13 @@ def held_guard(frame: FrameType | None) -> bool | None:
         frame = frame.f_back
     if frame is None:
         return None
-    place, tree = _place(frame), _tree(frame.f_code.co_filename)
+    place, tree = _place(frame), tree_of(frame.f_code.co_filename)
     guard = next((one for one in _guards(tree) if _contains(one.test, place)), None)
     if guard is None:
         return None
     is_assertion = isinstance(guard, ast.Assert)
-    raised = AssertionError if is_assertion else _value(guard.body[0].exc, frame)
-    return None if _is_caught(raised, frame) else _truth(guard.test, place, is_assertion)
+    raised = AssertionError if is_assertion else value_of(guard.body[0].exc, frame)
+    return None if is_caught(raised, frame) else _truth(guard.test, place, is_assertion)
 
 
 def _place(frame: FrameType) -> Place:
@@ -118,75 +117,3 @@ def _truth(test: ast.expr, place: Place, wanted: bool) -> bool | None:
             parts = (test.left, *test.comparators)
             return None if any(_contains(part, place) for part in parts) else wanted
     return wanted
-
-
-def _is_caught(raised: Any, frame: FrameType | None) -> bool:
-    """Whether forward may go on after an exception of this class (None: of any) in a frame."""
-    while frame is not None and _EXPORT not in frame.f_code.co_filename:
-        for kinds, ends in _handlers(frame):
-            if any(_may_be(raised, kind) for kind in kinds):
-                if not ends:
-                    return True
-                raised = None  # another one takes its place
-        frame = frame.f_back
-    return False
-
-
-def _may_be(raised: Any, kind: Any) -> bool:
-    are_known = isinstance(raised, type) and isinstance(kind, type)
-    return not are_known or issubclass(raised, kind)
-
-
-def _handlers(frame: FrameType) -> Iterator[tuple[Sequence[Any], bool]]:
-    """What is caught around the line where a frame stands, innermost first: the classes (None: one
-    that is not known), and whether another exception follows."""
-    code = frame.f_code
-    if not (is_users(code.co_filename) or code.co_filename.startswith("<")):
-        return
-    tree = _tree(code.co_filename)
-    if tree is None:
-        if code.co_exceptiontable:
-            yield [None], False
-        return
-    around = [node for node in ast.walk(tree) if _encloses(node, frame)]
-    for node in sorted(around, key=lambda node: -node.lineno):  # type: ignore[attr-defined]
-        if isinstance(node, Try):
-            for one in node.handlers:
-                kinds = one.type.elts if isinstance(one.type, ast.Tuple) else [one.type]
-                ends = isinstance(one.body[-1], ast.Raise)
-                yield [BaseException if k is None else _value(k, frame) for k in kinds], ends
-        elif isinstance(node, ast.With):
-            for call in (item.context_expr for item in node.items):
-                if isinstance(call, ast.Call) and _value(call, frame) is contextlib.suppress:
-                    yield [_value(kind, frame) for kind in call.args], False
-
-
-def _encloses(node: ast.AST, frame: FrameType) -> bool:
-    """Whether a frame stands in the body of a statement of its own function."""
-    if not isinstance(node, Try | ast.With) or node.lineno < frame.f_code.co_firstlineno:
-        return False
-    return node.body[0].lineno <= frame.f_lineno <= (node.body[-1].end_lineno or 0)
-
-
-def _tree(file: str) -> ast.Module | None:
-    return _parsed("".join(linecache.getlines(file)))
-
-
-@cache
-def _parsed(text: str) -> ast.Module | None:
-    try:
-        return ast.parse(text) if text else None
-    except (SyntaxError, ValueError):
-        return None
-
-
-def _value(name: ast.expr | None, frame: FrameType) -> Any:
-    """What a name is, or that of what is called; None where that is not seen."""
-    if isinstance(name, ast.Call):
-        return _value(name.func, frame)
-    if isinstance(name, ast.Attribute):
-        return getattr(_value(name.value, frame), name.attr, None)
-    if not isinstance(name, ast.Name):
-        return None
-    spaces = frame.f_locals, frame.f_globals, vars(builtins)
-    return next((space[name.id] for space in spaces if name.id in space), None)

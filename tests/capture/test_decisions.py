@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -138,9 +139,73 @@ def _where_it_is_caught(self: Any, x: Tensor, classes: Tensor) -> Tensor:
 
 
 def _where_it_is_suppressed(self: Any, x: Tensor, classes: Tensor) -> Tensor:
-    with contextlib.suppress(AssertionError):
-        assert x.max() < 1  # the line
+    with contextlib.suppress(ValueError):
+        _refused_here(x)
         x = self.linear(x)
+    return x
+
+
+@contextlib.contextmanager
+def _carefully() -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, ValueError):
+        return
+
+
+class _Swallowing:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        return kind is not None and issubclass(kind, ValueError)
+
+
+def _where_a_function_swallows(self: Any, x: Tensor, classes: Tensor) -> Tensor:
+    with _carefully():
+        _refused_here(x)
+        x = self.linear(x)
+    return x
+
+
+def _where_a_class_swallows(self: Any, x: Tensor, classes: Tensor) -> Tensor:
+    manager = _Swallowing()
+    with torch.no_grad(), manager:
+        _refused_here(x)
+        x = self.linear(x)
+    return x
+
+
+def _where_a_stack_may_swallow(self: Any, x: Tensor, classes: Tensor) -> Tensor:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_Swallowing())
+        _refused_here(x)
+        x = self.linear(x)
+    return x
+
+
+@_carefully()
+def _checked(x: Tensor) -> Tensor:
+    _refused_here(x)
+    return x
+
+
+def _where_a_decorator_swallows(self: Any, x: Tensor, classes: Tensor) -> Tensor:
+    return x if _checked(x) is None else self.linear(x)
+
+
+def _where_finally_returns(self: Any, x: Tensor, classes: Tensor) -> Tensor:
+    try:
+        _refused_here(x)
+        x = self.linear(x)
+    finally:
+        return x  # noqa: B012
+
+
+def _asked_where_a_class_swallows(self: Any, x: Tensor, classes: Tensor) -> Tensor:
+    with contextlib.ExitStack() as stack:
+        stack.push(lambda *error: True)
+        x = self.linear(x) * float(x.max())  # the line
     return x
 
 
@@ -159,6 +224,12 @@ CHOICES = [
     _after_a_write,
     _where_it_is_caught,
     _where_it_is_suppressed,
+    _where_a_function_swallows,
+    _where_a_class_swallows,
+    _where_a_stack_may_swallow,
+    _where_a_decorator_swallows,
+    _where_finally_returns,
+    _asked_where_a_class_swallows,
     _asked_in_vain,
 ]
 
@@ -217,6 +288,41 @@ def test_what_a_guard_compares_is_not_known() -> None:
 
     with pytest.raises(InvalidInput, match="must not depend on the values"):
         capture(Compares(4, 4), (torch.randn(2, 4),))
+
+
+@contextlib.contextmanager
+def _timed(label: str) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        len(label)
+
+
+class _Named(contextlib.ContextDecorator):
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: Any) -> None:
+        return None
+
+
+def test_guards_hold_in_managers_that_let_pass() -> None:
+    lock = threading.Lock()
+
+    @_Named()
+    def forward(self: Any, x: Tensor, classes: Tensor) -> Tensor:
+        with lock, _timed("forward"), torch.autocast("cpu", enabled=False):
+            with _Named() if self.training else contextlib.nullcontext():
+                _refused_here(x)
+            try:
+                _refused_here(x)
+            finally:
+                x = self.linear(x)
+        return x
+
+    model, x = type("Model", (Asks,), {"forward": forward})(), torch.zeros(4, 4)
+    captured = capture(model, (x, CLASSES))
+    assert not captured.decisions
 
 
 def test_guards_hold_where_they_are_not_caught() -> None:

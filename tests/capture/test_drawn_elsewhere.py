@@ -73,3 +73,74 @@ def test_what_nobody_needs_may_be_drawn() -> None:
 
     program(drops, numbers(4, 4))
     program(seeded, numbers(4, 4))
+
+
+OF_THE_FILE = np.random.default_rng(0)
+
+
+def by_the_file(x: Tensor) -> Tensor:
+    return x * OF_THE_FILE.uniform()
+
+
+@pytest.mark.parametrize(
+    "generator",
+    [
+        random.Random(0),
+        np.random.default_rng(0),
+        np.random.RandomState(0),
+        [{"deep": SimpleNamespace(one=random.Random(1))}],
+    ],
+)
+def test_generators_that_the_model_holds_are_refused(generator: Any) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        held = generator[0]["deep"].one if isinstance(generator, list) else generator
+        return self.linear(x) * float(held.random() if hasattr(held, "random") else held.rand())
+
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.rng = nn.Linear(4, 4), generator
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * float(self.rng.uniform(0, 1))  # of the module
+
+    x = (torch.randn(4, 4),)
+    with pytest.raises(InvalidInput, match="drawn by torch"):
+        capture(Function(forward), x)
+    if not isinstance(generator, list):
+        with pytest.raises(InvalidInput, match=r"draws of rng, a (numpy\.)?random\.") as caught:
+            capture(Holds(), x)
+        assert (caught.value.source or "").endswith("# of the module")
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        by_the_file,
+        lambda x: by_the_file(x),
+        lambda x: x * random.Random().random(),
+        lambda x: x * np.random.default_rng().random(),
+        lambda x: x * np.random.RandomState(None).rand(),
+        lambda x: x * random.SystemRandom().random(),
+    ],
+)
+def test_generators_of_a_file_or_without_a_seed_are_refused(
+    draw: Callable[[Tensor], Tensor],
+) -> None:
+    with pytest.raises(InvalidInput, match="drawn by torch") as caught:
+        capture(Function(lambda self, x: draw(self.linear(x))), (torch.randn(4, 4),))
+    assert caught.value.source
+
+
+def test_generators_that_forward_seeds_may_draw() -> None:
+    """Each step would have the same numbers."""
+
+    def forward(self: Function, x: Tensor) -> Tensor:
+        one, other, third = random.Random(0), np.random.default_rng(1), np.random.RandomState(2)
+        assert isinstance(one, random.Random)
+        assert isinstance(third, np.random.RandomState)
+        return self.linear(x) * float(one.random() + other.random() + third.rand())
+
+    idle = random.Random(3)  # held, and not drawn from
+    program(forward, numbers(4, 4))
+    assert idle.random() == random.Random(3).random()
