@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
 
 from autopar.api import BackendName, parallelize
 from autopar.capture import capture
@@ -162,20 +163,23 @@ def _side_by_side(
 ) -> tuple[Verification, Plan]:
     """All three on copies, at this call of what is parallelized with an example, as it is asked of
     `parallelize`; and the plan of the example."""
-    plain, rate = _train_plain(copy.deepcopy(original), call, steps)
+    plain, rate = _train_plain(copy.deepcopy(original), _again(call), steps)
     captured = capture(original, *call)
     second = copy.deepcopy(original)
-    exported, _ = train_module(CapturedModule(second, captured), second, call, steps, rate)
-    tolerances = measure(captured, original, call, dtype, exported, rate)
+    run = CapturedModule(second, captured)
+    exported, _ = train_module(run, second, _again(call), steps, rate)
+    tolerances = measure(captured, original, _again(call), dtype, exported, rate)
     from_captured = compare(exported, plain, tolerances)
     differences: list[Difference | None] = []
     if any(row.differs for row in from_captured):
-        differences.append(first_module(copy.deepcopy(original), captured, call, tolerances))
+        differences.append(
+            first_module(copy.deepcopy(original), captured, _again(call), tolerances)
+        )
     module = parallelize(copy.deepcopy(original), *example, **asked)
     programs = module.programs
     plan = programs.of(*call, is_step=module.program.has_loss).plan
-    outputs, difference = _forward(plan, original, call, tolerances)
-    trained = replace(_train_parallel(module, call, steps, rate), outputs=outputs)
+    outputs, difference = _forward(plan, original, _again(call), tolerances)
+    trained = replace(_train_parallel(module, _again(call), steps, rate), outputs=outputs)
     if any(row.differs for row in compare(trained, exported, tolerances)):
         differences.append(difference or _AFTER_FORWARD)
     found = Verification(
@@ -189,6 +193,17 @@ def _side_by_side(
         tuple(one for one in differences if one is not None),
     )
     return found, module.plan
+
+
+def _again(call: Call) -> Call:
+    """The same call with tensors of its own, to which forward may write."""
+    made: dict[int, Tensor] = {}
+
+    def own(one: Tensor) -> Tensor:
+        fresh = one.detach().clone().requires_grad_(one.requires_grad)
+        return made.setdefault(id(one), fresh)
+
+    return pytree.tree_map_only(Tensor, own, call)
 
 
 def _train_plain(model: nn.Module, call: Call, steps: int) -> tuple[Trained, float]:

@@ -17,6 +17,7 @@ from autopar.capture.decisions import Decision
 from autopar.capture.loss import index_of_loss
 from autopar.capture.marker import ANNOTATE
 from autopar.capture.randomness import is_random
+from autopar.capture.writes import Write
 from autopar.errors import InvalidInput
 from autopar.precision import Precision
 from autopar.strategies import Rule, observed_rule, rule_of
@@ -69,6 +70,7 @@ class Captured:
     static_inputs: dict[int, object] = field(default_factory=dict)  # flat arguments not tensors
     key: str | None = None  # the placeholder of that which random numbers follow from
     decisions: tuple[Decision, ...] = ()  # what the values of the inputs decided
+    writes: tuple[Write, ...] = ()  # to inputs
 
     def draw(self, device: torch.device | None = None) -> dict[str, torch.Tensor]:
         """The key of one step by placeholder, on the host if not told otherwise."""

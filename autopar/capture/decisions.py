@@ -76,7 +76,7 @@ class Decision:
     def require(self, given: Mapping[str, Tensor]) -> None:
         """Refuse inputs, by placeholder, of which it has another answer."""
         values = {name: given[of] for name, of in self.inputs.items()}
-        found = self.question(_evaluated(self.graph, {**self.constants, **values}))
+        found = self.question(evaluated(self.graph, {**self.constants, **values}).item())
         if found != self.answer:
             raise InvalidInput(
                 "forward goes the way on which it was captured: its example's values decided it",
@@ -167,7 +167,7 @@ class _Asked:
         graph, inputs, constants = sliced
         values = {name: self.leaves[number] for name, number in inputs.items()}
         with ThreadPoolExecutor(1) as outside:  # a thread begins without the modes of export
-            value = outside.submit(_evaluated, graph, {**constants, **values}).result()
+            value = outside.submit(evaluated, graph, {**constants, **values}).result().item()
         return _Number(value, graph, inputs, constants, self.made)
 
 
@@ -287,14 +287,14 @@ def _is_known(leaf: object) -> bool:
 
 
 @torch.no_grad()
-def _evaluated(graph: fx.Graph, given: Mapping[str, Tensor]) -> Any:
-    """The number that a graph gives."""
+def evaluated(graph: fx.Graph, given: Mapping[str, Tensor]) -> Any:
+    """The tensor that a graph gives."""
     values: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             values[node] = given[node.name].detach().clone()  # which may be written to
         elif node.op == "output":
-            return values[node.args[0]].item()
+            return values[node.args[0]]
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = node.target(*args, **kwargs)

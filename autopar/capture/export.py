@@ -66,6 +66,8 @@ from autopar.capture.normalise import normalise
 from autopar.capture.plainly import answered_plainly
 from autopar.capture.source import whole_stacks
 from autopar.capture.verifier import verify
+from autopar.capture.writes import by_placeholder as writes_to
+from autopar.capture.writes import require_apart
 from autopar.garbage import collected_later
 from autopar.precision import Precision
 from autopar.states import StateBytes
@@ -114,7 +116,12 @@ def capture(
         normalise(builder)
         example = Example(copy, call[0], call[1], device, precision, autocasts)
         captured = _freeze(builder, example)
-        captured = replace(captured, decisions=by_placeholder(decided, captured.inputs))
+        decisions = by_placeholder(decided, captured.inputs)
+        writes = writes_to(builder.writes, captured.inputs)
+        captured = replace(captured, decisions=decisions, writes=writes)
+        for write in writes:
+            named = zip(captured.inputs, leaves, strict=True)
+            require_apart(write, {name: leaf for name, leaf in named if name is not None})
         warn_of_counters(run, mode, pytree.tree_unflatten(inputs, input_spec), changes)
     warn_of_memory(lines)
     warn_of_buffers(captured)

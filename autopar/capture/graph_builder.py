@@ -43,6 +43,7 @@ class GraphBuilder:
     # Position among the flat outputs -> value.
     output_constants: dict[int, object] = field(default_factory=dict)
     mutated: list[str] = field(default_factory=list)
+    writes: list[Any] = field(default_factory=list)  # to inputs (writes.py), of flat arguments
     looked_at: fx.Node | None = None  # for errors that nobody foresaw
     # Whether calls that are alike have one value: where nothing is changed in place, it does not
     # matter that others than views share memory.

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopar.capture.captured import Captured
+from autopar.capture.decisions import Decision
+from autopar.capture.writes import Write
 from autopar.errors import InvalidInput
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -32,17 +34,19 @@ def layouts_of(plan: Plan, captured: Captured) -> dict[str, Layout]:
 
 def require_whole_questions(plan: Plan) -> None:
     """Refuse what values of inputs decide of which each rank has a slice: none can answer."""
-    placed = plan.decisions.placeholders
-    for decision in plan.original.decisions:
-        cut = [name for name in decision.inputs.values() if placed[name].axes]
+    placed, original = plan.decisions.placeholders, plan.original
+    both: tuple[Decision | Write, ...] = (*original.decisions, *original.writes)
+    for asked in both:
+        cut = [name for name in asked.inputs.values() if placed[name].axes]
         if cut:
             raise InvalidInput(
-                "with local inputs forward asks nothing of values that ranks have slices of: each "
-                "would answer for its own",
-                got=f"a question to {', '.join(cut)}",
+                "with local inputs forward asks nothing of values that ranks have slices of, and "
+                "writes to none: each would do so for its own",
+                got=f"a {'question' if isinstance(asked, Decision) else 'write'} to "
+                + ", ".join(cut),
                 remedy="compute with tensors (torch.where, masks), decide before the call and hand "
                 "over a Python value; or hand every rank the global batch",
-                source=decision.source,
+                source=asked.source,
             )
 
 

@@ -199,7 +199,7 @@ class ParallelModule(Unwrapped, Described):
         self._check_together(call)
         with self.backend.guard(), switched(()):
             program, backend = running.called
-            inputs = call.bound | self.backend.draw(program)
+            inputs = call.taken(running) | self.backend.draw(program)
             return program.structure(backend.call(self._tensors.values, inputs))
 
     def _accept(self, args: tuple, kwargs: Mapping[str, Any], step: bool) -> Call:
@@ -265,7 +265,7 @@ class ParallelModule(Unwrapped, Described):
             self._check_together(call)
             with self.backend.guard(), switched(()):
                 program, backend = running.stepped(tells)
-                inputs = call.bound | backend.draw(program)
+                inputs = call.taken(running) | backend.draw(program)
                 kept = self._tensors.values
                 loss, found = self._scaled(backend, kept, backend.split(inputs), tells, by)
         told = StepLoss.of(loss)

@@ -29,6 +29,7 @@ from autopar.capture.again import THIS, captured_again
 from autopar.capture.captured import Captured
 from autopar.capture.failure import check_call, require_one_dtype
 from autopar.capture.fingerprint import fingerprint_of
+from autopar.capture.writes import carry_out
 from autopar.errors import InvalidInput
 from autopar.lines import frames_to_caller
 from autopar.plan.beside import follow_beside, plan_beside, resize, staged_beside
@@ -158,6 +159,10 @@ class Call:
         """Its inputs by placeholder, once its program is known."""
         assert self.inputs is not None
         return self.inputs
+
+    def taken(self, by: Running) -> Inputs:
+        """These, for a program that runs now: what its forward writes to them is written."""
+        return self.bound | carry_out(by.plan.original.writes, self.bound)
 
     def require_step(self, tells: bool) -> torch.dtype:
         """Refuse a step without a loss, or one that cannot give its outputs; the loss's dtype."""

@@ -94,7 +94,7 @@ def own_backward(self: Function, x: Tensor) -> Tensor:
 
 
 def written_input(self: Function, x: Tensor) -> Tensor:
-    x.mul_(2)  # the line
+    x.mul_(self.linear.weight.detach().sum())  # the line
     return self.linear(x)
 
 

@@ -21,6 +21,7 @@ from autopar.capture.listing import operator_name
 from autopar.capture.normalisations.shapes import as_call
 from autopar.capture.normalisations.strides import as_strided
 from autopar.capture.values import refresh
+from autopar.capture.writes import written_input
 from autopar.errors import InvalidInput
 from autopar.strategies import Call, traits_of
 from autopar.strategies.node_info import info
@@ -35,6 +36,7 @@ _FUNCTIONAL: dict[object, Callable[..., Any]] = {
     aten.bernoulli_.float: aten.bernoulli.p,
 }
 _THEMSELVES = (aten.alias.default, aten.contiguous.default)  # where they share memory
+_CASTS = (aten.to, aten.type_as)  # to the dtype that it has: the tensor itself
 _SCATTERS: dict[object, Callable[..., Any]] = {  # with the arguments of the view
     aten.select.int: aten.select_scatter.default,
     aten.slice.Tensor: aten.slice_scatter.default,
@@ -71,6 +73,7 @@ class _Functionaliser:
     version: dict[fx.Node, int] = field(default_factory=dict)  # of a root: writes so far
     value: dict[fx.Node, tuple[fx.Node, int]] = field(default_factory=dict)  # and its version
     now: dict[fx.Node, fx.Node] = field(default_factory=dict)  # a tensor -> the view it has become
+    written: dict[fx.Node, fx.Node] = field(default_factory=dict)  # a root -> what changes it first
 
     def run(self) -> None:
         self._find_families()
@@ -89,6 +92,13 @@ class _Functionaliser:
         for node in reversed(list(self.builder.calls())):
             if _is_mutable(node):
                 self.builder.graph.erase_node(node)
+        for root, write in self.written.items():
+            if root.op == "placeholder" and root.name in self.builder.inputs:
+                made = written_input(self.builder, root, self.value[root][0])
+                if made is None or info(root).val.requires_grad:
+                    self._check(write, root, ())
+                else:
+                    self.builder.writes.append(made)
         for placeholder, name in self.builder.buffers.items():
             node = next(n for n in self.builder.graph.nodes if n.name == placeholder)
             if self.version.get(node, 0):
@@ -143,7 +153,9 @@ class _Functionaliser:
         if _is_view(functional_of(node.target)):
             became = self._view(node, target)
         else:
-            self._check(node, self.root[target], self.builder.buffers)
+            root = self.root[target]
+            self._check(node, root, {*self.builder.buffers, *filter(None, self.builder.inputs)})
+            self.written.setdefault(root, node)
             self._store(target, self._functional(node), node)
         for name, tensor in self.now.items():
             self.now[name] = became if tensor is target else tensor
@@ -185,7 +197,7 @@ class _Functionaliser:
             return call(write, _SCATTERS[target], base, new, *place)
         if (order := permutation(view)) is not None:
             return call(write, *as_call(new, [order.index(dim) for dim in range(len(order))]))
-        if target in _THEMSELVES or getattr(target, "overloadpacket", None) is aten.to:
+        if target in _THEMSELVES or getattr(target, "overloadpacket", None) in _CASTS:
             return new
         if target is aten.detach.default and self.root[view].name in self.builder.buffers:
             return new  # a buffer has no gradient that would have to stay
@@ -288,7 +300,7 @@ def _is_view(target: Any) -> bool:
     """Whether an operator returns a view of its argument."""
     schema = getattr(target, "_schema", None)
     is_operators = schema is not None and any(r.alias_info is not None for r in schema.returns)
-    return is_operators or target is as_strided
+    return is_operators or target in (as_strided, aten.type_as.default)
 
 
 def _without_out(target: Any) -> Callable[..., Any]:
