@@ -3,7 +3,6 @@ parallel program on the virtual mesh, trained side by side on copies."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from autopar.api import BackendName, parallelize
 from autopar.capture import capture
 from autopar.capture.execute import evaluate
 from autopar.capture.failure import check_call
+from autopar.capture.fake import own_copy
 from autopar.capture.source import of_traceback
 from autopar.cluster import Cluster
 from autopar.collectives import from_ranks
@@ -163,19 +163,17 @@ def _side_by_side(
 ) -> tuple[Verification, Plan]:
     """All three on copies, at this call of what is parallelized with an example, as it is asked of
     `parallelize`; and the plan of the example."""
-    plain, rate = _train_plain(copy.deepcopy(original), _again(call), steps)
+    plain, rate = _train_plain(own_copy(original), _again(call), steps)
     captured = capture(original, *call)
-    second = copy.deepcopy(original)
+    second = own_copy(original)
     run = CapturedModule(second, captured)
     exported, _ = train_module(run, second, _again(call), steps, rate)
     tolerances = measure(captured, original, _again(call), dtype, exported, rate)
     from_captured = compare(exported, plain, tolerances)
     differences: list[Difference | None] = []
     if any(row.differs for row in from_captured):
-        differences.append(
-            first_module(copy.deepcopy(original), captured, _again(call), tolerances)
-        )
-    module = parallelize(copy.deepcopy(original), *example, **asked)
+        differences.append(first_module(own_copy(original), captured, _again(call), tolerances))
+    module = parallelize(own_copy(original), *example, **asked)
     programs = module.programs
     plan = programs.of(*call, is_step=module.program.has_loss).plan
     outputs, difference = _forward(plan, original, _again(call), tolerances)

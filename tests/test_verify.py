@@ -379,3 +379,19 @@ def test_complex_parameters_are_compared_as_the_single_numbers_that_they_are():
     found = ap.verify(Waves(), batch(), mesh=ap.Mesh(dp=2), mode="propagate")
     assert found.ok, found
     assert all(row.allowed <= 2.2e-5 for row in found.parallel)
+
+
+def test_what_a_model_keeps_of_a_run_is_no_obstacle() -> None:
+    """A tensor of autograd, as a recurrent layer keeps its state."""
+
+    class Keeps(nn.Linear):
+        state: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            self.state = y[-1]
+            return y.square().sum()
+
+    model, x = Keeps(4, 4), torch.randn(8, 4)
+    model(x).backward()
+    assert ap.verify(model, (x,), mesh=ap.Mesh(dp=2)).ok

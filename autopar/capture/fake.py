@@ -78,6 +78,13 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> 
         ) from error
 
 
+def own_copy(model: nn.Module) -> nn.Module:
+    """A copy of `model` with its values; what it keeps of a run before, by value as well."""
+    return copy.deepcopy(
+        model, {id(t): t.detach().clone() for _, t in _tensors(model) if not t.is_leaf}
+    )
+
+
 def fake_inputs(leaves: Iterable[Any], mode: FakeTensorMode, device: torch.device) -> list[Any]:
     """The flat arguments, tensors as fakes."""
     result = []

@@ -9,7 +9,6 @@ the batches of all ranks and which parameters are frozen there.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture import capture
 from autopar.capture.autocasts import switched
 from autopar.capture.captured import Captured
+from autopar.capture.fake import own_copy
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.lines import frames_to_caller
 from autopar.runtime import programs
@@ -44,7 +44,7 @@ class Checks:
 
     def __init__(self, model: nn.Module, captured: Captured, on_processes: bool) -> None:
         self._captured, self._on_processes = captured, on_processes
-        self._model: nn.Module | None = copy.deepcopy(model)  # until the first step
+        self._model: nn.Module | None = own_copy(model)  # until the first step
 
     def alone(self, call: programs.Call, first: programs.Running) -> None:
         """What this process finds out by itself, once what runs is found or captured; `first`: the
@@ -89,7 +89,7 @@ def _require_plain(model: nn.Module, captured: Captured, call: Call) -> None:
 
 
 def _compare(model: nn.Module, captured: Captured, call: Call, dtype: torch.dtype) -> None:
-    plain, other = copy.deepcopy(model), copy.deepcopy(model)
+    plain, other = own_copy(model), own_copy(model)
     with torch.enable_grad():
         expected, rate = train_module(plain, plain, call, steps=1)
         found, _ = train_module(CapturedModule(other, captured), other, call, 1, rate)

@@ -6,7 +6,6 @@ side by side, and `first_module` finds where a captured program leaves the plain
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -19,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.captured import Captured
 from autopar.capture.execute import run
+from autopar.capture.fake import own_copy
 from autopar.capture.loss import index_of_loss
 from autopar.errors import InvalidInput
 from autopar.strategies.node_info import info
@@ -134,12 +134,12 @@ def in_double(
 
     own = own_dtype(model)
     if not as_it_is and own is not torch.float64:
-        precise, inputs = copy.deepcopy(model).double(), pytree.tree_map(double, call)
+        precise, inputs = own_copy(model).double(), pytree.tree_map(double, call)
         with suppress(Exception), same_numbers(0):  # if it fails as it is too, that is told
-            trial = copy.deepcopy(precise)
+            trial = own_copy(precise)
             loss_of(trial(*inputs[0], **inputs[1])).backward()
             return precise, inputs, torch.float64
-    return copy.deepcopy(model), call, own
+    return own_copy(model), call, own
 
 
 def loss_of(outputs: Any) -> Tensor:
@@ -248,7 +248,7 @@ def first_module(
     left out what it gives.
     """
     made: list[tuple[str, Tensor]] = []
-    program = CapturedModule(copy.deepcopy(model), captured)  # from the same buffers
+    program = CapturedModule(own_copy(model), captured)  # from the same buffers
     with same_numbers(0), DrawsByPlace(), _results_of(model, made):
         model(*call[0], **call[1])
     known: dict[torch.Size, list[tuple[fx.Node, Tensor]]] = {}

@@ -7,7 +7,6 @@ else the program computes: it is compared as strictly as one without coarse numb
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autopar.capture.captured import Captured
+from autopar.capture.fake import own_copy
 from autopar.verification.references import Call, CapturedModule, Trained, compare, train_module
 from autopar.verification.tolerance import Result, Tolerances, eps_of, widened
 
@@ -38,7 +38,7 @@ def measure(
     every = replace(widest, strict=widest.coarse)
     moved: dict[Result, float] = {}
     for seed in range(DRAWS):
-        other = copy.deepcopy(model)
+        other = own_copy(model)
         program = CapturedModule(other, captured)
         program.change = _Mover(captured, widest.eps, seed)
         found, _ = train_module(program, other, call, len(exact.losses), rate)
