@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from autopar._torch import traced_node, written_arguments
 from autopar.capture.fake import FakeTensor, has_no_data
 from autopar.capture.graph_builder import is_mutable
+from autopar.capture.grouped import Sizes
 from autopar.capture.guards import held_guard
 from autopar.capture.hooks import replaced
 from autopar.capture.plainly import fakes_told_apart
@@ -109,6 +110,13 @@ def decisions_made(leaves: Sequence[Any]) -> Iterator[list[Decision]]:
 
         return method
 
+    def as_list(self: FakeTensor) -> Any:
+        if self.ndim != 1 or self.is_floating_point():
+            return plain_list(self)
+        numbers = [asked.of(one) for one in self]
+        unknown = any(number is None for number in numbers)
+        return Sizes(self) if unknown or not numbers else numbers
+
     def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
         if num_classes == -1 and isinstance(tensor, FakeTensor):
             number = asked.of(tensor.max())
@@ -121,11 +129,12 @@ def decisions_made(leaves: Sequence[Any]) -> Iterator[list[Decision]]:
 
     names = ("item", "__int__", "__float__", "__index__")
     plain = {name: getattr(Tensor, name) for name in ("__bool__", *names)}
-    one_hot_of = functional.one_hot
+    one_hot_of, plain_list = functional.one_hot, FakeTensor.tolist
     with ExitStack() as stack:
         stack.enter_context(replaced(Tensor, "__bool__", as_bool))
         for name in names:
             stack.enter_context(replaced(Tensor, name, as_number(name)))
+        stack.enter_context(replaced(FakeTensor, "tolist", as_list))
         stack.enter_context(replaced(functional, "one_hot", one_hot))
         stack.enter_context(selections_counted(count))
         stack.enter_context(fakes_told_apart(lambda fake: not asked.is_constant(fake)))

@@ -55,6 +55,7 @@ from autopar.capture.fused import mark_parts
 from autopar.capture.generators import generators_kept
 from autopar.capture.gradients import mark_learning
 from autopar.capture.graph_builder import GraphBuilder
+from autopar.capture.grouped import groups_followed
 from autopar.capture.guards import refusals_kept
 from autopar.capture.hooks import hooks_refused, refuse_hooks, warn_of_memory
 from autopar.capture.host import cross_to_host
@@ -239,4 +240,5 @@ _AROUND = (
     draws_elsewhere_refused,
     refusals_kept,
     maps_are_operators,
+    groups_followed,
 )

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.captured import Captured
 from autopar.capture.fake import FakeTensorMode
+from autopar.capture.guards import VALUES
 from autopar.capture.listing import operator_of
 from autopar.capture.source import is_users, lines_before, of_traceback, passes_through
 from autopar.errors import AutoparError, InvalidInput
@@ -26,7 +27,6 @@ from autopar.lines import describe, shorten
 from autopar.strategies import tensor_inputs
 from autopar.strategies.node_info import info
 
-VALUES = "forward must not depend on the values of tensors, only on their shapes"
 # torch's own text names unknowns that mean nothing to users.
 DECISION = "a Python decision (if, while, int(), range()) on a value that a tensor holds"
 # By which torch says that it knows nothing of what an operator would give.

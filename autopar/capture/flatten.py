@@ -28,8 +28,9 @@ from torch.utils import _pytree as pytree
 
 from autopar._torch import mapping_begins
 from autopar.capture.checkpoints import BORDER
-from autopar.capture.failure import VALUES, VALUES_REMEDY
+from autopar.capture.failure import VALUES_REMEDY
 from autopar.capture.graph_builder import GraphBuilder, fake_like, is_mutable
+from autopar.capture.guards import VALUES
 from autopar.capture.listing import operator_name
 from autopar.capture.mapped import (
     FLAT_APPLY,

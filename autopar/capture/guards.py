@@ -27,6 +27,7 @@ from autopar.capture.fake import FakeTensor
 from autopar.capture.hooks import replaced
 from autopar.lines import is_users
 
+VALUES = "forward must not depend on the values of tensors, only on their shapes"
 _NEED_VALUES = (
     *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__"),
     *("item", "tolist", "numpy", "data_ptr"),

@@ -36,13 +36,14 @@ from autopar.collectives.eager import finish_sum, start_sum, sum_later
 from autopar.passes.gathers import NONE, leave_copies, watch_readers
 from autopar.runtime.block_groups import MARKS, Together
 from autopar.runtime.regions import inputs_of
+from autopar.strategies.kernels.chosen_products import CHOSEN_PRODUCTS
 from autopar.strategies.kernels.draws import Place
 from autopar.strategies.kernels.dropped_attention import attention
 from autopar.strategies.kernels.experts import EXPERTS
 from autopar.strategies.node_info import info
 
 Function = Callable[..., Any]
-_OUTSIDE = (start_sum, finish_sum, sum_later, attention, EXPERTS)
+_OUTSIDE = (start_sum, finish_sum, sum_later, attention, EXPERTS, CHOSEN_PRODUCTS)
 _LEAST = 2  # calls: fewer are not worth it
 
 

@@ -13,6 +13,7 @@ from math import prod
 
 from autopar.strategies.between import Between
 from autopar.strategies.kernels.capacity import WITHIN_CAPACITY
+from autopar.strategies.kernels.chosen_products import CHOSEN_PRODUCTS
 from autopar.strategies.kernels.experts import EXPERTS
 from autopar.strategies.registry import Call, Traits, register_rule
 from autopar.strategies.rule import Rule
@@ -60,4 +61,12 @@ def _joints(rule: Rule, tokens: Sequence[str]) -> Iterator[tuple[str, Joint]]:
 
 
 register_rule(EXPERTS, _experts, traits=Traits(leading=""))
+register_rule(
+    CHOSEN_PRODUCTS,
+    "r i, e+ o i, r -> r o",
+    flops=lambda sizes: 2.0 * sizes.get("r", 1) * sizes.get("o", 1) * sizes.get("i", 1),
+    passes=[(0,), (1,)],
+    kernels={"e": "some_products"},
+    saved="0 1 2",
+)
 register_rule(WITHIN_CAPACITY, "... t! k! -> ... t! k!")

@@ -17,6 +17,7 @@ from autopar.strategies.elementwise import (
 )
 from autopar.strategies.kernels import draws, dropped_attention
 from autopar.strategies.kernels.capacity import WITHIN_CAPACITY
+from autopar.strategies.kernels.chosen_products import CHOSEN_PRODUCTS
 from autopar.strategies.kernels.draws import Place
 from autopar.strategies.kernels.experts import EXPERTS, GATED
 from autopar.strategies.kernels.recurrences import LINEAR_SCAN
@@ -453,6 +454,8 @@ for _columns in ("halves", "interleaved"):
     case(EXPERTS, *_experts, t(5, 12, 4), None, t(5, 12), None, GATED, _columns)
 _experts = t(6, 2, 4), _chosen.view(6, 2, 2), t(6, 2, 2), t(5, 4, 6)
 case(EXPERTS, *_experts, t(5, 6, 4), None, None, None, "silu(gate)")
+case(CHOSEN_PRODUCTS, t(9, 4), t(5, 6, 4), i(5, 9))
+case(CHOSEN_PRODUCTS, t(8, 4), t(4, 6, 4), torch.tensor([3, 0, 0, 1, 3, 3, 0, 1]))
 case(WITHIN_CAPACITY, _chosen, 5, 3)
 case(WITHIN_CAPACITY, _chosen.view(6, 2, 2), 5, 1)
 

@@ -42,6 +42,7 @@ from autopar.strategies.kernels.batch_statistics import (
     running_var,
 )
 from autopar.strategies.kernels.causal import cut_causal_attention
+from autopar.strategies.kernels.chosen_products import CHOSEN_PRODUCTS
 from autopar.strategies.kernels.experts import EXPERTS
 from autopar.strategies.kernels.group_statistics import GROUP_NORM
 from autopar.strategies.kernels.halo import HALOS
@@ -100,6 +101,7 @@ KERNELS = {
         Kernel("cut_embedding", cut_embedding),
         Kernel("cut_causal_attention", cut_causal_attention),
         Kernel("some_experts", EXPERTS),
+        Kernel("some_products", CHOSEN_PRODUCTS),
         Kernel(
             "cross_entropy",
             cross_entropy,

@@ -77,8 +77,8 @@ class Experts:
         order, sizes = self.routes(chosen)
         tokens = order // chosen.shape[-1]
         rows = x[tokens]
-        before = [_products(rows, matrices.mT, sizes, bias) for matrices, bias in self.layers]
-        out = _products(self.evaluated(before), self.down.mT, sizes)
+        before = [products(rows, matrices.mT, sizes, bias) for matrices, bias in self.layers]
+        out = products(self.evaluated(before), self.down.mT, sizes)
         dtype = wide(out, weights)
         out = out.to(dtype) * weights.reshape(-1, 1)[order]
         y = out.new_zeros(len(x), out.shape[-1]).index_add(0, tokens, out)
@@ -102,20 +102,20 @@ class Experts:
         rows, slopes = x[tokens], grad[tokens]
         dtype = wide(grad, weights)
         factors = weights.reshape(-1, 1)[order].to(dtype)
-        inner_slopes = _products(slopes, self.down, sizes)
+        inner_slopes = products(slopes, self.down, sizes)
         with torch.enable_grad():
             leaves = [b.detach().requires_grad_() for b in before]
             inner = self.evaluated(leaves)
         of_weights = (inner_slopes.to(dtype) * inner.detach()).sum(-1)
         of_inner = (inner_slopes * factors).to(inner.dtype)
         of_before = torch.autograd.grad(inner, leaves, of_inner, materialize_grads=True)
-        of_down = _products_of_rows((slopes * factors).to(x.dtype), inner.detach(), sizes)
+        of_down = products_of_rows((slopes * factors).to(x.dtype), inner.detach(), sizes)
         of_x = x.new_zeros(x.shape, dtype=wide(x))
         found: list[tuple[Tensor, Tensor | None]] = []
         for slope, (matrices, bias) in zip(of_before, self.layers):
-            of_x.index_add_(0, tokens, _products(slope, matrices, sizes).to(of_x.dtype))
+            of_x.index_add_(0, tokens, products(slope, matrices, sizes).to(of_x.dtype))
             of_bias = None if bias is None else _sums_of_rows(slope, sizes)
-            found.append((_products_of_rows(slope, rows, sizes), of_bias))
+            found.append((products_of_rows(slope, rows, sizes), of_bias))
         found += [(None, None)] * (2 - len(found))  # type: ignore[list-item]
         of_all_weights = weights.new_zeros(weights.numel(), dtype=dtype)
         of_all_weights[order] = of_weights
@@ -155,7 +155,7 @@ def wide(*tensors: Tensor) -> torch.dtype:
     return dtype
 
 
-def _products(
+def products(
     rows: Tensor, matrices: Tensor, sizes: Sequence[int], bias: Tensor | None = None
 ) -> Tensor:
     """The rows of each expert times its matrix, [e, i, o]."""
@@ -180,11 +180,11 @@ def _product(
     return torch.addmm(bias, rows, matrix, out=out)
 
 
-def _products_of_rows(one: Tensor, other: Tensor, sizes: Sequence[int]) -> Tensor:
+def products_of_rows(one: Tensor, other: Tensor, sizes: Sequence[int]) -> Tensor:
     """For each expert the rows of one transposed times those of the other, [e, o, i]."""
     pairs = zip(one.split(sizes), other.split(sizes)) if sizes else ()
-    products = [left.mT @ right for left, right in pairs]
-    return torch.stack(products) if products else one.new_zeros(0, one.shape[-1], other.shape[-1])
+    found = [left.mT @ right for left, right in pairs]
+    return torch.stack(found) if found else one.new_zeros(0, one.shape[-1], other.shape[-1])
 
 
 def _sums_of_rows(rows: Tensor, sizes: Sequence[int]) -> Tensor:
