@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ from autopar import Mesh
 from autopar.capture import capture, listing
 from autopar.collectives import together
 from autopar.strategies.kernels.experts import experts
-from tests.mixtures import FAMILIES, cut_experts, family, mixture, mixture_cut
+from tests.mixtures import FAMILIES, _Precise, cut_experts, family, mixture, mixture_cut
 from tests.models import Case, _transformers
 from tests.parity import assert_parity
 
@@ -144,3 +145,39 @@ def test_a_layer_that_nothing_reads_has_gradients_of_zeros() -> None:
     experts(torch.randn(2, 4), *routing, down, gate, up, inner="relu(gate)").sum().backward()
     assert up.grad is not None
     assert not up.grad.any()
+
+
+def test_a_norm_behind_the_experts_is_of_each_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token's choices are tokens of their own then."""
+    found = pytest.importorskip("transformers.models.muse_spark.modeling_muse_spark")
+    moe = importlib.import_module("transformers.integrations.moe")
+    monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *_: False)
+    monkeypatch.setattr(found, "torch", _Precise())
+    config = found.MuseSparkTextConfig(
+        **{
+            "hidden_size": 16,
+            "moe_hidden_size": 12,
+            "moe_intermediate_size": 8,
+            "num_attention_heads": 2,
+        },
+        **{"num_local_experts": 6, "num_experts_per_tok": 2},
+    )
+    config._experts_implementation = "grouped_mm"
+
+    class Mixture(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixture = found.MuseSparkMoE(config)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.mixture(x).square().sum()
+
+    torch.manual_seed(0)
+    model, x = Mixture().double(), torch.randn(4, 5, 16, dtype=torch.float64)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    text = listing(capture(model, (x,)).graph)
+    assert text.count("autopar.experts(") == 1
+    assert "grouped_mm" not in text
+    for mesh in (Mesh(ep=2), Mesh(ep=3), Mesh(dp=2, ep=2)):
+        assert ap.verify(model, (x,), mesh=mesh).ok

@@ -9,7 +9,9 @@ So transformers writes them, in all its families:
 
 `inner` are operators of elements, on one half of the columns and the other, or on those at even
 and odd places. The bias of the second layer, which does not depend on the token, becomes a product
-with the weights of all experts. What is not of this form stays as it is.
+with the weights of all experts. Operators of rows between the second product and the weights (a
+norm behind the experts) stand behind the mixture then, in which each choice of a token is a token
+of its own. What is not of this form stays as it is.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from autopar.strategies.results import is_result, maker, place_of
 
 aten = torch.ops.aten
 GROUPED = ("_grouped_mm", "transformers.grouped_mm_fallback")  # the names of the product
+_REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default)
+_NORMS = ("layer_norm", "rms_norm")
 
 
 class _Other(Exception):
@@ -46,13 +50,35 @@ def experts_are_one_operator(call: Site) -> fx.Node | None:
         found = _Found.at(call.node)
     except _Other:
         return None
-    tokens, choices, _ = call.shapes[0]
+    tokens, choices, hidden = call.shapes[0]
+    if not found.after:
+        weights = call.make(aten.reshape.default, found.weights, [tokens, choices])
+        y = _mixture(call, found, found.x, weights, tokens, choices)
+        return _cast(call, y, call.outputs[0].dtype)
+    x = call.make(aten.unsqueeze.default, found.x, 1)
+    x = call.make(aten.expand.default, x, [tokens, choices, hidden])
+    x = call.make(aten.reshape.default, x, [tokens * choices, hidden])
+    weights = call.make(aten.unsqueeze.default, found.weights, 1)
+    alone = call.make(aten.ones_like.default, weights)
+    moved = {found.product: _mixture(call, found, x, alone, tokens * choices, 1)}
+    for node in found.after:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: moved.get(one, one))
+        assert callable(node.target)
+        moved[node] = call.make(node.target, *args, **kwargs)
+    rows = _cast(call, call.make(aten.mul.Tensor, moved[node], weights), call.outputs[0].dtype)
+    rows = call.make(aten.reshape.default, rows, [tokens, choices, hidden])
+    return call.make(aten.sum.dim_IntList, rows, [1])
+
+
+def _mixture(
+    call: Site, found: _Found, x: fx.Node, weights: fx.Node, tokens: int, choices: int
+) -> fx.Node:
+    """Of these tokens, which choose so many experts each."""
     chosen = call.make(aten.reshape.default, found.chosen, [tokens, choices])
-    weights = call.make(aten.reshape.default, found.weights, [tokens, choices])
     down, gate = (layer.weight.node(call) for layer in (found.second, found.first))
     bias = None if found.first.bias is None else found.first.bias.node(call)
     about = found.inner, found.columns
-    y = call.make(EXPERTS, found.x, chosen, weights, down, gate, None, bias, None, *about)
+    y = call.make(EXPERTS, x, chosen, weights, down, gate, None, bias, None, *about)
     if found.second.bias is not None:
         count = shape_of(down)[0]
         none = call.make(
@@ -65,7 +91,7 @@ def experts_are_one_operator(call: Site) -> fx.Node | None:
         of_all = _cast(call, of_all, info(y).val.dtype)
         bias = found.second.bias.node(call)
         y = call.make(aten.add.Tensor, y, call.make(aten.matmul.default, of_all, bias))
-    return _cast(call, y, call.outputs[0].dtype)
+    return y
 
 
 @dataclass(frozen=True)
@@ -120,6 +146,8 @@ class _Found:
     second: _Layer
     inner: str
     columns: str
+    product: fx.Node  # the second, with its bias
+    after: tuple[fx.Node, ...]  # what stands between it and the weights, in order
 
     @classmethod
     def at(cls, node: fx.Node) -> _Found:
@@ -140,7 +168,8 @@ class _Found:
         sort = _require_sort(order, 1)
         chosen, *rest = Call(sort).arguments.values()
         _require(shape_of(chosen) == (tokens * choices,) and rest[-1] is False)
-        second, inner = _Layer.at(_uncast(one)), _Inner()
+        product, after = _product_before(_uncast(one))
+        second, inner = _Layer.at(product), _Inner()
         text = inner.text(second.rows)
         _require(inner.layer is not None)
         first: Any = inner.layer
@@ -151,9 +180,43 @@ class _Found:
             _require_ends(layer.ends, sort, shape_of(layer.weight.value)[0])
             if layer.sorted is not None:
                 _require_sort(layer.sorted, 0, sort)
-        _require(len({info(v).val.dtype for v in (x, first.weight.value, one)}) == 1)
+        _require(len({info(v).val.dtype for v in (x, first.weight.value, product)}) == 1)
         _require(shape_of(x) == (tokens, hidden))
-        return cls(x, chosen, weights, first, second, text, inner.columns())
+        return cls(x, chosen, weights, first, second, text, inner.columns(), product, tuple(after))
+
+
+def _product_before(last: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """The product whose rows a value has, after operators that treat each row alike."""
+    count, after, product = shape_of(last)[0], dict[fx.Node, None](), set[fx.Node]()
+
+    def visit(node: fx.Node) -> None:
+        with suppress(_Other):
+            _Layer.at(node)
+            product.add(node)
+            return
+        _require(_is_of_rows(node))
+        for one in node.all_input_nodes:
+            shape = shape_of(one)
+            if len(shape) == 2 and shape[0] == count and one not in after:
+                visit(one)
+            _require(len(shape) < 2 or shape[0] in (1, count))
+        after[node] = None
+
+    visit(last)
+    _require(len(product) == 1)
+    return product.pop(), list(after)
+
+
+def _is_of_rows(node: fx.Node) -> bool:
+    """Whether rows of a call's result are of its arguments' rows, each by the same formula."""
+    if node.target in _REDUCTIONS:
+        arguments = Call(node).arguments
+        return bool(arguments["keepdim"]) and [*arguments["dim"]] in ([1], [-1])
+    if operator_name(node.target) in _NORMS:
+        return len(Call(node).arguments["normalized_shape"]) == 1
+    is_atens = getattr(node.target, "namespace", None) == "aten"
+    tags = node.target.tags if is_atens else ()  # type: ignore[union-attr]
+    return node.target is aten.to.dtype or torch.Tag.pointwise in tags
 
 
 @dataclass
