@@ -378,12 +378,6 @@ def memory_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def is_view(operator: Any) -> bool:
-    """Whether an operator only looks at its arguments in another way."""
-    given = operator._schema.arguments
-    return any(a.alias_info is not None and not a.alias_info.is_write for a in given)
-
-
 def written_arguments(operator: Any, args: tuple, kwargs: Mapping[str, Any]) -> list[Any]:
     """What an operator changes in place."""
     declared = operator._schema.arguments
@@ -413,6 +407,11 @@ def python_call(operator: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[An
             if isinstance(found, types.BuiltinFunctionType):
                 return found, {**left_out, **kwargs}
     return operator, dict(kwargs)
+
+
+def has_kernel(operator: torch._ops.OpOverload, key: str) -> bool:
+    """Whether an operator has a kernel of its own for a dispatch key."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
 
 
 def traced_node(tensor: Tensor) -> tuple[fx.Node | None, nn.Module]:

@@ -204,3 +204,45 @@ def test_tensors_of_two_dtypes_become_one(kind: str) -> None:
     given, wanted = module(x), model(x)
     assert given.dtype is wanted.dtype
     torch.testing.assert_close(given, wanted)
+
+
+class Cell(nn.Module):
+    """What autocast leaves to its parts on the CPU: products inside of it are cast alone."""
+
+    def __init__(self, kind: type[nn.RNNCellBase], bias: bool = False) -> None:
+        super().__init__()
+        self.up, self.cell = nn.Linear(4, 8, bias=False), kind(8, 8, bias=bias)
+
+    def forward(self, x: Tensor, is_mixed: bool) -> Tensor:
+        with torch.autocast("cpu", BF16):
+            given = self.up(x)
+            first = self.cell(given.float() if is_mixed else given)
+            second = self.cell(given, first)
+        hidden = second[0] if isinstance(second, tuple) else second
+        return hidden.float().square().sum()
+
+
+@pytest.mark.parametrize("is_mixed", [True, False])
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_cells_are_cast_inside(kind: type[nn.RNNCellBase], is_mixed: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Cell(kind), inputs()
+    model(x, is_mixed).backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    loss = model(x, is_mixed).detach()
+    module = ap.parallelize(model, (x, is_mixed), mesh=Mesh(tp=2), backend="virtual")
+    torch.testing.assert_close(module.step(x, is_mixed), loss, rtol=1e-5, atol=0)
+    for one, other in zip(module.full_grads().values(), expected, strict=True):
+        assert float((one - other).abs().max()) <= 0.01 * float(other.abs().max())
+
+
+def test_what_autocast_casts_out_of_sight_is_refused() -> None:
+    class Both(nn.Bilinear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", BF16):
+                return super().forward(x, x).sum()
+
+    with pytest.raises(ap.AutoparError, match="bilinear, inside of which it casts") as error:
+        ap.parallelize(Both(4, 4, 4), (inputs(),), mesh=Mesh(dp=2), backend="virtual")
+    assert "super().forward(x, x)" in str(error.value.source)

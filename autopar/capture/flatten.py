@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from autopar._torch import mapping_begins
+from autopar.capture.casts import cast_dtype, cast_parts
 from autopar.capture.checkpoints import BORDER
 from autopar.capture.failure import VALUES_REMEDY
 from autopar.capture.graph_builder import GraphBuilder, fake_like, is_mutable
@@ -47,14 +49,6 @@ from autopar.strategies import Call
 from autopar.strategies.node_info import info
 
 aten = torch.ops.aten
-
-
-# They refuse tensors of several dtypes, which without values nobody finds.
-_NAMES = (
-    "matmul mm bmm mv dot vdot inner addmm addmv addbmm baddbmm linalg_vecdot einsum "
-    "cross_entropy_loss nll_loss nll_loss_nd nll_loss2d"
-)
-_OF_ONE_DTYPE = {getattr(aten, name) for name in _NAMES.split()}
 
 
 @dataclass(frozen=True)
@@ -235,7 +229,10 @@ class _Inliner:
             placeholders = module.graph.find_nodes(op="placeholder")
             return self.inline(module, dict(zip(placeholders, operands)), inner)
         if region.is_autocast:
-            args, kwargs = self._cast(node, args, kwargs, region)
+            parts, *cast = self._in_digits(node, args, kwargs, region)
+            if parts is not None:
+                return parts
+            args, kwargs = cast
         new = self.builder.graph.create_node("call_function", node.target, args, kwargs)
         stack = node.meta.get("nn_module_stack") or {}
         info(new).module = next(reversed(stack.values()), ("",))[0] if stack else ""
@@ -345,34 +342,29 @@ class _Inliner:
             info(detached[value]).no_grad = True
         return detached[value]
 
-    def _cast(self, node: fx.Node, args: Any, kwargs: Any, region: Region) -> tuple[Any, Any]:
-        """Cast what autocast casts for this operator, seen from the dtype of its result."""
-        with region.autocast():
-            result = self.builder.evaluate(node.target, args, kwargs, is_plain=False)  # type: ignore[arg-type]
-        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        if not tensors or not tensors[0].is_floating_point():
-            return args, kwargs
-        wanted = tensors[0].dtype
-        is_mixed = getattr(node.target, "overloadpacket", None) in _OF_ONE_DTYPE and any(
-            info(value).val.dtype not in (wanted, torch.float64)
-            for value in pytree.tree_leaves((args, kwargs))
-            if isinstance(value, fx.Node) and info(value).val.is_floating_point()
-        )
-        if not is_mixed and _plain_dtype(self.builder, node, args, kwargs) == wanted:
-            return args, kwargs
-
-        def cast(value: fx.Node) -> fx.Node:
-            fake = info(value).val
-            if not fake.is_floating_point() or fake.dtype in (wanted, torch.float64):
-                return value
-            return self._cast_to(value, wanted, node, region)
-
-        return fx.map_arg((args, kwargs), cast)
+    def _in_digits(self, node: fx.Node, args: Any, kwargs: Any, region: Region) -> Any:
+        """What becomes of a call under autocast: its parts, if these alone are cast; or None, and
+        the arguments as they are cast."""
+        if (parts := cast_parts(self.builder, node, args, kwargs, region.autocast)) is None:
+            dtype = cast_dtype(self.builder, node, args, kwargs, region.autocast)
+            if dtype is None:
+                return None, args, kwargs
+            cast = partial(self._cast_to, dtype=dtype, node=node, region=region)
+            return None, *fx.map_arg((args, kwargs), cast)
+        module, given = parts
+        placeholders = module.graph.find_nodes(op="placeholder")
+        inner = replace(region, is_autocast=False)
+        found = self.inline(module, dict(zip(placeholders, given)), inner)
+        is_one = len(node.target._schema.returns) == 1  # type: ignore[union-attr]
+        return found[0] if is_one else found, args, kwargs
 
     def _cast_to(
         self, value: fx.Node, dtype: torch.dtype, node: fx.Node, region: Region
     ) -> fx.Node:
         """A value in another dtype, for what reads it."""
+        fake = info(value).val
+        if not fake.is_floating_point() or fake.dtype in (dtype, torch.float64):
+            return value
         new = self.builder.call(node, aten.to.dtype, value, dtype)
         info(new).update(
             module=info(value).module,
@@ -419,21 +411,3 @@ def _require_dense(node: fx.Node, value: Any, region: Region) -> None:
             remedy=remedy,
             source=info(node).source,
         )
-
-
-# Their fakes multiply tensors of several dtypes, which torch does not.
-_PRODUCTS = (aten.linear.default, aten.matmul.default, aten.mm.default)
-
-
-def _plain_dtype(
-    builder: GraphBuilder, node: fx.Node, args: Any, kwargs: Any
-) -> torch.dtype | None:
-    """The dtype that the operator would give without autocast, if it would run at all."""
-    if node.target in _PRODUCTS and len({info(value).val.dtype for value in args[:2]}) > 1:
-        return None
-    try:
-        result = builder.evaluate(node.target, args, kwargs)  # type: ignore[arg-type]
-    except RuntimeError:
-        return None
-    leaf = pytree.tree_leaves(result)[0]
-    return leaf.dtype if isinstance(leaf, torch.Tensor) else None

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar._torch import is_view, memory_of, written_arguments
+from autopar._torch import memory_of, written_arguments
 from autopar.capture.fake import new_mode
 from autopar.capture.graph_builder import fake_like
 from autopar.errors import InvalidInput
@@ -168,7 +168,7 @@ class _Watch(TorchDispatchMode):
         if operator is torch.ops.aten._local_scalar_dense.default:
             self._answer = not self._answer  # so that a loop until something holds ends
             return self._answer if args[0].dtype is torch.bool else 1
-        if not is_view(operator):
+        if not _is_view(operator):
             written = written_arguments(operator, args, given)
             for value in pytree.tree_leaves((args, given)):
                 if isinstance(value, Tensor):
@@ -295,3 +295,9 @@ def _like(value: Tensor, tensor: Tensor) -> Tensor:
     parameter = nn.Parameter(value, tensor.requires_grad)
     vars(parameter).update(vars(tensor))
     return parameter
+
+
+def _is_view(operator: Any) -> bool:
+    """Whether an operator only looks at its arguments in another way."""
+    given = operator._schema.arguments
+    return any(a.alias_info is not None and not a.alias_info.is_write for a in given)
