@@ -188,7 +188,7 @@ def lines_of(names: list[str], arguments: argparse.Namespace) -> Iterator[Line]:
 
 def summary(lines: list[Line], parity: bool) -> Line:
     """The figures of all."""
-    built = [line for line in lines if line["stage"] not in ("start", "build")]
+    built = [*filter(_is_built, lines)]
     captured = [line for line in built if line["stage"] != "capture"]
     figures: Line = {
         "families": len(lines),
@@ -234,11 +234,12 @@ def joined(paths: list[Path]) -> list[Line]:
 
 
 def table(lines: list[Line]) -> str:
-    """A row for each family: seconds of capture and plans, gaps, and whether it is exact; or why
-    there is none of it."""
+    """A row for each family that was built: seconds of capture and plans, gaps, and whether it is
+    exact; or why there is none of it. Then the names of the others."""
     meshes = " | ".join(f"{name}: seconds | gap | exact" for name in MESHES)
     rows = [f"| family | capture | {meshes} | reason |", "|" + "---|" * (3 + 3 * len(MESHES))]
-    for line in lines:
+    others = [line["family"] for line in lines if not _is_built(line)]
+    for line in filter(_is_built, lines):
         cells = [line["family"], str(line.get("capture_seconds", ""))]
         reasons = [line.get("error", "")]
         for name in MESHES:
@@ -248,7 +249,11 @@ def table(lines: list[Line]) -> str:
             reasons += [found.get("refused", ""), *found.get("differences", [])[1:2]]
         reason = next((" ".join(one.split()) for one in reasons if one), "")
         rows.append(f"| {' | '.join([*cells, reason[:200].replace('|', '/')])} |")
-    return "\n".join(rows)
+    return "\n".join([*rows, "", f"Not built ({len(others)}): {', '.join(others)}."])
+
+
+def _is_built(line: Line) -> bool:
+    return line["stage"] not in ("start", "build")
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import autopar as ap
 from autopar import Mesh
 from autopar.collectives import together
+from autopar.cost.joint_kernels import traffic_of
 from autopar.layout import TensorType
 from autopar.strategies.node_info import info
 from tests import models
@@ -81,6 +82,42 @@ def test_a_ring_of_queries_that_another_axis_cuts_moves_all_keys(
     torch.testing.assert_close(module(x), model(x))
     (node,) = (node for node in module.plan.rewritten.nodes if info(node).joint is not None)
     assert moved[0] == 2 * info(node).bytes  # of the first of each of two groups
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("heads", [2, 4])
+def test_a_ring_moves_what_is_predicted(
+    count: int, is_causal: bool, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each step of a ring, what the member sends that sends most."""
+
+    class Attention(torch.nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            cut = (None, None, "cp", None)
+            attend: Any = ap.shard(F.scaled_dot_product_attention, (cut, cut, cut))
+            y = attend(q, k, v, is_causal=is_causal, enable_gqa=heads > 2)
+            return y.square().sum()
+
+    shapes = (2, heads, 24, 4), (2, 2, 24, 4), (2, 2, 24, 6)
+    inputs = [torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in shapes]
+    moved, deliver = list[int](), together._delivered
+    mesh, options = Mesh(cp=count), {"mode": "propagate", "backend": "virtual"}
+    module = ap.parallelize(Attention(), tuple(inputs), mesh=mesh, **options)
+    (node,) = (node for node in module.plan.rewritten.nodes if info(node).joint is not None)
+    (inside,) = filter(None, (traffic_of(*call, mesh) for call in info(node).calls))
+
+    def count_most(asked: list[together.Shift]) -> list[tuple[torch.Tensor, ...]]:
+        moved.append(max(sum(one.nbytes for one in each.tensors) for each in asked))
+        return deliver(asked)
+
+    monkeypatch.setattr(together, "_delivered", count_most)
+    loss = module(*inputs)
+    torch.testing.assert_close(loss, Attention()(*inputs))
+    assert sum(moved) == info(node).bytes == sum(size for _, size in inside.traffic.forward)
+    moved.clear()
+    loss.backward()
+    assert sum(moved) == sum(size for _, size in inside.traffic.backward)
 
 
 def test_ulysses() -> None:

@@ -139,7 +139,7 @@ class JointKernel:
     `forward` takes the group, and the operator's own arguments by name; `backward` the group, what
     was kept, the rest, and a gradient for each output. `traffic` is a function of the number of
     members, of the bytes of each input's and each output's largest piece, and of which inputs take
-    a gradient; by name it is told the sizes of some factors.
+    a gradient; by name it is told the sizes of some factors, or the `itemsize` of its elements.
     """
 
     forward: Callable[..., Steps]

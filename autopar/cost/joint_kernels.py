@@ -45,7 +45,8 @@ def traffic_of(facts: Facts, strategy: Strategy, mesh: Mesh) -> Inside | None:
             outputs[0] *= joint.beside / max(call.group(mesh, 0).output().lengths)
     if kernel.is_wide:
         outputs[0] *= max(4 / facts.dtype.itemsize, 1)
-    sizes = {factor: facts.rule.sizes.get(factor, 1) for factor in kernel.told}
+    known = {**facts.rule.sizes, "itemsize": facts.dtype.itemsize}
+    sizes = {factor: known.get(factor, 1) for factor in kernel.told}
     is_crossed = joint is not None and not strategy.by_factor.keys().isdisjoint(joint.factors)
     traffic = (kernel.crossed if is_crossed else None) or kernel.traffic
     return Inside(kernel, call.axes, traffic(count, inputs, outputs, facts.differentiable, **sizes))

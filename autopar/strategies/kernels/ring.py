@@ -332,7 +332,11 @@ def _placed(place: Place, groups: int) -> Place:
 
 
 def _traffic(
-    count: int, inputs: Sequence[float], outputs: Sequence[float], needs: Sequence[bool]
+    count: int,
+    inputs: Sequence[float],
+    outputs: Sequence[float],
+    needs: Sequence[bool],
+    **_: int,
 ) -> Traffic:
     """Keys and values of all others come, and their gradients go back."""
     once = (("shift", inputs[1] + inputs[2]),) * (count - 1)
@@ -340,17 +344,24 @@ def _traffic(
 
 
 def _causal_traffic(
-    count: int, inputs: Sequence[float], outputs: Sequence[float], needs: Sequence[bool]
+    count: int,
+    inputs: Sequence[float],
+    outputs: Sequence[float],
+    needs: Sequence[bool],
+    e: int,
+    itemsize: int,
 ) -> Traffic:
     """In each step some members get keys and values, and others queries, for which they return the
-    output; in backward these come with it and its gradient. In the last step it may be half."""
+    output, with a number for each row; in backward these come with both and the gradient. In the
+    last step it may be half."""
     query, keys, output = inputs[0], inputs[1] + inputs[2], outputs[0]
+    sums = output * max(itemsize, 4) / (itemsize * e)
     forward: list[tuple[str, float]] = []
     backward: list[tuple[str, float]] = []
     for step in range(1, count // 2 + 1):
         part = 0.5 if 2 * step == count else 1.0
-        forward += [("shift", max(keys, part * query)), ("shift", part * output)]
-        backward.append(("shift", max(keys, part * (query + 2 * output))))
+        forward += [("shift", max(keys, part * query)), ("shift", part * (output + sums))]
+        backward.append(("shift", max(keys, part * (query + 2 * output + sums))))
         backward.append(("shift", max(keys, part * query)))
     return Traffic(tuple(forward), tuple(backward), (count // 2, count // 2))
 
@@ -361,5 +372,6 @@ CAUSAL_RING = JointKernel(
     ring_attention_backward,
     _causal_traffic,
     is_hidden=True,
+    told=("e", "itemsize"),
     crossed=_traffic,  # queries that other axes cut, too, are not cut as the keys are
 )
