@@ -32,6 +32,8 @@ from autopar.lines import caller, describe, is_users
 
 _KINDS = (random.Random, numpy.random.Generator, numpy.random.RandomState)
 _MAKERS = ((random, "Random"), (numpy.random, "RandomState"), (numpy.random, "default_rng"))
+_OF_THE_SYSTEM = ((random, "_urandom"), (os, "urandom"))
+_urandom = os.urandom
 _TORCH = f"{Path(torch.__file__).parent}/"
 _MOST = 10_000  # of what a container holds, that is looked at
 
@@ -45,7 +47,8 @@ def generators_kept(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name in _MAKERS:
             stack.enter_context(replaced(owner, name, _seeded(owner, name)))
-        stack.enter_context(replaced(random, "_urandom", _drawn_by_the_system))
+        for owner, name in _OF_THE_SYSTEM:
+            stack.enter_context(replaced(owner, name, _drawn_by_the_system))
         yield
     for (name, one), state in zip(found, before, strict=True):
         if _state(one) != state:
@@ -171,7 +174,7 @@ def _seeded(owner: Any, name: str) -> Any:
     def make(*args: Any, **kwargs: Any) -> Any:
         if _asked_by_users(__file__) and all(seed is None for seed in (*args, *kwargs.values())):
             raise refused(f"{owner.__name__}.{name} without a seed", (), caller())
-        with replaced(random, "_urandom", os.urandom):  # numpy asks, and has a seed all the same
+        with replaced(random, "_urandom", _urandom):  # numpy asks, and has a seed all the same
             return plain(*args, **kwargs)
 
     if not isinstance(plain, type):
@@ -196,7 +199,7 @@ def _asked_by_users(*between: str) -> bool:
 
 
 def _drawn_by_the_system(size: int) -> bytes:
-    """What `random.SystemRandom` and `secrets` draw by, refused in the user's code."""
+    """`os.urandom`, by which `SystemRandom` and `secrets` draw, refused in the user's code."""
     if _asked_by_users(__file__, random.__file__, secrets.__file__):
         raise refused("a number of the system", (), caller())
-    return os.urandom(size)
+    return _urandom(size)

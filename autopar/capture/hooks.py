@@ -1,8 +1,9 @@
 """Hooks: what a model asks of autograd besides its operators, which export would drop.
 
 Hooks on forward are traced like the rest. A hook on a gradient, or on what is kept for backward,
-is a function that no graph has: it is refused. Where it only moves what is kept (save_on_cpu),
-results stay the same, and the user is told. Of torch.utils.checkpoint see checkpoints.py.
+is a function that no graph has: it is refused, and so is a backward within forward, whose gradients
+would be lost. Where it only moves what is kept (save_on_cpu), results stay the same, and the user
+is told. Of torch.utils.checkpoint see checkpoints.py.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from autopar.errors import InvalidInput
 from autopar.lines import caller, describe, frames_to_caller
 
 _ON_TENSORS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+_SEEDS = ("manual_seed", "seed", "initial_seed")  # that are set or asked
 _ON_NODES = ("register_hook", "register_prehook")  # of a grad_fn
 _ONLY_MEMORY = (graph.save_on_cpu,)
 
@@ -68,7 +70,10 @@ def hooks_refused() -> Iterator[list[str | None]]:
         refuse = _refuse("register_multi_grad_hook", several)
         stack.enter_context(replaced(graph, "register_multi_grad_hook", refuse))
         stack.enter_context(replaced(Tensor, "grad_fn", property(grad_fn)))
-        stack.enter_context(replaced(torch, "manual_seed", _refuse_seed(torch.manual_seed)))
+        for owner in (Tensor, torch.autograd):
+            stack.enter_context(replaced(owner, "backward", _refuse_backward(owner.backward)))
+        for name in _SEEDS:
+            stack.enter_context(replaced(torch, name, _refuse_seed(name, getattr(torch, name))))
         stack.enter_context(replaced(graph.saved_tensors_hooks, "__enter__", enter))
         yield seen
 
@@ -123,14 +128,30 @@ def _refuse(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _refuse_seed(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """The same of a seed, which would be set once, as forward is captured."""
+def _refuse_backward(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The same of a backward, which would run once, and on no parameter of the user's."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_users(sys._getframe(1).f_code.co_filename):
+            raise InvalidInput(
+                "gradients of a step are made after forward, from the loss that it returns",
+                got="backward in forward",
+                remedy="return the loss, or add it to the one that is returned",
+                source=caller(),
+            )
+        return plain(*args, **kwargs)
+
+    return call
+
+
+def _refuse_seed(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The same of a seed, which would be set or asked once, as forward is captured."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_users(sys._getframe(1).f_code.co_filename):
             raise InvalidInput(
                 "random numbers of a step follow from one key, which it takes as it begins",
-                got="torch.manual_seed in forward",
+                got=f"torch.{name} in forward",
                 remedy="call it before step(), or draw outside of forward and hand the numbers "
                 "over as an input",
                 source=caller(),

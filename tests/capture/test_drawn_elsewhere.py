@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from random import random as by_name
@@ -122,6 +123,7 @@ def test_generators_that_the_model_holds_are_refused(generator: Any) -> None:
         lambda x: x * np.random.default_rng().random(),
         lambda x: x * np.random.RandomState(None).rand(),
         lambda x: x * random.SystemRandom().random(),
+        lambda x: x * os.urandom(1)[0],
     ],
 )
 def test_generators_of_a_file_or_without_a_seed_are_refused(

@@ -70,6 +70,31 @@ def test_hooks_made_in_forward_are_refused(name: str) -> None:
     assert plain == {key: vars(Tensor).get(key) for key in plain}
 
 
+AT_ONCE: dict[str, tuple[Inside, str]] = {
+    "backward": (lambda model, hidden: hidden.sum().backward(retain_graph=True), "after forward"),
+    "torch.autograd.backward": (
+        lambda model, hidden: torch.autograd.backward(hidden.sum(), retain_graph=True),
+        "after forward",
+    ),
+    "torch.seed": (lambda model, hidden: hidden * torch.seed(), "follow from one key"),
+    "torch.initial_seed": (
+        lambda model, hidden: hidden * torch.initial_seed(),
+        "follow from one key",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_what_would_be_done_in_capture_alone_is_refused(name: str) -> None:
+    inside, rule = AT_ONCE[name]
+    plain = Tensor.backward, torch.autograd.backward, torch.seed, torch.initial_seed
+    with pytest.raises(ap.InvalidInput, match=rule) as caught:
+        ap.parallelize(Two(inside), (X,), mesh=MESH, mode="data")
+    assert name.removeprefix("torch.autograd.") in str(caught.value.got)
+    assert "test_hooks.py" in str(caught.value.source)
+    assert plain == (Tensor.backward, torch.autograd.backward, torch.seed, torch.initial_seed)
+
+
 BEFORE: dict[str, Callable[[Two], Any]] = {
     "gradient of a.weight": lambda model: model.a.weight.register_hook(lambda grad: grad * 3),
     "gradient of b.bias": lambda model: model.b.bias.register_post_accumulate_grad_hook(print),
