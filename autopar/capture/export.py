@@ -62,6 +62,7 @@ from autopar.capture.host import cross_to_host
 from autopar.capture.listing import operator_name
 from autopar.capture.mapped import trained_anywhere
 from autopar.capture.maps import maps_are_operators
+from autopar.capture.module_casts import casts_change_nothing
 from autopar.capture.node_classes import number_calls
 from autopar.capture.normalise import normalise
 from autopar.capture.plainly import answered_plainly
@@ -241,4 +242,5 @@ _AROUND = (
     refusals_kept,
     maps_are_operators,
     groups_followed,
+    casts_change_nothing,
 )
