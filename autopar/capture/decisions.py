@@ -91,7 +91,7 @@ class Decision:
 def decisions_made(leaves: Sequence[Any]) -> Iterator[list[Decision]]:
     """While forward is followed, questions to values are answered by those of the flat inputs."""
     made: list[Decision] = []
-    asked = _Asked(leaves, made)
+    asked = Asked(leaves, made)
 
     def as_bool(self: Tensor) -> Any:
         number = asked.of(self)
@@ -151,7 +151,7 @@ def by_placeholder(made: Sequence[Decision], inputs: Sequence[str | None]) -> tu
     return tuple(seen.values())
 
 
-class _Asked:
+class Asked:
     """Values of what follows from inputs alone."""
 
     def __init__(self, leaves: Sequence[Any], made: list[Decision]) -> None:
@@ -159,10 +159,10 @@ class _Asked:
 
     def is_constant(self, tensor: Tensor) -> bool:
         """Whether a traced tensor holds the same in every batch."""
-        sliced = self._sliced(tensor)
+        sliced = self.sliced(tensor)
         return sliced is not None and not sliced[1]
 
-    def _sliced(self, tensor: Tensor) -> _Sliced | None:
+    def sliced(self, tensor: Tensor) -> _Sliced | None:
         node, root = traced_node(tensor)
         return None if node is None else _slice(node, root, self.leaves)
 
@@ -170,7 +170,7 @@ class _Asked:
         """The number that a traced tensor of one element holds, if it is known."""
         if not isinstance(tensor, FakeTensor) or tensor.numel() != 1:
             return None
-        sliced = self._sliced(tensor)
+        sliced = self.sliced(tensor)
         if sliced is None:
             return None
         graph, inputs, constants = sliced

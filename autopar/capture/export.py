@@ -66,6 +66,7 @@ from autopar.capture.module_casts import casts_change_nothing
 from autopar.capture.node_classes import number_calls
 from autopar.capture.normalise import normalise
 from autopar.capture.plainly import answered_plainly
+from autopar.capture.repeated import blocks_followed_once
 from autopar.capture.source import whole_stacks
 from autopar.capture.verifier import verify
 from autopar.capture.writes import by_placeholder as writes_to
@@ -145,6 +146,7 @@ def _export(
             stack.enter_context(generators_kept(model))
             for around in _AROUND:
                 stack.enter_context(around())
+            stack.enter_context(blocks_followed_once(model))
             return torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:
         with _quiet():

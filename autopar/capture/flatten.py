@@ -8,10 +8,9 @@ what an operator in an autocast region would have cast is cast by a node of its 
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -43,9 +42,10 @@ from autopar.capture.mapped import (
     over_all,
     section,
 )
+from autopar.capture.refused import around_autograd, no_operator, require_dense
 from autopar.capture.source import of_stack
+from autopar.capture.templates import AGAIN, BEGINS, ENDS, Template, templates_of
 from autopar.errors import InvalidInput, unforeseen
-from autopar.strategies import Call
 from autopar.strategies.node_info import info
 
 aten = torch.ops.aten
@@ -76,8 +76,8 @@ def flatten(
     tied = {alias: name for alias, name in names.items() if alias != name}
     builder = GraphBuilder(mode, tied, input_spec, program.call_spec.out_spec)
     builder.shares_values = not _changes_values(program.graph_module)
-    values = _placeholders(builder, program, names, fakes, flat_inputs)
-    results = _Inliner(builder).inline(program.graph_module, values, Region())
+    values, held = _placeholders(builder, program, names, fakes, flat_inputs)
+    results = _Inliner(builder, held).inline(program.graph_module, values, Region())
     tensors = []
     for index, result in enumerate(results):
         if isinstance(result, fx.Node):
@@ -100,8 +100,9 @@ def _placeholders(
     names: dict[str, str],
     fakes: dict[str, torch.Tensor],
     flat_inputs: list[Any],
-) -> dict[fx.Node, Any]:
-    """Make all placeholders, in order, and map those of the program to them."""
+) -> tuple[dict[fx.Node, Any], dict[str, Any]]:
+    """Make all placeholders, in order, and map those of the program to them; of parameters and
+    buffers, their names too."""
     made: dict[str, fx.Node] = {}
     for name, fake in fakes.items():
         is_parameter = isinstance(fake, nn.Parameter)
@@ -122,18 +123,7 @@ def _placeholders(
             value = program.constants[spec.target]
             name = spec.target.rpartition(".")[2]  # behind the path of a module
             if isinstance(value, FakeTensor) and name.startswith("lifted_tensor"):
-                user = next(iter(old.users), None)
-                source = user and of_stack(user.meta.get("stack_trace"))
-                settings = re.findall(r"\bconfig\.(\w+)", source or "")
-                off = (
-                    f", or switch it off by {settings[0]} of the configuration" if settings else ""
-                )
-                raise InvalidInput(
-                    "every tensor comes from an input, a parameter, a buffer or an operator",
-                    got="a tensor that was reached around autograd, such as .data",
-                    remedy=f"write x.detach() in place of x.data{off}",
-                    source=source,
-                )
+                raise around_autograd(old)
             node = values[old] = builder.placeholder(old.name, fake_like(builder.mode, value))
             # The user's own tensor may change later; a constant is what it was.
             is_held = not isinstance(value, FakeTensor)
@@ -156,7 +146,9 @@ def _placeholders(
             builder.static_inputs[index] = given
             inputs.append(None)
     builder.inputs = tuple(inputs)
-    return _cast_to(builder, values)
+    values = _cast_to(builder, values)
+    held = (InputKind.PARAMETER, InputKind.BUFFER)
+    return values, {str(s.target): values[old] for old, s in specs.items() if s.kind in held}
 
 
 def _cast_to(builder: GraphBuilder, values: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
@@ -177,7 +169,11 @@ class _Inliner:
     """Copies graphs into one, those inside others too."""
 
     builder: GraphBuilder
+    held: dict[str, Any]  # parameters and buffers by name
     checkpoint: int | None = None  # that what follows stands in
+    checkpoints: int = 0  # until here
+    blocks: dict[int, Template] = field(default_factory=dict)
+    copied: tuple[Template, str, str | None] | None = None  # and for which block, called where
 
     def inline(
         self, module: fx.GraphModule, values: dict[fx.Node, Any], region: Region
@@ -188,23 +184,59 @@ class _Inliner:
             for key, value in values.items():
                 if isinstance(value, fx.Node) and not info(value).no_grad:
                     values[key] = self._detach(value, detached)
+        results = self._follow([*module.graph.nodes], module, values, region)
+        return [_itself(result, detached) for result in results]
+
+    def _follow(
+        self,
+        nodes: list[fx.Node],
+        module: fx.GraphModule,
+        values: dict[fx.Node, Any],
+        region: Region,
+    ) -> list[Any]:
+        """Copy these calls of `module`. Returns its results, if they end with them."""
         skipped: set[fx.Node] = set()
-        nodes = [*module.graph.nodes]
+        self.blocks.update(templates_of(nodes, module, values))
         for at, node in enumerate(nodes):
-            if node.op == "placeholder" or node in skipped:
+            if node.op == "placeholder" or node in skipped or node.target in (BEGINS, ENDS):
                 continue
             if node.target is mapping_begins:
                 skipped.update(self._mapped(nodes[at:], module, values, region))
                 continue
-            args = fx.map_arg(node.args, values.__getitem__)
+            args: Any = fx.map_arg(node.args, values.__getitem__)
             if node.op == "output":
-                return [_itself(result, detached) for result in args[0]]
+                return list(args[0])
+            if node.target is AGAIN:
+                values[node] = self._again(node, args, region)
+                continue
             if node.op == "get_attr":
-                values[node] = self._attribute(node, getattr(module, node.target))
+                values[node] = self._attribute(node, getattr(module, str(node.target)))
                 continue
             kwargs = fx.map_arg(node.kwargs, values.__getitem__)
             values[node] = self._call(node, args, kwargs, region)
-        raise AssertionError("a graph ends with its output")
+        return []
+
+    def _again(self, node: fx.Node, args: Any, region: Region) -> list[Any]:
+        """Copy the calls of an equal block."""
+        number, path, *_, given = args
+        block = self.blocks[number]
+        self.copied = block, path, of_stack(node.meta.get("stack_trace"))
+        values = block.inputs(path, given, self.held)
+        self._follow(block.nodes, block.module, values, region)
+        self.copied = None
+        return [values[result] for result in block.results]
+
+    def _origin(self, node: fx.Node) -> tuple[str, str | None]:
+        """The path of the module, and the line, that a call comes from."""
+        stack = node.meta.get("nn_module_stack") or {}
+        module = next(reversed(stack.values()), ("",))[0] if stack else ""
+        source = of_stack(node.meta.get("stack_trace"))
+        if self.copied is None:
+            return module, source
+        block, path, line = self.copied
+        is_inside = module == block.path or module.startswith(block.path + ".")
+        module = path + module.removeprefix(block.path) if is_inside else module
+        return module, line if source == block.source else source
 
     def _attribute(self, node: fx.Node, value: Any) -> Any:
         """Of a module: a graph, or a tensor that forward makes of numbers."""
@@ -220,7 +252,8 @@ class _Inliner:
         if node.target is aten._assert_tensor_metadata.default:
             return None  # a dtype as export knew it, which autocast may have made another
         if node.target is BORDER:
-            self.checkpoint = args[0] if args[1] else None
+            self.checkpoint = self.checkpoints if args[1] else None
+            self.checkpoints += args[1]
             return None
         if node.target is FLEX_ATTENTION:
             return self._attention(args, node, region)
@@ -234,9 +267,7 @@ class _Inliner:
                 return parts
             args, kwargs = cast
         new = self.builder.graph.create_node("call_function", node.target, args, kwargs)
-        stack = node.meta.get("nn_module_stack") or {}
-        info(new).module = next(reversed(stack.values()), ("",))[0] if stack else ""
-        info(new).source = of_stack(node.meta.get("stack_trace"))
+        info(new).module, info(new).source = self._origin(node)
         info(new).no_grad = not region.gradients
         info(new).checkpoint = self.checkpoint
         try:
@@ -247,7 +278,7 @@ class _Inliner:
             raise InvalidInput(VALUES, got=got, remedy=VALUES_REMEDY, source=source) from error
         except Exception as error:
             raise unforeseen("capture follows", new, error) from error
-        _require_dense(new, value, region)
+        require_dense(new, value, region.gradients)
         info(new).val = value
         return new
 
@@ -264,7 +295,7 @@ class _Inliner:
             if node.op == "get_attr":
                 values[node] = self._attribute(node, getattr(module, str(node.target)))
             elif is_higher(node) and node.target is not FLAT_APPLY:
-                raise _no_operator(node)
+                raise no_operator(node)
         reads, gives, run = calls_of([node for node in mapped if node.op == "call_function"])
         others = {node: values[node] for node in reads}
         tensors = [node for node in reads if isinstance(values[node], fx.Node)]
@@ -327,7 +358,7 @@ class _Inliner:
 
             return replace(region, autocast=autocast, is_autocast=True), module, tuple(operands)
         if is_higher(node):
-            raise _no_operator(node)
+            raise no_operator(node)
         return region, None, ()
 
     def _detach(self, value: fx.Node, detached: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -375,15 +406,6 @@ class _Inliner:
         return new
 
 
-def _no_operator(node: fx.Node) -> InvalidInput:
-    return InvalidInput(
-        "a captured model is one flat graph of operators",
-        got=f"the operator {node.target}, which runs a function of its own",
-        remedy="call the function directly",
-        source=of_stack(node.meta.get("stack_trace")),
-    )
-
-
 def _itself(result: Any, detached: dict[fx.Node, fx.Node]) -> Any:
     """What a region gives: where that is what it was given (a cast to the same dtype gives its
     input), it has the gradient of that."""
@@ -391,23 +413,3 @@ def _itself(result: Any, detached: dict[fx.Node, fx.Node]) -> Any:
         if isinstance(result, fx.Node) and info(result).val is info(copy).val:
             return given
     return result
-
-
-def _require_dense(node: fx.Node, value: Any, region: Region) -> None:
-    """Refuse sparse tensors, and gradients that would be."""
-    what, remedy = None, "compute with dense tensors and masks"
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
-            what = f"a tensor of layout {leaf.layout}"
-    call = Call(node)
-    if region.gradients and call.get("sparse"):
-        weight = call["weight"]
-        if weight.op != "placeholder" or info(weight).val.requires_grad:
-            what, remedy = "a sparse gradient", "sparse=False"
-    if what is not None:
-        raise InvalidInput(
-            "every tensor of a captured model is dense, and so is every gradient",
-            got=f"{operator_name(node.target)}, which gives {what}",
-            remedy=remedy,
-            source=info(node).source,
-        )

@@ -59,9 +59,11 @@ class CallMemories:
         fx.map_arg((args, kwargs), found.append)
         inputs = tuple(dict.fromkeys(found))
         names = {value: f"%{number}" for number, value in enumerate(inputs)}
+        joint = info(node).joint
         key = (
             self.kernels,
-            function,
+            # What ranks carry out together is another function each time that it is asked for.
+            function if joint is None else (joint.joint, joint.group(self.mesh, 0)),
             str(fx.map_arg((args, kwargs), names.__getitem__)),
             *((self._shape(v), info(v).type.dtype, info(v).differentiable) for v in inputs),
         )

@@ -15,6 +15,7 @@ from autopar.pipeline import call_memory
 from autopar.pipeline.call_memory import CallMemories
 from autopar.strategies.node_info import info
 from tests import models
+from tests.annotations import attention, sequence
 
 MESH, HERE = ap.Mesh(dp=2), HostKernels.here()
 
@@ -56,3 +57,14 @@ def test_what_was_seen_holds_for_the_same_kernels_alone(linear: fx.Node) -> None
     for kernels in (None, HERE, HERE, replace(HERE, threads=HERE.threads + 1)):
         CallMemories(MESH, kernels)(linear)
     assert len(CallMemories._seen) == 3
+
+
+def test_what_ranks_carry_out_together_is_seen_once_in_all_blocks() -> None:
+    case, mesh = attention(sequence(models.gpt(layers=3), "sp"), rows="sp"), ap.Mesh(sp=2)
+    made = ap.plan(case.model, case.args, case.kwargs, mesh=mesh, mode="propagate")
+    joint = [node for node in made.program.graph.nodes if info(node).joint is not None]
+    CallMemories._seen.clear()
+    found = [CallMemories(mesh)(node) for node in joint]
+    assert len(joint) == 3
+    assert len(CallMemories._seen) == 1
+    assert found[0].gradients == found[1].gradients == found[2].gradients

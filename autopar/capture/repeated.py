@@ -1,0 +1,359 @@
+"""Repeated: blocks that are equal are followed once, and stand in the graph as often as called.
+
+The blocks of a ModuleList or a Sequential are of one kind if their modules are of the same classes
+and their tensors of the same shapes. Of each kind two are followed in full. If these are the same
+node for node, one that is called alike, and in which all that forward reads of its modules is the
+same, stands as one call, which `flatten.py` writes out. In doubt a block is followed in full: where
+it reads what is not its own, keeps something, makes constants, or asks for values.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from autopar._torch import memory_of, traced_node
+from autopar.capture.attributes import PLAIN, Reads, has_same, is_equal, is_kept, kept, noted
+from autopar.capture.autocasts import active
+from autopar.capture.decisions import Asked
+from autopar.capture.fake import FakeTensor
+from autopar.capture.hooks import replaced
+from autopar.capture.source import of_stack
+from autopar.capture.templates import AGAIN, BEGINS, ENDS
+
+FEWEST = 3  # of a kind: two are followed anyway
+_KINDS = 8  # at most, of those that differ in what forward reads
+
+
+_SWITCHES = (
+    operator.getitem,
+    torch._C._set_grad_enabled,
+    torch.amp.autocast_mode._enter_autocast,
+    torch.amp.autocast_mode._exit_autocast,
+)
+_ROOT = "_export_root."  # what export wraps a model in while it is followed
+
+
+@dataclass(eq=False)
+class _Followed:
+    """A block that was followed in full."""
+
+    number: int
+    block: nn.Module
+    path: str
+    call: Hashable  # how it was called
+    nodes: list[fx.Node] = field(default_factory=list)
+    given: list[fx.Node] = field(default_factory=list)
+    results: list[fx.Node] = field(default_factory=list)
+    tensors: dict[str, fx.Node] = field(default_factory=dict)  # its own, by name
+    forms: str = ""  # of what it makes
+    spec: pytree.TreeSpec | None = None
+    # Of each leaf of its output: which of the given, or made, tensors it is; or what else.
+    leaves: list[tuple[str, Any]] = field(default_factory=list)
+    is_apart: bool = True  # it reads and makes nothing that others see
+    is_proved: bool = False  # another one was the same
+
+    def __post_init__(self) -> None:
+        self.reads = Reads(self.block)
+
+    def again(self, path: str, leaves: Sequence[Any]) -> Any:
+        """What an equal block makes of such a call."""
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        made = AGAIN(self.number, path, self.forms, given)
+        found = {"given": given, "made": made}
+        results = [found[kind][of] if kind in found else of for kind, of in self.leaves]
+        assert self.spec is not None
+        return pytree.tree_unflatten(results, self.spec)
+
+
+@contextmanager
+def blocks_followed_once(model: nn.Module) -> Iterator[None]:
+    """Within, one block of each kind in `model` is followed, and the others stand for calls of it
+    in the graph: `Templates` has them written out."""
+    follower = _Follower()
+    with ExitStack() as stack:
+        for path, block, kind in _blocks(model):
+            block.__dict__["forward"] = follower.around(path, block, kind)
+            stack.callback(block.__dict__.pop, "forward")
+        asks = Asked.sliced
+
+        def sliced(asked: Asked, tensor: Tensor) -> Any:
+            follower.leaves_doubt()
+            return asks(asked, tensor)
+
+        stack.enter_context(replaced(Asked, "sliced", sliced))
+        yield
+
+
+class _Follower:
+    """Follows each kind of block."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[Hashable, list[_Followed]] = {}
+        self.count = 0
+        self.now: _Followed | None = None  # the one that is being followed
+
+    def leaves_doubt(self) -> None:
+        """What is followed asks for what may be another answer for the next."""
+        if self.now is not None:
+            self.now.is_apart = False
+
+    def around(self, path: str, block: nn.Module, kind: Hashable) -> Callable[..., Any]:
+        """Its forward."""
+        forward = block.forward
+        known = self.kinds.setdefault(kind, [])
+
+        @functools.wraps(forward)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            said = _said(leaves) if self.now is None and _is_plain(spec) else None
+            if said is None:
+                return forward(*args, **kwargs)
+            how = said, spec, active()
+            like = next(
+                (one for one in known if one.call == how and has_same(block, one.reads)), None
+            )
+            if like is not None and like.is_apart and like.is_proved and _is_unread(block):
+                return like.again(path, leaves)
+            if len(known) >= _KINDS or (like is not None and not like.is_apart):
+                return forward(*args, **kwargs)
+            self.count += 1
+            now = _Followed(self.count, block, path, how)
+            made = self._follow(now, forward, args, kwargs, leaves)
+            if like is None:
+                known.append(now)
+            else:
+                like.is_apart = now.is_apart and _is_same_program(like, now)
+                like.is_proved = True
+            return made
+
+        return call
+
+    def _follow(
+        self,
+        now: _Followed,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        leaves: list[Any],
+    ) -> Any:
+        """Run `forward`, and note what it reads, keeps and makes."""
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        now.given = [_node(leaf) for leaf in given]
+        own = dict(_tensors(now.block))
+        now.tensors = {name: _node(tensor) for name, tensor in own.items()}
+        forms = [*map(_form, own.values())]
+        BEGINS(now.number, now.path, given)
+        last = next(reversed(now.given[0].graph.nodes))
+        before = kept(now.block), [leaf._version for leaf in given]
+        self.now = now
+        try:
+            with noted(now.reads):
+                made = forward(*args, **kwargs)
+        finally:
+            self.now = None
+        is_same = is_equal(before[0], kept(now.block))
+        is_same &= before[1] == [leaf._version for leaf in given]
+        is_same &= is_equal(leaves, pytree.tree_leaves((args, kwargs)))
+        is_same &= is_kept(now.reads) and now.reads.is_whole
+        now.is_apart &= is_same and _note_results(now, made, given)
+        node = last.next
+        while node.op != "root":
+            now.nodes.append(node)
+            node = node.next
+        now.is_apart &= _is_alone(now) and forms == [*map(_form, own.values())]
+        if now.is_apart:
+            ENDS(now.number, [x for x in pytree.tree_leaves(made) if _is_made(x, given)])
+        return made
+
+
+def _tensors(block: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from block.named_parameters()
+    yield from block.named_buffers()
+
+
+def _is_unread(block: nn.Module) -> bool:
+    """Whether the tensors of a block are as they are given to the program."""
+    return all(_node(tensor).op == "placeholder" for _, tensor in _tensors(block))
+
+
+def _note_results(now: _Followed, made: Any, given: Sequence[Tensor]) -> bool:
+    """Note what a block gives; whether a call can stand for it."""
+    leaves, now.spec = pytree.tree_flatten(made)
+    learns = any(x.requires_grad for x in given)
+    seen, memories = list[Tensor](), {memory_of(x) for x in given}
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            now.leaves.append(("plain", leaf))
+            if type(leaf) not in PLAIN:
+                return False
+            continue
+        place = next((i for i, x in enumerate(given) if x is leaf), None)
+        if place is not None:
+            now.leaves.append(("given", place))
+            continue
+        said = _said([leaf])
+        is_floating = leaf.is_floating_point() or leaf.is_complex()
+        is_plain = said is not None and leaf.device == given[0].device and is_floating
+        if not is_plain or leaf.requires_grad != learns or memory_of(leaf) in memories:
+            return False
+        if leaf.storage_offset() or leaf.is_leaf:
+            return False
+        memories.add(memory_of(leaf))
+        now.leaves.append(("made", len(seen)))
+        seen.append(leaf)
+    now.results = [_node(leaf) for leaf in seen]
+    now.forms = "|".join(map(_written, seen))
+    return bool(seen)
+
+
+def _written(made: Tensor) -> str:
+    shape, stride = (",".join(map(str, numbers)) for numbers in (made.shape, made.stride()))
+    return ";".join((shape, stride, str(made.dtype).removeprefix("torch.")))
+
+
+def _is_made(leaf: Any, given: Sequence[Tensor]) -> bool:
+    return isinstance(leaf, Tensor) and all(leaf is not x for x in given)
+
+
+def _is_alone(now: _Followed) -> bool:
+    """Whether the operators of a block read what it is given, placeholders, and each other."""
+    known = {*now.nodes, *now.given}
+    return all(
+        node.op == "call_function"
+        and _is_plain_call(node.target)
+        and all(one in known or one.op == "placeholder" for one in node.all_input_nodes)
+        for node in now.nodes
+    )
+
+
+def _is_plain_call(target: Any) -> bool:
+    if isinstance(target, torch._ops.OpOverload):
+        return target.namespace != "autopar" or target.name() == "autopar::border"
+    return target in _SWITCHES
+
+
+def _is_same_program(one: _Followed, other: _Followed) -> bool:
+    """Whether two blocks are the same, node for node."""
+    if len(one.nodes) != len(other.nodes) or one.tensors.keys() != other.tensors.keys():
+        return False
+    same = {node: other.tensors[name] for name, node in one.tensors.items()}
+    same |= dict(zip(one.given, other.given, strict=True))
+    same |= dict(zip(one.nodes, other.nodes))
+    for node, twin in zip(one.nodes, other.nodes):
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: same.get(x, x))
+        border = getattr(node.target, "_schema", None)
+        if border is not None and border.name == "autopar::border":
+            args = twin.args  # they are numbered in turn
+        if (node.op, node.target, args, kwargs) != (twin.op, twin.target, twin.args, twin.kwargs):
+            return False
+        if _values(node) != _values(twin) or _origin(node, one) != _origin(twin, other):
+            return False
+    results = [same.get(node) for node in one.results]
+    return (results, one.leaves, one.spec) == (other.results, other.leaves, other.spec)
+
+
+def _values(node: fx.Node) -> Hashable:
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    return tuple(_form(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+
+
+def _origin(node: fx.Node, of: _Followed) -> Hashable:
+    """Which module and line a node of a block is of."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next(reversed(stack.values()), ("",))[0] if stack else ""
+    path = path.removeprefix(_ROOT)
+    inside = path == of.path or path.removeprefix(of.path + ".")
+    return inside, of_stack(node.meta.get("stack_trace"))
+
+
+def _node(tensor: Tensor) -> fx.Node:
+    node = traced_node(tensor)[0]
+    assert node is not None
+    return node
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    place = tensor.stride(), tensor.storage_offset(), tensor.device
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad, *place
+
+
+def _is_plain(spec: pytree.TreeSpec) -> bool:
+    """Whether arguments stand in containers that hold nothing else."""
+    if spec.is_leaf():
+        return True
+    return spec.type in (tuple, list, dict, OrderedDict) and all(map(_is_plain, spec.children()))
+
+
+def _said(leaves: Sequence[Any]) -> Hashable | None:
+    """How something is called: equal for calls that are alike; None where that cannot be said."""
+    if not torch.is_grad_enabled():  # its weights are detached where the region begins
+        return None
+    said, tensors, memories = list[Any](), list[int](), list[int]()
+    for leaf in leaves:
+        if type(leaf) in PLAIN:
+            said.append((type(leaf), leaf))
+            continue
+        if not isinstance(leaf, FakeTensor) or leaf.constant is not None:
+            return None
+        if isinstance(leaf, nn.Parameter) or traced_node(leaf)[0] is None:
+            return None
+        if any(type(number) is not int for number in (*leaf.shape, *leaf.stride())):
+            return None
+        tensors.append(id(leaf))
+        memories.append(memory_of(leaf))
+        first = tensors.index(id(leaf)), memories.index(memory_of(leaf))
+        said.append((*_form(leaf), leaf.is_leaf, first))
+    return tuple(said) if tensors else None
+
+
+def _blocks(model: nn.Module) -> list[tuple[str, nn.Module, Hashable]]:
+    """The repeated blocks of a model, none inside of another, by path and with their kinds."""
+    tensors, modules = Counter[int](), Counter[int]()
+    first: dict[int, str] = {}
+    for named in (model.named_parameters, model.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            tensors[id(tensor)] += 1
+            first.setdefault(id(tensor), name)
+    for _, module in model.named_modules(remove_duplicate=False):
+        modules[id(module)] += 1
+
+    def kind_of(block: nn.Module) -> Hashable:
+        found: list[Any] = []
+        for path, module in block.named_modules():
+            found.append((path, type(module)))
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    is_own = tensor is None or tensors[id(tensor)] == 1
+                    whose = None if is_own else first[id(tensor)]
+                    form = None if tensor is None else (type(tensor), *_form(tensor))
+                    found.append((name, form, whose))
+        return tuple(found)
+
+    found: list[tuple[str, nn.Module, Hashable]] = []
+
+    def search(parent: nn.Module, prefix: str) -> None:
+        is_list = isinstance(parent, nn.ModuleList | nn.Sequential)
+        kinds: dict[str, Hashable] = {}
+        for name, child in parent.named_children():
+            is_own = all(modules[id(one)] == 1 for one in child.modules())
+            if is_list and is_own and any(child.children()) and "forward" not in vars(child):
+                kinds[name] = kind_of(child)
+        counts = Counter(kinds.values())
+        for name, child in parent.named_children():
+            if counts[kinds.get(name)] >= FEWEST:
+                found.append((prefix + name, child, kinds[name]))
+            else:
+                search(child, f"{prefix}{name}.")
+
+    search(model, "")
+    return found

@@ -1,0 +1,403 @@
+"""Blocks that are followed once: the graph is that of a model which is followed in full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from autopar import Precision
+from autopar.capture import capture, export
+from autopar.capture.captured import Captured
+from autopar.capture.repeated import _Followed
+from autopar.strategies.node_info import info
+from tests import mixtures, models
+from tests.models import Case
+
+FACTS = ("module", "source", "differentiable", "learns", "checkpoint", "parts", "on_host")
+Again = Callable[[_Followed, str, Any], Any]
+
+
+def rows(captured: Captured) -> list[tuple[Any, ...]]:
+    """All that is known of each node."""
+    found = []
+    for node in captured.graph.nodes:
+        vals = [
+            (tuple(v.shape), v.stride(), v.dtype, v.requires_grad) if isinstance(v, Tensor) else v
+            for v in info(node).values
+        ]
+        facts = [node.meta.get(fact) for fact in FACTS]
+        found.append((node.name, node.op, str(node.target), node.args, node.kwargs, vals, *facts))
+    return [tuple(map(repr, row)) for row in found]
+
+
+def both(
+    monkeypatch: pytest.MonkeyPatch,
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    precision: Precision | None = None,
+) -> list[str]:
+    """Require that a model has one graph, whether blocks are followed once or in full. Gives the
+    blocks that stood for others' calls."""
+    copied: list[str] = []
+    again: Again = _Followed.again
+
+    def noted(self: _Followed, path: str, leaves: Any) -> Any:
+        copied.append(path)
+        return again(self, path, leaves)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Followed, "again", noted)
+        once = capture(model, args, kwargs, precision)
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "blocks_followed_once", lambda model: nullcontext())
+        full = capture(model, args, kwargs, precision)
+    assert rows(once) == rows(full)
+    for name in ("parameters", "buffers", "inputs", "tied", "classes", "mutations", "key"):
+        assert getattr(once, name) == getattr(full, name)
+    assert once.constants.keys() == full.constants.keys()
+    assert [*map(str, once.output_leaves)] == [*map(str, full.output_leaves)]
+    assert len(once.decisions) == len(full.decisions)
+    assert not any("forward" in vars(module) for module in once.example.model.modules())
+    return copied
+
+
+def gptj(*, layers: int, dropout: float) -> Case:
+    transformers = models._transformers()
+    config = transformers.GPTJConfig(
+        vocab_size=61,
+        n_positions=16,
+        n_embd=32,
+        n_layer=layers,
+        n_head=4,
+        rotary_dim=4,
+        resid_pdrop=dropout,
+        attn_pdrop=dropout,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    ids = models._ids(4, 8, 61)
+    return models._case(
+        "gptj", lambda: transformers.GPTJForCausalLM(config), input_ids=ids, labels=ids
+    )
+
+
+def gemma2(*, layers: int, dropout: float) -> Case:
+    transformers = models._transformers()
+    config = transformers.Gemma2Config(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=4,
+        attention_dropout=dropout,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    ids = models._ids(4, 8, 61)
+    return models._case(
+        "gemma2", lambda: transformers.Gemma2ForCausalLM(config), input_ids=ids, labels=ids
+    )
+
+
+FAMILIES: dict[str, Callable[..., Case]] = {
+    "gpt2": models.gpt2,
+    "llama": models.llama,
+    "bert": models.bert,
+    "vit": models.vit,
+    "t5": models.t5,
+    "gptj": gptj,
+    "gemma2": gemma2,
+}
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(name: str, train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = FAMILIES[name](layers=6, dropout=0.1)
+    case.model.train(train)
+    kinds = 2 if name == "gemma2" else 1
+    copied = both(monkeypatch, case.model, case.args, case.kwargs)
+    assert len(copied) >= 6 - 2 * kinds
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "DeepseekV3", "GptOss"])
+def test_mixtures_of_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = mixtures.family(name, monkeypatch, num_hidden_layers=4)
+    assert both(monkeypatch, case.model, case.args, case.kwargs)
+
+
+class Block(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.inner = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.relu(self.inner(self.norm(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, block: Callable[[int], nn.Module] = Block, count: int = 5) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(block(index) for index in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+X = torch.randn(6, 4)
+
+
+def test_a_block_in_which_nothing_differs_is_followed_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert both(monkeypatch, Net(), (X,)) == ["layers.2", "layers.3", "layers.4"]
+
+
+def test_another_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = both(monkeypatch, Net(), (X,), precision=Precision(compute=torch.bfloat16))
+    assert len(copied) == 3
+
+
+def test_automatic_precision_around_and_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert len(both(monkeypatch, Net(), (X,))) == 3
+
+    class Inside(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = self.inner(x)
+            with torch.no_grad():
+                scale = x.abs().mean()
+            return self.norm(x + y) * scale
+
+    assert len(both(monkeypatch, Net(Inside), (X,))) == 3
+
+
+class Where(Net):
+    """Some blocks under another switch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for index, layer in enumerate(self.layers):
+            with torch.autocast("cpu", torch.bfloat16, enabled=index % 2 == 0):
+                x = layer(x)
+        return x.square().mean()
+
+
+class Frozen(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for layer in self.layers:
+                x = layer(x)
+        return self.first(x).square().mean()
+
+
+class Checkpointed(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x.square().mean()
+
+
+class Scattered(Net):
+    """Called by several lines, one twice, one with its result unused."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](self.first(x))
+        x = self.layers[1](x)
+        x = self.layers[2](x) + self.layers[3](x)
+        self.layers[4](x)
+        return self.layers[2](x).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "count"), [(Where, 1), (Frozen, 0), (Checkpointed, 3), (Scattered, 4)]
+)
+def test_surroundings(
+    make: Callable[[], nn.Module], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(both(monkeypatch, make(), (X,))) == count
+
+
+class CheckpointInside(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Statistics(Block):
+    """Writes to a buffer, draws, and gives two results."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.batch_norm = nn.BatchNorm1d(4)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(x.detach().mean(0))
+        return F.dropout(self.batch_norm(x), 0.3, self.training) + self.seen
+
+
+@pytest.mark.parametrize("block", [CheckpointInside, Statistics])
+def test_blocks_that_are_followed_twice(
+    block: Callable[[int], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(both(monkeypatch, Net(block), (X,))) == 3
+
+
+class ReadsIndex(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / (self.index + 1)
+
+
+class ReadsDict(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / (vars(self)["index"] + 1)
+
+
+class Counting(Block):
+    """Numbers outside of its modules: the third block would be divided by three."""
+
+    shared: ClassVar[list[int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shared.append(1)
+        return super().forward(x) / len(self.shared)
+
+
+class Constants(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
+class WritesArgument(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x.add_(1)
+        return super().forward(x)
+
+
+class Views(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[1:] if x.shape[0] % 2 else x.view(-1, 4)
+
+
+class Hooked(Block):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.inner.register_forward_hook(lambda module, args, out: out * (index + 1))
+
+
+class Settings:
+    def __init__(self) -> None:
+        self.steps = {"taken": 0}
+
+
+class ReadsSettings(Block):
+    """Other numbers from the third on."""
+
+    settings = Settings()
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.kept = [type(self).settings]
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = self.kept[0].steps
+        steps["taken"] += 1
+        return super().forward(x) * (1 if steps["taken"] < 3 else 2)
+
+
+@pytest.mark.parametrize(
+    "block", [ReadsIndex, ReadsDict, Constants, WritesArgument, Views, Hooked, ReadsSettings]
+)
+def test_blocks_that_are_followed_in_full(
+    block: Callable[[int], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert both(monkeypatch, Net(block), (X,)) == []
+
+
+def test_blocks_that_count_around_their_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Followed, "again", lambda *_: pytest.fail("followed once"))
+    monkeypatch.setattr(Counting, "shared", [])
+    divisions = [n for n in capture(Net(Counting), (X,)).graph.nodes if "div" in n.name]
+    assert [node.args[1] for node in divisions[:-1]] == [2, 3, 4, 5]  # the last is of the mean
+
+
+class Tied(Net):
+    """All blocks have one weight; two have another in common."""
+
+    def __init__(self) -> None:
+        super().__init__(count=6)
+        for layer in self.layers:
+            layer.inner.weight = self.first.weight  # type: ignore[union-attr]
+        self.layers[4].norm.weight = self.layers[5].norm.weight  # type: ignore[union-attr]
+
+
+def test_tied_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert both(monkeypatch, Tied(), (X,)) == ["layers.2", "layers.3"]
+
+
+class ReachingBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + VALUES[-1]
+
+
+VALUES: list[Tensor] = []
+
+
+class Reaching(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        VALUES.append(x * 2)
+        for layer in self.layers:
+            x = layer(x)
+        VALUES.clear()
+        return x.square().mean()
+
+
+def test_values_around_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert both(monkeypatch, Reaching(ReachingBlock), (X,)) == []
+
+
+class Asks(Block):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x if mask.all() else super().forward(x)
+
+
+class Asked(Net):
+    def forward(self, x: Tensor, masks: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer, mask in zip(self.layers, masks.unbind()):
+            x = layer(x, mask)
+        return x.square().mean()
+
+
+def test_questions_to_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = torch.tensor([[False], [False], [True], [False], [True]])
+    assert both(monkeypatch, Asked(Asks), (X, masks)) == []
+
+
+def test_hooks_around_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    for index, layer in enumerate(model.layers):
+        layer.register_forward_hook(lambda module, args, out, index=index: out * (index + 1))
+    assert len(both(monkeypatch, model, (X,))) == 3
