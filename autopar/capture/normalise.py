@@ -60,6 +60,7 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
     strides.bits_are_of_pieces,
     cleanup.norms_of_vectors,
     cleanup.values_alone_are_read,
+    shapes.repeats_are_expands,
     shapes.canonical_reshapes,
     shapes.canonical_transposes,
     shapes.canonical_expands,

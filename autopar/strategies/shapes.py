@@ -167,32 +167,6 @@ def _expand(call: Call) -> Rule:
     return moved(call, [broadcast(out, call.shapes[0])], out)
 
 
-def _repeat(call: Call) -> Rule:
-    repeats, shape = call["repeats"], call.shapes[0]
-    out = names(len(repeats))
-    into: list[Dim] = []
-    whole: list[str] = []
-    for index, size in enumerate(shape, len(repeats) - len(shape)):
-        if size == 1:
-            into.append(())
-        elif repeats[index] == 1:
-            into.append(out[index])
-        else:  # whole copies can be dealt out; pieces of a copy would interleave
-            copied, times = f"n{index}", f"times{index}"
-            into.append((copied,))
-            out[index] = (times, copied)
-            whole.append(copied)
-    return call.rule([into], out, whole=whole, passes=FIRST)
-
-
-def _repeats_of_piece(call: Call, shape: Sequence[int]) -> list[int]:
-    """What is copied is whole: the piece has so many copies."""
-    return [
-        length * times // max(size, 1) if times > 1 else times
-        for length, size, times in zip(shape, call.shape, call["repeats"])
-    ]
-
-
 def _repeat_interleave(call: Call) -> Rule | None:
     if call["dim"] is None or not isinstance(call["repeats"], int):
         return None
@@ -324,7 +298,6 @@ register_rule("aten.numpy_T", _permuted, traits=Traits(order=_reversed))
 register_rule(aten("adjoint matrix_H"), _permuted, traits=Traits(order=_order_of_real))
 register_rule("aten.expand", _expand, traits=Traits(view=True, of_piece={"size": shape_of_piece}))
 register_rule("aten.expand_as", "..., ... -> ...", passes=[(0,)], cost=0)
-register_rule("aten.repeat", _repeat, traits=Traits(of_piece={"repeats": _repeats_of_piece}))
 register_rule(
     "aten.repeat_interleave.self_int",
     _repeat_interleave,

@@ -52,6 +52,23 @@ def canonical_expands(call: Site) -> fx.Node | None:
     return call.canonical(aten.expand.default, call.inputs[0], list(call.shape))
 
 
+@rewrites(aten.repeat.default)
+def repeats_are_expands(call: Site) -> fx.Node | None:
+    """Copies of a dim are a dim of their own before it, which a reshape merges with it."""
+    (x,), repeats, shape = call.inputs, call["repeats"], call.shapes[0]
+    shape = (*[1] * (len(repeats) - len(shape)), *shape)
+    apart, expanded = list[int](), list[int]()
+    for times, size in zip(repeats, shape, strict=True):
+        if times > 1 and size > 1:
+            apart.append(1)
+            expanded.append(times)
+        apart.append(size)
+        expanded.append(size if size > 1 else times * size)
+    x = call.make(aten.reshape.default, x, apart)
+    x = call.make(aten.expand.default, x, expanded)
+    return call.make(aten.reshape.default, x, list(call.shape))
+
+
 @rewrites(aten.slice.Tensor, aten.narrow.default)
 def canonical_slices(call: Site) -> fx.Node | None:
     """Slices have dim, start and end as plain sizes; narrow is a slice."""
