@@ -38,6 +38,7 @@ from autopar.capture.checkpoints import checkpoints_marked, warn_of_buffers
 from autopar.capture.counters import changes_seen, warn_of_counters
 from autopar.capture.decisions import by_placeholder, decisions_made
 from autopar.capture.drawn_elsewhere import draws_elsewhere_refused
+from autopar.capture.each import loops_over_experts
 from autopar.capture.failure import EXAMPLE, check_call, explain, require_one_dtype
 from autopar.capture.fake import (
     FakeTensorMode,
@@ -245,4 +246,5 @@ _AROUND = (
     maps_are_operators,
     groups_followed,
     casts_change_nothing,
+    loops_over_experts,
 )

@@ -200,6 +200,9 @@ class _Inliner:
         for at, node in enumerate(nodes):
             if node.op == "placeholder" or node in skipped or node.target in (BEGINS, ENDS):
                 continue
+            if node.target is aten.nonzero.default and (counts := _only_counted(node)) is not None:
+                skipped |= counts  # a loop over it has been followed (each.py)
+                continue
             if node.target is mapping_begins:
                 skipped.update(self._mapped(nodes[at:], module, values, region))
                 continue
@@ -404,6 +407,18 @@ class _Inliner:
             checkpoint=self.checkpoint,
         )
         return new
+
+
+def _only_counted(node: fx.Node) -> set[fx.Node] | None:
+    """Numbers and checks alone that are made of a value, which nothing else reads."""
+    found, waiting = set[fx.Node](), list(node.users)
+    while waiting:
+        user = waiting.pop()
+        if user.op == "output" or isinstance(user.meta.get("val"), torch.Tensor):
+            return None
+        found.add(user)
+        waiting.extend(user.users)
+    return found
 
 
 def _itself(result: Any, detached: dict[fx.Node, fx.Node]) -> Any:

@@ -27,10 +27,10 @@ from autopar.lines import caller
 from autopar.strategies.kernels.chosen_products import CHOSEN_PRODUCTS
 
 _JOINED = (torch.cat, torch.concat, torch.concatenate)
-_PRODUCTS = (functional.linear, torch.matmul, torch.mm, Tensor.matmul, Tensor.mm)
+PRODUCTS = (functional.linear, torch.matmul, torch.mm, Tensor.matmul, Tensor.mm)
 _OPERANDS = ("input", "weight", "other", "mat2", "bias")
-_CASTS = ("to", "type_as", "float", "double", "half", "bfloat16")
-_OPERATORS = ("add", "sub", "mul", "truediv", "pow", "neg", "matmul")
+CASTS = ("to", "type_as", "float", "double", "half", "bfloat16")
+OPERATORS = ("add", "sub", "mul", "truediv", "pow", "neg", "matmul")
 
 
 class Sizes:
@@ -81,7 +81,7 @@ class _Piece:
         leaves, spec = pytree.tree_flatten((args, kwargs or {}))
         found = [leaf for leaf in leaves if isinstance(leaf, _Piece)]
         is_one = len({(id(piece.sizes), piece.number) for piece in found}) == 1
-        if is_one and (function in _PRODUCTS or name in _CASTS or _is_of_elements(name)):
+        if is_one and (function in PRODUCTS or name in CASTS or is_of_elements(name)):
             return _Piece(
                 found[0].sizes, found[0].number, _Call(function, leaves, spec, _versions(leaves))
             )
@@ -109,7 +109,7 @@ def _operation(name: str, is_right: bool) -> Callable[..., Any]:
     return operate
 
 
-for _name in _OPERATORS:
+for _name in OPERATORS:
     for _side in ("", "r"):
         if hasattr(operator, f"__{_name}__"):
             setattr(_Piece, f"__{_side}{_name}__", _operation(_name, bool(_side)))
@@ -132,7 +132,7 @@ def groups_followed() -> Iterator[None]:
         yield
 
 
-def _is_of_elements(name: str) -> bool:
+def is_of_elements(name: str) -> bool:
     """Whether an operator does the same to each element, and draws none."""
     packet = getattr(torch.ops.aten, name, None)
     overloads = [getattr(packet, one) for one in packet.overloads()] if packet else []
@@ -170,7 +170,7 @@ def _of_all(pieces: Sequence[_Piece]) -> Tensor:
     leaves = [_argument(given) for given in zip(*(call.leaves for call in calls))]
     args, kwargs = pytree.tree_unflatten(leaves, first.spec)
     chosen = _chosen(pieces[0])
-    if first.function in _PRODUCTS:
+    if first.function in PRODUCTS:
         given = [*args, *(kwargs[name] for name in _OPERANDS if name in kwargs)]
         return _product(chosen, first.function is functional.linear, *given)
 
