@@ -1,22 +1,28 @@
-"""Counters: plain numbers that a module counts from call to call, which a program cannot.
+"""Counters: what a module keeps in plain attributes from call to call, which a program cannot.
 
 Export runs forward once, and keeps the value that a number had then. One that is set to the same
 value at every call (a length taken from the input) does no harm; one that a second call would
-change again is told to the user.
+change again is told to the user. A tensor that follows from inputs or parameters, and that a second
+call would read, is refused: its program would have none, or that of the example.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
+from autopar._torch import traced_node
 from autopar.capture.fake import FakeTensorMode
+from autopar.capture.randomness import may_be_random
+from autopar.errors import InvalidInput
 from autopar.lines import caller, frames_to_caller
 
 
@@ -31,23 +37,45 @@ class Change:
     source: str | None
 
 
-Changes = dict[tuple[int, str], Change]
+@dataclass
+class Kept:
+    """An attribute of a module that forward gave a tensor."""
+
+    module: nn.Module
+    name: str
+    before: Any
+    value: Any
+    source: str | None
+
+
+@dataclass
+class Changes:
+    """Of attributes, by module and name."""
+
+    numbers: dict[tuple[int, str], Change] = field(default_factory=dict)
+    tensors: dict[tuple[int, str], Kept] = field(default_factory=dict)
 
 
 @contextmanager
-def changes_seen() -> Iterator[Changes]:
-    """What becomes of plain numbers that modules hold, while forward runs."""
-    seen: Changes = {}
+def changes_seen(is_kept: Callable[[Any], bool]) -> Iterator[Changes]:
+    """What becomes of plain numbers that modules hold, and which tensors they come to hold, while
+    forward runs: of those that `is_kept` says."""
+    seen = Changes()
     plain = nn.Module.__setattr__
 
     def notice(self: nn.Module, name: str, value: Any) -> None:
-        before = self.__dict__.get(name)
+        before = self.__dict__.get(name, getattr(type(self), name, None))
+        key = id(self), name
         if isinstance(before, int | float) and isinstance(value, int | float) and before != value:
-            key = id(self), name
-            if key not in seen:
-                seen[key] = Change(self, name, before, value, caller())
-            elif value != seen[key].before:  # export puts back what was there
-                seen[key].after = value
+            if key not in seen.numbers:
+                seen.numbers[key] = Change(self, name, before, value, caller())
+            elif value != seen.numbers[key].before:  # export puts back what was there
+                seen.numbers[key].after = value
+        is_plain = name not in self._parameters and name not in self._buffers
+        if is_plain and any(map(is_kept, _tensors(value))):
+            first = seen.tensors.get(key)
+            at = (before, caller()) if first is None else (first.before, first.source)
+            seen.tensors[key] = Kept(self, name, at[0], value, at[1])
         plain(self, name, value)
 
     nn.Module.__setattr__ = notice  # type: ignore[method-assign]
@@ -57,27 +85,114 @@ def changes_seen() -> Iterator[Changes]:
         nn.Module.__setattr__ = plain  # type: ignore[method-assign]
 
 
+def varies(count: int) -> Callable[[Tensor], bool]:
+    """Whether a tensor that is traced follows from one of the last `count` placeholders, which are
+    the inputs, from a parameter, or from random numbers."""
+
+    def test(tensor: Tensor) -> bool:
+        node, _ = traced_node(tensor)
+        if node is None:
+            return False
+        placeholders = node.graph.find_nodes(op="placeholder")
+        inputs = {*placeholders[len(placeholders) - count :]}
+        met, waiting = {node}, [node]
+        while waiting:
+            one = waiting.pop()
+            if one in inputs or _learns(one) or may_be_random(one):
+                return True
+            waiting.extend(set(one.all_input_nodes) - met)
+            met.update(one.all_input_nodes)
+        return False
+
+    return test
+
+
+def _learns(node: fx.Node) -> bool:
+    """Whether it is a parameter that takes a gradient."""
+    return node.op == "placeholder" and getattr(
+        node.meta.get("tensor_meta"), "requires_grad", False
+    )
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+class _Readers(TorchFunctionMode):
+    """Notes which of some tensors are read."""
+
+    def __init__(self, kept: Mapping[tuple[int, str], Kept], read: list[Kept]) -> None:
+        super().__init__()
+        self._of = {id(one): each for each in kept.values() for one in _tensors(each.value)}
+        self._read = read
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if id(leaf) in self._of and not _is_getter(function):
+                self._read.append(self._of[id(leaf)])
+        return function(*args, **(kwargs or {}))
+
+
+def _is_getter(function: Any) -> bool:
+    """Whether only an attribute is asked, as a shape."""
+    return getattr(function, "__name__", "") == "__get__"
+
+
 def warn_of_counters(
     model: nn.Module,
     mode: FakeTensorMode,
     call: tuple[tuple[Any, ...], Mapping[str, Any]],
     seen: Changes,
 ) -> None:
-    """Tell which of the numbers that were `seen` to change would change at every `call`."""
-    if not seen:
+    """Tell which of the numbers that were `seen` to change would change at every `call`, and refuse
+    tensors that it would read."""
+    if seen.tensors:
+        _refuse_kept(model, mode, call, seen)
+    if not seen.numbers:
         return
-    for change in seen.values():
+    for change in seen.numbers.values():
         setattr(change.module, change.name, change.after)
-    with changes_seen() as again, mode, torch.no_grad():
+    with changes_seen(lambda _: False) as again, suppress(Exception), mode, torch.no_grad():
         model(*call[0], **call[1])
-    for change in (*again.values(), *seen.values()):
+    for change in (*again.numbers.values(), *seen.numbers.values()):
         setattr(change.module, change.name, change.before)
-    paths = {id(module): path for path, module in model.named_modules()}
-    for key in seen.keys() & again.keys():
-        change = seen[key]
-        path = ".".join(filter(None, (paths.get(key[0], ""), change.name)))
+    for key in seen.numbers.keys() & again.numbers.keys():
+        change = seen.numbers[key]
         warnings.warn(
-            f"{path} is another number after every call ({change.source}): a program keeps "
-            "the one of its capture; a buffer changes with the steps",
+            f"{_path(model, change)} is another number after every call ({change.source}): a "
+            "program keeps the one of its capture; a buffer changes with the steps",
             stacklevel=frames_to_caller(),
         )
+
+
+def _refuse_kept(
+    model: nn.Module,
+    mode: FakeTensorMode,
+    call: tuple[tuple[Any, ...], Mapping[str, Any]],
+    seen: Changes,
+) -> None:
+    """Forward is run twice more, without values: what it keeps the first time, and reads then."""
+    read: list[Kept] = []
+    with suppress(Exception), mode, torch.no_grad():
+        with changes_seen(lambda _: True) as first:
+            model(*call[0], **call[1])
+        kept = {key: one for key, one in first.tensors.items() if key in seen.tensors}
+        with _Readers(kept, read):
+            model(*call[0], **call[1])
+    for one in seen.tensors.values():
+        setattr(one.module, one.name, one.before)
+    for one in read[:1]:
+        raise InvalidInput(
+            "what a call keeps for the next one stands in a buffer",
+            got=f"{_path(model, one)}, a tensor in a plain attribute that the next call reads",
+            remedy="register_buffer() it with its first value, and write to it in place "
+            "(self.state.copy_(...)); or hand it over as an input",
+            source=one.source,
+        )
+
+
+def _path(model: nn.Module, change: Change | Kept) -> str:
+    paths = {id(module): path for path, module in model.named_modules()}
+    return ".".join(filter(None, (paths.get(id(change.module), ""), change.name)))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import autopar as ap
+from autopar.errors import InvalidInput
 
 
 class Counting(nn.Module):
@@ -43,3 +45,95 @@ def test_numbers_that_stay_the_same_are_not() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         capture(Counting(counts=False))
+
+
+class ByClass(nn.Linear):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return (super().forward(x) * self.calls).sum()
+
+
+def test_a_number_that_the_class_begins_with_counts_too() -> None:
+    with pytest.warns(UserWarning, match=r"calls is another number"):
+        capture(ByClass(4, 4))
+
+
+class Keeps(nn.Linear):
+    """A tensor of one call, for the next."""
+
+    state: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.state is not None:
+            y = y + self.read(self.state)
+        self.state = self.kept(x, y)  # the line
+        return y.sum()
+
+    def kept(self, x: Tensor, y: Tensor) -> Any:
+        return y.detach()
+
+    def read(self, state: Any) -> Tensor:
+        return state
+
+
+class KeepsTheFirst(Keeps):
+    """As a cache of what the first batch was."""
+
+    def kept(self, x: Tensor, y: Tensor) -> Any:
+        return [x.mean()] if self.state is None else self.state
+
+    def read(self, state: Any) -> Tensor:
+        return state[0]
+
+
+class KeepsWeights(Keeps):
+    def kept(self, x: Tensor, y: Tensor) -> Any:
+        return {"ema": 0.9 * self.weight.detach()}
+
+    def read(self, state: Any) -> Tensor:
+        return state["ema"].sum()
+
+
+class KeepsNoise(Keeps):
+    def kept(self, x: Tensor, y: Tensor) -> Any:
+        return torch.rand(4)
+
+
+@pytest.mark.parametrize("kind", [Keeps, KeepsTheFirst, KeepsWeights, KeepsNoise])
+def test_a_tensor_for_the_next_call_is_refused(kind: type[Keeps]) -> None:
+    model = nn.Sequential(kind(4, 4))
+    with pytest.raises(InvalidInput, match="stands in a buffer") as error:
+        capture(model)
+    assert "0.state" in str(error.value.got)
+    assert str(error.value.source).endswith("# the line")
+    assert model[0].state is None
+
+
+class OnlyLooksAtShapes(Keeps):
+    def read(self, state: Any) -> Tensor:
+        return torch.ones(state.shape[-1])
+
+
+class Tabulates(nn.Linear):
+    """What is made once, of no input: each call would make the same."""
+
+    table: Any = None
+    shown: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(x.shape[1]) / 4
+        y = super().forward(x * self.table)
+        self.shown = y.detach()  # which no call reads
+        self.within = y.square()
+        return self.within.sum()
+
+
+@pytest.mark.parametrize("kind", [OnlyLooksAtShapes, Tabulates])
+def test_others_are_kept_in_peace(kind: type[nn.Linear]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        capture(kind(4, 4))
