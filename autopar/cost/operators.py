@@ -123,6 +123,10 @@ class ShardSizes:
             total = total * (self.lengths[factor] / max(size, 1))
         for index, _, degree in self.joints:
             total[index] /= degree
+        if (rows := self.rule.triangle) is not None:
+            total[self.lengths[rows] < self.rule.sizes[rows]] *= 2
+            for index, joint, _ in self.joints:
+                total[index] *= 2 if rows in joint.inputs else 1
         return total
 
 

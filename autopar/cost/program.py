@@ -7,7 +7,7 @@ up tables; this adds up the nodes that are there, as the stages of a pipeline do
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from torch import fx
 
@@ -64,10 +64,10 @@ class Cost:
         shown = (moved.forward + moved.backward) * microbatches
         once = moved.summed + moved.gathered
         return cls(
-            compute=(worked.forward + worked.backward) * microbatches,
+            compute=(worked.forward + worked.backward) * microbatches + worked.gathered,
             communication=shown + moved.hidden * microbatches + once,
             exposed=shown + once - moved.covered,
-            forward=worked.forward * microbatches,
+            forward=worked.forward * microbatches + worked.gathered,
             backward=worked.backward * microbatches,
             gradient_sync=moved.summed,
             gathered=moved.gathered,
@@ -134,7 +134,11 @@ class NodePrices:
         calls = info(node).calls
         if id(calls) not in self._calls:
             self._calls[id(calls)] = calls, sum((self._call(*one) for one in calls), NodeCost())
-        return self._calls[id(calls)][1]
+        price = self._calls[id(calls)][1]
+        if copied_parameter(node) is None:
+            return price
+        # A cast that the runtime makes once a step, for all micro-batches and both ways.
+        return replace(price, forward=0.0, gathered=price.forward)
 
     def stored(self, node: fx.Node, places: ParameterPlacement) -> NodeCost:
         """Of a parameter, if it is in these places."""

@@ -112,7 +112,9 @@ class _Builder:
 
     def __post_init__(self) -> None:
         price = ClusterPrice(self.cluster, self.mesh, self.states.buffer_bytes)
-        self.classes = NodeClasses(self.captured, self.mesh, self.cluster.device, price)
+        self.classes = NodeClasses(
+            self.captured, self.mesh, self.cluster.device, price, self.microbatches
+        )
         given, named = self.constraints.parameters, self.captured.parameters
         at = {node: given[name].layout.parts for node, name in named.items() if name in given}
         parts = {node: one for node, one in at.items() if one is not None}

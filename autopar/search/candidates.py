@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from autopar.capture.captured import Captured
+from autopar.capture.origins import copied_parameter
 from autopar.cluster import Device
 from autopar.collectives.redistribution import Parts
 from autopar.cost.joint_kernels import Computed, messages_inside
@@ -79,10 +80,18 @@ class Candidates:
 class NodeClasses:
     """All kinds of calls of one captured graph on one mesh, each looked at once."""
 
-    def __init__(self, captured: Captured, mesh: Mesh, device: Device, price: ClusterPrice) -> None:
-        self.mesh, self.device, self.price = mesh, device, price
+    def __init__(
+        self,
+        captured: Captured,
+        mesh: Mesh,
+        device: Device,
+        price: ClusterPrice,
+        microbatches: int = 1,
+    ) -> None:
+        """The seconds are those of one of so many runs in a step."""
+        self.mesh, self.device, self.price, self.microbatches = mesh, device, price, microbatches
         self._classes, self._rules = captured.classes, captured.priced
-        self._candidates: dict[tuple[int, bool], Candidates] = {}
+        self._candidates: dict[tuple[int, bool, bool], Candidates] = {}
         self._places: dict[int, list[int]] = {}
 
     def inputs(self, node: fx.Node) -> list[fx.Node]:
@@ -103,7 +112,7 @@ class NodeClasses:
 
     def candidates(self, node: fx.Node, every: bool = False) -> Candidates:
         """The candidates of a call; `every` strategy, in every order, if asked."""
-        kind = (self._classes[node.name], every)
+        kind = (self._classes[node.name], every, copied_parameter(node) is not None)
         if kind not in self._candidates:
             try:
                 self._candidates[kind] = self._make(node, every)
@@ -122,6 +131,8 @@ class NodeClasses:
         pieces = ShardSizes(rule, strategies, self.mesh)
         done = work(facts, pieces)
         forward, backward = seconds(facts, done, self.device)
+        if copied_parameter(node) is not None:  # made once a step
+            forward = forward / self.microbatches
         signatures = [rule.signature(strategy) for strategy in strategies]
         learns = [info(value).differentiable for value in inputs]
         return Candidates(

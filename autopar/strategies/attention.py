@@ -50,7 +50,11 @@ def _attention(call: Call) -> Rule:
         rings["ring"] = Joint(
             "causal_ring_attention" if is_shared else "ring_attention", tuple(cut), ("q",)
         )
-    points = call.outputs[0].numel() // max(value[-1], 1) * key[-2]
+    rows = call.outputs[0].numel() // max(value[-1] * query[-2], 1)  # of scores, for each query
+    is_halved = is_fused and call["is_causal"]
+    points = rows * (_causal(query[-2], key[-2]) if is_halved else query[-2] * key[-2])
+    flops = 2.0 * points * (query[-1] + value[-1])
+    saved = _saved(call, heads) if is_fused else Saved((*range(len(inputs)),), output=True)
     return call.rule(
         inputs,
         [*heads, ("q",), ("e",)],
@@ -59,11 +63,21 @@ def _attention(call: Call) -> Rule:
         kernels={"q": "cut_causal_attention"} if is_fused and call["is_causal"] else {},
         joints=rings,
         kept=dict.fromkeys(rings, _saved_by_ring(call, heads)),
-        flops=2.0 * points * (query[-1] + value[-1]),
+        flops=flops,
+        # A kernel that keeps no weights makes the scores once more, beside two products of each of
+        # the two of forward.
+        backward_flops=2.5 * flops if is_fused and saved.output else None,
+        triangle="q" if is_halved and query[-2] > 1 else None,
         between=NOTHING if is_fused else DROPPED.times(points),
         product=True,
-        saved=_saved(call, heads) if is_fused else Saved((*range(len(inputs)),), output=True),
+        saved=saved,
     )
+
+
+def _causal(queries: int, keys: int) -> int:
+    """How many scores a causal mask leaves: query i sees the keys up to i."""
+    short = min(queries, keys)
+    return short * (short + 1) // 2 + (queries - short) * keys
 
 
 def _saved_by_ring(call: Call, heads: list[Dim]) -> Saved:

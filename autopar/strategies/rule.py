@@ -100,6 +100,7 @@ class Rule:
     parts: Mapping[str, InParts] = field(default_factory=dict)  # by name, as joints
     flops: float = 0.0  # of the uncut forward
     backward_flops: float | None = None  # of all gradients; None: as follows from `flops`
+    triangle: str | None = None  # a factor of which the last piece has up to twice its share
     between: Between = NOTHING  # of the uncut call
     product: bool = False  # inputs are multiplied and summed: its FLOPs count, whatever the sizes
     text: str = ""
@@ -130,11 +131,9 @@ class Rule:
     @cached_property
     def is_contraction(self) -> bool:
         """Whether each gradient is a product of its own, as that of a linear operator."""
-        if self.backward_flops is not None:
-            return False
         given = [dim for dims in self.outputs for dim in dims]
         lost = any(not any(factor in dim for dim in given) for factor in self.factors)
-        return lost and len(self.inputs) > 1
+        return lost and len(self.inputs) > 1 and self.backward_flops is None
 
     @property
     def is_heavy(self) -> bool:

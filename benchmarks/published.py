@@ -1,0 +1,210 @@
+"""Published training runs, planned as their papers ran them: predicted beside published.
+
+    python -m benchmarks.published [--rows 1.7B 175B ...] [--paper megatron ...]
+
+One JSON line a row, then one of all rows together: the step, its parts, and the bytes on the
+fullest device by kind. Mesh, micro-batches, schedule, states and recomputation are those of the
+papers; constants are those of the presets, the same for all rows. Nothing is allocated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import autopar as ap
+from benchmarks.published_models import Decoder, Sizes
+
+Given = dict[str, Any]  # fields of a run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One row of a paper's table."""
+
+    paper: str
+    name: str
+    sizes: Sizes
+    cluster: str = "dgx-a100"
+    tp: int = 1
+    pp: int = 1
+    gpus: int
+    batch: int
+    microbatch: int  # of each replica
+    chunks: int = 1
+    recompute: str = "full"  # "full", "attention" (the core of each block), "none"
+    sequence_parallel: bool = False
+    states: str = "whole"
+    reduce: torch.dtype = torch.float32  # in which gradients are summed
+    seconds: float | None = None  # published
+    gigabytes: float | None = None  # of states, published
+
+    @property
+    def dp(self) -> int:
+        return self.gpus // self.tp // self.pp
+
+    @property
+    def microbatches(self) -> int:
+        return self.batch // self.dp // self.microbatch
+
+    def plan(self) -> ap.Plan:
+        """The plan of this run, all of it given by hand."""
+        with torch.device("meta"):
+            model = Decoder(self.sizes, self.sequence_parallel)
+            ids = torch.zeros(self.batch, self.sizes.sequence, dtype=torch.long)
+        is_piped = self.pp > 1
+        mesh = ap.Mesh(**({"pp": self.pp} if is_piped else {}), dp=self.dp, tp=self.tp)
+        how: dict[str, Any] = {"full": "full", "attention": {"blocks.*.core": "full"}, "none": None}
+        name, options = "1f1b", {}
+        if self.chunks > 1:
+            name, options = "interleaved", {"chunks": self.chunks}
+        return ap.plan(
+            model,
+            (ids, ids),
+            cluster=ap.Cluster.preset(self.cluster, nodes=-(-self.gpus // 8)),
+            mesh=mesh,
+            mode="propagate",
+            pipeline="pp" if is_piped else None,
+            schedule=name if is_piped else "auto",
+            schedule_options=options if is_piped and options else None,
+            microbatches=self.microbatches,
+            recompute=how[self.recompute],
+            states=self.states,  # type: ignore[arg-type]
+            precision=ap.Precision(reduce=self.reduce),
+        )
+
+
+def megatron() -> Iterator[Run]:
+    """Narayanan et al., SC'21, table 1: activations recomputed in full, attention not fused."""
+    table = [
+        # name, heads, hidden, layers, tp, pp, gpus, batch, micro-batch, chunks, seconds
+        ("1.7B", 24, 2304, 24, 1, 1, 32, 512, 16, 1, 3.53),
+        ("3.6B", 32, 3072, 30, 2, 1, 64, 512, 16, 1, 3.70),
+        ("7.5B", 32, 4096, 36, 4, 1, 128, 512, 16, 1, 3.70),
+        ("18.4B", 48, 6144, 40, 8, 1, 256, 1024, 8, 1, 9.40),
+        ("39.1B", 64, 8192, 48, 8, 2, 512, 1536, 4, 1, 14.45),
+        ("76.1B", 80, 10240, 60, 8, 4, 1024, 1792, 2, 3, 16.06),
+        ("145.6B", 96, 12288, 80, 8, 8, 1536, 2304, 2, 2, 24.82),
+        ("310.1B", 128, 16384, 96, 8, 16, 1920, 2160, 1, 2, 37.61),
+        ("529.6B", 128, 20480, 105, 8, 35, 2520, 2520, 1, 3, 54.08),
+        ("1008B", 160, 25600, 128, 8, 64, 3072, 3072, 1, 1, 102.63),
+    ]
+    for name, heads, hidden, layers, tp, pp, gpus, batch, micro, chunks, seconds in table:
+        sizes = Sizes(hidden=hidden, heads=heads, layers=layers)
+        cut: Given = {"tp": tp, "pp": pp, "gpus": gpus, "chunks": chunks}
+        steps: Given = {"batch": batch, "microbatch": micro, "seconds": seconds}
+        yield Run(paper="megatron", name=name, sizes=sizes, **cut, **steps)
+
+
+def korthikanti() -> Iterator[Run]:
+    """Korthikanti et al., 2022, table 5: all recomputed, or the core of attention alone."""
+    table = [
+        # name, heads, hidden, layers, gpus, pp, batch, micro-batch, chunks, full, selective
+        ("22B", 64, 6144, 48, 8, 1, 4, 4, 1, 1.42, 1.10),
+        ("175B", 96, 12288, 96, 64, 8, 64, 1, 3, 18.13, 13.75),
+        ("530B", 128, 20480, 105, 280, 35, 280, 1, 3, 49.05, 37.83),
+        ("1T", 160, 25600, 128, 512, 64, 512, 1, 1, 94.42, 71.49),
+    ]
+    for name, heads, hidden, layers, gpus, pp, batch, micro, chunks, full, selective in table:
+        sizes = Sizes(hidden=hidden, heads=heads, layers=layers)
+        cut: Given = {"tp": 8, "pp": pp, "gpus": gpus, "chunks": chunks}
+        steps: Given = {"batch": batch, "microbatch": micro}
+        about: Given = {"paper": "korthikanti", "sizes": sizes, **cut, **steps}
+        yield Run(name=f"{name} full", seconds=full, **about)
+        how: Given = {"recompute": "attention", "sequence_parallel": True}
+        yield Run(name=f"{name} selective", seconds=selective, **how, **about)
+
+
+def llama() -> Iterator[Run]:
+    """Llama 3 405B on 16,384 H100s: 41% of the peak; nothing recomputed, states cut over dp."""
+    sizes = Sizes(
+        hidden=16384,
+        heads=128,
+        layers=126,
+        sequence=8192,
+        vocabulary=128_256,
+        groups=8,
+        inner=53_248,
+    )
+    cut: Given = {"tp": 8, "pp": 16, "gpus": 16_384, "chunks": 7, "cluster": "dgx-h100"}
+    steps: Given = {"batch": 2048, "microbatch": 1, "seconds": 6.5}
+    how: Given = {"recompute": "none", "sequence_parallel": True, "states": "zero2"}
+    yield Run(paper="llama3", name="405B", sizes=sizes, **cut, **steps, **how)
+
+
+def zero() -> Iterator[Run]:
+    """Rajbhandari et al., 2020, figure 1: the states of 7.5B parameters on 64 devices."""
+    sizes = Sizes(hidden=4096, heads=32, layers=36)
+    for states, gigabytes in (("whole", 120), ("zero1", 31.4), ("zero2", 16.6), ("zero3", 1.88)):
+        steps: Given = {"gpus": 64, "batch": 64, "microbatch": 1, "reduce": torch.bfloat16}
+        about: Given = {"states": states, "gigabytes": gigabytes}
+        yield Run(paper="zero", name=f"7.5B {states}", sizes=sizes, **steps, **about)
+
+
+PAPERS = {"megatron": megatron, "korthikanti": korthikanti, "llama3": llama, "zero": zero}
+
+
+def report(run: Run) -> dict[str, Any]:
+    """What is predicted of one run, beside what is published."""
+    clock = time.process_time()
+    plan = run.plan()
+    cost, memory = plan.cost, plan.memory
+    kinds = memory.to_json()
+    states = sum(kinds[kind] for kind in ("parameters", "gradients", "optimizer", "gathered"))
+    line: dict[str, Any] = {"paper": run.paper, "model": run.name}
+    if run.seconds is not None:
+        line |= {
+            "seconds": round(plan.seconds, 3),
+            "published": run.seconds,
+            "ratio": round(plan.seconds / run.seconds, 3),
+        }
+    if run.gigabytes is not None:
+        line |= {
+            "states": round(states / 1e9, 2),
+            "published": run.gigabytes,
+            "ratio": round(states / 1e9 / run.gigabytes, 3),
+        }
+    parts = ("compute", "exposed", "bubble", "gradient_sync")
+    return line | {
+        "parts": {part: round(getattr(cost, part), 3) for part in parts},
+        "gigabytes": {kind: round(size / 1e9, 2) for kind, size in kinds.items() if size},
+        "fits": memory.peak <= ap.Cluster.preset(run.cluster).device.memory,
+        "cpu_seconds": round(time.process_time() - clock, 1),
+    }
+
+
+def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """How far off the predicted steps are, and which runs are said not to fit."""
+    errors = [abs(line["ratio"] - 1) for line in lines if "seconds" in line]
+    found: dict[str, Any] = {"rows": len(lines)}
+    if errors:
+        found |= {
+            "median_error": round(statistics.median(errors), 3),
+            "largest_error": round(max(errors), 3),
+        }
+    return found | {"said_not_to_fit": [line["model"] for line in lines if not line["fits"]]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", nargs="*", help="only the rows whose names begin so")
+    parser.add_argument("--paper", choices=PAPERS, nargs="*", default=list(PAPERS))
+    arguments = parser.parse_args()
+    lines = []
+    for paper in arguments.paper:
+        for run in PAPERS[paper]():
+            if not arguments.rows or run.name.startswith(tuple(arguments.rows)):
+                lines.append(report(run))
+                print(json.dumps(lines[-1]), flush=True)
+    print(json.dumps(summary(lines)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""What kernels do: causal attention skips what is masked, parameters are cast once a step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar as ap
+from autopar.cluster import Cluster
+from autopar.cost.operators import ShardSizes, facts_of, work
+from autopar.strategies import Strategy
+from autopar.strategies.node_info import info
+from tests.models import ZOO
+
+
+class Attention(nn.Module):
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+
+
+def flops(causal: bool, strategy: Strategy, queries: int = 8, keys: int = 8) -> tuple[float, float]:
+    """Of attention on four ranks, forward and backward, on the busiest one."""
+    q = torch.empty(4, 4, queries, 16, device="meta", requires_grad=True)
+    k, v = (torch.empty(4, 4, keys, 16, device="meta", requires_grad=True) for _ in range(2))
+    mesh = ap.Mesh(x=4)
+    options = {"cluster": Cluster.preset("dgx-h100"), "mesh": mesh, "mode": "propagate"}
+    captured = ap.plan(Attention(causal), (q, k, v), **options).captured
+    (node,) = [node for node in captured.operators if "attention" in str(node.target)]
+    rule = captured.priced[node.name]
+    assert rule is not None
+    facts = facts_of(node, rule, node.all_input_nodes)
+    done = work(facts, ShardSizes(rule, [strategy], mesh))
+    assert info(node).learns
+    return float(done.flops[0]), float(done.backward_flops[0])
+
+
+def test_a_causal_mask_leaves_half_of_the_scores_and_the_diagonal() -> None:
+    whole, _ = flops(False, Strategy())
+    assert whole == 2 * 4 * 4 * 8 * 8 * (16 + 16)
+    assert flops(True, Strategy())[0] == pytest.approx(whole * 36 / 64)
+    wide, _ = flops(False, Strategy(), keys=16)
+    assert flops(True, Strategy(), keys=16)[0] == pytest.approx(wide * 36 / 128)
+    tall, _ = flops(False, Strategy(), queries=16)
+    assert flops(True, Strategy(), queries=16)[0] == pytest.approx(tall * (36 + 64) / 128)
+
+
+def test_the_last_queries_have_nothing_to_skip() -> None:
+    uncut, _ = flops(True, Strategy())
+    assert flops(True, Strategy.of(b1="x"))[0] == pytest.approx(uncut / 4)
+    for way in ("q", "ring"):
+        assert flops(True, Strategy.of(**{way: "x"}))[0] == pytest.approx(uncut / 2)
+
+
+def test_a_fused_backward_is_five_products_to_two_of_forward() -> None:
+    forward, backward = flops(True, Strategy())
+    assert backward == pytest.approx(2.5 * forward)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("states", ["whole", "zero1"])
+def test_what_the_search_adds_up_is_the_price_where_parameters_are_cast(
+    states: str, microbatches: int
+) -> None:
+    case = ZOO["gpt"]()
+    options = {"cluster": Cluster.preset("dgx-h100"), "mesh": ap.Mesh(x=2), "pipeline": None}
+    asked = {"states": states, "microbatches": microbatches, "recompute": None}
+    plan = ap.plan(case.model, case.args, case.kwargs, precision=ap.Precision(), **options, **asked)
+    assert plan.search is not None
+    assert plan.search.objective == pytest.approx(plan.cost.seconds, rel=1e-6)
+
+
+def test_parameters_are_cast_once_a_step() -> None:
+    case = ZOO["gpt"]()
+    options = {"mesh": ap.Mesh(dp=2), "mode": "data", "pipeline": None, "recompute": "full"}
+    plan = ap.plan(
+        case.model,
+        case.args,
+        case.kwargs,
+        cluster=Cluster.preset("dgx-h100"),
+        precision=ap.Precision(),
+        microbatches=4,
+        states="whole",
+        **options,
+    )
+    casts = [
+        plan.prices(node)
+        for node in plan.program.graph.nodes
+        if node.target is torch.ops.aten.to.dtype and node.all_input_nodes[0].op == "placeholder"
+    ]
+    learned = [cast for cast in casts if cast.gathered]
+    assert len(learned) == len(list(case.model.parameters()))
+    assert all(cast.forward == cast.again == 0 for cast in learned)
