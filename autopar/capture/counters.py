@@ -8,6 +8,7 @@ call would read, is refused: its program would have none, or that of the example
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -85,6 +86,21 @@ def changes_seen(is_kept: Callable[[Any], bool]) -> Iterator[Changes]:
         nn.Module.__setattr__ = plain  # type: ignore[method-assign]
 
 
+@contextmanager
+def put_back(model: nn.Module) -> Iterator[None]:
+    """The attributes of modules afterwards are those before."""
+    before = [
+        (module, {name: _own(value) for name, value in vars(module).items()})
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
 def varies(count: int) -> Callable[[Tensor], bool]:
     """Whether a tensor that is traced follows from one of the last `count` placeholders, which are
     the inputs, from a parameter, or from random numbers."""
@@ -148,15 +164,24 @@ def warn_of_counters(
 ) -> None:
     """Tell which of the numbers that were `seen` to change would change at every `call`, and refuse
     tensors that it would read."""
-    if seen.tensors:
-        _refuse_kept(model, mode, call, seen)
+    with put_back(model):
+        read = _read_later(model, mode, call, seen) if seen.tensors else None
+    if read is not None:
+        raise InvalidInput(
+            "what a call keeps for the next one stands in a buffer",
+            got=f"{_path(model, read)}, a tensor in a plain attribute that the next call reads",
+            remedy="register_buffer() it with its first value, and write to it in place "
+            "(self.state.copy_(...)); or hand it over as an input",
+            source=read.source,
+        )
     if not seen.numbers:
         return
+    with put_back(model):
+        for change in seen.numbers.values():
+            setattr(change.module, change.name, change.after)
+        with changes_seen(lambda _: False) as again, suppress(Exception), mode, torch.no_grad():
+            model(*call[0], **call[1])
     for change in seen.numbers.values():
-        setattr(change.module, change.name, change.after)
-    with changes_seen(lambda _: False) as again, suppress(Exception), mode, torch.no_grad():
-        model(*call[0], **call[1])
-    for change in (*again.numbers.values(), *seen.numbers.values()):
         setattr(change.module, change.name, change.before)
     for key in seen.numbers.keys() & again.numbers.keys():
         change = seen.numbers[key]
@@ -167,13 +192,13 @@ def warn_of_counters(
         )
 
 
-def _refuse_kept(
+def _read_later(
     model: nn.Module,
     mode: FakeTensorMode,
     call: tuple[tuple[Any, ...], Mapping[str, Any]],
     seen: Changes,
-) -> None:
-    """Forward is run twice more, without values: what it keeps the first time, and reads then."""
+) -> Kept | None:
+    """What forward keeps and then reads, where it runs twice more, without values."""
     read: list[Kept] = []
     with suppress(Exception), mode, torch.no_grad():
         with changes_seen(lambda _: True) as first:
@@ -181,16 +206,12 @@ def _refuse_kept(
         kept = {key: one for key, one in first.tensors.items() if key in seen.tensors}
         with _Readers(kept, read):
             model(*call[0], **call[1])
-    for one in seen.tensors.values():
-        setattr(one.module, one.name, one.before)
-    for one in read[:1]:
-        raise InvalidInput(
-            "what a call keeps for the next one stands in a buffer",
-            got=f"{_path(model, one)}, a tensor in a plain attribute that the next call reads",
-            remedy="register_buffer() it with its first value, and write to it in place "
-            "(self.state.copy_(...)); or hand it over as an input",
-            source=one.source,
-        )
+    return read[0] if read else None
+
+
+def _own(value: Any) -> Any:
+    """A plain list, dict or set with what is in it now."""
+    return copy.copy(value) if type(value) in (list, dict, set) else value
 
 
 def _path(model: nn.Module, change: Change | Kept) -> str:

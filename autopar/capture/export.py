@@ -35,7 +35,7 @@ from autopar.capture.autocasts import (
 from autopar.capture.blind_losses import looks_at_no_values
 from autopar.capture.captured import Captured, Example
 from autopar.capture.checkpoints import checkpoints_marked, warn_of_buffers
-from autopar.capture.counters import changes_seen, varies, warn_of_counters
+from autopar.capture.counters import changes_seen, put_back, varies, warn_of_counters
 from autopar.capture.decisions import by_placeholder, decisions_made
 from autopar.capture.drawn_elsewhere import draws_elsewhere_refused
 from autopar.capture.each import loops_over_experts
@@ -113,7 +113,8 @@ def capture(
         asked = decisions_made(values)
         with seen as changes, hooks_refused() as lines, inside(run, autocasts), asked as decided:
             own_args, own_kwargs = pytree.tree_unflatten(inputs, input_spec)
-            program = _export(run, mode, own_args, own_kwargs, given)
+            with put_back(run):
+                program = _export(run, mode, own_args, own_kwargs, given)
         require_casting(program)
         held = masters(copy, mode, precision) | dict(copy.named_buffers())
         builder = flatten(program, mode, _canonical(copy), held, input_spec, fakes)

@@ -137,3 +137,12 @@ def test_others_are_kept_in_peace(kind: type[nn.Linear]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         capture(kind(4, 4))
+
+
+def test_what_is_looked_at_leaves_nothing_behind() -> None:
+    """A table that is made once is there in the next program, too, with its values."""
+    model, x = Tabulates(4, 4), torch.randn(4, 4)
+    module = ap.parallelize(model, (x,), mesh=ap.Mesh(dp=2), backend="virtual")
+    module.step(x)
+    module.eval()
+    torch.testing.assert_close(module(x), model(x))
