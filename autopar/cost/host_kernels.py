@@ -19,7 +19,6 @@ from torch import Tensor
 
 from autopar._torch import multiplies_tiles, onednn_dtypes
 
-BLOCK = 16  # channels, of the layouts of oneDNN
 # From here on torch prefers oneDNN: elements of one image, images where a product would do.
 LEAST_ELEMENTS, LEAST_IMAGES = 20480, 16
 
@@ -31,13 +30,15 @@ class HostKernels:
     threads: int
     onednn: frozenset[torch.dtype]  # of the tensors that oneDNN may work on
     channels_last: frozenset[torch.dtype] = frozenset()  # of those whose copies are so
+    block: int = 16  # channels, of the layouts of oneDNN: as many numbers as an instruction takes
 
     @classmethod
     def here(cls) -> HostKernels:
         """Of this process."""
         known = onednn_dtypes()
         last = {torch.half, torch.bfloat16} if multiplies_tiles() else {torch.half}
-        return cls(torch.get_num_threads(), known, known & last)
+        is_wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+        return cls(torch.get_num_threads(), known, known & last, 16 if is_wide else 8)
 
     def workspace(self, operator: Any, args: Sequence[Any]) -> int:
         """The bytes that an ATen operator takes and lets go when it is done."""
@@ -90,7 +91,7 @@ class _Convolution:
     def forward(self) -> int:
         if not self._is_of_onednn:
             return self._columns(one_by_one=self._is_dilated)
-        image = self._blocked(self._image.shape) if self._image.shape[1] >= BLOCK else 0
+        image = self._blocked(self._image.shape) if self._fills_blocks else 0
         output, copy = math.prod(self._given), self._blocked(self._given)
         back = copy * (1 + (self._has_channels_last or (self._transposed and self._is_strided)))
         return max(image + self._copy_of_weight + copy - output, back) * self._image.itemsize
@@ -98,7 +99,7 @@ class _Convolution:
     def backward(self, of_image: bool, of_weight: bool) -> int:
         if not self._is_of_onednn:
             return self._columns(one_by_one=self._is_dilated or self._transposed)
-        has_blocks = self._image.shape[1] >= BLOCK or not self._is_strided
+        has_blocks = self._fills_blocks or not self._is_strided
         image = self._blocked(self._image.shape) if has_blocks else self._image.numel()
         dtype, weight = self._image.dtype, self._copy_of_weight
         gradient, made = self._blocked(self._given), 0
@@ -108,7 +109,7 @@ class _Convolution:
             most = [gradient + weight + image, (1 + is_twice) * image + made]
         if of_weight:
             is_bf16 = dtype == torch.bfloat16
-            is_read = self._image.shape[1] >= BLOCK or (is_bf16 and self._has_channels_last)
+            is_read = self._fills_blocks or (is_bf16 and self._has_channels_last)
             read = image if is_read and dtype != torch.half else 0
             sums = weight * (3 if is_bf16 else 1)  # in float32, and as they are given
             most += [made + read + gradient + sums, made + weight + self._weight.numel()]
@@ -128,6 +129,10 @@ class _Convolution:
         elements = math.prod(image.shape[:4])
         is_large = len(image) > 1 or elements > LEAST_ELEMENTS or min(kernel) > 3
         return (is_better or known.threads > 1) and (is_large or self._groups > 1)
+
+    @property
+    def _fills_blocks(self) -> bool:
+        return self._image.shape[1] >= self._kernels.block
 
     @property
     def _has_channels_last(self) -> bool:
@@ -151,14 +156,13 @@ class _Convolution:
         outputs, inputs, *kernel = self._weight.shape
         if self._groups > 1:
             return self._weight.numel()
-        return math.prod((_in_blocks(outputs), _in_blocks(inputs), *kernel))
+        return math.prod((self._in_blocks(outputs), self._in_blocks(inputs), *kernel))
 
     def _blocked(self, shape: Sequence[int]) -> int:
         """Elements of a copy."""
         images, channels, *space = shape
-        channels = channels if self._has_channels_last else _in_blocks(channels)
+        channels = channels if self._has_channels_last else self._in_blocks(channels)
         return math.prod((images, channels, *space))
 
-
-def _in_blocks(channels: int) -> int:
-    return -(-channels // BLOCK) * BLOCK
+    def _in_blocks(self, channels: int) -> int:
+        return -(-channels // self._kernels.block) * self._kernels.block
