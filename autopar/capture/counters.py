@@ -72,7 +72,8 @@ def changes_seen(is_kept: Callable[[Any], bool]) -> Iterator[Changes]:
                 seen.numbers[key] = Change(self, name, before, value, caller())
             elif value != seen.numbers[key].before:  # export puts back what was there
                 seen.numbers[key].after = value
-        is_plain = name not in self._parameters and name not in self._buffers
+        held = (vars(self).get(kind, ()) for kind in ("_parameters", "_buffers"))
+        is_plain = not any(name in names for names in held)
         if is_plain and any(map(is_kept, _tensors(value))):
             first = seen.tensors.get(key)
             at = (before, caller()) if first is None else (first.before, first.source)
