@@ -6,16 +6,18 @@ What is read may hold other things, which may change: these are compared as well
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from autopar.capture.hooks import replaced
 from autopar.capture.source import is_users
@@ -47,11 +49,11 @@ def kept(block: nn.Module) -> list[Any]:
     found: list[Any] = []
     for module in block.modules():
         for name, value in vars(module).items():
-            found += [name, value, *_held(value)]
+            found += [name, value, *held(value)]
     return found
 
 
-def _held(value: Any) -> list[Any]:
+def held(value: Any) -> list[Any]:
     """What stands in a value that can be changed, and in what that holds in turn."""
     found: list[Any] = []
     reached, seen = [value], {id(value)}
@@ -72,14 +74,24 @@ def _inside(value: Any) -> list[Any]:
         return [*value]
     if isinstance(value, MethodType):
         return [value.__self__]
-    if isinstance(value, Tensor | nn.Module | type | FunctionType | ModuleType):
+    if isinstance(value, Tensor | nn.Module | fx.Node | type | FunctionType | ModuleType):
         return []
+    if isinstance(value, np.ndarray | bytearray):
+        return [hash(bytes(value))]
+    if isinstance(value, GeneratorType):
+        return [value.gi_frame and value.gi_frame.f_lasti]
+    if isinstance(value, Iterator):  # how far it is; and as others, where it is no built-in one
+        return [
+            operator.length_hint(value, -1),
+            repr(value),
+            *getattr(value, "__dict__", {}).values(),
+        ]
     return [x for pair in getattr(value, "__dict__", {}).items() for x in pair]
 
 
 def is_kept(reads: Reads) -> bool:
     """Whether what was read holds what it held."""
-    return all(is_equal(one.held, _held(one.value)) for one in reads.found.values())
+    return all(is_equal(one.held, held(one.value)) for one in reads.found.values())
 
 
 def is_equal(some: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -102,7 +114,7 @@ def noted(reads: Reads) -> Iterator[None]:
                 reads.is_whole &= not is_users(sys._getframe(1).f_code.co_filename)
             elif not name.startswith("__"):
                 value = plain(self, "__dict__").get(name, _ABSENT)
-                reads.found[path, name] = _Read(value, _held(value))
+                reads.found[path, name] = _Read(value, held(value))
         return plain(self, name)
 
     with replaced(nn.Module, "__getattribute__", read):
@@ -114,7 +126,7 @@ def has_same(block: nn.Module, reads: Reads) -> bool:
     modules = dict(block.named_modules())
     for (path, name), read in reads.found.items():
         value = vars(modules[path]).get(name, _ABSENT)
-        if not is_equal(read.held, _held(read.value)):
+        if not is_equal(read.held, held(read.value)):
             return False
         if value is not read.value and not _is_like(read.value, value, reads, modules):
             return False

@@ -13,20 +13,26 @@ nothing but what is of rows and experts, and leaves nothing else behind.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from dis import opname
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, handle_torch_function
 from torch.utils import _pytree as pytree
 
 from autopar._torch import memory_of, traced_node
+from autopar.capture.attributes import held, is_equal, kept
+from autopar.capture.catching import tree_of
 from autopar.capture.fake import FakeTensor
 from autopar.capture.graph_builder import is_mutable
 from autopar.capture.grouped import CASTS, OPERATORS, PRODUCTS, is_of_elements
@@ -187,14 +193,17 @@ def loops_over_experts() -> Iterator[None]:
         if choices.read & choices.written:
             _refuse("a tensor that is read and added to in a loop over experts")
         for name, seen in _seen(frame).items():
-            if before.get(name) != seen and not isinstance(frame.f_locals[name], _Part):
+            if not is_equal(before.get(name, []), seen):
                 _refuse(f"{name}, which a loop over experts changes")
 
     def iterate(self: Tensor) -> Any:
         choices = _found(self) if isinstance(self, FakeTensor) else None
         if choices is None:
             return plain_iter(self)
-        loop = over(choices, sys._getframe(1))
+        frame = sys._getframe(1)
+        if not _is_of_statement(frame):
+            _refuse("the experts that are chosen, other than by a for statement of its own")
+        loop = over(choices, frame)
         running.add(loop)
         return loop
 
@@ -216,12 +225,38 @@ def loops_over_experts() -> Iterator[None]:
         _refuse("a loop over experts that does not come to its end", left[0])
 
 
-def _seen(frame: Any) -> dict[str, Any]:
-    """What tells of each variable whether it changes."""
+def _is_of_statement(frame: FrameType) -> bool:
+    """Whether a frame begins a `for` statement, all of whose body is its own."""
+    code = frame.f_code
+    if code.co_flags & inspect.CO_GENERATOR or opname[code.co_code[frame.f_lasti]] != "GET_ITER":
+        return False
+    place = [*code.co_positions()][frame.f_lasti // 2]
+    nodes = ast.walk(tree_of(code.co_filename) or ast.Module([], []))
+    # Of what it goes over, or, up to Python 3.11, of all of it.
+    places = ((_place(one), _place(one.iter)) for one in nodes if isinstance(one, ast.For))
+    return any(place in both for both in places)
+
+
+def _place(node: ast.stmt | ast.expr) -> tuple[int | None, ...]:
+    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
+
+
+def _seen(frame: FrameType) -> dict[str, list[Any]]:
+    """What tells of each variable that a frame can name whether it, or what it holds, changes."""
+    spaces = frame.f_globals.items(), frame.f_locals.items()
+    named = {*frame.f_code.co_names, *frame.f_locals}
     return {
-        name: (id(value), len(value) if isinstance(value, list | dict | set) else None)
-        for name, value in frame.f_locals.items()
+        name: [value, *(kept(value) if isinstance(value, nn.Module) else held(value))]
+        for space in spaces
+        for name, value in space
+        if name in named and not _is_made(value)
     }
+
+
+def _is_made(value: Any) -> bool:
+    """Whether a value is of what a loop makes alone."""
+    leaves = pytree.tree_leaves(value)
+    return bool(leaves) and all(isinstance(leaf, _Part) for leaf in leaves)
 
 
 def _found(hit: Tensor) -> _Choices | None:

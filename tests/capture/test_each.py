@@ -111,13 +111,16 @@ def test_what_is_of_no_row_and_expert_is_refused(body: Body) -> None:
     assert "test_each.py" in str(error.value.source)
 
 
+SEEN: list[int] = []
+
+
 class Ends(nn.Module):
     """Loops that leave something behind."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.up = kind, nn.Parameter(torch.randn(5, 4, 4))
-        self.router = nn.Linear(4, 5)
+        self.router, self.counts = nn.Linear(4, 5), {"hit": 0}
 
     def forward(self, x: Tensor) -> Tensor:
         y, count, seen = torch.zeros_like(x), 0, [0]
@@ -128,6 +131,10 @@ class Ends(nn.Module):
                 count += 1
             if self.kind == "seen":
                 seen.append(1)
+            if self.kind == "held":
+                self.counts["hit"] += 1
+            if self.kind == "global":
+                SEEN.append(1)
             rows = x[token] @ self.up[expert[0]]
             y.index_add_(0, token, rows)
             if self.kind == "break":
@@ -140,6 +147,8 @@ class Ends(nn.Module):
     [
         ("count", "count, which a loop over experts changes"),
         ("seen", "seen, which a loop over experts changes"),
+        ("held", "self, which a loop over experts changes"),
+        ("global", "SEEN, which a loop over experts changes"),
         ("break", "does not come to its end"),
         ("rows", "behind a loop over experts"),
     ],
@@ -148,3 +157,21 @@ def test_what_a_loop_leaves_behind_is_refused(kind: str, said: str) -> None:
     with pytest.raises(InvalidInput, match=said) as error:
         capture(Ends(kind), (torch.randn(6, 4),))
     assert "test_each.py" in str(error.value.source)
+
+
+class ByComprehension(nn.Module):
+    """What is done with the experts besides is not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = F.one_hot(self.router(x).topk(2)[1], 5).permute(2, 1, 0)
+        hit = (mask.sum((-1, -2)) > 0).nonzero()
+        return x.sum() * len([expert[0] for expert in hit])
+
+
+def test_a_loop_that_is_no_statement_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="by a for statement of its own"):
+        capture(ByComprehension(), (torch.randn(6, 4),))
