@@ -326,6 +326,8 @@ def _blocks(model: nn.Module) -> list[tuple[str, nn.Module, Hashable]]:
             first.setdefault(id(tensor), name)
     for _, module in model.named_modules(remove_duplicate=False):
         modules[id(module)] += 1
+    if any(count > 1 for count in modules.values()):
+        return []  # export calls by stand-ins then, of which each path has its own
 
     def kind_of(block: nn.Module) -> Hashable:
         found: list[Any] = []
@@ -345,8 +347,7 @@ def _blocks(model: nn.Module) -> list[tuple[str, nn.Module, Hashable]]:
         is_list = isinstance(parent, nn.ModuleList | nn.Sequential)
         kinds: dict[str, Hashable] = {}
         for name, child in parent.named_children():
-            is_own = all(modules[id(one)] == 1 for one in child.modules())
-            if is_list and is_own and any(child.children()) and "forward" not in vars(child):
+            if is_list and any(child.children()) and "forward" not in vars(child):
                 kinds[name] = kind_of(child)
         counts = Counter(kinds.values())
         for name, child in parent.named_children():

@@ -396,6 +396,24 @@ def test_questions_to_values(monkeypatch: pytest.MonkeyPatch) -> None:
     assert both(monkeypatch, Asked(Asks), (X, masks)) == []
 
 
+class TwoNames(Net):
+    """One module of two paths, and blocks that are found by number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = self.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for index in range(len(self.layers)):
+            x = self.layers[index](x)
+        return self.last(x).square().mean()
+
+
+def test_a_module_of_two_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert both(monkeypatch, TwoNames(), (X,)) == []
+
+
 def test_hooks_around_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net()
     for index, layer in enumerate(model.layers):
