@@ -50,7 +50,19 @@ def kept(block: nn.Module) -> list[Any]:
     for module in block.modules():
         for name, value in vars(module).items():
             found += [name, value, *held(value)]
+        for name, value in _globals(type(module)):
+            found += [name, value, *held(value)]
     return found
+
+
+def _globals(kind: type) -> Iterator[tuple[str, Any]]:
+    """The containers and numbers of a file that the functions of a class name."""
+    for function in (one for base in kind.__mro__ for one in vars(base).values()):
+        if isinstance(function, FunctionType) and is_users(function.__code__.co_filename):
+            for name in function.__code__.co_names:
+                value = function.__globals__.get(name)
+                if isinstance(value, list | dict | set | deque | int | float | Tensor):
+                    yield name, value
 
 
 def held(value: Any) -> list[Any]:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import autopar as ap
 from autopar import Precision
 from autopar.capture import capture, export
 from autopar.capture.captured import Captured
@@ -419,3 +420,36 @@ def test_hooks_around_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     for index, layer in enumerate(model.layers):
         layer.register_forward_hook(lambda module, args, out, index=index: out * (index + 1))
     assert len(both(monkeypatch, model, (X,))) == 3
+
+
+SEEN: list[Tensor] = []
+
+
+class Tells(nn.Sequential):
+    """A block that leaves a tensor in a list of its file."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        SEEN.append(x.square().mean())
+        return x
+
+
+class Told(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[Tells(nn.Linear(4, 4), nn.Tanh()) for _ in range(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        SEEN.clear()
+        x = self.layers(x)
+        return x.mean() + sum((at + 1) * one for at, one in enumerate(SEEN))
+
+
+def test_what_blocks_leave_in_a_file_is_all_there() -> None:
+    torch.manual_seed(0)
+    model, x = Told(), torch.randn(8, 4)
+    expected = model(x)
+    captured = capture(model, (x,))
+    assert sum("square" in str(node.target) for node in captured.graph.nodes) == 6
+    module = ap.parallelize(model, (x,), mesh=ap.Mesh(dp=2), backend="virtual")
+    torch.testing.assert_close(module(x), expected)
