@@ -18,6 +18,7 @@ from autopar.capture.execute import evaluate
 from autopar.capture.failure import check_call
 from autopar.capture.fake import own_copy
 from autopar.capture.source import of_traceback
+from autopar.capture.writes import put_between
 from autopar.cluster import Cluster
 from autopar.collectives import from_ranks
 from autopar.errors import InvalidInput
@@ -244,6 +245,9 @@ def _forward(
     """
     program, captured = plan.program, plan.captured
     named = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name, bounds in captured.bounds.items():
+        named[name] = named[name].detach().clone()
+        put_between(bounds, named[name])
     device = next((value.device for value in named.values()), torch.device("cpu"))
     with same_numbers(0):
         inputs = program.bind(*call, program.whole_shapes)

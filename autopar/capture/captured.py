@@ -17,7 +17,7 @@ from autopar.capture.decisions import Decision
 from autopar.capture.loss import index_of_loss
 from autopar.capture.marker import ANNOTATE
 from autopar.capture.randomness import is_random
-from autopar.capture.writes import Write
+from autopar.capture.writes import Bounds, Write
 from autopar.errors import InvalidInput
 from autopar.precision import Precision
 from autopar.strategies import Rule, observed_rule, rule_of
@@ -71,6 +71,7 @@ class Captured:
     key: str | None = None  # the placeholder of that which random numbers follow from
     decisions: tuple[Decision, ...] = ()  # what the values of the inputs decided
     writes: tuple[Write, ...] = ()  # to inputs
+    bounds: Mapping[str, Bounds] = field(default_factory=dict)  # of parameters, by name
 
     def draw(self, device: torch.device | None = None) -> dict[str, torch.Tensor]:
         """The key of one step by placeholder, on the host if not told otherwise."""

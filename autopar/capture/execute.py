@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.captured import Captured
 from autopar.capture.marker import ANNOTATE
-from autopar.capture.writes import carry_out
+from autopar.capture.writes import carry_out, put_between
 
 
 def run(
@@ -31,6 +31,8 @@ def run(
     flat = pytree.tree_leaves((args, dict(kwargs or {})))
     given = {name: value for name, value in zip(captured.inputs, flat) if name is not None}
     given |= carry_out(captured.writes, given)
+    for name, bounds in captured.bounds.items():
+        put_between(bounds, parameters[name])
     given |= {key: parameters[name] for key, name in captured.parameters.items()}
     given |= {key: buffers[name] for key, name in captured.buffers.items()}
     device = next((value.device for value in given.values()), None)

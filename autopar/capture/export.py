@@ -36,6 +36,7 @@ from autopar.capture.blind_losses import looks_at_no_values
 from autopar.capture.captured import Captured, Example
 from autopar.capture.checkpoints import checkpoints_marked, warn_of_buffers
 from autopar.capture.counters import changes_seen, put_back, varies, warn_of_counters
+from autopar.capture.data_attribute import data_is_detached
 from autopar.capture.decisions import by_placeholder, decisions_made
 from autopar.capture.drawn_elsewhere import draws_elsewhere_refused
 from autopar.capture.each import loops_over_experts
@@ -212,6 +213,7 @@ def _freeze(builder: GraphBuilder, example: Example) -> Captured:
         example=example,
         static_inputs=builder.static_inputs,
         key=builder.key,
+        bounds=builder.bounds,
     )
     mark_learning(graph, captured.differentiated)
     mark_parts(graph, captured.parameters)
@@ -247,5 +249,6 @@ _AROUND = (
     maps_are_operators,
     groups_followed,
     casts_change_nothing,
+    data_is_detached,
     loops_over_experts,
 )

@@ -26,6 +26,7 @@ from autopar.capture.captured import Captured
 from autopar.capture.fake import FakeTensor
 from autopar.capture.listing import operator_name, type_text
 from autopar.capture.marker import ANNOTATE, Annotation
+from autopar.capture.writes import Write
 from autopar.strategies.node_info import info
 
 _SHOWN = 4  # differences of one sort that a message lists
@@ -46,7 +47,8 @@ class Fingerprint:
     tied: Mapping[str, str]  # other name of a parameter -> the name under which it is kept
     constants: Mapping[str, str]  # placeholder -> type and a hash of the value
     operators: tuple[str, ...]  # `name = operator(arguments): type`
-    returns: str  # the structure of what the model returns, and what of it is no tensor
+    # The structure of what the model returns, what of it is no tensor, and what forward writes to.
+    returns: str
     places: tuple[str, ...] = field(  # of operators
         default=(), compare=False, metadata={"stored": False}
     )
@@ -165,7 +167,8 @@ def _call(node: fx.Node) -> str:
         )
     if node.op == "output":
         return f"return {arguments}"
-    return f"{node.name} = {operator_name(node.target)}({arguments}): {_type(node)}"
+    text = f"{node.name} = {operator_name(node.target)}({arguments})"
+    return f"{text}: {_type(node)}" if "val" in node.meta else text
 
 
 def _argument(value: Any) -> str:
@@ -192,7 +195,17 @@ def _returns(captured: Captured) -> str:
     values = [f"{i}: {_plain(v)}" for i, v in enumerate(leaves) if not isinstance(v, fx.Node)]
     text = _structure(captured.output_spec)
     text += f", new values of {', '.join(captured.mutations)}" if captured.mutations else ""
+    text += "".join(f", {one.target} becomes {_written(one)}" for one in captured.writes)
+    text += "".join(f", {name} within {one}" for name, one in captured.bounds.items())
     return f"{text}, of these no tensors {{{', '.join(values)}}}" if values else text
+
+
+def _written(write: Write) -> str:
+    """What an input becomes, as a line."""
+    lines = [_call(node) for node in write.graph.nodes if node.op != "placeholder"]
+    given = [f"{name} is {placeholder}" for name, placeholder in write.inputs.items()]
+    given += [f"{name} is{_value(tensor)}" for name, tensor in write.constants.items()]
+    return "; ".join([*lines, *given])
 
 
 def _plain(value: Any) -> str:

@@ -423,8 +423,18 @@ def _only_counted(node: fx.Node) -> set[fx.Node] | None:
 
 def _itself(result: Any, detached: dict[fx.Node, fx.Node]) -> Any:
     """What a region gives: where that is what it was given (a cast to the same dtype gives its
-    input), it has the gradient of that."""
+    input, and so does what changes it in place), it has the gradient of that."""
+    while isinstance(result, fx.Node) and _gives_first(result):
+        result = result.args[0]
     for given, copy in detached.items():
         if isinstance(result, fx.Node) and info(result).val is info(copy).val:
             return given
     return result
+
+
+def _gives_first(call: fx.Node) -> bool:
+    """Whether a call changes its first argument in place, and gives that."""
+    target: Any = call.target
+    given = [one.alias_info for one in target._schema.returns] if is_mutable(target) else []
+    writes = len(given) == 1 and given[0] is not None and given[0].is_write
+    return writes and "out" not in call.kwargs

@@ -44,6 +44,7 @@ class GraphBuilder:
     output_constants: dict[int, object] = field(default_factory=dict)
     mutated: list[str] = field(default_factory=list)
     writes: list[Any] = field(default_factory=list)  # to inputs (writes.py), of flat arguments
+    bounds: dict[str, Any] = field(default_factory=dict)  # of parameters, by name (writes.py)
     looked_at: fx.Node | None = None  # for errors that nobody foresaw
     # Whether calls that are alike have one value: where nothing is changed in place, it does not
     # matter that others than views share memory.

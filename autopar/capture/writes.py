@@ -1,10 +1,12 @@
-"""Writes to inputs: what forward makes of an argument in its place.
+"""Writes to what forward is given, as they are seen from outside.
 
-    labels.masked_fill_(labels == -100, pad)
+    labels.masked_fill_(labels == -100, pad)           an argument
+    self.weight.data.clamp_(-1, 1)                     a parameter, before it is read
 
-The program reads what it is given, and computes what forward reads after the write. The tensor of
-the caller is written to as the call begins, which is all that is seen of it from outside, where
-inputs alone say what is written.
+Both are carried out as a call begins. Of an argument the program reads what it is given, and
+computes what forward reads after the write, where inputs alone say what is written. A parameter is
+bounded, which every rank does to its own elements, and which changes nothing when it is done again:
+the program reads it afterwards.
 """
 
 from __future__ import annotations
@@ -16,12 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar._torch import memory_of
+from autopar._torch import local_of, memory_of
 from autopar.capture.decisions import evaluated
 from autopar.capture.graph_builder import GraphBuilder
 from autopar.capture.randomness import may_be_random
 from autopar.errors import InvalidInput
+from autopar.strategies import Call
 from autopar.strategies.node_info import info
+
+aten = torch.ops.aten
+
+_BOUNDS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
+_UNCHANGED = (aten.detach.default, aten.alias.default, aten.to.dtype)
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,33 @@ class Write:
     constants: dict[str, Tensor]  # placeholder -> value
     target: Any  # the argument that is written to, as one of the inputs
     source: str | None
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Between what forward puts the elements of a parameter."""
+
+    least: float | None
+    greatest: float | None
+
+    def __str__(self) -> str:
+        return f"{self.least} .. {self.greatest}"
+
+
+def bounds_of(parameter: fx.Node, value: fx.Node) -> Bounds | None:
+    """The bounds between which a value is a parameter, if it is that, in whatever dtype."""
+    bounds = None
+    while value is not parameter:
+        call = Call(value)
+        if value.target in _BOUNDS and bounds is None:
+            least, greatest = map(call.get, ("min", "max"))
+            if isinstance(least, fx.Node) or isinstance(greatest, fx.Node):
+                return None
+            bounds = Bounds(least, greatest)
+        elif value.target not in _UNCHANGED:
+            return None
+        value = value.args[0]  # type: ignore[assignment]
+    return bounds
 
 
 def written_input(builder: GraphBuilder, target: fx.Node, value: fx.Node) -> Write | None:
@@ -99,6 +134,12 @@ def require_apart(write: Write, given: Mapping[str, Tensor]) -> None:
             remedy="hand over a copy (x.clone()) as one of them",
             source=write.source,
         )
+
+
+@torch.no_grad()
+def put_between(bounds: Bounds, parameter: Tensor) -> None:
+    """Bound a parameter, or a rank's piece of one."""
+    local_of(parameter).clamp_(bounds.least, bounds.greatest)
 
 
 def _of(write: Write, given: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -40,7 +40,8 @@ from autopar.runtime.part import (
     refuse_late_hooks,
     tell_of_state_hooks,
 )
-from autopar.runtime.programs import Call, Programs
+from autopar.runtime.programs import Programs
+from autopar.runtime.running import Call
 from autopar.runtime.step_loss import StepLoss
 from autopar.runtime.step_words import told_apart
 from autopar.runtime.tensors import Tensors
@@ -199,7 +200,7 @@ class ParallelModule(Unwrapped, Described):
         self._check_together(call)
         with self.backend.guard(), switched(()):
             program, backend = running.called
-            inputs = call.taken(running) | self.backend.draw(program)
+            inputs = call.taken(running, self._tensors.values) | self.backend.draw(program)
             return program.structure(backend.call(self._tensors.values, inputs))
 
     def _accept(self, args: tuple, kwargs: Mapping[str, Any], step: bool) -> Call:
@@ -265,7 +266,7 @@ class ParallelModule(Unwrapped, Described):
             self._check_together(call)
             with self.backend.guard(), switched(()):
                 program, backend = running.stepped(tells)
-                inputs = call.taken(running) | backend.draw(program)
+                inputs = call.taken(running, self._tensors.values) | backend.draw(program)
                 kept = self._tensors.values
                 loss, found = self._scaled(backend, kept, backend.split(inputs), tells, by)
         told = StepLoss.of(loss)

@@ -110,3 +110,22 @@ def test_what_more_than_inputs_says_is_refused(forward: Any) -> None:
     with torch.no_grad(), pytest.raises(InvalidInput, match="changes only") as error:
         capture(kind(4, 4), (torch.randn(4, 4),))
     assert "x.add_" in str(error.value.source)
+
+
+def test_one_that_nothing_reads_is_told_by_the_mode() -> None:
+    class Last(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x).sum()
+            if self.training:
+                x.clamp_(0.0)
+            return y
+
+    torch.manual_seed(0)
+    model, x = Last(4, 4), torch.randn(4, 4)
+    module, own = ap.parallelize(model, (x,), mesh=ap.Mesh(dp=2), backend="virtual"), x.clone()
+    module.eval()
+    module(x)
+    assert torch.equal(x, own)
+    module.train()
+    module.step(x)
+    assert torch.equal(x, own.clamp(0.0))

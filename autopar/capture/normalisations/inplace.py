@@ -21,7 +21,7 @@ from autopar.capture.listing import operator_name
 from autopar.capture.normalisations.shapes import as_call
 from autopar.capture.normalisations.strides import as_strided
 from autopar.capture.values import refresh
-from autopar.capture.writes import written_input
+from autopar.capture.writes import bounds_of, written_input
 from autopar.errors import InvalidInput
 from autopar.strategies import Call, traits_of
 from autopar.strategies.node_info import info
@@ -154,12 +154,49 @@ class _Functionaliser:
             became = self._view(node, target)
         else:
             root = self.root[target]
+            if self._bounds(node, target, root):
+                return
             self._check(node, root, {*self.builder.buffers, *filter(None, self.builder.inputs)})
             self.written.setdefault(root, node)
             self._store(target, self._functional(node), node)
         for name, tensor in self.now.items():
             self.now[name] = became if tensor is target else tensor
         self.now[target] = self.now[node] = became
+
+    def _bounds(self, node: fx.Node, target: fx.Node, root: fx.Node) -> bool:
+        """Whether a write only puts a parameter between bounds, before it is read."""
+        parameter = root.all_input_nodes[0] if root.target is aten.to.dtype else root
+        name = self.builder.parameters.get(parameter.name)
+        target_is_whole = all(one.target is aten.detach.default for one in self._views(target))
+        if name is None or not target_is_whole:
+            return False
+        new = self._functional(node)
+        bounds = bounds_of(parameter, new)
+        known = self.builder.bounds.get(name)
+        if bounds is None or (bounds != known and (known or self._is_read(root, node, new))):
+            return False
+        self.builder.bounds[name] = bounds
+        self.now[node] = target
+        return True
+
+    def _views(self, target: fx.Node) -> list[fx.Node]:
+        """A tensor, what it views, and so on up to the root."""
+        found = []
+        while target in self.parent:
+            found.append(target)
+            target = self.parent[target]
+        return found
+
+    def _is_read(self, root: fx.Node, write: fx.Node, new: fx.Node) -> bool:
+        """Whether other calls than those of its new value read a tensor, or views, before."""
+        family = [node for node, of in self.root.items() if of is root]
+        readers = {user for node in family for user in node.users} - {*family, write}
+        own, waiting = set[fx.Node](), [new]
+        while waiting:
+            node = waiting.pop()
+            own.add(node)
+            waiting.extend(node.all_input_nodes)
+        return any(reader < write for reader in readers - own)
 
     def _view(self, node: fx.Node, target: fx.Node) -> fx.Node:
         """The view of its argument that an operator such as t_ makes of it, in its place."""
