@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from autopar._torch import memory_of
 from autopar.strategies import Call
 from autopar.strategies.node_info import info
 
@@ -47,7 +48,7 @@ class GraphBuilder:
     bounds: dict[str, Any] = field(default_factory=dict)  # of parameters, by name (writes.py)
     looked_at: fx.Node | None = None  # for errors that nobody foresaw
     # Whether calls that are alike have one value: where nothing is changed in place, it does not
-    # matter that others than views share memory.
+    # matter that others than views share memory. Else what is made in memory of its own is alike.
     shares_values: bool = False
     _made: dict[tuple[object, str], Any] = field(default_factory=dict)
 
@@ -59,9 +60,13 @@ class GraphBuilder:
         """The calls of any of `targets`, first to last: overloads, or operators with all of theirs.
 
         All calls if none are named."""
+        wanted = {*map(id, targets)}  # operators are themselves alone, and slow to hash
         for node in list(self.graph.nodes):
-            named = {node.target, getattr(node.target, "overloadpacket", node.target)}
-            if node.op == "call_function" and (not targets or not named.isdisjoint(targets)):
+            if node.op != "call_function":
+                continue
+            target = node.target
+            packet = getattr(target, "overloadpacket", target)
+            if not wanted or id(target) in wanted or id(packet) in wanted:
                 self.looked_at = node
                 yield node
 
@@ -110,16 +115,26 @@ class GraphBuilder:
 
         changes = is_mutable(target)
         key = None
-        if self.shares_values and is_plain and not changes:
+        if is_plain and not changes:
             key = target, _described(args, kwargs)
             if key in self._made:
-                return self._made[key]
+                made = self._made[key]
+                return made if self.shares_values else self._apart(made)
         fake_args, fake_kwargs = fx.map_arg((tuple(args), kwargs), value)
         with self.mode, torch.no_grad():
             made = target(*fake_args, **fake_kwargs)
-        if key is not None:
+        if key is not None and (self.shares_values or _is_apart(made, (fake_args, fake_kwargs))):
             self._made[key] = made
         return made
+
+    def no_values_shared(self) -> None:
+        """From here on; those that are shared tell nothing of memory."""
+        self.shares_values = False
+        self._made.clear()
+
+    def _apart(self, made: Any) -> Any:
+        """The same in memory of its own."""
+        return pytree.tree_map_only(torch.Tensor, partial(fake_like, self.mode), made)
 
     def constant(self, name: str, value: torch.Tensor, like: fx.Node) -> fx.Node:
         """A placeholder for a constant, after those that exist."""
@@ -146,6 +161,18 @@ class GraphBuilder:
     @property
     def outputs(self) -> tuple[fx.Node, ...]:
         return tuple(self.output.args[0])  # type: ignore[arg-type]
+
+
+def _is_apart(made: Any, given: Any) -> bool:
+    """Whether all that a call makes are whole tensors, each in memory of its own."""
+    leaves = pytree.tree_leaves(made)
+    if not all(isinstance(leaf, FakeTensor) and leaf.constant is None for leaf in leaves):
+        return False
+    if any(leaf.layout is not torch.strided or leaf.storage_offset() for leaf in leaves):
+        return False
+    tensors = [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
+    memories = {memory_of(leaf) for leaf in leaves}
+    return len(memories) == len(leaves) and memories.isdisjoint(map(memory_of, tensors))
 
 
 def is_mutable(target: object) -> bool:

@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import linecache
+import os
 import re
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -54,9 +56,15 @@ def _inside_forward(_: object, stack: traceback.StackSummary) -> traceback.Stack
 
 def of_stack(stack: str | None) -> str | None:
     """`file:line: text` of the innermost frame that is neither torch's nor autopar's."""
-    frames = [match for match in _FRAME.finditer(stack or "") if is_users(match["file"])]
-    frame = _innermost(frames, lambda match: match["file"])
+    frame = _frame_of(stack or "")
     return frame and describe(frame["file"], int(frame["line"]), frame["text"])
+
+
+@lru_cache(maxsize=1024)  # many nodes have one, those of blocks that are copied at least
+def _frame_of(stack: str) -> re.Match[str] | None:
+    frames = [match for match in _FRAME.finditer(stack) if is_users(match["file"])]
+    found: re.Match[str] | None = _innermost(frames, lambda match: match["file"])
+    return found
 
 
 def of_traceback(trace: TracebackType | None) -> str | None:
@@ -88,7 +96,7 @@ def _innermost(frames: list[Any], file: Callable[[Any], str]) -> Any:
     """The last frame; in transformers, the last of a model's own file before its helpers."""
     inner = list(reversed(frames))
     if inner and "/transformers/" in file(inner[0]):
-        models = [frame for frame in inner if Path(file(frame)).name.startswith("modeling_")]
+        models = [frame for frame in inner if os.path.basename(file(frame)).startswith("modeling_")]
         inner = models or inner
     return inner[0] if inner else None
 

@@ -58,9 +58,10 @@ def functionalise(builder: GraphBuilder) -> None:
     """In-place operators become functional; writes to buffers become mutations."""
     if any(_is_mutable(node) for node in builder.calls()):
         if builder.shares_values:  # a normalisation has made writes visible
-            builder.shares_values = False
+            builder.no_values_shared()
             refresh(builder)
         _Functionaliser(builder).run()
+        builder.shares_values = True
         refresh(builder)
     builder.shares_values = True
 

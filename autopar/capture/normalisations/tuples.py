@@ -90,7 +90,13 @@ def _give_results(builder: GraphBuilder, node: fx.Node, used: dict[fx.Node, int]
             else:
                 new = single(Site(builder, node), place)
         user.replace_all_uses_with(new)
-    for taken in reversed(list(builder.calls(operator.getitem))):
+    _drop_taken(builder, node)
+
+
+def _drop_taken(builder: GraphBuilder, node: fx.Node) -> None:
+    """Of what takes a result of `node`, or of a list among these, that which nobody reads."""
+    for taken in [user for user in node.users if user.target is operator.getitem]:
+        _drop_taken(builder, taken)
         if not taken.users:
             builder.graph.erase_node(taken)
 
