@@ -42,7 +42,7 @@ from autopar.capture.mapped import (
     over_all,
     section,
 )
-from autopar.capture.refused import around_autograd, no_operator, require_dense
+from autopar.capture.refused import around_operators, no_operator, require_dense
 from autopar.capture.source import of_stack
 from autopar.capture.templates import AGAIN, BEGINS, ENDS, Template, templates_of
 from autopar.errors import InvalidInput, unforeseen
@@ -123,7 +123,7 @@ def _placeholders(
             value = program.constants[spec.target]
             name = spec.target.rpartition(".")[2]  # behind the path of a module
             if isinstance(value, FakeTensor) and name.startswith("lifted_tensor"):
-                raise around_autograd(old)
+                raise around_operators(old)
             node = values[old] = builder.placeholder(old.name, fake_like(builder.mode, value))
             # The user's own tensor may change later; a constant is what it was.
             is_held = not isinstance(value, FakeTensor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -26,17 +25,14 @@ def no_operator(node: fx.Node) -> InvalidInput:
     )
 
 
-def around_autograd(placeholder: fx.Node) -> InvalidInput:
+def around_operators(placeholder: fx.Node) -> InvalidInput:
     """A tensor that no operator has made."""
     user = next(iter(placeholder.users), None)
-    source = of_stack(user.meta.get("stack_trace")) if user is not None else None
-    settings = re.findall(r"\bconfig\.(\w+)", source or "")
-    off = f", or switch it off by {settings[0]} of the configuration" if settings else ""
     return InvalidInput(
         "every tensor comes from an input, a parameter, a buffer or an operator",
-        got="a tensor that was reached around autograd, such as .data",
-        remedy=f"write x.detach() in place of x.data{off}",
-        source=source,
+        got="a tensor that was made around the operators, on the memory of another",
+        remedy="compute it by an operator, as x.detach()",
+        source=of_stack(user.meta.get("stack_trace")) if user is not None else None,
     )
 
 

@@ -206,8 +206,7 @@ class ParallelModule(Unwrapped, Described):
     def _accept(self, args: tuple, kwargs: Mapping[str, Any], step: bool) -> Call:
         """A call as it comes to this rank; or refuse it."""
         require_same(self.plan.original.example.autocasts)
-        kept = self._kept()
-        refuse_late_hooks(self, kept, step)
+        refuse_late_hooks(self, self._kept(), step)
         return self._programs.call(args, kwargs, step)
 
     def _find(self, call: Call) -> None:
@@ -266,8 +265,8 @@ class ParallelModule(Unwrapped, Described):
             self._check_together(call)
             with self.backend.guard(), switched(()):
                 program, backend = running.stepped(tells)
-                inputs = call.taken(running, self._tensors.values) | backend.draw(program)
                 kept = self._tensors.values
+                inputs = call.taken(running, kept) | backend.draw(program)
                 loss, found = self._scaled(backend, kept, backend.split(inputs), tells, by)
         told = StepLoss.of(loss)
         return (told, program.structure(found)) if tells else told

@@ -174,3 +174,13 @@ def test_data_that_is_set_to_another_shape_is_refused() -> None:
     with pytest.raises(InvalidInput, match="set to in forward has the shape") as error:
         capture(Other(4, 4), (torch.randn(4, 4),))
     assert "self.weight.data = " in str(error.value.source)
+
+
+def test_data_that_is_read_is_detached() -> None:
+    class Reads(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x.data)
+            return (y - y.data.amax()).exp().sum() * self.weight.data.sum()
+
+    model, x = Reads(4, 4).double(), torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    assert ap.verify(model, (x,), mesh=ap.Mesh(dp=2)).ok
