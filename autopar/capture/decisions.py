@@ -275,10 +275,19 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
     return (_base(one) for one in written if isinstance(one, fx.Node))
 
 
+def is_written(node: fx.Node) -> bool:
+    """Whether a call of its graph changes the memory that a value stands in."""
+    base = _base(node)
+    return any(base in _written(one) for one in node.graph.nodes if is_mutable(one.target))
+
+
 def _base(node: fx.Node) -> fx.Node:
     """What made the memory that a value stands in, at most."""
     while node.op == "call_function" and node.all_input_nodes and _is_in_place_of(node.target):
-        node = node.all_input_nodes[0]
+        made = node.all_input_nodes[0]
+        if node.target is operator.getitem and not _is_in_place_of(made.target):
+            break  # each result has memory of its own
+        node = made
     return node
 
 

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import ast
 import inspect
+import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from dis import opname
@@ -33,17 +34,24 @@ from torch.utils import _pytree as pytree
 from autopar._torch import memory_of, traced_node
 from autopar.capture.attributes import held, is_equal, kept
 from autopar.capture.catching import tree_of
+from autopar.capture.decisions import is_written
 from autopar.capture.fake import FakeTensor
-from autopar.capture.graph_builder import is_mutable
 from autopar.capture.grouped import CASTS, OPERATORS, PRODUCTS, is_of_elements
 from autopar.capture.guards import VALUES
 from autopar.capture.hooks import replaced
 from autopar.errors import InvalidInput
 from autopar.lines import caller
+from autopar.strategies import Call
 from autopar.strategies.kernels.chosen_products import CHOSEN_PRODUCTS
 
 _aten = torch.ops.aten
-_POSITIVE = (_aten.gt.Scalar, _aten.ne.Scalar)
+_PLACES = (_aten.argmax, _aten.argmin, _aten.argsort)
+_WITH_PLACES = (_aten.topk, _aten.sort, _aten.max, _aten.min)
+_SAME_NUMBERS = (
+    *(_aten.to, _aten._to_copy, _aten.clone, _aten.contiguous, _aten.detach, _aten.alias),
+    *(_aten.view, _aten.reshape, _aten.flatten, _aten.permute, _aten.transpose, _aten.t),
+    *(_aten.unsqueeze, _aten.squeeze, _aten.expand, _aten.slice, _aten.select),
+)
 
 
 @dataclass(eq=False)
@@ -51,7 +59,7 @@ class _Choices:
     """Which expert each token chose."""
 
     mask: fx.Node  # [experts, and the dims of `chosen` in an order]
-    experts: int
+    experts: int  # that may be chosen: the mask may tell of more
     order: tuple[int, ...]
     chosen: Tensor | None = None  # [tokens, choices], once its mask is read
     is_open: bool = True  # while the loop is followed
@@ -276,7 +284,7 @@ def _found(hit: Tensor) -> _Choices | None:
     dims = {dim % len(shape) for dim in added}
     last = len(order) - 1
     is_said = len(hot.args) > 1 and len(summed.args) == 2 and compared.args[1] == 0
-    is_changed = any(is_mutable(user.target) for one in steps for user in one.users)
+    is_changed = any(map(is_written, steps))
     if (
         is_changed
         or not is_said
@@ -285,7 +293,25 @@ def _found(hit: Tensor) -> _Choices | None:
         or last != 2
     ):
         return None
-    return _Choices(permuted, shape[0], order[1:])
+    return _Choices(permuted, min(shape[0], _bound(hot.args[0]) or shape[0]), order[1:])
+
+
+def _bound(numbers: Any) -> int | None:
+    """What all numbers in a tensor are below, if its graph shows it."""
+    target = getattr(numbers.target, "overloadpacket", numbers.target)
+    if is_written(numbers):
+        return None
+    if target is operator.getitem and numbers.args[1] == 1:
+        return _size(numbers.args[0], _WITH_PLACES)
+    return _bound(numbers.args[0]) if target in _SAME_NUMBERS else _size(numbers, _PLACES)
+
+
+def _size(found: fx.Node, among: Sequence[Any]) -> int | None:
+    """Of the dim of which an operator tells places, if it is among some."""
+    if getattr(found.target, "overloadpacket", None) not in among:
+        return None
+    dim, of = Call(found).get("dim"), found.args[0]
+    return None if dim is None else int(of.meta["val"].shape[dim])  # type: ignore[union-attr]
 
 
 def _called(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

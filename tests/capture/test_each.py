@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import autopar as ap
 from autopar.capture import capture
 from autopar.errors import InvalidInput
+from tests import mixtures
 
 Body = Callable[[Any, Tensor, Any, Any, Any, Tensor], None]
 
@@ -175,3 +176,51 @@ class ByComprehension(nn.Module):
 def test_a_loop_that_is_no_statement_is_refused() -> None:
     with pytest.raises(InvalidInput, match="by a for statement of its own"):
         capture(ByComprehension(), (torch.randn(6, 4),))
+
+
+class Spare(Looped):
+    """A mask that tells of an expert more than there are."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(_gated)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates, chosen = self.router(x).softmax(-1).topk(2)
+        gates /= gates.sum(-1, keepdim=True)
+        if self.kind == "left out":
+            chosen = torch.where(gates < 0.1, 5, chosen)
+        if self.kind == "written":
+            chosen.view(-1)[:1] = 5
+        chosen = chosen.clone() if self.kind == "copied" else chosen
+        mask = F.one_hot(chosen, num_classes=6).permute(2, 1, 0)
+        y = torch.zeros_like(x)
+        for expert in (mask.sum((-1, -2)) > 0).nonzero():
+            expert = expert[0]
+            if expert == 5:
+                continue
+            choice, token = torch.where(mask[expert])
+            self.body(self, x[token], expert, (token, choice), gates, y)
+        return y.square().sum()
+
+
+@pytest.mark.parametrize("kind", ["plain", "copied"])
+def test_an_expert_that_cannot_be_chosen_is_none(kind: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 4, dtype=torch.float64)
+    assert ap.verify(Spare(kind).double(), (x,), mesh=ap.Mesh(dp=2, tp=2)).ok
+
+
+@pytest.mark.parametrize("kind", ["left out", "written"])
+def test_an_expert_that_may_be_chosen_is_asked_for(kind: str) -> None:
+    with pytest.raises(InvalidInput, match="which expert it is, in a loop over experts") as error:
+        capture(Spare(kind), (torch.randn(8, 4),))
+    assert "if expert == 5" in str(error.value.source)
+
+
+def test_a_mixture_of_transformers_one_expert_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = mixtures.family("Mixtral", monkeypatch)
+    case.model.config._experts_implementation = "eager"
+    assert ap.verify(case.model, case.args, case.kwargs, mesh=ap.Mesh(dp=2, tp=2)).ok
