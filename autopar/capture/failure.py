@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.capture.captured import Captured
@@ -93,6 +93,13 @@ def explain(
     if "Unsupported input type" in str(error):
         return _of_types(error, model, "takes", (args, kwargs))
     _, own = _called(model, mode, args, kwargs)
+    if own is None and "a leaf Variable" in str(error):
+        return InvalidInput(
+            "an input that forward changes in place takes no gradient",
+            got=f"a tensor that requires a gradient among {given}",
+            remedy="hand over x.detach(), or have forward change a copy: x = x.clone()",
+            source=of_traceback(error.__traceback__),
+        )
     if type(own) is type(error) and not isinstance(error, NotImplementedError):
         return InvalidInput(
             f"the model runs on {given}",
@@ -199,7 +206,8 @@ def _called(
 ) -> tuple[object, Exception | None]:
     """What the model itself gives on these fakes, outside of export; or its error."""
     try:
-        with mode:
+        with mode:  # the user's may be no leaves, which forward may change
+            args, kwargs = pytree.tree_map_only(Tensor, Tensor.clone, (args, dict(kwargs)))
             return model(*args, **kwargs), None
     except Exception as error:
         return None, error

@@ -15,6 +15,9 @@ from autopar.capture import capture
 from autopar.errors import InvalidInput
 
 
+X = torch.ones(4, 4)
+
+
 class Writes(nn.Module):
     """To both arguments, in whole and in part, before and after they are read."""
 
@@ -129,3 +132,29 @@ def test_one_that_nothing_reads_is_told_by_the_mode() -> None:
     module.train()
     module.step(x)
     assert torch.equal(x, own.clamp(0.0))
+
+
+class Doubles(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        return super().forward(x).sum()
+
+
+def test_one_that_takes_a_gradient_is_refused() -> None:
+    module = ap.parallelize(Doubles(4, 4), (X,), mesh=ap.Mesh(dp=2), backend="virtual")
+    learned = torch.randn(4, 4, requires_grad=True)
+    for given in (learned, learned * 2):
+        with pytest.raises(InvalidInput, match="changes in place takes no gradient") as error:
+            module(given)
+        assert "x.mul_(2)" in str(error.value.source)
+
+
+class DoublesWeight(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.mul_(2)
+        return super().forward(x).sum()
+
+
+def test_a_parameter_that_the_model_itself_cannot_change() -> None:
+    with pytest.raises(InvalidInput, match="the model runs on the example inputs"):
+        capture(DoublesWeight(4, 4), (X.clone().requires_grad_(),))
