@@ -50,19 +50,7 @@ def kept(block: nn.Module) -> list[Any]:
     for module in block.modules():
         for name, value in vars(module).items():
             found += [name, value, *held(value)]
-        for name, value in _globals(type(module)):
-            found += [name, value, *held(value)]
     return found
-
-
-def _globals(kind: type) -> Iterator[tuple[str, Any]]:
-    """The containers and numbers of a file that the functions of a class name."""
-    for function in (one for base in kind.__mro__ for one in vars(base).values()):
-        if isinstance(function, FunctionType) and is_users(function.__code__.co_filename):
-            for name in function.__code__.co_names:
-                value = function.__globals__.get(name)
-                if isinstance(value, list | dict | set | deque | int | float | Tensor):
-                    yield name, value
 
 
 def held(value: Any) -> list[Any]:
@@ -81,7 +69,8 @@ def held(value: Any) -> list[Any]:
 
 def _inside(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
-        return [x for pair in value.items() for x in pair]
+        pairs = dict.items(value) if isinstance(value, dict) else value.items()  # nothing is loaded
+        return [x for pair in pairs for x in pair]
     if isinstance(value, list | tuple | set | frozenset | deque):
         return [*value]
     if isinstance(value, MethodType):

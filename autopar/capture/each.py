@@ -26,19 +26,20 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, handle_torch_function
 from torch.utils import _pytree as pytree
 
 from autopar._torch import memory_of, traced_node
-from autopar.capture.attributes import held, is_equal, kept
+from autopar.capture.attributes import is_equal
 from autopar.capture.catching import tree_of
 from autopar.capture.decisions import is_written
 from autopar.capture.fake import FakeTensor
 from autopar.capture.grouped import CASTS, OPERATORS, PRODUCTS, is_of_elements
 from autopar.capture.guards import VALUES
 from autopar.capture.hooks import replaced
+from autopar.capture.named import named_by
 from autopar.errors import InvalidInput
 from autopar.lines import caller
 from autopar.strategies import Call
@@ -189,7 +190,7 @@ def loops_over_experts() -> Iterator[None]:
     plain_iter, plain_where = Tensor.__iter__, torch.where
 
     def over(choices: _Choices, frame: Any) -> Iterator[Any]:
-        before, line, is_done = _seen(frame), caller(), False
+        before, line, is_done = named_by(frame, but=_is_made), caller(), False
         try:
             with _Loop():
                 yield _Number(choices, True)
@@ -200,7 +201,7 @@ def loops_over_experts() -> Iterator[None]:
                 left.append(line)
         if choices.read & choices.written:
             _refuse("a tensor that is read and added to in a loop over experts")
-        for name, seen in _seen(frame).items():
+        for name, seen in named_by(frame, but=_is_made).items():
             if not is_equal(before.get(name, []), seen):
                 _refuse(f"{name}, which a loop over experts changes")
 
@@ -247,18 +248,6 @@ def _is_of_statement(frame: FrameType) -> bool:
 
 def _place(node: ast.stmt | ast.expr) -> tuple[int | None, ...]:
     return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
-
-
-def _seen(frame: FrameType) -> dict[str, list[Any]]:
-    """What tells of each variable that a frame can name whether it, or what it holds, changes."""
-    spaces = frame.f_globals.items(), frame.f_locals.items()
-    named = {*frame.f_code.co_names, *frame.f_locals}
-    return {
-        name: [value, *(kept(value) if isinstance(value, nn.Module) else held(value))]
-        for space in spaces
-        for name, value in space
-        if name in named and not _is_made(value)
-    }
 
 
 def _is_made(value: Any) -> bool:

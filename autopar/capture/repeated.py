@@ -15,6 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from autopar.capture.autocasts import active
 from autopar.capture.decisions import Asked
 from autopar.capture.fake import FakeTensor
 from autopar.capture.hooks import replaced
+from autopar.capture.named import named_by
 from autopar.capture.source import of_stack
 from autopar.capture.templates import AGAIN, BEGINS, ENDS
 
@@ -154,14 +156,14 @@ class _Follower:
         forms = [*map(_form, own.values())]
         BEGINS(now.number, now.path, given)
         last = next(reversed(now.given[0].graph.nodes))
-        before = kept(now.block), [leaf._version for leaf in given]
+        before = _surroundings(now.block), [leaf._version for leaf in given]
         self.now = now
         try:
             with noted(now.reads):
                 made = forward(*args, **kwargs)
         finally:
             self.now = None
-        is_same = is_equal(before[0], kept(now.block))
+        is_same = is_equal(before[0], _surroundings(now.block))
         is_same &= before[1] == [leaf._version for leaf in given]
         is_same &= is_equal(leaves, pytree.tree_leaves((args, kwargs)))
         is_same &= is_kept(now.reads) and now.reads.is_whole
@@ -174,6 +176,13 @@ class _Follower:
         if now.is_apart:
             ENDS(now.number, [x for x in pytree.tree_leaves(made) if _is_made(x, given)])
         return made
+
+
+def _surroundings(block: nn.Module) -> list[Any]:
+    """All that the modules of a block keep, and what their functions can change besides."""
+    found = (one for module in block.modules() for one in (type(module), *vars(module).values()))
+    named = named_by(*(one for one in found if isinstance(one, type | FunctionType | MethodType)))
+    return [*kept(block), *(one for pair in named.items() for one in (pair[0], *pair[1]))]
 
 
 def _tensors(block: nn.Module) -> Iterator[tuple[str, Tensor]]:

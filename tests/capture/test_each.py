@@ -113,6 +113,12 @@ def test_what_is_of_no_row_and_expert_is_refused(body: Body) -> None:
 
 
 SEEN: list[int] = []
+COUNT = 0
+
+
+def _count() -> None:
+    global COUNT
+    COUNT += 1
 
 
 class Ends(nn.Module):
@@ -136,6 +142,8 @@ class Ends(nn.Module):
                 self.counts["hit"] += 1
             if self.kind == "global":
                 SEEN.append(1)
+            if self.kind == "elsewhere":
+                _count()
             rows = x[token] @ self.up[expert[0]]
             y.index_add_(0, token, rows)
             if self.kind == "break":
@@ -150,6 +158,7 @@ class Ends(nn.Module):
         ("seen", "seen, which a loop over experts changes"),
         ("held", "self, which a loop over experts changes"),
         ("global", "SEEN, which a loop over experts changes"),
+        ("elsewhere", "COUNT, which a loop over experts changes"),
         ("break", "does not come to its end"),
         ("rows", "behind a loop over experts"),
     ],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -453,3 +455,74 @@ def test_what_blocks_leave_in_a_file_is_all_there() -> None:
     assert sum("square" in str(node.target) for node in captured.graph.nodes) == 6
     module = ap.parallelize(model, (x,), mesh=ap.Mesh(dp=2), backend="virtual")
     torch.testing.assert_close(module(x), expected)
+
+
+COUNT = 0
+STATE = SimpleNamespace(count=0)
+
+
+def _count() -> None:
+    global COUNT
+    COUNT += 1
+
+
+def _counter() -> tuple[Callable[[], None], Callable[[], int]]:
+    count = 0
+
+    def add() -> None:
+        nonlocal count
+        count += 1
+
+    return add, lambda: count
+
+
+ADD, ADDED = _counter()
+
+
+class Counter:
+    count = 0
+
+    def add(self) -> None:
+        type(self).count += 1
+
+
+COUNTER = Counter()
+
+
+class Counts(Block):
+    """Somewhere that its own functions do not name."""
+
+    kind, seen = "", 0
+    numbers = itertools.count()
+
+    def forward(self, x: Tensor) -> Tensor:
+        kinds = {"global": _count, "closure": ADD, "class": COUNTER.add}
+        if self.kind in kinds:
+            kinds[self.kind]()
+        elif self.kind == "held":
+            _counted(STATE)
+        elif self.kind == "iterator":
+            next(self.numbers)
+        elif self.kind == "own class":
+            Counts.seen += 1
+        return super().forward(x)
+
+
+def _counted(state: Any) -> None:
+    state.count += 1
+
+
+class CountsRead(Net):
+    def counted(self) -> int:
+        repeats = int(repr(Counts.numbers)[6:-1])
+        return COUNT + STATE.count + ADDED() + Counter.count + Counts.seen + repeats
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.counted()
+        return super().forward(x) * (self.counted() - before)
+
+
+@pytest.mark.parametrize("kind", ["global", "closure", "class", "held", "iterator", "own class"])
+def test_what_blocks_count_elsewhere(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counts, "kind", kind)
+    assert both(monkeypatch, CountsRead(Counts), (X,)) == []

@@ -14,7 +14,6 @@ import autopar as ap
 from autopar.capture import capture
 from autopar.errors import InvalidInput
 
-
 X = torch.ones(4, 4)
 
 
