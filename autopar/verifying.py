@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.api import BackendName, parallelize
 from autopar.capture import capture
+from autopar.capture.containers import in_own_containers
 from autopar.capture.execute import evaluate
 from autopar.capture.failure import check_call
 from autopar.capture.fake import own_copy
@@ -227,7 +228,8 @@ def _train_plain(model: nn.Module, call: Call, steps: int) -> tuple[Trained, flo
 def _train_parallel(module: ParallelModule, call: Call, steps: int, rate: float) -> Trained:
     def step() -> tuple[Tensor, Tensors]:
         if module.program.has_loss:
-            return module.step(*call[0], **call[1]), {}
+            args, kwargs = in_own_containers(call)
+            return module.step(*args, **kwargs), {}
         return run_step(module, call)[0], {}
 
     def collect(values: Iterable[tuple[str, Tensor]]) -> Tensors:

@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from autopar.capture.autocasts import Autocast
+from autopar.capture.containers import Content
 from autopar.capture.decisions import Decision
 from autopar.capture.loss import index_of_loss
 from autopar.capture.marker import ANNOTATE
@@ -71,6 +72,7 @@ class Captured:
     key: str | None = None  # the placeholder of that which random numbers follow from
     decisions: tuple[Decision, ...] = ()  # what the values of the inputs decided
     writes: tuple[Write, ...] = ()  # to inputs
+    contents: tuple[Content, ...] = ()  # of the containers that forward changes
     bounds: Mapping[str, Bounds] = field(default_factory=dict)  # of parameters, by name
 
     def draw(self, device: torch.device | None = None) -> dict[str, torch.Tensor]:

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar._torch import traced_node
+from autopar.capture.containers import Call, in_own_containers
 from autopar.capture.fake import FakeTensorMode
 from autopar.capture.randomness import may_be_random
 from autopar.errors import InvalidInput
@@ -160,7 +161,7 @@ def _is_getter(function: Any) -> bool:
 def warn_of_counters(
     model: nn.Module,
     mode: FakeTensorMode,
-    call: tuple[tuple[Any, ...], Mapping[str, Any]],
+    call: Call,
     seen: Changes,
 ) -> None:
     """Tell which of the numbers that were `seen` to change would change at every `call`, and refuse
@@ -181,7 +182,7 @@ def warn_of_counters(
         for change in seen.numbers.values():
             setattr(change.module, change.name, change.after)
         with changes_seen(lambda _: False) as again, suppress(Exception), mode, torch.no_grad():
-            model(*call[0], **call[1])
+            _run(model, call)
     for change in seen.numbers.values():
         setattr(change.module, change.name, change.before)
     for key in seen.numbers.keys() & again.numbers.keys():
@@ -196,18 +197,23 @@ def warn_of_counters(
 def _read_later(
     model: nn.Module,
     mode: FakeTensorMode,
-    call: tuple[tuple[Any, ...], Mapping[str, Any]],
+    call: Call,
     seen: Changes,
 ) -> Kept | None:
     """What forward keeps and then reads, where it runs twice more, without values."""
     read: list[Kept] = []
     with suppress(Exception), mode, torch.no_grad():
         with changes_seen(lambda _: True) as first:
-            model(*call[0], **call[1])
+            _run(model, call)
         kept = {key: one for key, one in first.tensors.items() if key in seen.tensors}
         with _Readers(kept, read):
-            model(*call[0], **call[1])
+            _run(model, call)
     return read[0] if read else None
+
+
+def _run(model: nn.Module, call: Call) -> None:
+    args, kwargs = in_own_containers(call)
+    model(*args, **kwargs)
 
 
 def _own(value: Any) -> Any:

@@ -35,6 +35,7 @@ from autopar.capture.hooks import replaced
 from autopar.capture.plainly import fakes_told_apart
 from autopar.capture.randomness import may_be_random
 from autopar.capture.selections import selections_counted
+from autopar.capture.templates import AGAIN
 from autopar.errors import InvalidInput
 from autopar.lines import caller
 
@@ -47,7 +48,7 @@ _OTHER_NUMBERS = (
 )
 _AS_KEYS = ("__hash__", "__str__", "__format__")
 
-_Sliced = tuple[fx.Graph, dict[str, int], dict[str, Tensor]]  # a graph, and what it reads
+Sliced = tuple[fx.Graph, dict[str, int], dict[str, Tensor]]  # a graph, and what it reads
 
 
 @dataclass(frozen=True)
@@ -162,9 +163,9 @@ class Asked:
         sliced = self.sliced(tensor)
         return sliced is not None and not sliced[1]
 
-    def sliced(self, tensor: Tensor) -> _Sliced | None:
+    def sliced(self, tensor: Tensor) -> Sliced | None:
         node, root = traced_node(tensor)
-        return None if node is None else _slice(node, root, self.leaves)
+        return None if node is None else slice_of(node, root, [*map(_is_known, self.leaves)])
 
     def of(self, tensor: Tensor) -> _Number | None:
         """The number that a traced tensor of one element holds, if it is known."""
@@ -234,10 +235,10 @@ for _name in (*_COMPARED, *_OTHER_NUMBERS, *_AS_KEYS):
     setattr(_Number, _name, _method(_name))
 
 
-def _slice(asked: fx.Node, root: nn.Module, leaves: Sequence[Any]) -> _Sliced | None:
-    """What a node of a graph that grows follows from, if that is whole numbers of inputs alone."""
+def slice_of(asked: fx.Node, root: nn.Module, known: Sequence[bool]) -> Sliced | None:
+    """What a node of a graph that grows follows from, if that is flat inputs that are `known`."""
     placeholders = asked.graph.find_nodes(op="placeholder")
-    numbers = dict(zip(placeholders[len(placeholders) - len(leaves) :], range(len(leaves))))
+    numbers = dict(zip(placeholders[len(placeholders) - len(known) :], range(len(known))))
     needed, reached = {asked}, [asked]
     writes = [node for node in asked.graph.nodes if is_mutable(node.target)]
     while reached:
@@ -254,12 +255,14 @@ def _slice(asked: fx.Node, root: nn.Module, leaves: Sequence[Any]) -> _Sliced | 
     for node in asked.graph.nodes:
         if node not in needed:
             continue
+        if node.target is AGAIN:
+            return None  # which reads parameters
         if node.op == "call_function" and not may_be_random(node):
             copies[node] = graph.node_copy(node, copies.__getitem__)
             continue
         copies[node] = made = graph.placeholder(f"value_{len(copies)}")
         held = getattr(root, str(node.target), None) if node.op == "get_attr" else None
-        if node in numbers and _is_known(leaves[numbers[node]]):
+        if node in numbers and known[numbers[node]]:
             inputs[made.name] = numbers[node]
         elif isinstance(held, Tensor) and not has_no_data(held):
             constants[made.name] = held

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autopar.capture.captured import Captured
+from autopar.capture.containers import fill, filled
 from autopar.capture.marker import ANNOTATE
 from autopar.capture.writes import carry_out, put_between
 
@@ -28,9 +29,12 @@ def run(
 
     `change` is shown every value as it is made, and gives this or another in its place.
     """
-    flat = pytree.tree_leaves((args, dict(kwargs or {})))
-    given = {name: value for name, value in zip(captured.inputs, flat) if name is not None}
+    call = args, dict(kwargs or {})
+    named = zip(captured.inputs, pytree.tree_leaves(call))
+    given = {name: value for name, value in named if name is not None}
+    left = filled(captured.contents, call, given)
     given |= carry_out(captured.writes, given)
+    fill(left)
     for name, bounds in captured.bounds.items():
         put_between(bounds, parameters[name])
     given |= {key: parameters[name] for key, name in captured.parameters.items()}

@@ -35,6 +35,8 @@ from autopar.capture.autocasts import (
 from autopar.capture.blind_losses import looks_at_no_values
 from autopar.capture.captured import Captured, Example
 from autopar.capture.checkpoints import checkpoints_marked, warn_of_buffers
+from autopar.capture.containers import Content, contents_seen
+from autopar.capture.containers import by_placeholder as contents_of
 from autopar.capture.counters import changes_seen, put_back, varies, warn_of_counters
 from autopar.capture.data_attribute import data_is_detached
 from autopar.capture.decisions import by_placeholder, decisions_made
@@ -115,7 +117,7 @@ def capture(
         with seen as changes, hooks_refused() as lines, inside(run, autocasts), asked as decided:
             own_args, own_kwargs = pytree.tree_unflatten(inputs, input_spec)
             with put_back(run):
-                program = _export(run, mode, own_args, own_kwargs, given)
+                program, contents = _export(run, mode, own_args, own_kwargs, given)
         require_casting(program)
         held = masters(copy, mode, precision) | dict(copy.named_buffers())
         builder = flatten(program, mode, _canonical(copy), held, input_spec, fakes)
@@ -124,7 +126,8 @@ def capture(
         captured = _freeze(builder, example)
         decisions = by_placeholder(decided, captured.inputs)
         writes = writes_to(builder.writes, captured.inputs)
-        captured = replace(captured, decisions=decisions, writes=writes)
+        left = contents_of(contents, captured.inputs)
+        captured = replace(captured, decisions=decisions, writes=writes, contents=left)
         for write in writes:
             named = zip(captured.inputs, leaves, strict=True)
             require_apart(write, {name: leaf for name, leaf in named if name is not None})
@@ -143,14 +146,16 @@ def _export(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     given: str,
-) -> ExportedProgram:
+) -> tuple[ExportedProgram, list[Content]]:
+    contents: list[Content] = []
     try:
         with ExitStack() as stack:
             stack.enter_context(generators_kept(model))
             for around in _AROUND:
                 stack.enter_context(around())
             stack.enter_context(blocks_followed_once(model))
-            return torch.export.export(model, args, kwargs, strict=False)
+            stack.enter_context(contents_seen(model, contents))
+            return torch.export.export(model, args, kwargs, strict=False), contents
     except Exception as error:
         with _quiet():
             explained = explain(error, model, mode, args, kwargs, given)

@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autopar.capture.captured import Captured
+from autopar.capture.containers import Content, Made, shown
 from autopar.capture.fake import FakeTensor
 from autopar.capture.listing import operator_name, type_text
 from autopar.capture.marker import ANNOTATE, Annotation
@@ -196,11 +197,18 @@ def _returns(captured: Captured) -> str:
     text = _structure(captured.output_spec)
     text += f", new values of {', '.join(captured.mutations)}" if captured.mutations else ""
     text += "".join(f", {one.target} becomes {_written(one)}" for one in captured.writes)
+    text += "".join(f", {shown(one.path)} holds {_left(one)}" for one in captured.contents)
     text += "".join(f", {name} within {one}" for name, one in captured.bounds.items())
     return f"{text}, of these no tensors {{{', '.join(values)}}}" if values else text
 
 
-def _written(write: Write) -> str:
+def _left(content: Content) -> str:
+    """What a container holds, as a line."""
+    named = pytree.tree_map_only(Made, lambda made: f"({_written(made)})", content.items)
+    return str(named)
+
+
+def _written(write: Write | Made) -> str:
     """What an input becomes, as a line."""
     lines = [_call(node) for node in write.graph.nodes if node.op != "placeholder"]
     given = [f"{name} is {placeholder}" for name, placeholder in write.inputs.items()]

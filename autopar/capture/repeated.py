@@ -157,6 +157,7 @@ class _Follower:
         BEGINS(now.number, now.path, given)
         last = next(reversed(now.given[0].graph.nodes))
         before = _surroundings(now.block), [leaf._version for leaf in given]
+        spec = pytree.tree_structure((args, kwargs))
         self.now = now
         try:
             with noted(now.reads):
@@ -165,7 +166,8 @@ class _Follower:
             self.now = None
         is_same = is_equal(before[0], _surroundings(now.block))
         is_same &= before[1] == [leaf._version for leaf in given]
-        is_same &= is_equal(leaves, pytree.tree_leaves((args, kwargs)))
+        after = pytree.tree_flatten((args, kwargs))
+        is_same &= is_equal(leaves, after[0]) and spec == after[1]
         is_same &= is_kept(now.reads) and now.reads.is_whole
         now.is_apart &= is_same and _note_results(now, made, given)
         node = last.next

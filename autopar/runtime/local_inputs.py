@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopar.capture.captured import Captured
+from autopar.capture.containers import Made
 from autopar.capture.decisions import Decision
 from autopar.capture.writes import Write
 from autopar.errors import InvalidInput
@@ -35,8 +36,9 @@ def layouts_of(plan: Plan, captured: Captured) -> dict[str, Layout]:
 def require_whole_questions(plan: Plan) -> None:
     """Refuse what values of inputs decide of which each rank has a slice: none can answer."""
     placed, original = plan.decisions.placeholders, plan.original
-    both: tuple[Decision | Write, ...] = (*original.decisions, *original.writes)
-    for asked in both:
+    made = [one for content in original.contents for one in content.made]
+    every: list[Decision | Write | Made] = [*original.decisions, *original.writes, *made]
+    for asked in every:
         cut = [name for name in asked.inputs.values() if placed[name].axes]
         if cut:
             raise InvalidInput(

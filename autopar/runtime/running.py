@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autopar._torch import age_of
 from autopar.capture.captured import Captured
+from autopar.capture.containers import fill, filled
 from autopar.capture.writes import carry_out, put_between
 from autopar.plan.plan import Plan
 from autopar.plan.program import Program
@@ -140,10 +141,14 @@ class Call:
         return self.inputs
 
     def taken(self, by: Running, parameters: Mapping[str, Tensor]) -> Inputs:
-        """These, for a program that runs now: what its forward writes to them, and to parameters,
-        is written."""
+        """These, for a program that runs now: what its forward writes to them, to parameters, and
+        to containers, is written."""
+        original = by.plan.original
         by.bound(parameters)
-        return self.bound | carry_out(by.plan.original.writes, self.bound)
+        left = filled(original.contents, (self.args, self.kwargs), self.bound)
+        taken = self.bound | carry_out(original.writes, self.bound)
+        fill(left)
+        return taken
 
     def require_step(self, tells: bool) -> torch.dtype:
         """Refuse a step without a loss, or one that cannot give its outputs; the loss's dtype."""

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autopar.capture.captured import Captured
+from autopar.capture.containers import in_own_containers
 from autopar.capture.execute import run
 from autopar.capture.fake import own_copy
 from autopar.capture.loss import index_of_loss
@@ -218,7 +219,8 @@ def train_module(
 
 def run_step(module: nn.Module, call: Call) -> tuple[Tensor, Any]:
     """Forward and backward: the loss, and the outputs."""
-    outputs = module(*call[0], **call[1])
+    args, kwargs = in_own_containers(call)
+    outputs = module(*args, **kwargs)
     loss = loss_of(outputs)
     if loss.requires_grad:
         loss.backward()
@@ -249,8 +251,9 @@ def first_module(
     """
     made: list[tuple[str, Tensor]] = []
     program = CapturedModule(own_copy(model), captured)  # from the same buffers
+    args, kwargs = in_own_containers(call)
     with same_numbers(0), DrawsByPlace(), _results_of(model, made):
-        model(*call[0], **call[1])
+        model(*args, **kwargs)
     known: dict[torch.Size, list[tuple[fx.Node, Tensor]]] = {}
 
     def note(node: fx.Node, value: Any) -> Any:
