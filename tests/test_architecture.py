@@ -22,6 +22,7 @@ FLOORS = (
     {
         "_torch",
         "cluster",
+        "drawing",
         "mesh",
         "layout",
         "placements",
@@ -45,10 +46,10 @@ FLOORS = (
     {"passes"},
     {"pipeline"},
     {"planner"},
+    {"report"},
     {"plan"},
     {"verification"},
     {"runtime"},
-    {"report"},
     {
         *("annotate", "region", "options", "admission", "planning", "api", "verifying"),
         *("commands", "cli", "__init__"),

@@ -174,3 +174,23 @@ def test_errors_are_clean_and_exit_with_two(folder, capsys, words, named):
     assert code == 2
     assert named in errors
     assert "remedy:" in errors
+
+
+def test_report_writes_a_page_of_a_model_or_a_plan(capsys, tmp_path):
+    spec, page = "examples/models.py:gpt", tmp_path / "page.html"
+    assert main(["report", spec, "--mesh", "dp=2,tp=4", "--out", str(page), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["page"] == str(page)
+    text = page.read_text()
+    assert "dp=2, tp=4" in text
+    saved = tmp_path / "plan.json"
+    assert main(["plan", spec, "--mesh", "dp=2,tp=4", "--out", str(saved)]) == 0
+    page.unlink()
+    assert main(["report", str(saved), "--model", spec, "--out", str(page)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"to look at: {page}"
+    assert "dp=2, tp=4" in page.read_text()
+
+
+def test_report_of_a_plan_wants_its_model(capsys, tmp_path):
+    assert main(["report", str(tmp_path / "plan.json")]) == 2
+    assert "remedy: --model file.py:function" in capsys.readouterr().err

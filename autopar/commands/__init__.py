@@ -14,6 +14,7 @@ COMMANDS = {
     "plan": "autopar.commands.plan",
     "explain": "autopar.commands.explain",
     "diff": "autopar.commands.diff",
+    "report": "autopar.commands.report",
     "verify": "autopar.commands.verify",
     "simulate": "autopar.pipeline.command",
     "doctor": "autopar.commands.doctor",

@@ -13,7 +13,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +23,8 @@ from torch import Tensor, nn
 
 from autopar.api import parallelize
 from autopar.mesh import Mesh
-from autopar.report.page import Section, write_page
+from autopar.plan.plan import SavedPlan
+from autopar.report.training import Run
 from autopar.runtime.launch import Say, launch
 from autopar.units import table
 
@@ -110,17 +113,19 @@ def train_alone(steps: int) -> list[float]:
     return train(model.parameters(), step, steps)
 
 
-def train_in_parallel(say: Say, steps: int) -> tuple[list[float], list[Section]]:
-    """The losses of the parallel program on this rank, and what its page shows."""
+def train_in_parallel(say: Say, steps: int) -> tuple[list[float], list[float], bytes]:
+    """The losses of the parallel program on this rank, the seconds of its steps, and its plan."""
     batch = next(batches(1))
     model = parallelize(gpt(), batch, mesh=MESH, schedule=SCHEDULE, microbatches=MICROBATCHES)
-    losses = train(model.parameters(), model.step, steps, say)
-    programs = [Section(f"Stage {i}", str(graph)) for i, graph in enumerate(model.graphs)]
-    return losses, [
-        Section("Plan", str(model.plan)),
-        Section("Schedule, simulated", str(model.plan.timeline)),
-        *programs,
-    ]
+    ends = [time.perf_counter()]
+
+    def step(ids: Tensor, labels: Tensor) -> Tensor:
+        loss = model.step(ids, labels)
+        ends.append(time.perf_counter())
+        return loss
+
+    losses = train(model.parameters(), step, steps, say)
+    return losses, [after - before for before, after in pairwise(ends)], model.plan.file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -141,8 +146,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         results = launch(train_in_parallel, MESH.size, steps, heard=heard)
     single = train_alone(steps)
-    parallel, sections = results[0]
-    difference = max(abs(a - b) for losses, _ in results for a, b in zip(losses, single))
+    parallel, seconds, saved = results[0]
+    difference = max(abs(a - b) for losses, *_ in results for a, b in zip(losses, single))
     ok = difference <= TOLERANCE
     if arguments.json:
         figures = {"parallel": parallel, "single": single, "difference": difference, "ok": ok}
@@ -153,9 +158,18 @@ def run(arguments: argparse.Namespace) -> int:
             f"{SCHEDULE} on {MESH}, {MESH.size} processes, {time.perf_counter() - start:.0f} s: "
             + ("the parallel program is the single one." if ok else "THE PROGRAMS DIFFER.")
         )
-        write_page(PAGE, "A GPT on four processes", sections)
-        print(f"the plan, the schedule and the programs: {PAGE}")
+        if ok:
+            _write_page(parallel, single, seconds, json.loads(saved))
+            print(f"to look at: {PAGE}")
     return 0 if ok else 1
+
+
+def _write_page(
+    losses: list[float], single: list[float], seconds: list[float], saved: dict[str, Any]
+) -> None:
+    plan = SavedPlan.from_json(saved).attach(gpt(), next(batches(1)))
+    told = Run(losses, seconds, plan.cost.seconds, BATCH * SEQUENCE, {"one process": single})
+    plan.report(PAGE, title="A GPT on four processes", run=told)
 
 
 @contextmanager

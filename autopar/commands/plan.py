@@ -18,34 +18,44 @@ from autopar.commands.arguments import (
     read_decisions,
 )
 from autopar.errors import InvalidInput
+from autopar.plan.plan import Plan
 from autopar.planning import plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `autopar plan` takes."""
     add_model(parser)
+    add_plan(parser)
+    parser.add_argument("--out", metavar="FILE", help="save the plan as JSON")
+    parser.add_argument("--json", action="store_true", help="print the plan's figures as JSON")
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """What says how a model is planned."""
     parser.add_argument(
         "--cluster", default="dgx-h100", help="a preset or a TOML file (default: dgx-h100)"
     )
     parser.add_argument("--nodes", type=int, help="nodes of a preset (default: 1)")
     add_decisions(parser, "all meshes are tried")
     parser.add_argument("--memory", help="40GB of each device (default: what it has)")
-    parser.add_argument("--out", metavar="FILE", help="save the plan as JSON")
-    parser.add_argument("--json", action="store_true", help="print the plan's figures as JSON")
+
+
+def make_plan(spec: str, arguments: argparse.Namespace) -> Plan:
+    """The plan of a model as the arguments say."""
+    options = {
+        **read_decisions(arguments),
+        "cluster": read_cluster(arguments.cluster, arguments.nodes),
+        "memory": read_bytes(arguments.memory),
+    }
+    model, args, kwargs = load_call(spec)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what runs replicated is part of the page
+        return plan(model, args, kwargs, progress=None if arguments.json else True, **options)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan, print, save."""
-    cluster = read_cluster(arguments.cluster, arguments.nodes)
-    options = {
-        **read_decisions(arguments),
-        "cluster": cluster,
-        "memory": read_bytes(arguments.memory),
-    }
-    model, args, kwargs = load_call(arguments.model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what runs replicated is part of the page
-        made = plan(model, args, kwargs, progress=None if arguments.json else True, **options)
+    made = make_plan(arguments.model, arguments)
     if arguments.out is not None:
         try:
             made.save(arguments.out)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, auto
 from functools import lru_cache
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,6 +70,13 @@ class Part(IntEnum):
 
 
 READING = Part.F_READING - Part.F
+KINDS = {  # of parts, for people
+    "activations": [Part.KEPT, Part.HALVES, Part.STATISTICS],
+    "messages": [Part.RECEIVED, Part.RETURNED, Part.SENT, Part.GIVEN],
+    "gradients": [Part.EARLY, Part.LATE],
+    "copies": [*map(Part, range(Part.LEFT, Part.F))],
+    "working": [*map(Part, range(Part.F, len(Part)))],
+}
 # The groups that F leaves here, and those that B or I leave, by number from `LEFT` on: two at most,
 # the one that was read last at the end.
 Groups = tuple[tuple[int, ...], tuple[int, ...]]
@@ -175,6 +183,21 @@ def most_in_step(schedule: Schedule, rank: int, stages: Mapping[int, StageMemory
     return float(bytes_.max(initial=0.0))
 
 
+def course_of_step(
+    schedule: Schedule, rank: int, stages: Mapping[int, StageMemory]
+) -> dict[str, list[float]]:
+    """The bytes that a rank makes, by kind, when each of its actions takes most."""
+    groups = tuple(stages[n].groups for n in range(schedule.stages))
+    sizes = np.array([stages[stage].sizes for stage in stages_of(schedule, rank)])
+    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for counts in _Counting(schedule, rank, groups).by_action:
+        bytes_ = (counts * sizes).sum(1)
+        most = bytes_[bytes_.sum(1).argmax()]
+        for kind, parts in KINDS.items():
+            found[kind].append(float(most[parts].sum()))
+    return found
+
+
 def kept_in_step(schedule: Schedule, rank: int, stages: Mapping[int, StageMemory]) -> float:
     """The most of that which is kept for backward."""
     parts = [Part.KEPT, Part.RECEIVED, Part.HALVES]
@@ -231,10 +254,20 @@ class _Counting:
         self._last = {a.stage: at for at, a in enumerate(schedule.orders[rank]) if a.kind in "BW"}
         self._due = {other: self._coming(other) for other in range(schedule.ranks) if other != rank}
         self._here: set[int] = set()  # those of which there is a buffer
-        seen: dict[tuple[int, ...], None] = {}
-        for moment in self._moments():
-            seen[moment] = None
-        self.rows = np.array(list(seen)).reshape(-1, len(own), len(Part))
+        self._shape = -1, len(own), len(Part)
+
+    @property
+    def rows(self) -> Counts:
+        """All moments that differ."""
+        return np.array([*dict.fromkeys(moment for _, moment in self.moments())]).reshape(
+            self._shape
+        )
+
+    @property
+    def by_action(self) -> list[Counts]:
+        """The moments of each action of the rank."""
+        found = groupby(self.moments(), key=lambda one: one[0])
+        return [np.array([m for _, m in some]).reshape(self._shape) for _, some in found]
 
     def _coming(self, sender: int) -> Iterator[int]:
         """The keys of what another rank sends here, in that order."""
@@ -242,7 +275,8 @@ class _Counting:
             if key >= 0 and self._read_at.get(key, (-1,))[0] == self.rank:
                 yield key
 
-    def _moments(self) -> Iterator[tuple[int, ...]]:
+    def moments(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """In order, each with the position of its action; to be asked for once."""
         order = self.schedule.orders[self.rank]
         messages = self.schedule.messages[self.rank]
         for position, action in enumerate(order):
@@ -252,7 +286,8 @@ class _Counting:
                 self._have_arrived(*self.schedule.senders[waited])
             if position + 1 < len(order):
                 self._expect(messages[position + 1][0])
-            yield from self._do(action, position, sent)
+            for moment in self._do(action, position, sent):
+                yield position, moment
 
     def _expect(self, key: int) -> None:
         """A buffer is made for a message, and for those that come before it."""

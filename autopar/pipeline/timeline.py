@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 from autopar.pipeline.activation_counts import Live, live_microbatches
+from autopar.pipeline.gantt import Gantt
 from autopar.pipeline.schedule import Action, Schedule
 
 WIDTH = 160  # columns
@@ -138,6 +141,15 @@ class Timeline:
 
     def __str__(self) -> str:
         return draw(self)
+
+    def gantt(self, unit: Callable[[float], str] = "{:g}".format) -> Gantt:
+        """The same as a picture, with times as `unit` writes them."""
+        sums = [(one.stage, one.ranks, one.start, one.end) for one in self.synchronizations]
+        return Gantt(self.schedule, self.starts, self.ends, sums, unit)
+
+    def save(self, path: str | Path) -> None:
+        """Write the picture to a file, as SVG: a row for each rank, time to the right."""
+        Path(path).write_text(self.gantt().drawn().file())
 
 
 def draw(timeline: Timeline, width: int = WIDTH) -> str:

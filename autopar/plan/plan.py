@@ -30,6 +30,7 @@ from autopar.errors import AutoparError, InvalidInput
 from autopar.passes.microbatches import cut_batch
 from autopar.plan.diff import compare
 from autopar.plan.explain import explain
+from autopar.plan.pages import report
 from autopar.plan.saved import SavedValue, malformed, read_file, values_to_save
 from autopar.plan.sound import (
     require_apart,
@@ -51,7 +52,8 @@ FORMAT, VERSION = "autopar plan", 9
 class Plan(PlanValue):
     """What was decided. `program` is what runs; `movements()` lists what moves."""
 
-    explain, diff, to_json, __str__ = explain, compare, plan_data, plan_text
+    explain, diff, report = explain, compare, report
+    to_json, __str__ = plan_data, plan_text
 
     def save(self, path: str | Path) -> None:
         """Write every decision to a file; equal plans give equal files."""

@@ -219,7 +219,7 @@ class Candidate:
         held = program_memory(self.rewritten, *about)
         if loss is None:
             return [held]
-        program = StageMemory.of(self.rewritten, self.mesh, [loss], self._travel)
+        program = StageMemory.of(self.rewritten, self.mesh, [loss], self.travel)
         made = most_in_step(one_stage(self.microbatches), 0, {0: program})
         used = used_bytes(groups_in(self.rewritten.nodes, *about), self.mesh)
         return [held.at_once(made, used)]
@@ -255,7 +255,7 @@ class Candidate:
     @cached_property
     def _look_at(self) -> StageMemories:
         """Tells what a stage takes."""
-        return StageMemories(self.mesh, self._travel, self._forms)
+        return StageMemories(self.mesh, self.travel, self._forms)
 
     @cached_property
     def _forms(self) -> dict[str, int]:
@@ -263,7 +263,7 @@ class Candidate:
         return {}
 
     @property
-    def _travel(self) -> Travel:
+    def travel(self) -> Travel:
         """How gradients of parameters travel, from which kernels."""
         kernels = HostKernels.here() if self.cluster.device.host.is_device else None
         return Travel(self.states.buffer_bytes, kernels)

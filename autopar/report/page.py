@@ -1,49 +1,148 @@
-"""Page: texts about a plan as one HTML file that needs nothing else."""
+"""Page: a plan as one HTML file that needs nothing else.
+
+Everything is there without scripts: sections, pictures, trees that unfold. The script adds what
+asks for one: search, columns that sort, `/` to search from anywhere.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from importlib.resources import files
+from typing import Any
 
-from jinja2 import Environment
+from jinja2 import Environment, PackageLoader
 
-_TEMPLATE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<title>{{ title }}</title>
-<style>
-  body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 90rem; }
-  body { padding: 0 1rem; }
-  pre { background: #f6f6f4; border-radius: 6px; overflow-x: auto; padding: 1rem; }
-  pre { font-size: 13px; }
-  nav a { margin-right: 1rem; }
-  @media (prefers-color-scheme: dark) {
-    body { background: #16181c; color: #e6e6e6; } pre { background: #202329; } a { color: #8ab4ff; }
-  }
-</style>
-<h1>{{ title }}</h1>
-<nav>
-{% for section in sections %}<a href="#{{ loop.index }}">{{ section.title }}</a>{% endfor %}
-</nav>
-{% for section in sections %}
-<h2 id="{{ loop.index }}">{{ section.title }}</h2>
-<pre>{{ section.text }}</pre>
-{% endfor %}
-</html>
-"""
+from autopar.drawing import Drawing, style
+from autopar.planner.candidate import Alternative, Candidate
+from autopar.report.machine import machine, traffic
+from autopar.report.model import Call, Part, tree
+from autopar.report.program import blocks
+from autopar.report.step import Share, bar, bytes_held, memory_pictures, seconds
+from autopar.report.weighed import scatter, ways
+from autopar.search.auto import Search
+from autopar.units import bytes_text, scaled, seconds_text, share_text
 
 
 @dataclass(frozen=True)
-class Section:
-    """A heading and a text in columns."""
+class Asked:
+    """What a plan tells besides its candidate."""
 
-    title: str
-    text: str
+    mode: str
+    limit: float  # bytes of each device
+    alternatives: tuple[Alternative, ...] = ()
 
 
-def write_page(path: Path, title: str, sections: Sequence[Section]) -> None:
-    """Write the page, and the folders on the way to it."""
-    template = Environment(autoescape=True).from_string(_TEMPLATE)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(template.render(title=title, sections=sections))
+@dataclass(frozen=True)
+class Cost:
+    """What calls of equal blocks take together in a step."""
+
+    module: str
+    call: Call
+    count: int
+
+    @property
+    def seconds(self) -> float:
+        return self.count * self.call.seconds
+
+
+def page(title: str, candidate: Candidate, asked: Asked, more: Sequence[Any] = ()) -> str:
+    """The whole file. `more`: sections of a training run."""
+    root, sent = tree(candidate), traffic(candidate)
+    chosen = candidate.alternative(asked.limit)
+    weighed = ways(asked.alternatives, chosen, asked.limit)
+    timeline = candidate.timeline
+    spent, held = seconds(candidate), bytes_held(candidate)
+    environment = Environment(loader=PackageLoader("autopar.report", "."), autoescape=True)
+    environment.filters |= {
+        "seconds": seconds_text,
+        "bytes": bytes_text,
+        "share": share_text,
+        "rate": lambda value: scaled(value, "B/s", 3),
+    }
+    folder = files("autopar.report")
+    return environment.get_template("page.html").render(
+        title=title,
+        style=style() + folder.joinpath("page.css").read_text(),
+        script=folder.joinpath("page.js").read_text(),
+        plan=candidate,
+        asked=asked,
+        tiles=_tiles(candidate, asked),
+        spent=(spent, _bar(spent, candidate.seconds, "the predicted step")),
+        held=(held, _bar(held, _room(held, asked.limit), "memory of the fullest device")),
+        root=root,
+        blocks=blocks(candidate, root),
+        costs=_costs(root, candidate.microbatches)[:200],
+        machine=machine(candidate, sent),
+        sent=sent,
+        gantt=None if timeline is None else timeline.gantt(seconds_text).drawn(),
+        memory=memory_pictures(candidate, asked.limit),
+        weighed=weighed,
+        scatter=scatter(weighed, asked.limit) if len(weighed) > 1 else None,
+        more=more,
+    )
+
+
+def _bar(shares: Sequence[Share], whole: float, what: str) -> Drawing:
+    words = ", ".join(f"{share.name} {share.text}" for share in shares)
+    return bar(shares, whole, f"{what}: {words}")
+
+
+def _room(held: Sequence[Share], limit: float) -> float:
+    """What the bar of memory stands for: a device, if it is not nearly empty."""
+    whole = sum(share.size for share in held)
+    return max(whole, limit) if limit < 4 * whole else whole
+
+
+def _tiles(candidate: Candidate, asked: Asked) -> list[tuple[str, str, str]]:
+    """What is said first: a word, a figure, and what belongs to it."""
+    cost, cluster = candidate.cost, candidate.cluster
+    nodes = len(cluster.nodes)
+    moved = f"{seconds_text(cost.exposed)} of it movements that nothing hides"
+    tiles = [
+        ("a step", seconds_text(candidate.seconds), moved),
+        (
+            "memory",
+            bytes_text(candidate.memory.peak),
+            f"of {bytes_text(asked.limit)} on the fullest device",
+        ),
+        (
+            "mesh",
+            ", ".join(f"{axis}={size}" for axis, size in candidate.whole_mesh.sizes.items()),
+            f"on {cluster.devices} x {cluster.device.name} in {nodes} node{'s' * (nodes > 1)}",
+        ),
+        ("micro-batches", str(candidate.microbatches), _schedule(candidate)),
+        ("states", "" if candidate.states.is_whole else str(candidate.states), "of parameters"),
+        ("search", *_search(candidate.search)),
+    ]
+    return [(name, figure or "whole", words) for name, figure, words in tiles]
+
+
+def _schedule(candidate: Candidate) -> str:
+    made = candidate.pipelining
+    if made is None:
+        return "without a pipeline"
+    options = "".join(f", {name}={value}" for name, value in made.schedule.options)
+    return f"{made.schedule.name}{options}, {len(made.stages)} stages over {made.axis}"
+
+
+def _search(search: Search | None) -> tuple[str, str]:
+    if search is None:
+        return "none", "layouts were spread from annotations and the batch"
+    gap = f"gap {share_text(search.gap)}" if search.bound else "no bound"
+    strategies = f"{search.sizes.strategies:,} strategies of {search.sizes.nodes:,} nodes"
+    return gap, f"{seconds_text(search.seconds)}, {strategies}"
+
+
+def _costs(root: Part, times: int) -> list[Cost]:
+    """All calls, those that take most first."""
+    found: list[Cost] = []
+
+    def look(part: Part, path: str, count: int) -> None:
+        taking = [call for call in part.calls if call.seconds]
+        found.extend(Cost(path or "the model", call, count) for call in taking)
+        for name, one in part.parts.items():
+            look(one, f"{path}.{name}" if path else name, count * one.count)
+
+    look(root, "", times)
+    return sorted(found, key=lambda cost: -cost.seconds)

@@ -1,0 +1,55 @@
+"""The command `autopar report`: write a plan as a page for a browser, one file.
+
+autopar report examples/models.py:gpt --cluster dgx-h100 --out plan.html
+autopar report plan.json --model examples/models.py:gpt
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from pathlib import Path
+
+from autopar.commands.arguments import SPEC, load_plan
+from autopar.commands.plan import add_plan, make_plan
+from autopar.errors import InvalidInput
+from autopar.plan.plan import Plan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `autopar report` takes."""
+    parser.add_argument(
+        "what",
+        metavar="PLAN|MODEL",
+        help=f"a file that `autopar plan --out` wrote, or {SPEC}, which is planned",
+    )
+    parser.add_argument("--model", metavar="SPEC", help="the model of a plan from a file")
+    add_plan(parser)
+    parser.add_argument("--out", metavar="FILE", default="plan.html", help="default: plan.html")
+    parser.add_argument("--json", action="store_true", help="print the plan's figures as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan or attach, write."""
+    made = _plan(arguments)
+    made.report(arguments.out)
+    figures = {"page": arguments.out, **made.to_json()}
+    print(json.dumps(figures) if arguments.json else f"to look at: {arguments.out}")
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    if not arguments.what.endswith(".json"):
+        return make_plan(arguments.what if arguments.model is None else arguments.model, arguments)
+    if arguments.model is None:
+        raise InvalidInput(
+            "a page is made of a plan and its model",
+            got=f"{Path(arguments.what).name} alone",
+            remedy=f"--model {SPEC}",
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = load_plan(arguments.what, arguments.model)
+    assert isinstance(made, Plan)
+    return made

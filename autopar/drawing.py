@@ -1,0 +1,100 @@
+"""Drawing: lines, boxes and words as SVG, in classes to which a style gives colours.
+
+>>> drawing = Drawing(100, 20, "two boxes")
+>>> drawing.box(0, 0, 40, 20, "forward", title="stage 0")
+>>> page = str(drawing)                      # inside of a page
+>>> Path("boxes.svg").write_text(drawing.file())
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+
+Point = tuple[float, float]
+
+
+def style() -> str:
+    """What gives the classes of drawings their colours, light and dark."""
+    return files("autopar").joinpath("drawing.css").read_text()
+
+
+class Drawing:
+    """A picture of `width` times `height`, with a sentence for those who do not see it."""
+
+    def __init__(self, width: float, height: float, label: str) -> None:
+        self.width, self.height, self.label = width, height, label
+        self._parts: list[str] = []
+
+    def box(
+        self, x: float, y: float, width: float, height: float, kind: str, title: str = ""
+    ) -> None:
+        """A filled rectangle; `title` is shown to who points at it."""
+        inside = f"<title>{escape(title)}</title>" if title else ""
+        place = f'x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"'
+        self._parts.append(f'<rect class="{kind}" {place}>{inside}</rect>')
+
+    def boxes(self, places: Sequence[tuple[float, float, float, float]], kind: str) -> None:
+        """Many of one kind as one shape: x, y, width, height of each."""
+        way = "".join(f"M{_n(x)} {_n(y)}h{_n(w)}v{_n(h)}h{_n(-w)}z" for x, y, w, h in places)
+        if way:
+            self._parts.append(f'<path class="{kind}" d="{way}"/>')
+
+    def dot(self, x: float, y: float, radius: float, kind: str, title: str = "") -> None:
+        inside = f"<title>{escape(title)}</title>" if title else ""
+        place = f'cx="{_n(x)}" cy="{_n(y)}" r="{_n(radius)}"'
+        self._parts.append(f'<circle class="{kind}" {place}>{inside}</circle>')
+
+    def line(self, points: Sequence[Point], kind: str) -> None:
+        """Straight from point to point."""
+        way = " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
+        self._parts.append(f'<polyline class="{kind}" points="{way}"/>')
+
+    def area(self, points: Sequence[Point], kind: str, title: str = "") -> None:
+        """What lies inside of some points."""
+        inside = f"<title>{escape(title)}</title>" if title else ""
+        way = " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
+        self._parts.append(f'<polygon class="{kind}" points="{way}">{inside}</polygon>')
+
+    def text(self, x: float, y: float, words: str, kind: str = "words") -> None:
+        self._parts.append(f'<text class="{kind}" x="{_n(x)}" y="{_n(y)}">{escape(words)}</text>')
+
+    def __str__(self) -> str:
+        return self._whole("")
+
+    def file(self) -> str:
+        """As a file of its own, with its colours."""
+        return f'<?xml version="1.0" encoding="UTF-8"?>\n{self._whole(f"<style>{style()}</style>")}'
+
+    def _whole(self, first: str) -> str:
+        size = f'viewBox="0 0 {_n(self.width)} {_n(self.height)}"'
+        name = f'class="drawing" role="img" aria-label="{escape(self.label)}"'
+        inside = "".join([f"<title>{escape(self.label)}</title>", first, *self._parts])
+        return f'<svg xmlns="http://www.w3.org/2000/svg" {name} {size}>{inside}</svg>'
+
+
+class Axis:
+    """From values to places: `at(value)`; and round values on the way."""
+
+    def __init__(self, least: float, most: float, start: float, end: float) -> None:
+        self._least, self._span = least, (most - least) or 1.0
+        self._start, self._end = start, end
+
+    def at(self, value: float) -> float:
+        return self._start + (value - self._least) / self._span * (self._end - self._start)
+
+    def ticks(self, count: int = 6) -> list[float]:
+        """About so many round values, from the least to the most."""
+        each = self._span / count
+        power = 10.0 ** math.floor(math.log10(each))
+        step = next(power * times for times in (1, 2, 5, 10) if power * times >= each)
+        first = math.ceil(self._least / step)
+        last = math.floor((self._least + self._span) / step + 1e-9)
+        return [number * step for number in range(first, last + 1)]
+
+
+def _n(value: float) -> str:
+    """A number in few letters."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")

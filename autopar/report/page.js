@@ -1,0 +1,59 @@
+"use strict";
+// Columns that sort: a button in each heading of a table that has values.
+for (const table of document.querySelectorAll("table.sortable")) {
+  const body = table.tBodies[0];
+  [...table.tHead.rows[0].cells].forEach((cell, column) => {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.textContent = cell.textContent;
+    cell.replaceChildren(button);
+    button.addEventListener("click", () => {
+      const up = cell.getAttribute("aria-sort") === "descending";
+      for (const other of table.tHead.rows[0].cells) other.removeAttribute("aria-sort");
+      cell.setAttribute("aria-sort", up ? "ascending" : "descending");
+      const value = (row) => row.cells[column].dataset.value ?? row.cells[column].textContent;
+      const compare = (a, b) => {
+        const [x, y] = [value(a), value(b)];
+        const both = Number(x) - Number(y);
+        return Number.isNaN(both) ? x.localeCompare(y) : both;
+      };
+      const rows = [...body.rows].sort(compare);
+      body.append(...(up ? rows : rows.reverse()));
+    });
+  });
+}
+// Search: numbers of blocks are alike, as equal blocks are shown as one.
+const plain = (text) => text.toLowerCase().replace(/\{[^}]*\}|(?<=^|\.)\d+(?=\.|$)/g, "#");
+const search = document.getElementById("search");
+const found = document.getElementById("found");
+const entries = [...document.querySelectorAll(".tree details, .tree .held")].map((element) => {
+  const path = element.dataset.path ?? element.parentElement.dataset.path ?? "";
+  const own = element.dataset.name ? `${path ? path + "." : ""}${element.dataset.name}` : path;
+  return { element, name: plain(own) };
+});
+const look = () => {
+  const wanted = plain(search.value.trim());
+  let count = 0;
+  for (const { element, name } of entries) {
+    const hit = wanted !== "" && name.includes(wanted);
+    const shown = element.tagName === "DETAILS" ? element.firstElementChild : element;
+    shown.classList.toggle("hit", hit);
+    if (!hit) continue;
+    if (count === 0) element.scrollIntoView({ block: "nearest" });
+    count += 1;
+    for (let at = element.parentElement; at; at = at.parentElement) {
+      if (at.tagName === "DETAILS") at.open = true;
+    }
+  }
+  found.textContent = wanted === "" ? "" : count === 1 ? "1 found" : `${count} found`;
+};
+search.addEventListener("input", look);
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "/" || /input|textarea/i.test(event.target.tagName)) return;
+  event.preventDefault();
+  search.focus();
+});
+// On paper all is unfolded.
+addEventListener("beforeprint", () => {
+  for (const one of document.querySelectorAll("details")) one.open = true;
+});

@@ -1,0 +1,140 @@
+"""Program: the calls of a plan in order, block by block, with the way of each value beside them.
+
+Of equal blocks the first is shown. Values run downwards in lanes: from the call that makes one to
+the last of the block that reads it. Movements stand where they are on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from autopar.drawing import Drawing
+from autopar.planner.candidate import Candidate
+from autopar.report.model import Call, Part, calls_of
+
+_STEP, _HEIGHT = 10.0, 24.0  # of lanes and of rows
+
+
+@dataclass(frozen=True)
+class Row:
+    """A call, and the lanes of values beside it."""
+
+    call: Call
+    module: str
+    lanes: Drawing
+
+
+@dataclass(frozen=True)
+class Block:
+    """Calls that follow each other, of a block that is there `count` times or of none."""
+
+    name: str
+    count: int
+    rows: tuple[Row, ...]
+
+    @property
+    def seconds(self) -> float:
+        return sum(row.call.seconds for row in self.rows)
+
+    @property
+    def movements(self) -> int:
+        return sum(row.call.moved is not None for row in self.rows)
+
+
+@dataclass(frozen=True)
+class _Repeated:
+    name: str  # `layers.{0..3}`
+    count: int
+
+
+def blocks(candidate: Candidate, root: Part) -> list[Block]:
+    """The program, of which `root` is the tree."""
+    repeated, shown = _repeated(root)
+    found: list[tuple[_Repeated, list[tuple[str, Call]]]] = []
+    for path, call in calls_of(candidate):
+        prefix = _prefix(path, repeated)
+        if prefix is not None and prefix not in shown:
+            continue
+        of = repeated[prefix] if prefix is not None else _Repeated("", 1)
+        if not found or found[-1][0] != of:
+            found.append((of, []))
+        found[-1][1].append((path, call))
+    return [Block(of.name, of.count, tuple(_rows(calls))) for of, calls in found]
+
+
+def _repeated(root: Part) -> tuple[dict[str, _Repeated], set[str]]:
+    """Of the paths of blocks, what they are shown as; and those that are shown."""
+    found: dict[str, _Repeated] = {}
+    shown: set[str] = set()
+
+    def look(part: Part, path: str) -> None:
+        for name, one in part.parts.items():
+            whole = f"{path}.{name}" if path else name
+            if one.count == 1:
+                look(one, whole)
+                continue
+            first, last = name[1:-1].split("..")
+            numbers = range(int(first), int(last) + 1)
+            paths = [f"{path}.{number}" if path else str(number) for number in numbers]
+            found.update(dict.fromkeys(paths, _Repeated(whole, one.count)))
+            shown.add(paths[0])
+
+    look(root, "")
+    return found, shown
+
+
+def _prefix(path: str, repeated: Mapping[str, _Repeated]) -> str | None:
+    """The block that a module stands in."""
+    names = path.split(".")
+    prefixes = (".".join(names[:count]) for count in range(1, len(names) + 1))
+    return next((prefix for prefix in prefixes if prefix in repeated), None)
+
+
+def _rows(calls: list[tuple[str, Call]]) -> Iterator[Row]:
+    """Rows with their lanes; a lane is free again after the last reader of its value."""
+    last = {read: call.name for _, call in calls for read in call.reads}
+    lane: dict[str, int] = {}
+    width = 0
+    drawn = []
+    for _, call in calls:
+        before = dict(lane)
+        for read in set(call.reads) & lane.keys():
+            if last[read] == call.name:
+                del lane[read]
+        own = next(n for n in range(len(lane) + 1) if n not in lane.values())
+        if call.name in last:
+            lane[call.name] = own
+        width = max(width, own + 1, *(n + 1 for n in before.values()), 1)
+        drawn.append((call, before, dict(lane), own))
+    for (module, _), (call, before, after, own) in zip(calls, drawn):
+        yield Row(call, module, _lanes(call, before, after, own, width))
+
+
+def _lanes(
+    call: Call, before: Mapping[str, int], after: Mapping[str, int], own: int, width: int
+) -> Drawing:
+    reads = [read for read in call.reads if read in before]
+    picture = Drawing(width * _STEP, _HEIGHT, f"{call.name} reads {_names(reads)}")
+    x, middle = _x(own), _HEIGHT / 2
+    for value, number in before.items():
+        if value in after:
+            picture.line([(_x(number), 0), (_x(number), _HEIGHT)], "lane")
+    for read in reads:
+        picture.line([(_x(before[read]), 0), (x, middle)], "lane")
+    if call.name in after:
+        picture.line([(x, middle), (x, _HEIGHT)], "lane")
+    if call.moved is None:
+        picture.dot(x, middle, 3.5, "call")
+    else:
+        corners = ((-5, 0), (0, -5), (5, 0), (0, 5))
+        picture.area([(x + a, middle + b) for a, b in corners], "moved")
+    return picture
+
+
+def _x(lane: int) -> float:
+    return (lane + 0.5) * _STEP
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(names) or "what is outside of its block"

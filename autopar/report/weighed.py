@@ -1,0 +1,78 @@
+"""Weighed: the ways to run a step that a plan was chosen from, by time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.drawing import Axis, Drawing
+from autopar.planner.candidate import Alternative
+from autopar.units import bytes_text, seconds_text, share_text
+
+_WIDTH, _HEIGHT, _LEFT, _BELOW = 960.0, 340.0, 76.0, 34.0
+
+
+@dataclass(frozen=True)
+class Way:
+    """One of them, and why it was not taken."""
+
+    figures: Alternative
+    is_chosen: bool
+    why: str
+
+    @property
+    def name(self) -> str:
+        """Without its figures."""
+        return str(self.figures).rpartition(": ")[0]
+
+
+def ways(alternatives: Sequence[Alternative], chosen: Alternative, limit: float) -> list[Way]:
+    """All of them, the fastest first."""
+    found = []
+    for one in sorted({*alternatives, chosen}, key=lambda one: (one.seconds, one.memory)):
+        is_chosen = one == chosen
+        if is_chosen:
+            why = "chosen"
+        elif not one.fits:
+            why = f"takes {bytes_text(one.memory)}, there are {bytes_text(limit)}"
+        elif one.seconds > chosen.seconds:
+            why = f"{share_text(one.seconds / chosen.seconds - 1)} slower"
+        else:
+            why = "as fast"
+        found.append(Way(one, is_chosen, why))
+    return found
+
+
+def scatter(some: Sequence[Way], limit: float) -> Drawing:
+    """Time to the right, memory upwards; a line along those that none beats in both."""
+    seconds = [one.figures.seconds for one in some]
+    memory = [one.figures.memory for one in some]
+    across = Axis(0.0, max(seconds) * 1.05, _LEFT, _WIDTH - 12)
+    up = Axis(0.0, max([*memory, min(limit, 2 * max(memory))]) * 1.05, _HEIGHT - _BELOW, 12)
+    label = f"{len(some)} ways to run a step by predicted time and memory"
+    picture = Drawing(_WIDTH, _HEIGHT, label)
+    for value in up.ticks(5):
+        picture.line([(_LEFT, up.at(value)), (_WIDTH - 12, up.at(value))], "rule")
+        picture.text(_LEFT - 6, up.at(value) + 4, bytes_text(value), "end")
+    for value in across.ticks(8):
+        picture.text(across.at(value), _HEIGHT - _BELOW + 16, seconds_text(value), "middle")
+    picture.text(_WIDTH - 12, _HEIGHT - 2, "predicted seconds of a step", "end")
+    if limit <= 2 * max(memory):
+        picture.line([(_LEFT, up.at(limit)), (_WIDTH - 12, up.at(limit))], "limit")
+        picture.text(_WIDTH - 12, up.at(limit) - 4, f"{bytes_text(limit)} of a device", "end")
+    edge = _frontier([one.figures for one in some])
+    picture.line([(across.at(one.seconds), up.at(one.memory)) for one in edge], "frontier")
+    for one in sorted(some, key=lambda one: one.is_chosen):
+        kind = "chosen" if one.is_chosen else "slower" if one.figures.fits else "large"
+        place = across.at(one.figures.seconds), up.at(one.figures.memory)
+        picture.dot(*place, 7 if one.is_chosen else 4, kind, f"{one.figures}: {one.why}")
+    return picture
+
+
+def _frontier(some: Sequence[Alternative]) -> list[Alternative]:
+    """Those that no other beats in time and memory, the fastest first."""
+    edge: list[Alternative] = []
+    for one in sorted(some, key=lambda one: (one.seconds, one.memory)):
+        if not edge or one.memory < edge[-1].memory:
+            edge.append(one)
+    return edge

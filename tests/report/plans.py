@@ -1,0 +1,35 @@
+"""Plans whose pages are looked at, each made once."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import autopar as ap
+from autopar.plan.plan import Plan
+from tests import models
+
+
+@lru_cache
+def pipelined() -> Plan:
+    """Chimera over two stages, two ranks in each."""
+    case = models.gpt(layers=6)
+    about = {"schedule": "chimera", "microbatches": 4, "cluster": ap.Cluster.preset("dgx-h100")}
+    return ap.plan(case.model, case.args, case.kwargs, mesh=ap.Mesh(pp=2, tp=2), **about)
+
+
+@lru_cache
+def chosen() -> Plan:
+    """Among all ways to run a step on two nodes."""
+    case = models.gpt(layers=6, batch=16)
+    return ap.plan(case.model, case.args, case.kwargs, cluster=ap.Cluster.preset("dgx-a100", 2))
+
+
+@lru_cache
+def megatron() -> Plan:
+    """Tensor parallelism of four ranks by annotation."""
+    case = models.gpt(layers=6, tied=False)
+    for block in case.model.layers:
+        for linear in (block.attention.q, block.attention.k, block.attention.v, block.up):
+            ap.shard(linear, params={"weight": ("tp", None)})
+    about = {"mesh": ap.Mesh(tp=4), "cluster": ap.Cluster.preset("dgx-h100")}
+    return ap.plan(case.model, case.args, case.kwargs, mode="propagate", **about)

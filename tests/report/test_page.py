@@ -1,0 +1,166 @@
+"""The page of a plan says what the plan says, in one file, to people who see it or do not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import InvalidInput
+from autopar.plan.plan import Plan
+from autopar.report.training import Run
+from autopar.units import bytes_text, seconds_text
+from tests import chromium
+from tests.report import plans
+
+needs_chromium = pytest.mark.skipif(chromium.COMMAND is None, reason="chromium is not installed")
+
+
+class Reader(HTMLParser):
+    """Words, and elements that are left open."""
+
+    EMPTY = ("meta", "link", "input", "br")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        self.open: list[str] = []
+        self.links: list[str] = []
+        self.names: set[str] = set()
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        about = dict(attrs)
+        self.names.add(about.get("id") or "")
+        self.links += filter(None, [about.get("href"), about.get("src")])
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, (tag, self.getpos())
+
+    def handle_data(self, data: str) -> None:
+        self.words += [data.strip()] if data.strip() else []
+
+
+def written(plan: Plan, folder: Path, **about: object) -> str:
+    path = folder / "plan.html"
+    plan.report(path, **about)  # type: ignore[arg-type]
+    return path.read_text()
+
+
+@pytest.mark.parametrize("make", [plans.pipelined, plans.chosen, plans.megatron])
+def test_it_is_whole_and_needs_nothing_else(make: object, tmp_path: Path) -> None:
+    assert callable(make)
+    reader = Reader(text := written(make(), tmp_path))
+    assert reader.open == []
+    inside = {link.removeprefix("#") for link in reader.links if link.startswith("#")}
+    assert inside <= reader.names
+    assert {link for link in reader.links if not link.startswith("#")} == {"data:,"}
+    assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", text)
+
+
+@pytest.mark.parametrize("make", [plans.pipelined, plans.chosen, plans.megatron])
+def test_its_numbers_are_those_of_the_plan(make: object, tmp_path: Path) -> None:
+    assert callable(make)
+    plan: Plan = make()
+    data, words = plan.to_json(), Reader(written(plan, tmp_path)).words
+    assert seconds_text(plan.seconds) in words
+    assert bytes_text(data["memory"]["peak"]) in words
+    assert str(data["microbatches"]) in words
+    for movement in data["movements"]:
+        assert any(f"{bytes_text(movement['bytes'])} over" in word for word in words)
+    for kind in ("parameters", "gradients", "optimizer", "activations"):
+        assert bytes_text(data["memory"][kind]) in words
+    for one in data["alternatives"]:
+        assert seconds_text(one["seconds"]) in words
+        assert bytes_text(one["memory"]) in words
+    for type_ in data["parameters"].values():
+        assert type_ in words
+
+
+def test_equal_blocks_are_shown_once(tmp_path: Path) -> None:
+    words = Reader(written(plans.megatron(), tmp_path)).words
+    assert "{0..5}" in words
+    assert words.count("x 6") == 2  # in the tree and in the program
+
+
+def test_a_run_is_shown_beside_its_prediction(tmp_path: Path) -> None:
+    plan = plans.pipelined()
+    run = Run([3.0, 2.0, 1.5], [0.2, 0.1, 0.1], 0.05, 1000, {"one process": [3.0, 2.0, 1.4]})
+    text = " ".join(Reader(written(plan, tmp_path, run=run, title="A <run>")).words)
+    assert text.startswith("A <run>")
+    assert "From 3 to 1.5 in 3 steps. The largest difference from one process is 1.0e-01." in text
+    assert "A step takes 100 ms (median), 10 ktokens/s; predicted were 50 ms" in text
+
+
+def test_where_it_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidInput, match="page of a plan can be written"):
+        plans.megatron().report(tmp_path / "file" / "plan.html")
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Page]:
+    path = tmp_path_factory.mktemp("pages") / "plan.html"
+    plans.chosen().report(path, run=Run([2.0, 1.0], [0.1, 0.1], 0.1))
+    with chromium.browser() as browser:
+        yield browser.open(path)
+
+
+@needs_chromium
+class TestInABrowser:
+    def test_it_asks_for_nothing_and_complains_of_nothing(self, opened: chromium.Page) -> None:
+        assert opened.complaints == []
+        assert opened.run("document.querySelectorAll('svg').length") > 5
+
+    def test_search_finds_a_parameter_of_any_block(self, opened: chromium.Page) -> None:
+        opened.press("/")
+        opened.write("layers.4.up.weight")
+        assert opened.run("document.getElementById('found').textContent") == "1 found"
+        shown = opened.run("document.querySelector('.hit').checkVisibility()")
+        assert shown
+        assert "weight" in opened.run("document.querySelector('.hit').textContent")
+        opened.run("search.value = 'nothing.of.this'; look()")
+        assert opened.run("document.getElementById('found').textContent") == "0 found"
+
+    def test_columns_sort_by_value_with_the_keyboard(self, opened: chromium.Page) -> None:
+        column = "[...document.querySelectorAll('#costs tbody td:nth-child(3)')]"
+        seconds = f"{column}.map(cell => Number(cell.dataset.value))"
+        before = opened.run(seconds)
+        assert before == sorted(before, reverse=True)
+        opened.run("document.querySelectorAll('#costs th button')[2].focus()")
+        opened.press("Enter", "\r")
+        assert opened.run(seconds) == before
+        opened.press("Enter", "\r")
+        assert opened.run(seconds) == sorted(before)
+
+    def test_modules_unfold_with_the_keyboard(self, opened: chromium.Page) -> None:
+        first = "document.querySelector('.tree details')"
+        opened.run(f"{first}.open = false; {first}.firstElementChild.focus()")
+        opened.press("Enter", "\r")
+        assert opened.run(f"{first}.open")
+
+    @pytest.mark.parametrize("width", [360, 800, 1400])
+    def test_it_is_as_wide_as_the_screen(self, opened: chromium.Page, width: int) -> None:
+        opened.resize(width, 800)
+        assert opened.run("document.documentElement.scrollWidth") == width
+
+    def test_it_follows_the_colours_that_are_asked_for(self, opened: chromium.Page) -> None:
+        back = "getComputedStyle(document.body).backgroundColor"
+        opened.media(prefers_color_scheme="light")
+        light = opened.run(back)
+        opened.media(prefers_color_scheme="dark")
+        assert opened.run(back) != light
+        opened.media()
+
+    def test_on_paper_all_is_unfolded(self, opened: chromium.Page) -> None:
+        opened.send("Page.printToPDF")
+        assert opened.run("[...document.querySelectorAll('details')].every(one => one.open)")

@@ -1,0 +1,127 @@
+"""Pictures show what there is: every action, all of a step's time, what is sent and held."""
+
+from __future__ import annotations
+
+import math
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+import autopar as ap
+from autopar.drawing import Axis, Drawing
+from autopar.pipeline import schedule, simulate
+from autopar.pipeline.step_memory import course_of_step, most_in_step
+from autopar.report.machine import traffic
+from autopar.report.model import tree
+from autopar.report.program import blocks
+from autopar.report.step import seconds
+from autopar.report.weighed import scatter, ways
+from tests import models
+from tests.report import plans
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def kinds(text: str) -> list[str]:
+    return [box.get("class") or "" for box in ET.fromstring(text).iter(f"{SVG}rect")]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "chimera", "zb-v"])
+def test_a_time_line_has_a_box_for_each_action(name: str, tmp_path: Path) -> None:
+    made = schedule(name, stages=4, microbatches=8)
+    simulate(made, forward=1, backward=2, sync_cost=1.0).save(tmp_path / "made.svg")
+    shown = kinds((tmp_path / "made.svg").read_text())
+    for kind in "FBIW":
+        count = sum(action.kind == kind for _, action in made.actions)
+        legend = len({action.pipe % 2 for _, action in made.actions if action.kind == kind})
+        assert sum(one[0] == kind for one in shown if len(one) == 2) == count + legend
+
+
+def test_a_long_time_line_is_a_few_shapes(tmp_path: Path) -> None:
+    made = schedule("1f1b", stages=32, microbatches=256)
+    simulate(made, forward=1, backward=2).save(tmp_path / "made.svg")
+    text = (tmp_path / "made.svg").read_text()
+    assert len(text) < 1e6
+    drawn = re.findall(r'<path class="(\w)0" d="([^"]*)"', text)
+    assert {kind: way.count("M") for kind, way in drawn} == {"F": 32 * 256, "B": 32 * 256}
+
+
+@pytest.mark.parametrize("make", [plans.pipelined, plans.chosen, plans.megatron])
+def test_the_parts_of_a_step_are_the_step(make: object) -> None:
+    assert callable(make)
+    plan = make()
+    assert math.isclose(sum(one.size for one in seconds(plan)), plan.cost.seconds, rel_tol=1e-9)
+
+
+def test_megatron_sends_what_its_formulas_say() -> None:
+    plan = plans.megatron()
+    batch, sequence, hidden, layers, ranks = 8, 8, 32, 6, 4
+    size = batch * sequence * hidden * 8
+    sums = [one for one in traffic(plan) if one.what == "all_reduce"]
+    assert {one.axes for one in sums} == {"tp"}
+    # Two sums of each layer forward and two backward, each (n - 1) / n of the activation, twice.
+    assert sum(one.bytes for one in sums) == 4 * layers * 2 * (ranks - 1) / ranks * size
+
+
+@pytest.mark.parametrize("name", ["chimera", "1f1b", "zb-v"])
+def test_what_a_rank_holds_at_most_is_the_top_of_its_course(name: str) -> None:
+    case = models.gpt(layers=4, tied=False)
+    machines = ap.Cluster.preset("dgx-h100")
+    about = {"mesh": ap.Mesh(pp=2, dp=2), "schedule": name, "microbatches": 4, "cluster": machines}
+    plan = ap.plan(case.model, case.args, case.kwargs, **about)
+    assert plan.pipelining is not None
+    made, stages = plan.pipelining.schedule, plan.taken_by_stages(plan.pipelining)
+    for rank in range(made.ranks):
+        course = course_of_step(made, rank, stages)
+        tops = [sum(sizes) for sizes in zip(*course.values())]
+        assert len(tops) == len(made.orders[rank])
+        assert math.isclose(max(tops), most_in_step(made, rank, stages), rel_tol=1e-9)
+
+
+def test_the_tree_has_all_time_and_all_parameters() -> None:
+    plan = plans.chosen()
+    root = tree(plan)
+    calls = [node for node in plan.rewritten.nodes if node.op == "call_function"]
+    assert math.isclose(root.seconds, sum(plan.prices.own(node).seconds for node in calls))
+    layers = root.parts["layers"].parts
+    assert [(name, part.count) for name, part in layers.items()] == [("{0..5}", 6)]
+
+
+def test_blocks_are_in_the_order_of_the_program() -> None:
+    plan = plans.megatron()
+    shown = blocks(plan, tree(plan))
+    assert [(one.name, one.count) for one in shown] == [("", 1), ("layers.{0..5}", 6), ("", 1)]
+    order = {node.name: at for at, node in enumerate(plan.rewritten.nodes)}
+    for block in shown:
+        places = [order[row.call.name] for row in block.rows]
+        assert places == sorted(places)
+    inside = shown[1]
+    assert inside.movements == sum(row.call.moved is not None for row in inside.rows) > 0
+
+
+def test_each_way_says_why_it_was_not_taken() -> None:
+    plan = plans.chosen()
+    limit = plan.cluster.device.memory
+    found = ways(plan.alternatives, plan.alternative(limit), limit)
+    assert len(found) == len({*plan.alternatives, plan.alternative(limit)})
+    assert [one.why for one in found].count("chosen") == 1
+    for one in found:
+        assert one.is_chosen or "slower" in one.why or "takes" in one.why or one.why == "as fast"
+    assert str(scatter(found, limit)).count("<circle") == len(found)
+
+
+def test_ticks_are_round_and_inside() -> None:
+    for least, most in [(0.0, 1.0), (0.0, 3e-5), (0.0, 7.7e9), (1.0, 20.0), (0.0, 0.3)]:
+        ticks = Axis(least, most, 0.0, 100.0).ticks()
+        assert 3 <= len(ticks) <= 8
+        assert all(least <= tick <= most * (1 + 1e-9) for tick in ticks)
+
+
+def test_words_are_escaped() -> None:
+    picture = Drawing(10, 10, 'a "<b>" & c')
+    picture.text(0, 0, "<script>")
+    picture.box(0, 0, 1, 1, "idle", title="<x>")
+    ET.fromstring(picture.file())
+    assert "<script>" not in str(picture)
