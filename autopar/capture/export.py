@@ -33,6 +33,7 @@ from autopar.capture.autocasts import (
     switched,
 )
 from autopar.capture.blind_losses import looks_at_no_values
+from autopar.capture.caches import emptied_afterwards
 from autopar.capture.captured import Captured, Example
 from autopar.capture.checkpoints import checkpoints_marked, warn_of_buffers
 from autopar.capture.containers import Content, contents_seen
@@ -100,8 +101,14 @@ def capture(
     check_call(model, args, kwargs, given)
     kwargs, autocasts = dict(kwargs or {}), active()
     refuse_hooks(model)
-    blind = looks_at_no_values()
-    with outside_fake_mode(), torch.inference_mode(False), torch.enable_grad(), switched(()), blind:
+    blind, files = looks_at_no_values(), set[str]()
+    with (
+        outside_fake_mode() as own,
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        switched(()),
+        blind,
+    ):
         mode = new_mode()
         leaves, input_spec = pytree.tree_flatten((args, kwargs))
         device = home(model, leaves)
@@ -116,8 +123,8 @@ def capture(
         asked = decisions_made(values)
         with seen as changes, hooks_refused() as lines, inside(run, autocasts), asked as decided:
             own_args, own_kwargs = pytree.tree_unflatten(inputs, input_spec)
-            with put_back(run):
-                program, contents = _export(run, mode, own_args, own_kwargs, given)
+            with put_back(run), emptied_afterwards(run, files, own):
+                program, contents = _export(run, mode, own_args, own_kwargs, given, files)
         require_casting(program)
         held = masters(copy, mode, precision) | dict(copy.named_buffers())
         builder = flatten(program, mode, _canonical(copy), held, input_spec, fakes)
@@ -131,7 +138,9 @@ def capture(
         for write in writes:
             named = zip(captured.inputs, leaves, strict=True)
             require_apart(write, {name: leaf for name, leaf in named if name is not None})
-        warn_of_counters(run, mode, pytree.tree_unflatten(inputs, input_spec), changes)
+        if changes.numbers or changes.tensors:
+            with emptied_afterwards(run, files, own):
+                warn_of_counters(run, mode, pytree.tree_unflatten(inputs, input_spec), changes)
     warn_of_memory(lines)
     warn_of_buffers(captured)
     verify(captured.graph, "captured")
@@ -146,11 +155,13 @@ def _export(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     given: str,
+    files: set[str],
 ) -> tuple[ExportedProgram, list[Content]]:
     contents: list[Content] = []
     try:
         with ExitStack() as stack:
             stack.enter_context(generators_kept(model))
+            stack.enter_context(whole_stacks(files))
             for around in _AROUND:
                 stack.enter_context(around())
             stack.enter_context(blocks_followed_once(model))
@@ -243,7 +254,6 @@ def _quiet() -> Iterator[None]:
 # Around forward while it is followed.
 _AROUND = (
     _quiet,
-    whole_stacks,
     own_backwards_kept,
     checkpoints_marked,
     idle_refused,

@@ -34,21 +34,28 @@ _LIBRARIES = tuple(
 
 
 @contextmanager
-def whole_stacks() -> Iterator[None]:
-    """Let export record functions called from forward too, not only the lines of forward itself."""
+def whole_stacks(files: set[str]) -> Iterator[None]:
+    """Let export record functions called from forward too, not only the lines of forward itself;
+    the `files` of all are noted."""
+
+    def inside(_: object, stack: traceback.StackSummary) -> traceback.StackSummary:
+        found = _inside_forward(stack)
+        files.update(frame.filename for frame in found)
+        return found
+
     # Seen in torch 2.13: the frames that a tracer keeps are chosen by this method alone.
     before = getattr(TracerBase, "_filter_traceback_frames", None)
     if before is None:  # without it the lines of forward are recorded, which is enough to work
         yield
         return
-    TracerBase._filter_traceback_frames = _inside_forward  # type: ignore
+    TracerBase._filter_traceback_frames = inside  # type: ignore
     try:
         yield
     finally:
         TracerBase._filter_traceback_frames = before  # type: ignore[method-assign]
 
 
-def _inside_forward(_: object, stack: traceback.StackSummary) -> traceback.StackSummary:
+def _inside_forward(stack: traceback.StackSummary) -> traceback.StackSummary:
     names = [frame.name for frame in stack]
     start = names.index("forward") if "forward" in names else len(names)
     return traceback.StackSummary.from_list([f for f in stack[start:] if is_users(f.filename)])
