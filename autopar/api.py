@@ -29,6 +29,7 @@ from autopar.mesh import Mesh
 from autopar.options import DynamicShapesLike, PlanOptions, RecomputeLike, ScheduleLike, StatesLike
 from autopar.plan.plan import Plan, SavedPlan
 from autopar.planner.request import Mode
+from autopar.planner.verdict import tell_of_statistics
 from autopar.planning import make_plan
 from autopar.precision import Precision
 from autopar.progress import Report
@@ -130,7 +131,7 @@ class _Call:
         if place == "virtual" or not is_rank:
             self.validate(place)
         if place == "virtual":
-            decided = self.decide(self.plan)
+            decided = self.decide_and_tell()
             if asked.backend is None and decided.whole_mesh.size > 1:
                 tell_of_virtual_mesh()
             validate_compiled_mesh(place, asked.compile, decided.whole_mesh)
@@ -165,6 +166,13 @@ class _Call:
         require_constants(decided.original)
         return decided
 
+    def decide_and_tell(self) -> Plan:
+        """The same, telling of a plan that was given what is told of a new one as it is made."""
+        decided = self.decide(self.plan)
+        if self.plan is not None:
+            tell_of_statistics(decided.original, decided.microbatches)
+        return decided
+
     def decide_together(self) -> Plan:
         """The plan of rank 0, on all ranks."""
 
@@ -174,8 +182,8 @@ class _Call:
             return require_equal(self.decide(self.plan), first)
 
         if dist.get_world_size() == 1:
-            return self.decide(self.plan)
-        return agree(lambda: self.decide(self.plan), follow)
+            return self.decide_and_tell()
+        return agree(self.decide_and_tell, follow)
 
     def module(self, decided: Plan, backend: Backend) -> ParallelModule:
         on_processes = not isinstance(backend, VirtualBackend)

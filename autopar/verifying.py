@@ -25,8 +25,10 @@ from autopar.collectives import from_ranks
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.options import DynamicShapesLike, PlanOptions, RecomputeLike, ScheduleLike, StatesLike
+from autopar.passes.microbatches import batch_statistics
 from autopar.plan.plan import Plan, SavedPlan
 from autopar.planner.request import Mode
+from autopar.planner.verdict import named_statistics
 from autopar.precision import Precision
 from autopar.progress import Report
 from autopar.runtime.module import ParallelModule
@@ -181,7 +183,7 @@ def _side_by_side(
     outputs, difference = _forward(plan, original, _again(call), tolerances)
     trained = replace(_train_parallel(module, _again(call), steps, rate), outputs=outputs)
     if any(row.differs for row in compare(trained, exported, tolerances)):
-        differences.append(difference or _AFTER_FORWARD)
+        differences.append(difference or _of_statistics(plan) or _AFTER_FORWARD)
     found = Verification(
         module.plan.whole_mesh,
         _how(module.plan),
@@ -286,6 +288,16 @@ def _forward(
     places = [str(index) for index, leaf in leaves if isinstance(leaf, fx.Node)]
     shown = {} if plan.batches else {p: made[n] for p, n in zip(places, outputs)}
     return shown, (found[0] if found else None)
+
+
+def _of_statistics(plan: Plan) -> Difference | None:
+    """What a plan asks of batch norm, if that is another than the plain model's."""
+    statistics = batch_statistics(plan.original)
+    if not statistics or plan.microbatches == 1:
+        return None
+    sides = "of the batch", f"of each of {plan.microbatches} micro-batches"
+    where = f"statistics of {named_statistics(statistics)}"
+    return Difference("captured and parallel", where, sides, info(statistics[0]).source)
 
 
 def _how(plan: Plan) -> str:

@@ -3,6 +3,7 @@
 require_rules(captured)         before its search, with strict=True
 refuse_random(captured, mesh, microbatches)
 tell(captured, best)            of what was chosen
+tell_of_statistics(captured, microbatches)
 """
 
 from __future__ import annotations
@@ -29,14 +30,8 @@ def tell(captured: Captured, best: Candidate, before: Candidate | None = None) -
     """Refuse or tell what is wrong with a plan that was chosen. What was told of the plan
     `before` is not told again."""
     refuse_random(captured, best.whole_mesh, best.microbatches)
-    statistics = batch_statistics(captured)
-    is_told = before is not None and batch_statistics(before.captured)
-    if statistics and best.microbatches > 1 and not is_told:
-        warn(
-            f"{named_statistics(statistics)} takes its statistics over each of {best.microbatches} "
-            "micro-batches, not over the batch: loss, gradients and running statistics are not "
-            "those of microbatches=1"
-        )
+    if before is None or not batch_statistics(before.captured):
+        tell_of_statistics(captured, best.microbatches)
     known = {one.operator for one in before.decisions.fallbacks} if before is not None else set()
     replicated: dict[str, list[Fallback]] = {}
     # One that draws random numbers is here on one rank alone, where there is nothing to cut.
@@ -48,6 +43,17 @@ def tell(captured: Captured, best: Candidate, before: Candidate | None = None) -
         warn(
             f"{operator} has no rule and runs replicated ({len(found)} times, first at "
             f"{found[0].source}): every rank does all of it. {rule_for(calls[found[0].node])}"
+        )
+
+
+def tell_of_statistics(captured: Captured, microbatches: int) -> None:
+    """Tell where micro-batches, which somebody has asked for, make another loss."""
+    statistics = batch_statistics(captured)
+    if statistics and microbatches > 1:
+        warn(
+            f"{named_statistics(statistics)} takes its statistics over each of {microbatches} "
+            "micro-batches, not over the batch: loss, gradients and running statistics are not "
+            "those of microbatches=1"
         )
 
 
