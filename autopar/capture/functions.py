@@ -3,7 +3,7 @@
 Export records what the forward of a `torch.autograd.Function` does, operator by operator, and
 nothing of its backward: a gradient would be that of those operators, another one or none at all.
 So a call of it is one of an operator of torch, `own_functions::NAME`, with the same forward and
-backward. It runs whole on every rank, unless there is a rule for it:
+backward. It is cut as what it does allows (`function_rules.py`), or as a rule for it says:
 
     register_rule(MyFunction, "... -> ...")
 
@@ -31,11 +31,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar._torch import memory_of
 from autopar.capture.autocasts import Autocast, active, switched
 from autopar.capture.fake import FakeTensor, FakeTensorMode
+from autopar.capture.function_rules import followed_rule
 from autopar.capture.hooks import replaced
 from autopar.capture.maps import whole_of
 from autopar.errors import InvalidInput
 from autopar.lines import caller
-from autopar.strategies import made_of
+from autopar.strategies import Call, Rule, made_of
 
 _INNER = ("torch.", "autopar.")  # these stand behind operators that the graph keeps
 _COMPILED = "AutogradFunctionApply."  # what torch's compiler makes of one with a gradient
@@ -212,6 +213,20 @@ class _Operator:
         found = _slopes(self.cls, context, slopes)
         return *(found[place] for place in self.places), None
 
+    def rule(self, call: Call) -> Rule | None:
+        """As far as it may be cut by what it does; where a user says nothing of it."""
+        settings = call["settings"]
+        if self.settings[settings].autocasts:
+            return None
+
+        def both(tensors: Sequence[Tensor], slopes: Sequence[Tensor]) -> Any:
+            args = self._args(tensors, settings)
+            result, context = _forward(self.cls, args, (True,) * len(args), ())
+            found = _slopes(self.cls, context, slopes)
+            return pytree.tree_leaves(result), [found[place] for place in self.places]
+
+        return followed_rule(call, both)
+
     def _differentiable(
         self,
         args: list[Any],
@@ -260,7 +275,7 @@ def _operator(
         name = re.sub(r"\W+", "_", cls.__qualname__.replace("<locals>", ""))
         same = sum(one.cls.__qualname__ == cls.__qualname__ for one in _made.values())
         _made[key] = _Operator(cls, places, seen.results, f"{name}_{same}" if same else name)
-        made_of(getattr(getattr(torch.ops, _NAMESPACE), _made[key].name), cls)
+        made_of(getattr(getattr(torch.ops, _NAMESPACE), _made[key].name), cls, _made[key].rule)
     return _made[key], seen.passed_over
 
 

@@ -142,7 +142,7 @@ class Call:
             cuttable,
             whole=marked,
             passes=tuple(map(frozenset, passes)),
-            text=_render(into, out, marked),
+            text=line_of(into, out, marked),
             saved=of_large(saved),
             kept={name: of_large(own) for name, own in kept.items()},
             **{**options, "flops": float(product(cuttable)) if flops is None else flops},
@@ -188,7 +188,7 @@ class Traits:
 
 _RULES: dict[Operator, tuple[RuleFunction, Traits]] = {}
 _UNKNOWN = None, Traits()
-_MADE_OF: dict[Operator, Operator] = {}
+_MADE_OF: dict[Operator, tuple[Operator, RuleFunction]] = {}
 
 
 def register_rule(
@@ -324,17 +324,19 @@ def registered() -> tuple[Operator, ...]:
 def _find(target: Operator) -> tuple[RuleFunction | None, Traits]:
     if target not in _RULES and isinstance(target, torch._ops.OpOverload):
         target = target.overloadpacket
-    return _RULES.get(target, _RULES.get(_MADE_OF.get(target, target), _UNKNOWN))
+    function, own = _MADE_OF.get(target, (target, None))
+    unknown = _UNKNOWN if own is None else (own, Traits())
+    return _RULES.get(target, _RULES.get(function, unknown))
 
 
-def made_of(operator: Operator, function: Operator) -> None:
-    """Calls of `operator`, which was made of `function`, have the rule of that."""
-    _MADE_OF[operator] = function
+def made_of(operator: Operator, function: Operator, rule: RuleFunction) -> None:
+    """Calls of `operator`, which was made of `function`, have the rule of that; or else this."""
+    _MADE_OF[operator] = function, rule
 
 
 def origin_of(target: Operator) -> Operator:
     """What a rule is registered for: the operator, or what it was made of."""
-    return _MADE_OF.get(getattr(target, "overloadpacket", target), target)
+    return _MADE_OF.get(getattr(target, "overloadpacket", target), (target,))[0]
 
 
 def _linear_passes(rule: Rule, call: Call) -> Iterator[frozenset[int]]:
@@ -424,7 +426,7 @@ def _bind(node: fx.Node) -> tuple[dict[str, Any], frozenset[str]]:
     return named, frozenset(annotated)
 
 
-def _render(
+def line_of(
     inputs: Sequence[Sequence[Dim]], outputs: Sequence[Sequence[Dim]], whole: frozenset[str]
 ) -> str:
     """The line of a rule that was derived from shapes."""

@@ -289,7 +289,11 @@ def test_one_that_is_mapped_is_refused() -> None:
 
 
 class Unruled(Rounded):
-    """One without a rule."""
+    """One that knows how many elements there are, so that it is not known how it may be cut."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slope: float) -> Tensor:
+        return Rounded.forward(ctx, x, slope) * x.numel()
 
 
 class Rounding(nn.Module):
