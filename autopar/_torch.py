@@ -17,13 +17,13 @@ from torch import Tensor, fx, nn
 from torch import _foreach_add_ as add_each  # tensors to tensors, from any dtype to any
 from torch import _foreach_copy_ as copy_each  # tensors into tensors, from any dtype to any
 
-# What an Autograd-key kernel needs to call the kernel below it, and the count of active dispatch
-# modes (tracing, fake tensors).
-# A guard under which attributes of DTensors and parameters are read in half the time.
+# A guard under which attributes of DTensors and parameters are read in half the time; by what a
+# kernel for autograd calls the one below it; how many dispatch modes (tracing, fakes) are active.
 from torch._C import DisableTorchFunctionSubclass as plain_attributes
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._C import _len_torch_dispatch_stack as active_modes
 from torch._C._autograd import _top_saved_tensors_default_hooks as _outer_hooks
+from torch._functorch import eager_transforms as function_transforms
 from torch._functorch.predispatch import _vmap_decrement_nesting as mapping_ends
 from torch._functorch.predispatch import _vmap_increment_nesting as mapping_begins
 from torch._utils import _flatten_dense_tensors as joined_flat  # one tensor of them all
@@ -54,6 +54,7 @@ __all__ = [  # of what is imported here for others
     "add_each",
     "below_autograd",
     "copy_each",
+    "function_transforms",
     "joined_flat",
     "mapping_begins",
     "mapping_ends",

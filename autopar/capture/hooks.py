@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import graph
+from torch.autograd import forward_ad, functional, graph
 
 from autopar import _torch
 from autopar.capture.source import is_users
@@ -26,6 +26,12 @@ from autopar.lines import caller, describe, frames_to_caller
 
 _ON_TENSORS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 _SEEDS = ("manual_seed", "seed", "initial_seed")  # that are set or asked
+_DERIVATIVES = (
+    (torch.autograd, "grad"),
+    (torch.func, "linearize"),
+    (forward_ad, "make_dual"),
+    *((functional, name) for name in ("vjp", "jvp", "jacobian", "hessian", "vhp", "hvp")),
+)
 _ON_NODES = ("register_hook", "register_prehook")  # of a grad_fn
 _ONLY_MEMORY = (graph.save_on_cpu,)
 
@@ -72,6 +78,9 @@ def hooks_refused() -> Iterator[list[str | None]]:
         stack.enter_context(replaced(Tensor, "grad_fn", property(grad_fn)))
         for owner in (Tensor, torch.autograd):
             stack.enter_context(replaced(owner, "backward", _refuse_backward(owner.backward)))
+        for owner, name in _DERIVATIVES:
+            refuse = _refuse_gradient(f"{owner.__name__}.{name}", getattr(owner, name))
+            stack.enter_context(replaced(owner, name, refuse))
         for name in _SEEDS:
             stack.enter_context(replaced(torch, name, _refuse_seed(name, getattr(torch, name))))
         stack.enter_context(replaced(graph.saved_tensors_hooks, "__enter__", enter))
@@ -139,6 +148,28 @@ def _refuse_backward(plain: Callable[..., Any]) -> Callable[..., Any]:
                 remedy="return the loss, or add it to the one that is returned",
                 source=caller(),
             )
+        return plain(*args, **kwargs)
+
+    return call
+
+
+def gradient_refused(what: str) -> InvalidInput:
+    """A gradient that forward asks for, other than by what is followed."""
+    return InvalidInput(
+        "forward differentiates functions by torch.func.grad and its like, called by that name",
+        got=f"{what} in forward",
+        remedy="torch.func.grad(function)(x), or grad_and_value, jvp, jacrev, jacfwd, hessian of "
+        "torch.func; not by a name of one's own (from torch.func import grad)",
+        source=caller(),
+    )
+
+
+def _refuse_gradient(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The same of derivatives of what is there already, which export drops."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_users(sys._getframe(1).f_code.co_filename):
+            raise gradient_refused(name)
         return plain(*args, **kwargs)
 
     return call

@@ -21,7 +21,7 @@ from autopar.strategies import Call
 from autopar.strategies.kernels.draws import Place
 from autopar.strategies.node_info import flat, info
 from autopar.strategies.registry import origin_of
-from autopar.strategies.results import maker
+from autopar.strategies.results import maker, tensors_of
 
 
 def listing(graph: fx.Graph, origins: bool = True) -> str:
@@ -68,12 +68,13 @@ def registered_as(target: Callable[..., Any] | str) -> str:
 def rule_for(node: fx.Node) -> str:
     """The line that would let an operator be cut, if it does what its shapes allow."""
     call, operator = Call(node), registered_as(node.target)
-    inputs, outputs = call.shapes, [tuple(output.shape) for output in call.outputs]
+    inputs, outputs = call.shapes, [tuple(output.shape) for output in tensors_of(node)]
     shapes = [*inputs, *outputs]
-    if len({*shapes}) == 1:
+    gives_all = len(outputs) == len(call.outputs)  # of a backward some may be left out
+    if gives_all and len({*shapes}) == 1:
         line = f"{', '.join(['...'] * len(inputs))} -> {', '.join(['...'] * len(outputs))}"
         return f'register_rule({operator}, "{line}") cuts it, if it goes element by element'
-    if inputs and all(shapes) and len({shape[0] for shape in shapes}) == 1:
+    if gives_all and inputs and all(shapes) and len({shape[0] for shape in shapes}) == 1:
         letters = (letter for letter in ascii_lowercase if letter != "b")
         terms = [" ".join(["b", *(f"{next(letters)}!" for _ in s[1:])]) for s in shapes]
         line = f"{', '.join(terms[: len(inputs)])} -> {', '.join(terms[len(inputs) :])}"

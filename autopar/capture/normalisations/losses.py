@@ -15,6 +15,7 @@ from autopar.capture.graph_builder import GraphBuilder, Site, rewrites, shape_of
 from autopar.strategies import Call
 from autopar.strategies.kernels import count_classes, count_targets, cross_entropy
 from autopar.strategies.node_info import info
+from autopar.strategies.results import has_results
 
 aten = torch.ops.aten
 
@@ -97,6 +98,8 @@ def losses_of_elements(builder: GraphBuilder) -> None:
         call = Site(builder, node)
         reduction, names = call.get("reduction", NONE), list(call.arguments)
         if not isinstance(reduction, int) or reduction == NONE or node.target in _CLASS_LOSSES:
+            continue
+        if has_results(node) or shape_of(node):  # as the gradient of such a loss
             continue
         place = names.index("reduction")
         before, after = [call[name] for name in names[:place]], node.args[place + 1 :]
