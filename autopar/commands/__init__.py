@@ -15,6 +15,7 @@ COMMANDS = {
     "explain": "autopar.commands.explain",
     "diff": "autopar.commands.diff",
     "report": "autopar.commands.report",
+    "compare": "autopar.commands.compare",
     "verify": "autopar.commands.verify",
     "simulate": "autopar.pipeline.command",
     "doctor": "autopar.commands.doctor",

@@ -68,6 +68,9 @@ class Recorded:
     peak_activations: float = 0.0
 
 
+Spans = list[tuple[Action, float, float]]  # of a step: when each action began and ended
+
+
 Workers = Mapping[tuple[int, int], Worker]
 
 
@@ -90,11 +93,25 @@ class RankRunner:
         self._kept = [worker.kept for worker in workers.values()]
         self._whole = schedule.chunks * schedule.parts
         self.recorded = Recorded()
+        self._clock: Callable[[], float] = lambda: 0.0
+        self._left = 0  # steps that are still to be recorded
+        self._steps: list[Spans] = []
+        self._spans: Spans | None = None  # of the step that runs, if it is recorded
+
+    def record(self, steps: int, clock: Callable[[], float]) -> list[Spans]:
+        """The times of the next steps, as they come."""
+        self._clock, self._left, self._steps = clock, steps, []
+        return self._steps
 
     def start(self) -> None:
         """A step begins."""
         self.recorded = Recorded()
         self.transport.start()
+        self._spans = None
+        if self._left and self.schedule.goes_back:
+            self._spans = []
+            self._steps.append(self._spans)
+            self._left -= 1
 
     @property
     def _position(self) -> int:
@@ -119,11 +136,14 @@ class RankRunner:
             received[key.microbatch] = transport.receive(key, sender)
         for key, sender in self._inputs[position + 1]:
             transport.expect(key, sender)
-        outputs = self._outputs[position]
+        outputs, spans = self._outputs[position], self._spans
+        begun = 0.0 if spans is None else self._clock()
         for number, microbatch in enumerate(action.microbatches):
             values = self._do(action, microbatch, received.get(microbatch, []))
             if outputs:
                 transport.send(*outputs[number], values)
+        if spans is not None:
+            spans.append((action, begun, self._clock()))
         self.recorded.order.append(action)
         self.after(position)
 

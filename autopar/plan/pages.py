@@ -1,4 +1,4 @@
-"""Pages: a plan as a file to look at in a browser."""
+"""Pages: a plan as a file to look at, in a browser or as a trace."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from autopar.errors import InvalidInput
 from autopar.plan.value import PlanValue
 from autopar.report.page import Asked, page
+from autopar.report.trace import events_of, write
 from autopar.report.training import Run, sections
 
 
@@ -28,3 +29,9 @@ def report(
             got=f"{path}: {error.strerror}",
             remedy="give another path",
         ) from None
+
+
+def trace(plan: PlanValue, path: str | Path) -> None:
+    """Write the predicted step as a trace for Chrome or Perfetto, packed where `path` ends with
+    `.gz`: actions of each rank, calls with their movements, sums of gradients."""
+    write(path, events_of(plan), "simulated")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from inspect import get_annotations
 from typing import Any, Literal, cast, overload
@@ -26,7 +26,6 @@ from autopar.runtime.distributed import TorchBackend
 from autopar.runtime.expert_balance import expert_balance
 from autopar.runtime.first_batches import FirstBatches, FirstSlices
 from autopar.runtime.loss_scale import LossScale, give_back, require_scale, taken
-from autopar.runtime.memory import MemoryUse, MemoryWatch, held_by, here, use_of
 from autopar.runtime.modes import Modes
 from autopar.runtime.old_parameters import note_old_parameters
 from autopar.runtime.optimizers import note_module
@@ -46,11 +45,12 @@ from autopar.runtime.step_loss import StepLoss
 from autopar.runtime.step_words import told_apart
 from autopar.runtime.tensors import Tensors
 from autopar.runtime.values import Values
+from autopar.runtime.watched import Watched
 from autopar.runtime.whole import whole, written_whole
 from autopar.runtime.wrapping import Unwrapped
 
 
-class ParallelModule(Unwrapped, Described):
+class ParallelModule(Unwrapped, Described, Watched):
     """Called and differentiated like the original; `step` takes a whole global batch.
 
     A call runs the batch in one go, a step in the micro-batches of the plan: what the plan says of
@@ -76,7 +76,6 @@ class ParallelModule(Unwrapped, Described):
     _first: FirstBatches | None = None
     _layouts: dict[str, Layout]
     _names: tuple[str, ...]
-    _peak: int | None  # bytes of all but an optimizer's, where they were watched
     _programs: Programs
     _tensors: Tensors
 
@@ -360,30 +359,6 @@ class ParallelModule(Unwrapped, Described):
             total = self.backend.norm(self._gradients(), float(norm_type))
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
         return total
-
-    def memory(self, optimizer: torch.optim.Optimizer | None = None) -> MemoryUse:
-        """The bytes that this process's ranks hold now, by kind, beside the plan's; prints as a
-        table, and `memory()[rank]["parameters"].held` is a number.
-
-        `optimizer`: whose states are counted. The peak is that of `watching_memory`; on a GPU it is
-        known always. On the virtual mesh, where ranks share memory, pieces are counted by layouts.
-        """
-        return use_of(self, self.plan, self.backend, optimizer, self._peak)
-
-    @contextmanager
-    def watching_memory(self) -> Iterator[None]:
-        """Follow torch's allocator inside, for the peak that `memory()` tells.
-
-        On a CPU by a profiler, which slows what runs, and does not see what is let go inside that
-        was there before (call `zero_grad()` outside); on the virtual mesh, where all ranks share
-        the memory of one process, none of them has a peak.
-        """
-        held = held_by(self, self.backend, None)
-        before = sum(size or 0 for size in here(held, self.backend.device).values())
-        with MemoryWatch(self.backend.device) as watch:
-            yield
-        if watch.most is not None and isinstance(self.backend, TorchBackend):
-            self._peak = before + watch.most
 
     def _kept(self) -> Mapping[str, Tensor]:
         """The parameters and buffers by name, as they are in the tree now."""

@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint as run_again
 
 import autopar as ap
 from autopar import Mesh
+from autopar.report.comparison import compare
+from autopar.report.trace import events_of, read
 from autopar.runtime.world import world
 from tests import dynamic, models, recipes, signatures
 from tests.annotations import attention, megatron, sequence, stored, vocabulary
@@ -655,6 +657,27 @@ def holds_what_was_predicted() -> None:
 
 
 @cache
+def records_what_each_rank_did() -> None:
+    """In the order of the schedule, and on one clock: nothing is read before it is made."""
+    case, mesh = models.shared("gpt", layers=2), Mesh(pp=2, dp=2)
+    about: dict[str, Any] = {"mesh": mesh, "schedule": "chimera", "microbatches": 2}
+    with ap.parallelize(case.model, case.args, case.kwargs, **about) as module:
+        recording, folder = module.record(steps=2), shared_folder()
+        for _ in range(2):
+            module.step(*case.args, **case.kwargs)
+        recording.save(folder / "measured.json")
+        dist.barrier()
+        events = read(folder / "measured.json")
+        assert {event.rank for event in events} == {*range(mesh.size)}
+        assert compare(events_of(module.plan), events).step.count == 2
+    starts = {(event.rank, event.about["step"], event.name): event.start for event in events}
+    for (rank, step, name), start in starts.items():
+        if name.startswith("1F"):
+            here = mesh.coordinate(rank)
+            giver = mesh.rank({**here, "pp": 1 - here["pp"]})
+            assert starts[giver, step, name.replace("1F", "0F")] < start
+
+
 def of_tree() -> list[ap.Plan]:
     case = shared_tree()
     ways: list[dict[str, Any]] = [
@@ -855,6 +878,7 @@ def cases() -> list[tuple[Case, None]]:
 
 
 CHECKS = [
+    records_what_each_rank_did,
     resumes_on_other_meshes,
     what_is_cut_in_parts_goes_on,
     optimizers_with_states_of_other_shapes_go_on,

@@ -1,0 +1,26 @@
+"""The command `autopar compare`: which predictions a measured trace shows to be off.
+
+autopar compare simulated.json.gz measured.json.gz
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from autopar.report.comparison import compare
+from autopar.report.trace import read
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `autopar compare` takes."""
+    parser.add_argument("simulated", metavar="SIMULATED", help="what plan.trace(path) wrote")
+    parser.add_argument("measured", metavar="MEASURED", help="what pm.record().save(path) wrote")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Read both, compare, print."""
+    found = compare(read(arguments.simulated), read(arguments.measured))
+    print(json.dumps(found.to_json()) if arguments.json else found)
+    return 0

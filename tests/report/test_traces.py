@@ -1,0 +1,132 @@
+"""Traces: what is simulated and what is measured are the same actions in the same order."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autopar as ap
+from autopar.cli import main
+from autopar.errors import InvalidInput
+from autopar.report.comparison import compare
+from autopar.report.trace import ACTIONS, Event, events_of, read
+from tests import models
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "chimera": {"mesh": ap.Mesh(pp=2, dp=2), "schedule": "chimera", "microbatches": 4},
+    "zb-v": {"mesh": ap.Mesh(pp=2), "schedule": "zb-v", "microbatches": 4},
+    "micro-batches": {"mesh": ap.Mesh(dp=2, tp=2), "microbatches": 2},
+    "one": {"mesh": ap.Mesh(tp=2)},
+}
+
+
+def module_of(name: str) -> tuple[Any, models.Case]:
+    case = models.gpt(layers=4, tied=False)
+    about = {"cluster": ap.Cluster.preset("dgx-h100"), "backend": "virtual", **OPTIONS[name]}
+    return ap.parallelize(case.model, case.args, case.kwargs, **about), case
+
+
+def orders(events: list[Event], step: int = 0) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for one in sorted(events, key=lambda one: one.start):
+        if one.track == ACTIONS and one.about["step"] == step:
+            found.setdefault(one.rank, []).append(one.name)
+    return found
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_measured_is_simulated_in_its_order(name: str, tmp_path: Path) -> None:
+    module, case = module_of(name)
+    recording = module.record(steps=2)
+    for _ in range(3):
+        module.step(*case.args, **case.kwargs)
+    recording.save(tmp_path / "measured.json")
+    module.plan.trace(tmp_path / "simulated.json.gz")
+    simulated, measured = read(tmp_path / "simulated.json.gz"), read(tmp_path / "measured.json")
+    ranks = module.plan.whole_mesh.size
+    assert orders(simulated) == orders(measured) == orders(measured, 1)
+    assert [*orders(measured)] == [*range(ranks)]
+    assert {one.about["step"] for one in measured} == {0, 1}
+    assert math.isclose(max(one.end for one in simulated), module.plan.seconds, rel_tol=1e-9)
+    found = compare(simulated, measured)
+    assert found.step.count == 2
+    assert math.isclose(found.step.predicted, module.plan.seconds, rel_tol=1e-9)
+    assert sum(one.count for one in found.actions) == len(measured)
+    # Of one rank no two actions run at a time.
+    for rank in range(ranks):
+        own = sorted((one.start, one.end) for one in measured if one.rank == rank)
+        assert all(end <= start for (_, end), (start, _) in pairwise(own))
+
+
+def test_the_file_is_what_chrome_reads(tmp_path: Path) -> None:
+    module, _ = module_of("chimera")
+    module.plan.trace(tmp_path / "plan.json.gz")
+    data = json.loads(gzip.decompress((tmp_path / "plan.json.gz").read_bytes()))
+    for one in data["traceEvents"]:
+        assert one["ph"] in ("X", "M")
+        assert isinstance(one["pid"], int)
+        assert isinstance(one["tid"], int)
+        assert one["ph"] == "M" or (one["ts"] >= 0 and one["dur"] >= 0)
+    named = {
+        o["pid"]: o["args"]["name"] for o in data["traceEvents"] if o["name"] == "process_name"
+    }
+    assert named == {rank: f"rank {rank}" for rank in range(4)}
+
+
+def test_without_a_pipeline_calls_stand_inside_of_actions() -> None:
+    case = models.gpt(layers=4, tied=False)
+    for layer in case.model.layers:
+        ap.shard(layer.up, params={"weight": ("tp", None)})
+    about: dict[str, Any] = {"cluster": ap.Cluster.preset("dgx-h100"), "mode": "propagate"}
+    plan = ap.plan(case.model, case.args, **about, **OPTIONS["micro-batches"])
+    events = [one for one in events_of(plan) if one.rank == 0]
+    actions = [one for one in events if one.track == ACTIONS]
+    inside = [one for one in events if "module" in one.about]
+    assert len(actions) == 4
+    for one in inside:
+        assert any(a.start <= one.start and one.end <= a.end * (1 + 1e-12) for a in actions)
+    moved = [one for one in inside if one.about.get("over") == "tp"]
+    assert len(moved) >= 2 * 2 * 4  # forward and backward of each layer and micro-batch
+
+
+def test_calls_beside_steps_are_not_recorded(tmp_path: Path) -> None:
+    module, case = module_of("chimera")
+    recording = module.record()
+    with torch.no_grad():
+        module(*case.args, **case.kwargs)
+    with pytest.raises(InvalidInput, match="0 of 1 steps"):
+        recording.save(tmp_path / "measured.json")
+    module.step(*case.args, **case.kwargs)
+    assert recording.done == 1
+    with pytest.raises(InvalidInput, match="at least 1"):
+        module.record(steps=0)
+
+
+def test_compare_tells_which_predictions_were_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, case = module_of("chimera")
+    recording = module.record()
+    module.step(*case.args, **case.kwargs)
+    recording.save(measured := str(tmp_path / "measured.json.gz"))
+    module.plan.trace(simulated := str(tmp_path / "simulated.json"))
+    assert main(["compare", simulated, measured]) == 0
+    assert "backward of stage 1" in capsys.readouterr().out
+    assert main(["compare", simulated, measured, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["step"]["ratio"] == figures["step"]["measured"] / figures["step"]["predicted"]
+    other, _ = module_of("zb-v")
+    other.plan.trace(tmp_path / "other.json")
+    assert main(["compare", str(tmp_path / "other.json"), measured]) == 2
+    assert "of one plan" in capsys.readouterr().err
+    (tmp_path / "nothing").write_text("{}")
+    for wrong in ("nothing", "missing"):
+        assert main(["compare", str(tmp_path / wrong), measured]) == 2
+        assert "a trace is a file that autopar wrote" in capsys.readouterr().err
