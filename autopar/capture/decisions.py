@@ -19,11 +19,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import wraps
+from numbers import Number
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar._torch import traced_node, written_arguments
@@ -41,11 +45,22 @@ from autopar.lines import caller
 
 _KINDS: dict[str, Callable[[Any], Any]] = {"bool": bool, "int": int, "float": float}
 _COMPARED = ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__")
-_MADE = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")  # with others, on either side
-_OTHER_NUMBERS = (
-    *(f"__{side}{name}__" for name in _MADE for side in ("", "r")),
-    *("__neg__", "__abs__", "__round__"),
+_MADE = (  # with others, on either side
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow"),
+    *("and", "or", "xor", "lshift", "rshift"),
 )
+_OF_TWO: dict[str, Callable[[Any, Any], Any]] = {
+    "__divmod__": divmod,
+    **{name: getattr(operator, name) for name in _COMPARED},
+    **{f"__{name}__": getattr(operator, f"__{name}__") for name in _MADE if name != "divmod"},
+}
+_MIRRORED = {f"__r{name}__": f"__{name}__" for name in _MADE}
+_OF_ONE = ("__neg__", "__pos__", "__abs__", "__invert__", "__round__", "__trunc__")
+# Of torch, what takes numbers of Python's own alone, and of tensors.
+_OF_TORCH = (
+    "full full_like arange linspace logspace clamp clip where masked_fill fill pow add sub mul"
+)
+_OF_TENSORS = "new_full clamp clamp_ clip masked_fill masked_fill_ fill_ where pow add sub mul div"
 _AS_KEYS = ("__hash__", "__str__", "__format__")
 
 Sliced = tuple[fx.Graph, dict[str, int], dict[str, Tensor]]  # a graph, and what it reads
@@ -61,6 +76,10 @@ class Question:
     def __call__(self, value: Any) -> Any:
         if self.kind in _KINDS:
             return _KINDS[self.kind](value)
+        if len(self.others) == 1 and self.kind in _OF_TWO:
+            return _OF_TWO[self.kind](value, *self.others)
+        if len(self.others) == 1 and self.kind in _MIRRORED:
+            return _OF_TWO[_MIRRORED[self.kind]](*self.others, value)
         return getattr(value, self.kind)(*self.others)
 
 
@@ -132,6 +151,10 @@ def decisions_made(leaves: Sequence[Any]) -> Iterator[list[Decision]]:
     plain = {name: getattr(Tensor, name) for name in ("__bool__", *names)}
     one_hot_of, plain_list = functional.one_hot, FakeTensor.tolist
     with ExitStack() as stack:
+        stack.enter_context(_GivenPlain())
+        for owner, given in ((torch, _OF_TORCH), (Tensor, _OF_TENSORS)):
+            for name in given.split():
+                stack.enter_context(replaced(owner, name, _given_plain(getattr(owner, name))))
         stack.enter_context(replaced(Tensor, "__bool__", as_bool))
         for name in names:
             stack.enter_context(replaced(Tensor, name, as_number(name)))
@@ -218,20 +241,57 @@ class _Number:
         """The number, which is part of the program then."""
         return self.asked(Question(type(self.value).__name__))
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.itself, name)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return np.asarray(self.itself, *args, **kwargs)
+
+
+class _GivenPlain(TorchFunctionMode):
+    """What torch is given of numbers is part of the program."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        named = {name: _plain(one) for name, one in (kwargs or {}).items()}
+        return function(*map(_plain, args), **named)
+
+
+def _given_plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        named = {name: _plain(one) for name, one in kwargs.items()}
+        return function(*map(_plain, args), **named)
+
+    return call
+
+
+def _plain(given: Any) -> Any:
+    if type(given) is _Number:
+        return given.itself
+    if type(given) in (list, tuple):
+        found = [_plain(one) for one in given]
+        is_same = all(one is two for one, two in zip(found, given))
+        return given if is_same else type(given)(found)
+    return given
+
 
 def _method(name: str) -> Callable[..., Any]:
+    is_made = name in _OF_TWO or name in _MIRRORED
+
     def ask(self: _Number, *others: Any) -> Any:
         plain = [one.itself if type(one) is _Number else one for one in others]
         if any(isinstance(one, Tensor) for one in plain):
-            is_right = name.startswith("__r")
-            given = [*plain, self.itself] if is_right else [self.itself, *plain]
-            return getattr(operator, name.replace("__r", "__", 1))(*given)
+            return Question(name, tuple(plain))(self.itself)
+        if is_made and not all(isinstance(one, Number) for one in plain):
+            return NotImplemented  # as numbers themselves answer
         return self.asked(Question(name, tuple(plain)))
 
     return ask
 
 
-for _name in (*_COMPARED, *_OTHER_NUMBERS, *_AS_KEYS):
+for _name in (*_OF_TWO, *_MIRRORED, *_OF_ONE, *_AS_KEYS):
     setattr(_Number, _name, _method(_name))
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -99,6 +101,47 @@ def test_numbers_are_keys_and_meet_tensors() -> None:
     module = ap.parallelize(asks, (x, CLASSES), mesh=ap.Mesh(dp=2), backend="virtual")
     with pytest.raises(InvalidInput, match=RULE):
         module.step(x, CLASSES + 1)
+
+
+def _factories(y: Tensor, n: Any) -> Tensor:
+    made = torch.full((4, 1), n) + torch.full_like(y[:, :1], n) + y.new_full((4, 1), n)
+    made = made + torch.arange(n + 1)[:, None] + torch.linspace(0, n, n + 1)[:, None]
+    return y * (made + torch.tensor([[n], [n], [1], [2]]) + torch.zeros(n + 1, 1))
+
+
+def _scalars(y: Tensor, n: Any) -> Tensor:
+    y = torch.where(y > n, y.clamp(max=n), n) + torch.pow(n, y) + y.roll(n - 1, 0)
+    y = torch.add(y, n).masked_fill(n < y, n) + torch.clamp(y, -n, n)
+    y[n] = 0
+    y[:, n - 2] = n
+    return y + F.dropout(y, n - 3) + F.leaky_relu(y, n / 10) + y.sum(n - 2, keepdim=True)
+
+
+def _arithmetic(y: Tensor, n: Any) -> Tensor:
+    count, rest = divmod(n, 2)
+    other, more = divmod(7, n)
+    whole = (n & 1) + (n | 4) + (n ^ 1) + (n << 1) + (8 >> n) + ~n + (+n) + pow(n, 3, 5) + 2**n
+    parts = n * 1.5 + 2.5 / n + round(n / 2) + round(n, 0) + n**0.5 + (n < 2.5) + (n < 2.5)
+    return y * (count + rest + other + more + whole + parts)
+
+
+def _of_python(y: Tensor, n: Any) -> Tensor:
+    texts = len("ab" * n) + len([0] * n) + n.bit_length() + (n == "3") + [1, 2, 3, 4][n]
+    return y * (texts + math.trunc(n) + math.floor(n) + math.comb(5, n) + float(np.sqrt(n)))
+
+
+@pytest.mark.parametrize("use", [_factories, _scalars, _arithmetic, _of_python])
+def test_numbers_are_what_python_and_torch_take(use: Callable[[Tensor, Any], Tensor]) -> None:
+    def forward(self: Any, x: Tensor, classes: Tensor) -> Tensor:
+        return use(self.linear(x), classes.max().item()).square().mean()
+
+    _, x = example()
+    asks = type("Model", (Asks,), {"forward": forward})().double()
+    module = ap.parallelize(asks, (x, CLASSES), mesh=ap.Mesh(dp=2), backend="virtual")
+    torch.testing.assert_close(module(x, CLASSES), asks(x, CLASSES))
+    with pytest.raises(InvalidInput, match=RULE) as error:
+        module(x, CLASSES - 1)
+    assert "test_decisions.py" in str(error.value.source)
 
 
 def _by_input(self: Any, x: Tensor, classes: Tensor) -> Tensor:
