@@ -11,6 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
@@ -77,6 +78,8 @@ def _inside(value: Any) -> list[Any]:
         return [value.__self__]
     if isinstance(value, Tensor | nn.Module | fx.Node | type | FunctionType | ModuleType):
         return []
+    if isinstance(value, ContextVar):
+        return [value.get(None)]
     if isinstance(value, np.ndarray | bytearray):
         return [hash(bytes(value))]
     if isinstance(value, GeneratorType):

@@ -39,7 +39,7 @@ from autopar.capture.fake import FakeTensor
 from autopar.capture.grouped import CASTS, OPERATORS, PRODUCTS, is_of_elements
 from autopar.capture.guards import VALUES
 from autopar.capture.hooks import replaced
-from autopar.capture.named import named_by
+from autopar.capture.named import Named
 from autopar.errors import InvalidInput
 from autopar.lines import caller
 from autopar.strategies import Call
@@ -190,7 +190,7 @@ def loops_over_experts() -> Iterator[None]:
     plain_iter, plain_where = Tensor.__iter__, torch.where
 
     def over(choices: _Choices, frame: Any) -> Iterator[Any]:
-        before, line, is_done = named_by(frame, but=_is_made), caller(), False
+        before, line, is_done = Named(frame, but=_is_made).now(), caller(), False
         try:
             with _Loop():
                 yield _Number(choices, True)
@@ -201,7 +201,7 @@ def loops_over_experts() -> Iterator[None]:
                 left.append(line)
         if choices.read & choices.written:
             _refuse("a tensor that is read and added to in a loop over experts")
-        for name, seen in named_by(frame, but=_is_made).items():
+        for name, seen in Named(frame, but=_is_made).now().items():
             if not is_equal(before.get(name, []), seen):
                 _refuse(f"{name}, which a loop over experts changes")
 

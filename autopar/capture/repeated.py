@@ -28,7 +28,7 @@ from autopar.capture.autocasts import active
 from autopar.capture.decisions import Asked
 from autopar.capture.fake import FakeTensor
 from autopar.capture.hooks import replaced
-from autopar.capture.named import named_by
+from autopar.capture.named import Named
 from autopar.capture.source import of_stack
 from autopar.capture.templates import AGAIN, BEGINS, ENDS
 
@@ -66,6 +66,17 @@ class _Followed:
 
     def __post_init__(self) -> None:
         self.reads = Reads(self.block)
+        found = (one for m in self.block.modules() for one in (type(m), *vars(m).values()))
+        roots = (one for one in found if isinstance(one, type | FunctionType | MethodType))
+        self.named = Named(*roots)
+        self.around = self._around()
+
+    def _around(self) -> list[Any]:
+        """What its functions can read and change, besides what its modules keep."""
+        return [one for pair in self.named.now().items() for one in (pair[0], *pair[1])]
+
+    def is_as_before(self) -> bool:
+        return is_equal(self.around, self._around())
 
     def again(self, path: str, leaves: Sequence[Any]) -> Any:
         """What an equal block makes of such a call."""
@@ -122,7 +133,12 @@ class _Follower:
                 return forward(*args, **kwargs)
             how = said, spec, active()
             like = next(
-                (one for one in known if one.call == how and has_same(block, one.reads)), None
+                (
+                    one
+                    for one in known
+                    if one.call == how and has_same(block, one.reads) and one.is_as_before()
+                ),
+                None,
             )
             if like is not None and like.is_apart and like.is_proved and _is_unread(block):
                 return like.again(path, leaves)
@@ -156,7 +172,7 @@ class _Follower:
         forms = [*map(_form, own.values())]
         BEGINS(now.number, now.path, given)
         last = next(reversed(now.given[0].graph.nodes))
-        before = _surroundings(now.block), [leaf._version for leaf in given]
+        before = kept(now.block), [leaf._version for leaf in given]
         spec = pytree.tree_structure((args, kwargs))
         self.now = now
         try:
@@ -164,7 +180,7 @@ class _Follower:
                 made = forward(*args, **kwargs)
         finally:
             self.now = None
-        is_same = is_equal(before[0], _surroundings(now.block))
+        is_same = is_equal(before[0], kept(now.block)) and now.is_as_before()
         is_same &= before[1] == [leaf._version for leaf in given]
         after = pytree.tree_flatten((args, kwargs))
         is_same &= is_equal(leaves, after[0]) and spec == after[1]
@@ -178,13 +194,6 @@ class _Follower:
         if now.is_apart:
             ENDS(now.number, [x for x in pytree.tree_leaves(made) if _is_made(x, given)])
         return made
-
-
-def _surroundings(block: nn.Module) -> list[Any]:
-    """All that the modules of a block keep, and what their functions can change besides."""
-    found = (one for module in block.modules() for one in (type(module), *vars(module).values()))
-    named = named_by(*(one for one in found if isinstance(one, type | FunctionType | MethodType)))
-    return [*kept(block), *(one for pair in named.items() for one in (pair[0], *pair[1]))]
 
 
 def _tensors(block: nn.Module) -> Iterator[tuple[str, Tensor]]:

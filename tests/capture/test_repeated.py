@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -526,3 +527,45 @@ class CountsRead(Net):
 def test_what_blocks_count_elsewhere(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Counts, "kind", kind)
     assert both(monkeypatch, CountsRead(Counts), (X,)) == []
+
+
+TURN = ContextVar("TURN", default=0)
+
+
+class Depends(Block):
+    """On numbers that its caller sets, which are alike in the first two."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 if max(COUNT, STATE.count, TURN.get()) < 2 else 2)
+
+
+class SetsNumbers(Net):
+    kind, period = "", 8
+
+    def set(self, number: int) -> None:
+        global COUNT
+        if self.kind == "global":
+            COUNT = number
+        elif self.kind == "held":
+            STATE.count = number
+        elif self.kind == "context":
+            TURN.set(number)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for index, layer in enumerate(self.layers):
+            self.set(index % self.period)
+            x = layer(x)
+        self.set(0)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("kind", ["global", "held", "context"])
+def test_what_callers_of_blocks_set(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SetsNumbers, "kind", kind)
+    for name, value in (("COUNT", 0), ("STATE", SimpleNamespace(count=0))):
+        monkeypatch.setitem(globals(), name, value)
+    assert both(monkeypatch, SetsNumbers(Depends, count=6), (X,)) == []
+    monkeypatch.setattr(SetsNumbers, "period", 3)
+    copied = both(monkeypatch, SetsNumbers(Depends, count=9), (X,))
+    assert copied == ["layers.6", "layers.7", "layers.8"]
