@@ -352,7 +352,7 @@ def _of_expert(choices: _Choices, of: Tensor) -> _Part:
             inner = of.to(torch.uint8).argmax(0)
             choices.chosen = inner.permute([choices.order.index(dim) for dim in (0, 1)])
         return _Mask(choices)
-    if len(of) != choices.experts or not of.is_floating_point():
+    if len(of) < choices.experts or not of.is_floating_point():
         _refuse("what is no stack of an expert each, in a loop over experts")
     return _OfExpert(choices, of)
 

@@ -220,6 +220,14 @@ def test_an_expert_that_cannot_be_chosen_is_none(kind: str) -> None:
     assert ap.verify(Spare(kind).double(), (x,), mesh=ap.Mesh(dp=2, tp=2)).ok
 
 
+def test_experts_that_cannot_be_chosen_have_weights() -> None:
+    model, x = Spare("plain"), torch.randn(8, 4, dtype=torch.float64)
+    for name in ("up", "bias", "down"):
+        held = getattr(model, name)
+        setattr(model, name, nn.Parameter(torch.cat([held, held[:1]])))
+    assert ap.verify(model.double(), (x,), mesh=ap.Mesh(dp=2)).ok
+
+
 @pytest.mark.parametrize("kind", ["left out", "written"])
 def test_an_expert_that_may_be_chosen_is_asked_for(kind: str) -> None:
     with pytest.raises(InvalidInput, match="which expert it is, in a loop over experts") as error:
