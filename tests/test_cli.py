@@ -63,7 +63,7 @@ def test_demo_trains_on_four_processes_as_on_one(capsys):
 def test_demo_fails_when_the_losses_differ(capsys, monkeypatch, tmp_path):
     from autopar.commands import demo
 
-    monkeypatch.setattr(demo, "launch", lambda *_, **__: [([1.0], [0.1], b"")])
+    monkeypatch.setattr(demo, "launch", lambda *_, **__: [([1.0], None)])
     monkeypatch.setattr(demo, "PAGE", tmp_path / "demo.html")
     assert main(["demo", "--steps", "1"]) == 1
     assert "DIFFER" in capsys.readouterr().out
@@ -78,7 +78,7 @@ def test_demo_ends_with_a_page_of_its_run(capsys, monkeypatch, tmp_path):
     page = (tmp_path / "pages" / "demo.html").read_text()
     assert capsys.readouterr().out.splitlines()[-1] == f"to look at: {demo.PAGE}"
     assert "The largest difference from one process is" in page
-    assert "chimera" in page
+    assert "Pipeline, measured" in page
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")

@@ -13,9 +13,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +24,10 @@ from torch import Tensor, nn
 from autopar.api import parallelize
 from autopar.mesh import Mesh
 from autopar.plan.plan import SavedPlan
+from autopar.report.trace import Event
 from autopar.report.training import Run
 from autopar.runtime.launch import Say, launch
+from autopar.runtime.recording import Recording
 from autopar.units import table
 
 MESH = Mesh(pp=2, dp=2)
@@ -113,19 +115,34 @@ def train_alone(steps: int) -> list[float]:
     return train(model.parameters(), step, steps)
 
 
-def train_in_parallel(say: Say, steps: int) -> tuple[list[float], list[float], bytes]:
-    """The losses of the parallel program on this rank, the seconds of its steps, and its plan."""
+@dataclass(frozen=True)
+class Measured:
+    """What a rank tells of its run besides losses."""
+
+    seconds: list[float]  # of each step
+    events: list[Event]  # of the last one, on all ranks
+    plan: bytes
+
+
+def train_in_parallel(say: Say, steps: int) -> tuple[list[float], Measured]:
+    """The losses of the parallel program on this rank, and what it tells of its run."""
     batch = next(batches(1))
     model = parallelize(gpt(), batch, mesh=MESH, schedule=SCHEDULE, microbatches=MICROBATCHES)
     ends = [time.perf_counter()]
+    recording: Recording | None = None
 
     def step(ids: Tensor, labels: Tensor) -> Tensor:
+        nonlocal recording
+        if len(ends) == steps:
+            recording = model.record()  # of the last step
         loss = model.step(ids, labels)
         ends.append(time.perf_counter())
         return loss
 
     losses = train(model.parameters(), step, steps, say)
-    return losses, [after - before for before, after in pairwise(ends)], model.plan.file
+    assert recording is not None
+    seconds = [after - before for before, after in pairwise(ends)]
+    return losses, Measured(seconds, recording.events(), model.plan.file)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -146,7 +163,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         results = launch(train_in_parallel, MESH.size, steps, heard=heard)
     single = train_alone(steps)
-    parallel, seconds, saved = results[0]
+    parallel, measured = results[0]
     difference = max(abs(a - b) for losses, *_ in results for a, b in zip(losses, single))
     ok = difference <= TOLERANCE
     if arguments.json:
@@ -159,16 +176,21 @@ def run(arguments: argparse.Namespace) -> int:
             + ("the parallel program is the single one." if ok else "THE PROGRAMS DIFFER.")
         )
         if ok:
-            _write_page(parallel, single, seconds, json.loads(saved))
+            _write_page(parallel, single, measured)
             print(f"to look at: {PAGE}")
     return 0 if ok else 1
 
 
-def _write_page(
-    losses: list[float], single: list[float], seconds: list[float], saved: dict[str, Any]
-) -> None:
-    plan = SavedPlan.from_json(saved).attach(gpt(), next(batches(1)))
-    told = Run(losses, seconds, plan.cost.seconds, BATCH * SEQUENCE, {"one process": single})
+def _write_page(losses: list[float], single: list[float], measured: Measured) -> None:
+    plan = SavedPlan.from_json(json.loads(measured.plan)).attach(gpt(), next(batches(1)))
+    told = Run(
+        losses,
+        measured.seconds,
+        plan.cost.seconds,
+        BATCH * SEQUENCE,
+        measured.events,
+        {"one process": single},
+    )
     plan.report(PAGE, title="A GPT on four processes", run=told)
 
 

@@ -19,7 +19,7 @@ def report(
     limit = plan.cluster.device.memory if plan.limit is None else plan.limit
     name = title or f"{type(plan.original.example.model).__name__} on {plan.whole_mesh}"
     asked = Asked(plan.mode, limit, plan.alternatives)
-    text = page(name, plan, asked, [] if run is None else sections(run))
+    text = page(name, plan, asked, [] if run is None else sections(run, plan))
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text)

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.drawing import Axis, Drawing
+from autopar.pipeline.gantt import Gantt
+from autopar.planner.candidate import Candidate
+from autopar.report.trace import ACTIONS, Event
 from autopar.units import scaled, seconds_text
 
 _WIDTH, _HEIGHT, _LEFT, _BELOW = 960.0, 200.0, 76.0, 22.0
@@ -21,6 +24,7 @@ class Run:
     seconds: Sequence[float]  # of each step
     predicted: float  # seconds of a step
     tokens: int = 0  # of a step
+    events: Sequence[Event] = ()  # of a recording of some of them
     others: Mapping[str, Sequence[float]] = field(default_factory=dict)  # losses of other runs
 
 
@@ -33,8 +37,8 @@ class Section:
     words: str
 
 
-def sections(run: Run) -> list[Section]:
-    """Losses, then times."""
+def sections(run: Run, candidate: Candidate) -> list[Section]:
+    """Losses, times, and the schedule as it was carried out."""
     losses = {"this run": run.losses, **run.others}
     apart = [max(abs(a - b) for a, b in zip(run.losses, other)) for other in run.others.values()]
     words = f"From {run.losses[0]:.4g} to {run.losses[-1]:.4g} in {len(run.losses)} steps."
@@ -53,7 +57,26 @@ def sections(run: Run) -> list[Section]:
         )
     times = {"measured": run.seconds, "predicted": [run.predicted] * len(run.seconds)}
     found.append(Section("Time of a step", lines(times, "seconds of a step", seconds_text), said))
+    if run.events and candidate.pipelining is not None:
+        words = "The schedule of the last step that was recorded; what was predicted is below."
+        found.append(Section("Pipeline, measured", _measured(run.events, candidate), words))
     return found
+
+
+def _measured(events: Sequence[Event], candidate: Candidate) -> Drawing:
+    """What the first rank at each place of the pipeline did in the last step."""
+    assert candidate.pipelining is not None
+    made, actions = candidate.pipelining.schedule, [o for o in events if o.track == ACTIONS]
+    last = max(one.about["step"] for one in actions)
+    own = sorted((one for one in actions if one.about["step"] == last), key=lambda one: one.start)
+    first = own[0].start
+    ranks: dict[int, int] = {}
+    for event in sorted(own, key=lambda one: one.rank):
+        ranks.setdefault(candidate.place_of(event.rank), event.rank)
+    rows = [[one for one in own if one.rank == ranks[place]] for place in range(made.ranks)]
+    starts = [[one.start - first for one in row] for row in rows]
+    ends = [[one.end - first for one in row] for row in rows]
+    return Gantt(made, starts, ends, (), seconds_text).drawn()
 
 
 def lines(series: Mapping[str, Sequence[float]], what: str, unit: object) -> Drawing:

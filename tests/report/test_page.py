@@ -11,6 +11,7 @@ import pytest
 
 from autopar.errors import InvalidInput
 from autopar.plan.plan import Plan
+from autopar.report.trace import events_of
 from autopar.report.training import Run
 from autopar.units import bytes_text, seconds_text
 from tests import chromium
@@ -94,11 +95,21 @@ def test_equal_blocks_are_shown_once(tmp_path: Path) -> None:
 
 def test_a_run_is_shown_beside_its_prediction(tmp_path: Path) -> None:
     plan = plans.pipelined()
-    run = Run([3.0, 2.0, 1.5], [0.2, 0.1, 0.1], 0.05, 1000, {"one process": [3.0, 2.0, 1.4]})
+    run = Run([3.0, 2.0, 1.5], [0.2, 0.1, 0.1], 0.05, 1000, (), {"one process": [3.0, 2.0, 1.4]})
     text = " ".join(Reader(written(plan, tmp_path, run=run, title="A <run>")).words)
     assert text.startswith("A <run>")
     assert "From 3 to 1.5 in 3 steps. The largest difference from one process is 1.0e-01." in text
     assert "A step takes 100 ms (median), 10 ktokens/s; predicted were 50 ms" in text
+
+
+def test_a_recording_is_shown_above_what_was_simulated(tmp_path: Path) -> None:
+    plan = plans.pipelined()
+    run = Run([1.0], [0.1], plan.seconds, events=events_of(plan))
+    text = written(plan, tmp_path, run=run)
+    assert text.index("Pipeline, measured") < text.index('id="pipeline"')
+    count = sum(map(len, plan.pipelining.schedule.orders))  # type: ignore[union-attr]
+    boxes = len(re.findall(r'<rect class="[FB][01]" [^>]*><title>', text))
+    assert boxes >= 2 * count
 
 
 def test_where_it_cannot_be_written_is_said(tmp_path: Path) -> None:
