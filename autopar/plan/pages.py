@@ -6,7 +6,9 @@ from pathlib import Path
 
 from autopar.errors import InvalidInput
 from autopar.plan.value import PlanValue
+from autopar.report.model import tree
 from autopar.report.page import Asked, page
+from autopar.report.program import blocks, drawn
 from autopar.report.trace import events_of, write
 from autopar.report.training import Run, sections
 
@@ -19,13 +21,23 @@ def report(
     limit = plan.cluster.device.memory if plan.limit is None else plan.limit
     name = title or f"{type(plan.original.example.model).__name__} on {plan.whole_mesh}"
     asked = Asked(plan.mode, limit, plan.alternatives)
-    text = page(name, plan, asked, [] if run is None else sections(run, plan))
+    _write(path, page(name, plan, asked, [] if run is None else sections(run, plan)))
+
+
+def draw(plan: PlanValue, path: str | Path) -> None:
+    """Write the program as a picture, an SVG file: calls in order, equal blocks once, with the ways
+    of their values, and movements where they stand."""
+    what = f"{type(plan.original.example.model).__name__} on {plan.whole_mesh}"
+    _write(path, drawn(blocks(plan, tree(plan)), what).file())
+
+
+def _write(path: str | Path, text: str) -> None:
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text)
     except OSError as error:
         raise InvalidInput(
-            "the page of a plan can be written",
+            "the page of a plan can be written, or its picture",
             got=f"{path}: {error.strerror}",
             remedy="give another path",
         ) from None

@@ -30,7 +30,7 @@ from autopar.errors import AutoparError, InvalidInput
 from autopar.passes.microbatches import cut_batch
 from autopar.plan.diff import compare
 from autopar.plan.explain import explain
-from autopar.plan.pages import report, trace
+from autopar.plan.pages import draw, report, trace
 from autopar.plan.saved import SavedValue, malformed, read_file, values_to_save
 from autopar.plan.sound import (
     require_apart,
@@ -52,7 +52,7 @@ FORMAT, VERSION = "autopar plan", 9
 class Plan(PlanValue):
     """What was decided. `program` is what runs; `movements()` lists what moves."""
 
-    explain, diff, report, trace = explain, compare, report, trace
+    explain, diff, report, draw, trace = explain, compare, report, draw, trace
     to_json, __str__ = plan_data, plan_text
 
     def save(self, path: str | Path) -> None:

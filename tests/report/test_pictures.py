@@ -125,3 +125,15 @@ def test_words_are_escaped() -> None:
     picture.box(0, 0, 1, 1, "idle", title="<x>")
     ET.fromstring(picture.file())
     assert "<script>" not in str(picture)
+
+
+def test_a_program_is_drawn_call_by_call(tmp_path: Path) -> None:
+    plan = plans.megatron()
+    plan.draw(tmp_path / "graph.svg")
+    text = (tmp_path / "graph.svg").read_text()
+    words = [one.text for one in ET.fromstring(text).iter(f"{SVG}text")]
+    rows = [row for block in blocks(plan, tree(plan)) for row in block.rows]
+    assert text.count('class="call"') + text.count('class="moved"') == len(rows)
+    assert {row.call.operator for row in rows} <= {*words}
+    assert any(word and "over tp, back: " in word for word in words)
+    assert any(word and word.startswith("layers.{0..5}, 6 times") for word in words)
