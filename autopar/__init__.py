@@ -14,6 +14,7 @@ from autopar.recompute import Recompute
 from autopar.runtime.data import shard_loader
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.saving import is_saved, load, save, save_safetensors
+from autopar.runtime.step_figures import JsonLines, ProgressLine, StepFigures, TensorBoard
 from autopar.states import States
 from autopar.strategies import register_rule
 from autopar.verifying import verify
@@ -25,13 +26,17 @@ __all__ = [
     "Cluster",
     "ExecutionError",
     "InvalidInput",
+    "JsonLines",
     "Layout",
     "Mesh",
     "ParallelModule",
     "Plan",
     "Precision",
+    "ProgressLine",
     "Recompute",
     "States",
+    "StepFigures",
+    "TensorBoard",
     "TensorType",
     "is_saved",
     "load",

@@ -41,6 +41,7 @@ from autopar.runtime.part import (
 )
 from autopar.runtime.programs import Programs
 from autopar.runtime.running import Call
+from autopar.runtime.step_figures import Listeners
 from autopar.runtime.step_loss import StepLoss
 from autopar.runtime.step_words import told_apart
 from autopar.runtime.tensors import Tensors
@@ -130,6 +131,8 @@ class ParallelModule(Unwrapped, Described, Watched):
         scaled = plan.precision is not None and plan.precision.loss_scale is not None
         self.loss_scale = LossScale() if scaled else None
         self._peak = None
+        rank = backend.world.rank if isinstance(backend, TorchBackend) else 0
+        self._listeners = Listeners(rank, backend.device)
         modes = Modes(self, plan.original)
         self._tensors = Tensors(self, captured.tied, program.learns)
         backend.bind(self._tensors.values)
@@ -250,6 +253,7 @@ class ParallelModule(Unwrapped, Described, Watched):
         the model's forward takes arguments of these names, they are its own if the example call has
         them, and refused if not. A step that breaks off leaves gradients as they were."""
         with torch.inference_mode(False), torch.enable_grad():
+            begun = self._listeners.begin()
             with self.backend.local_checks():
                 example, said = self.program.captured.example, {"scale": scale, "outputs": outputs}
                 kwargs, said = told_apart(example, args, kwargs, said)
@@ -267,6 +271,7 @@ class ParallelModule(Unwrapped, Described, Watched):
                 kept = self._tensors.values
                 inputs = call.taken(running, kept) | backend.draw(program)
                 loss, found = self._scaled(backend, kept, backend.split(inputs), tells, by)
+        self._listeners.tell(begun, loss, running.plan)
         told = StepLoss.of(loss)
         return (told, program.structure(found)) if tells else told
 

@@ -1,8 +1,8 @@
-"""Watched: what a parallel module tells of its steps: memory by kind, and times of actions."""
+"""Watched: what a parallel module tells of its steps: figures, memory by kind, times of actions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -13,6 +13,7 @@ from autopar.runtime.backend import Backend
 from autopar.runtime.distributed import TorchBackend
 from autopar.runtime.memory import MemoryUse, MemoryWatch, held_by, here, use_of
 from autopar.runtime.recording import Recording
+from autopar.runtime.step_figures import Callback, Listeners
 
 
 class Watched(nn.Module):
@@ -21,6 +22,7 @@ class Watched(nn.Module):
     plan: Plan
     backend: Backend
     _peak: int | None  # bytes of all but an optimizer's, where they were watched
+    _listeners: Listeners
 
     def memory(self, optimizer: torch.optim.Optimizer | None = None) -> MemoryUse:
         """The bytes that this process's ranks hold now, by kind, beside the plan's; prints as a
@@ -51,3 +53,9 @@ class Watched(nn.Module):
         once they are made. Of the program that was planned; a step with `outputs=True` is
         another's."""
         return Recording(self.backend, self.plan, steps)
+
+    def on_step(self, callback: Callback) -> Callable[[], None]:
+        """Call `callback` with the `StepFigures` of each step, on every rank; what is given takes
+        it away again. `ap.ProgressLine()`, `ap.JsonLines(path)` and `ap.TensorBoard(writer)` are
+        such."""
+        return self._listeners.add(callback)
