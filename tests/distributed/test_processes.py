@@ -15,6 +15,10 @@ def test_processes_do_what_virtual_ranks_do() -> None:
     assert_all_pass(checks.cases, checks.CHECKS, 4)
 
 
+def test_ranks_record_what_they_did() -> None:
+    assert_all_pass(checks.recorded, [checks.records_what_each_rank_did], 4)
+
+
 def test_each_rank_has_its_pieces_alone(tmp_path: Path) -> None:
     heard: list[str] = []
     launch(placing.run_all, 4, str(tmp_path), heard=lambda rank, name: heard.append(name))
