@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import select
 import shutil
 import subprocess
 import tempfile
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 COMMAND = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
+PATIENCE = 60.0  # seconds
 _OPTIONS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
@@ -80,7 +82,11 @@ class Browser:
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self.left:
-            self.left += os.read(self.come, 1 << 20)
+            ready, _, _ = select.select([self.come], [], [], PATIENCE)
+            come = os.read(self.come, 1 << 20) if ready else b""
+            if not come:
+                raise TimeoutError("no word from Chromium")
+            self.left += come
         first, _, self.left = self.left.partition(b"\0")
         message: dict[str, Any] = json.loads(first)
         return message
