@@ -1,43 +1,47 @@
 """The command line: `autopar NAME ...`, or `python -m autopar.cli NAME ...`.
 
-Exit codes: 0 all is well, 1 the command found something wrong, 2 the input was wrong, 130 Ctrl-C.
+Exit codes: 0 all is well, 1 the command found something wrong, 2 the input was wrong, 3 autopar
+itself failed, 130 Ctrl-C, 141 who read the output left.
 """
 
 from __future__ import annotations
 
-import argparse
+import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 import autopar
-from autopar.commands import COMMANDS, command, summary
-from autopar.commands.arguments import CommandParser
+from autopar.commands import command, make_parser
 from autopar.errors import AutoparError
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
-    arguments = _parser().parse_args(words)
+    parser = make_parser(autopar.__doc__ or "", autopar.__version__)
+    arguments = parser.parse_args(words)
+    told = f"autopar {arguments.command}"
     try:
-        return int(command(arguments.command).run(arguments))
+        code = int(command(arguments.command).run(arguments))
+        sys.stdout.flush()
+        return code
     except AutoparError as error:
-        print(f"autopar {arguments.command}: {error}", file=sys.stderr)
+        print(f"{told}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"autopar {arguments.command}: stopped", file=sys.stderr)
+        print(f"{told}: stopped", file=sys.stderr)
         return 130
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="autopar", description=autopar.__doc__)
-    parser.add_argument("--version", action="version", version=f"autopar {autopar.__version__}")
-    commands = parser.add_subparsers(
-        dest="command", metavar="COMMAND", required=True, parser_class=CommandParser
-    )
-    for name in COMMANDS:
-        text = summary(name).replace("%", "%%")
-        command(name).add_arguments(commands.add_parser(name, help=text, description=text))
-    return parser
+    except BrokenPipeError:  # as in `autopar plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left goes nowhere as Python ends
+        return 141
+    except Exception as error:
+        traceback.print_exc()
+        print(
+            f"{told}: an error of autopar's own: {type(error).__name__}: {error}\n"
+            "  remedy: please report it with the lines above",
+            file=sys.stderr,
+        )
+        return 3
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ with reporter(progress) as report:
     report("mesh", "1 of 3: Mesh(x=8)")          # phase, detail
 
 `progress`: None shows phases on a terminal only, True everywhere, False nowhere; a callable is
-told.
+told. Where there is no terminal, the first phase is printed, and then one a second.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 Report = Callable[[str, str], None]  # phase, detail
 _PATIENCE = 0.5  # seconds before a terminal shows anything: short work stays silent
+_EACH = 1.0  # seconds between lines elsewhere
 
 
 @contextmanager
@@ -29,7 +30,20 @@ def reporter(progress: Report | bool | None) -> Iterator[Report]:
     elif terminal:
         yield from _on_terminal()
     else:
-        yield lambda phase, detail: print(f"{phase}: {detail}", file=sys.stderr, flush=True)
+        yield _in_lines()
+
+
+def _in_lines() -> Report:
+    """Lines that stay, so not of every phase."""
+    last = -_EACH
+
+    def report(phase: str, detail: str) -> None:
+        nonlocal last
+        if (now := time.monotonic()) - last >= _EACH:
+            last = now
+            print(f"{phase}: {detail}", file=sys.stderr, flush=True)
+
+    return report
 
 
 def _on_terminal() -> Iterator[Report]:

@@ -100,7 +100,9 @@ def verify(
     source line.
     """
     if not isinstance(steps, int) or steps < 1:
-        raise InvalidInput("verify takes at least one step", got=f"steps={steps!r}")
+        raise InvalidInput(
+            "verify takes at least one step", got=f"steps={steps!r}", remedy="steps=3"
+        )
     options = PlanOptions.among(locals())
     options.require_kinds()
     if backend != "virtual" or local_inputs:

@@ -221,7 +221,8 @@ def main() -> None:
             predicted.append(plan.cost.seconds)
             measured.append(step)
             names.append(f"{subject.name}: {name}")
-            _say(plan=names[-1], predicted=plan.cost.seconds, measured=step)
+            parts = {"compute": plan.cost.compute, "exposed": plan.cost.exposed}
+            _say(plan=names[-1], predicted=plan.cost.seconds, measured=step, **parts)
         _say(
             model=subject.name,
             automatic_over_fastest=seconds[-1] / min(seconds),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,8 +12,10 @@ import time
 
 import pytest
 
+import autopar as ap
 from autopar.cli import main
-from autopar.commands import COMMANDS, summary
+from autopar.cluster.pace import Pace
+from autopar.commands import COMMANDS, examples, make_parser, summary
 
 
 def test_every_command_is_summed_up_in_the_help(capsys):
@@ -23,6 +26,87 @@ def test_every_command_is_summed_up_in_the_help(capsys):
     for name in COMMANDS:
         assert summary(name)
         assert summary(name)[:30] in text
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_every_command_has_examples_that_it_takes(name, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert examples(name)
+    assert "--json" in text or name == "completion"
+    for line in examples(name):
+        assert f"  {line}\n" in text
+        words = shlex.split(line.partition(" >")[0])[1:]
+        assert make_parser("", "").parse_args(words).command == name
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_commands_options_and_their_words(shell, capsys):
+    assert main(["completion", shell]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in COMMANDS)
+    assert "microbatches" in printed
+    if shell == "bash":
+        asked = {
+            "autopar ": {*COMMANDS},
+            "autopar explain --j": {"--json"},
+            "autopar plan --mode ": {"auto", "propagate", "data"},
+            "autopar completion ": {"bash", "zsh", "fish", "--help"},
+        }
+        for line, found in asked.items():
+            words = line.split(" ")
+            quoted = " ".join(map(shlex.quote, words))
+            script = (
+                f"{printed}\nCOMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _autopar\n"
+                'printf "%s\\n" "${COMPREPLY[@]}"'
+            )
+            done = subprocess.run(
+                ["bash", "-c", script], capture_output=True, text=True, check=True
+            )
+            assert set(done.stdout.split()) == found
+
+
+def test_a_failure_of_autopars_own_is_told_as_such(capsys, monkeypatch):
+    from autopar.commands import doctor
+
+    monkeypatch.setattr(doctor, "check_processes", lambda ranks: 1 / 0)
+    assert main(["doctor"]) == 3
+    assert "an error of autopar's own: ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_the_installed_command_is_heard_before_torch_is_loaded():
+    program = "import autopar_start, sys; print(sorted({'torch', 'autopar'} & {*sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "[]\n"
+    program = "import autopar_start, sys; sys.argv = ['autopar', 'plan', 'no.py:model']"
+    program += "; sys.exit(autopar_start.main())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("loading torch\nautopar plan: ")
+
+
+def test_a_reader_that_leaves_is_no_error():
+    command = f"{sys.executable} -m autopar.cli simulate chimera --stages 8 --microbatches 64"
+    command += " --json | true; echo ${PIPESTATUS[0]}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stdout == "141\n"
+    assert done.stderr == ""
+
+
+def test_calibrate_measures_ten_plans_and_keeps_what_it_found(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "new" / "machine.toml"
+    assert main(["calibrate", "--out", str(path), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert len(figures["plans"]) == 10
+    assert all(plan["measured"] > 0 < plan["compute"] for plan in figures["plans"])
+    local, read = ap.Cluster.local(2), ap.Cluster.load(path)
+    assert read == local
+    plain = ap.Cluster.local(2, measure=False)
+    assert ap.Cluster.local(2, measure=False) == plain  # left out
+    assert local.at(Pace(2.0, 3.0)).device.bandwidth == local.device.bandwidth / 2
 
 
 def test_simulate_prints_json(capsys):

@@ -60,7 +60,7 @@ def test_plan_then_explain_then_diff(folder, capsys):
         assert code == 0
         assert f"saved to {name}.json" in text
         assert text.startswith("plan on Mesh(dp=")
-        assert "mesh: 1 of 1" in progress
+        assert "capture: Small" in progress
     code, text, _ = run("explain one.json 1 --model builders.py:small", capsys)
     assert code == 0
     assert "chosen: " in text
@@ -118,6 +118,8 @@ def test_a_model_is_given_by_its_place_or_by_name(folder, capsys, words):
         ("verify a.py:a --masch dp=2", "unrecognized arguments: --masch dp=2"),
         ("simulate 1f1b --modell x", "unrecognized arguments: --modell x"),
         ("demo SPEC", "unrecognized arguments: SPEC"),
+        ("completion tcsh", "invalid choice: 'tcsh'"),
+        ("doctor --ranks two", "invalid int value: 'two'"),
     ],
 )
 def test_usage_errors_show_the_usage_of_their_command(words, named, capsys):
@@ -151,7 +153,16 @@ def test_usage_errors_show_the_usage_of_their_command(words, named, capsys):
         ("plan builders.py:small --cluster dgx-h200x", "dgx-h100"),
         ("plan builders.py:small --cluster cluster.toml --nodes 2", "--nodes"),
         ("plan builders.py:small --cluster cluster.toml", "cluster.toml:5"),
-        ("plan builders.py:small --out no/such/folder.json --mesh dp=8", "No such file"),
+        ("plan builders.py:small --out builders.py/plan.json", "builders.py/plan.json: "),
+        ("plan builders.py:small --out .", ".: it is a folder"),
+        ("report builders.py:small --out .", ".: it is a folder"),
+        ("compare missing.json missing.json", "missing.json"),
+        ("compare builders.py builders.py", "builders.py"),
+        ("calibrate --ranks 1", "--ranks 1"),
+        ("calibrate --out builders.py/machine.toml", "builders.py/machine.toml: "),
+        ("simulate chimera --stages 3 --microbatches 3", "chimera"),
+        ("simulate missing.csv", "missing.csv"),
+        ("verify builders.py:small --mesh dp=2 --steps 0", "steps"),
         ("explain missing.json 0 --model builders.py:small", "missing.json"),
         ("explain builders.py 0 --model builders.py:small", "no JSON"),
         ("explain plan.json 0 --model builders.py:other", "0.weight"),

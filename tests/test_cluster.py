@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,19 @@ def test_presets(name: str) -> None:
     assert cluster.device.peak("f32") > 1e12
     assert read(Cluster, write(cluster)) == cluster
     assert f"{cluster.devices} devices in 3 nodes" in str(cluster)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cluster_survives_its_file(name: str, tmp_path: Path) -> None:
+    (one, network), (other, _) = preset(name), preset("dgx-v100")
+    slower = replace(one, device=replace(one.device, bandwidth=1e11))
+    measured = replace(one.link, measured={("all_reduce", 4): (1e-6, 5e9)})
+    cluster = Cluster((one, one, slower, other, replace(one, link=measured)), network, "some")
+    cluster.save(tmp_path / "cluster.toml")
+    read = Cluster.load(tmp_path / "cluster.toml")
+    assert read.to_form().nodes[1].device.name == f"{one.device.name}, 2"
+    named = replace(read.nodes[2], device=replace(read.nodes[2].device, name=one.device.name))
+    assert replace(read, nodes=(*read.nodes[:2], named, *read.nodes[3:])) == cluster
 
 
 def test_an_unknown_preset_lists_the_known() -> None:

@@ -31,6 +31,20 @@ def test_groups_differ_in_their_first_number_only():
     ]
 
 
+def test_many_runs_of_numbers_are_cut_short():
+    names = [f"linear_{number}" for number in range(0, 40, 2)]
+    assert grouped((name, "x") for name in names) == [("linear_{0, 2, 4, 6, ..., 38}", "x", 20)]
+
+
+def test_elsewhere_a_line_a_second_is_printed(capsys, monkeypatch):
+    seconds = iter([10.0, 10.5, 11.0, 11.9, 12.5])
+    monkeypatch.setattr("autopar.progress.time.monotonic", lambda: next(seconds))
+    with reporter(True) as report:
+        for number in range(5):
+            report("mesh", f"{number} of 5")
+    assert capsys.readouterr().err == "mesh: 0 of 5\nmesh: 2 of 5\nmesh: 4 of 5\n"
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

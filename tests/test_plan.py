@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
+import pickle
 from dataclasses import fields, replace
 from unittest.mock import patch
 
@@ -218,6 +220,20 @@ def test_two_plans_side_by_side(made, spread):
     assert "decide the same" in str(made.diff(made))
 
 
+def test_equal_blocks_differ_in_one_line():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(wide() for _ in range(6))), torch.ones(64, 256).double()
+    plans = [
+        ap.plan(model, (x,), cluster=CLUSTER, mesh=mesh, mode="data")
+        for mesh in (ap.Mesh(dp=4), MESH)
+    ]
+    lines = str(compare(*plans)).splitlines()
+    assert "  {0..5}.0.add: f64[64@dp, 8192] | f64[64@dp@tp, 8192]" in lines
+    saved = str(compare(*map(SavedPlan.of, plans))).splitlines()
+    assert "  gelu_{1..5}: f64[64@dp, 8192] | f64[64@dp@tp, 8192]" in saved
+    assert len(compare(*plans).values) == 18
+
+
 def test_every_field_that_decides_stands_in_files_diffs_and_what_ranks_compare(made):
     saved = SavedPlan.of(made)
     name, type_ = next(iter(saved.others.items()))
@@ -277,6 +293,15 @@ def test_a_plan_survives_its_file(made, tmp_path):
     with patch.object(SavedPlan, "to_json", side_effect=AssertionError):  # made once
         made.save(again)
     assert path.read_bytes() == again.read_bytes()
+
+
+def test_a_plan_is_pickled_as_its_file(made):
+    loaded = pickle.loads(pickle.dumps(made))
+    assert isinstance(loaded, SavedPlan)
+    assert loaded.to_bytes() == made.file
+    assert pickle.loads(pickle.dumps(loaded)).to_bytes() == made.file
+    assert copy.deepcopy(made) is copy.copy(made) is made
+    assert loaded.attach(wide(), (WIDE_INPUT,)).cost == made.cost
 
 
 @pytest.mark.parametrize(
@@ -531,7 +556,7 @@ def test_progress_is_silent_told_or_printed(capsys):
         ap.plan(wide(), (WIDE_INPUT,), progress=progress, **options)
         assert capsys.readouterr().err == ""
     ap.plan(wide(), (WIDE_INPUT,), progress=True, **options)
-    assert "mesh: 1 of 1: Mesh(dp=2, tp=2)" in capsys.readouterr().err
+    assert "capture: Sequential\n" in capsys.readouterr().err
     with pytest.raises(ap.InvalidInput, match="progress is"):
         ap.plan(wide(), (WIDE_INPUT,), progress="yes", **options)
 

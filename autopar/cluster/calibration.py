@@ -50,13 +50,13 @@ _GUESS: dict[str, Any] = {
 _GUESSED_LINK = (200e-6, 2e9)
 
 
-def local_node(devices: int, measure: bool = True) -> Node:
-    """This machine as a node of `devices` processes that share it."""
+def local_node(devices: int, measure: bool = True, again: bool = False) -> Node:
+    """This machine as a node of `devices` processes that share it; `again`: measured anew."""
     if not measure:
         return measured_node(devices, devices, _GUESS)
     processes = min(devices, MOST_PROCESSES)
-    with _kept(f"local-{processes}-{_machine()}.json") as path:
-        if not path.exists():
+    with kept_file(f"local-{processes}-{machine()}.json") as path:
+        if again or not path.exists():
             path.write_text(json.dumps(_measure(processes)))
         figures = json.loads(path.read_text())
     return measured_node(devices, processes, figures)
@@ -112,7 +112,7 @@ def _measure(processes: int) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _kept(name: str) -> Iterator[Path]:
+def kept_file(name: str) -> Iterator[Path]:
     """The file called `name` in the cache folder, one process at a time (ranks ask together)."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     folder = Path(base) / "autopar"
@@ -128,7 +128,8 @@ def _kept(name: str) -> Iterator[Path]:
         yield folder / name
 
 
-def _machine() -> str:
+def machine() -> str:
+    """This machine, with its torch, as a short word."""
     parts = (platform.node(), platform.machine(), os.cpu_count(), torch.__version__, VERSION)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 

@@ -27,9 +27,10 @@ import numpy as np
 import torch
 
 from autopar.cluster.calibration import local_node
-from autopar.cluster.cluster_file import read_cluster
+from autopar.cluster.cluster_file import cluster_text, read_cluster
 from autopar.cluster.gpus import local_gpus
 from autopar.cluster.machines import AxisLink, Device, Host, Link, Node
+from autopar.cluster.pace import Pace, kept_pace, paced
 from autopar.cluster.presets import preset
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
@@ -89,7 +90,8 @@ class Cluster:
 
         Else processes as devices, measured once (seconds), then kept in a file. More devices than
         the machine has GPUs are those of several such machines; under torchrun, it knows how many
-        ranks of a machine share them.
+        ranks of a machine share them. What `autopar calibrate` found of so many devices is kept to;
+        `measure=False` leaves all of it out.
         """
         if not is_count(devices):
             raise InvalidInput(
@@ -98,14 +100,25 @@ class Cluster:
                 remedy="Cluster.local(8)",
             )
         if torch.cuda.is_available():
-            return cls(*local_gpus(devices), "local")
-        node = local_node(devices, measure)
-        return cls((node,), node.link, "local")
+            made = cls(*local_gpus(devices), "local")
+        else:
+            node = local_node(devices, measure)
+            made = cls((node,), node.link, "local")
+        return made.at(kept_pace(made.device.name, devices)) if measure else made
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
         """Read a TOML file; see `autopar.cluster.cluster_file` for what it may hold."""
         return read_cluster(Path(path), cls)
+
+    def save(self, path: str | Path) -> None:
+        """Write the TOML file that `load` reads."""
+        Path(path).write_text(cluster_text(self.name, self._runs(), self.network))
+
+    def at(self, pace: Pace) -> Cluster:
+        """The same machines, all of whose work takes so many times as long."""
+        nodes = tuple(paced(node, pace) for node in self.nodes)
+        return replace(self, nodes=nodes, network=pace.link(self.network))
 
     @property
     def devices(self) -> int:

@@ -251,6 +251,7 @@ def in_lock_step(members: Sequence[Steps]) -> list[Any]:
             raise ExecutionError(
                 "the members of a group ask for the same in the same order",
                 got=f"{', '.join(type(one).__name__ for one in asked)}; {len(ended)} have ended",
+                remedy="let what a member asks depend on the group alone, not on its numbers",
             )
         if isinstance(asked[0], Travelling):
             answers = [travelling.arrive() for travelling in asked]
@@ -293,6 +294,7 @@ def _delivered(asked: Sequence[Any]) -> list[Tensors]:
             raise ExecutionError(
                 "a member says beforehand which shapes it receives",
                 got=f"member {at} of {count} says {request.shapes}, and {shapes} arrive",
+                remedy="say the shapes of what the member before sends",
             )
     return [tuple(tensor.clone() for tensor in tensors) for tensors in given]
 

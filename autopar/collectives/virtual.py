@@ -52,6 +52,7 @@ def move(
                     "a value that is moved has the shape that its layout says",
                     got=f"shape {tuple(value.shape)} on rank {rank}; {layout} of {tuple(shape)} "
                     f"has {local_shape} there",
+                    remedy="see that an operator of one's own returns what its rule says",
                 )
     return list(_Move.apply(movement, mesh, sums, *values))
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -119,6 +121,26 @@ def load_plan(path: str, spec: str | None) -> Plan | SavedPlan:
     """A plan from a file, attached to its model if one is given."""
     saved = Plan.load(path)
     return saved if spec is None else saved.attach(*load_call(spec))
+
+
+def check_out(path: str | None, option: str = "--out") -> None:
+    """Before long work: whether its result can be written to `path`, whose folders are made."""
+    if path is None:
+        return
+    place = Path(path)
+    wrong = "it is a folder" if place.is_dir() else None
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(place if place.exists() else place.parent, os.W_OK):
+            wrong = os.strerror(errno.EACCES)
+    except OSError as error:
+        wrong = error.strerror
+    if wrong is not None:
+        raise InvalidInput(
+            "what a command makes can be written",
+            got=f"{path}: {wrong}",
+            remedy=f"give another path for {option}",
+        )
 
 
 def read_cluster(text: str, nodes: int | None) -> Cluster:

@@ -1,5 +1,8 @@
 """The command `autopar demo`: train a small GPT on 4 local processes and compare with one.
 
+autopar demo
+autopar demo --steps 50
+
 The plan is automatic: a Chimera pipeline over `pp`, and inside its stages whatever the search finds
 for `dp`. Exit code 1 if the losses of the parallel and the single program differ. A page with the
 plan, the schedule and the program is written to look at.

@@ -1,5 +1,8 @@
 """The command `autopar doctor`: see whether this machine can run parallel programs.
 
+autopar doctor
+autopar doctor --ranks 8 --json
+
 Each check says what was found and, where it fails, what to do. Exit code 1 if one fails.
 """
 

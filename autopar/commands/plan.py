@@ -12,12 +12,12 @@ import warnings
 from autopar.commands.arguments import (
     add_decisions,
     add_model,
+    check_out,
     load_call,
     read_bytes,
     read_cluster,
     read_decisions,
 )
-from autopar.errors import InvalidInput
 from autopar.plan.plan import Plan
 from autopar.planning import plan
 
@@ -55,16 +55,10 @@ def make_plan(spec: str, arguments: argparse.Namespace) -> Plan:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan, print, save."""
+    check_out(arguments.out)
     made = make_plan(arguments.model, arguments)
     if arguments.out is not None:
-        try:
-            made.save(arguments.out)
-        except OSError as error:
-            raise InvalidInput(
-                "the plan's file can be written",
-                got=f"{arguments.out}: {error.strerror}",
-                remedy="give another path for --out",
-            ) from None
+        made.save(arguments.out)
     if arguments.json:
         print(json.dumps(made.to_json()))
     else:

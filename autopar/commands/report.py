@@ -11,7 +11,7 @@ import json
 import warnings
 from pathlib import Path
 
-from autopar.commands.arguments import SPEC, load_plan
+from autopar.commands.arguments import SPEC, check_out, load_plan
 from autopar.commands.plan import add_plan, make_plan
 from autopar.errors import InvalidInput
 from autopar.plan.plan import Plan
@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan or attach, write."""
+    check_out(arguments.out)
     made = _plan(arguments)
     made.report(arguments.out)
     figures = {"page": arguments.out, **made.to_json()}

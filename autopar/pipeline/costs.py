@@ -20,7 +20,7 @@ def plain(cost: Costs) -> float | tuple[float, ...]:
 def single(name: str, cost: object) -> float:
     """`cost` when it is one number."""
     if not isinstance(cost, (int, float)):
-        raise InvalidInput(f"{name} is one number", got=f"{name}={cost!r}")
+        raise InvalidInput(f"{name} is one number", got=f"{name}={cost!r}", remedy=f"{name}=0.1")
     return per_stage(name, cost, 1)[0]
 
 

@@ -9,6 +9,7 @@ where both plans have their models.
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import Field, asdict, dataclass, fields, replace
@@ -18,6 +19,7 @@ from autopar.plan.grouping import grouped
 from autopar.plan.saved import SavedValue, deciding, values_to_save
 from autopar.plan.value import PlanValue
 from autopar.search.decisions import Decisions
+from autopar.strategies.node_info import info
 from autopar.units import bytes_text, listed, seconds_text
 
 Pair = tuple[Any, Any]
@@ -38,7 +40,8 @@ class PlanDiff:
     cost: Mapping[str, tuple[float, float]]  # all parts, seconds
     memory: Mapping[str, tuple[float, float]]  # all parts, bytes
     movements: Mapping[str, tuple[int, int]]  # kind and axis -> how many
-    without_model: bool  # cost, memory and movements were not to be had
+    places: Mapping[str, str]  # node -> its module and kind, of what stands in `values`
+    without_model: bool  # cost, memory, movements and places were not to be had
 
     @property
     def is_empty(self) -> bool:
@@ -46,7 +49,8 @@ class PlanDiff:
         return not (self.settings or self.regions or self.parameters or self.values)
 
     def to_json(self) -> dict[str, Any]:
-        parts = {name: pairs for name, pairs in asdict(self).items() if name != "without_model"}
+        parts = asdict(self)
+        del parts["without_model"], parts["places"]
         return {"equal": self.is_empty, **parts}
 
     def __str__(self) -> str:
@@ -69,7 +73,7 @@ class PlanDiff:
             "values": self.values,
         }
         for what, types in named.items():
-            rows = grouped(types.items())
+            rows = grouped((self.places.get(name, name), pair) for name, pair in types.items())
             lines += [f"{what} ({len(types)})"] if rows else []
             shown = [f"  {name}: {one or '-'} | {two or '-'}" for name, (one, two), _ in rows]
             lines += listed(shown, _LISTED, " lines; to_json() has all")
@@ -84,13 +88,14 @@ def compare(first: PlanValue | SavedValue, second: PlanValue | SavedValue) -> Pl
     texts = ({name: str(type_) for name, type_ in plan.types.items()} for plan in plans)
     types = _different(_pairs(*texts))
     recomputed = [plan.decisions.recompute for plan in plans]
-    cost, memory, moved = {}, {}, {}
+    cost, memory, moved, places = {}, {}, {}, {}
     attached = [plan for plan in plans if isinstance(plan, PlanValue)]
     if len(attached) == 2:
         cost = _pairs(*(plan.cost.to_json() for plan in attached))
         memory = _pairs(*(plan.memory.to_json() for plan in attached))
         one, two = (Counter(f"{r.forward} over {r.axis}" for r in p.movements()) for p in attached)
         moved = {kind: (one[kind], two[kind]) for kind in sorted({**one, **two})}
+        places = _places(attached[0])
     diff = PlanDiff(
         _settings(first, second),
         _different(_pairs(*({n: how.words for n, how in r.items()} for r in recomputed))),
@@ -99,6 +104,7 @@ def compare(first: PlanValue | SavedValue, second: PlanValue | SavedValue) -> Pl
         cost,
         memory,
         moved,
+        places,
         without_model=len(attached) < 2,
     )
     if diff.is_empty and first.decisions != second.decisions:  # as on the ways between layouts
@@ -123,6 +129,16 @@ def _settings(*plans: PlanValue | SavedValue) -> dict[str, Pair]:
     models = first.fingerprint, second.fingerprint
     if other := models[0].differences(models[1]):
         found["model"] = other[0], models[1].differences(models[0])[0]
+    return found
+
+
+def _places(plan: PlanValue) -> dict[str, str]:
+    """Node -> its module and which of its kind it is there, equal in equal blocks."""
+    found, counted = {}, Counter[str]()
+    for node in plan.captured.operators:
+        place = ".".join(filter(None, (info(node).module, re.sub(r"_\d+$", "", node.name))))
+        counted[place] += 1
+        found[node.name] = place + (f" ({counted[place]})" if counted[place] > 1 else "")
     return found
 
 

@@ -11,7 +11,8 @@ from collections.abc import Hashable, Iterable
 from typing import TypeVar
 
 Content = TypeVar("Content", bound=Hashable)
-_NUMBER = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.|$)")
+_NUMBER = re.compile(r"(?:^|(?<=[._]))(\d+)(?=\.| |$)")
+_RUNS = 5  # of numbers, that are written out
 
 
 def grouped(lines: Iterable[tuple[str, Content]]) -> list[tuple[str, Content, int]]:
@@ -42,4 +43,6 @@ def _ranges(numbers: list[int]) -> str:
         else:
             runs.append([number, number])
     texts = [str(a) if a == b else f"{a}..{b}" for a, b in runs]
+    if len(texts) > _RUNS:
+        texts[_RUNS - 1 :] = ["...", texts[-1]]
     return texts[0] if len(distinct) == 1 else "{" + ", ".join(texts) + "}"

@@ -64,6 +64,16 @@ class Plan(PlanValue):
         """What `save` writes, made once: nothing of a plan changes."""
         return SavedPlan.of(self).to_bytes()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A plan is pickled as its file: what comes back is attached to its model."""
+        return SavedPlan.of_bytes, (self.file,)
+
+    def __copy__(self) -> Plan:
+        return self  # nothing of it changes
+
+    def __deepcopy__(self, memo: object) -> Plan:
+        return self
+
     @staticmethod
     def load(path: str | Path) -> SavedPlan:
         """Read a plan from a file. It runs once it is attached to its model."""
@@ -144,6 +154,14 @@ class SavedPlan(SavedValue):
     def to_bytes(self) -> bytes:
         """What `save` writes."""
         return json.dumps(self.to_json(), indent=1, sort_keys=False).encode() + b"\n"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SavedPlan.of_bytes, (self.to_bytes(),)
+
+    @classmethod
+    def of_bytes(cls, data: bytes) -> SavedPlan:
+        """The plan whose file holds `data`."""
+        return cls.from_json(json.loads(data))
 
     @classmethod
     def load(cls, path: str | Path) -> SavedPlan:

@@ -1,0 +1,108 @@
+"""Pace: how much longer work takes on a machine than its constants say, as whole steps showed.
+
+Constants are measured, or published, of single operators and collectives that run over and over; in
+a step they find cold caches, and neighbours. Two factors for all plans of a machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+
+from autopar.cluster.calibration import kept_file, machine
+from autopar.cluster.machines import Device, Host, Link, Node
+
+_RANGE = (0.2, 5.0)  # beyond it, constants are of another machine
+_FINE = 121  # values of each factor that are tried
+
+
+@dataclass(frozen=True)
+class Pace:
+    """1: as the constants say; 2: twice as long."""
+
+    compute: float = 1.0
+    communication: float = 1.0
+
+    def link(self, link: Link) -> Link:
+        """A link at this pace."""
+        factor = self.communication
+        measured = {key: (a * factor, b / factor) for key, (a, b) in link.measured.items()}
+        return Link(link.alpha * factor, link.bandwidth / factor, measured)
+
+    def device(self, device: Device) -> Device:
+        """A device at this pace; what it copies goes over a link."""
+        factor, host = self.compute, device.host
+        return replace(
+            device,
+            flops={dtype: rate / factor for dtype, rate in device.flops.items()},
+            bandwidth=device.bandwidth / factor,
+            overhead=device.overhead * factor,
+            host=self._host(host) if host.is_device else host,
+        )
+
+    def _host(self, host: Host) -> Host:
+        factor = self.compute
+        return replace(
+            host,
+            flops=host.flops / factor,
+            bandwidth=host.bandwidth / factor,
+            overhead=host.overhead * factor,
+        )
+
+
+def paced(node: Node, pace: Pace) -> Node:
+    """A node at a pace."""
+    return replace(node, device=pace.device(node.device), link=pace.link(node.link))
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a step: what was predicted, by parts, and what was measured."""
+
+    compute: float  # and what waits for it
+    communication: float  # that nothing hides
+    measured: float
+
+    def predicted(self, pace: Pace) -> float:
+        """What is predicted at a pace."""
+        return self.compute * pace.compute + self.communication * pace.communication
+
+
+def fit(steps: Sequence[Step]) -> Pace:
+    """The pace at which predictions are least off, in the mean of their ratios."""
+    compute, communication, measured = np.array(
+        [(one.compute, one.communication, one.measured) for one in steps]
+    ).T
+    factors = np.geomspace(*_RANGE, _FINE)
+    predicted = (
+        factors[:, None, None] * compute + factors[None, :, None] * communication
+    )  # of each pair of factors
+    off = np.abs(np.log(measured / predicted)).mean(axis=2)
+    # Where nothing is communicated each factor of it is as good: the one nearest to none.
+    off = off + 1e-9 * np.abs(np.log(factors))[None, :]
+    first, second = np.unravel_index(off.argmin(), off.shape)
+    return Pace(float(factors[first]), float(factors[second]))
+
+
+def kept_pace(device: str, devices: int) -> Pace:
+    """What was kept of so many of these devices of this machine."""
+    with kept_file(_name(device, devices)) as path:
+        return Pace(**json.loads(path.read_text())) if path.exists() else Pace()
+
+
+def keep_pace(pace: Pace, device: str, devices: int) -> None:
+    """Keep it, from now on."""
+    with kept_file(_name(device, devices)) as path:
+        written = path.with_suffix(".new")
+        written.write_text(json.dumps(asdict(pace)))
+        os.replace(written, path)
+
+
+def _name(device: str, devices: int) -> str:
+    kind = hashlib.sha256(device.encode()).hexdigest()[:8]
+    return f"pace-{kind}-{devices}-{machine()}.json"

@@ -1,0 +1,254 @@
+"""The command `autopar calibrate`: measure this machine, and how far predictions of plans are off.
+
+autopar calibrate
+autopar calibrate --ranks 4 --out machine.toml
+torchrun --nproc-per-node 8 -m autopar.cli calibrate --out machine.toml
+
+Operators, collectives by size and how both go beside each other are measured; then ten plans of two
+small models run, and two factors, of computing and of communication, are fitted to their steps.
+`Cluster.local` keeps to what was found; the file says it to `--cluster`. GPUs are measured by the
+ranks of torchrun, one for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.api import parallelize
+from autopar.cluster import Cluster
+from autopar.cluster.calibration import local_node
+from autopar.cluster.pace import Pace, Step, fit, keep_pace
+from autopar.commands.arguments import check_out
+from autopar.errors import InvalidInput
+from autopar.mesh import Mesh
+from autopar.progress import Report, reporter
+from autopar.runtime.launch import Say, launch
+from autopar.units import seconds_text, table
+
+ROUNDS, WARM = 7, 2
+WIDTH, HIDDEN, HEADS, LAYERS, SEQUENCE, VOCABULARY = 192, 768, 6, 2, 64, 4096
+BATCH = 8  # for each rank
+
+
+class Attention(nn.Module):
+    """Causal, over a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.norm(x)).unflatten(-1, (HEADS, 3, -1))
+        q, k, v = (part.transpose(1, 2) for part in heads.unbind(3))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
+class Wide(nn.Module):
+    """Two linear layers, over a residual."""
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH) if norm else nn.Identity()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Language(nn.Module):
+    """A small GPT: many operators, and a large head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        blocks = (nn.Sequential(Attention(), Wide(norm=True)) for _ in range(LAYERS))
+        self.blocks, self.head = nn.Sequential(*blocks), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.blocks(self.tokens(ids)))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Layers(nn.Module):
+    """Wide layers alone: few operators, much work in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Wide(norm=False) for _ in range(2 * LAYERS)))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(self.layers(x), target)
+
+
+def language(ranks: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    ids = torch.randint(0, VOCABULARY, (BATCH * ranks, SEQUENCE))
+    return Language(), (ids, ids)
+
+
+def layers(ranks: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    x = torch.randn(BATCH * SEQUENCE * ranks, WIDTH)
+    return Layers(), (x, torch.zeros_like(x))
+
+
+MODELS: Mapping[str, Callable[[int], tuple[nn.Module, tuple[Tensor, ...]]]] = {
+    "language": language,
+    "layers": layers,
+}
+
+
+def ways(ranks: int) -> dict[str, dict[str, Any]]:
+    """Five ways to run a step, which weigh computing and communication differently."""
+    whole = {"pipeline": None, "states": "whole", "recompute": None}
+    return {
+        "data": {**whole, "mesh": Mesh(dp=ranks), "mode": "data"},
+        "zero3": {**whole, "mesh": Mesh(dp=ranks), "mode": "data", "states": "zero3"},
+        "searched": {**whole, "mesh": Mesh(x=ranks)},
+        "accumulated": {**whole, "mesh": Mesh(dp=ranks), "mode": "data", "microbatches": 4},
+        "stages": {"mesh": Mesh(pp=ranks), "schedule": "1f1b", "microbatches": 2 * ranks},
+    }
+
+
+@dataclass(frozen=True)
+class Plans:
+    """How a plan was called, and its step."""
+
+    name: str
+    step: Step
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `autopar calibrate` takes."""
+    parser.add_argument("--ranks", type=int, help="processes of this machine (default: 2)")
+    parser.add_argument("--out", metavar="FILE", help="write a cluster file, for --cluster")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, fit, keep, print."""
+    check_out(arguments.out)
+    in_world = "WORLD_SIZE" in os.environ
+    ranks = _ranks(arguments.ranks, in_world)
+    speaks = int(os.environ.get("RANK", 0)) == 0
+    quiet = arguments.json or not speaks
+    with reporter(not quiet) as report:
+        cluster = _constants(ranks, report, speaks and not torch.cuda.is_available())
+        if in_world:
+            found = measure(lambda value: report(*value), cluster)
+        else:
+
+            def heard(rank: int, value: tuple[str, str]) -> None:
+                if rank == 0:
+                    report(*value)
+
+            found = launch(measure, ranks, cluster, heard=heard)[0]
+    if not speaks:
+        return 0
+    pace = fit([one.step for one in found])
+    keep_pace(pace, cluster.device.name, ranks)
+    calibrated = cluster.at(pace)
+    if arguments.out is not None:
+        calibrated.save(arguments.out)
+    print(json.dumps(_figures(found, pace)) if arguments.json else _text(found, pace, calibrated))
+    if arguments.out is not None and not arguments.json:
+        print(f"saved to {arguments.out}")
+    return 0
+
+
+def _ranks(asked: int | None, in_world: bool) -> int:
+    if in_world:
+        ranks = int(os.environ["WORLD_SIZE"])
+        wrong = asked is not None and asked != ranks and f"--ranks {asked} in a world of {ranks}"
+        remedy = "leave out --ranks under torchrun"
+    else:
+        ranks = 2 if asked is None else asked
+        wrong = ranks < 2 and f"--ranks {ranks}"
+        remedy = "--ranks 2"
+        if torch.cuda.is_available() and not wrong:
+            wrong, remedy = "a machine with GPUs", "torchrun --nproc-per-node 8 -m autopar.cli ..."
+    if wrong:
+        raise InvalidInput(
+            "a machine is measured by at least two processes, one for each GPU if it has some",
+            got=wrong,
+            remedy=remedy,
+        )
+    return ranks
+
+
+def _constants(ranks: int, report: Report, again: bool) -> Cluster:
+    """The machine as single operators and collectives show it: of GPUs, by their kind."""
+    report("constants", f"operators and collectives of {ranks} processes")
+    if again:
+        local_node(ranks, again=True)
+    if torch.cuda.is_available():
+        return Cluster.local(ranks, measure=False)
+    node = local_node(ranks)
+    return Cluster((node,), node.link, "local")
+
+
+def measure(say: Say, cluster: Cluster) -> list[Plans]:
+    """On a rank: the steps of all plans, each the slowest rank's, in turns."""
+    ranks, steps, found = cluster.devices, [], []
+    for model, make in MODELS.items():
+        for way, options in ways(ranks).items():
+            say(("plan", f"{model}, {way}"))
+            torch.manual_seed(0)
+            module, inputs = make(ranks)
+            made = parallelize(module, inputs, cluster=cluster, progress=False, **options)
+            steps.append((f"{model}, {way}", made, inputs))
+    seconds: list[list[float]] = [[] for _ in steps]
+    for turn in range(-WARM, ROUNDS):
+        say(("measure", f"round {turn + WARM + 1} of {WARM + ROUNDS}"))
+        for taken, (_, made, inputs) in zip(seconds, steps):
+            made.zero_grad(set_to_none=True)
+            dist.barrier()
+            started = time.perf_counter()
+            made.step(*inputs).item()
+            slowest = torch.tensor([time.perf_counter() - started])
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            taken += [float(slowest)] if turn >= 0 else []
+    for taken, (name, made, _) in zip(seconds, steps):
+        cost = made.plan.cost
+        waited = cost.compute + cost.bubble
+        found.append(Plans(name, Step(waited, cost.exposed, statistics.median(taken))))
+    return found
+
+
+def _figures(found: list[Plans], pace: Pace) -> dict[str, Any]:
+    off = {when: _median(found, at) for when, at in (("before", Pace()), ("after", pace))}
+    plans = [{"plan": one.name, **asdict(one.step)} for one in found]
+    return {"pace": asdict(pace), "off": off, "plans": plans}
+
+
+def _median(found: list[Plans], pace: Pace) -> float:
+    """By how much predictions are off: the median of their errors, as a part."""
+    return statistics.median(abs(one.step.predicted(pace) / one.step.measured - 1) for one in found)
+
+
+def _text(found: list[Plans], pace: Pace, cluster: Cluster) -> str:
+    rows: list[tuple[str, ...]] = [("plan", "predicted", "measured", "calibrated", "off")]
+    for one in found:
+        step = one.step
+        times = step.predicted(Pace()), step.measured, step.predicted(pace)
+        rows.append((one.name, *map(seconds_text, times), f"{times[2] / times[1] - 1:+.0%}"))
+    before, after = _median(found, Pace()), _median(found, pace)
+    lines = [str(cluster), *table(rows)]
+    lines += [
+        f"computing takes {pace.compute:.2f} times as long as single operators say, communication "
+        f"{pace.communication:.2f} times as long as single collectives",
+        f"predictions were off by {before:.0%} in the median, and are by {after:.0%}",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,93 @@
+"""The command `autopar completion`: print what makes a shell complete autopar's commands.
+
+autopar completion bash >> ~/.bashrc
+autopar completion zsh >> ~/.zshrc
+autopar completion fish > ~/.config/fish/completions/autopar.fish
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+
+from autopar.commands import make_parser
+
+# name of a command -> its options, each with the words that may follow it
+Options = Mapping[str, Mapping[str, Sequence[str]]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `autopar completion` takes."""
+    parser.add_argument("shell", choices=SHELLS, help="the shell that completes")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the lines."""
+    print(SHELLS[arguments.shell](options()))
+    return 0
+
+
+def options() -> Options:
+    """All commands, as the command line reads them."""
+    (commands,) = (
+        action
+        for action in make_parser("", "")._actions  # argparse tells of its actions nowhere else
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    return {
+        name: {
+            word: tuple(map(str, action.choices or ()))
+            for action in parser._actions
+            for word in action.option_strings or (("",) if action.choices else ())
+            if word != "-h"
+        }
+        for name, parser in commands.choices.items()
+    }
+
+
+def bash(known: Options) -> str:
+    """For bash, and for zsh in bash's way."""
+    cases = [
+        f"      '{name} {option}') words='{' '.join(words)}';;"
+        for name, taken in known.items()
+        for option, words in taken.items()
+        if words and option
+    ]
+    cases += [
+        f"      '{name} '*) words='{' '.join((*(w for w in taken if w), *taken.get('', ())))}';;"
+        for name, taken in known.items()
+    ]
+    lines = [
+        "_autopar() {",
+        "  local words before=${COMP_WORDS[COMP_CWORD-1]} word=${COMP_WORDS[COMP_CWORD]}",
+        '  if [ "$COMP_CWORD" = 1 ]; then',
+        f"    words='{' '.join(known)}'",
+        "  else",
+        '    case "${COMP_WORDS[1]} $before" in',
+        *cases,
+        "    esac",
+        "  fi",
+        '  COMPREPLY=($(compgen -W "$words" -- "$word"))',
+        "}",
+        "complete -o default -F _autopar autopar",
+    ]
+    return "\n".join(lines)
+
+
+def zsh(known: Options) -> str:
+    """For zsh."""
+    return f"autoload -U +X bashcompinit && bashcompinit\n{bash(known)}"
+
+
+def fish(known: Options) -> str:
+    """For fish."""
+    lines = [f"complete -c autopar -n __fish_use_subcommand -f -a {name}" for name in known]
+    for name, taken in known.items():
+        of = f"complete -c autopar -n '__fish_seen_subcommand_from {name}'"
+        for option, words in taken.items():
+            said = f" -l {option.lstrip('-')}" if option else ""
+            lines.append(of + said + (f" -x -a '{' '.join(words)}'" if words else ""))
+    return "\n".join(lines)
+
+
+SHELLS = {"bash": bash, "zsh": zsh, "fish": fish}
