@@ -1,4 +1,4 @@
-.PHONY: demo test gpu lint types setup clean
+.PHONY: demo test gpu lint types setup dist clean
 PYTHON ?= python3
 RUN := .venv/bin/python
 WORKERS ?= 2  # processes of the tests
@@ -32,5 +32,19 @@ setup: .venv/ready
 	.venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[test]"
 	touch $@
 
+# Wheel and source distribution; each is installed, or unpacked, elsewhere and tests itself there.
+TORCH := $$(grep '^torch==' $(CURDIR)/constraints.txt)
+dist:
+	rm -rf dist build
+	$(PYTHON) -m venv build/tools
+	build/tools/bin/pip install --quiet --disable-pip-version-check build
+	build/tools/bin/python -m build --outdir dist .
+	mkdir build/elsewhere && tar xzf dist/autopar-*.tar.gz --directory build/elsewhere
+	$(PYTHON) -m venv build/clean
+	build/clean/bin/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	build/clean/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt "$$(ls dist/*.whl)[test]"
+	cd build && clean/bin/autopar doctor && clean/bin/autopar demo --steps 3
+	cd build/elsewhere/autopar-* && ../../clean/bin/python -m pytest tests/test_architecture.py tests/test_cluster.py tests/test_cli_plan.py tests/report
+
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis out
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis out

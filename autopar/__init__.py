@@ -19,7 +19,7 @@ from autopar.states import States
 from autopar.strategies import register_rule
 from autopar.verifying import verify
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AutoparError",

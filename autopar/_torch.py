@@ -28,7 +28,7 @@ from torch._functorch.predispatch import _vmap_decrement_nesting as mapping_ends
 from torch._functorch.predispatch import _vmap_increment_nesting as mapping_begins
 from torch._utils import _flatten_dense_tensors as joined_flat  # one tensor of them all
 from torch._utils import _unflatten_dense_tensors as split_like  # views, like some tensors in turn
-from torch.autograd import Variable, forward_ad
+from torch.autograd import Variable, forward_ad, profiler
 from torch.autograd.graph import get_gradient_edge
 from torch.cpu import _is_amx_tile_supported as multiplies_tiles  # of half precision
 from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroup, Store, TCPStore
@@ -372,6 +372,11 @@ def allocations(profiled: profile) -> list[int]:
     memory = [event for event in events if event.name() == "[memory]"]
     ordered = sorted(memory, key=lambda event: event.start_ns())
     return [event.nbytes() for event in ordered]  # type: ignore[union-attr]
+
+
+def profiling() -> bool:
+    """Whether a profiler of torch listens."""
+    return profiler._is_profiler_enabled
 
 
 def memory_of(tensor: Tensor) -> int:

@@ -16,7 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from autopar.pipeline.schedule import Action, Schedule
+from torch.profiler import record_function
+
+from autopar._torch import profiling
+from autopar.pipeline.schedule import WORDS, Action, Schedule
 from autopar.pipeline.worker import Value, Worker
 
 
@@ -148,7 +151,15 @@ class RankRunner:
         self.after(position)
 
     def _do(self, action: Action, microbatch: int, received: list[Value]) -> list[Value]:
-        """Run one micro-batch; what is sent on."""
+        """Run one micro-batch, in a range of its own while a profiler listens; what is sent on."""
+        if not profiling():
+            return self._run(action, microbatch, received)
+        pipe = f", pipe {action.pipe}" if self.schedule.pipes > 1 else ""
+        place = f"stage {action.stage}, micro-batch {microbatch}{pipe}"
+        with record_function(f"{WORDS[action.kind]}: {place}"):
+            return self._run(action, microbatch, received)
+
+    def _run(self, action: Action, microbatch: int, received: list[Value]) -> list[Value]:
         worker = self.workers[action.pipe, action.stage]
         if action.kind == "F":
             sent = worker.forward(microbatch, received)

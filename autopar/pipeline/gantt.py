@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.drawing import Axis, Drawing
-from autopar.pipeline.schedule import Action, Schedule
+from autopar.pipeline.schedule import WORDS, Action, Schedule
 from autopar.units import share_text
 
-WORDS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
 _WIDTH, _LEFT, _ROW, _GAP, _ABOVE, _BELOW = 960.0, 56.0, 22.0, 4.0, 26.0, 22.0
 _EACH = 3000  # actions that are boxes of their own
 

@@ -26,6 +26,7 @@ from typing import Literal
 
 Kind = Literal["F", "B", "I", "W"]
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
+WORDS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
 MOST_UNLISTED = 1 << 12  # things of a schedule that its numbers may speak of without listing them
 Option = int | float | str | tuple[float, ...] | None
 

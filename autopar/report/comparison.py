@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from autopar.errors import InvalidInput
+from autopar.pipeline.schedule import WORDS
 from autopar.report.trace import ACTIONS, Event
 from autopar.units import seconds_text, table
 
-_WORDS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _pairs(simulated: Sequence[Event], measured: Sequence[Event]) -> list[Pair]:
     predicted, took = by_kind(simulated), by_kind(measured)
     pairs = [
         Pair(
-            f"{_WORDS[kind]} of stage {stage}",
+            f"{WORDS[kind]} of stage {stage}",
             statistics.median(predicted[kind, stage]),
             statistics.median(took[kind, stage]),
             len(took[kind, stage]),

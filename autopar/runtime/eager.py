@@ -22,6 +22,7 @@ from autopar.passes.flow import part_of
 from autopar.pipeline.weight_halves import WeightHalves
 from autopar.runtime.away import Keeper
 from autopar.runtime.copies import Window
+from autopar.runtime.ranges import function_of
 from autopar.runtime.regions import Around, call_regions
 from autopar.strategies.node_info import info
 
@@ -95,4 +96,4 @@ def compile_graph(
     beside = beside if window is None else [*beside, window.again]
     call_regions(quick, Around(beside, plain, keeper, window))
     wholes = tuple(name for kind, name in origins if kind == "whole")
-    return Eager(fx.GraphModule({}, quick).forward, wholes)
+    return Eager(function_of(quick), wholes)

@@ -15,6 +15,7 @@ from torch import fx
 
 from autopar.runtime.away import Keeper
 from autopar.runtime.copies import Window
+from autopar.runtime.ranges import function_of
 from autopar.runtime.recompute import Beside, Full, Leaving, Selective
 from autopar.strategies.node_info import Region, info
 
@@ -124,7 +125,7 @@ def _call(graph: fx.Graph, part: Part, around: Around) -> None:
             copies[node].target = runner.noted(target, plain)
         elif (axes := info(node).away.get(part.region)) is not None:  # type: ignore[arg-type]
             copies[node].target = runner.leaves(target, axes)
-    runner.function = fx.GraphModule({}, inside).forward
+    runner.function = function_of(inside)
 
     def region(*inputs: Any) -> Any:  # a function: fx wants its name
         return runner(*inputs)

@@ -678,6 +678,33 @@ def records_what_each_rank_did() -> None:
             assert starts[giver, step, name.replace("1F", "0F")] < start
 
 
+def is_profiled_by_name() -> None:
+    """Under a profiler: modules and movements, actions of a pipeline; the numbers stay."""
+    case = models.shared("gpt", layers=2)
+    moved = {
+        "whole": ({"mesh": Mesh(dp=2, tp=2), "mode": "auto"}, {"layers.0.up", "layers.1.up"}),
+        "stages": (
+            {"mesh": Mesh(pp=2, dp=2), "schedule": "chimera", "microbatches": 2},
+            {f"forward: stage {dist.get_rank() // 2}, micro-batch 0, pipe 0"},
+        ),
+        "again": ({"mesh": Mesh(dp=4), "recompute": "full"}, {"layers.0.up", "layers.1.up"}),
+    }
+    for about, wanted in moved.values():
+        with ap.parallelize(case.model, case.args, case.kwargs, **about) as module:
+            plain = module.step(*case.args, **case.kwargs)
+            grads = module.full_grads()
+            module.zero_grad()
+            with torch.profiler.profile() as profiled:
+                told = module.step(*case.args, **case.kwargs)
+            assert_close(told, plain)
+            assert_close(module.full_grads(), grads)
+            found = {event.key for event in profiled.key_averages()}
+            assert wanted <= found, sorted(found)
+            movements = {record.forward for record in module.plan.movements()}
+            for kind in movements & {"all_gather", "all_to_all"}:
+                assert any(name.startswith(f"{kind} over ") for name in found), kind
+
+
 def of_tree() -> list[ap.Plan]:
     case = shared_tree()
     ways: list[dict[str, Any]] = [

@@ -15,8 +15,9 @@ def test_processes_do_what_virtual_ranks_do() -> None:
     assert_all_pass(checks.cases, checks.CHECKS, 4)
 
 
-def test_ranks_record_what_they_did() -> None:
-    assert_all_pass(checks.recorded, [checks.records_what_each_rank_did], 4)
+def test_ranks_tell_what_they_did() -> None:
+    told = [checks.records_what_each_rank_did, checks.is_profiled_by_name]
+    assert_all_pass(checks.recorded, told, 4)
 
 
 def test_each_rank_has_its_pieces_alone(tmp_path: Path) -> None:
