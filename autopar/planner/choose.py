@@ -168,10 +168,13 @@ class Planner:
         states = self.request.states is not None and self.request.states not in HOSTED
         return ('recompute="auto"',) * plain + ('states="auto"',) * states
 
-    def _promise(self, size: tuple[int, int]) -> tuple[bool, int]:
+    def _promise(self, size: tuple[int, int]) -> tuple[bool, float, int]:
         """The order in which sizes are weighed: what needs recomputation to fit seldom is the
-        fastest; where states have to be cut, many micro-batches leave most room."""
-        return self._is_crowded(size), -size[1] if self._states > self.memory else 0
+        fastest, and what waits little for other stages often is; where states have to be cut, many
+        micro-batches leave most room."""
+        stages, parts = size
+        most_room = -parts if self._states > self.memory else 0
+        return self._is_crowded(size), (stages - 1) / parts, most_room
 
     @property
     def _fits_device(self) -> bool:

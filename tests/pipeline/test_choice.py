@@ -10,6 +10,7 @@ import torch
 import autopar as ap
 from autopar.cluster import Device, Link, Node
 from autopar.pipeline.price import stage_link
+from autopar.planner.choose import Planner
 from autopar.schema import write
 from tests import models
 from tests.parity import assert_parity
@@ -112,6 +113,29 @@ def test_nodes_that_no_mesh_respects_are_planned_all_the_same(devices, options) 
     chosen = plan(models.mlp(batch=2 * sum(devices)), cluster, **options)
     assert chosen.whole_mesh.size == sum(devices)
     assert chosen.search.bound <= chosen.cost.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "share"), [(models.gpt, 2, 1.0), (models.mlp, 4, 0.6)]
+)
+def test_in_whatever_order_sizes_are_weighed_the_choice_takes_as_long(
+    model, devices, share, monkeypatch
+) -> None:
+    """What is weighed first only lets more of the others be left out."""
+    case, cluster = model(batch=16), slow_network(devices)
+    free = plan(case, cluster)
+    memory = share * free.memory.peak
+    own = plan(case, cluster, memory=memory)
+    assert own.memory.peak <= memory
+    for sign in (1, -1):
+
+        def promise(planner: Planner, size: tuple[int, int], sign: int = sign) -> tuple[int, int]:
+            return sign * size[0], sign * size[1]
+
+        monkeypatch.setattr(Planner, "_promise", promise)
+        other = plan(case, cluster, memory=memory)
+        assert other.cost.seconds == pytest.approx(own.cost.seconds, rel=1e-9), sign
+        assert other.memory.peak <= memory
 
 
 @cache
