@@ -76,7 +76,6 @@ process_group: Callable[[str], ProcessGroup] = _resolve_process_group  # type: i
 _SUM = AllreduceOptions()
 _SUM.asyncOp = False
 
-
 Pack = Callable[[Tensor], Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -94,8 +93,7 @@ def export_verifier() -> Any:
 
 
 def flex_parts() -> tuple[Callable[..., Any], Any, Callable[..., Any]]:
-    """Of FlexAttention: all of it in operators, how its functions index, and what maps them over
-    places. They load torch's compiler."""
+    """Of FlexAttention: all of it, how functions index, what maps them. Loads the compiler."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
     from torch._higher_order_ops.flex_attention import math_attention
     from torch.nn.attention.flex_attention import _vmap_for_bhqkv
@@ -251,8 +249,7 @@ def state_hooks(module: nn.Module) -> bool:
 
 
 def load_hooks(module: nn.Module) -> bool:
-    """Whether a module changes what `load_state_dict` is given, or acts on it. Torch's own layers
-    take names of earlier versions so."""
+    """Whether a module changes what `load_state_dict` is given, or acts on it; not torch's own."""
     before, after = module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks
     hooks = (*before.values(), *after.values())
     return any(not getattr(hook, "__module__", "").startswith("torch.") for hook in hooks)
@@ -341,10 +338,8 @@ def moves_what_is_on_host(group: ProcessGroup) -> bool:
 
 
 def placed_like(models: Iterable[Tensor], pieces: Iterable[Tensor]) -> list[DTensor]:
-    """DTensors of local tensors, each placed as a DTensor of `models` is, without gradient.
-
-    One takes 1 µs, where the public `DTensor.from_local` takes 60.
-    """
+    """DTensors of local tensors, each placed as a DTensor of `models` is, without gradient, in 1 µs
+    each, where the public `DTensor.from_local` takes 60."""
     return [
         DTensor.__new__(DTensor, piece, model._spec, requires_grad=False)  # type: ignore[attr-defined]
         for model, piece in zip(models, pieces)

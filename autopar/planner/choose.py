@@ -9,6 +9,7 @@ that fits is taken; the figures of all are kept.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
@@ -27,8 +28,10 @@ from autopar.pipeline.schedule import Schedule
 from autopar.planner.bounds import CHEAPEST, lowered
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.planner.hosting import least_update, may_go, no_room_on_host
+from autopar.planner.ideal import Ideal
 from autopar.planner.layouts import LayoutRequest, Layouts
-from autopar.planner.recomputation import KINDS, PLAIN, Regions, mixed_problem
+from autopar.planner.mixed import ATTEMPTS, mixed
+from autopar.planner.recomputation import PLAIN, Regions
 from autopar.planner.request import Request
 from autopar.planner.staged import StagedProgram, StagedWay, Tried
 from autopar.progress import Report
@@ -39,7 +42,6 @@ from autopar.search.smallest_footprint import NothingFits, SmallestFootprint
 from autopar.states import HOSTED, States
 from autopar.strategies.node_info import info
 
-ATTEMPTS = 4  # at layouts so lean that the stages fit
 EQUAL = 1e-9  # relative: what differs by less is as fast, and the first is taken
 LARGE = 2000  # calls of a program that is not looked at where it cannot be the best
 LEANER = 0.9  # than their memory asks for: few layouts are in between
@@ -52,6 +54,8 @@ class Planner:
         self, model: nn.Module, captured: Captured, request: Request, report: Report
     ) -> None:
         self.captured, self.request, self.report = captured, request, report
+        self.ideal = Ideal(captured, request)
+        self.left_out = Counter[str]()  # "sizes" and "schedules" of them that bounds ruled out
         self.memory = request.memory
         self._annotations, self._pins = parameter_annotations(model), stage_pins(model)
         self.regions = Regions(captured, request.recompute, marked_regions(model))
@@ -68,6 +72,9 @@ class Planner:
         self._hosted = request.hosted if may_go(model, request.states) else ()
         self._bound: list[tuple[int, int]] = []  # sizes of which memory rules out what is faster
         self._layouts = Layouts(request, self.constraints, report)
+        self._mixed = partial(
+            mixed, regions=self.regions, memory=self.memory, dropped=self._dropped
+        )
         self._tried: dict[int, Tried] = {}  # by layouts
         self._is_bound = False  # memory kept the last layouts from what would be faster
         self._is_interrupted = False  # then the best so far is taken, though something is left
@@ -87,6 +94,10 @@ class Planner:
         left += [(self._on_host, size) for size in sizes if self._hosted]
         while left and not self._is_interrupted:
             ways, (stages, parts) = left[0]
+            if not self._may_win(stages, parts):
+                self.left_out["sizes"] += 1
+                left = left[1:]
+                continue
             size = f"{stages} stages, {parts} micro-batches"
             try:
                 self.report("pipeline", size)
@@ -112,6 +123,13 @@ class Planner:
         is_cut_short = left or (self._is_interrupted and not (search and search.interrupted))
         best = self._best
         return best.changed(search.cut_short()) if search and is_cut_short else self._bounded(best)
+
+    def _may_win(self, stages: int, parts: int) -> bool:
+        """Whether some way with so many stages and micro-batches may be faster than what fits."""
+        if self._fastest == math.inf:
+            return True
+        made = None if self._is_straight(stages) else self._schedules(stages, parts)
+        return self.ideal.least(stages, parts, made) < self._fastest
 
     def constraints(
         self, program: Captured, decided: Mapping[str, Recompute], mesh: Mesh
@@ -297,29 +315,6 @@ class Planner:
                 account = account.made(way.seconds, free.search.bound)
             yield way.changed(account)
 
-    def _mixed(self, laid: Candidate) -> Candidate | None:
-        """The same layouts, with the regions recomputed that make them fit at least cost."""
-        regions = self.regions
-        ways = {kind: laid.recomputed(regions.all(kind)) for kind in KINDS}
-        graphs = {kind: way.rewritten for kind, way in ways.items()}
-        problem = mixed_problem(graphs, regions.free, laid.prices)
-        plain = ways[PLAIN].memory
-        room = self.memory - (plain.peak - plain.activations)
-        for _ in range(ATTEMPTS):
-            kinds = problem.solve(room)
-            if kinds is None:
-                break
-            decided = regions.fixed | {n: how for n, how in kinds.items() if not how.is_plain}
-            mixed = laid.recomputed(decided)
-            if mixed.memory.peak <= self.memory:
-                return mixed
-            room -= mixed.memory.peak - self.memory
-        # The problem adds up what is kept, which is not all there is at the peak.
-        alike = [way for way in ways.values() if way.memory.peak <= self.memory]
-        if not alike:
-            self._dropped.append(ways[KINDS[-1]])
-        return min(alike, key=lambda way: way.seconds, default=None)
-
     def _is_straight(self, stages: int) -> bool:
         """Whether devices hold no more than one program."""
         return stages == 1 and self.request.schedule is None
@@ -404,6 +399,9 @@ class Planner:
         kinds = self.regions.kinds
         leaner = self.regions.leaner(self.request.cluster.device.host) if is_leaner else ()
         for number, made in enumerate(self._schedules(stages, parts)):
+            if self._fastest < math.inf and self.ideal.of(laid, made) >= self._fastest:
+                self.left_out["schedules"] += 1
+                continue
             if is_leaner:
                 last = tried.seconds.get((number, kinds[-1]), math.inf)
                 if last >= self._fastest or not program.lacks_room(made, kinds[-1], self.memory):

@@ -13,7 +13,6 @@ from autopar.report.trace import ACTIONS, Event
 from autopar.units import seconds_text, table
 
 
-
 @dataclass(frozen=True)
 class Pair:
     """What was predicted, and the median of what was measured; seconds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -11,6 +12,7 @@ import autopar as ap
 from autopar.cluster import Device, Link, Node
 from autopar.pipeline.price import stage_link
 from autopar.planner.choose import Planner
+from autopar.planner.ideal import Ideal
 from autopar.schema import write
 from tests import models
 from tests.parity import assert_parity
@@ -136,6 +138,34 @@ def test_in_whatever_order_sizes_are_weighed_the_choice_takes_as_long(
         other = plan(case, cluster, memory=memory)
         assert other.cost.seconds == pytest.approx(own.cost.seconds, rel=1e-9), sign
         assert other.memory.peak <= memory
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "share"),
+    [(models.gpt, 4, 1.0), (models.mlp, 8, 0.6), (models.vit, 4, 0.7), (models.gpt, 8, 0.5)],
+)
+def test_what_bounds_leave_out_is_not_faster(model, devices, share, monkeypatch) -> None:
+    """Every size, schedule and layout weighed to its end, and with bounds."""
+    device = replace(slow_network(1).nodes[0].device, overhead=2e-5)
+    node = Node(device, devices, Link(1e-6, 1e8))
+    case, cluster = model(batch=16), ap.Cluster((node,), node.link, "toy")
+    memory = share * plan(case, cluster).memory.peak
+    told: list[Planner] = []
+
+    def found() -> ap.Plan:
+        return plan(case, cluster, memory=memory)
+
+    kept = Planner.best
+    monkeypatch.setattr(Planner, "best", lambda self: told.append(self) or kept(self))
+    bounded = found()
+    assert told[0].left_out.total()
+    monkeypatch.setattr(Ideal, "least", lambda *_: 0.0)
+    monkeypatch.setattr(Ideal, "of", lambda *_: 0.0)
+    whole = found()
+    assert not told[1].left_out
+    assert len(whole.alternatives) >= len(bounded.alternatives)
+    assert bounded.cost.seconds == pytest.approx(whole.cost.seconds, rel=1e-9)
+    assert bounded.memory.peak <= memory
 
 
 @cache
