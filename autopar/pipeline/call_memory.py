@@ -23,6 +23,7 @@ from autopar._torch import memory_of
 from autopar.cost.host_kernels import HostKernels
 from autopar.mesh import Mesh
 from autopar.passes.kernels import local_call
+from autopar.strategies.kernels.draws import Place
 from autopar.strategies.node_info import flat, info
 
 MOST_KNOWN = 4096  # calls, before they are forgotten
@@ -64,7 +65,7 @@ class CallMemories:
             self.kernels,
             # What ranks carry out together is another function each time that it is asked for.
             function if joint is None else (joint.joint, joint.group(self.mesh, 0)),
-            str(fx.map_arg((args, kwargs), names.__getitem__)),
+            str(_unnumbered(fx.map_arg((list(args), dict(kwargs)), names.__getitem__))),
             *((self._shape(v), info(v).type.dtype, info(v).differentiable) for v in inputs),
         )
         if key not in self._seen:
@@ -90,6 +91,15 @@ class CallMemories:
     def _leaf(self, node: fx.Node) -> Tensor:
         made = torch.empty(self._shape(node), dtype=info(node).type.dtype, device="meta")
         return made.requires_grad_(info(node).differentiable)
+
+
+def _unnumbered(arguments: Any) -> Any:
+    """Arguments without the number of a draw: whichever it is, it takes the same."""
+    return pytree.tree_map(
+        lambda x: tuple(x._replace(number=0)) if isinstance(x, Place) else x,
+        arguments,
+        is_leaf=lambda x: isinstance(x, Place),
+    )
 
 
 Made = TypeVar("Made")

@@ -129,7 +129,7 @@ class Planner:
         if self._fastest == math.inf:
             return True
         made = None if self._is_straight(stages) else self._schedules(stages, parts)
-        return self.ideal.least(stages, parts, made) < self._fastest
+        return self.ideal.may_win(stages, parts, made, self._fastest)
 
     def constraints(
         self, program: Captured, decided: Mapping[str, Recompute], mesh: Mesh

@@ -1,8 +1,8 @@
 """Ideal: what a step takes at least, before any layout or stage is looked at.
 
     ideal = Ideal(captured, request)
-    ideal.run(64)                       # of the program, on a 64th of the work of each operator
-    ideal.least(2, 8, schedules)        # of a step in 2 stages and 8 micro-batches
+    ideal.run(64)                         # of the program, on a 64th of the work of each operator
+    ideal.may_win(2, 8, schedules, 0.1)   # a step in 2 stages and 8 micro-batches, in 0.1 s
 
 Operators alone, each cut over all ranks that share it; nothing moves, nobody waits but for the
 order of the schedule. What is not faster than this even so is never built.
@@ -37,12 +37,14 @@ class Ideal:
         self._captured, self._request = captured, request
         self.run, self._ratio = cache(self._run), cache(least_time)
 
-    def least(self, stages: int, parts: int, schedules: Sequence[Schedule] | None) -> float:
-        """Seconds of a step of so many stages and micro-batches, by the best of some schedules."""
+    def may_win(
+        self, stages: int, parts: int, schedules: Sequence[Schedule] | None, fastest: float
+    ) -> bool:
+        """Whether a step of so many stages and micro-batches may take less than `fastest`."""
         run = self.run(parts * self._request.meshes(stages)[0].size)
-        if schedules is None:
-            return parts * run
-        return min((self._times(made, parts) * run for made in schedules), default=0.0)
+        if schedules is None or parts / stages * run >= fastest:  # though nobody waits
+            return parts / stages * run < fastest
+        return any(self._times(made, parts) * run < fastest for made in schedules)
 
     def of(self, laid: Candidate, made: Schedule) -> float:
         """Seconds of a step of a program with its layouts, in whatever stages."""
