@@ -1,4 +1,4 @@
-.PHONY: demo test gpu lint types setup dist clean
+.PHONY: demo test gpu lint types setup dist docs clean
 PYTHON ?= python3
 RUN := .venv/bin/python
 WORKERS ?= 2  # processes of the tests
@@ -45,6 +45,9 @@ dist:
 	build/clean/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt "$$(ls dist/*.whl)[test]"
 	cd build && clean/bin/autopar doctor && clean/bin/autopar demo --steps 3
 	cd build/elsewhere/autopar-* && ../../clean/bin/python -m pytest tests/test_architecture.py tests/test_cluster.py tests/test_cli_plan.py tests/report
+
+docs: .venv/ready
+	$(RUN) docs/make_reference.py
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis out
