@@ -10,23 +10,18 @@ order of the schedule. What is not faster than this even so is never built.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import cache, cached_property
 
-from torch import fx
-
 from autopar.capture.captured import Captured
 from autopar.capture.origins import copied_parameter
-from autopar.cost.operators import ShardSizes, Work, facts_of, seconds, work
-from autopar.mesh import Mesh
+from autopar.cost.operators import Work, seconds
+from autopar.cost.whole_work import whole_work
 from autopar.pipeline.least_time import least_time
 from autopar.pipeline.schedule import Schedule
 from autopar.planner.candidate import Candidate
 from autopar.planner.request import Request
-from autopar.strategies import Strategy
 from autopar.strategies.node_info import info
-from autopar.strategies.registry import tensor_inputs
 from autopar.strategies.rule import Facts
 
 
@@ -66,23 +61,9 @@ class Ideal:
     @cached_property
     def _work(self) -> list[tuple[Facts, Work, int]]:
         """Of each kind of operator that every micro-batch runs on the devices, and how many."""
-        captured, mesh = self._captured, Mesh(x=1)
-        counts = Counter(captured.classes[node.name] for node in self._counted())
-        found = []
-        for node in self._counted():
-            if count := counts.pop(captured.classes[node.name], 0):
-                rule = captured.priced[node.name]
-                assert rule is not None
-                facts = facts_of(node, rule, tensor_inputs(node))
-                found.append((facts, work(facts, ShardSizes(rule, [Strategy()], mesh)), count))
-        return found
-
-    def _counted(self) -> list[fx.Node]:
-        return [
+        counted = (
             node
             for node in self._captured.operators
-            if self._captured.priced[node.name] is not None
-            and info(node).learns
-            and not info(node).on_host
-            and copied_parameter(node) is None
-        ]
+            if info(node).learns and not info(node).on_host and copied_parameter(node) is None
+        )
+        return whole_work(self._captured, counted)

@@ -6,11 +6,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
+from autopar.cost.whole_work import model_flops
 from autopar.drawing import Axis, Drawing
+from autopar.layout import DTYPE_NAMES
 from autopar.pipeline.gantt import Gantt
 from autopar.planner.candidate import Candidate
 from autopar.report.trace import ACTIONS, Event
-from autopar.units import scaled, seconds_text
+from autopar.strategies.node_info import info
+from autopar.units import scaled, seconds_text, share_text
 
 _WIDTH, _HEIGHT, _LEFT, _BELOW = 960.0, 200.0, 76.0, 22.0
 _KINDS = ("first", "second", "third")
@@ -47,6 +52,7 @@ def sections(run: Run, candidate: Candidate) -> list[Section]:
     found = [Section("Loss", lines(losses, "loss", "{:.3g}".format), words)]
     usual = statistics.median(run.seconds)
     rate = f", {scaled(run.tokens / usual, 'tokens/s', 3)}" if run.tokens else ""
+    rate += f", {share_text(_used(candidate, usual))} of the FLOP/s of its devices (MFU)"
     said = (
         f"A step takes {seconds_text(usual)} (median){rate}; predicted were "
         f"{seconds_text(run.predicted)}, {usual / run.predicted:.2g} times less."
@@ -61,6 +67,17 @@ def sections(run: Run, candidate: Candidate) -> list[Section]:
         words = "The schedule of the last step that was recorded; what was predicted is below."
         found.append(Section("Pipeline, measured", _measured(run.events, candidate), words))
     return found
+
+
+def _used(candidate: Candidate, seconds: float) -> float:
+    """Which part of what the devices could compute in the dtype of the program the model needs."""
+    batches = candidate.batches
+    original = candidate.captured if batches is None else batches.whole
+    half = None if candidate.precision is None else candidate.precision.compute
+    dtype = half or next((info(n).val.dtype for n in original.operators), torch.float32)
+    most = candidate.cluster.device.flops
+    rate = most.get(DTYPE_NAMES.get(dtype, "f32"), most["f32"]) * candidate.whole_mesh.size
+    return model_flops(original) / (seconds * rate)
 
 
 def _measured(events: Sequence[Event], candidate: Candidate) -> Drawing:

@@ -99,7 +99,8 @@ def test_a_run_is_shown_beside_its_prediction(tmp_path: Path) -> None:
     text = " ".join(Reader(written(plan, tmp_path, run=run, title="A <run>")).words)
     assert text.startswith("A <run>")
     assert "From 3 to 1.5 in 3 steps. The largest difference from one process is 1.0e-01." in text
-    assert "A step takes 100 ms (median), 10 ktokens/s; predicted were 50 ms" in text
+    assert "A step takes 100 ms (median), 10 ktokens/s, " in text
+    assert "% of the FLOP/s of its devices (MFU); predicted were 50 ms" in text
 
 
 def test_a_recording_is_shown_above_what_was_simulated(tmp_path: Path) -> None:

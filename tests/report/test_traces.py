@@ -74,6 +74,19 @@ def test_the_file_is_what_chrome_reads(tmp_path: Path) -> None:
         assert isinstance(one["pid"], int)
         assert isinstance(one["tid"], int)
         assert one["ph"] == "M" or (one["ts"] >= 0 and one["dur"] >= 0)
+    # Perfetto's rule: what is on one track stands inside of another, or beside it.
+    tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for one in data["traceEvents"]:
+        if one["ph"] == "X":
+            own = tracks.setdefault((one["pid"], one["tid"]), [])
+            own.append((one["ts"], one["ts"] + one["dur"]))
+    for spans in tracks.values():
+        around: list[float] = []
+        for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
+            while around and around[-1] <= start + 1e-3:
+                around.pop()
+            assert not around or end <= around[-1] + 1e-3  # microseconds
+            around.append(end)
     named = {
         o["pid"]: o["args"]["name"] for o in data["traceEvents"] if o["name"] == "process_name"
     }
