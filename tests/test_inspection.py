@@ -8,6 +8,7 @@ import io
 
 import pytest
 
+from autopar.commands.printing import show, show_table
 from autopar.plan.grouping import grouped
 from autopar.progress import reporter
 
@@ -60,3 +61,17 @@ def test_a_terminal_shows_phases_and_keeps_nothing(monkeypatch):
     text = terminal.getvalue()
     assert "mesh: 1 of 3" in text
     assert text.rstrip().endswith("\x1b[2K")  # the line is wiped
+
+
+def test_tables_have_boxes_on_a_terminal_alone(monkeypatch, capsys):
+    rows = [("what", "found"), ("a", "[b] 3")]
+    show_table(rows)
+    assert capsys.readouterr().out == "  what  found\n  a     [b] 3\n"
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    show_table(rows)
+    show("a page with [b] 3")
+    assert "│ a" in terminal.getvalue()
+    assert "[b]" in terminal.getvalue()
+    assert "a page with" in terminal.getvalue()

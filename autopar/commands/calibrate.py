@@ -31,11 +31,12 @@ from autopar.cluster import Cluster
 from autopar.cluster.calibration import local_node
 from autopar.cluster.pace import Pace, Step, fit, keep_pace
 from autopar.commands.arguments import check_out
+from autopar.commands.printing import show, show_table
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.progress import Report, reporter
 from autopar.runtime.launch import Say, launch
-from autopar.units import seconds_text, table
+from autopar.units import seconds_text
 
 ROUNDS, WARM = 7, 2
 WIDTH, HIDDEN, HEADS, LAYERS, SEQUENCE, VOCABULARY = 192, 768, 6, 2, 64, 4096
@@ -162,8 +163,11 @@ def run(arguments: argparse.Namespace) -> int:
     calibrated = cluster.at(pace)
     if arguments.out is not None:
         calibrated.save(arguments.out)
-    print(json.dumps(_figures(found, pace)) if arguments.json else _text(found, pace, calibrated))
-    if arguments.out is not None and not arguments.json:
+    if arguments.json:
+        print(json.dumps(_figures(found, pace)))
+        return 0
+    _show(found, pace, calibrated)
+    if arguments.out is not None:
         print(f"saved to {arguments.out}")
     return 0
 
@@ -238,17 +242,17 @@ def _median(found: list[Plans], pace: Pace) -> float:
     return statistics.median(abs(one.step.predicted(pace) / one.step.measured - 1) for one in found)
 
 
-def _text(found: list[Plans], pace: Pace, cluster: Cluster) -> str:
+def _show(found: list[Plans], pace: Pace, cluster: Cluster) -> None:
     rows: list[tuple[str, ...]] = [("plan", "predicted", "measured", "calibrated", "off")]
     for one in found:
         step = one.step
         times = step.predicted(Pace()), step.measured, step.predicted(pace)
         rows.append((one.name, *map(seconds_text, times), f"{times[2] / times[1] - 1:+.0%}"))
-    before, after = _median(found, Pace()), _median(found, pace)
-    lines = [str(cluster), *table(rows)]
-    lines += [
+    show(cluster)
+    show_table(rows)
+    show(
         f"computing takes {pace.compute:.2f} times as long as single operators say, communication "
-        f"{pace.communication:.2f} times as long as single collectives",
-        f"predictions were off by {before:.0%} in the median, and are by {after:.0%}",
-    ]
-    return "\n".join(lines)
+        f"{pace.communication:.2f} times as long as single collectives"
+    )
+    before, after = _median(found, Pace()), _median(found, pace)
+    show(f"predictions were off by {before:.0%} in the median, and are by {after:.0%}")

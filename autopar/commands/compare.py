@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from autopar.commands.printing import show_table
 from autopar.report.comparison import compare
 from autopar.report.trace import read
 
@@ -22,5 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Read both, compare, print."""
     found = compare(read(arguments.simulated), read(arguments.measured))
-    print(json.dumps(found.to_json()) if arguments.json else found)
+    if arguments.json:
+        print(json.dumps(found.to_json()))
+    else:
+        show_table(found.rows)
     return 0

@@ -25,13 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.api import parallelize
+from autopar.commands.printing import show_table
 from autopar.mesh import Mesh
 from autopar.plan.plan import SavedPlan
 from autopar.report.trace import Event
 from autopar.report.training import Run
 from autopar.runtime.launch import Say, launch
 from autopar.runtime.recording import Recording
-from autopar.units import table
 
 MESH = Mesh(pp=2, dp=2)
 SCHEDULE, MICROBATCHES = "chimera", 4
@@ -228,4 +228,4 @@ def _print_table(parallel: list[float], single: list[float], difference: float) 
         (str(step), f"{one:.12f}", f"{other:.12f}", f"{abs(one - other):.1e}")
         for step, (one, other) in enumerate(zip(parallel, single), start=1)
     ]
-    print(*table([("step", "parallel", "single", "difference"), *rows]), sep="\n")
+    show_table([("step", "parallel", "single", "difference"), *rows])

@@ -9,6 +9,7 @@ import argparse
 import json
 
 from autopar.commands.arguments import add_model, load_plan
+from autopar.commands.printing import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,5 +25,8 @@ def run(arguments: argparse.Namespace) -> int:
     first = load_plan(arguments.first, arguments.model)
     second = load_plan(arguments.second, arguments.model)
     found = first.diff(second)
-    print(json.dumps(found.to_json()) if arguments.json else found)
+    if arguments.json:
+        print(json.dumps(found.to_json()))
+    else:
+        show(found)
     return 0

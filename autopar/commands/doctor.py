@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.commands.printing import show_table
 from autopar.errors import AutoparError
 from autopar.runtime.launch import Say, launch
 
@@ -51,10 +52,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"ok": healthy, "checks": [asdict(check) for check in checks]}))
     else:
+        rows = [("", "", "found")]
         for check in checks:
-            print(f"{'ok   ' if check.ok else 'WRONG'}  {check.name:<12}{check.found}")
-            if not check.ok:
-                print(f"       {'':<12}remedy: {check.remedy}")
+            rows.append(("ok" if check.ok else "WRONG", check.name, check.found))
+            rows += [] if check.ok else [("", "", f"remedy: {check.remedy}")]
+        show_table(rows)
     return 0 if healthy else 1
 
 

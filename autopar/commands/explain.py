@@ -9,6 +9,7 @@ import argparse
 import json
 
 from autopar.commands.arguments import add_model, load_plan
+from autopar.commands.printing import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,5 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Attach, explain, print."""
     explanation = load_plan(arguments.plan, arguments.model).explain(arguments.name)
-    print(json.dumps(explanation.to_json()) if arguments.json else explanation)
+    if arguments.json:
+        print(json.dumps(explanation.to_json()))
+    else:
+        show(explanation)
     return 0

@@ -18,6 +18,7 @@ from autopar.commands.arguments import (
     read_cluster,
     read_decisions,
 )
+from autopar.commands.printing import show
 from autopar.plan.plan import Plan
 from autopar.planning import plan
 
@@ -62,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(made.to_json()))
     else:
-        print(made)
+        show(made)
         if arguments.out is not None:
             print(f"saved to {arguments.out}")
     return 0

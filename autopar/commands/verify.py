@@ -18,6 +18,7 @@ from autopar.commands.arguments import (
     load_call,
     read_decisions,
 )
+from autopar.commands.printing import show
 from autopar.verifying import RANKS, verify
 
 
@@ -37,5 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json:
             warnings.simplefilter("ignore")
         found = verify(model, args, kwargs, steps=arguments.steps, **options)
-    print(json.dumps(found.to_json()) if arguments.json else found)
+    if arguments.json:
+        print(json.dumps(found.to_json()))
+    else:
+        show(found)
     return 0 if found.ok else 1

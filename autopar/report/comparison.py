@@ -41,12 +41,17 @@ class Comparison:
     def to_json(self) -> dict[str, object]:
         return {"step": self.step.to_json(), "actions": [one.to_json() for one in self.actions]}
 
-    def __str__(self) -> str:
-        rows = [("", "predicted", "measured", "times as long", "of")]
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """As a table with its headings."""
+        rows: list[tuple[str, ...]] = [("", "predicted", "measured", "times as long", "of")]
         for one in (self.step, *self.actions):
             figures = seconds_text(one.predicted), seconds_text(one.measured), f"{one.ratio:.3g}"
             rows.append((one.what, *figures, str(one.count)))
-        return "\n".join(table(rows))
+        return rows
+
+    def __str__(self) -> str:
+        return "\n".join(table(self.rows))
 
 
 def compare(simulated: Sequence[Event], measured: Sequence[Event]) -> Comparison:
