@@ -67,11 +67,12 @@ def _process(
     os.chdir(where)
     os.environ.update(environment, OMP_NUM_THREADS="1")
     for name, stream in STREAMS.items():
-        os.dup2(os.open(f"{output}.{name}", os.O_WRONLY | os.O_CREAT), stream)
+        os.dup2(os.open(f"{output}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
     if strict:
         warnings.simplefilter("error", UserWarning)
     is_module = words[0] == "-m"
     sys.argv = words[is_module:]
+    sys.path.insert(0, str(where if is_module else Path(words[0]).absolute().parent))
     try:
         (runpy.run_module if is_module else runpy.run_path)(sys.argv[0], run_name="__main__")
     finally:

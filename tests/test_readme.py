@@ -1,6 +1,6 @@
 """Programs of the README and of docs/ run as shown and print what these show, the first from an
-empty process; commands are read as they are written, links lead somewhere, and the reference is
-made of docstrings."""
+empty process, and so do commands with what they print; others are read as they are written, links
+lead somewhere, and the reference is made of docstrings."""
 
 from __future__ import annotations
 
@@ -14,29 +14,61 @@ from pathlib import Path
 import pytest
 
 from autopar.commands import make_parser
-from tests import programs
+from tests import documents, programs
+from tests.documents import LINKED, PAGES, ROOT, Block, Program
 
-ROOT = Path(__file__).parents[1]
-PROGRAM = re.compile(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", re.DOTALL)
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
-PROGRAMS = [(match[1], match[2]) for page in PAGES for match in PROGRAM.finditer(page.read_text())]
-LINKED = [*PAGES, *(ROOT / f"{name}.md" for name in ("ARCHITECTURE", "CONTRIBUTING", "CHANGELOG"))]
-CONSOLE = re.compile(r"```console\n(.*?)```", re.DOTALL)
+RUN = [page for page in PAGES if documents.runs(page.read_text())[1]]
+NEXT = "----- the next block"
 
 
-@pytest.mark.parametrize("index", range(len(PROGRAMS)))
-def test_program_prints_what_is_shown(index, tmp_path):
-    program, shown = PROGRAMS[index]
-    (tmp_path / "example.py").write_text(program)
-    if index == 0:
-        command = [sys.executable, "-W", "error::UserWarning", "example.py"]
-        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-        assert result.returncode == 0, result.stderr
-        printed = result.stdout
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", RUN, ids=named)
+def test_page_prints_what_it_shows(page, tmp_path):
+    files, order = documents.runs(page.read_text())
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    for number, run in enumerate(order):
+        if isinstance(run, Block):
+            check(page, run, "".join(command(line, tmp_path) for line in run.lines))
+        else:
+            printed = program(run, tmp_path, alone=page == PAGES[0] and number == 0)
+            for block, part in zip(run, printed.split(NEXT + "\n"), strict=True):
+                check(page, block, part)
+
+
+def check(page: Path, block: Block, printed: str) -> None:
+    where, shown = f"{named(page)}, line {block.line}", block.shown or ""
+    assert documents.is_shown(printed, shown), f"{where}:\n{printed}\nis not\n{shown}"
+
+
+def program(blocks: Program, folder: Path, alone: bool) -> str:
+    """What the blocks print, one after the other, in one process."""
+    (folder / "example.py").write_text(f"\nprint({NEXT!r})\n".join(b.text for b in blocks))
+    if not alone:
+        return programs.run([{}], ["example.py"], folder, folder, strict=True)[0]
+    words = [sys.executable, "-W", "error::UserWarning", "example.py"]
+    result = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def command(line: str, folder: Path) -> str:
+    """What a line of a shell prints."""
+    first, *words = shlex.split(line)
+    environments = [{}]
+    if first == "torchrun":
+        option, ranks, *words = words
+        assert option == "--nproc-per-node", line
+        environments = programs.torchrun(int(ranks))
+    elif first == "autopar":
+        words = ["-m", "autopar.cli", *words]
     else:
-        printed, _ = programs.run([{}], ["example.py"], tmp_path, tmp_path, strict=True)
-    assert shown is not None, "a program is followed by what it prints"
-    assert printed.strip() == shown.strip()
+        assert first == "python", line
+    return programs.run(environments, words, folder, folder, strict=True)[0]
 
 
 def test_targets_of_make_exist():
@@ -46,23 +78,14 @@ def test_targets_of_make_exist():
             assert f"\n{target}:" in makefile, target
 
 
-def anchors(page: Path) -> set[str]:
-    """Of the headings of a page, as they are made by those who show it."""
-    titles = re.findall(r"(?m)^#+ (.*)$", page.read_text())
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
-
-
-@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", LINKED, ids=named)
 def test_links_lead_somewhere(page):
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+    for link in documents.links(page.read_text()):
         path, _, anchor = link.partition("#")
-        if path.startswith("http"):
-            continue
         target = (page.parent / path).resolve() if path else page
         is_link = target.name in ("passes", "strategies")  # a source distribution has none
         assert target.exists() or (is_link and (ROOT / "PKG-INFO").exists()), link
-        assert not anchor or anchor in anchors(target), link
+        assert not anchor or anchor in documents.anchors(target.read_text()), link
 
 
 def test_the_index_leads_to_every_page():
@@ -75,8 +98,8 @@ def test_the_index_leads_to_every_page():
 def test_commands_are_read_as_they_are_written():
     found = 0
     for page in PAGES:
-        for block in CONSOLE.findall(page.read_text()):
-            for line in block.splitlines():
+        for block in documents.blocks(page.read_text()):
+            for line in block.lines if block.language == "console" else ():
                 words = shlex.split(line.partition(" >")[0], comments=True)
                 if words[:1] == ["autopar"]:
                     assert make_parser("", "").parse_args(words[1:]).command == words[1]
