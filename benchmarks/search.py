@@ -2,12 +2,19 @@
 
 python -m benchmarks.search [resnet50 gpt2 llama3 gpt3 classifier plan] [--layers 12 96]
     [--algorithms exact recursive propagate] [--memory]
+python -m benchmarks.search --families [mamba rwkv] [--solver-seconds 10] [--limit 0.6]
 
 `seconds` are of this process (the machine may do other things), `wall` by the clock. `--layers`
 plans other depths of the same models: the search should take about as long for all of them.
 With `--memory`, a model whose whole batch no device has room for is searched by micro-batches.
 The cases named `plan` make a whole plan where memory binds: mesh, stages, micro-batches, schedule,
 states and recomputation are all to be chosen, or all but the last two.
+
+With `--families`, tiny models of those families whose graphs elimination does not end on are solved
+on meshes of two and of three axes, each without a limit of memory and with one: a part of what the
+answer without it needs, of which the search counts parameters and what is kept, or halfway to the
+least that any choice needs, where none is as small as that. A line tells the objective, its bound
+and gap, seconds of each phase, and how large the graph is before and after pruning.
 """
 
 from __future__ import annotations
@@ -17,7 +24,7 @@ import json
 import resource
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,12 +32,21 @@ import torch
 
 from autopar import Cluster, Mesh, Precision, plan
 from autopar.capture import capture
+from autopar.cluster.cluster import Link, Node
 from autopar.passes.microbatches import cut_batch
 from autopar.search import auto
+from autopar.search.build import build
 from autopar.search.constraints import Constraints
+from autopar.solver.graph import CostGraph
+from autopar.solver.optimum import SECONDS
+from autopar.solver.solve import least_memory, solve
+from benchmarks.models import WEAK, cases
 from tests import large_models
 from tests.models import Case
 from tests.search.other_solvers import SOLVERS
+
+FAMILIES = ("mamba", "rwkv", "pegasus_x", "focalnet", "hrm_text", "timesfm2_5", "gptj")
+MESHES = (Mesh(x=2, y=2), Mesh(x=2, y=2, z=2))
 
 
 @dataclass(frozen=True)
@@ -131,14 +147,76 @@ def measure_plan(name: str, given: dict[str, Any], layers: int) -> dict[str, Any
     }
 
 
+def measure_family(name: str, part: float, seconds: float) -> Iterator[dict[str, Any]]:
+    """Solve one family on each mesh, without and with a limit of memory."""
+    model, inputs = cases()[name]()
+    clock = time.process_time()
+    captured = capture(model, (), inputs)
+    capture_seconds = time.process_time() - clock
+    for mesh in MESHES:
+        machine = Node(WEAK, mesh.size, Link(alpha=1e-7, bandwidth=1e9))
+        clock = time.process_time()
+        built = build(captured, mesh, Cluster((machine,), Link(1e-7, 1e9), "weak"), Constraints())
+        about = {
+            "case": name,
+            "mesh": str(mesh),
+            "capture_seconds": round(capture_seconds, 3),
+            "build_seconds": round(time.process_time() - clock, 3),
+        }
+        free = _solved(built.graph, None, seconds)
+        yield {**about, **free}
+        limit = part * (free["memory"] + built.fixed_bytes) - built.fixed_bytes
+        least, _ = least_memory(built.graph)
+        if limit < least:
+            limit = (least + free["memory"]) / 2
+        yield {**about, **_solved(built.graph, limit, seconds)}
+
+
+def _solved(graph: CostGraph, limit: float | None, seconds: float) -> dict[str, Any]:
+    """What there is to tell of the best choice and of how it was found."""
+    marks, clock = list[tuple[str, float]](), time.process_time()
+
+    def mark(phase: str, detail: str) -> None:
+        marks.append((phase, time.process_time()))
+
+    found = solve(graph, limit, mark, seconds=seconds)
+    ended = time.process_time()
+    phases = dict[str, float]()
+    for (phase, since), (_, until) in zip(marks, [*marks[1:], ("", ended)]):
+        phases[phase] = phases.get(phase, 0.0) + until - since
+    sizes = found.sizes
+    return {
+        "memory_limit": limit,
+        "memory": found.memory,
+        "step": found.objective,
+        "bound": found.bound,
+        "gap": found.gap,
+        "nodes": sizes.nodes,
+        "strategies": sizes.strategies,
+        "pruned_strategies": sizes.pruned_strategies,
+        "core": sizes.core_nodes,
+        "search_seconds": round(ended - clock, 3),
+        "phases": {phase: round(taken, 3) for phase, taken in phases.items()},
+        "peak_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("cases", nargs="*", help="all if none is given")
     parser.add_argument("--algorithms", nargs="+", default=["exact"])
     parser.add_argument("--layers", type=int, nargs="+", default=[0], help="0: all of the model")
     parser.add_argument("--memory", action="store_true", help="keep to the memory of the device")
+    parser.add_argument("--families", action="store_true", help="the tiny models of families")
+    parser.add_argument("--limit", type=float, default=0.6, help="of memory, for families")
+    parser.add_argument("--solver-seconds", type=float, default=SECONDS, help="of each search")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
+    if given.families:
+        for name in given.cases or FAMILIES:
+            for line in measure_family(name, given.limit, given.solver_seconds):
+                print(json.dumps(line), flush=True)
+        return
     for name, problem in problems().items():
         if given.cases and not any(name.startswith(case) for case in given.cases):
             continue

@@ -13,7 +13,9 @@ OR-tools loads here, and only once it is asked for: it takes a good part of a se
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -47,8 +49,9 @@ def weighted_sum(variables: Sequence[IntVar], weights: Sequence[int]) -> LinearE
     return LinearExpr.weighted_sum(variables, weights)
 
 
-def outcome(solver: CpSolver, model: CpModel) -> str:
-    """OPTIMAL, FEASIBLE, INFEASIBLE or UNKNOWN.
+def outcome(solver: CpSolver, model: CpModel, deadline: float = math.inf) -> str:
+    """OPTIMAL, FEASIBLE, INFEASIBLE or UNKNOWN; what there is when this process's time reaches
+    the deadline, which work alone does not keep to.
 
     In a thread of its own: Python sees Ctrl-C only while it is not inside the solver.
     """
@@ -60,6 +63,8 @@ def outcome(solver: CpSolver, model: CpModel) -> str:
     try:
         while thread.is_alive():
             thread.join(0.1)
+            if time.process_time() > deadline:
+                solver.stop_search()
     except KeyboardInterrupt:
         solver.stop_search()
         thread.join()

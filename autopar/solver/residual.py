@@ -64,7 +64,9 @@ def solve_residual(
     tolerance: float = 0.0,
     seconds: float = 60.0,
 ) -> Residual:
-    """The least sum of `factors` over all choices whose sum of `memory` is at most `limit`."""
+    """The least sum of `factors` over all choices whose sum of `memory` is at most `limit`, or the
+    best of so many seconds of this process."""
+    deadline = time.process_time() + seconds
     if memory is None:
         return _by_components(sizes, factors, tolerance, seconds)
     factors, base = _reduced(sizes, factors)
@@ -96,9 +98,8 @@ def solve_residual(
         for s, bit in enumerate(takes[v]):
             model.add_hint(bit, int(s == strategy))
     solver = new_solver(seconds)
-    solver.parameters.max_time_in_seconds = 4 * seconds
     solver.parameters.relative_gap_limit = tolerance
-    status = outcome(solver, model)
+    status = outcome(solver, model, deadline)
     if status == "INFEASIBLE":
         return Residual(None, np.inf, np.inf)
     if status not in ("OPTIMAL", "FEASIBLE"):
@@ -124,14 +125,14 @@ def _by_components(
     graph.add_nodes_from(sizes)
     for scope in factors:
         nx.add_path(graph, scope)
-    deadline = time.monotonic() + seconds
+    deadline = time.process_time() + seconds
     choice: dict[int, int] = {}
     value = bound = 0.0
     missing = False
     for members in sorted(map(sorted, nx.connected_components(graph))):
         inside = {scope: t for scope, t in factors.items() if scope and scope[0] in members}
         own = {v: sizes[v] for v in members}
-        left = max(0.1, deadline - time.monotonic())
+        left = max(0.1, deadline - time.process_time())
         part = solve_residual(own, inside, memory={}, tolerance=tolerance, seconds=left)
         missing |= part.choice is None
         choice |= part.choice or {}

@@ -47,6 +47,12 @@ def shape(name: str, rng: np.random.Generator) -> tuple[int, Pairs]:
     if name == "cycle":
         n = max(n, 3)
         return n, [(i, (i + 1) % n) for i in range(n)]
+    if name == "hubs":  # one or two nodes that all of a cycle look into, some of them twice
+        hubs = n % 2 + 1
+        rim = range(hubs, hubs + 5)
+        ring = [(i, i + 1 if i + 1 in rim else hubs) for i in rim]
+        spokes = [(i, hub) for hub in range(hubs) for i in rim if rng.random() < 0.8]
+        return hubs + 5, [*ring, *spokes, *spokes[:2]]
     assert name == "random"
     share = rng.choice([0.2, 0.4, 0.7])
     pairs = itertools.permutations(range(n), 2)
@@ -55,7 +61,7 @@ def shape(name: str, rng: np.random.Generator) -> tuple[int, Pairs]:
 
 SHAPES = [
     *("single", "apart", "diamond", "four_cycle", "triangle", "triangles", "prism", "k33", "k5"),
-    *("parallel", "residual", "chain", "tree", "cycle", "random", "wheel", "grid"),
+    *("parallel", "residual", "chain", "tree", "cycle", "random", "wheel", "grid", "hubs"),
 ]
 
 

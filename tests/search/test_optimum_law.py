@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import time
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -82,7 +84,9 @@ def test_no_guess_and_no_cutoff_changes_the_optimum(name: str) -> None:
                     assert stopped.bound >= cutoff
 
 
-@pytest.mark.parametrize("name", ["triangles", "prism", "k33", "k5", "random", "wheel", "grid"])
+@pytest.mark.parametrize(
+    "name", ["triangles", "prism", "k33", "k5", "random", "wheel", "grid", "hubs"]
+)
 def test_the_core_is_solved_where_elimination_may_not(name: str) -> None:
     rng = np.random.default_rng(300 + SHAPES.index(name))
     for _ in range(10):
@@ -144,7 +148,7 @@ def a_tight_limit(graph: CostGraph) -> float:
     return amounts[len(amounts) // 3]
 
 
-@pytest.mark.parametrize("name", ["triangles", "k33", "k5"])
+@pytest.mark.parametrize("name", ["triangles", "k33", "k5", "hubs"])
 def test_cp_sat_keeps_a_memory_limit_where_elimination_may_not(name: str) -> None:
     rng = np.random.default_rng(400 + SHAPES.index(name))
     for _ in range(6):
@@ -156,7 +160,7 @@ def test_cp_sat_keeps_a_memory_limit_where_elimination_may_not(name: str) -> Non
         assert solution.gap < 1e-6
 
 
-@pytest.mark.parametrize("name", ["k33", "k5", "wheel", "grid"])
+@pytest.mark.parametrize("name", ["k33", "k5", "wheel", "grid", "hubs"])
 def test_a_search_without_time_has_a_choice_and_its_bound(name: str) -> None:
     rng = np.random.default_rng(500 + SHAPES.index(name))
     for _ in range(10):
@@ -173,20 +177,58 @@ def test_a_search_without_time_has_a_choice_and_its_bound(name: str) -> None:
 def test_equals_cp_sat_on_whole_middle_sized_graphs() -> None:
     rng = np.random.default_rng(7)
     for count, most in ((20, 3), (30, 3), (24, 4)):
-        graph = CostGraph()
-        sizes = [int(size) for size in rng.integers(2, most + 1, count)]
-        for size in sizes:
-            graph.add_node(rng.random(size))
-        for node in range(1, count):
-            for other in {node - 1, max(0, node - int(rng.integers(2, 5)))}:
-                graph.add_edge(other, node, rng.random((sizes[other], sizes[node])))
-        packed = graph.packed
-        factors = {(v,): packed.node_tables[t].cost for v, t in enumerate(packed.node_table)}
-        for low, high, t in zip(packed.low, packed.high, packed.edge_table):
-            factors[int(low), int(high)] = packed.edge_tables[t].cost
-        whole = solve_residual(dict(enumerate(packed.sizes.tolist())), factors)
-        assert solve(graph).objective == pytest.approx(whole.value, rel=1e-9)
-        assert whole.gap < 1e-9
+        pairs = {
+            (other, node)
+            for node in range(1, count)
+            for other in {node - 1, max(0, node - int(rng.integers(2, 5)))}
+        }
+        _check_by_cp_sat(rng, count, most, pairs)
+
+
+@pytest.mark.parametrize("cycles", [1, 2])
+def test_equals_cp_sat_on_cycles_that_hubs_join(cycles: int) -> None:
+    """Cycles of ten with a chord each, and two hubs that nearly all look into."""
+    rng = np.random.default_rng(17)
+    for _ in range(3):
+        pairs = set()
+        for first in range(2, 2 + 10 * cycles, 10):
+            pairs |= {(first + i, first + (i + 1) % 10) for i in range(10)}
+            pairs.add((first + int(rng.integers(0, 4)), first + int(rng.integers(5, 9))))
+            pairs |= {(h, first + i) for h in (0, 1) for i in range(10) if rng.random() < 0.8}
+        _check_by_cp_sat(rng, 2 + 10 * cycles, 4, pairs)
+
+
+def _check_by_cp_sat(
+    rng: np.random.Generator, count: int, most: int, pairs: Iterable[tuple[int, int]]
+) -> None:
+    """The search, and its core alone, have the cost that CP-SAT finds and proves."""
+    graph = CostGraph()
+    sizes = [int(size) for size in rng.integers(2, most + 1, count)]
+    for size in sizes:
+        graph.add_node(rng.random(size))
+    for a, b in sorted(pairs):
+        graph.add_edge(a, b, rng.random((sizes[a], sizes[b])))
+    packed = graph.packed  # where nodes may have other numbers
+    whole = solve_residual(dict(enumerate(packed.sizes.tolist())), dict(packed.weights(0.0)))
+    assert whole.gap < 1e-9
+    for solution in (solve(graph), solve_with(Optimiser(packed, limit=1))):
+        assert solution.objective == pytest.approx(whole.value, rel=1e-9)
+        assert solution.gap < 1e-9
+
+
+@pytest.mark.parametrize("limit", [None, 40.0])
+def test_a_search_ends_in_its_time_with_an_honest_gap(limit: float | None) -> None:
+    """All nodes are joined, and no phase proves anything soon."""
+    rng, graph, count = np.random.default_rng(23), CostGraph(), 26
+    for _ in range(count):
+        graph.add_node(rng.random(6), rng.integers(0, 6, 6))
+    for a, b in itertools.combinations(range(count), 2):
+        graph.add_edge(a, b, rng.random((6, 6)))
+    clock = time.process_time()
+    solution = solve(graph, limit, tolerance=0.0, seconds=1.0)
+    assert time.process_time() - clock < 2.0
+    assert 0.0 < solution.gap < 1.0
+    assert graph.evaluate(solution.choice) == (solution.objective, solution.memory)
 
 
 def test_pruning_changes_no_optimum_whatever_the_multiplier() -> None:
