@@ -9,6 +9,7 @@ out to be the longest. Before the last is there its minimum is lower: it is a bo
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -23,10 +24,11 @@ _SLACK = 1e-6  # relative, of a solver that rounds
 _KINDS = {"F": (0,), "B": (1, 2), "I": (1,), "W": (2,)}  # which parts of a stage's work each does
 
 
-def least_time(made: Schedule) -> float:
+def least_time(made: Schedule, enough: float = math.inf) -> float:
     """At least so many times what one micro-batch takes through all stages, forward and backward.
 
-    Of each stage the gradients of weights take no more than half of its backward.
+    Of each stage the gradients of weights take no more than half of its backward. A bound of
+    `enough` is not looked at further.
     """
     from ortools.linear_solver import pywraplp  # as slow to load as all of autopar
 
@@ -51,7 +53,8 @@ def least_time(made: Schedule) -> float:
         if program.Solve() != pywraplp.Solver.OPTIMAL:
             break
         bound = max(bound, program.Objective().Value())
-        if timeline.makespan - bound <= CLOSE * timeline.makespan:
+        is_close = timeline.makespan - bound <= CLOSE * timeline.makespan
+        if is_close or bound * (1 - _SLACK) >= enough:
             break
         # Half way to the answer: paths that are long near there.
         point = [(old + new.solution_value()) / 2 for old, new in zip(point, spread)]

@@ -399,7 +399,7 @@ class Planner:
         kinds = self.regions.kinds
         leaner = self.regions.leaner(self.request.cluster.device.host) if is_leaner else ()
         for number, made in enumerate(self._schedules(stages, parts)):
-            if self._fastest < math.inf and self.ideal.of(laid, made) >= self._fastest:
+            if self._fastest < math.inf and self.ideal.is_slower(laid, made, self._fastest):
                 self.left_out["schedules"] += 1
                 continue
             if is_leaner:

@@ -10,6 +10,7 @@ order of the schedule. What is not faster than this even so is never built.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache, cached_property
 
@@ -30,7 +31,9 @@ class Ideal:
 
     def __init__(self, captured: Captured, request: Request) -> None:
         self._captured, self._request = captured, request
-        self.run, self._ratio = cache(self._run), cache(least_time)
+        self.run = cache(self._run)
+        # Of schedules: a bound, and what was enough when it was looked for.
+        self._ratios: dict[Schedule, tuple[float, float]] = {}
 
     def may_win(
         self, stages: int, parts: int, schedules: Sequence[Schedule] | None, fastest: float
@@ -39,15 +42,24 @@ class Ideal:
         run = self.run(parts * self._request.meshes(stages)[0].size)
         if schedules is None or parts / stages * run >= fastest:  # though nobody waits
             return parts / stages * run < fastest
-        return any(self._times(made, parts) * run < fastest for made in schedules)
+        times = fastest / run if run else math.inf
+        return any(not self._takes(made, parts, times) for made in schedules)
 
-    def of(self, laid: Candidate, made: Schedule) -> float:
-        """Seconds of a step of a program with its layouts, in whatever stages."""
-        return self._times(made, laid.microbatches) * laid.cost.compute / laid.microbatches
+    def is_slower(self, laid: Candidate, made: Schedule, fastest: float) -> bool:
+        """Whether a program with its layouts takes `fastest` at least, in whatever stages."""
+        once = laid.cost.compute / laid.microbatches
+        return self._takes(made, laid.microbatches, fastest / once if once else math.inf)
 
-    def _times(self, made: Schedule, parts: int) -> float:
-        """How many times what one micro-batch takes; of parts of these nothing is known."""
-        return self._ratio(made) if made.all_parts == parts else 0.0
+    def _takes(self, made: Schedule, parts: int, times: float) -> bool:
+        """Whether a schedule takes so many times what one micro-batch takes, at least. Of parts of
+        micro-batches nothing is known."""
+        if made.all_parts != parts or times == math.inf:
+            return False
+        least, asked = self._ratios.get(made, (0.0, 0.0))
+        if least < times and asked < times:
+            least = least_time(made, enough=times)
+            self._ratios[made] = least, times
+        return least >= times
 
     def _run(self, pieces: int) -> float:
         """Seconds, forward and backward, of one run on a part of the work of each operator."""
