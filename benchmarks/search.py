@@ -38,6 +38,7 @@ from autopar.search import auto
 from autopar.search.build import build
 from autopar.search.constraints import Constraints
 from autopar.solver.graph import CostGraph
+from autopar.solver.lagrangian import NoRoom
 from autopar.solver.optimum import SECONDS
 from autopar.solver.solve import least_memory, solve
 from benchmarks.models import WEAK, cases
@@ -169,7 +170,10 @@ def measure_family(name: str, part: float, seconds: float) -> Iterator[dict[str,
         least, _ = least_memory(built.graph)
         if limit < least:
             limit = (least + free["memory"]) / 2
-        yield {**about, **_solved(built.graph, limit, seconds)}
+        try:
+            yield {**about, **_solved(built.graph, limit, seconds)}
+        except NoRoom as error:  # the least was found above, and not in the time of a search
+            yield {**about, "memory_limit": limit, "refused": error.got}
 
 
 def _solved(graph: CostGraph, limit: float | None, seconds: float) -> dict[str, Any]:
