@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from pathlib import Path
 
 from torch import fx
 
@@ -50,6 +51,19 @@ def _rebuild(kind: type[AutoparError], rule: str, got: str, remedy: str, source:
 
 class InvalidInput(AutoparError, ValueError):
     """The caller asked for something that a rule forbids."""
+
+
+def written(path: str | Path, data: bytes | str, what: str) -> None:
+    """Write a file, and the folders that it stands in."""
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_bytes(data.encode() if isinstance(data, str) else data)
+    except OSError as error:
+        raise InvalidInput(
+            f"{what} can be written",
+            got=f"{path}: {error.strerror}",
+            remedy="give another path",
+        ) from None
 
 
 _MEANT = {"cpu": "host", "cuda": "device", "gpu": "device"}  # by those who say it in torch's words

@@ -17,6 +17,7 @@ import torch
 
 _STANDARD = sysconfig.get_paths()["stdlib"] + "/"
 _LIBRARIES = tuple(f"{Path(file).parent}/" for file in (torch.__file__, __file__))
+_LIBRARIES += (str(Path(__file__).parents[1] / "autopar_start.py"),)
 LONGEST = 100  # characters of a line that are shown
 
 

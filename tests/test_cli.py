@@ -129,11 +129,15 @@ def test_doctor_checks_this_machine(capsys):
     assert [check["name"] for check in report["checks"]][-1] == "processes"
 
 
-def test_doctor_says_what_is_wrong_and_what_to_do(capsys):
-    assert main(["doctor", "--ranks", "0"]) == 1
-    output = capsys.readouterr().out
-    assert "WRONG  processes" in output
-    assert "remedy: --ranks 2" in output
+def test_doctor_says_what_is_wrong_and_what_to_do(capsys, monkeypatch):
+    from autopar.commands import doctor
+
+    wrong = doctor.Check("gloo", False, "not in this torch", "install another")
+    monkeypatch.setattr(doctor, "CHECKS", (lambda: wrong,))
+    assert main(["doctor", "--ranks", "1"]) == 1
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["WRONG", "gloo", "not", "in", "this", "torch"] in lines
+    assert ["remedy:", "install", "another"] in lines
 
 
 def test_demo_trains_on_four_processes_as_on_one(capsys):

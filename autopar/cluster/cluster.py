@@ -32,7 +32,7 @@ from autopar.cluster.gpus import local_gpus
 from autopar.cluster.machines import AxisLink, Device, Host, Link, Node
 from autopar.cluster.pace import Pace, kept_pace, paced
 from autopar.cluster.presets import preset
-from autopar.errors import InvalidInput
+from autopar.errors import InvalidInput, written
 from autopar.mesh import Mesh
 from autopar.schema import MOST, Count, is_count
 from autopar.units import scaled
@@ -82,6 +82,12 @@ class Cluster:
     def preset(cls, name: str, nodes: int = 1) -> Cluster:
         """A known machine by name: dgx-a100, dgx-h100, dgx-v100, h200, piz-daint."""
         node, network = preset(name)
+        if not is_count(nodes) or nodes * node.devices > MOST:
+            raise InvalidInput(
+                f"a cluster has a whole number of nodes, and at most {MOST} devices",
+                got=f"{name} with {nodes!r} nodes of {node.devices}",
+                remedy="nodes=16",
+            )
         return cls((node,) * nodes, network, name)
 
     @classmethod
@@ -113,7 +119,7 @@ class Cluster:
 
     def save(self, path: str | Path) -> None:
         """Write the TOML file that `load` reads."""
-        Path(path).write_text(cluster_text(self.name, self._runs(), self.network))
+        written(path, cluster_text(self.name, self._runs(), self.network), "a cluster file")
 
     def at(self, pace: Pace) -> Cluster:
         """The same machines, all of whose work takes so many times as long."""

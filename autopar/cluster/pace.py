@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +17,7 @@ import numpy as np
 
 from autopar.cluster.calibration import kept_file, machine
 from autopar.cluster.machines import Device, Host, Link, Node
+from autopar.errors import InvalidInput
 
 _RANGE = (0.2, 5.0)  # beyond it, constants are of another machine
 _FINE = 121  # values of each factor that are tried
@@ -27,6 +29,15 @@ class Pace:
 
     compute: float = 1.0
     communication: float = 1.0
+
+    def __post_init__(self) -> None:
+        factors = self.compute, self.communication
+        if not all(isinstance(one, int | float) and 0 < one < math.inf for one in factors):
+            raise InvalidInput(
+                "work takes a positive number of times as long",
+                got=f"Pace({self.compute!r}, {self.communication!r})",
+                remedy="Pace(1.5, 2.0)",
+            )
 
     def link(self, link: Link) -> Link:
         """A link at this pace."""

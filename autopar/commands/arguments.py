@@ -123,6 +123,15 @@ def load_plan(path: str, spec: str | None) -> Plan | SavedPlan:
     return saved if spec is None else saved.attach(*load_call(spec))
 
 
+def at_least_one(option: str, number: int) -> int:
+    """A number of things of which there has to be one."""
+    if number < 1:
+        raise InvalidInput(
+            f"{option} is a whole number, at least 1", got=f"{number}", remedy=f"{option} 2"
+        )
+    return number
+
+
 def check_out(path: str | None, option: str = "--out") -> None:
     """Before long work: whether its result can be written to `path`, whose folders are made."""
     if path is None:

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.api import parallelize
+from autopar.commands.arguments import at_least_one
 from autopar.commands.printing import show_table
 from autopar.mesh import Mesh
 from autopar.plan.plan import SavedPlan
@@ -156,7 +157,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train twice, print both, compare."""
-    steps = max(arguments.steps, 1)
+    steps = at_least_one("--steps", arguments.steps)
     start = time.perf_counter()
     with _progress(steps, quiet=arguments.json) as advance:
 

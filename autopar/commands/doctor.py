@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.commands.arguments import at_least_one
 from autopar.commands.printing import show_table
 from autopar.errors import AutoparError
 from autopar.runtime.launch import Say, launch
@@ -47,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print all checks."""
-    checks = [check() for check in CHECKS] + [check_processes(arguments.ranks)]
+    ranks = at_least_one("--ranks", arguments.ranks)
+    checks = [check() for check in CHECKS] + [check_processes(ranks)]
     healthy = all(check.ok for check in checks)
     if arguments.json:
         print(json.dumps({"ok": healthy, "checks": [asdict(check) for check in checks]}))
@@ -107,8 +109,6 @@ def check_gloo() -> Check:
 def check_processes(ranks: int) -> Check:
     """Start processes on this machine and let them sum a number."""
     name = "processes"
-    if ranks < 1:
-        return Check(name, False, f"{ranks} ranks asked for", "--ranks 2")
     try:
         sums = launch(_sum_of_ranks, ranks, timeout=60.0)
     except (AutoparError, OSError) as error:

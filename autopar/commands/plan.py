@@ -41,6 +41,13 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", help="40GB of each device (default: what it has)")
 
 
+def decided(arguments: argparse.Namespace) -> list[str]:
+    """The options of `add_plan` that were given, by name."""
+    plain = argparse.ArgumentParser()
+    add_plan(plain)
+    return [name for name, v in vars(plain.parse_args([])).items() if getattr(arguments, name) != v]
+
+
 def make_plan(spec: str, arguments: argparse.Namespace) -> Plan:
     """The plan of a model as the arguments say."""
     options = {

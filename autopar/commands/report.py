@@ -12,7 +12,7 @@ import warnings
 from pathlib import Path
 
 from autopar.commands.arguments import SPEC, check_out, load_plan
-from autopar.commands.plan import add_plan, make_plan
+from autopar.commands.plan import add_plan, decided, make_plan
 from autopar.errors import InvalidInput
 from autopar.plan.plan import Plan
 
@@ -48,6 +48,12 @@ def _plan(arguments: argparse.Namespace) -> Plan:
             "a page is made of a plan and its model",
             got=f"{Path(arguments.what).name} alone",
             remedy=f"--model {SPEC}",
+        )
+    if changed := decided(arguments):
+        raise InvalidInput(
+            "a plan from a file has been decided",
+            got=", ".join(f"--{name}" for name in changed),
+            remedy="leave them out, or give the model alone to plan it anew",
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -19,6 +19,7 @@ from typing import Protocol
 from torch.profiler import record_function
 
 from autopar._torch import profiling
+from autopar.errors import InvalidInput
 from autopar.pipeline.schedule import WORDS, Action, Schedule
 from autopar.pipeline.worker import Value, Worker
 
@@ -103,6 +104,12 @@ class RankRunner:
 
     def record(self, steps: int, clock: Callable[[], float]) -> list[Spans]:
         """The times of the next steps, as they come."""
+        if self._left:
+            raise InvalidInput(
+                "steps are recorded by one recording at a time",
+                got=f"another, while {self._left} steps of the first are to come",
+                remedy="make these steps first",
+            )
         self._clock, self._left, self._steps = clock, steps, []
         return self._steps
 

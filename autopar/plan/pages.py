@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autopar.errors import InvalidInput
+from autopar.errors import written
 from autopar.plan.value import PlanValue
 from autopar.report.model import tree
 from autopar.report.page import Asked, page
@@ -21,26 +21,15 @@ def report(
     limit = plan.cluster.device.memory if plan.limit is None else plan.limit
     name = title or f"{type(plan.original.example.model).__name__} on {plan.whole_mesh}"
     asked = Asked(plan.mode, limit, plan.alternatives)
-    _write(path, page(name, plan, asked, [] if run is None else sections(run, plan)))
+    made = page(name, plan, asked, [] if run is None else sections(run, plan))
+    written(path, made, "the page of a plan")
 
 
 def draw(plan: PlanValue, path: str | Path) -> None:
     """Write the program as a picture, an SVG file: calls in order, equal blocks once, with the ways
     of their values, and movements where they stand."""
     what = f"{type(plan.original.example.model).__name__} on {plan.whole_mesh}"
-    _write(path, drawn(blocks(plan, tree(plan)), what).file())
-
-
-def _write(path: str | Path, text: str) -> None:
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(text)
-    except OSError as error:
-        raise InvalidInput(
-            "the page of a plan can be written, or its picture",
-            got=f"{path}: {error.strerror}",
-            remedy="give another path",
-        ) from None
+    written(path, drawn(blocks(plan, tree(plan)), what).file(), "the picture of a plan")
 
 
 def trace(plan: PlanValue, path: str | Path) -> None:

@@ -26,7 +26,7 @@ from autopar.capture.captured import Captured
 from autopar.capture.dynamic import DynamicShapes
 from autopar.capture.failure import check_call
 from autopar.capture.fingerprint import Fingerprint, fingerprint_of
-from autopar.errors import AutoparError, InvalidInput
+from autopar.errors import AutoparError, InvalidInput, written
 from autopar.passes.microbatches import cut_batch
 from autopar.plan.diff import compare
 from autopar.plan.explain import explain
@@ -57,7 +57,7 @@ class Plan(PlanValue):
 
     def save(self, path: str | Path) -> None:
         """Write every decision to a file; equal plans give equal files."""
-        Path(path).write_bytes(self.file)
+        written(path, self.file, "the file of a plan")
 
     @cached_property
     def file(self) -> bytes:
@@ -149,7 +149,7 @@ class SavedPlan(SavedValue):
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file; equal plans give equal files."""
-        Path(path).write_bytes(self.to_bytes())
+        written(path, self.to_bytes(), "the file of a plan")
 
     def to_bytes(self) -> bytes:
         """What `save` writes."""

@@ -32,6 +32,7 @@ class Ideal:
     def __init__(self, captured: Captured, request: Request) -> None:
         self._captured, self._request = captured, request
         self.run = cache(self._run)
+        self._last: tuple[Candidate | None, float] = None, 0.0
         # Of schedules: a bound, and what was enough when it was looked for.
         self._ratios: dict[Schedule, tuple[float, float]] = {}
 
@@ -47,8 +48,19 @@ class Ideal:
 
     def is_slower(self, laid: Candidate, made: Schedule, fastest: float) -> bool:
         """Whether a program with its layouts takes `fastest` at least, in whatever stages."""
-        once = laid.cost.compute / laid.microbatches
+        once = self._once(laid)
         return self._takes(made, laid.microbatches, fastest / once if once else math.inf)
+
+    def _once(self, laid: Candidate) -> float:
+        """What its operators take for one micro-batch, without what is done once a step."""
+        if laid is not self._last[0]:
+            prices = [
+                laid.prices.computed(node)
+                for node in laid.rewritten.nodes
+                if info(node).movement is None and info(node).places is None
+            ]
+            self._last = laid, sum(price.forward + price.backward for price in prices)
+        return self._last[1]
 
     def _takes(self, made: Schedule, parts: int, times: float) -> bool:
         """Whether a schedule takes so many times what one micro-batch takes, at least. Of parts of

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import InvalidInput
+from autopar.errors import InvalidInput, written
 from autopar.pipeline.schedule import Action, one_stage
 from autopar.planner.candidate import Candidate
 from autopar.report.model import Call, calls_of
@@ -124,14 +124,8 @@ def write(path: str | Path, events: Sequence[Event], what: str) -> None:
         "otherData": {"format": FORMAT, "what": what},
     }
     text = json.dumps(data).encode()
-    try:
-        Path(path).write_bytes(gzip.compress(text) if str(path).endswith(".gz") else text)
-    except OSError as error:
-        raise InvalidInput(
-            "the file of a trace can be written",
-            got=f"{path}: {error.strerror}",
-            remedy="give another path",
-        ) from None
+    packed = gzip.compress(text) if str(path).endswith(".gz") else text
+    written(path, packed, "the file of a trace")
 
 
 def _named(what: str, rank: int, track: int, name: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import pytest
 
 from autopar.cluster import Cluster
 from autopar.cluster.pace import Pace, Step, fit, keep_pace, kept_pace
+from autopar.errors import InvalidInput
 
 
 @pytest.mark.parametrize("pace", [Pace(), Pace(1.5, 2.2), Pace(0.5, 3.0)])
@@ -38,6 +39,12 @@ def test_a_paced_cluster_takes_so_many_times_as_long() -> None:
     assert slow.network.bandwidth == plain.network.bandwidth / 4
     assert slow.nodes[0].link.alpha == plain.nodes[0].link.alpha * 4
     assert plain.at(Pace()) == plain
+
+
+@pytest.mark.parametrize("factors", [(-1, 1), (0.0, 1), (1, float("nan")), ("2", 1)])
+def test_what_is_no_factor_is_refused(factors) -> None:
+    with pytest.raises(InvalidInput, match="positive number of times"):
+        Pace(*factors)
 
 
 def test_a_pace_is_kept_for_so_many_devices_of_a_kind(tmp_path, monkeypatch) -> None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
 
 import autopar as ap
 from autopar.cluster import Device, Link, Node
+from autopar.pipeline.least_time import least_time
 from autopar.pipeline.price import stage_link
+from autopar.pipeline.schedule import Schedule
 from autopar.planner.choose import Planner
 from autopar.planner.ideal import Ideal
+from autopar.planner.staged import StagedProgram, StagedWay
+from autopar.recompute import Recompute
 from autopar.schema import write
 from tests import models
 from tests.parity import assert_parity
@@ -166,6 +171,40 @@ def test_what_bounds_leave_out_is_not_faster(model, devices, share, monkeypatch)
     assert len(whole.alternatives) >= len(bounded.alternatives)
     assert bounded.cost.seconds == pytest.approx(whole.cost.seconds, rel=1e-9)
     assert bounded.memory.peak <= memory
+
+
+class Loss(torch.nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean()
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_no_stages_are_faster_than_the_bound_of_their_program(half, monkeypatch) -> None:
+    """Casts of large weights, which are made once a step, are no part of each micro-batch."""
+    sizes = [16384, 32768, 1024, 1024, 32768, 16384]
+    with torch.device("meta"):
+        model = Loss(*(torch.nn.Linear(*pair, bias=False) for pair in pairwise(sizes)))
+        x = torch.empty(256, 16384)
+    told: list[tuple[float, float, str]] = []
+
+    kept = StagedProgram.fastest
+
+    def fastest(self: StagedProgram, made: Schedule, kind: Recompute) -> StagedWay:
+        way = kept(self, made, kind)
+        if kind.is_plain:
+            bound = least_time(made) * Ideal._once(ideal, self.laid)
+            told.append((bound, way.seconds, made.name))
+        return way
+
+    ideal = Ideal.__new__(Ideal)
+    ideal._last = None, 0.0
+    monkeypatch.setattr(StagedProgram, "fastest", fastest)
+    options = {"precision": ap.Precision(compute=torch.bfloat16)} if half else {}
+    cluster = ap.Cluster.preset("dgx-a100")
+    ap.plan(model, (x,), cluster=cluster, mesh=ap.Mesh(pp=2), microbatches=4, **options)
+    assert len(told) > 3
+    for bound, seconds, name in told:
+        assert bound <= seconds * (1 + 1e-9), name
 
 
 @cache

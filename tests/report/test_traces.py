@@ -118,6 +118,9 @@ def test_calls_beside_steps_are_not_recorded(tmp_path: Path) -> None:
         recording.save(tmp_path / "measured.json")
     module.step(*case.args, **case.kwargs)
     assert recording.done == 1
+    module.record()
+    with pytest.raises(InvalidInput, match="one recording at a time"):
+        module.record()
     with pytest.raises(InvalidInput, match="at least 1"):
         module.record(steps=0)
 
