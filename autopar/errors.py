@@ -66,6 +66,16 @@ def written(path: str | Path, data: bytes | str, what: str) -> None:
         ) from None
 
 
+def require_ending(path: str | Path, ending: str, what: str) -> None:
+    """Refuse a file whose name promises another kind of content."""
+    if Path(path).suffix.lower() != ending:
+        raise InvalidInput(
+            f"{what} is a {ending} file",
+            got=str(path),
+            remedy=f"{Path(path).stem}{ending}",
+        )
+
+
 _MEANT = {"cpu": "host", "cuda": "device", "gpu": "device"}  # by those who say it in torch's words
 
 

@@ -51,7 +51,7 @@ FLOORS = (
     {"verification"},
     {"runtime"},
     {
-        *("annotate", "region", "options", "admission", "planning", "api", "verifying"),
+        *("annotate", "region", "options", "admission", "planning", "api", "verifying", "examples"),
         *("commands", "cli", "__init__"),
     },
 )

@@ -53,6 +53,8 @@ def test_a_shell_completes_commands_options_and_their_words(shell, capsys):
             "autopar ": {*COMMANDS},
             "autopar explain --j": {"--json"},
             "autopar plan --mode ": {"auto", "propagate", "data"},
+            "autopar report --cluster d": {"dgx-a100", "dgx-h100", "dgx-v100"},
+            "autopar verify --schedule g": {"gems", "gpipe"},
             "autopar completion ": {"bash", "zsh", "fish", "--help"},
         }
         for line, found in asked.items():

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+import autopar as ap
 from autopar.cli import main
 
 BUILDERS = """
@@ -68,7 +69,7 @@ def test_plan_then_explain_then_diff(folder, capsys):
     assert json.loads(text)["what"] == "parameter"
     code, text, _ = run("diff one.json two.json", capsys)
     assert code == 0
-    assert "attach both plans" in text
+    assert "--model file.py:function" in text
     code, text, _ = run("diff one.json two.json --model builders.py:small --json", capsys)
     data = json.loads(text)
     assert data["settings"]["mesh"] == [{"dp": 8}, {"dp": 2, "tp": 4}]
@@ -194,7 +195,7 @@ def test_errors_are_clean_and_exit_with_two(folder, capsys, words, named):
 
 
 def test_report_writes_a_page_of_a_model_or_a_plan(capsys, tmp_path):
-    spec, page = "examples/models.py:gpt", tmp_path / "page.html"
+    spec, page = "autopar.examples:gpt", tmp_path / "page.html"
     assert main(["report", spec, "--mesh", "dp=2,tp=4", "--out", str(page), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["page"] == str(page)
@@ -206,6 +207,20 @@ def test_report_writes_a_page_of_a_model_or_a_plan(capsys, tmp_path):
     assert main(["report", str(saved), "--model", spec, "--out", str(page)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"to look at: {page}"
     assert "dp=2, tp=4" in page.read_text()
+
+
+def test_a_schedule_is_read_from_its_file(folder, capsys):
+    by_hand = ap.pipeline.schedule("gpipe", stages=2, microbatches=4)
+    words = "plan builders.py:small --mesh pp=2,dp=2 --microbatches 4 --json --schedule"
+    for path in ("mine.csv", "mine.txt"):
+        ap.pipeline.save(by_hand, folder / path)
+        code, text, _ = run(f"{words} {path}", capsys)
+        assert code == 0
+        found, by_name = json.loads(text), json.loads(run(f"{words} gpipe", capsys)[1])
+        assert found["cost"] == by_name["cost"]
+    code, _, errors = run(f"{words} none.csv", capsys)
+    assert code == 2
+    assert "none.csv: No such file or directory" in errors
 
 
 def test_report_of_a_plan_wants_its_model(capsys, tmp_path):

@@ -299,6 +299,13 @@ def test_a_plan_is_pickled_as_its_file(made):
     loaded = pickle.loads(pickle.dumps(made))
     assert isinstance(loaded, SavedPlan)
     assert loaded.to_bytes() == made.file
+    assert not hasattr(loaded, "cost")
+    for name in ("cost", "graph", "report", "movements"):
+        with pytest.raises(ap.InvalidInput, match="computed for the model") as error:
+            getattr(loaded, name)
+        assert "attach it" in str(error.value)
+    with pytest.raises(AttributeError, match="a plan has no 'costs'"):
+        getattr(loaded, "costs".lower())
     assert pickle.loads(pickle.dumps(loaded)).to_bytes() == made.file
     assert copy.deepcopy(made) is copy.copy(made) is made
     assert loaded.attach(wide(), (WIDE_INPUT,)).cost == made.cost
@@ -341,7 +348,7 @@ def test_what_needs_the_model_says_so(made):
         lambda: saved.cost,
         lambda: saved.memory,
         lambda: saved.explain("0"),
-        saved.movements,
+        lambda: saved.movements(),
     ):
         with pytest.raises(ap.InvalidInput, match="attach it"):
             ask()

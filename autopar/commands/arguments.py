@@ -15,7 +15,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +29,9 @@ from autopar.errors import AutoparError, InvalidInput
 from autopar.lines import describe
 from autopar.mesh import Mesh
 from autopar.options import MODES
+from autopar.pipeline import NAMES as SCHEDULES
+from autopar.pipeline import load as load_schedule
+from autopar.pipeline.schedule import Schedule
 from autopar.plan.plan import Plan, SavedPlan
 from autopar.states import NAMED
 
@@ -70,7 +73,8 @@ def add_decisions(parser: argparse.ArgumentParser, no_mesh: str) -> None:
     add("--mode", choices=MODES, default="auto", help="default: auto")
     add("--microbatches", default="auto", help="of a step (default: auto)")
     add("--pipeline", default="auto", help="stages, an axis, or none (auto)")
-    add("--schedule", default="auto", help="of a pipeline (default: auto)")
+    schedule = add("--schedule", default="auto", help="its name, or a .csv or .txt file (auto)")
+    complete_with(schedule, SCHEDULES)
     add("--states", choices=("auto", *NAMED), default="auto", help="how they are cut (auto)")
 
 
@@ -81,10 +85,21 @@ def read_decisions(arguments: argparse.Namespace) -> dict[str, Any]:
         "mode": arguments.mode,
         "microbatches": _number(arguments.microbatches),
         "pipeline": None if arguments.pipeline == "none" else _number(arguments.pipeline),
-        "schedule": arguments.schedule,
+        "schedule": read_schedule(arguments.schedule),
         "states": arguments.states,
     }
     return {name: v for name, v in given.items() if v is not None or name == "pipeline"}
+
+
+def complete_with(option: argparse.Action, words: Sequence[str]) -> None:
+    """Words that a shell offers after an option which takes others too."""
+    vars(option)["words"] = tuple(words)
+
+
+def read_schedule(text: str) -> str | Schedule:
+    """A name, or the schedule in a file."""
+    is_file = text not in SCHEDULES and text.endswith((".csv", ".txt"))
+    return load_schedule(text) if is_file else text
 
 
 def load_call(spec: str) -> Call:
@@ -92,7 +107,7 @@ def load_call(spec: str) -> Call:
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
         raise InvalidInput(
-            f"a model is given as {SPEC}", got=repr(spec), remedy="examples/models.py:gpt"
+            f"a model is given as {SPEC}", got=repr(spec), remedy="autopar.examples:gpt"
         )
     module = _import(place)
     function = getattr(module, name, None)

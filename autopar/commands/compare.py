@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read both, compare, print."""
-    found = compare(read(arguments.simulated), read(arguments.measured))
+    found = compare(read(arguments.simulated, "simulated"), read(arguments.measured, "measured"))
     if arguments.json:
         print(json.dumps(found.to_json()))
     else:

@@ -36,7 +36,7 @@ def options() -> Options:
     )
     return {
         name: {
-            word: tuple(map(str, action.choices or ()))
+            word: tuple(map(str, action.choices or vars(action).get("words", ())))
             for action in parser._actions
             for word in action.option_strings or (("",) if action.choices else ())
             if word != "-h"

@@ -1,6 +1,6 @@
 """The command `autopar diff`: two saved plans side by side.
 
-autopar diff one.json two.json --model examples/models.py:gpt
+autopar diff one.json two.json --model autopar.examples:gpt
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from autopar.commands.arguments import add_model, load_plan
+from autopar.commands.arguments import SPEC, add_model, load_plan
 from autopar.commands.printing import show
 
 
@@ -29,4 +29,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(found.to_json()))
     else:
         show(found)
+        if found.without_model:
+            print(f"times, memory and movements are compared with --model {SPEC}")
     return 0

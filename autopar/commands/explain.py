@@ -1,6 +1,6 @@
 """The command `autopar explain`: why a parameter, module or operator of a plan is where it is.
 
-autopar explain plan.json layers.0.up --model examples/models.py:gpt
+autopar explain plan.json layers.0.up --model autopar.examples:gpt
 """
 
 from __future__ import annotations

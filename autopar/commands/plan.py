@@ -1,6 +1,6 @@
 """The command `autopar plan`: find where every tensor of a model lives, without running it.
 
-autopar plan examples/models.py:gpt --cluster dgx-h100 --nodes 2 --out plan.json
+autopar plan autopar.examples:gpt --cluster dgx-h100 --nodes 2 --out plan.json
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ import argparse
 import json
 import warnings
 
+from autopar.cluster.presets import NAMES as PRESETS
 from autopar.commands.arguments import (
     add_decisions,
     add_model,
     check_out,
+    complete_with,
     load_call,
     read_bytes,
     read_cluster,
@@ -33,9 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """What says how a model is planned."""
-    parser.add_argument(
+    cluster = parser.add_argument(
         "--cluster", default="dgx-h100", help="a preset or a TOML file (default: dgx-h100)"
     )
+    complete_with(cluster, PRESETS)
     parser.add_argument("--nodes", type=int, help="nodes of a preset (default: 1)")
     add_decisions(parser, "all meshes are tried")
     parser.add_argument("--memory", help="40GB of each device (default: what it has)")

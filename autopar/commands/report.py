@@ -1,7 +1,7 @@
 """The command `autopar report`: write a plan as a page for a browser, one file.
 
-autopar report examples/models.py:gpt --cluster dgx-h100 --out plan.html
-autopar report plan.json --model examples/models.py:gpt
+autopar report autopar.examples:gpt --cluster dgx-h100 --out plan.html
+autopar report plan.json --model autopar.examples:gpt
 """
 
 from __future__ import annotations

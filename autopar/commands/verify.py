@@ -1,6 +1,6 @@
 """The command `autopar verify`: train a model plain, captured and in parallel, and compare.
 
-autopar verify examples/models.py:gpt --mesh dp=2,tp=2
+autopar verify autopar.examples:gpt --mesh dp=2,tp=2
 autopar verify train.py:model --mesh pp=2,dp=2 --schedule 1f1b --microbatches 4
 
 All ranks run in this process. Exit code 1 if the programs differ, or coarse numbers leave it open.

@@ -190,7 +190,7 @@ def load(path: str | Path) -> Schedule:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(
             "a schedule is read from a text or CSV file",
-            got=f"{path}: {error}",
+            got=f"{path}: {getattr(error, 'strerror', None) or 'no text'}",
             remedy="name a file that autopar.pipeline.save wrote",
         ) from error
     read = from_csv if str(path).endswith(".csv") else from_text

@@ -57,7 +57,9 @@ class PlanDiff:
         lines = ["the plans decide the same" if self.is_empty else "the plans differ"]
         lines += [f"  {name}: {one} | {other}" for name, (one, other) in self.settings.items()]
         if self.without_model:
-            lines.append("  time, memory and movements: attach both plans to the model to compare")
+            lines.append(
+                "  time, memory and movements are compared where both plans have their model"
+            )
         for what, parts, text in (
             ("time", self.cost, seconds_text),
             ("memory", self.memory, bytes_text),
@@ -151,8 +153,9 @@ def said_as(one: Field[Any]) -> str:
 def _where_apart(first: str, second: str) -> Pair:
     """Two texts that differ, by the lines in which they do."""
     lines = itertools.zip_longest(first.splitlines(), second.splitlines(), fillvalue="")
-    one, two = zip(*(pair for pair in lines if pair[0] != pair[1]))
-    return "; ".join(map(str.strip, one)), "; ".join(map(str.strip, two))
+    apart = zip(*(pair for pair in lines if pair[0] != pair[1]))
+    one, two = ("; ".join(filter(None, map(str.strip, each))) for each in apart)
+    return one, two
 
 
 def _pairs(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Pair]:

@@ -121,6 +121,8 @@ class Explanation:
     def __str__(self) -> str:
         at = f" in {self.module}" if self.module else ""
         lines = [f"{self.name}: {self.what}{at} on {self.mesh}"]
+        if self.others and self.what != "parameter":
+            lines.append(f"  the costliest of {len(self.others) + 1} operators there")
         lines += [f"  {self.source}"] if self.source else []
         lines += [f"  rule: {self.rule}"] if self.rule else []
         lines += [f"  region: {self.region}"] if self.region else []
@@ -132,7 +134,8 @@ class Explanation:
         if len(self.candidates) > _IN_DETAIL:
             lines += ["", "  to_json() has the formulas of all candidates"]
         if self.others:
-            kind = "read by" if self.what == "parameter" else "also there"
+            there = f"also in {self.module or 'the model'}"
+            kind = "read by" if self.what == "parameter" else there
             more = f", and {len(self.others) - 12} more" if len(self.others) > 12 else ""
             lines += ["", f"  {kind}: {', '.join(self.others[:12])}{more}"]
         return "\n".join(lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autopar.errors import written
+from autopar.errors import require_ending, written
 from autopar.plan.value import PlanValue
 from autopar.report.model import tree
 from autopar.report.page import Asked, page
@@ -28,6 +28,7 @@ def report(
 def draw(plan: PlanValue, path: str | Path) -> None:
     """Write the program as a picture, an SVG file: calls in order, equal blocks once, with the ways
     of their values, and movements where they stand."""
+    require_ending(path, ".svg", "the picture of a plan")
     what = f"{type(plan.original.example.model).__name__} on {plan.whole_mesh}"
     written(path, drawn(blocks(plan, tree(plan)), what).file(), "the picture of a plan")
 

@@ -99,14 +99,8 @@ class Plan(PlanValue):
         return saved.attach_captured(captured)
 
 
-class _OfModel:
-    """What of a plan is computed for its model, and never saved."""
-
-    def __set_name__(self, plan: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, saved: SavedPlan, kind: type) -> NoReturn:
-        raise _without_model(self.name)
+class NoModel(InvalidInput, AttributeError):
+    """A plan without its model was asked for what only the two together have."""
 
 
 class SavedPlan(SavedValue):
@@ -228,10 +222,15 @@ class SavedPlan(SavedValue):
         require_types(self, plan.types)
         return plan
 
-    cost, memory, program, explain = _OfModel(), _OfModel(), _OfModel(), _OfModel()
-
-    def movements(self) -> NoReturn:
-        raise _without_model("movements")
+    def __getattr__(self, name: str) -> NoReturn:
+        """What is computed for a plan's model is never saved."""
+        if name.startswith("_") or not hasattr(Plan, name):
+            raise AttributeError(f"a plan has no {name!r}", name=name, obj=self)
+        raise NoModel(
+            "what depends on the model is computed for the model, and never saved",
+            got=f"{name} of a plan without its model",
+            remedy="attach it: Plan.load(path).attach(model, args, kwargs)",
+        )
 
 
 def _as_planned(
@@ -242,11 +241,3 @@ def _as_planned(
         return args, dict(kwargs or {})
     check_call(model, args, kwargs)
     return dynamic.as_planned(model, args, kwargs or {})
-
-
-def _without_model(what: str) -> InvalidInput:
-    return InvalidInput(
-        "what depends on the model is computed for the model, and never saved",
-        got=f"{what} of a plan without its model",
-        remedy="attach it: Plan.load(path).attach(model, args, kwargs)",
-    )

@@ -132,14 +132,15 @@ def _named(what: str, rank: int, track: int, name: str) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": rank, "tid": track, "args": {"name": name}}
 
 
-def read(path: str | Path) -> list[Event]:
-    """What `write` wrote."""
+def read(path: str | Path, what: str) -> list[Event]:
+    """What `write` wrote of that kind, simulated or measured."""
+    rule = "a trace is a file that autopar wrote"
     try:
         data = Path(path).read_bytes()
         made = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
         if made["otherData"]["format"] != FORMAT:
             raise KeyError
-        return [
+        found = [
             Event(
                 one["pid"],
                 one["name"],
@@ -151,8 +152,14 @@ def read(path: str | Path) -> list[Event]:
             for one in made["traceEvents"]
             if one["ph"] == "X"
         ]
+        kind = str(made["otherData"]["what"])
     except OSError as error:
         got, remedy = f"{path}: {error.strerror}", "give the path of a trace"
     except (ValueError, KeyError, TypeError, EOFError, AttributeError):
         got, remedy = f"{path}, which holds something else", "plan.trace(path), or record().save()"
-    raise InvalidInput("a trace is a file that autopar wrote", got=got, remedy=remedy)
+    else:
+        if kind == what:
+            return found
+        rule, got = f"a {what} trace is wanted here", f"{path}, which is {kind}"
+        remedy = "the simulated one stands first, the measured one second"
+    raise InvalidInput(rule, got=got, remedy=remedy)

@@ -667,7 +667,7 @@ def records_what_each_rank_did() -> None:
             module.step(*case.args, **case.kwargs)
         recording.save(folder / "measured.json")
         dist.barrier()
-        events = read(folder / "measured.json")
+        events = read(folder / "measured.json", "measured")
         assert {event.rank for event in events} == {*range(mesh.size)}
         assert compare(events_of(module.plan), events).step.count == 2
     starts = {(event.rank, event.about["step"], event.name): event.start for event in events}

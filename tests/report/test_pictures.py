@@ -130,6 +130,8 @@ def test_words_are_escaped() -> None:
 def test_a_program_is_drawn_call_by_call(tmp_path: Path) -> None:
     plan = plans.megatron()
     plan.draw(tmp_path / "graph.svg")
+    with pytest.raises(ap.InvalidInput, match=r"is a \.svg file"):
+        plan.draw(tmp_path / "graph.png")
     text = (tmp_path / "graph.svg").read_text()
     words = [one.text for one in ET.fromstring(text).iter(f"{SVG}text")]
     rows = [row for block in blocks(plan, tree(plan)) for row in block.rows]

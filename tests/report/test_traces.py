@@ -49,12 +49,17 @@ def test_measured_is_simulated_in_its_order(name: str, tmp_path: Path) -> None:
         module.step(*case.args, **case.kwargs)
     recording.save(tmp_path / "measured.json")
     module.plan.trace(tmp_path / "simulated.json.gz")
-    simulated, measured = read(tmp_path / "simulated.json.gz"), read(tmp_path / "measured.json")
+    simulated, measured = (
+        read(tmp_path / f"{what}.json{end}", what)
+        for what, end in (("simulated", ".gz"), ("measured", ""))
+    )
     ranks = module.plan.whole_mesh.size
     assert orders(simulated) == orders(measured) == orders(measured, 1)
     assert [*orders(measured)] == [*range(ranks)]
     assert {one.about["step"] for one in measured} == {0, 1}
     assert math.isclose(max(one.end for one in simulated), module.plan.seconds, rel_tol=1e-9)
+    with pytest.raises(InvalidInput, match="a measured trace is wanted here"):
+        read(tmp_path / "simulated.json.gz", "measured")
     found = compare(simulated, measured)
     assert found.step.count == 2
     assert math.isclose(found.step.predicted, module.plan.seconds, rel_tol=1e-9)

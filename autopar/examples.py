@@ -1,9 +1,9 @@
 """Models for the command line, built on the meta device: they have shapes and no data.
 
-    python -m autopar.cli plan examples/models.py:gpt --cluster dgx-h100 --mesh dp=2,tp=4
+    autopar plan autopar.examples:gpt --cluster dgx-h100 --mesh dp=2,tp=4
 
 Each function returns (model, args, kwargs): what `autopar.plan` takes. `--out plan.json` keeps the
-plan, and `autopar explain plan.json layers.0.up --model examples/models.py:gpt` tells why.
+plan, and `autopar explain plan.json layers.0.up --model autopar.examples:gpt` tells why.
 """
 
 from __future__ import annotations
