@@ -56,9 +56,11 @@ class LagrangianSearch:
         tolerance: float = 0.01,
         report: Callable[[str], None] = lambda detail: None,
         deadline: float = math.inf,
+        patience: float = 0.0,
     ) -> None:
         self.packed, self.limit, self.tolerance, self.report = packed, limit, tolerance, report
-        self.deadline = deadline  # by the clock; one choice is looked for in any case
+        self.deadline = deadline  # of this process; one choice is looked for in any case
+        self.patience = patience  # seconds after it, before it is said that nothing fits
         self.optimiser = optimiser or Optimiser(packed)
         self.choice: Integers | None = None  # that fits; in the packed graph's numbers
         self.value = self.memory = np.inf  # of `choice`
@@ -121,7 +123,8 @@ class LagrangianSearch:
         least = self._lowest(np.inf)
         small = self.offer(least.choice)
         if not self.fits(small[1]) and relative_gap(least.value, least.bound) > EXACT:
-            least = self.optimiser.minimise(np.inf, deadline=self.deadline)
+            deadline = max(self.deadline, time.process_time() + self.patience)
+            least = self.optimiser.minimise(np.inf, deadline=deadline)
             small = self.offer(least.choice)
         if not self.fits(least.bound) or not self.fits(small[1]):
             raise NoRoom(
@@ -135,9 +138,11 @@ class LagrangianSearch:
         return small
 
     def _lowest(self, multiplier: float) -> Optimum:
-        """What weighs least under a multiplier, as exactly as the search asks."""
-        tolerance = max(EXACT, self.tolerance / _FINER)
-        return self.optimiser.minimise(multiplier, tolerance, self.deadline)
+        """What weighs least under a multiplier, as exactly as the search asks, in half of the time
+        that is left: others may follow."""
+        tolerance, now = max(EXACT, self.tolerance / _FINER), time.process_time()
+        deadline = now + max(0.0, self.deadline - now) / 2
+        return self.optimiser.minimise(multiplier, tolerance, deadline)
 
     def _squeeze(self, large: Point, small: Point, cutoff: float) -> tuple[Point, Point]:
         """Move the multiplier to where a choice too large and one that fits weigh the same."""

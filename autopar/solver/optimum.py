@@ -78,7 +78,8 @@ class Optimiser:
         value = bound = elimination.constant
         choice: dict[int, int] = {}
         if elimination.core:
-            rest = self._core(elimination).solve(tolerance, deadline)
+            is_memory = multiplier == np.inf
+            rest = self._core(elimination, alone=is_memory).solve(tolerance, deadline)
             value, bound, choice = value + rest.value, bound + rest.bound, dict(rest.choice or {})
         elimination.complete(choice)
         answer = np.zeros(len(self.packed), np.int64)
@@ -104,20 +105,17 @@ class Optimiser:
             least[strategy] += self._core(elimination).solve(deadline=deadline).bound
         return least
 
-    def _core(self, elimination: Elimination) -> Core:
-        """What elimination left, with the messages of the last time."""
+    def _core(self, elimination: Elimination, alone: bool = False) -> Core:
+        """What elimination left, with the messages of the last time. `alone`: those of other
+        weights say nothing of these, nor these of others."""
         sizes = {v: self.variables[v] for v in elimination.core}
         self.core = max(self.core, len(sizes))
-        known = self._last.sent if self._last is not None else {}
-        fresh = None if {*known} != {s for s in elimination.factors if len(s) == 2} else known
-        self._last = Core(
-            sizes,
-            elimination.factors,
-            constant=elimination.constant,
-            limit=self.limit,
-            sent=fresh,
-        )
-        return self._last
+        known = self._last.sent if self._last is not None and not alone else {}
+        sent = known if {*known} == {s for s in elimination.factors if len(s) == 2} else None
+        factors, constant = elimination.factors, elimination.constant
+        core = Core(sizes, factors, constant=constant, limit=self.limit, sent=sent)
+        self._last = self._last if alone else core
+        return core
 
     def _eliminated(
         self, multiplier: float, keep: tuple[int, ...] = ()

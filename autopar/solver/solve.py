@@ -24,6 +24,7 @@ from autopar.solver.optimum import SECONDS, Optimiser
 from autopar.solver.prune import prune
 from autopar.solver.residual import relative_gap
 
+TOLERANCE = 0.01  # the gap at which a search under a memory limit may stop
 MOST_PREPARED = 4  # graphs that are known again, when they are solved for another limit
 _PREPARED: dict[Packed, tuple[Optimiser, Sizes]] = {}
 
@@ -69,7 +70,7 @@ def solve(
     memory: float | None = None,
     report: Report = lambda phase, detail: None,
     *,
-    tolerance: float = 0.01,
+    tolerance: float = TOLERANCE,
     cutoff: float = np.inf,
     multiplier: float = 0.0,
     seconds: float = SECONDS,
@@ -79,7 +80,8 @@ def solve(
     `tolerance` is the gap at which a search under a memory limit may stop; without a limit (or
     with tolerance 0) the answer is exact as far as a fixed amount of work allows: `gap` tells. It
     also stops when no choice can cost less than `cutoff`; `multiplier` is a guess at the
-    solution's own. It ends after `seconds` of this process, with the best so far and its gap."""
+    solution's own. It ends after `seconds` of this process, with the best so far and its
+    gap; later where nothing that fits was found by then."""
     start, deadline = time.perf_counter(), time.process_time() + seconds
     limit = np.inf if memory is None else float(memory)
     search: LagrangianSearch | None = None
@@ -94,6 +96,7 @@ def solve(
             tolerance,
             lambda detail: report("memory", detail),
             deadline,
+            patience=SECONDS,
         )
         report("eliminate", f"{sizes.folded_nodes} of {sizes.nodes} nodes")
         branch_and_bound(search, cutoff, multiplier)

@@ -174,6 +174,22 @@ def test_a_search_without_time_has_a_choice_and_its_bound(name: str) -> None:
         assert graph.packed.evaluate(tangled.choice)[0] == pytest.approx(tangled.value)
 
 
+def test_the_least_memory_does_not_depend_on_what_was_asked_before() -> None:
+    """Messages about costs, which are small numbers, say nothing of bytes, which are large."""
+    rng = np.random.default_rng(29)
+    for _ in range(5):
+        graph, count = CostGraph(), 24
+        for _ in range(count):
+            graph.add_node(1e-6 * rng.random(6), rng.integers(0, 2**20, 6))
+        for a in range(count):
+            for b in {(a + step) % count for step in (1, 5, 7)}:
+                graph.add_edge(a, b, 1e-6 * rng.random((6, 6)), rng.integers(0, 2**16, (6, 6)))
+        asked = Optimiser(graph.packed, limit=1)
+        asked.minimise(tolerance=1e-3)
+        least, fresh = (made.minimise(np.inf) for made in (asked, Optimiser(graph.packed, limit=1)))
+        assert (least.value, least.bound) == (fresh.value, fresh.bound)
+
+
 def test_equals_cp_sat_on_whole_middle_sized_graphs() -> None:
     rng = np.random.default_rng(7)
     for count, most in ((20, 3), (30, 3), (24, 4)):
