@@ -40,19 +40,30 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 class Layout:
-    """A frozen value; equal layouts are interchangeable."""
+    """A frozen value. Equal layouts are one object: made and compared at no cost."""
 
-    __slots__ = ("_hash", "dims", "partial")
+    __slots__ = ("dims", "partial")
     FORM: ClassVar = tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]  # in files
     dims: tuple[tuple[str, ...], ...]
     partial: tuple[str, ...]
+    _known: ClassVar[dict[tuple[object, ...], Layout]] = {}  # by what was given, and as it is
 
-    def __init__(self, *dims: AxisNames, partial: Iterable[str] = ()) -> None:
-        self.dims = tuple(_axis_names(dim) for dim in dims)
-        self.partial = tuple(sorted((partial,) if isinstance(partial, str) else partial))
-        self.dims = tuple(dim if axes_of(dim) else () for dim in self.dims)
-        self._hash = hash((self.dims, self.partial))
-        used = list(self.axes)
+    def __new__(cls, *dims: AxisNames, partial: Iterable[str] = ()) -> Layout:
+        return cls._of(tuple([_axis_names(dim) for dim in dims]), _axis_names(partial))
+
+    @classmethod
+    def _of(cls, dims: tuple[tuple[str, ...], ...], partial: tuple[str, ...]) -> Layout:
+        known = cls._known.get((dims, partial))
+        if known is None:
+            made = cls._made(dims, partial)
+            known = cls._known[dims, partial] = cls._known.setdefault(made.to_form(), made)
+        return known
+
+    @classmethod
+    def _made(cls, dims: tuple[tuple[str, ...], ...], partial: tuple[str, ...]) -> Layout:
+        self = super().__new__(cls)
+        self.partial = tuple(sorted(partial))
+        self.dims = tuple(dim if axes_of(dim) else () for dim in dims)
         in_parts = [dim for dim in self.dims if any(axis.startswith("/") for axis in dim)]
         if len(in_parts) > 1 or not all(_IN_PARTS.match("@".join(dim)) for dim in in_parts):
             raise InvalidInput(
@@ -60,13 +71,13 @@ class Layout:
                 got=repr(self),
                 remedy='("/3", "tp")',
             )
-        if len(set(used)) != len(used):
-            twice = sorted({axis for axis in used if used.count(axis) > 1})
+        if twice := sorted({axis for axis in self.axes if self.axes.count(axis) > 1}):
             raise InvalidInput(
                 "an axis may be used once on one tensor: it cuts one dim or holds a partial sum",
                 got=f"{self}, which uses {', '.join(map(repr, twice))} more than once",
                 remedy="keep one of the uses",
             )
+        return self
 
     def to_form(self) -> tuple[object, ...]:
         return self.dims, self.partial
@@ -121,11 +132,11 @@ class Layout:
         """The same layout with `dim` cut by `axes`."""
         dims = list(self.dims)
         dims[dim] = _axis_names(axes)
-        return Layout(*dims, partial=self.partial)
+        return Layout._of(tuple(dims), self.partial)
 
     def with_partial(self, axes: Iterable[str]) -> Layout:
         """The same cuts with exactly `axes` as partial sums."""
-        return Layout(*self.dims, partial=axes)
+        return Layout._of(self.dims, _axis_names(axes))
 
     def cuts_into(self, finer: Layout) -> bool:
         """Whether `finer` is the same, or cuts one dim of its pieces further."""
@@ -222,14 +233,6 @@ class Layout:
                     remedy="use fewer axes on it, or leave the parts out",
                     source=source,
                 )
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Layout) and self.dims == other.dims and self.partial == other.partial
-        )
-
-    def __hash__(self) -> int:
-        return self._hash
 
     def __reduce__(self) -> tuple[object, ...]:
         return Layout.of_form, (self.to_form(),)
@@ -441,7 +444,7 @@ def _partial_suffix(partial: tuple[str, ...]) -> str:
     return "{" + ", ".join(f"+{axis}" for axis in partial) + "}" if partial else ""
 
 
-def _axis_names(dim: AxisNames) -> tuple[str, ...]:
+def _axis_names(dim: AxisNames | Iterable[str]) -> tuple[str, ...]:
     if dim is None:
         return ()
     return (dim,) if isinstance(dim, str) else tuple(dim)

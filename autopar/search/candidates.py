@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -142,16 +143,26 @@ class NodeClasses:
             tuple(map(Placements, zip(*(map(Placement, each.outputs) for each in signatures)))),
             forward,
             backward,
-            np.array(
-                [
-                    self._inside(node, facts, s, pieces, i)
-                    + self._together(facts, s, Computed(float(forward[i]), float(backward[i])))
-                    for i, s in enumerate(strategies)
-                ]
-            ),
+            self._moved(node, facts, strategies, pieces, (forward, backward)),
             kept_extra(facts, pieces),
             done,
         )
+
+    def _moved(
+        self,
+        node: fx.Node,
+        facts: Facts,
+        strategies: Sequence[Strategy],
+        pieces: ShardSizes,
+        computed: tuple[Array, Array],
+    ) -> Array:
+        """Seconds of what the kernel of a call moves."""
+        found = np.zeros(len(strategies))
+        if facts.rule.kernels or facts.rule.joints:
+            for i, (strategy, *own) in enumerate(zip(strategies, *computed)):
+                together = self._together(facts, strategy, Computed(*map(float, own)))
+                found[i] = self._inside(node, facts, strategy, pieces, i) + together
+        return found
 
     def _inside(
         self, node: fx.Node, facts: Facts, strategy: Strategy, pieces: ShardSizes, index: int

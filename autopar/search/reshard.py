@@ -26,6 +26,11 @@ from autopar.layout import Layout, Placement
 from autopar.mesh import Mesh
 
 Array = NDArray[np.float64]
+Numbers = NDArray[np.int64]
+# Sources; and for each order of dims, states and those sources that they are with it.
+_Orbits = tuple[Numbers, list[tuple[Numbers, Numbers, Numbers]]]
+
+_AT_ONCE = 64  # sources
 
 
 class Placements(tuple[Placement, ...]):
@@ -82,7 +87,9 @@ class ReshardTable:
         self._before, self._after, self._cuts = np.array(joined, np.int64).reshape(-1, 3).T
         self._order = np.argsort(self._after, kind="stable")
         self._solved: dict[tuple, Array] = {}
-        self._places: dict[tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+        self._places: dict[tuple[int, ...], tuple[Numbers, Numbers]] = {}
+        self._known: dict[tuple[int, ...], _Orbits] = {}
+        self._exchanged: dict[tuple[int, ...], Numbers] = {}
 
     def _starts(self) -> list[Placement]:
         """Every layout whose axes stand in the order of the mesh."""
@@ -109,12 +116,12 @@ class ReshardTable:
         return np.array([bool(state.pending) for state in self.states])
 
     @cached_property
-    def data(self) -> NDArray[np.int64]:
+    def data(self) -> Numbers:
         """States with the same number hold the same data: pending or not is no difference."""
         numbers: dict[Layout, int] = {}
         return np.array([numbers.setdefault(s.layout, len(numbers)) for s in self.states])
 
-    def rows(self, states: Iterable[Placement]) -> NDArray[np.int64]:
+    def rows(self, states: Iterable[Placement]) -> Numbers:
         """The numbers of some states."""
         return np.array([self.index[state] for state in states], np.int64)
 
@@ -138,15 +145,15 @@ class ReshardTable:
 
         No movement goes over the axes that are `frozen`."""
         # What may be in parts is told apart by more than its size.
-        even = not self.parts and all(size % self.mesh.size == 0 for size in shape)
         whole = float(np.prod(shape, dtype=np.float64) * itemsize)
+        odd = [size if self.parts or size % self.mesh.size else 0 for size in shape]
         terms = _Terms(itemsize, price, differentiable, learns and differentiable, frozen)
-        key = (whole if even else shape, terms)
+        key = whole, *odd, terms
         if key not in self._solved:
             dims = tuple(
                 sorted((d for d in range(self.ndim) if shape[d] > 1), key=shape.__getitem__)
             )
-            if even or self.parts or dims == tuple(range(self.ndim)):
+            if not any(odd) or self.parts or dims == tuple(range(self.ndim)):
                 self._solved[key] = self._solve(shape, terms)
             else:  # the order of the dims says nothing, nor does a dim of one element
                 smaller = reshard_table(self.mesh, len(dims))
@@ -172,22 +179,72 @@ class ReshardTable:
         return spread
 
     def _solve(self, shape: tuple[int, ...], terms: _Terms) -> Array:
+        """By relaxing the steps that begin where something got nearer, from some of the states."""
         cost, order = self._steps(shape, terms), self._order
         possible = order[np.isfinite(cost[order])]
         before, after, cost = self._before[possible], self._after[possible], cost[possible, None]
-        starts = np.flatnonzero(np.diff(after, prepend=-1))
-        count = len(self.states)
-        seconds = np.full((count, count), np.inf)
+        sources, same = self._orbits(self._alike(shape))
+        found = np.full((len(self.states), len(sources)), np.inf)  # to each state, from each source
+        for at in range(0, len(sources), _AT_ONCE):
+            part = found[:, at : at + _AT_ONCE]
+            near = sources[at : at + _AT_ONCE]
+            part[near, np.arange(len(near))] = 0.0
+            while len(near):
+                is_near = np.zeros(len(part), bool)
+                is_near[near] = True
+                use = np.flatnonzero(is_near[before])
+                if not len(use):
+                    break
+                starts = np.flatnonzero(np.diff(after[use], prepend=-1))
+                shorter = np.minimum.reduceat(part[before[use]] + cost[use], starts)
+                targets = after[use[starts]]
+                known = part[targets]
+                near = targets[(shorter < known).any(axis=1)]
+                part[targets] = np.minimum(shorter, known)
+        seconds = np.full((len(self.states), len(self.states)), np.inf)
         np.fill_diagonal(seconds, 0.0)
-        sources = np.flatnonzero(~self.pending)
-        found = np.ascontiguousarray(seconds[:, sources])  # to each state, from each source
-        while len(starts):
-            shorter = np.minimum.reduceat(found[before] + cost, starts)
-            if (shorter >= found[after[starts]]).all():
-                break
-            found[after[starts]] = np.minimum(shorter, found[after[starts]])
-        seconds[sources] = found.T
+        rows = np.ascontiguousarray(found.T)
+        for exchanged, ours, theirs in same:
+            seconds[ours] = rows[theirs[:, None], exchanged]
         return seconds
+
+    def _alike(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """A number for each dim: where two are equal, the dims may change places at no cost."""
+        if self.parts:
+            return tuple(range(self.ndim))
+        return tuple(size if size % self.mesh.size else 0 for size in shape)
+
+    def _orbits(self, alike: tuple[int, ...]) -> _Orbits:
+        """States to go from, and how from them follow the ways from all that are not pending."""
+        if alike not in self._known:
+            places = {kind: [d for d, k in enumerate(alike) if k == kind] for kind in alike}
+            firsts: dict[int, int] = {}
+            members: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
+            for number in np.flatnonzero(~self.pending).tolist():
+                dims = self.states[number].dims
+                moved = list(range(self.ndim))  # to each dim, which one comes there
+                for where in places.values():
+                    for to, dim in zip(where, sorted(where, key=dims.__getitem__)):
+                        moved[to] = dim
+                first = self._moved(tuple(moved))[number]
+                place = firsts.setdefault(int(first), len(firsts))
+                members[tuple(moved)].append((number, place))
+            same = [
+                (self._moved(moved), *np.array(pairs, np.int64).T)
+                for moved, pairs in members.items()
+            ]
+            self._known[alike] = np.array([*firsts], np.int64), same
+        return self._known[alike]
+
+    def _moved(self, order: tuple[int, ...]) -> Numbers:
+        """Of each state, the one with its dims in this order."""
+        if order not in self._exchanged:
+            found = []
+            for state in self.states:
+                layout = Layout(*[state.dims[dim] for dim in order], partial=state.partial)
+                found.append(self.index[Placement(layout, state.pending)])
+            self._exchanged[order] = np.array(found, np.int64)
+        return self._exchanged[order]
 
     def _steps(self, shape: tuple[int, ...], terms: _Terms) -> Array:
         """What every single step takes; infinite where it cannot be."""

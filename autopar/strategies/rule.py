@@ -24,7 +24,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -203,16 +203,16 @@ class Rule:
         inputs, gradients, outputs = [], [], []
         for index, dims in enumerate(self.inputs):
             cuts = self._cuts(strategy, lambda joint: joint.inputs[index])  # noqa: B023
-            layout = _layout(dims, cuts)
             through = [axis for axis, members in passed.items() if index in members]
             beside = [axis for axis, members in passed.items() if index not in members]
-            inputs.append(layout.with_partial(through))
+            layout = _layout(dims, cuts, through)
+            inputs.append(layout)
             gradients.append(layout.with_partial([*_lacking(dims, cuts), *beside]))
         for index, dims in enumerate(self.outputs):
             cuts = self._cuts(strategy, lambda joint: joint.outputs[index])  # noqa: B023
             left = self.gathered | self.joints.keys()
             summed = {factor: axes for factor, axes in cuts.items() if factor not in left}
-            outputs.append(_layout(dims, cuts).with_partial([*_lacking(dims, summed), *passed]))
+            outputs.append(_layout(dims, cuts, [*_lacking(dims, summed), *passed]))
         return Signature(tuple(inputs), tuple(gradients), tuple(outputs))
 
     def strategies(self, mesh: Mesh, *, ordered: bool = True) -> list[Strategy]:
@@ -222,6 +222,7 @@ class Rule:
         """
         axes = [axis for axis in mesh if mesh[axis] > 1]
         choices = [*self.choices, *range(len(self.passes))]
+        fits = cache(self.fits)
         found = []
         for assignment in itertools.product([None, *choices], repeat=len(axes)):
             cuts: dict[str, list[str]] = {}
@@ -231,7 +232,7 @@ class Rule:
                     cuts.setdefault(choice, []).append(axis)
                 elif choice is not None:
                     passes.append((axis, choice))
-            if not all(self.fits(factor, mesh.degree(cuts[factor])) for factor in cuts):
+            if not all(fits(factor, mesh.degree(cuts[factor])) for factor in cuts):
                 continue
             if (self.joints or self.parts) and not self.go_together(cuts, mesh):
                 continue
@@ -435,8 +436,8 @@ def product(sizes: Mapping[str, int]) -> int:
     return math.prod(sizes.values())
 
 
-def _layout(dims: tuple[Dim, ...], cuts: Mapping[str, tuple[str, ...]]) -> Layout:
-    return Layout(*(cuts.get(dim[0], ()) if dim else () for dim in dims))
+def _layout(dims: tuple[Dim, ...], cuts: Mapping[str, Axes], partial: Sequence[str]) -> Layout:
+    return Layout(*[cuts.get(dim[0], ()) if dim else () for dim in dims], partial=partial)
 
 
 def _lacking(dims: tuple[Dim, ...], cuts: Mapping[str, tuple[str, ...]]) -> list[str]:
