@@ -26,14 +26,13 @@ from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import schedule as make_schedule
 from autopar.planner.recomputation import AskedRecomputation
-from autopar.planner.request import Mode, Request
+from autopar.planner.request import AXIS, Mode, Request
 from autopar.precision import Precision
 from autopar.progress import Report
 from autopar.recompute import Again, Recompute
 from autopar.schema import is_count
 from autopar.states import NAMED, States
 
-AXIS = "pp"
 DEFAULT = "1f1b"
 MODES: tuple[Mode, ...] = get_args(Mode)
 StatesLike = Literal["auto", "whole", "zero1", "zero2", "zero3"] | States

@@ -105,6 +105,7 @@ def make_plan(
         limit=request.limit,
         constraints=planner.constraints(best.captured, best.decisions.recompute, best.mesh),
         alternatives=planner.alternatives,
+        left_out=dict(planner.left_out),
         dynamic=dynamic,
         strict=options.strict,
         progress=options.progress or False,

@@ -35,7 +35,7 @@ _OF_PLANS = (
         "report",
         "save",
     ),
-    *("seconds", "timeline", "to_json", "trace", "types", "whole_mesh"),
+    *("seconds", "timeline", "to_json", "trace", "types", "what_if", "whole_mesh"),
 )
 
 

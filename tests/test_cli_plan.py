@@ -76,6 +76,19 @@ def test_plan_then_explain_then_diff(folder, capsys):
     assert data["cost"]["seconds"][0] > 0
 
 
+def test_what_if_is_asked_of_a_plan_or_a_model(folder, capsys):
+    run("plan builders.py:small --mesh dp=4 --mode data --out plan.json", capsys)
+    for words in ("plan.json builders.py:small", "builders.py:small --mesh dp=4 --mode data"):
+        changes = "--what-if nodes=2,batch=2x,bandwidth=100GB/s --json"
+        code, text, _ = run(f"explain {words} {changes}", capsys)
+        assert code == 0
+        found = json.loads(text)
+        assert found["then"]["way"]["mesh"] == {"dp": 8}
+        assert (found["then"]["sizes"]["batch"], found["then"]["bandwidth"]) == (16, 100e9)
+    code, text, _ = run("explain builders.py:small states --mesh dp=4 --mode data", capsys)
+    assert text.startswith("states: whole")
+
+
 def test_plan_prints_json(folder, capsys):
     code, text, progress = run(
         "plan builders:small --cluster dgx-a100 --memory 10GB --microbatches 2 --json", capsys
@@ -113,7 +126,7 @@ def test_a_model_is_given_by_its_place_or_by_name(folder, capsys, words):
     ("words", "named"),
     [
         ("plan", "a model is needed: SPEC, or --model SPEC"),
-        ("explain plan.json 0", "a model is needed: SPEC, or --model SPEC"),
+        ("diff", "the following arguments are required: FIRST, SECOND"),
         ("plan a.py:a --model a.py:a", "--model: not allowed with argument"),
         ("plan a.py:a b.py:b", "unrecognized arguments: b.py:b"),
         ("verify a.py:a --masch dp=2", "unrecognized arguments: --masch dp=2"),
@@ -170,6 +183,13 @@ def test_usage_errors_show_the_usage_of_their_command(words, named, capsys):
         ("report plan.json --model builders.py:small --mesh dp=2 --memory 1MB", "--mesh, --memory"),
         ("plan builders.py:small --cluster piz-daint --nodes 99999999999", "99999999999 nodes"),
         ("verify builders.py:small --mesh dp=2 --steps 0", "steps"),
+        ("explain plan.json 0", "--model file.py:function"),
+        ("explain builders.py:small", "one thing is explained"),
+        ("explain builders.py:small 0 --search", "one thing is explained"),
+        ("explain plan.json 0 builders.py:small --what-if nodes=4", "one thing is explained"),
+        ("explain plan.json 0 builders.py:small --mesh dp=2", "--mesh"),
+        ("explain builders.py:small --what-if node=4", "nodes=4,bandwidth=2x"),
+        ("explain builders.py:small --mesh dp=8 --what-if nodes=1,bandwidth=2x", "inside="),
         ("explain missing.json 0 --model builders.py:small", "missing.json"),
         ("explain builders.py 0 --model builders.py:small", "no JSON"),
         ("explain plan.json 0 --model builders.py:other", "0.weight"),

@@ -211,6 +211,14 @@ def read_bytes(text: str | None) -> float | None:
     return float(match[1]) * _UNITS[match[2].upper()]
 
 
+def read_rate(text: str) -> float:
+    """`100GB`, `100GB/s` or a number."""
+    try:
+        return float(text)
+    except ValueError:
+        return read_bytes(text.removesuffix("/s")) or 0.0
+
+
 def _number(text: str) -> int | str:
     return int(text) if text.isdigit() else text
 

@@ -1,30 +1,114 @@
-"""The command `autopar explain`: why a parameter, module or operator of a plan is where it is.
+"""The command `autopar explain`: why a plan is as it is, and what it would take elsewhere.
 
 autopar explain plan.json layers.0.up --model autopar.examples:gpt
+autopar explain autopar.examples:gpt stages --cluster dgx-h100 --nodes 2
+autopar explain plan.json --model autopar.examples:gpt --what-if nodes=4,bandwidth=2x --search
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
+from typing import Any
 
-from autopar.commands.arguments import add_model, load_plan
+from autopar.commands.arguments import SPEC, add_model, load_plan, read_rate
+from autopar.commands.plan import add_plan, decided, make_plan
 from autopar.commands.printing import show
+from autopar.errors import InvalidInput
+from autopar.plan.plan import Plan
+from autopar.plan.ways import QUESTIONS
+
+CHANGES = ("nodes", "bandwidth", "inside", "batch", "sequence")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `autopar explain` takes."""
-    parser.add_argument("plan", metavar="PLAN", help="a file that `autopar plan --out` wrote")
-    parser.add_argument("name", metavar="NAME", help="of a parameter, a module or a node")
-    add_model(parser)
-    parser.add_argument("--json", action="store_true", help="print all candidates as JSON")
+    add = parser.add_argument
+    add(
+        "plan",
+        metavar="PLAN|MODEL",
+        help=f"a file that `autopar plan --out` wrote, or {SPEC}, which is planned",
+    )
+    questions = ", ".join(QUESTIONS)
+    add(
+        "name",
+        metavar="NAME",
+        nargs="?",
+        help=f"of a parameter, a module or a node; or of the whole step: {questions}",
+    )
+    add_model(parser, required=False)
+    add(
+        "--what-if",
+        metavar="CHANGES",
+        help=f"nodes=4,bandwidth=2x: what the same decisions would take; of {', '.join(CHANGES)}, "
+        "each as it becomes, or how many times as much",
+    )
+    add("--search", action="store_true", help="with --what-if: decide anew there, too")
+    add_plan(parser)
+    add("--json", action="store_true", help="print everything as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Attach, explain, print."""
-    explanation = load_plan(arguments.plan, arguments.model).explain(arguments.name)
-    if arguments.json:
-        print(json.dumps(explanation.to_json()))
+    """Plan or attach, explain, print."""
+    changes = read_changes(arguments.what_if)
+    if changes and arguments.model is None and arguments.name is not None:
+        arguments.model, arguments.name = arguments.name, None  # SPEC, the last of the positionals
+    _require_one_question(arguments)
+    made = _plan(arguments)
+    if changes:
+        answer: Any = made.what_if(**changes, search=arguments.search)
     else:
-        show(explanation)
+        answer = made.explain(arguments.name)
+    if arguments.json:
+        print(json.dumps(answer.to_json()))
+    else:
+        show(answer)
     return 0
+
+
+def read_changes(text: str | None) -> dict[str, str | float]:
+    """`nodes=4,bandwidth=2x` as arguments of `what_if`."""
+    found: dict[str, str | float] = {}
+    for part in () if text is None else text.split(","):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or name not in CHANGES or name in found:
+            raise InvalidInput(
+                f"what is different is one of {', '.join(CHANGES)}, with what it becomes",
+                got=repr(part),
+                remedy="--what-if nodes=4,bandwidth=2x,sequence=32768",
+            )
+        found[name] = value if value.lower().endswith("x") else read_rate(value)
+    return found
+
+
+def _require_one_question(arguments: argparse.Namespace) -> None:
+    asked = [word for word in (arguments.name, arguments.what_if) if word is not None]
+    if len(asked) != 1 or (arguments.search and arguments.what_if is None):
+        search = " with --search" * arguments.search
+        raise InvalidInput(
+            "one thing is explained: a NAME, or with --what-if another situation, which is "
+            "searched with --search",
+            got=(" and ".join(asked) or "nothing") + search,
+            remedy="autopar explain plan.json stages --model SPEC, or --what-if nodes=4 for a name",
+        )
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    if arguments.model is None and not arguments.plan.endswith(".json"):
+        return make_plan(arguments.plan, arguments)
+    if arguments.model is None:
+        raise InvalidInput(
+            "what a plan takes follows from its model",
+            got=f"{Path(arguments.plan).name} alone",
+            remedy=f"--model {SPEC}",
+        )
+    if changed := decided(arguments):
+        raise InvalidInput(
+            "a plan from a file has been decided",
+            got=", ".join(f"--{name}" for name in changed),
+            remedy="leave them out, or give the model alone to plan it anew",
+        )
+    made = load_plan(arguments.plan, arguments.model)
+    assert isinstance(made, Plan)
+    return made

@@ -6,7 +6,8 @@ up tables; this adds up the nodes that are there, as the stages of a pipeline do
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from torch import fx
@@ -34,6 +35,16 @@ from autopar.strategies.rule import Facts
 
 
 @dataclass(frozen=True)
+class Run:
+    """What one run of a program takes, forward and backward."""
+
+    worked: NodeCost  # of its operators
+    moved: NodeCost  # of its movements, and of keeping parameters where they are
+    # What nothing hides of what it moves: inside of nodes, between them, and with the host.
+    shown: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class Cost:
     """Predicted seconds of one step, forward and backward."""
 
@@ -46,11 +57,33 @@ class Cost:
     gathered: float = 0.0  # the part of communication that gathers parameters once a step
     updated: float = 0.0  # by how much the host updates states more slowly than the device would
     hidden: float = 0.0  # the part of what is moved for each micro-batch that computing hides
-    bubble: float = 0.0  # how long the busiest rank of a pipeline waits
+    # How long the busiest rank of a pipeline waits for other ranks, and for their messages.
+    bubble: float = 0.0
+    again: float = 0.0  # the part of computing that is forward once more
+    between: float = 0.0  # the part of `shown` that goes between nodes
+    copied: float = 0.0  # the part of `shown` that is copied between device and host
 
     @property
     def seconds(self) -> float:
         return self.compute + self.exposed + self.updated + self.bubble
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Where these seconds go, in words."""
+        return {
+            "compute": self.compute - self.again,
+            "recomputation": self.again,
+            "inside nodes": self._rest(self.shown, self.between, self.copied),
+            "between nodes": self.between,
+            "host": self.copied + self.updated,
+            "gradient sums": self._rest(self.exposed, self.shown),  # and gathers, once a step
+            "bubble": self.bubble,
+        }
+
+    def _rest(self, whole: float, *parts: float) -> float:
+        """Of some communication; what is left by rounding is nothing."""
+        left = whole - math.fsum(parts)
+        return left if left > 1e-12 * self.communication else 0.0
 
     @property
     def shown(self) -> float:
@@ -58,9 +91,10 @@ class Cost:
         return self.communication - self.hidden - self.gradient_sync - self.gathered
 
     @classmethod
-    def of(cls, worked: NodeCost, moved: NodeCost, microbatches: int = 1) -> Cost:
-        """Of a step in micro-batches, of each what its operators and its movements take: gradients
-        are summed once, and parameters gathered, which computing hides in part."""
+    def of(cls, run: Run, microbatches: int = 1) -> Cost:
+        """Of a step in micro-batches, each of which is such a run: gradients are summed once, and
+        parameters gathered, which computing hides in part."""
+        worked, moved = run.worked, run.moved
         shown = (moved.forward + moved.backward) * microbatches
         once = moved.summed + moved.gathered
         return cls(
@@ -73,6 +107,9 @@ class Cost:
             gathered=moved.gathered,
             updated=moved.updated,
             hidden=moved.hidden * microbatches,
+            again=worked.again * microbatches,
+            between=run.shown["between"] * microbatches,
+            copied=run.shown["host"] * microbatches,
         )
 
     def to_json(self) -> dict[str, float]:
@@ -125,6 +162,10 @@ class NodePrices:
         copied = self.device.host.copied(piece_bytes(size, axes, self.mesh))
         shown, hidden = 1 - self.device.overlap, 2 * copied * self.device.overlap
         return NodeCost(copied * shown, gathered + copied * shown, hidden)
+
+    def level(self, axes: tuple[str, ...]) -> str:
+        """Where a movement over `axes` goes; one over none is between device and host."""
+        return self.price.link(axes).level if axes else "host"
 
     def _once(self, node: fx.Node) -> NodeCost:
         if (movement := info(node).movement) is not None:
@@ -246,14 +287,36 @@ def _about(parameter: fx.Node) -> About:
     return tuple(value.shape), state_bytes(parameter), info(parameter).learns
 
 
-def program_cost(graph: fx.Graph, prices: NodePrices, microbatches: int = 1) -> Cost:
-    """The cost of so many runs of the rewritten `graph` in a step: the sum of its nodes' prices."""
+def program_run(graph: fx.Graph, prices: NodePrices) -> Run:
+    """One run of the rewritten `graph`: the sums of its nodes' prices."""
     worked, moved = NodeCost(), NodeCost()
+    shown = dict.fromkeys(("inside", "between", "host"), 0.0)
     for node in graph.nodes:
-        if info(node).movement is not None or info(node).places is not None:
-            moved += prices.own(node)
+        about, cost = info(node), NodeCost()
+        if about.movement is not None or about.places is not None:
+            cost = prices.own(node)
         else:
             worked += prices.computed(node)
-            moved += prices.inside(node)
-        moved = sum(prices.elsewhere(node).values(), moved)
-    return Cost.of(worked, moved, microbatches)
+            if about.joint is not None:
+                cost = prices.inside(node)
+        moved += cost
+        shown[prices.level(_axes(node))] += cost.forward + cost.backward
+        for region, kept in prices.elsewhere(node).items():
+            moved += kept
+            # What goes to the host comes back; what is gathered is so in backward alone.
+            shown["host"] += 2 * kept.forward
+            shown[prices.level(about.away[region])] += kept.backward - kept.forward
+    return Run(worked, moved, shown)
+
+
+def _axes(node: fx.Node) -> tuple[str, ...]:
+    """The axes over which a node moves something in each run."""
+    about = info(node)
+    if about.movement is not None:
+        return about.movement.axes
+    if about.joint is not None:
+        return about.joint.axes
+    if about.places is None:
+        return ()
+    stored = about.places.storage.axes
+    return tuple(axis for axis in about.places.gradient.axes if axis not in stored)

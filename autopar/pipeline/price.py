@@ -53,6 +53,7 @@ def pipeline_cost(pipelining: Pipelining, once: Cost, timeline: Timeline) -> Cos
     work = once.compute + once.shown
     share = once.compute / work if work else 1.0
     moved, hidden = busy * (1 - share), once.hidden * parts / pipelining.schedule.ranks
+    times = busy / work if work else 0.0  # how often the busiest rank runs as much as that
     sums = sum(sync.end - sync.start for sync in timeline.synchronizations)
     return Cost(
         compute=busy * share,
@@ -63,6 +64,9 @@ def pipeline_cost(pipelining: Pipelining, once: Cost, timeline: Timeline) -> Cos
         gradient_sync=sums,
         hidden=hidden,
         bubble=timeline.makespan - busy,
+        again=once.again * times,
+        between=once.between * times,
+        copied=once.copied * times,
     )
 
 

@@ -1,6 +1,7 @@
 """Explain: why an operator runs, or a parameter is kept, the way it does.
 
     print(plan.explain("layers.0.mlp.up"))
+    print(plan.explain("stages"))              # of the whole step: autopar/plan/ways.py
 
 Every candidate with its own time, that of the movements to its neighbours as they were decided, and
 the time of the whole step if this candidate were forced and everything else chosen anew.
@@ -10,7 +11,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import fx
@@ -23,9 +25,11 @@ from autopar.cost.footprint import parameter_bytes
 from autopar.cost.reductions import reads_as_linear
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, ParameterPlacement, Placement, TensorType
-from autopar.plan.explanation import Explanation, PricedCandidate
+from autopar.plan.explanation import Explanation, OperatorGroup, PricedCandidate
 from autopar.plan.formulas import Edge, edge, operator_formulas
+from autopar.plan.grouping import grouped
 from autopar.plan.value import PlanValue
+from autopar.plan.ways import QUESTIONS, WayExplanation, explain_way
 from autopar.search.candidates import Candidates, NodeClasses
 from autopar.search.constraints import Constraints
 from autopar.search.reshard import Placements
@@ -34,10 +38,20 @@ from autopar.strategies import rule_of
 from autopar.strategies.node_info import info
 from autopar.strategies.results import maker, place_of, tensors_of, values_of
 
+WHOLE = "plan:"  # before a question about the whole step; no module has such a name
 
-def explain(plan: PlanValue, name: str) -> Explanation:
-    """The explanation of a parameter, a module path or a node of the captured graph."""
-    return _Explainer(plan).explain(name)
+
+def explain(plan: PlanValue, name: str) -> Explanation | WayExplanation:
+    """The explanation of a parameter, a module path or a node of the captured graph; or of
+    "stages", "schedule", "microbatches", "mesh", "states" or "recompute" of the whole step, which
+    are "plan:stages" and so on where a module has such a name."""
+    question = name.removeprefix(WHOLE)
+    is_asked = question in QUESTIONS
+    explainer = _Explainer(plan)
+    if is_asked and (name != question or not explainer.knows(name)):
+        return explain_way(plan, question)
+    found = explainer.explain(name)
+    return replace(found, namesake=f"{WHOLE}{name}") if is_asked else found
 
 
 class _Explainer:
@@ -47,6 +61,17 @@ class _Explainer:
         self.kinds = NodeClasses(self.captured, self.mesh, plan.cluster.device, self.price)
         self.nodes = {node.name: node for node in self.captured.graph.nodes}
         self.constraints = plan.constraints or Constraints()
+
+    def knows(self, name: str) -> bool:
+        """Whether a parameter, a node, or a module in which something runs has this name."""
+        names = {*self.captured.parameters.values(), *self.captured.tied, *self.nodes}
+        return name in names or any(self._inside(name))
+
+    def _inside(self, name: str) -> Iterator[fx.Node]:
+        """The operators in a module."""
+        for node in self.captured.operators:
+            if node.target is not ANNOTATE and f"{info(node).module}.".startswith(f"{name}."):
+                yield node
 
     def explain(self, name: str) -> Explanation:
         placeholders = {n: p for p, n in self.captured.parameters.items()}
@@ -61,15 +86,24 @@ class _Explainer:
             return self._parameter(self.nodes[name])
         if node is not None and node.op == "call_function" and node.target is not ANNOTATE:
             return self._operator(maker(node), [])
-        inside = [
-            n
-            for n in self.captured.operators
-            if n.target is not ANNOTATE and f"{info(n).module}.".startswith(f"{name}.")
-        ]
+        inside = list(self._inside(name))
         if not inside:
             raise self._unknown(name, [*placeholders])
         heaviest = max(inside, key=self._weight)
-        return self._operator(heaviest, [n.name for n in inside if n is not heaviest])
+        others = [n for n in inside if n is not heaviest]
+        found = self._operator(heaviest, [n.name for n in others])
+        return replace(found, blocks=self._in_blocks(inside))
+
+    def _in_blocks(self, nodes: Sequence[fx.Node]) -> tuple[OperatorGroup, ...]:
+        """Operators with their strategies, equal ones of repeated blocks together."""
+
+        def about(node: fx.Node) -> tuple[str, tuple[str, str]]:
+            module = info(node).module or "the model"
+            strategy = self.decisions.strategies.get(node.name)
+            return module, (operator_name(node.target), str(strategy or "replicated"))
+
+        found = grouped(map(about, nodes))
+        return tuple(OperatorGroup(name, *what, count) for name, what, count in found)
 
     def _unknown(self, name: str, parameters: list[str]) -> InvalidInput:
         nodes = self.captured.graph.nodes
@@ -78,9 +112,11 @@ class _Explainer:
         known = [*parameters, *sorted(modules), *(n.name for n in calls)]
         close = difflib.get_close_matches(name, known, 4, 0.5) or known[:4]
         return InvalidInput(
-            "explain() takes the name of a parameter, a module or a node of the graph",
+            "explain() takes the name of a parameter, a module or a node of the graph, or a "
+            "question about the whole step",
             got=repr(name),
-            remedy=f"close to it: {', '.join(dict.fromkeys(close))}",
+            remedy=f"close to it: {', '.join(dict.fromkeys(close))}; of the whole step: "
+            f"{', '.join(QUESTIONS)}",
         )
 
     def _weight(self, node: fx.Node) -> tuple[float, float]:

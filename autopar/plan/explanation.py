@@ -45,6 +45,16 @@ class PricedCandidate:
 
 
 @dataclass(frozen=True)
+class OperatorGroup:
+    """An operator of a module, in all of the equal blocks that have it."""
+
+    module: str  # "layers.{0..11}.up"
+    operator: str
+    strategy: str
+    count: int
+
+
+@dataclass(frozen=True)
 class Explanation:
     """All candidates of one decision, the chosen one among them."""
 
@@ -59,6 +69,8 @@ class Explanation:
     module: str = ""
     rule: str = ""
     region: str = ""  # that runs again in backward, or keeps elsewhere, and it stands in
+    blocks: tuple[OperatorGroup, ...] = ()  # of a module: all its operators, equal blocks together
+    namesake: str = ""  # what the decision about the whole step is called, of the same name
 
     @property
     def chosen(self) -> PricedCandidate:
@@ -133,7 +145,15 @@ class Explanation:
             lines += ["", *_details(candidate)]
         if len(self.candidates) > _IN_DETAIL:
             lines += ["", "  to_json() has the formulas of all candidates"]
-        if self.others:
+        if self.namesake:
+            lines += ["", f"  {self.namesake} is the name of that decision about the whole step"]
+        if self.others and self.blocks:
+            rows = [
+                (one.module, one.operator, one.strategy, f"x {one.count}" * (one.count > 1))
+                for one in self.blocks
+            ]
+            lines += ["", "  all of them:", *listed(table(rows), _LISTED)]
+        elif self.others:
             there = f"also in {self.module or 'the model'}"
             kind = "read by" if self.what == "parameter" else there
             more = f", and {len(self.others) - 12} more" if len(self.others) > 12 else ""

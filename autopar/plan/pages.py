@@ -20,7 +20,7 @@ def report(
     training run, how that went."""
     limit = plan.cluster.device.memory if plan.limit is None else plan.limit
     name = title or f"{type(plan.original.example.model).__name__} on {plan.whole_mesh}"
-    asked = Asked(plan.mode, limit, plan.alternatives)
+    asked = Asked(plan.mode, limit, plan.alternatives, plan.left_out)
     made = page(name, plan, asked, [] if run is None else sections(run, plan))
     written(path, made, "the page of a plan")
 

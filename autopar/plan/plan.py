@@ -2,6 +2,7 @@
 
 print(plan)                                  # what was decided, predicted time and memory
 plan.explain("layers.0.mlp.up")              # why: each candidate, as formula and number
+plan.what_if(nodes=4)                        # the same decisions elsewhere, priced
 plan.diff(other)                             # two plans side by side
 plan.save("plan.json")
 saved = Plan.load("plan.json")               # prints, compares, tells layouts
@@ -41,18 +42,20 @@ from autopar.plan.sound import (
 )
 from autopar.plan.text import plan_data, plan_text, saved_text
 from autopar.plan.value import PlanValue
+from autopar.plan.what_if import what_if
 from autopar.planner.candidate import Candidate
 from autopar.planner.hosting import require_room
 from autopar.schema import Mismatch, read, write
 from autopar.search.constraints import LayoutConstraint, read_constraints
 
-FORMAT, VERSION = "autopar plan", 9
+FORMAT, VERSION = "autopar plan", 10
 
 
 class Plan(PlanValue):
     """What was decided. `program` is what runs; `movements()` lists what moves."""
 
     explain, diff, report, draw, trace = explain, compare, report, draw, trace
+    what_if = what_if
     to_json, __str__ = plan_data, plan_text
 
     def save(self, path: str | Path) -> None:
@@ -216,6 +219,7 @@ class SavedPlan(SavedValue):
                 recompute=decisions.recompute,
             ),
             alternatives=self.alternatives,
+            left_out=self.left_out,
             dynamic=self.dynamic,
             strict=self.strict,
         )

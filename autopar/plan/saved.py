@@ -52,6 +52,7 @@ class SavedValue:
     states: States  # what the places of parameters follow from
     # Ways to run a step that were weighed.
     alternatives: tuple[Alternative, ...] = field(metadata=_ACCOUNT)
+    left_out: Mapping[str, Count] = field(metadata=_ACCOUNT)  # how many bounds ruled out
     annotated: Mapping[str, str] = field(metadata=_ACCOUNT)  # parameter -> the user's line
     # Of parameters and buffers by name, of all values but placeholders by node.
     others: Mapping[str, TensorType] = field(metadata={"key": "types"})

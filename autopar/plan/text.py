@@ -20,8 +20,8 @@ from autopar.layout import ParameterPlacement
 from autopar.plan.grouping import grouped
 from autopar.plan.saved import SavedValue
 from autopar.plan.value import PlanValue
-from autopar.planner.candidate import Alternative
 from autopar.recompute import Recompute
+from autopar.report.weighed import left_out_words, rows_of
 from autopar.schema import write
 from autopar.search.auto import Search
 from autopar.strategies.node_info import info
@@ -61,7 +61,7 @@ def plan_text(plan: PlanValue) -> str:
     ]
     lines += [*_regions(plan.decisions.recompute, _uncut(plan)), "parameters", *_grouped(rows)]
     lines += [*_movements(plan), *_fallbacks(plan)]
-    return "\n".join(lines + _weighed(plan.search, plan.alternatives))
+    return "\n".join(lines + _weighed(plan))
 
 
 def _besides(plan: PlanValue) -> str:
@@ -88,7 +88,7 @@ def saved_text(saved: SavedValue) -> str:
         "parameters",
         *_grouped(rows),
     ]
-    return "\n".join(lines + _weighed(saved.search, saved.alternatives))
+    return "\n".join(lines + _weighed(saved))
 
 
 def plan_data(plan: PlanValue) -> dict[str, Any]:
@@ -112,6 +112,7 @@ def plan_data(plan: PlanValue) -> dict[str, Any]:
         "movements": [asdict(record) for record in plan.movements()],
         "fallbacks": [{**asdict(f), "cost": f.cost} for f in plan.fallbacks],
         "alternatives": write(plan.alternatives),
+        "left_out": dict(plan.left_out),
     }
 
 
@@ -226,9 +227,9 @@ def _fallbacks(plan: PlanValue) -> list[str]:
     return [title, *_grouped(rows, counted=True)]
 
 
-def _weighed(search: Search | None, alternatives: Sequence[Alternative]) -> list[str]:
+def _weighed(plan: PlanValue | SavedValue) -> list[str]:
     """The meshes and the ways to run a step that were weighed, where there are several."""
-    meshes = []
+    meshes, search, alternatives = [], plan.search, plan.alternatives
     for entry in sorted(
         () if search is None else search.considered,
         key=lambda entry: (entry.seconds is None, entry.seconds or 0.0),
@@ -238,7 +239,9 @@ def _weighed(search: Search | None, alternatives: Sequence[Alternative]) -> list
         meshes.append(f"  {entry.mesh}  {figures}")
     lines = ["meshes", *listed(meshes, _LISTED)] if len(meshes) > 1 else []
     if len(alternatives) > 1:
-        lines += ["ways to run a step", *listed([f"  {one}" for one in alternatives], _LISTED)]
+        lines += ["ways to run a step", *listed(table(rows_of(alternatives)), _LISTED + 1)]
+    if plan.left_out:
+        lines.append(f"ruled out by bounds, unbuilt: {left_out_words(plan.left_out)}")
     return lines
 
 

@@ -55,6 +55,8 @@ class PlanValue(Candidate):
     limit: float | None = None  # bytes of each device that the search kept to
     constraints: Constraints | None = None  # what annotations asked
     alternatives: tuple[Alternative, ...] = ()  # ways to run a step that were weighed
+    # How many more were ruled out by bounds, unbuilt, of each kind.
+    left_out: Mapping[str, int] = field(default_factory=dict)
     dynamic: DynamicShapes | None = None  # the sizes of inputs that it serves beside its own
     strict: bool = False  # whether operators without rules are refused, of later programs too
     # What is told of the searches of later programs.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
 
@@ -19,7 +19,7 @@ from autopar.cluster import Cluster
 from autopar.cost.buckets import Travel
 from autopar.cost.footprint import Memory, program_memory
 from autopar.cost.host_kernels import HostKernels
-from autopar.cost.program import Cost, NodePrices, program_cost
+from autopar.cost.program import Cost, NodePrices, Run, program_run
 from autopar.cost.ways import groups_in, used_bytes
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
@@ -34,6 +34,7 @@ from autopar.pipeline.schedule import Option, one_stage
 from autopar.pipeline.stages.costs import StageCosts, price_stages
 from autopar.pipeline.step_memory import StageMemory, most_in_step
 from autopar.pipeline.timeline import Timeline
+from autopar.pipeline.words import schedule_words
 from autopar.planner.recomputation import summary
 from autopar.planner.state_places import state_places
 from autopar.precision import Precision
@@ -56,19 +57,29 @@ class Alternative:
     seconds: float  # predicted for a step
     memory: float  # predicted bytes on the fullest device
     fits: bool
+    # Where these seconds and bytes go: parts of `seconds`, kinds of `memory`.
+    cost: Cost = field(compare=False)
+    held: Memory = field(compare=False)
     recompute: str = ""  # how many regions run their forward again in backward, and how
     states: States = WHOLE
+    axis: str = ""  # of the pipeline
+
+    @property
+    def run(self) -> str:
+        """How its micro-batches run."""
+        how = f"{schedule_words(self.schedule, dict(self.options))}, " if self.schedule else ""
+        return f"{how}{self.microbatches} micro-batch{'es' * (self.microbatches > 1)}"
+
+    @property
+    def how(self) -> str:
+        """Without its figures."""
+        how = f"recomputed ({self.recompute}), " if self.recompute else ""
+        how += "" if self.states.is_whole else f"states {self.states}, "
+        return f"{self.mesh}: {how}{self.run}"
 
     def __str__(self) -> str:
-        options = "".join(f", {name}={value}" for name, value in self.options)
-        how = f"{self.schedule}{options}, " if self.schedule else ""
-        how += f"recomputed ({self.recompute}), " if self.recompute else ""
-        how += "" if self.states.is_whole else f"states {self.states}, "
         fits = "" if self.fits else ", does not fit"
-        return (
-            f"{self.mesh}: {how}{self.microbatches} micro-batches: {self.seconds:.4g} s, "
-            f"{self.memory / 1e9:.4g} GB{fits}"
-        )
+        return f"{self.how}: {self.seconds:.4g} s, {self.memory / 1e9:.4g} GB{fits}"
 
 
 @dataclass(frozen=True)
@@ -140,6 +151,7 @@ class Candidate:
         made = replace(self, search=search, pipelining=pipelining or self.pipelining)
         vars(made).update(prices=self.prices, rewritten=self.rewritten, flow=self.flow)
         vars(made).update(_forms=self._forms, _taken=self._taken, _look_at=self._look_at)
+        vars(made).update(run=self.run)
         return made
 
     def placed(self, states: States) -> Self:
@@ -196,12 +208,16 @@ class Candidate:
         return None if self.pipelining is None else price_step(self.pipelining, self.cluster)
 
     @cached_property
+    def run(self) -> Run:
+        """What one micro-batch takes, through all stages."""
+        return program_run(self.rewritten, self.prices)
+
+    @cached_property
     def cost(self) -> Cost:
         """The predicted seconds of one step, and their parts."""
-        about = self.rewritten, self.prices
         if self.pipelining is not None and self.timeline is not None:
-            return pipeline_cost(self.pipelining, program_cost(*about), self.timeline)
-        return program_cost(*about, self.microbatches)
+            return pipeline_cost(self.pipelining, Cost.of(self.run), self.timeline)
+        return Cost.of(self.run, self.microbatches)
 
     @cached_property
     def memory(self) -> Memory:
@@ -308,8 +324,11 @@ class Candidate:
             seconds=self.seconds,
             memory=self.memory.peak,
             fits=self.fits(limit),
+            cost=self.cost,
+            held=self.memory,
             recompute=summary(self.decisions.recompute),
             states=self.states,
+            axis="" if self.pipelining is None else self.pipelining.axis,
         )
 
     def footprint(self, figures: Alternative) -> SmallestFootprint:

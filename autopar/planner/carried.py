@@ -73,7 +73,7 @@ class _Carrying:
         fixed: Mapping[str, Layout],
     ) -> None:
         self.decisions, self.mesh, self.captured = decisions, decisions.mesh, captured
-        self.fixed, self.before = fixed, _before(planned, captured)
+        self.fixed, self.before = fixed, counterparts(planned, captured)
         self.placeholders: dict[str, Layout] = {}
         self.strategies: dict[str, Strategy] = {}
         self._given: dict[fx.Node, Layout] = {}  # of every value
@@ -154,7 +154,7 @@ class _Carrying:
         return self.strategies.get(node.name) == self.decisions.strategies.get(value)
 
 
-def _before(planned: Captured, captured: Captured) -> dict[str, str]:
+def counterparts(planned: Captured, captured: Captured) -> dict[str, str]:
     """Of operators, the names that they had in what was planned."""
     known: dict[object, list[str]] = defaultdict(list)
     for node in planned.operators:

@@ -16,6 +16,7 @@ from autopar.states import HOSTED, NAMED, WHOLE, States
 
 Mode = Literal["auto", "propagate", "data"]
 
+AXIS = "pp"  # of a pipeline, if nobody calls it otherwise
 MOST_AXES = 3  # of a mesh without a pipeline
 MOST_INNER_AXES = 2  # of a mesh inside each stage
 MOST_STAGES = 16  # that are tried unasked

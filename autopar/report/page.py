@@ -6,20 +6,21 @@ asks for one: search, columns that sort, `/` to search from anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
 from autopar.drawing import Drawing, style
+from autopar.pipeline.words import schedule_words
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.report.machine import machine, traffic
 from autopar.report.model import Call, Part, tree
 from autopar.report.program import blocks
 from autopar.report.step import Share, bar, bytes_held, memory_pictures, seconds
-from autopar.report.weighed import scatter, ways
+from autopar.report.weighed import kinds_of, left_out_words, parts_of, scatter, ways
 from autopar.search.auto import Search
 from autopar.units import bytes_text, scaled, seconds_text, share_text
 
@@ -31,6 +32,7 @@ class Asked:
     mode: str
     limit: float  # bytes of each device
     alternatives: tuple[Alternative, ...] = ()
+    left_out: Mapping[str, int] = field(default_factory=dict)  # by bounds, of each kind
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,9 @@ def page(title: str, candidate: Candidate, asked: Asked, more: Sequence[Any] = (
         gantt=None if timeline is None else timeline.gantt(seconds_text).drawn(),
         memory=memory_pictures(candidate, asked.limit),
         weighed=weighed,
+        parts=parts_of([way.figures for way in weighed]),
+        kinds=kinds_of([way.figures for way in weighed]),
+        left_out=left_out_words(asked.left_out),
         scatter=scatter(weighed, asked.limit) if len(weighed) > 1 else None,
         more=more,
     )
@@ -122,8 +127,8 @@ def _schedule(candidate: Candidate) -> str:
     made = candidate.pipelining
     if made is None:
         return "without a pipeline"
-    options = "".join(f", {name}={value}" for name, value in made.schedule.options)
-    return f"{made.schedule.name}{options}, {len(made.stages)} stages over {made.axis}"
+    words = schedule_words(made.schedule.name, dict(made.schedule.options))
+    return f"{words}, {len(made.stages)} stages over {made.axis}"
 
 
 def _search(search: Search | None) -> tuple[str, str]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 from autopar.drawing import Axis, Drawing
 from autopar.planner.candidate import Alternative
 from autopar.units import bytes_text, seconds_text, share_text
 
+# What bounds rule out, as people call it.
+_LEFT_OUT = {"sizes": "numbers of stages and micro-batches", "schedules": "schedules"}
 _WIDTH, _HEIGHT, _LEFT, _BELOW = 960.0, 340.0, 76.0, 34.0
 
 
@@ -21,9 +23,14 @@ class Way:
     why: str
 
     @property
-    def name(self) -> str:
-        """Without its figures."""
-        return str(self.figures).rpartition(": ")[0]
+    def parts(self) -> Mapping[str, float]:
+        """Where its seconds go."""
+        return self.figures.cost.parts
+
+    @property
+    def kinds(self) -> Mapping[str, float]:
+        """The bytes of each kind."""
+        return asdict(self.figures.held)
 
 
 def ways(alternatives: Sequence[Alternative], chosen: Alternative, limit: float) -> list[Way]:
@@ -65,7 +72,9 @@ def scatter(some: Sequence[Way], limit: float) -> Drawing:
     for one in sorted(some, key=lambda one: one.is_chosen):
         kind = "chosen" if one.is_chosen else "slower" if one.figures.fits else "large"
         place = across.at(one.figures.seconds), up.at(one.figures.memory)
-        picture.dot(*place, 7 if one.is_chosen else 4, kind, f"{one.figures}: {one.why}")
+        parts = (f"{name} {seconds_text(size)}" for name, size in one.parts.items() if size)
+        words = f"{one.figures}: {one.why}; {', '.join(parts)}"
+        picture.dot(*place, 7 if one.is_chosen else 4, kind, words)
     return picture
 
 
@@ -76,3 +85,31 @@ def _frontier(some: Sequence[Alternative]) -> list[Alternative]:
         if not edge or one.memory < edge[-1].memory:
             edge.append(one)
     return edge
+
+
+def parts_of(some: Iterable[Alternative]) -> list[str]:
+    """Where the seconds of any of them go, in one order."""
+    parts = [one.cost.parts for one in some]
+    return [name for name in parts[0] if any(one[name] > 0 for one in parts)]
+
+
+def kinds_of(some: Iterable[Alternative]) -> list[str]:
+    """The kinds of bytes that any of them holds, in one order."""
+    held = [asdict(one.held) for one in some]
+    return [kind for kind in held[0] if kind != "peak" and any(one[kind] for one in held)]
+
+
+def rows_of(some: Sequence[Alternative]) -> list[tuple[str, ...]]:
+    """Their figures as a table under its heading, with the parts of a step that any has."""
+    parts = parts_of(some)
+    rows = [("a step", *parts, "memory", "how")]
+    for one in some:
+        memory = bytes_text(one.memory) + ", too large" * (not one.fits)
+        spent = (seconds_text(one.cost.parts[name]) for name in parts)
+        rows.append((seconds_text(one.seconds), *spent, memory, one.how))
+    return rows
+
+
+def left_out_words(left_out: Mapping[str, int]) -> str:
+    """How many bounds have ruled out, of each kind."""
+    return ", ".join(f"{count:,} {_LEFT_OUT.get(kind, kind)}" for kind, count in left_out.items())

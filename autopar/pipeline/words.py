@@ -1,0 +1,29 @@
+"""Words: how a schedule is called where people read of it.
+
+>>> schedule_words("chimera", {"pipes": 4, "scale": "halving", "forward": 1, "latency": 0})
+'chimera, 4 pipes, backwards halved'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopar.pipeline.schedule import Option
+
+_COUNTED = ("pipes", "chunks")
+_SCALES = {"doubling": "forwards doubled", "halving": "backwards halved", "list": "order by list"}
+# What a schedule was planned for, of which its order tells more.
+_TIMES = ("forward", "backward", "backward_input", "backward_weight", "latency")
+
+
+def schedule_words(name: str, options: Mapping[str, bool | Option]) -> str:
+    """Its name, and those of its options that change what ranks do."""
+    words = [name]
+    for option, value in options.items():
+        if option in _COUNTED:
+            words.append(f"{value} {option}")
+        elif option == "scale" and value in ("direct", *_SCALES):
+            words += [_SCALES[str(value)]] if value in _SCALES else []
+        elif option not in _TIMES:
+            words.append(f"{option} {value}")
+    return ", ".join(words)

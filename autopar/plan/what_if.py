@@ -1,0 +1,233 @@
+"""What if: a plan on other machines, or with inputs of other sizes, priced at once.
+
+    print(plan.what_if(nodes=4))                         # or bandwidth="2x", sequence=32768, ...
+    print(plan.what_if(nodes=4, batch="2x", search=True))
+
+The decisions of the plan are taken over as they are and priced there; with a search, what would be
+decided there stands beside them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, fields, replace
+from numbers import Real
+from typing import Any
+
+from autopar.capture.again import captured_again
+from autopar.capture.captured import Captured
+from autopar.capture.sizes import Sizes, resized, sizes_of
+from autopar.cluster import Cluster
+from autopar.errors import InvalidInput
+from autopar.passes.microbatches import batch_statistics
+from autopar.plan.situation import Situation, WhatIf
+from autopar.plan.value import PlanValue
+from autopar.planner.candidate import Candidate
+from autopar.planner.choose import Planner
+from autopar.planner.moved import data_axis, moved
+from autopar.planner.request import AXIS, Request
+from autopar.planner.verdict import refuse_random, require_rules
+from autopar.progress import reporter
+from autopar.search.smallest_footprint import NothingFits
+
+Change = float | str  # what something becomes, or how many times as much, as "2x"
+_TIMES = re.compile(r"\s*(\d+(?:\.\d+)?(?:e-?\d+)?)\s*x\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class _Changes:
+    """What is asked, as it is given."""
+
+    nodes: Change | None
+    bandwidth: Change | None
+    inside: Change | None
+    batch: Change | None
+    sequence: Change | None
+
+    def __str__(self) -> str:
+        said = {field.name: getattr(self, field.name) for field in fields(self)}
+        return ", ".join(f"{name} {value}" for name, value in said.items() if value is not None)
+
+
+def what_if(
+    plan: PlanValue,
+    *,
+    nodes: Change | None = None,
+    bandwidth: Change | None = None,
+    inside: Change | None = None,
+    batch: Change | None = None,
+    sequence: Change | None = None,
+    search: bool = False,
+) -> WhatIf:
+    """What a step of the same decisions would take with this many `nodes`, this `bandwidth` of each
+    node's way out, and of links `inside` of nodes (bytes/s), with inputs of another `batch` or
+    `sequence`. Each is a number, or how many times as much: "2x".
+
+    With the nodes grows the axis of the mesh that cuts the batch (or else the sequence), and the
+    global batch stays, if not told otherwise. `search`: decide anew there, too, all free."""
+    asked = _Changes(nodes, bandwidth, inside, batch, sequence)
+    if not str(asked):
+        raise InvalidInput(
+            "what_if() is told what is different",
+            got="nothing of it",
+            remedy='plan.what_if(nodes=4), or bandwidth="2x", sequence=32768',
+        )
+    cluster = _cluster(plan.cluster, asked)
+    now, whole = _sizes(plan.original), plan.original
+    wanted = Sizes(
+        _count("batch", batch, now.batch, "a batch, the first dim of some input"),
+        _count("sequence", sequence, now.sequence, "a sequence, the second dim of some input"),
+    )
+    whole = whole if wanted == now else _of_sizes(whole, wanted)
+    about = _limit(plan), now, wanted
+    found, why, note = _carried_over(plan, cluster, whole, search)
+    searched, failed = _searched(plan, cluster, whole) if search else (None, "")
+    return WhatIf(
+        asked=str(asked),
+        note=note,
+        now=Situation.of(plan, about[0], now),
+        then=None if found is None else Situation.of(found, about[0], wanted),
+        refused=why,
+        searched=None if searched is None else Situation.of(searched, about[0], wanted),
+        not_found=failed,
+    )
+
+
+def _carried_over(
+    plan: PlanValue, cluster: Cluster, whole: Captured, search: bool
+) -> tuple[Candidate | None, str, str]:
+    """The plan there, or why it cannot be; and what is said of it. Refused without a search."""
+    try:
+        ranks, note = _grown(plan, cluster)
+        return moved(plan, cluster, ranks, whole), "", note
+    except InvalidInput as error:
+        if not search:
+            raise
+        return None, f"{error.rule}: {error.got}", ""
+
+
+def _grown(plan: PlanValue, cluster: Cluster) -> tuple[dict[str, int], str]:
+    """The ranks of the axis that grows with the nodes, and what is said of it."""
+    before, after = len(plan.cluster.nodes), len(cluster.nodes)
+    if before == after:
+        return {}, ""
+    found = data_axis(plan, _sizes(plan.original).sequence)
+    remedy = "search=True, which decides anew"
+    if found is None:
+        raise InvalidInput(
+            "with the nodes grows the axis of the mesh that cuts the batch or the sequence",
+            got=f"{plan.whole_mesh}, of which no axis does",
+            remedy=remedy,
+        )
+    axis, what = found
+    ranks, rest = divmod(plan.mesh[axis] * after, before)
+    if rest or not ranks:
+        raise InvalidInput(
+            f"the axis of the mesh that cuts the {what} grows in proportion to the nodes",
+            got=f"{axis}={plan.mesh[axis]} on {before} nodes, for {after} nodes",
+            remedy=remedy,
+        )
+    words = f"{axis}, which cuts the {what}, goes from {plan.mesh[axis]} to {ranks} ranks"
+    return {axis: ranks}, words
+
+
+def _searched(plan: PlanValue, cluster: Cluster, whole: Captured) -> tuple[Candidate | None, str]:
+    """The best there is there, or why there is none."""
+    model, axis = whole.example.model, AXIS if plan.pipelining is None else plan.pipelining.axis
+    parts = 1 if batch_statistics(whole) else None  # more would change the loss
+    request = Request(cluster, "auto", _limit(plan), True, axis=axis, microbatches=parts)
+    try:
+        if plan.strict:
+            require_rules(whole)
+        with reporter(plan.progress) as report:
+            report("search", f"{cluster.devices} devices")
+            best = Planner(model, whole, request, report).best()
+        refuse_random(whole, best.whole_mesh, best.microbatches)
+    except (InvalidInput, NothingFits) as error:
+        return None, f"{error.rule}: {error.got}"
+    return best, ""
+
+
+def _of_sizes(planned: Captured, wanted: Sizes) -> Captured:
+    """The program of the same model with other inputs."""
+    example = planned.example
+    args, kwargs = resized(example.args, example.kwargs, wanted)
+    try:
+        return captured_again(planned, args, kwargs, example.modes)
+    except InvalidInput as error:
+        raise InvalidInput(
+            f"the model runs on a batch of {wanted.batch}"
+            + f" and a sequence of {wanted.sequence}" * (wanted.sequence is not None),
+            got=error.got,
+            remedy="sizes that it takes, or plan(model, args) for a model that is built for these",
+        ) from error
+
+
+def _limit(plan: PlanValue) -> float:
+    return plan.cluster.device.memory if plan.limit is None else plan.limit
+
+
+def _sizes(captured: Captured) -> Sizes:
+    return sizes_of(captured.example.args, captured.example.kwargs)
+
+
+def _cluster(now: Cluster, asked: _Changes) -> Cluster:
+    """The machines there."""
+    count = _count("nodes", asked.nodes, len(now.nodes), "a number of nodes")
+    assert count is not None
+    if len({*now.nodes}) > 1 and count != len(now.nodes):
+        raise InvalidInput(
+            "nodes are added to, or taken from, a cluster of equal ones",
+            got=f"{now.name}, of several kinds",
+            remedy="plan again for the other cluster",
+        )
+    made = now if count == len(now.nodes) else replace(now, nodes=now.nodes[:1] * count)
+    if asked.bandwidth is not None:
+        if len(made.nodes) == 1:
+            raise InvalidInput(
+                "bandwidth is that between nodes",
+                got=f"{asked.bandwidth} on one node",
+                remedy="inside= for links in a node, or nodes=2 beside it",
+            )
+        rate = _changed("bandwidth", asked.bandwidth, made.network.bandwidth)
+        made = replace(made, network=replace(made.network, bandwidth=rate))
+    if asked.inside is None:
+        return made
+    links = {node: _changed("inside", asked.inside, node.link.bandwidth) for node in {*made.nodes}}
+    nodes = tuple(
+        replace(node, link=replace(node.link, bandwidth=links[node])) for node in made.nodes
+    )
+    return replace(made, nodes=nodes)
+
+
+def _count(name: str, given: Change | None, now: int | None, what: str) -> int | None:
+    """A whole number; None where there is none of it."""
+    if given is None:
+        return now
+    if now is None:
+        raise InvalidInput(
+            f"{name} is for inputs with {what}",
+            got=f"{name}={given!r} for inputs that have none",
+            remedy="plan(model, args) with other inputs",
+        )
+    value = _changed(name, given, now)
+    if value != round(value):
+        raise InvalidInput(
+            f"{name} is a whole number", got=f"{value:g}", remedy=f"{name}={2 * now}"
+        )
+    return round(value)
+
+
+def _changed(name: str, given: Any, now: float) -> float:
+    """What is given, or so many times what is now."""
+    match = _TIMES.fullmatch(given) if isinstance(given, str) else None
+    is_number = isinstance(given, Real) and not isinstance(given, bool)
+    value = float(match[1]) * now if match else float(given) if is_number else math.nan
+    if not 0 < value < math.inf:
+        raise InvalidInput(
+            f"{name} is a number above 0, or how many times as much as now",
+            got=repr(given),
+            remedy=f'{name}={2 * now:g}, or {name}="2x"',
+        )
+    return value

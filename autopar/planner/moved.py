@@ -1,0 +1,113 @@
+"""Moved: a step as it was decided, on other machines or for inputs of other sizes.
+
+    axis, _ = data_axis(candidate, sequence)                      # that grows with the machines
+    moved(candidate, cluster, {axis: 16}, candidate.original)     # the same decisions there, priced
+
+Nothing is searched: each operator keeps its strategy, parameters their states, stages where they
+start, regions what they do again. What cannot be kept is refused.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from torch import fx
+
+from autopar.capture.captured import Captured
+from autopar.capture.listing import operator_name
+from autopar.cluster import Cluster
+from autopar.errors import InvalidInput
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.passes.microbatches import batch_of, cut_batch
+from autopar.planner.beside import constraints_beside
+from autopar.planner.candidate import Candidate
+from autopar.planner.carried import carried, counterparts
+from autopar.search.decisions import Decisions
+from autopar.strategies import rule_of
+from autopar.strategies.node_info import info
+
+_LISTED = 3
+
+
+def data_axis(source: Candidate, sequence: int | None) -> tuple[str, str] | None:
+    """The axis that cuts the batch of most values, the outermost of several, or else their
+    `sequence`; and which of these. None: no axis does."""
+    wanted = {"batch": batch_of(source.captured), "sequence": sequence}
+    for dim, (what, size) in enumerate(wanted.items()):
+        weights = Counter[str]()
+        for node in source.captured.operators:
+            shape = tuple(getattr(info(node).val, "shape", ()))
+            if shape[dim : dim + 1] == (size,) and node.name in source.decisions.strategies:
+                for axis in _given(source.decisions, node).dims[dim]:
+                    weights[axis] += info(node).val.numel()
+        cutting = [axis for axis in source.mesh if source.mesh[axis] > 1 and weights[axis]]
+        if cutting:
+            return max(cutting, key=weights.__getitem__), what
+    return None
+
+
+def _given(decisions: Decisions, node: fx.Node) -> Layout:
+    rule, strategy = rule_of(node), decisions.strategies[node.name]
+    assert rule is not None
+    return decisions.fixed.get(node.name) or rule.signature(strategy).outputs[0]
+
+
+def moved(
+    source: Candidate, cluster: Cluster, ranks: Mapping[str, int], whole: Captured
+) -> Candidate:
+    """The same decisions on this cluster, with other numbers of ranks on some axes, about the
+    program of a whole batch."""
+    mesh, planned, batches = _with(source.mesh, ranks), source.captured, source.batches
+    if whole is not (planned if batches is None else batches.whole):
+        batches = None if batches is None else cut_batch(whole, batches.count)
+        captured = whole if batches is None else batches.captured
+    else:
+        captured = planned
+    decisions = replace(source.decisions, mesh=mesh)
+    fixed = decisions.fixed
+    if captured is not planned:
+        about = planned, cluster, decisions, source.batches
+        fixed = constraints_beside(Candidate(*about, states=source.states), captured).fixed
+    names = counterparts(planned, captured)
+    made = carried(decisions, planned, captured, {}, fixed)
+    if lost := list(_lost(source, made, captured, names)):
+        more = f"\nand {len(lost) - _LISTED} more" if len(lost) > _LISTED else ""
+        raise InvalidInput(
+            "decisions are taken over where every dim that they cut has as many elements as pieces",
+            got="\n".join(lost[:_LISTED]) + more,
+            remedy="search=True, which decides anew, or another batch=, as batch='2x'",
+        )
+    found = Candidate(captured, cluster, made, batches).placed(source.states)
+    if source.pipelining is None:
+        return found
+    given, now = source.pipelining, {old: new for new, old in names.items()}
+    stages = [replace(one, starts=now.get(one.starts, one.starts)) for one in given.stages]
+    return found.cut_as(replace(given, mesh=_with(given.mesh, ranks), stages=tuple(stages)))
+
+
+def _with(mesh: Mesh, ranks: Mapping[str, int]) -> Mesh:
+    return Mesh(**{axis: ranks.get(axis, size) for axis, size in mesh.sizes.items()})
+
+
+def _lost(
+    source: Candidate, made: Decisions, captured: Captured, names: Mapping[str, str]
+) -> Iterator[str]:
+    """What could not be kept, in words."""
+    nodes = {node.name: node for node in captured.graph.nodes}
+    decided, before = source.decisions, source.decisions.placeholders
+    for name, layout in made.placeholders.items():
+        if name in before and before[name].dims != layout.dims:
+            yield f"{name}, which is cut as {before[name]}, has shape {_shape(nodes[name])}"
+    for name, old in names.items():
+        first, now = decided.strategies.get(old), made.strategies.get(name)
+        if first is not None and now is not None and first != now:
+            where = info(nodes[name]).module or "the model"
+            what = operator_name(nodes[name].target)
+            yield f"{what} in {where}, which runs as {first}, makes {_shape(nodes[name])}"
+
+
+def _shape(node: fx.Node) -> list[int]:
+    return [*info(node).val.shape]

@@ -1,0 +1,105 @@
+"""Why a step is run as it is: of what was weighed, the best with each other decision."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar as ap
+from autopar.errors import InvalidInput
+from autopar.plan.ways import QUESTIONS, WayExplanation, WeighedValue
+from autopar.units import seconds_text
+from tests import models
+from tests.report import plans
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_each_answer_has_the_best_way_of_each_other_decision(name) -> None:
+    plan = plans.chosen()
+    why = plan.explain(name)
+    assert isinstance(why, WayExplanation)
+    way = plan.alternative(why.limit)
+    assert (why.way, why.chosen) == (way, QUESTIONS[name](way))
+    values = {QUESTIONS[name](one) for one in plan.alternatives} - {why.chosen}
+    assert {one.value for one in why.others} == values
+    for one in why.others:
+        ways = [w for w in plan.alternatives if QUESTIONS[name](w) == one.value]
+        assert one.count == len(ways)
+        fitting = [w for w in ways if w.fits] or ways
+        assert one.best.seconds == min(w.seconds for w in fitting)
+    # No other is faster and fits.
+    assert all(o.best.seconds >= way.seconds * (1 - 1e-9) for o in why.others if o.best.fits)
+    text, data = str(why), json.loads(json.dumps(why.to_json()))
+    assert text.startswith(f"{name}: {why.chosen}\n")
+    assert [one["value"] for one in data["others"]] == [one.value for one in why.others]
+    assert not re.search(r"\b(pipes|scale|latency|forward)=", text)
+
+
+def test_stages_are_explained_by_what_the_next_best_loses() -> None:
+    why = plans.chosen().explain("stages")
+    assert why.chosen == "no pipeline"
+    assert [one.value for one in why.others][:1] == ["2 ranks deep"]
+    other = why.others[0].best
+    text = str(why)
+    assert f"takes {seconds_text(other.seconds - why.way.seconds)} more" in text
+    parts = {k: other.cost.parts[k] - v for k, v in why.way.cost.parts.items()}
+    most = max(parts, key=lambda name: abs(parts[name]))
+    assert f": {most} +{seconds_text(parts[most])}" in why.why
+    assert "ruled out by bounds, unbuilt" in text
+
+
+def test_what_does_not_fit_is_told_with_its_bytes() -> None:
+    why = plans.chosen().explain("stages")
+    large = replace(why.others[0].best, fits=False, seconds=why.way.seconds / 2, memory=9e12)
+    told = replace(why, others=(WeighedValue("8 ranks deep", large, 1),))
+    assert "nothing else fits" in told.why
+    assert "less (50%)" in told.against(large)
+    assert "holds 9 TB" in told.against(large)
+
+
+def test_what_was_asked_for_says_so() -> None:
+    assert "asked for" in plans.megatron().explain("schedule").why
+    assert "asked for" in plans.pipelined().explain("stages").why
+    assert plans.pipelined().explain("schedule").chosen == "chimera, 2 pipes"
+
+
+class Staged(nn.Module):
+    """A module has the name of a question."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages:
+            x = stage(x)
+        return x.square().mean()
+
+
+def test_a_module_comes_before_a_question_of_its_name() -> None:
+    plan = ap.plan(Staged(), (torch.randn(8, 16),), cluster=plans.small(), mesh=ap.Mesh(dp=4))
+    module, whole = plan.explain("stages"), plan.explain("plan:stages")
+    assert module.what == "linear"
+    assert "plan:stages" in str(module)
+    assert whole.chosen == "no pipeline"
+    assert "plan:schedule" not in str(plan.explain("schedule"))
+    with pytest.raises(InvalidInput, match="of the whole step: stages, schedule"):
+        plan.explain("plan:stage")
+
+
+def test_a_module_of_blocks_is_explained_with_equal_blocks_together() -> None:
+    case = models.gpt(layers=6, batch=16)
+    about = {"cluster": plans.small(), "mesh": ap.Mesh(dp=4), "mode": "data"}
+    why = ap.plan(case.model, case.args, case.kwargs, **about).explain("layers")
+    calls = [one for one in why.blocks if one.operator == "linear"]
+    ups = [one for one in calls if one.module == "layers.{0..5}.up"]
+    assert [(one.operator, one.count) for one in ups] == [("linear", 6)]
+    assert sum(one.count for one in why.blocks) == len(why.others) + 1
+    rows = [line.split() for line in str(why).splitlines()]
+    assert ["layers.{0..5}.up", "linear", ups[0].strategy, "x", "6"] in rows
+    assert not any(row[:1] == ["layers.3.up"] for row in rows)

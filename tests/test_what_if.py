@@ -1,0 +1,221 @@
+"""What if: decisions of a plan elsewhere cost what the same decisions, made there by hand, cost."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar as ap
+from autopar.cluster.machines import Link, Node
+from autopar.errors import InvalidInput
+from autopar.plan.plan import Plan, SavedPlan
+from autopar.plan.situation import Situation, WhatIf
+from autopar.planner.candidate import Candidate
+from tests import models
+from tests.pipeline.models import share_captures  # noqa: F401
+
+CASES: dict[str, dict[str, Any]] = {
+    "data": {"mode": "data", "mesh": ap.Mesh(dp=4), "states": "zero2"},
+    "tensor": {"mode": "propagate", "mesh": ap.Mesh(dp=2, tp=2)},
+    "parts": {"mode": "data", "mesh": ap.Mesh(dp=4), "states": "zero3", "microbatches": 2}
+    | {"recompute": "full", "precision": ap.Precision(compute=torch.bfloat16)},
+    "pipeline": {"mode": "propagate", "mesh": ap.Mesh(pp=2, dp=2), "schedule": "chimera"}
+    | {"microbatches": 4},
+}
+
+
+def machines(nodes: int = 2, bandwidth: float = 10e9, inside: float = 300e9) -> ap.Cluster:
+    device = ap.Cluster.preset("dgx-a100").device
+    node = Node(device, 2, Link(1e-6, inside))
+    return ap.Cluster((node,) * nodes, Link(1e-5, bandwidth), "small")
+
+
+@lru_cache
+def case() -> models.Case:
+    made = models.gpt(batch=16, sequence=16, layers=2, tied=False)
+    for block in made.model.layers:
+        for linear in (block.attention.q, block.attention.k, block.attention.v, block.up):
+            ap.shard(linear, params={"weight": ("tp", None)})
+        ap.shard(block.down, params={"weight": (None, "tp")})
+    return made
+
+
+def planned(name: str, cluster: ap.Cluster, rows: int = 16, length: int = 16) -> Plan:
+    about = {"mode": "auto", **CASES.get(name, {})}
+    if about["mode"] != "propagate" or "tp" not in about["mesh"]:
+        model = plain().model
+    else:
+        model = case().model
+    values = [value.repeat(2, 1)[:rows, :length] for value in case().args]
+    return ap.plan(model, tuple(values), cluster=cluster, progress=False, **about)
+
+
+@lru_cache
+def plain() -> models.Case:
+    return models.gpt(batch=16, sequence=16, layers=2, tied=False)
+
+
+@lru_cache
+def made(name: str) -> Plan:
+    return planned(name, machines())
+
+
+def assert_priced_as(found: Situation | None, plan: Candidate) -> None:
+    """To the last part of time and memory, but for the order of sums."""
+    assert found is not None
+    wanted = plan.alternative(found.limit)
+    assert found.way == replace(wanted, seconds=found.way.seconds)
+    assert found.way.seconds == pytest.approx(wanted.seconds, rel=1e-12)
+    assert asdict(found.way.held) == asdict(wanted.held)
+    for part, seconds in wanted.cost.parts.items():
+        assert found.way.cost.parts[part] == pytest.approx(seconds, rel=1e-9, abs=1e-15), part
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_unchanged_situation_costs_what_the_plan_costs(name) -> None:
+    plan = made(name)
+    for same in ({"nodes": 2}, {"bandwidth": "1x"}, {"batch": 16, "sequence": 16, "inside": "1x"}):
+        what = plan.what_if(**same)
+        assert_priced_as(what.then, plan)
+        assert_priced_as(what.now, plan)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_other_links_cost_what_the_same_decisions_cost_on_them(name) -> None:
+    plan = made(name)
+    example = plan.original.example
+    for changes, cluster in (
+        ({"bandwidth": "0.1x"}, machines(bandwidth=1e9)),
+        ({"bandwidth": 40e9, "inside": "0.5x"}, machines(bandwidth=40e9, inside=150e9)),
+    ):
+        by_hand = replace(SavedPlan.of(plan), cluster=cluster)
+        attached = by_hand.attach(example.model, example.args, example.kwargs)
+        what = plan.what_if(**changes)
+        assert_priced_as(what.then, attached)
+        assert what.then.way.seconds != plan.cost.seconds
+
+
+@pytest.mark.parametrize("nodes", [1, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_other_nodes_cost_what_a_plan_for_them_costs(name, nodes, monkeypatch) -> None:
+    mesh = CASES[name]["mesh"]
+    grown = ap.Mesh(**{**mesh.sizes, "dp": mesh["dp"] * nodes // 2})
+    monkeypatch.setitem(CASES, name, {**CASES[name], "mesh": grown})
+    for batch in (16, 8 * nodes):  # the global batch stays, or grows with the nodes
+        what = made(name).what_if(nodes=nodes, batch=batch)
+        assert_priced_as(what.then, planned(name, machines(nodes), rows=batch))
+        assert f"dp, which cuts the batch, goes from {mesh['dp']} to {grown['dp']}" in str(what)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_other_sizes_cost_what_a_plan_for_them_costs(name) -> None:
+    for sizes, rows, length in (({"sequence": "0.5x"}, 16, 8), ({"batch": 32}, 32, 16)):
+        what = made(name).what_if(**sizes)
+        assert_priced_as(what.then, planned(name, machines(), rows, length))
+        tokens = rows * length / what.then.way.seconds
+        assert what.then.rate == pytest.approx(tokens)
+
+
+def test_a_search_finds_what_a_plan_for_it_finds() -> None:
+    mlp = models.mlp(batch=1 << 16)
+    plan = ap.plan(mlp.model, mlp.args, cluster=machines(1), progress=False)
+    what = plan.what_if(nodes=2, bandwidth=1e9, search=True)
+    there = ap.plan(mlp.model, mlp.args, cluster=machines(2, 1e9), progress=False)
+    assert_priced_as(what.searched, there)
+    assert what.searched.unit == "samples"
+    assert what.then is not None
+    assert what.searched.way.seconds <= what.then.way.seconds * (1 + 1e-9)
+
+
+def test_where_decisions_cannot_be_taken_over_a_search_still_answers() -> None:
+    small = models.mlp(batch=4)
+    plan = ap.plan(small.model, small.args, cluster=machines(), mesh=ap.Mesh(dp=4), mode="data")
+    what = plan.what_if(nodes=4, search=True)
+    assert what.then is None
+    assert "as many elements as pieces" in what.refused
+    assert what.refused in str(what)
+    assert what.searched is not None
+    assert what.searched.devices == 8
+    too_large = replace(plan, limit=1e4).what_if(nodes=1, search=True)
+    assert not too_large.then.way.fits
+    assert too_large.searched is None
+    assert "fit" in too_large.not_found
+    assert too_large.not_found in str(too_large)
+
+
+def test_it_prints_and_becomes_json() -> None:
+    what = made("pipeline").what_if(nodes=4, bandwidth="2x")
+    text, data = str(what), json.loads(json.dumps(what.to_json()))
+    for words in ("nodes 4, bandwidth 2x", "stays 16", "tokens/s", "chimera, 2 pipes", "bubble"):
+        assert words in text
+    assert data["then"]["seconds"] == what.then.way.seconds
+    assert sum(data["then"]["parts"].values()) == pytest.approx(data["then"]["seconds"])
+    assert data["then"]["tokens_per_second"] == what.then.rate
+    assert data["searched"] is None
+    assert isinstance(what, WhatIf)
+
+
+def test_what_does_not_fit_is_said() -> None:
+    about = {"cluster": machines(), "mesh": ap.Mesh(dp=4), "mode": "data", "memory": 3e6}
+    plan = ap.plan(plain().model, plain().args, **about)
+    what = plan.what_if(batch="32x")
+    assert what.now.way.fits
+    assert not what.then.way.fits
+    assert str(what).splitlines()[-1].split() == ["fits", "yes", "no"]
+
+
+class Wide(nn.Module):
+    """All that it learns is cut, and no axis cuts its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x)).square().mean()
+
+
+@lru_cache
+def wide() -> Plan:
+    model = Wide()
+    ap.shard(model.up, params={"weight": ("tp", None)})
+    ap.shard(model.down, params={"weight": (None, "tp")})
+    about = {"mesh": ap.Mesh(tp=4), "cluster": machines(), "mode": "propagate"}
+    return ap.plan(model, (torch.randn(8, 16),), **about)
+
+
+@pytest.mark.parametrize(
+    ("plan", "changes", "words"),
+    [
+        (lambda: made("data"), {}, "is told what is different"),
+        (lambda: made("data"), {"nodes": 0}, "nodes is a number above 0"),
+        (lambda: made("data"), {"nodes": "0.3x"}, "whole number"),
+        (lambda: made("data"), {"nodes": True}, "nodes is a number above 0"),
+        (lambda: made("data"), {"bandwidth": "fast"}, 'bandwidth="2x"'),
+        (lambda: made("data"), {"nodes": 1, "bandwidth": "2x"}, "inside="),
+        (lambda: made("data"), {"nodes": 16}, "batch='2x'"),
+        (lambda: made("pipeline"), {"batch": 10}, "equal parts of the batch"),
+        (lambda: made("pipeline"), {"nodes": 3, "batch": "many"}, "batch is a number above 0"),
+        (lambda: wide(), {"nodes": 4}, "search=True"),
+        (lambda: wide(), {"sequence": 4}, "a sequence, the second dim"),
+        (lambda: SavedPlan.of(made("data")), {"nodes": 4}, "attach it"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(plan, changes, words) -> None:
+    with pytest.raises(InvalidInput, match=words.replace("(", r"\(")):
+        plan().what_if(**changes)
+
+
+def test_uneven_growth_and_nodes_of_several_kinds_are_refused() -> None:
+    plan = made("tensor")
+    with pytest.raises(InvalidInput, match="in proportion"):
+        replace(plan, cluster=machines(4)).what_if(nodes=3)
+    fast, slow = machines().nodes[0], machines(inside=1e9).nodes[0]
+    with pytest.raises(InvalidInput, match="equal ones"):
+        replace(plan, cluster=ap.Cluster((fast, slow), Link(1e-5, 1e9))).what_if(nodes=4)
