@@ -31,21 +31,26 @@ const entries = [...document.querySelectorAll(".tree details, .tree .held")].map
   const own = element.dataset.name ? `${path ? path + "." : ""}${element.dataset.name}` : path;
   return { element, name: plain(own) };
 });
+let unfolded = new Set(); // by the search, which folds them again
 const look = () => {
   const wanted = plain(search.value.trim());
-  let count = 0;
-  for (const { element, name } of entries) {
-    const hit = wanted !== "" && name.includes(wanted);
-    const shown = element.tagName === "DETAILS" ? element.firstElementChild : element;
-    shown.classList.toggle("hit", hit);
-    if (!hit) continue;
-    if (count === 0) element.scrollIntoView({ block: "nearest" });
-    count += 1;
+  const hits = wanted === "" ? [] : entries.filter(({ name }) => name.includes(wanted));
+  const shown = hits.map(({ element }) =>
+    element.tagName === "DETAILS" ? element.firstElementChild : element);
+  for (const one of document.querySelectorAll(".tree .hit")) one.classList.remove("hit");
+  for (const one of shown) one.classList.add("hit");
+  const around = new Set();
+  for (const { element } of hits) {
     for (let at = element.parentElement; at; at = at.parentElement) {
-      if (at.tagName === "DETAILS") at.open = true;
+      if (at.tagName === "DETAILS") around.add(at);
     }
   }
-  found.textContent = wanted === "" ? "" : count === 1 ? "1 found" : `${count} found`;
+  for (const one of unfolded) if (!around.has(one)) one.open = false;
+  unfolded = new Set([...around].filter((one) => unfolded.has(one) || !one.open));
+  for (const one of around) one.open = true;
+  // Only now are they where they stay.
+  shown[0]?.scrollIntoView({ block: "nearest" });
+  found.textContent = wanted === "" ? "" : `${hits.length} found`;
 };
 search.addEventListener("input", look);
 document.addEventListener("keydown", (event) => {

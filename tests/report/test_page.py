@@ -138,14 +138,24 @@ class TestInABrowser:
         assert opened.run("document.querySelectorAll('svg').length") > 5
 
     def test_search_finds_a_parameter_of_any_block(self, opened: chromium.Page) -> None:
+        opened.resize(1000, 500)
         opened.press("/")
         opened.write("layers.4.up.weight")
         assert opened.run("document.getElementById('found').textContent") == "1 found"
-        shown = opened.run("document.querySelector('.hit').checkVisibility()")
-        assert shown
         assert "weight" in opened.run("document.querySelector('.hit').textContent")
+        place = "document.querySelector('.hit').getBoundingClientRect()"
+        assert 0 <= opened.run(f"{place}.top") < opened.run(f"{place}.bottom") <= 500
         opened.run("search.value = 'nothing.of.this'; look()")
         assert opened.run("document.getElementById('found').textContent") == "0 found"
+
+    def test_what_a_search_unfolds_it_folds_again(self, opened: chromium.Page) -> None:
+        unfolded = "[...document.querySelectorAll('.tree details')].map(one => one.open)"
+        before = opened.run(unfolded)
+        opened.run("search.value = 'UP.weight'; look()")
+        assert opened.run(unfolded) != before
+        opened.run("search.value = ''; look()")
+        assert opened.run(unfolded) == before
+        assert opened.run("document.querySelector('.hit')") is None
 
     def test_columns_sort_by_value_with_the_keyboard(self, opened: chromium.Page) -> None:
         column = "[...document.querySelectorAll('#costs tbody td:nth-child(3)')]"
