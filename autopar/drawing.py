@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from html import escape
+from html import escape as escaped
 from importlib.resources import files
+
+from autopar.units import visible
 
 Point = tuple[float, float]
 
@@ -93,6 +95,11 @@ class Axis:
         first = math.ceil(self._least / step)
         last = math.floor((self._least + self._span) / step + 1e-9)
         return [number * step for number in range(first, last + 1)]
+
+
+def escape(words: str) -> str:
+    """As it stands in a picture."""
+    return escaped(visible(words))
 
 
 def _n(value: float) -> str:

@@ -57,7 +57,9 @@ def written(path: str | Path, data: bytes | str, what: str) -> None:
     """Write a file, and the folders that it stands in."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_bytes(data.encode() if isinstance(data, str) else data)
+        Path(path).write_bytes(
+            data.encode(errors="backslashreplace") if isinstance(data, str) else data
+        )
     except OSError as error:
         raise InvalidInput(
             f"{what} can be written",

@@ -6,9 +6,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 _WIDEST = 64  # characters of a column
+
+# What no text of a page or picture may hold: most control characters, halves of pairs.
+_UNSEEN = re.compile("[^\t\n\r\x20-\x7e\x80-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -36,6 +40,12 @@ def scaled(value: float, unit: str, digits: int = 4) -> str:
 def share_text(part: float) -> str:
     """`0.3%`."""
     return "0%" if abs(part) < 1e-9 else f"{100 * part:.2g}%"
+
+
+def visible(words: str) -> str:
+    """What a file of text can hold, where names have other characters: these as Python writes
+    them."""
+    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), words)
 
 
 def listed(lines: Sequence[str], most: int, where: str = "") -> list[str]:

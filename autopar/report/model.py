@@ -8,7 +8,8 @@ blocks.{0..3}      x 4
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,18 +56,30 @@ class Held:
 
     name: str  # in its module
     type: str
-    note: str  # over which axes its gradient is summed
+    note: str  # over which axes its gradient is summed; or which it is by another name
 
 
 @dataclass
 class Part:
     """A module, or several that are equal, with what is in it."""
 
-    name: str
-    count: int = 1
+    members: tuple[str, ...]  # their names
     held: list[Held] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, Part] = field(default_factory=dict)  # by the name of the first member
+
+    @property
+    def count(self) -> int:
+        return len(self.members)
+
+    @property
+    def name(self) -> str:
+        """Of all of them: `{0..3}`, or `{1, 4}` where they do not follow each other."""
+        if self.count == 1:
+            return self.members[0]
+        if _follow(self.members):
+            return f"{{{self.members[0]}..{self.members[-1]}}}"
+        return f"{{{', '.join(self.members)}}}"
 
     @property
     def seconds(self) -> float:
@@ -83,7 +96,7 @@ class Part:
     @property
     def form(self) -> tuple[Any, ...]:
         """Equal for those that are shown as one."""
-        inside = tuple((name, part.count, part.form) for name, part in self.parts.items())
+        inside = tuple((part.members, part.form) for part in self.parts.values())
         return tuple(self.held), tuple(call.form for call in self.calls), inside
 
 
@@ -97,12 +110,18 @@ def calls_of(candidate: Candidate) -> Iterator[tuple[str, Call]]:
 
 def tree(candidate: Candidate) -> Part:
     """The whole model."""
-    root = Part("")
+    root = Part(("",))
     placeholders = {node.name: node for node in candidate.rewritten.find_nodes(op="placeholder")}
     named = candidate.captured.parameters | candidate.captured.buffers
     for placeholder, name in named.items():
         path, _, own = name.rpartition(".")
         _at(root, path).held.append(_held(own, placeholders.get(placeholder)))
+    types = {name: placeholders.get(placeholder) for placeholder, name in named.items()}
+    for alias, kept in candidate.captured.tied.items():
+        path, _, own = alias.rpartition(".")
+        node = types.get(kept)
+        type_ = "not read" if node is None else type_text(node)
+        _at(root, path).held.append(Held(own, type_, f"is {_beside(kept, path)}"))
     for path, call in calls_of(candidate):
         _at(root, path).calls.append(call)
     return folded(root)
@@ -110,27 +129,46 @@ def tree(candidate: Candidate) -> Part:
 
 def folded(part: Part) -> Part:
     """With those of its parts that are equal, but for a number, as one."""
-    parts: dict[str, Part] = {}
     runs: list[list[Part]] = []
-    for name, one in part.parts.items():
-        inner = folded(one)
+    for inner in map(folded, part.parts.values()):
         last = runs[-1] if runs else []
-        if name.isdigit() and last and last[-1].name.isdigit() and inner.form == last[-1].form:
+        if last and _are_numbers(last[-1].name, inner.name) and inner.form == last[-1].form:
             last.append(inner)
         else:
             runs.append([inner])
-    for run in runs:
-        name = run[0].name if len(run) == 1 else f"{{{run[0].name}..{run[-1].name}}}"
-        parts[name] = replace(run[0], name=name, count=len(run))
-    return replace(part, parts=parts)
+    as_one = [replace(run[0], members=tuple(one.name for one in run)) for run in runs]
+    return replace(part, parts={one.members[0]: one for one in as_one})
+
+
+def _are_numbers(*names: str) -> bool:
+    return all(name.isascii() and name.isdigit() for name in names)
+
+
+def _follow(names: Sequence[str]) -> bool:
+    """Whether names are numbers that count up."""
+    first = int(names[0]) if _are_numbers(*names) else 0
+    return [*names] == [str(number) for number in range(first, first + len(names))]
+
+
+def joined(path: str, name: str) -> str:
+    """The path of what is called so in a module."""
+    return f"{path}.{name}" if path else name
 
 
 def _at(root: Part, path: str) -> Part:
     """The part of a module, made if it is not there."""
     part = root
     for name in filter(None, path.split(".")):
-        part = part.parts.setdefault(name, Part(name))
+        part = part.parts.setdefault(name, Part((name,)))
     return part
+
+
+def _beside(name: str, path: str) -> str:
+    """A name as it is told in a module: without the block that both stand in."""
+    block = re.match(r"(.*\.)?[0-9]+(?=\.|$)", path)
+    if block is None or not name.startswith(f"{block[0]}."):
+        return name
+    return f"{name.removeprefix(f'{block[0]}.')} of the same block"
 
 
 def _held(name: str, node: fx.Node | None) -> Held:

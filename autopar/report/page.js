@@ -22,19 +22,38 @@ for (const table of document.querySelectorAll("table.sortable")) {
     });
   });
 }
-// Search: numbers of blocks are alike, as equal blocks are shown as one.
-const plain = (text) => text.toLowerCase().replace(/\{[^}]*\}|(?<=^|\.)\d+(?=\.|$)/g, "#");
+// Search: what is called so in any of the modules that are shown as one.
 const search = document.getElementById("search");
 const found = document.getElementById("found");
+const names = (element) => {
+  if (element === null) return [];
+  const { name, members, shown } = element.dataset;
+  const own = name === undefined ? [...JSON.parse(members), shown] : [name];
+  return [...names(element.parentElement.closest("details")), own.map((one) => one.toLowerCase())];
+};
 const entries = [...document.querySelectorAll(".tree details, .tree .held")].map((element) => {
-  const path = element.dataset.path ?? element.parentElement.dataset.path ?? "";
-  const own = element.dataset.name ? `${path ? path + "." : ""}${element.dataset.name}` : path;
-  return { element, name: plain(own) };
+  return { element, path: names(element) };
 });
+const isNumber = (name) => /^\d+$/.test(name);
+// Whether a path goes through what is wanted: names in a row, of the first one its end, of the last
+// one its start; of a number all of it.
+const goesThrough = (path, wanted) =>
+  path.some((_, start) =>
+    wanted.every((part, at) =>
+      (path[start + at] ?? []).some((name) => {
+        if (isNumber(part) && isNumber(name)) return part === name;
+        const [isFirst, isLast] = [at === 0, at === wanted.length - 1];
+        if (isFirst && isLast) return name.includes(part);
+        if (isFirst) return name.endsWith(part);
+        return isLast ? name.startsWith(part) : name === part;
+      }),
+    ),
+  );
 let unfolded = new Set(); // by the search, which folds them again
 const look = () => {
-  const wanted = plain(search.value.trim());
-  const hits = wanted === "" ? [] : entries.filter(({ name }) => name.includes(wanted));
+  const wanted = search.value.trim().toLowerCase();
+  const parts = wanted.split(/\.(?![^{}]*\})/);
+  const hits = wanted === "" ? [] : entries.filter(({ path }) => goesThrough(path, parts));
   const shown = hits.map(({ element }) =>
     element.tagName === "DETAILS" ? element.firstElementChild : element);
   for (const one of document.querySelectorAll(".tree .hit")) one.classList.remove("hit");

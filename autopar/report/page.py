@@ -17,12 +17,14 @@ from autopar.drawing import Drawing, style
 from autopar.pipeline.words import schedule_words
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.report.machine import machine, traffic
-from autopar.report.model import Call, Part, tree
+from autopar.report.model import Call, Part, joined, tree
 from autopar.report.program import blocks
 from autopar.report.step import Share, bar, bytes_held, memory_pictures, seconds
 from autopar.report.weighed import kinds_of, left_out_words, parts_of, scatter, ways
 from autopar.search.auto import Search
-from autopar.units import bytes_text, scaled, seconds_text, share_text
+from autopar.units import bytes_text, scaled, seconds_text, share_text, visible
+
+_COSTS = 200  # that are shown
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ def page(title: str, candidate: Candidate, asked: Asked, more: Sequence[Any] = (
     chosen = candidate.alternative(asked.limit)
     weighed = ways(asked.alternatives, chosen, asked.limit)
     timeline = candidate.timeline
+    costs = _costs(root, candidate.microbatches)
     spent, held = seconds(candidate), bytes_held(candidate)
     environment = Environment(loader=PackageLoader("autopar.report", "."), autoescape=True)
     environment.filters |= {
@@ -63,7 +66,7 @@ def page(title: str, candidate: Candidate, asked: Asked, more: Sequence[Any] = (
         "rate": lambda value: scaled(value, "B/s", 3),
     }
     folder = files("autopar.report")
-    return environment.get_template("page.html").render(
+    written = environment.get_template("page.html").render(
         title=title,
         style=style() + folder.joinpath("page.css").read_text(),
         script=folder.joinpath("page.js").read_text(),
@@ -74,7 +77,8 @@ def page(title: str, candidate: Candidate, asked: Asked, more: Sequence[Any] = (
         held=(held, _bar(held, _room(held, asked.limit), "memory of the fullest device")),
         root=root,
         blocks=blocks(candidate, root),
-        costs=_costs(root, candidate.microbatches)[:200],
+        costs=costs[:_COSTS],
+        others=costs[_COSTS:],
         machine=machine(candidate, sent),
         sent=sent,
         gantt=None if timeline is None else timeline.gantt(seconds_text).drawn(),
@@ -86,6 +90,7 @@ def page(title: str, candidate: Candidate, asked: Asked, more: Sequence[Any] = (
         scatter=scatter(weighed, asked.limit) if len(weighed) > 1 else None,
         more=more,
     )
+    return visible(written)
 
 
 def _bar(shares: Sequence[Share], whole: float, what: str) -> Drawing:
@@ -146,8 +151,8 @@ def _costs(root: Part, times: int) -> list[Cost]:
     def look(part: Part, path: str, count: int) -> None:
         taking = [call for call in part.calls if call.seconds]
         found.extend(Cost(path or "the model", call, count) for call in taking)
-        for name, one in part.parts.items():
-            look(one, f"{path}.{name}" if path else name, count * one.count)
+        for one in part.parts.values():
+            look(one, joined(path, one.name), count * one.count)
 
     look(root, "", times)
     return sorted(found, key=lambda cost: -cost.seconds)

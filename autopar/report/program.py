@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from autopar.drawing import Drawing
 from autopar.planner.candidate import Candidate
-from autopar.report.model import Call, Part, calls_of
+from autopar.report.model import Call, Part, calls_of, joined
 from autopar.units import bytes_text, seconds_text
 
 _STEP, _HEIGHT, _WIDTH = 10.0, 24.0, 960.0  # of lanes, of rows, of a whole picture
@@ -70,15 +70,12 @@ def _repeated(root: Part) -> tuple[dict[str, _Repeated], set[str]]:
     shown: set[str] = set()
 
     def look(part: Part, path: str) -> None:
-        for name, one in part.parts.items():
-            whole = f"{path}.{name}" if path else name
+        for one in part.parts.values():
             if one.count == 1:
-                look(one, whole)
+                look(one, joined(path, one.name))
                 continue
-            first, last = name[1:-1].split("..")
-            numbers = range(int(first), int(last) + 1)
-            paths = [f"{path}.{number}" if path else str(number) for number in numbers]
-            found.update(dict.fromkeys(paths, _Repeated(whole, one.count)))
+            paths = [joined(path, name) for name in one.members]
+            found.update(dict.fromkeys(paths, _Repeated(joined(path, one.name), one.count)))
             shown.add(paths[0])
 
     look(root, "")

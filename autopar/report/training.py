@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle, groupby
 
 import torch
 
 from autopar.cost.whole_work import model_flops
 from autopar.drawing import Axis, Drawing
+from autopar.errors import InvalidInput
 from autopar.layout import DTYPE_NAMES
 from autopar.pipeline.gantt import Gantt
 from autopar.planner.candidate import Candidate
@@ -17,8 +20,8 @@ from autopar.report.trace import ACTIONS, Event
 from autopar.strategies.node_info import info
 from autopar.units import scaled, seconds_text, share_text
 
-_WIDTH, _HEIGHT, _LEFT, _BELOW = 960.0, 200.0, 76.0, 22.0
-_KINDS = ("first", "second", "third")
+_WIDTH, _HEIGHT, _LEFT, _BELOW = 960.0, 180.0, 76.0, 22.0
+_KINDS = tuple(f"series{number}" for number in range(6))
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,15 @@ class Run:
     events: Sequence[Event] = ()  # of a recording of some of them
     others: Mapping[str, Sequence[float]] = field(default_factory=dict)  # losses of other runs
 
+    def __post_init__(self) -> None:
+        for seconds in (*self.seconds, self.predicted):
+            if not 0 <= seconds < math.inf:
+                raise InvalidInput(
+                    "the seconds of a step are a number, 0 or more",
+                    got=f"{seconds}",
+                    remedy="take the difference of two time.perf_counter()",
+                )
+
 
 @dataclass(frozen=True)
 class Section:
@@ -43,30 +55,46 @@ class Section:
 
 
 def sections(run: Run, candidate: Candidate) -> list[Section]:
-    """Losses, times, and the schedule as it was carried out."""
-    losses = {"this run": run.losses, **run.others}
-    apart = [max(abs(a - b) for a, b in zip(run.losses, other)) for other in run.others.values()]
-    words = f"From {run.losses[0]:.4g} to {run.losses[-1]:.4g} in {len(run.losses)} steps."
-    for name, most in zip(run.others, apart):
-        words += f" The largest difference from {name} is {most:.1e}."
-    found = [Section("Loss", lines(losses, "loss", "{:.3g}".format), words)]
-    usual = statistics.median(run.seconds)
-    rate = f", {scaled(run.tokens / usual, 'tokens/s', 3)}" if run.tokens else ""
-    rate += f", {share_text(_used(candidate, usual))} of the FLOP/s of its devices (MFU)"
-    said = (
-        f"A step takes {seconds_text(usual)} (median){rate}; predicted were "
-        f"{seconds_text(run.predicted)}, {usual / run.predicted:.2g} times less."
-    )
-    if usual < run.predicted:
-        said = said.replace(
-            f"{usual / run.predicted:.2g} times less", f"{run.predicted / usual:.2g} times more"
-        )
-    times = {"measured": run.seconds, "predicted": [run.predicted] * len(run.seconds)}
-    found.append(Section("Time of a step", lines(times, "seconds of a step", seconds_text), said))
-    if run.events and candidate.pipelining is not None:
+    """Losses, times, and the schedule as it was carried out: of those that there are."""
+    found = []
+    if any(map(len, [run.losses, *run.others.values()])):
+        found.append(_losses(run))
+    if len(run.seconds):
+        found.append(_times(run, candidate))
+    if (measured := _measured(run.events, candidate)) is not None:
         words = "The schedule of the last step that was recorded; what was predicted is below."
-        found.append(Section("Pipeline, measured", _measured(run.events, candidate), words))
+        found.append(Section("Pipeline, measured", measured, words))
     return found
+
+
+def _losses(run: Run) -> Section:
+    losses = run.losses
+    words = (
+        f"From {losses[0]:.4g} to {losses[-1]:.4g} in {len(losses)} steps." if len(losses) else ""
+    )
+    for name, other in {"this run": losses, **run.others}.items():
+        if odd := [at for at, loss in enumerate(other, 1) if not math.isfinite(loss)]:
+            words += f" The loss of {name} is not finite in {len(odd)}, the first is step {odd[0]}."
+    for name, other in run.others.items():
+        apart = [abs(a - b) for a, b in zip(losses, other) if math.isfinite(a) and math.isfinite(b)]
+        if apart:
+            words += f" The largest difference from {name} is {max(apart):.1e}."
+    series = {"this run": losses, **run.others}
+    return Section("Loss", lines(series, "loss", "{:.3g}".format), words.strip())
+
+
+def _times(run: Run, candidate: Candidate) -> Section:
+    usual = statistics.median(run.seconds)
+    said = f"A step takes {seconds_text(usual)} (median)"
+    if usual > 0:
+        said += f", {scaled(run.tokens / usual, 'tokens/s', 3)}" if run.tokens else ""
+        said += f", {share_text(_used(candidate, usual))} of the FLOP/s of its devices (MFU)"
+    said += f"; predicted were {seconds_text(run.predicted)}"
+    if usual > 0 and run.predicted > 0:
+        less, more = usual / run.predicted, run.predicted / usual
+        said += f", {more:.2g} times more" if more > 1 else f", {less:.2g} times less"
+    times = {"measured": run.seconds, "predicted": [run.predicted] * len(run.seconds)}
+    return Section("Time of a step", lines(times, "seconds of a step", seconds_text), f"{said}.")
 
 
 def _used(candidate: Candidate, seconds: float) -> float:
@@ -80,41 +108,67 @@ def _used(candidate: Candidate, seconds: float) -> float:
     return model_flops(original) / (seconds * rate)
 
 
-def _measured(events: Sequence[Event], candidate: Candidate) -> Drawing:
-    """What the first rank at each place of the pipeline did in the last step."""
-    assert candidate.pipelining is not None
-    made, actions = candidate.pipelining.schedule, [o for o in events if o.track == ACTIONS]
+def _measured(events: Sequence[Event], candidate: Candidate) -> Drawing | None:
+    """What the first rank at each place of the pipeline did in the last step; None where nothing
+    is known of one of them."""
+    actions = [one for one in events if one.track == ACTIONS]
+    if candidate.pipelining is None or not actions:
+        return None
+    made = candidate.pipelining.schedule
     last = max(one.about["step"] for one in actions)
     own = sorted((one for one in actions if one.about["step"] == last), key=lambda one: one.start)
     first = own[0].start
     ranks: dict[int, int] = {}
     for event in sorted(own, key=lambda one: one.rank):
         ranks.setdefault(candidate.place_of(event.rank), event.rank)
+    if len(ranks) < made.ranks:
+        return None
     rows = [[one for one in own if one.rank == ranks[place]] for place in range(made.ranks)]
     starts = [[one.start - first for one in row] for row in rows]
     ends = [[one.end - first for one in row] for row in rows]
     return Gantt(made, starts, ends, (), seconds_text).drawn()
 
 
-def lines(series: Mapping[str, Sequence[float]], what: str, unit: object) -> Drawing:
-    """Values of steps, a line for each series."""
-    assert callable(unit)
-    values = [value for one in series.values() for value in one]
+def lines(
+    series: Mapping[str, Sequence[float]], what: str, unit: Callable[[float], str]
+) -> Drawing:
+    """Values of steps, a line for each series, without those that are not finite."""
+    values = [value for one in series.values() for value in one if math.isfinite(value)]
     count = max(map(len, series.values()))
-    picture = Drawing(_WIDTH, _HEIGHT, f"{what} over {count} steps: {', '.join(series)}")
+    legend = [*_legend([*series])]
+    top = legend[-1][2] + 10
+    picture = Drawing(_WIDTH, top + _HEIGHT, f"{what} over {count} steps: {', '.join(series)}")
     across = Axis(1.0, float(max(count, 2)), _LEFT, _WIDTH - 12)
-    up = Axis(min(0.0, *values), max(values) * 1.05, _HEIGHT - _BELOW, 24)
+    up = Axis(min([0.0, *values]), max([0.0, *values]) * 1.05, top + _HEIGHT - _BELOW, top)
     for value in up.ticks(4):
         picture.line([(_LEFT, up.at(value)), (_WIDTH - 12, up.at(value))], "rule")
         picture.text(_LEFT - 6, up.at(value) + 4, unit(value), "end")
     for value in across.ticks(8):
         if value == int(value):
-            picture.text(across.at(value), _HEIGHT - 6, f"{value:g}", "middle")
-    x = _LEFT
-    for (name, own), kind in zip(series.items(), _KINDS):
-        points = [(across.at(n), up.at(value)) for n, value in enumerate(own, 1)]
-        picture.line(points, kind)
-        picture.line([(x, 10), (x + 20, 10)], kind)
-        picture.text(x + 26, 14, name)
-        x += 44 + 6.2 * len(name)
+            picture.text(across.at(value), picture.height - 6, f"{value:g}", "middle")
+    for (name, x, y), own, kind in zip(legend, series.values(), cycle(_KINDS)):
+        for points in _stretches(own):
+            picture.line([(across.at(n), up.at(value)) for n, value in points], kind)
+            if len(points) == 1:
+                picture.dot(across.at(points[0][0]), up.at(points[0][1]), 2.5, f"{kind} point")
+        picture.line([(x, y), (x + 20, y)], kind)
+        picture.text(x + 26, y + 4, name)
     return picture
+
+
+def _legend(names: Sequence[str]) -> Iterator[tuple[str, float, float]]:
+    """Where each name stands, in as many rows as they take."""
+    x, y = _LEFT, 10.0
+    for name in names:
+        long = 44 + 6.2 * len(name)
+        if x > _LEFT and x + long > _WIDTH:
+            x, y = _LEFT, y + 16
+        yield name, x, y
+        x += long
+
+
+def _stretches(values: Sequence[float]) -> Iterator[list[tuple[int, float]]]:
+    """Steps and values, of those in a row that are finite."""
+    for is_finite, some in groupby(enumerate(values, 1), lambda one: math.isfinite(one[1])):
+        if is_finite:
+            yield [*some]

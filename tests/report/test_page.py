@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -12,7 +13,7 @@ import pytest
 from autopar.errors import InvalidInput
 from autopar.plan.plan import Plan
 from autopar.report.trace import events_of
-from autopar.report.training import Run
+from autopar.report.training import Run, lines
 from autopar.units import bytes_text, seconds_text
 from tests import chromium
 from tests.report import plans
@@ -103,6 +104,52 @@ def test_a_run_is_shown_beside_its_prediction(tmp_path: Path) -> None:
     assert "% of the FLOP/s of its devices (MFU); predicted were 50 ms" in text
 
 
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run([float("nan"), 2.0], [0.1, 0.1], 0.05),
+        Run([1.0, float("inf"), 1.0], [0.1], 0.05),
+        Run([], [], 0.0),
+        Run([1.0], [0.0], 0.05, tokens=10),
+        Run([1.0], [0.1], 0.0, others={"none": [], "odd": [float("inf")]}),
+    ],
+)
+def test_a_run_of_any_numbers_is_shown(run: Run, tmp_path: Path) -> None:
+    text = written(plans.megatron(), tmp_path, run=run)
+    pictures = re.findall(r"<svg.*?</svg>", text)
+    assert pictures
+    assert not any(re.search(r"[^a-z]nan[^a-z]|[^a-z]inf[^a-z]", one) for one in pictures)
+    for losses in [run.losses, *run.others.values()]:
+        odd = [at for at, loss in enumerate(losses, 1) if not math.isfinite(loss)]
+        assert not odd or f"is not finite in {len(odd)}, the first is step {odd[0]}." in text
+
+
+def test_seconds_that_are_none_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="seconds of a step are a number"):
+        Run([1.0], [float("nan")], 0.1)
+
+
+def test_each_of_many_runs_is_drawn() -> None:
+    many = {f"a run with a long name, number {number}": [3.0, 2.0, number] for number in range(9)}
+    picture = str(lines(many, "loss", str))
+    assert (
+        len(re.findall(r'<polyline class="series\d" [^>]*,[^>]* [^>]*,[^>]* [^>]*/>', picture)) == 9
+    )
+    places = set(re.findall(r'<text class="words" x="([^"]*)" y="([^"]*)">a run', picture))
+    assert len(places) == 9
+    assert all(float(x) < 960 for x, _ in places)
+
+
+def test_costs_say_how_many_there_are_besides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = written(plans.megatron(), tmp_path)
+    rows = whole[whole.index('id="costs"') :].split("</table>")[0].count("<tr")
+    assert "These are the" not in whole
+    monkeypatch.setattr("autopar.report.page._COSTS", 7)
+    assert f"These are the 7 that take most of {rows - 1};" in written(plans.megatron(), tmp_path)
+
+
 def test_a_recording_is_shown_above_what_was_simulated(tmp_path: Path) -> None:
     plan = plans.pipelined()
     run = Run([1.0], [0.1], plan.seconds, events=events_of(plan))
@@ -145,8 +192,16 @@ class TestInABrowser:
         assert "weight" in opened.run("document.querySelector('.hit').textContent")
         place = "document.querySelector('.hit').getBoundingClientRect()"
         assert 0 <= opened.run(f"{place}.top") < opened.run(f"{place}.bottom") <= 500
-        opened.run("search.value = 'nothing.of.this'; look()")
-        assert opened.run("document.getElementById('found').textContent") == "0 found"
+        for absent in ("nothing.of.this", "layers.99.up.weight", "layers.6", "5.weight"):
+            opened.run(f"search.value = '{absent}'; look()")
+            assert opened.run("document.getElementById('found').textContent") == "0 found"
+
+    @pytest.mark.parametrize("name", ["ayers.4.UP.wei", "layers.{0..5}.up.weight", "head.weight"])
+    def test_search_takes_parts_of_names_and_all_names_of_a_parameter(
+        self, opened: chromium.Page, name: str
+    ) -> None:
+        opened.run(f"search.value = '{name}'; look()")
+        assert opened.run("document.getElementById('found').textContent") == "1 found"
 
     def test_what_a_search_unfolds_it_folds_again(self, opened: chromium.Page) -> None:
         unfolded = "[...document.querySelectorAll('.tree details')].map(one => one.open)"

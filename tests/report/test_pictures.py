@@ -8,6 +8,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+import torch
 
 import autopar as ap
 from autopar.drawing import Axis, Drawing
@@ -21,6 +22,7 @@ from autopar.report.weighed import scatter, ways
 from tests import models
 from tests.report import plans
 
+MACHINES = ap.Cluster.preset("dgx-h100")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -86,7 +88,50 @@ def test_the_tree_has_all_time_and_all_parameters() -> None:
     calls = [node for node in plan.rewritten.nodes if node.op == "call_function"]
     assert math.isclose(root.seconds, sum(plan.prices.own(node).seconds for node in calls))
     layers = root.parts["layers"].parts
-    assert [(name, part.count) for name, part in layers.items()] == [("{0..5}", 6)]
+    assert [(part.name, part.count) for part in layers.values()] == [("{0..5}", 6)]
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (("3", "2", "1", "0"), ["3", "{2, 1, 0}"]),
+        (("5", "1", "00", "7"), ["5", "{1, 00, 7}"]),
+        (("1", "2", "3"), ["1", "{2..3}"]),
+        (("9", "0", "1", "²"), ["9", "{0..1}", "²"]),
+    ],
+)
+def test_blocks_of_any_names_have_all_the_time(
+    names: tuple[str, ...], shown: list[str], tmp_path: Path
+) -> None:
+    class Named(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = torch.nn.ModuleDict({name: torch.nn.Linear(8, 8) for name in names})
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for one in self.own.values():
+                x = one(x)
+            return x.sum()
+
+    plan = ap.plan(Named(), (torch.ones(4, 8),), mesh=ap.Mesh(dp=2), cluster=MACHINES)
+    root = tree(plan)
+    assert [part.name for part in root.parts["own"].parts.values()] == shown  # the first is apart
+    found = blocks(plan, root)
+    assert math.isclose(sum(one.count * one.seconds for one in found), root.seconds)
+    plan.report(tmp_path / "plan.html")
+
+
+def test_names_may_have_any_characters(tmp_path: Path) -> None:
+    model = torch.nn.Sequential()
+    for name in ("a\x07b", "c\ud800d", "<&\"'>", "e\uffff"):
+        model.add_module(name, torch.nn.Linear(8, 8))
+    plan = ap.plan(model, (torch.ones(4, 8),), mesh=ap.Mesh(dp=2), cluster=MACHINES)
+    plan.report(tmp_path / "plan.html")
+    plan.draw(tmp_path / "plan.svg")
+    words = [one.text for one in ET.parse(tmp_path / "plan.svg").iter(f"{SVG}text")]
+    for shown in ("a\\x07b", "c\\ud800d", "<&\"'>", "e\\uffff"):
+        assert shown in words
+    assert "a\\x07b" in (tmp_path / "plan.html").read_text()
 
 
 def test_blocks_are_in_the_order_of_the_program() -> None:
