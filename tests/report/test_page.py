@@ -202,6 +202,7 @@ class TestInABrowser:
     ) -> None:
         opened.run(f"search.value = '{name}'; look()")
         assert opened.run("document.getElementById('found').textContent") == "1 found"
+        opened.run("search.value = ''; look()")
 
     def test_what_a_search_unfolds_it_folds_again(self, opened: chromium.Page) -> None:
         unfolded = "[...document.querySelectorAll('.tree details')].map(one => one.open)"
