@@ -26,7 +26,8 @@ from autopar.planner.beside import constraints_beside
 from autopar.planner.candidate import Candidate
 from autopar.planner.carried import carried, counterparts
 from autopar.search.decisions import Decisions
-from autopar.strategies import rule_of
+from autopar.states import WHOLE
+from autopar.strategies import Strategy, rule_of
 from autopar.strategies.node_info import info
 
 _LISTED = 3
@@ -66,21 +67,25 @@ def moved(
         captured = whole if batches is None else batches.captured
     else:
         captured = planned
-    decisions = replace(source.decisions, mesh=mesh)
+    decisions = _on(source.decisions, mesh)
     fixed = decisions.fixed
     if captured is not planned:
         about = planned, cluster, decisions, source.batches
         fixed = constraints_beside(Candidate(*about, states=source.states), captured).fixed
     names = counterparts(planned, captured)
     made = carried(decisions, planned, captured, {}, fixed)
-    if lost := list(_lost(source, made, captured, names)):
+    if lost := list(_lost(decisions, planned, made, captured, names)):
         more = f"\nand {len(lost) - _LISTED} more" if len(lost) > _LISTED else ""
         raise InvalidInput(
             "decisions are taken over where every dim that they cut has as many elements as pieces",
             got="\n".join(lost[:_LISTED]) + more,
             remedy="search=True, which decides anew, or another batch=, as batch='2x'",
         )
-    found = Candidate(captured, cluster, made, batches).placed(source.states)
+    whole_states = replace(WHOLE, buffer_bytes=source.states.buffer_bytes)
+    found = Candidate(captured, cluster, made, batches, states=whole_states)
+    placed = found.placed(source.states)
+    if placed.decisions.apart:  # or else there are no replicas left that they are cut over
+        found = placed
     if source.pipelining is None:
         return found
     given, now = source.pipelining, {old: new for new, old in names.items()}
@@ -92,18 +97,49 @@ def _with(mesh: Mesh, ranks: Mapping[str, int]) -> Mesh:
     return Mesh(**{axis: ranks.get(axis, size) for axis, size in mesh.sizes.items()})
 
 
+def _on(decisions: Decisions, mesh: Mesh) -> Decisions:
+    """The same without the axes that have one rank left there, which cut nothing."""
+    kept = [axis for axis in mesh if mesh[axis] > 1 or decisions.mesh[axis] == 1]
+    if len(kept) == len(mesh.names):
+        return replace(decisions, mesh=mesh)
+
+    def only(strategy: Strategy) -> Strategy:
+        cuts = {factor: tuple(a for a in axes if a in kept) for factor, axes in strategy.cuts}
+        return Strategy.of({axis: at for axis, at in strategy.passes if axis in kept}, **cuts)
+
+    return replace(
+        decisions,
+        mesh=mesh,
+        placeholders={name: one.only(kept) for name, one in decisions.placeholders.items()},
+        strategies={name: only(one) for name, one in decisions.strategies.items()},
+        fixed={name: one.only(kept) for name, one in decisions.fixed.items()},
+        ways={
+            key: way
+            for key, way in decisions.ways.items()
+            if all({*at.layout.axes, *at.pending} <= {*kept} for at in way)
+        },
+    )
+
+
 def _lost(
-    source: Candidate, made: Decisions, captured: Captured, names: Mapping[str, str]
+    decided: Decisions,
+    planned: Captured,
+    made: Decisions,
+    captured: Captured,
+    names: Mapping[str, str],
 ) -> Iterator[str]:
-    """What could not be kept, in words."""
+    """What could not be kept, in words: each operator reads and makes what it did, cut alike."""
     nodes = {node.name: node for node in captured.graph.nodes}
-    decided, before = source.decisions, source.decisions.placeholders
     for name, layout in made.placeholders.items():
-        if name in before and before[name].dims != layout.dims:
-            yield f"{name}, which is cut as {before[name]}, has shape {_shape(nodes[name])}"
+        before = decided.placeholders.get(name, layout)
+        if before.dims != layout.dims:
+            yield f"{name}, which is cut as {before}, has shape {_shape(nodes[name])}"
     for name, old in names.items():
         first, now = decided.strategies.get(old), made.strategies.get(name)
-        if first is not None and now is not None and first != now:
+        rule, there = planned.rules[old], captured.rules[name]
+        if first is None or now is None or rule is None or there is None:
+            continue
+        if rule.signature(first) != there.signature(now):
             where = info(nodes[name]).module or "the model"
             what = operator_name(nodes[name].target)
             yield f"{what} in {where}, which runs as {first}, makes {_shape(nodes[name])}"
