@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from torch import fx
+
 from autopar.cluster import AxisLink, Cluster
 from autopar.cost.footprint import Memory
 from autopar.cost.model import COLLECTIVES
@@ -70,6 +72,12 @@ def pipeline_cost(pipelining: Pipelining, once: Cost, timeline: Timeline) -> Cos
     )
 
 
+def held_at(pipelining: Pipelining, cut: Cut, rank: int) -> list[fx.Node]:
+    """The parameters and buffers that a rank along the pipeline's axis has, each once."""
+    own = {stage for _, stage in pipelining.schedule.local_stages(rank)}
+    return [node for node, read in cut.stages.items() if not own.isdisjoint(read)]
+
+
 def memory_by_place(
     pipelining: Pipelining, cut: Cut, taken: Mapping[int, StageMemory], buffer_bytes: int
 ) -> list[Memory]:
@@ -78,8 +86,7 @@ def memory_by_place(
     made, mesh = pipelining.schedule, pipelining.mesh.without(pipelining.axis)
     found = []
     for rank in range(made.ranks):
-        own = {stage for _, stage in made.local_stages(rank)}
-        held = [node for node, read in cut.stages.items() if not own.isdisjoint(read)]
+        held = held_at(pipelining, cut, rank)
         kept = kept_in_step(made, rank, taken)
         used = used_bytes(groups_in(held, mesh, buffer_bytes, cut.readers), mesh)
         memory = Memory.of(held, mesh, kept, used=used)

@@ -171,31 +171,30 @@ def most_in_step(schedule: Schedule, rank: int, stages: Mapping[int, StageMemory
     counts = _counts(schedule, rank, stages)
     held = [stages[stage] for stage in stages_of(schedule, rank)]
     bytes_ = np.einsum("msp,sp->m", counts, np.array([stage.sizes for stage in held]))
-    # A parameter of several stages has one gradient.
+    bytes_ -= shared_gradients(counts, held)
+    return float(bytes_.max(initial=0.0))
+
+
+def shared_gradients(counts: Counts, held: Sequence[StageMemory]) -> NDArray[np.float64]:
+    """By moment, the bytes of gradients that are counted more than once: a parameter of several
+    stages has one."""
+    found = np.zeros(len(counts))
     for name in {name for stage in held for name in stage.learned}:
         users = [number for number, stage in enumerate(held) if name in stage.learned]
         if len(users) > 1:
             flags = [
                 counts[:, at, Part.EARLY if name in held[at].at_once else Part.LATE] for at in users
             ]
-            more = np.sum(flags, 0) - np.max(flags, 0)
-            bytes_ -= more * held[users[0]].learned[name]
-    return float(bytes_.max(initial=0.0))
-
-
-def course_of_step(
-    schedule: Schedule, rank: int, stages: Mapping[int, StageMemory]
-) -> dict[str, list[float]]:
-    """The bytes that a rank makes, by kind, when each of its actions takes most."""
-    groups = tuple(stages[n].groups for n in range(schedule.stages))
-    sizes = np.array([stages[stage].sizes for stage in stages_of(schedule, rank)])
-    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for counts in _Counting(schedule, rank, groups).by_action:
-        bytes_ = (counts * sizes).sum(1)
-        most = bytes_[bytes_.sum(1).argmax()]
-        for kind, parts in KINDS.items():
-            found[kind].append(float(most[parts].sum()))
+            found += (np.sum(flags, 0) - np.max(flags, 0)) * held[users[0]].learned[name]
     return found
+
+
+def counts_by_action(
+    schedule: Schedule, rank: int, stages: Mapping[int, StageMemory]
+) -> list[Counts]:
+    """What a rank holds of its stages at the moments of each of its actions."""
+    groups = tuple(stages[n].groups for n in range(schedule.stages))
+    return _Counting(schedule, rank, groups).by_action
 
 
 def kept_in_step(schedule: Schedule, rank: int, stages: Mapping[int, StageMemory]) -> float:

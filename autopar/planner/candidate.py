@@ -29,7 +29,13 @@ from autopar.passes.microbatches import Microbatches
 from autopar.passes.stages import Cut
 from autopar.pipeline.alike_stages import StageMemories
 from autopar.pipeline.pipelining import Pipelining
-from autopar.pipeline.price import memory_by_place, pipeline_cost, price_step, stage_link
+from autopar.pipeline.price import (
+    held_at,
+    memory_by_place,
+    pipeline_cost,
+    price_step,
+    stage_link,
+)
 from autopar.pipeline.schedule import Option, one_stage
 from autopar.pipeline.stages.costs import StageCosts, price_stages
 from autopar.pipeline.step_memory import StageMemory, most_in_step
@@ -230,15 +236,27 @@ class Candidate:
         if self.pipelining is not None:
             cut, taken = self.cut(self.pipelining), self.taken_by_stages(self.pipelining)
             return memory_by_place(self.pipelining, cut, taken, self.states.buffer_bytes)
-        loss = self.loss
-        about = self.mesh, self.states.buffer_bytes
-        held = program_memory(self.rewritten, *about)
-        if loss is None:
+        held = program_memory(self.rewritten, self.mesh, self.states.buffer_bytes)
+        if (program := self.program_memory) is None:
             return [held]
-        program = StageMemory.of(self.rewritten, self.mesh, [loss], self.travel)
         made = most_in_step(one_stage(self.microbatches), 0, {0: program})
-        used = used_bytes(groups_in(self.rewritten.nodes, *about), self.mesh)
-        return [held.at_once(made, used)]
+        return [held.at_once(made, self.passing_copies(0))]
+
+    @cached_property
+    def program_memory(self) -> StageMemory | None:
+        """What the program takes in a step as it is, in no stages, if it has a loss."""
+        if (loss := self.loss) is None:
+            return None
+        return StageMemory.of(self.rewritten, self.mesh, [loss], self.travel)
+
+    def passing_copies(self, place: int) -> float:
+        """Of one of `memories`, the bytes of copies of parameters that live a use."""
+        about = self.mesh, self.states.buffer_bytes
+        if self.pipelining is None:
+            return used_bytes(groups_in(self.rewritten.nodes, *about), self.mesh)
+        cut = self.cut(self.pipelining)
+        held = held_at(self.pipelining, cut, place)
+        return used_bytes(groups_in(held, *about, cut.readers), self.mesh)
 
     def place_of(self, rank: int) -> int:
         """Of a rank along the axis of the pipeline."""

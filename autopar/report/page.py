@@ -17,9 +17,10 @@ from autopar.drawing import Drawing, style
 from autopar.pipeline.words import schedule_words
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.report.machine import machine, traffic
+from autopar.report.memory import drawn, memory_courses
 from autopar.report.model import Call, Part, joined, tree
 from autopar.report.program import blocks
-from autopar.report.step import Share, bar, bytes_held, memory_pictures, seconds
+from autopar.report.step import Share, bar, bytes_held, seconds
 from autopar.report.weighed import kinds_of, left_out_words, parts_of, scatter, ways
 from autopar.search.auto import Search
 from autopar.units import bytes_text, scaled, seconds_text, share_text, visible
@@ -82,7 +83,7 @@ def page(title: str, candidate: Candidate, asked: Asked, more: Sequence[Any] = (
         machine=machine(candidate, sent),
         sent=sent,
         gantt=None if timeline is None else timeline.gantt(seconds_text).drawn(),
-        memory=memory_pictures(candidate, asked.limit),
+        memory=[drawn(course, asked.limit) for course in memory_courses(candidate)],
         weighed=weighed,
         parts=parts_of([way.figures for way in weighed]),
         kinds=kinds_of([way.figures for way in weighed]),

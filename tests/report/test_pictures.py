@@ -13,12 +13,14 @@ import torch
 import autopar as ap
 from autopar.drawing import Axis, Drawing
 from autopar.pipeline import schedule, simulate
-from autopar.pipeline.step_memory import course_of_step, most_in_step
 from autopar.report.machine import traffic
+from autopar.report.memory import drawn as memory_drawn
+from autopar.report.memory import memory_courses
 from autopar.report.model import tree
 from autopar.report.program import blocks
 from autopar.report.step import seconds
 from autopar.report.weighed import scatter, ways
+from autopar.units import bytes_text
 from tests import models
 from tests.report import plans
 
@@ -67,19 +69,45 @@ def test_megatron_sends_what_its_formulas_say() -> None:
     assert sum(one.bytes for one in sums) == 4 * layers * 2 * (ranks - 1) / ranks * size
 
 
-@pytest.mark.parametrize("name", ["chimera", "1f1b", "zb-v"])
-def test_what_a_rank_holds_at_most_is_the_top_of_its_course(name: str) -> None:
-    case = models.gpt(layers=4, tied=False)
-    machines = ap.Cluster.preset("dgx-h100")
-    about = {"mesh": ap.Mesh(pp=2, dp=2), "schedule": name, "microbatches": 4, "cluster": machines}
-    plan = ap.plan(case.model, case.args, case.kwargs, **about)
-    assert plan.pipelining is not None
-    made, stages = plan.pipelining.schedule, plan.taken_by_stages(plan.pipelining)
-    for rank in range(made.ranks):
-        course = course_of_step(made, rank, stages)
-        tops = [sum(sizes) for sizes in zip(*course.values())]
-        assert len(tops) == len(made.orders[rank])
-        assert math.isclose(max(tops), most_in_step(made, rank, stages), rel_tol=1e-9)
+GPT = models.gpt(layers=4)
+ASKED = {
+    "whole": {"mesh": ap.Mesh(dp=4), "mode": "data"},
+    "tensors": {"mesh": ap.Mesh(dp=2, tp=2), "microbatches": 2},
+    "zero1": {"mesh": ap.Mesh(dp=4), "mode": "data", "states": "zero1", "microbatches": 2},
+    "zero2": {"mesh": ap.Mesh(dp=4), "mode": "data", "states": "zero2", "microbatches": 2},
+    "zero3": {"mesh": ap.Mesh(dp=4), "mode": "data", "states": "zero3", "microbatches": 2},
+    "again": {"mesh": ap.Mesh(dp=2), "recompute": "full", "microbatches": 2},
+    "half": {"mesh": ap.Mesh(dp=2), "precision": ap.Precision(compute=torch.bfloat16)},
+    "chimera": {"mesh": ap.Mesh(pp=2, dp=2), "schedule": "chimera", "microbatches": 4},
+    "1f1b": {"mesh": ap.Mesh(pp=2), "schedule": "1f1b", "microbatches": 4, "states": "zero1"},
+    "zero3 1f1b": {
+        "mesh": ap.Mesh(pp=2, dp=2),
+        "schedule": "1f1b",
+        "microbatches": 4,
+        "states": "zero3",
+    },
+    "zb-v": {"mesh": ap.Mesh(pp=2, dp=2), "schedule": "zb-v", "microbatches": 4},
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_the_top_of_a_picture_of_memory_is_the_peak_of_its_rank(name: str) -> None:
+    plan = ap.plan(GPT.model, GPT.args, GPT.kwargs, cluster=MACHINES, **ASKED[name])
+    peaks = [memory.peak for memory in plan.memories]
+    found = memory_courses(plan)
+    assert sorted(course.rank for course in found) == [*range(len(peaks))]
+    assert peaks[found[0].rank] == max(peaks)
+    for course in found:
+        peak = peaks[course.rank]
+        assert math.isclose(course.top, peak, rel_tol=1e-9)
+        for places in (1, 50, 10**6):
+            some = course.thinned(places)
+            assert math.isclose(max(sum(held.values()) for *_, held in some), peak, rel_tol=1e-9)
+        starts, ends = [one[0] for one in course.held], [one[1] for one in course.held]
+        assert starts == sorted(starts)
+        assert math.isclose(max(ends), plan.seconds, rel_tol=1e-9)
+        assert all(size >= 0 for *_, held in course.held for size in held.values())
+        assert f"at most {bytes_text(peak)}" in str(memory_drawn(course, 1e12))
 
 
 def test_the_tree_has_all_time_and_all_parameters() -> None:

@@ -1,0 +1,87 @@
+"""Course of a step: the bytes that a rank makes, by kind, action by action or call by call.
+
+The most of it at one time is what `most_in_step` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.pipeline.course import Moment, ProgramCourse
+from autopar.pipeline.schedule import Schedule, one_stage
+from autopar.pipeline.step_memory import (
+    KINDS,
+    READING,
+    Part,
+    StageMemory,
+    counts_by_action,
+    shared_gradients,
+    stages_of,
+)
+
+Held = Mapping[str, float]  # bytes by kind
+_AGAIN = (Part.B_AGAIN, Part.B_LAST)  # gradients of parameters are there from runs before
+_LAST = (Part.B_LAST, Part.B_ONLY)  # these are summed
+
+
+def course_of_step(schedule: Schedule, rank: int, stages: Mapping[int, StageMemory]) -> list[Held]:
+    """When each action of a rank takes most."""
+    held = [stages[stage] for stage in stages_of(schedule, rank)]
+    sizes = np.array([stage.sizes for stage in held])
+    found = list[Held]()
+    for counts in counts_by_action(schedule, rank, stages):
+        shared = shared_gradients(counts, held)
+        bytes_ = (counts * sizes).sum(1)
+        at = (bytes_.sum(1) - shared).argmax()
+        kinds = _kinds(bytes_[at])
+        found.append({**kinds, "gradients": kinds["gradients"] - float(shared[at])})
+    return found
+
+
+def course_by_call(
+    program: StageMemory, course: ProgramCourse, microbatches: int
+) -> list[list[tuple[str, Held]]]:
+    """Without a pipeline: of each run, forward or backward, what there is as calls make their
+    results, by their names."""
+    return [
+        [
+            (moment.call, held)
+            for (counts,) in rows
+            for moment, held in _moments(program.sizes, counts, course)
+        ]
+        for rows in counts_by_action(one_stage(microbatches), 0, {0: program})
+    ]
+
+
+def _moments(
+    sizes: NDArray[np.float64], counts: NDArray[np.int64], course: ProgramCourse
+) -> Iterator[tuple[Moment, Held]]:
+    """Those of the run that is on its way, beside what else there is."""
+    running = next((part for part in range(Part.F, len(Part)) if counts[part]), None)
+    if running is None:
+        return
+    reads = running >= Part.F_READING
+    run = Part(running - READING * reads)
+    beside = _kinds((counts * sizes)[: Part.F])
+    for moment in course.forward if run == Part.F else course.backward:
+        if (moment.copies is not None) != reads:
+            continue
+        gradients = moment.flowing + moment.gradients * (run not in _AGAIN)
+        made = {
+            "activations": moment.kept,
+            "gradients": gradients + moment.last * (run in _LAST),
+            "copies": moment.copies or 0.0,
+            "working": moment.more,
+        }
+        yield moment, {kind: size + made.get(kind, 0.0) for kind, size in beside.items()}
+
+
+def _kinds(sizes: Sequence[float] | NDArray[np.float64]) -> dict[str, float]:
+    """Bytes of parts, or of the first ones, by kind."""
+    return {
+        kind: float(sum(sizes[part] for part in parts if part < len(sizes)))
+        for kind, parts in KINDS.items()
+    }
