@@ -7,7 +7,7 @@ up tables; this adds up the nodes that are there, as the stages of a pipeline do
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from torch import fx
@@ -24,6 +24,7 @@ from autopar.cost.joint_kernels import Computed, messages_inside
 from autopar.cost.operators import ShardSizes, seconds, work
 from autopar.cost.price import ClusterPrice
 from autopar.cost.reductions import linears_behind, weight_seconds
+from autopar.cost.repeats import NONE, Repeats
 from autopar.cost.saved_tensors import piece_bytes, storage
 from autopar.cost.state_price import About, Beside, NodeCost, StatePrice
 from autopar.layout import ParameterPlacement, TensorType
@@ -130,6 +131,18 @@ class NodePrices:
 
     def __call__(self, node: fx.Node) -> NodeCost:
         return sum(self.elsewhere(node).values(), self.own(node))
+
+    def along(self, repeats: Repeats) -> Callable[[fx.Node], NodeCost]:
+        """The price of every node of a program, asked once for those that repeat."""
+        known: dict[fx.Node, NodeCost] = {}
+
+        def price(node: fx.Node) -> NodeCost:
+            twin = repeats.twin(node)
+            if twin not in known:
+                known[twin] = self(twin)
+            return known[twin]
+
+        return price
 
     def own(self, node: fx.Node) -> NodeCost:
         """Of the node itself, twice if it runs again."""
@@ -287,26 +300,39 @@ def _about(parameter: fx.Node) -> About:
     return tuple(value.shape), state_bytes(parameter), info(parameter).learns
 
 
-def program_run(graph: fx.Graph, prices: NodePrices) -> Run:
+def program_run(graph: fx.Graph, prices: NodePrices, repeats: Repeats = NONE) -> Run:
     """One run of the rewritten `graph`: the sums of its nodes' prices."""
     worked, moved = NodeCost(), NodeCost()
     shown = dict.fromkeys(("inside", "between", "host"), 0.0)
+    take = repeats.along(lambda node: _taken(node, prices))
     for node in graph.nodes:
-        about, cost = info(node), NodeCost()
-        if about.movement is not None or about.places is not None:
-            cost = prices.own(node)
-        else:
-            worked += prices.computed(node)
-            if about.joint is not None:
-                cost = prices.inside(node)
-        moved += cost
-        shown[prices.level(_axes(node))] += cost.forward + cost.backward
-        for region, kept in prices.elsewhere(node).items():
-            moved += kept
-            # What goes to the host comes back; what is gathered is so in backward alone.
-            shown["host"] += 2 * kept.forward
-            shown[prices.level(about.away[region])] += kept.backward - kept.forward
+        work, moves, levels = take(node)
+        worked = worked if work is None else worked + work
+        moved = sum(moves, moved)
+        for level, seconds_ in levels:
+            shown[level] += seconds_
     return Run(worked, moved, shown)
+
+
+Taken = tuple[NodeCost | None, list[NodeCost], list[tuple[str, float]]]
+
+
+def _taken(node: fx.Node, prices: NodePrices) -> Taken:
+    """What a node computes, all that it moves, and the seconds of these that show, by level."""
+    about, work, cost = info(node), None, NodeCost()
+    if about.movement is not None or about.places is not None:
+        cost = prices.own(node)
+    else:
+        work = prices.computed(node)
+        if about.joint is not None:
+            cost = prices.inside(node)
+    moves, levels = [cost], [(prices.level(_axes(node)), cost.forward + cost.backward)]
+    for region, kept in prices.elsewhere(node).items():
+        moves.append(kept)
+        # What goes to the host comes back; what is gathered is so in backward alone.
+        levels.append(("host", 2 * kept.forward))
+        levels.append((prices.level(about.away[region]), kept.backward - kept.forward))
+    return work, moves, levels
 
 
 def _axes(node: fx.Node) -> tuple[str, ...]:

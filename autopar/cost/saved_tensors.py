@@ -19,6 +19,7 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.capture.origins import copied_parameter
 from autopar.cost.operators import ShardSizes
+from autopar.cost.repeats import NONE, Repeats
 from autopar.mesh import Mesh
 from autopar.recompute import Keep
 from autopar.strategies import tensor_inputs
@@ -247,8 +248,8 @@ def lasting(
 class KeptOnce:
     """The same of the nodes of one program, each looked at once."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, repeats: Repeats = NONE) -> None:
+        self.mesh, self._repeats = mesh, repeats
         self._own: dict[fx.Node, Kept] = {}
         self._through: dict[fx.Node, Kept] = {}
         self._remade: dict[fx.Node, Kept] = {}
@@ -256,20 +257,33 @@ class KeptOnce:
     def own(self, node: fx.Node) -> Kept:
         """What `kept_by` says."""
         if node not in self._own:
-            self._own[node] = kept_by(node, self.mesh)
+            kept = self._of_twin(node, self.own)
+            self._own[node] = kept_by(node, self.mesh) if kept is None else kept
         return self._own[node]
 
     def through(self, node: fx.Node) -> Kept:
         """What `kept_through` says."""
         if node not in self._through:
-            self._through[node] = kept_through(node, self.mesh, self.own(node))
+            kept = self._of_twin(node, self.through)
+            own = None if kept is not None else self.own(node)
+            self._through[node] = kept_through(node, self.mesh, own) if kept is None else kept
         return self._through[node]
 
     def remade(self, node: fx.Node) -> Kept:
         """What `remade_for` says."""
         if node not in self._remade:
-            self._remade[node] = remade_for(node, self.mesh, self.own(node))
+            kept = self._of_twin(node, self.remade)
+            own = None if kept is not None else self.own(node)
+            self._remade[node] = remade_for(node, self.mesh, own) if kept is None else kept
         return self._remade[node]
+
+    def _of_twin(self, node: fx.Node, ask: Callable[[fx.Node], Kept]) -> Kept | None:
+        """The same of the node's own neighbours, if it has a twin."""
+        twin = self._repeats.twin(node)
+        if twin is node:
+            return None
+        kept = ask(twin).items()
+        return {(self._repeats.beside(at, node), place): size for (at, place), size in kept}
 
 
 def most_remade(

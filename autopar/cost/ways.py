@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
 
@@ -64,7 +65,7 @@ class Copied:
     def is_read(self) -> bool:
         return self.first >= 0
 
-    @property
+    @cached_property
     def copied(self) -> tuple[Way, ...]:
         """What is copied to what: once a step, then for each use."""
         if not self.is_read:
@@ -177,9 +178,10 @@ def copy_groups(parameters: Iterable[Some], mesh: Mesh, buffer_bytes: int) -> li
             kinds.setdefault(Kind(way == one.copied[-1], way.lasts, *about), []).append(one)
     found = []
     for kind, those in kinds.items():
+        sizes = {one.name: kind.bytes([one], mesh) for one in those}  # groups ask again and again
 
-        def size(one: Some, kind: Kind = kind) -> int:
-            return kind.bytes([one], mesh)
+        def size(one: Some, sizes: Mapping[str, int] = sizes) -> int:
+            return sizes[one.name]
 
         found += [CopyGroup(kind, tuple(group)) for group in groups_of(those, size, buffer_bytes)]
     return found

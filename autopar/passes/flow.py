@@ -23,6 +23,7 @@ from torch import fx
 
 from autopar.capture.captured import Captured
 from autopar.capture.origins import taken_copies
+from autopar.cost.repeats import Repeats
 from autopar.errors import InvalidInput
 from autopar.strategies import traits_of
 from autopar.strategies.node_info import WeightInputs, info
@@ -175,6 +176,11 @@ class Flow:
                 found[node] = min(reading, default=-1), max(reading, default=-1)
         return found
 
+    @cached_property
+    def repeats(self) -> Repeats:
+        """The equal blocks of the program."""
+        return Repeats.of(self.graph)
+
     def read_by(self, new_value: fx.Node) -> set[fx.Node]:
         """The statistics that the new value of one buffer is made of."""
 
@@ -307,7 +313,7 @@ def ancestors(
 
 def part_of(source: fx.Graph, wanted: Iterable[fx.Node], given: Iterable[fx.Node] = ()) -> fx.Graph:
     """A copy of the part of `source` that makes `wanted`, with `given` as placeholders."""
-    given = list(given)
+    given = dict.fromkeys(given)
     needed = ancestors(
         [*wanted, *given], lambda node: [] if node in given else node.all_input_nodes
     )
@@ -316,13 +322,27 @@ def part_of(source: fx.Graph, wanted: Iterable[fx.Node], given: Iterable[fx.Node
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in [*placeholders, *given, *(n for n in kept if n.op != "placeholder")]:
-        if node in given and node.op != "placeholder":
-            copy = graph.placeholder(node.name)
-        else:
-            copy = graph.node_copy(node, copies.__getitem__)
-        copy.name, copy.meta = node.name, dict(node.meta)
+        copy = copies[node] = _copied(graph, node, copies, is_given=node in given)
         if copy.op == "placeholder":
             for fact in ("movement", "region", "remade", "dropped"):  # what is given is there
                 copy.meta.pop(fact, None)
-        copies[node] = copy
     return graph
+
+
+def _copied(
+    graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], is_given: bool
+) -> fx.Node:
+    """A copy of one node at the end of `graph`, a placeholder if it is given there."""
+    if is_given and node.op != "placeholder":
+        copy = graph.placeholder(node.name)
+    else:
+        # Arguments that are there later are not looked through for symbols, which takes longest.
+        copy = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+        if node.args:
+            copy.args = fx.map_arg(node.args, copies.__getitem__)
+        if node.kwargs:
+            copy.kwargs = fx.map_arg(node.kwargs, copies.__getitem__)
+    if copy.name != node.name:
+        copy.name = node.name
+    copy.meta.update(node.meta)
+    return copy

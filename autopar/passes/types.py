@@ -30,6 +30,8 @@ def assign_types(source: fx.Graph, setting: Setting) -> fx.Graph:
     captured, decisions = setting.captured, setting.decisions
     graph = part_of(source, source.nodes)
     facts: dict[int, Facts] = {}  # of calls that are alike
+    taken: dict[tuple[int, Strategy], dict[str, object]] = {}  # what is said of these
+    parted = {reader for _, reader, _ in decisions.ways}
     for node in graph.nodes:
         if node.op == "placeholder":
             info(node).origin = _origin(captured, node.name)
@@ -44,41 +46,55 @@ def assign_types(source: fx.Graph, setting: Setting) -> fx.Graph:
             rule, kind = captured.priced[node.name], captured.classes[node.name]
             if rule is not None and kind not in facts:
                 facts[kind] = facts_of(node, rule, tensor_inputs(node))
-            _type_operator(node, facts.get(kind), decisions)
+            _type_operator(node, facts.get(kind), decisions, taken)
+            if node.name in parted:
+                _share_ways(node, decisions)
     _type_output(captured, graph, decisions)
     return graph
 
 
-def take_strategy(node: fx.Node, facts: Facts, strategy: Strategy) -> None:
-    """Write on an operator what its rule says under a strategy."""
+def _under(node: fx.Node, facts: Facts, strategy: Strategy) -> dict[str, object]:
+    """What the rule of an operator says under a strategy."""
     rule, signature = facts.rule, facts.rule.signature(strategy)
     learns = [info(value).differentiable for value in tensor_inputs(node)]
     saved = rule.saved_under(strategy)
-    info(node).update(
-        wants=signature.wants(learns),
-        rule=rule,
-        strategy=strategy,
-        saved=saved.inputs_for(learns),
-        saves_output=saved.output,
-        calls=((facts, strategy),),
-    )
-    _set_type(node, *signature.outputs)
+    return {
+        "wants": signature.wants(learns),
+        "rule": rule,
+        "strategy": strategy,
+        "saved": saved.inputs_for(learns),
+        "saves_output": saved.output,
+        "calls": ((facts, strategy),),
+        "type": _type_of(node, *signature.outputs),
+    }
 
 
-def _type_operator(node: fx.Node, facts: Facts | None, decisions: Decisions) -> None:
-    inputs, fixed = tensor_inputs(node), decisions.fixed.get(node.name)
+def _type_operator(
+    node: fx.Node,
+    facts: Facts | None,
+    decisions: Decisions,
+    taken: dict[tuple[int, Strategy], dict[str, object]],
+) -> None:
+    fixed = decisions.fixed.get(node.name)
     if fixed is not None:
         info(node).wants = (Placement(fixed),)
         _set_type(node, fixed)
     elif facts is not None:
-        take_strategy(node, facts, decisions.strategies.get(node.name, Strategy()))
+        key = id(facts), decisions.strategies.get(node.name, Strategy())
+        if key not in taken:
+            taken[key] = _under(node, facts, key[1])
+        info(node).update(**taken[key])
     else:
+        inputs = tensor_inputs(node)
         info(node).wants = tuple(Placement.whole(info(value).val.ndim) for value in inputs)
         whole = (Layout.replicated(getattr(value, "ndim", 0)) for value in info(node).values)
         _set_type(node, *whole)
+
+
+def _share_ways(node: fx.Node, decisions: Decisions) -> None:
     info(node).ways = {
         (value.name, want): way
-        for position, (value, want) in enumerate(zip(inputs, info(node).wants))
+        for position, (value, want) in enumerate(zip(tensor_inputs(node), info(node).wants))
         if (way := decisions.ways.get((value.name, node.name, position)))
     }
 
@@ -99,11 +115,15 @@ def _type_output(captured: Captured, graph: fx.Graph, decisions: Decisions) -> N
 
 
 def _set_type(node: fx.Node, *layouts: Layout) -> None:
+    info(node).type = _type_of(node, *layouts)  # type: ignore[assignment]
+
+
+def _type_of(node: fx.Node, *layouts: Layout) -> object:
     types = tuple(
         TensorType.of(value, layout) if isinstance(value, torch.Tensor) else None
         for value, layout in zip(info(node).values, layouts)
     )
-    info(node).update(type=types if has_results(node) else types[0])
+    return types if has_results(node) else types[0]
 
 
 def _origin(captured: Captured, placeholder: str) -> tuple[str, str]:

@@ -199,7 +199,8 @@ class Candidate:
         """The program, to be cut into stages along `axis` of the `mesh` of all ranks; `like` that
         of the same layouts with other states, `beside` with other regions recomputed."""
         link = stage_link(self.cluster, mesh, axis)
-        return StageCosts(self.flow, self.mesh, self.prices, link.bandwidth, like, beside)
+        prices = self.prices.along(self.flow.repeats)
+        return StageCosts(self.flow, self.mesh, prices, link.bandwidth, like, beside)
 
     def cut_as(self, given: Pipelining) -> Candidate:
         """This program in the stages of a pipeline, with what they take here."""
@@ -216,7 +217,7 @@ class Candidate:
     @cached_property
     def run(self) -> Run:
         """What one micro-batch takes, through all stages."""
-        return program_run(self.rewritten, self.prices)
+        return program_run(self.rewritten, self.prices, self.flow.repeats)
 
     @cached_property
     def cost(self) -> Cost:

@@ -103,7 +103,7 @@ class StageCosts:
         same layouts, though other regions may be recomputed."""
         self.flow, self.mesh, self.bandwidth = flow, mesh, link_bandwidth
         if like is None:
-            once = KeptOnce(mesh)
+            once = KeptOnce(mesh, flow.repeats)
             halves = Halves(flow, once)
             self.kept, self.weight_halves = kept_by_stages(flow, once, halves)
             self._remade_in = Remade(flow, once, halves)
