@@ -134,15 +134,7 @@ class NodePrices:
 
     def along(self, repeats: Repeats) -> Callable[[fx.Node], NodeCost]:
         """The price of every node of a program, asked once for those that repeat."""
-        known: dict[fx.Node, NodeCost] = {}
-
-        def price(node: fx.Node) -> NodeCost:
-            twin = repeats.twin(node)
-            if twin not in known:
-                known[twin] = self(twin)
-            return known[twin]
-
-        return price
+        return repeats.along(self)
 
     def own(self, node: fx.Node) -> NodeCost:
         """Of the node itself, twice if it runs again."""

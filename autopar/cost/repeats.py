@@ -12,9 +12,10 @@ within a block: the first and last block stand for themselves.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import TypeVar
 
 import numpy as np
 from torch import fx
@@ -22,6 +23,7 @@ from torch import fx
 from autopar.strategies.node_info import Region, info
 
 LEAST_BLOCKS = 4
+Known = TypeVar("Known")
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,44 @@ class Repeats:
 
     calls: Sequence[fx.Node] = ()  # in order
     start: int = 0  # the place of the first call of a block
+    period: int = 0  # so many calls later comes the next block
+    end: int = 0
     twins: dict[fx.Node, fx.Node] = field(default_factory=dict)
     place: dict[fx.Node, int] = field(default_factory=dict)
 
     def twin(self, node: fx.Node) -> fx.Node:
         """The node of which the same is known."""
         return self.twins.get(node, node)
+
+    def along(self, ask: Callable[[fx.Node], Known]) -> Callable[[fx.Node], Known]:
+        """What is known of a node from its neighbours, asked once for those that repeat."""
+        known: dict[fx.Node, Known] = {}
+
+        def find(node: fx.Node) -> Known:
+            twin = self.twins.get(node, node)
+            if twin not in known:
+                known[twin] = ask(twin)
+            return known[twin]
+
+        return find
+
+    def before(self, node: fx.Node) -> fx.Node | None:
+        """The same call one block earlier, if both are in blocks among others like them."""
+        at = self.place.get(node, -1)
+        is_inside = self.start + 2 * self.period <= at < self.end - self.period
+        return self.calls[at - self.period] if is_inside else None
+
+    def moved_to(self, graph: fx.Graph) -> Repeats:
+        """The same of a copy of the graph."""
+        to = {node.name: node for node in graph.nodes}
+        return Repeats(
+            [to[node.name] for node in self.calls],
+            self.start,
+            self.period,
+            self.end,
+            {to[node.name]: to[twin.name] for node, twin in self.twins.items()},
+            {to[node.name]: at for node, at in self.place.items()},
+        )
 
     def beside(self, other: fx.Node, node: fx.Node) -> fx.Node:
         """The call near `node` that is what `other` is near its twin; all blocks may read one that
@@ -70,7 +104,7 @@ class Repeats:
             for own, others in zip(node.all_input_nodes, twin.all_input_nodes):
                 if own.op == "placeholder" and own is not others:
                     twins[own] = others
-        return cls(calls, start, twins, place)
+        return cls(calls, start, period, start + count * period, twins, place)
 
 
 NONE = Repeats()

@@ -101,9 +101,9 @@ def copied_of(
     end = taken[-1] if taken else node
     moved = [movement for one in taken if (movement := info(one).movement) is not None]
     gathered = {axis for movement in moved for axis in movement.axes}
-    reading, dtype = [place[user] for user in end.users], info(end).type.dtype
-    readers = known or info(node).readers
+    dtype, readers = info(end).type.dtype, known or info(node).readers
     if readers is None:
+        reading = [place[user] for user in end.users]
         readers = Readers((0,), (0,), min(reading, default=-1), max(reading, default=-1))
     return Copied(
         info(node).origin[1],
@@ -112,7 +112,7 @@ def copied_of(
         dtype != type_.dtype,
         places,
         len(taken),
-        info(end).type.layout if reading else places.optimizer,
+        info(end).type.layout if end.users else places.optimizer,
         in_order({*info(node).sync, *gathered}, mesh),
         readers,
     )
@@ -126,7 +126,9 @@ def copied_in(
     parameters = [node for node in nodes if info(node).places is not None]
     if not parameters:
         return {}
-    place = {node: at for at, node in enumerate(parameters[0].graph.nodes)}
+    are_known = all(node in readers or info(node).readers is not None for node in parameters)
+    every = () if are_known else parameters[0].graph.nodes
+    place = {node: at for at, node in enumerate(every)}
     return {node: copied_of(node, place, mesh, readers.get(node)) for node in parameters}
 
 

@@ -15,6 +15,7 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.capture.verifier import verify
 from autopar.collectives import Price
+from autopar.cost.repeats import NONE, Repeats
 from autopar.passes.eager_sums import choose_sums
 from autopar.passes.early_sums import settle_small_sums
 from autopar.passes.flow import part_of
@@ -86,9 +87,17 @@ def rewrite(
     return _run(PASSES, captured.graph, Setting(captured, decisions, price), each)
 
 
-def remark(graph: fx.Graph, captured: Captured, decisions: Decisions, price: Price) -> fx.Graph:
-    """A rewritten program of the same layouts in which other regions are recomputed."""
-    return mark_recomputed(part_of(graph, graph.nodes), Setting(captured, decisions, price))
+def remark(
+    graph: fx.Graph,
+    captured: Captured,
+    decisions: Decisions,
+    price: Price,
+    repeats: Repeats = NONE,
+) -> fx.Graph:
+    """A rewritten program of the same layouts in which other regions are recomputed. `repeats`: its
+    equal blocks, if none is yet."""
+    made = part_of(graph, graph.nodes)
+    return mark_recomputed(made, Setting(captured, decisions, price), repeats.moved_to(made))
 
 
 def replace_states(

@@ -9,7 +9,7 @@ elsewhere, in pieces or on the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -17,6 +17,7 @@ from torch import fx
 from autopar.capture.origins import gathered_parameter, is_made_of_parameters
 from autopar.capture.randomness import is_random
 from autopar.capture.regions import runs
+from autopar.cost.repeats import NONE, Repeats
 from autopar.cost.saved_tensors import kept_away, kept_by, lasting, storage
 from autopar.mesh import Mesh
 from autopar.passes.setting import Setting
@@ -27,22 +28,42 @@ from autopar.strategies.results import has_results, is_result, maker, place_of
 SMALL = 1 / 16  # of the bytes of the largest value that is made again: less is kept
 
 
-def mark_recomputed(graph: fx.Graph, setting: Setting) -> fx.Graph:
-    """Write on the nodes of every region what is done of them again, and on no others."""
+def mark_recomputed(graph: fx.Graph, setting: Setting, repeats: Repeats = NONE) -> fx.Graph:
+    """Write on the nodes of every region what is done of them again, and on no others. `repeats`:
+    the equal blocks of the program without its regions."""
     for node in graph.nodes:
-        info(node).update(region=None, remade=False, dropped=False, away={})
+        for fact in ("region", "remade", "dropped", "away"):
+            node.meta.pop(fact, None)
     decided, seen = setting.decisions.recompute, dict[str, int]()
-    for name, nodes in runs(graph, decided, is_made_of_parameters):
+    if not decided:
+        return graph
+    sizes: dict[Region, int] = {}
+    for name, nodes in runs(graph, decided, repeats.along(is_made_of_parameters)):
         seen[name] = seen.get(name, 0) + 1
         number = f" ({seen[name]})" if seen[name] > 1 else ""
         region = Region(name + number, decided[name], any(map(is_random, nodes)))
         for node in nodes:
             info(node).region = region
-        if region.how.kind is not None:
+        sizes[region] = len(nodes)
+        if region.how.kind is not None and not _follow(nodes, sizes, repeats):
             (_mark_full if region.is_full else _mark_selective)(nodes, setting.mesh)
         if region.how.keep != "device":
             _mark_away(nodes, region, setting.mesh)
     return graph
+
+
+def _follow(nodes: Sequence[fx.Node], sizes: Mapping[Region, int], repeats: Repeats) -> bool:
+    """Mark a region as that of the block before it, if it is the same one block later."""
+    earlier = [one for node in nodes if (one := repeats.before(node)) is not None]
+    own, regions = info(nodes[0]).region, {info(one).region for one in earlier}
+    (other,) = regions if len(regions) == 1 else (None,)
+    if own is None or other is None or other.how != own.how:
+        return False
+    if not len(earlier) == len(nodes) == sizes[other]:
+        return False
+    for node, one in zip(nodes, earlier):
+        info(node).update(remade=info(one).remade, dropped=info(one).dropped)
+    return True
 
 
 def _mark_full(nodes: Sequence[fx.Node], mesh: Mesh) -> None:

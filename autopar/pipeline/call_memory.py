@@ -43,18 +43,41 @@ class CallMemory:
     gradients: tuple[int | None, ...]
 
 
+Seen = tuple[int, int, tuple[int | None, ...]]  # of a call, all but its inputs
+
+
 class CallMemories:
     """Of all calls of a program; those that are alike, in any program, are looked at once."""
 
-    _seen: ClassVar[dict[tuple[Any, ...], tuple[int, int, tuple[int | None, ...]]]] = {}
+    _seen: ClassVar[dict[tuple[Any, ...], Seen]] = {}
 
     def __init__(self, mesh: Mesh, kernels: HostKernels | None = None) -> None:
         """`kernels`: of a host, on which they run."""
         self.mesh, self.kernels = mesh, kernels
+        # Of this program, by what they are made of, which is its own: the places of their tensors
+        # among all inputs, and what is known.
+        self._own: dict[tuple[Any, ...], tuple[tuple[int, ...], Seen]] = {}
         if len(self._seen) > MOST_KNOWN:
             self._seen.clear()
 
     def __call__(self, node: fx.Node) -> CallMemory:
+        known, given = info(node), node.all_input_nodes
+        if not known.calls:
+            return self._looked_at(node)
+        key = (
+            node.target,
+            tuple(map(id, known.calls)),
+            known.type,
+            tuple((info(value).type, info(value).differentiable) for value in given),
+        )
+        if key not in self._own:
+            found = self._looked_at(node)
+            places = tuple(given.index(value) for value in found.inputs)
+            self._own[key] = places, (found.forward, found.backward, found.gradients)
+        places, seen = self._own[key]
+        return CallMemory(tuple(given[place] for place in places), *seen)
+
+    def _looked_at(self, node: fx.Node) -> CallMemory:
         function, args, kwargs = local_call(node, self.mesh, 0, torch.device("meta"))
         found: list[fx.Node] = []
         fx.map_arg((args, kwargs), found.append)

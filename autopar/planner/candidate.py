@@ -20,6 +20,7 @@ from autopar.cost.buckets import Travel
 from autopar.cost.footprint import Memory, program_memory
 from autopar.cost.host_kernels import HostKernels
 from autopar.cost.program import Cost, NodePrices, Run, program_run
+from autopar.cost.repeats import NONE, Repeats
 from autopar.cost.ways import groups_in, used_bytes
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
@@ -145,6 +146,11 @@ class Candidate:
             return self._source.flow.moved_to(self.rewritten)
         return flow_of(self.captured, self.rewritten)
 
+    @cached_property
+    def repeats(self) -> Repeats:
+        """The equal blocks of the program."""
+        return self.flow.repeats if "flow" in vars(self) else Repeats.of(self.rewritten)
+
     @property
     def _knows_flow(self) -> bool:
         """Whether it was looked at, here or where the same calls read whole states."""
@@ -183,7 +189,8 @@ class Candidate:
             return self
         decisions = replace(self.decisions, recompute=dict(decided))
         made = replace(self, decisions=decisions)
-        graph = remark(self.rewritten, self.captured, decisions, self.prices.price)
+        repeats = NONE if self.decisions.recompute else self.repeats
+        graph = remark(self.rewritten, self.captured, decisions, self.prices.price, repeats)
         vars(made).update(prices=self.prices, _forms=self._forms, rewritten=graph)
         if self._knows_flow:
             vars(made)["flow"] = self.flow.moved_to(graph)
@@ -217,7 +224,7 @@ class Candidate:
     @cached_property
     def run(self) -> Run:
         """What one micro-batch takes, through all stages."""
-        return program_run(self.rewritten, self.prices, self.flow.repeats)
+        return program_run(self.rewritten, self.prices, self.repeats)
 
     @cached_property
     def cost(self) -> Cost:

@@ -7,7 +7,7 @@ They are read from the rewritten program, whatever decided its layouts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 from torch import fx
 
@@ -26,7 +26,7 @@ def state_places(graph: fx.Graph, states: States, mesh: Mesh) -> dict[str, Param
     """The places of the parameters of a program that have more than one. What nobody reads has
     one: another program on the same parameters may read it, without a copy in this one."""
     axes, main = data_axes(graph, mesh), main_axes(graph, mesh)
-    found = {}
+    found, known = {}, dict[Hashable, ParameterPlacement]()
     for node in graph.find_nodes(op="placeholder"):
         places = info(node).places
         if places is None or not node.users:
@@ -34,8 +34,11 @@ def state_places(graph: fx.Graph, states: States, mesh: Mesh) -> dict[str, Param
         shape, learns = tuple(info(node).val.shape), info(node).learns
         order = sorted(axes[node], key=main.__contains__)  # those of most parameters innermost
         already = mesh.degree(axis for axis in places.working.axes if axis in main)
-        about = shape, order, mesh, learns, already, info(node).on_host
-        found[node.name] = states.places(places.working, *about)
+        key = places.working, shape, tuple(order), learns, already, info(node).on_host
+        if key not in known:
+            about = shape, order, mesh, learns, already, info(node).on_host
+            known[key] = states.places(places.working, *about)
+        found[node.name] = known[key]
     return {name: places for name, places in found.items() if not places.is_tied}
 
 

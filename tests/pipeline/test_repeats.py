@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import autopar as ap
+from autopar.capture.regions import blocks
 from autopar.cost.program import NodePrices, program_run
 from autopar.cost.repeats import Repeats
 from autopar.cost.saved_tensors import KeptOnce
+from autopar.passes import remark
 from autopar.passes.flow import flow_of
 from autopar.pipeline.stages.costs import StageCosts
 from autopar.states import BUFFER_BYTES
@@ -25,11 +28,11 @@ MODELS = {
     "gpt": lambda: gpt(layers=7),
     "fused": lambda: gpt(layers=7, fused=True, tied=False),
     "megatron": lambda: megatron(gpt(layers=7)),
-    **{name: lambda make=make: make(8, 2) for name, make in MAKERS.items()},
+    **{name: lambda make=make: make(8, 7) for name, make in MAKERS.items()},
 }
 CUT = ap.Recompute("full", keep="cut")
 WAYS = [
-    ("whole", None, "auto"),
+    ("whole", None, "data"),
     ("zero1", "selective", "propagate"),
     ("zero3", None, "auto"),
     ("zero3", "full", "propagate"),
@@ -85,6 +88,21 @@ def test_a_line_of_what_repeats_is_that_of_all_nodes(
     points = (0, 20, 50, 90)
     one, each = (line.table(points) for line in lines)
     assert all((getattr(one, f) == getattr(each, f)).all() for f in vars(one))
+
+
+@pytest.mark.parametrize("how", ["selective", "full"])
+@pytest.mark.parametrize("name", MODELS)
+def test_regions_that_repeat_are_marked_as_each_by_itself(name: str, how: str) -> None:
+    plan = plan_of(case_of(name), "whole", None, "propagate")
+    graph, captured, decisions = plan.program.graph, plan.captured, plan.decisions
+    price = NodePrices(machines(4, *EVEN), plan.mesh, BUFFER_BYTES).price
+    decided = {region: ap.Recompute(how) for region in blocks(captured)}
+    # One of them is treated otherwise.
+    for kinds in (decided, decided | {list(decided)[4]: ap.Recompute("full")}):
+        about = graph, captured, replace(decisions, recompute=kinds), price
+        for one, other in zip(remark(*about, Repeats.of(graph)).nodes, remark(*about).nodes):
+            marks = [(n.region, n.remade, n.dropped, n.away) for n in (info(one), info(other))]
+            assert marks[0] == marks[1]
 
 
 class Uneven(nn.Module):

@@ -117,6 +117,7 @@ class StageCosts:
         else:
             self._parameters, self._crossing = known._parameters, known._crossing
         self._holding = [0, *itertools.accumulate(bool(held) for held in self._parameters)]
+        self._held_by = flow.repeats.along(lambda node: held_bytes(node, mesh))
         self._tables: dict[tuple[int, ...], StageTable] = {}  # by cut points
         self._clean: dict[float, list[int]] = {}  # by reach
         self._rows: dict[str, tuple[Mark, list[float]]] = {}  # of nodes by name
@@ -152,7 +153,7 @@ class StageCosts:
 
     def _row(self, node: fx.Node, cost: PriceOf) -> list[float]:
         """The columns of one node."""
-        return _columns(cost(node), held_bytes(node, self.mesh))
+        return _columns(cost(node), self._held_by(node))
 
     def restated(
         self,
