@@ -17,3 +17,17 @@ def collected_later() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """What is there stays, and is not looked through whenever garbage among what is made inside
+    is looked for."""
+    is_first = gc.get_freeze_count() == 0
+    if is_first:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if is_first:
+            gc.unfreeze()

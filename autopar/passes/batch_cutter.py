@@ -5,6 +5,7 @@ The work of `microbatches.cut_batch`, one live operator after the other, by thei
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Hashable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -306,7 +307,7 @@ class Cutter:
     def _copy(
         self, node: fx.Node, given: tuple[Status, ...], args: tuple, kwargs: dict[str, Any]
     ) -> None:
-        found = {**self.copies, **self.read}
+        found = ChainMap(self.read, self.copies)
         new_args, new_kwargs = fx.map_arg((args, kwargs), found.__getitem__)
         # A shape in place of its own arguments is that of a reshape.
         is_reshape = traits_of(node).as_reshape and args is not node.args

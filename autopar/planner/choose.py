@@ -21,6 +21,7 @@ from autopar.capture.captured import Captured
 from autopar.cost.footprint import parameter_bytes
 from autopar.cost.saved_tensors import kept_bytes
 from autopar.errors import ExecutionError, InvalidInput
+from autopar.garbage import set_aside
 from autopar.layout import Layout, ParameterPlacement
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import cut_batch
@@ -85,6 +86,7 @@ class Planner:
         seconds = {id(one): float(f"{one.seconds:.9g}") for one in self._weighed}
         return tuple(sorted(self._weighed, key=lambda one: (not one.fits, seconds[id(one)])))
 
+    @set_aside()
     def best(self) -> Candidate:
         """The fastest way to run a step, of those that are asked for and fit."""
         reasons: list[str] = []

@@ -39,12 +39,15 @@ def propagate(
     parameters = [
         key for key, name in captured.parameters.items() if name in constraints.parameters
     ]
-    alone = _Propagation(captured, mesh, constraints)
-    alone.bind_operators()
-    alone.start(activations)
     spread = _Propagation(captured, mesh, constraints)
     spread.bind_operators()
-    spread.bind_readers(parameters, alone.batch_axes())
+    batch_axes = frozenset[str]()  # that annotated parameters are not to take
+    if parameters:
+        alone = _Propagation(captured, mesh, constraints)
+        alone.bind_operators()
+        alone.start(activations)
+        batch_axes = alone.batch_axes()
+    spread.bind_readers(parameters, batch_axes)
     spread.start(activations)
     spread.start(parameters)
     if batch:
