@@ -6,6 +6,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+AT_ONCE = 50_000  # objects are made before garbage is looked for
+
 
 @contextmanager
 def collected_later() -> Iterator[None]:
@@ -22,12 +24,14 @@ def collected_later() -> Iterator[None]:
 @contextmanager
 def set_aside() -> Iterator[None]:
     """What is there stays, and is not looked through whenever garbage among what is made inside
-    is looked for."""
-    is_first = gc.get_freeze_count() == 0
+    is looked for; that is seldom, since most of it is large."""
+    is_first, thresholds = gc.get_freeze_count() == 0, gc.get_threshold()
     if is_first:
         gc.freeze()
+    gc.set_threshold(thresholds[0] and max(thresholds[0], AT_ONCE), *thresholds[1:])
     try:
         yield
     finally:
+        gc.set_threshold(*thresholds)
         if is_first:
             gc.unfreeze()

@@ -257,10 +257,14 @@ class Flow:
 
         These are products. Of norms, biases and tables it is what is itself made of parameters.
         """
-        found = {}
+        found, products = {}, dict[tuple[int, ...], bool]()  # by calls, which others have too
         for node in self.activations:
-            rules = [facts.rule for facts, _ in info(node).calls]
-            product = any(rule.flops > 0 and rule.is_contraction for rule in rules)
+            calls = info(node).calls
+            key = tuple(map(id, calls))
+            if key not in products:
+                rules = [facts.rule for facts, _ in calls]
+                products[key] = any(rule.flops > 0 and rule.is_contraction for rule in rules)
+            product = products[key]
             positions = tuple(
                 position
                 for position, value in enumerate(tensor_arguments(node))

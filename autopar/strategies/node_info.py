@@ -128,8 +128,7 @@ class NodeInfo:
 
     def update(self, **facts: Any) -> None:
         """Set several facts at once."""
-        for name, fact in facts.items():
-            setattr(self, name, fact)
+        self.__dict__.update(facts)
 
     def end(self, results: Sequence[fx.Node]) -> None:
         """What is known of the output of `results`."""

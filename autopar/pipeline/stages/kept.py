@@ -60,10 +60,11 @@ class Halves:
     def _of(self, node: fx.Node) -> Kept:
         weights, region = self._flow.weight_inputs.get(node), info(node).region
         if weights is None:
+            if not self._flow.is_weight(node):
+                return {}
             # What is made of weights alone is made again with their gradients.
             is_late = region is not None and not region.is_full
-            kept = self._known.through(node) if is_late else self._known.own(node)
-            return kept if self._flow.is_weight(node) else {}
+            return self._known.through(node) if is_late else self._known.own(node)
         found = dict(self._known.own(node)) if weights.product else {}
         waiting = values_of(node) if weights.product else self._flow.weights_of(node)
         for value in [value for value in waiting if info(value).differentiable]:

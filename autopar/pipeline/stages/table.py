@@ -57,8 +57,9 @@ class StageTable:
     def bytes(self, *counts: float) -> NDArray:
         """What a stage keeps of so many micro-batches, as in LiveCounts, and its states: once, if
         it is not said how often."""
-        first, *others = (count * size for count, size in zip((*counts, 1), self.by_count))
-        return sum(others, first)
+        # Of most there is none: nothing is added for these.
+        terms = [count * size for count, size in zip((*counts, 1), self.by_count) if count]
+        return sum(terms[1:], terms[0]) if terms else 0 * self.states
 
     def fastest(self, offered: Sequence[Mask]) -> list[int] | None:
         """The cut with fewest empty stages; of these with the fastest slowest; that sends least.
