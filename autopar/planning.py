@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -27,7 +28,8 @@ from autopar.options import (
 )
 from autopar.plan.plan import Plan
 from autopar.planner.choose import Planner
-from autopar.planner.request import Mode
+from autopar.planner.offers import Choice
+from autopar.planner.request import Mode, Request
 from autopar.planner.verdict import tell
 from autopar.precision import Precision
 from autopar.progress import Report, reporter
@@ -96,16 +98,23 @@ def make_plan(
         report("capture", type(model).__name__)
         dynamic = _declared(model, args, kwargs, options)
         captured = capture(model, args, kwargs, options.precision)
-        planner = Planner(model, captured, admit(captured, request, options), report)
-        best = planner.best()
+        admitted = admit(captured, request, options)
+        # A world that runs has no rank to spare.
+        is_all = options.cluster is None or dist.is_initialized() or dist.is_torchelastic_launched()
+
+        def planner_of(asked: Request) -> Planner:
+            return Planner(model, captured, asked, report)
+
+        choice = Choice(admitted, planner_of, is_all)
+        best, planner = choice.best()
     tell(captured, best)
     return Plan.of(
         best,
         mode=request.mode,
-        limit=request.limit,
+        limit=planner.request.limit,
         constraints=planner.constraints(best.captured, best.decisions.recompute, best.mesh),
-        alternatives=planner.alternatives,
-        left_out=dict(planner.left_out),
+        alternatives=choice.alternatives,
+        left_out=dict(choice.left_out),
         dynamic=dynamic,
         strict=options.strict,
         progress=options.progress or False,

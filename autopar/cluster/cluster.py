@@ -17,9 +17,9 @@ The eight `tp` groups of one node share its way out, so that each `dp` group get
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
@@ -29,12 +29,13 @@ import torch
 from autopar.cluster.calibration import local_node
 from autopar.cluster.cluster_file import cluster_text, read_cluster
 from autopar.cluster.gpus import local_gpus
-from autopar.cluster.machines import AxisLink, Device, Host, Link, Node
+from autopar.cluster.links import Links, Ranks, Way
+from autopar.cluster.machines import AxisLink, Device, Host, Level, Link, Node
 from autopar.cluster.pace import Pace, kept_pace, paced
 from autopar.cluster.presets import preset
 from autopar.errors import InvalidInput, written
 from autopar.mesh import Mesh
-from autopar.schema import MOST, Count, is_count
+from autopar.schema import MOST, Count, Index, is_count
 from autopar.units import scaled
 
 
@@ -42,7 +43,7 @@ from autopar.units import scaled
 class EqualNodes(Node):
     """Equal nodes, one after another."""
 
-    count: Count
+    count: Count = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -52,17 +53,23 @@ class ClusterForm:
     name: str
     network: Link
     nodes: tuple[EqualNodes, ...]
+    levels: tuple[Level, ...] = ()
+    used: tuple[Index, ...] = ()
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ranks are numbered node after node. `network.bandwidth` is of each node, all its ways out."""
+    """Ranks are numbered node after node. `network.bandwidth` is of each node, all its ways out;
+    `levels` are those of groups of nodes, the smaller first. `used`: how many devices of each node
+    take ranks, the first ones; all, if it is not said."""
 
     FORM: ClassVar = ClusterForm
 
     nodes: tuple[Node, ...]
     network: Link
     name: str = "cluster"
+    levels: tuple[Level, ...] = ()
+    used: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.nodes or min(node.devices for node in self.nodes) < 1:
@@ -71,12 +78,34 @@ class Cluster:
                 got=f"nodes with {[node.devices for node in self.nodes]} devices",
                 remedy='Cluster.preset("dgx-h100", nodes=2)',
             )
+        sizes = [1, *(level.nodes for level in self.levels)]
+        if any(wider % size or wider == size for size, wider in itertools.pairwise(sizes)):
+            raise InvalidInput(
+                "each level has groups of several of the level below it",
+                got=", ".join(f"{level.name} of {level.nodes} nodes" for level in self.levels),
+                remedy="as in levels of 4 and of 32 nodes",
+            )
+        counts = [node.devices for node in self.nodes]
+        if self.used and (len(self.used) != len(counts) or not _is_part(self.used, counts)):
+            raise InvalidInput(
+                "of each node some devices are used, or none, and of some node at least one",
+                got=f"used={self.used} of nodes with {counts} devices",
+                remedy="used=() for all of them",
+            )
         if self.devices > MOST:
             raise InvalidInput(
                 f"a cluster has at most {MOST} devices",
                 got=f"{self.devices} devices in {len(self.nodes)} nodes",
                 remedy="plan for a part of it",
             )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Of thousands of nodes, once."""
+        return hash((self.nodes, self.network, self.name, self.levels, self.used))
 
     @classmethod
     def preset(cls, name: str, nodes: int = 1) -> Cluster:
@@ -119,33 +148,55 @@ class Cluster:
 
     def save(self, path: str | Path) -> None:
         """Write the TOML file that `load` reads."""
-        written(path, cluster_text(self.name, self._runs(), self.network), "a cluster file")
+        about = self.name, self._runs(), self.network, self.levels, self.used
+        written(path, cluster_text(*about), "a cluster file")
 
     def at(self, pace: Pace) -> Cluster:
         """The same machines, all of whose work takes so many times as long."""
         nodes = tuple(paced(node, pace) for node in self.nodes)
-        return replace(self, nodes=nodes, network=pace.link(self.network))
+        levels = tuple(pace.level(level) for level in self.levels)
+        return replace(self, nodes=nodes, network=pace.link(self.network), levels=levels)
 
     @property
     def devices(self) -> int:
-        """How many devices there are in all."""
-        return sum(node.devices for node in self.nodes)
+        """How many devices take ranks."""
+        return sum(self.used_of_nodes)
+
+    @property
+    def used_of_nodes(self) -> tuple[int, ...]:
+        """How many devices of each node take ranks."""
+        return self.used or tuple(node.devices for node in self.nodes)
 
     @property
     def devices_per_node(self) -> int:
-        """Of the smallest node."""
-        return min(node.devices for node in self.nodes)
+        """Of the node with the fewest that take ranks."""
+        return min(used for used in self.used_of_nodes if used)
 
-    @property
+    @cached_property
     def device(self) -> Device:
         """The device all work in lock step waits for: the weakest in each respect."""
         return self.weakest(range(self.devices))
 
     def weakest(self, ranks: Iterable[int]) -> Device:
         """The weakest in each respect of the devices of `ranks`."""
-        node_of = self._node_of()
-        kinds = list(dict.fromkeys(self.nodes[node_of[rank]].device for rank in ranks))
+        kinds = self._kinds(ranks)
         return kinds[0] if len(kinds) == 1 else Device.weakest(kinds)
+
+    def strongest(self, ranks: Iterable[int]) -> Device:
+        """The strongest in each respect of the devices of `ranks`: none of them is faster."""
+        kinds = self._kinds(ranks)
+        return kinds[0] if len(kinds) == 1 else Device.strongest(kinds)
+
+    def spare(self, limit: float, places: Sequence[Ranks]) -> list[float]:
+        """By how many bytes the devices of each place have more memory than `limit`, where this is
+        what each device has, and none was asked to leave some."""
+        if limit != self.device.memory:
+            return [0.0] * len(places)
+        return [self.weakest(ranks).memory - limit for ranks in places]
+
+    def _kinds(self, ranks: Iterable[int]) -> list[Device]:
+        nodes = np.unique(self._links.node_of[np.fromiter(ranks, int)])
+        return list(dict.fromkeys(self.nodes[node].device for node in nodes.tolist()))
 
     def axis_links(self, mesh: Mesh) -> dict[str, AxisLink]:
         """For each axis of `mesh`, what its groups have between their members."""
@@ -153,52 +204,48 @@ class Cluster:
 
     def group_link(self, mesh: Mesh, axes: Sequence[str]) -> AxisLink:
         """What a group over several axes together has between its members."""
+        return self.place_links(mesh, axes)[0]
+
+    def place_links(
+        self, mesh: Mesh, axes: Sequence[str], along: str | None = None
+    ) -> tuple[AxisLink, ...]:
+        """The same for each place along an axis, all groups of all places busy at once."""
         if mesh.size > self.devices:
             raise InvalidInput(
                 "a mesh has at most as many ranks as the cluster has devices",
                 got=f"{mesh}: {mesh.size} ranks on {self.devices} devices",
                 remedy="make the mesh smaller or add nodes",
             )
-        own = [mesh.names.index(axis) for axis in axes]
-        other = [i for i in range(len(mesh.names)) if i not in own]
-        ranks = np.arange(mesh.size).reshape(mesh.shape).transpose(other + own)
-        ranks = ranks.reshape(-1, math.prod(mesh.shape[i] for i in own))
-        return self._link_of_groups("*".join(axes), ranks)
+        return self._links.of_axes(mesh, axes, along)
 
-    def _node_of(self) -> np.ndarray:
-        return np.repeat(np.arange(len(self.nodes)), [node.devices for node in self.nodes])
+    def message_ways(
+        self, places: Sequence[Ranks], pairs: Iterable[tuple[int, int]]
+    ) -> Mapping[tuple[int, int], Way]:
+        """What messages take between pairs of places, of which each says its ranks."""
+        return self._links.of_messages(places, pairs)
 
-    def _link_of_groups(self, name: str, groups: np.ndarray) -> AxisLink:
-        nodes = self._node_of()[groups]  # groups x members
-        used = [self.nodes[i].link for i in np.unique(nodes)]
-        slowest = min(used, key=lambda link: link.bandwidth)
-        inside = replace(slowest, alpha=max(link.alpha for link in used))
-        size = groups.shape[1]
-        crossing = nodes[(nodes != nodes[:, :1]).any(axis=1)]
-        if not len(crossing):
-            return AxisLink(name, size, "inside", inside, inside.bandwidth)
-        # A ring leaves each of its nodes once; the rings that leave one node share its way out.
-        rings = np.zeros(len(self.nodes), int)
-        outward = np.zeros(len(self.nodes))  # members x the part of the group that is elsewhere
-        for group in crossing:
-            present, members = np.unique(group, return_counts=True)
-            rings[present] += 1
-            outward[present] += members * (size - members) / size
-        ring = min(inside.bandwidth, self.network.bandwidth / rings.max())
-        exchange = self.network.bandwidth / outward.max() * (size - 1) / size
-        link = replace(
-            self.network, alpha=max(self.network.alpha, inside.alpha), bandwidth=float(ring)
-        )
-        return AxisLink(name, size, "between", link, min(float(exchange), inside.bandwidth))
+    def replica_links(
+        self, places: Sequence[Ranks], replicas: Sequence[Sequence[int]]
+    ) -> tuple[AxisLink, ...]:
+        """What groups of ranks that hold the same of several places have, for each of `replicas`,
+        as many places each; all of them busy at once."""
+        groups = [np.stack([places[one] for one in some], axis=1) for some in replicas]
+        place_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+        return self._links.of_groups("replicas", np.concatenate(groups), place_of)
+
+    @cached_property
+    def _links(self) -> Links:
+        return Links(self.nodes, self.used_of_nodes, self.network, self.levels)
 
     def to_form(self) -> ClusterForm:
-        runs = (EqualNodes(n.device, n.devices, n.link, count) for n, count in self._runs())
-        return ClusterForm(self.name, self.network, tuple(runs))
+        runs = (EqualNodes(*_fields(node), count=count) for node, count in self._runs())
+        return ClusterForm(self.name, self.network, tuple(runs), self.levels, self.used)
 
     @classmethod
     def of_form(cls, form: ClusterForm) -> Cluster:
-        runs = ((Node(run.device, run.devices, run.link),) * run.count for run in form.nodes)
-        return cls(tuple(itertools.chain(*runs)), form.network, form.name)
+        runs = ((Node(*_fields(run)),) * run.count for run in form.nodes)
+        nodes = tuple(itertools.chain(*runs))
+        return cls(nodes, form.network, form.name, form.levels, form.used)
 
     def _runs(self) -> list[tuple[Node, int]]:
         return [(node, len(list(run))) for node, run in itertools.groupby(self.nodes)]
@@ -215,9 +262,37 @@ class Cluster:
                 f"      inside:  {_link_text(node.link)} for each device",
                 f"      host:    {_host_text(device.host)} for each device",
             ]
+            if node.rails > 1:
+                lines.append(f"      rails:   {node.rails}, of which each device has one")
         if len(self.nodes) > 1:
             lines.append(f"  between: {_link_text(self.network)} for each node")
-        return "\n".join(lines)
+        for level in self.levels:
+            link = _link_text(Link(level.alpha, level.bandwidth))
+            lines.append(f"  {level.name}: {link} for each {level.nodes} nodes")
+        return "\n".join([*lines, *(f"  not used: {idle}" for idle in self.idle)])
+
+    @property
+    def idle(self) -> list[str]:
+        """What is left unused, a text for equal nodes."""
+        left = zip(self.nodes, self.used_of_nodes, itertools.count())
+        rows = [
+            (f"{node.devices - used} of {node.devices} x {node.device.name}", number)
+            for node, used, number in left
+            if used < node.devices
+        ]
+        found = []
+        for what, some in itertools.groupby(rows, key=lambda row: row[0]):
+            numbers = [str(number) for _, number in some]
+            found.append(f"{what} in node{'s' * (len(numbers) > 1)} {', '.join(numbers)}")
+        return found
+
+
+def _fields(node: Node) -> tuple[Device, int, Link, int]:
+    return node.device, node.devices, node.link, node.rails
+
+
+def _is_part(used: Sequence[int], counts: Sequence[int]) -> bool:
+    return sum(used) > 0 and all(0 <= some <= count for some, count in zip(used, counts))
 
 
 def _host_text(host: Host) -> str:

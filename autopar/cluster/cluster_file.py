@@ -13,6 +13,7 @@ count = 2
 device = "small"
 devices = 4
 link = { alpha = 3e-6, bandwidth = 100e9 }        # measured = [["all_reduce", 4, 9e-6, 8e10]]
+rails = 4                           # ways out, of which a device sends over one; 1: all are one
 
 [[nodes]]
 count = 1
@@ -21,6 +22,14 @@ preset = "dgx-a100"
 [network]                           # between nodes; bandwidth of a whole node
 alpha = 6e-6
 bandwidth = 50e9
+
+[[levels]]                          # none or more, the smaller groups of nodes first
+name = "rack"
+nodes = 16
+alpha = 8e-6
+bandwidth = 400e9                   # of a whole rack
+
+used = [4, 4, 0] at the top says how many devices of each node take ranks; else all do.
 """
 
 from __future__ import annotations
@@ -28,17 +37,19 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from autopar.cluster.machines import Device, Link, Node
+from autopar.cluster.machines import Device, Level, Link, Node
 from autopar.cluster.presets import NAMES, preset
 from autopar.errors import AutoparError, InvalidInput
-from autopar.schema import At, Count, Mismatch, read, write
+from autopar.schema import At, Count, Index, Mismatch, read, write
 
 Made = TypeVar("Made")
+_NETWORK = Link(6e-6, 10e9)  # where nothing is said
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,7 @@ class _Nodes:
     device: str
     devices: Count
     link: Link
+    rails: Count = 1
     count: Count = 1
 
 
@@ -61,10 +73,15 @@ class _File:
     device: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     network: Link | None = None
     name: str | None = None
+    levels: tuple[Level, ...] = ()
+    used: tuple[Index, ...] = ()
 
 
-def read_cluster(path: Path, make: Callable[[tuple[Node, ...], Link, str], Made]) -> Made:
-    """What `make` makes of the nodes, the network and the name in the file."""
+Make = Callable[[tuple[Node, ...], Link, str, tuple[Level, ...], tuple[int, ...]], Made]
+
+
+def read_cluster(path: Path, make: Make[Made]) -> Made:
+    """What `make` makes of the nodes, the network, the name and the levels in the file."""
     try:
         text = path.read_bytes().decode("utf-8")
     except (OSError, ValueError) as error:
@@ -97,13 +114,19 @@ def read_cluster(path: Path, make: Callable[[tuple[Node, ...], Link, str], Made]
         ) from None
 
 
-def cluster_text(name: str, runs: Sequence[tuple[Node, int]], network: Link) -> str:
+def cluster_text(
+    name: str,
+    runs: Sequence[tuple[Node, int]],
+    network: Link,
+    levels: Sequence[Level],
+    used: Sequence[int],
+) -> str:
     """The file of nodes, each with how many of it follow one another."""
     names: dict[Device, str] = {}
     for node, _ in runs:
         alike = sum(kind.name == node.device.name for kind in names if kind != node.device)
         names.setdefault(node.device, node.device.name + (f", {alike + 1}" if alike else ""))
-    lines = [f"name = {_toml(name)}"]
+    lines = [f"name = {_toml(name)}", *([f"used = {_toml(used)}"] if used else [])]
     for kind, own in names.items():
         parts = {key: value for key, value in write(kind).items() if key != "name"}
         lines += ["", f"[device.{_toml(own)}]"]
@@ -112,7 +135,10 @@ def cluster_text(name: str, runs: Sequence[tuple[Node, int]], network: Link) -> 
         entry = {"count": count, "device": names[node.device], "devices": node.devices}
         lines += ["", "[[nodes]]", *(f"{key} = {_toml(value)}" for key, value in entry.items())]
         lines.append(f"link = {_toml(write(node.link))}")
+        lines += [f"rails = {node.rails}"] * (node.rails > 1)
     lines += ["", "[network]", *(f"{key} = {_toml(v)}" for key, v in write(network).items())]
+    for level in levels:
+        lines += ["", "[[levels]]", *(f"{key} = {_toml(v)}" for key, v in write(level).items())]
     return "\n".join(lines) + "\n"
 
 
@@ -124,21 +150,20 @@ def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _cluster(
-    data: dict[str, Any], name: str, make: Callable[[tuple[Node, ...], Link, str], Made]
-) -> Made:
+def _cluster(data: dict[str, Any], name: str, make: Make[Made]) -> Made:
     file = read(_File, data)
     devices = {key: _device(key, entry) for key, entry in file.device.items()}
     nodes: list[Node] = []
-    network = Link(6e-6, 10e9)
+    known: list[Link] = []
     for index, entry in enumerate(file.nodes):
         count, node, default = _nodes(entry, ("nodes", index), devices)
         nodes += [node] * count
-        network = default or network
-    if file.network is not None:
-        network = file.network
+        known += [default] if default else []
+    # Where presets have several, as fast as the slowest.
+    network = file.network or min(known, key=lambda link: link.bandwidth, default=_NETWORK)
     try:
-        return make(tuple(nodes), network, name if file.name is None else file.name)
+        own = name if file.name is None else file.name
+        return make(tuple(nodes), network, own, file.levels, file.used)
     except AutoparError as error:
         rule, remedy = f"are sound ({error.rule})", str(error.remedy)
         raise Mismatch(("nodes",), rule, error.got, remedy) from None
@@ -167,7 +192,7 @@ def _nodes(
     if own.device not in devices:
         remedy = f"one of {', '.join(devices) or 'none: add [device.NAME]'}"
         raise Mismatch((*at, "device"), "names a device of the file", own.device, remedy)
-    return own.count, Node(devices[own.device], own.devices, own.link), None
+    return own.count, Node(devices[own.device], own.devices, own.link, own.rails), None
 
 
 def _line(text: str, at: At) -> int:
@@ -175,14 +200,14 @@ def _line(text: str, at: At) -> int:
     names = [part for part in at if isinstance(part, str)]
     table = next((part for part in at if isinstance(part, int)), 0)
     header: list[str] = []
-    nodes, best, depth = -1, 1, 0
+    tables, best, depth = Counter[str](), 1, 0
     for number, line in enumerate(text.splitlines(), 1):
         bare = line.split("#")[0].strip()
         if match := re.fullmatch(r"\[+([^\[\]]+)\]+", bare):
             header = [part.strip(" \"'") for part in match[1].split(".")]
-            nodes += bare.startswith("[[")
+            tables[header[0]] += bare.startswith("[[")
         keys = [] if match else re.findall(r"([\w-]+)\s*=", bare)
-        if header[:1] == names[:1] == ["nodes"] and nodes != table:
+        if header[:1] == names[:1] and tables[header[0]] not in (0, table + 1):
             continue
         matched = 0  # how many of `names`, from the first, occur here in order
         for part in header + keys:

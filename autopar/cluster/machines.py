@@ -34,7 +34,12 @@ class Host:
     @classmethod
     def weakest(cls, kinds: Sequence[Host]) -> Host:
         """As weak in each respect as the weakest of several."""
-        return cls(**_worst(cls, kinds))
+        return cls(**_extremes(cls, kinds))
+
+    @classmethod
+    def strongest(cls, kinds: Sequence[Host]) -> Host:
+        """As strong in each respect as the strongest of several."""
+        return cls(**_extremes(cls, kinds, is_best=True))
 
     @cached_property
     def link(self) -> Device:
@@ -85,13 +90,25 @@ class Device:
     @classmethod
     def weakest(cls, kinds: Sequence[Device]) -> Device:
         """As weak in each respect as the weakest of several."""
-        worst = _worst(cls, kinds, ("name", "flops", "host"))
+        worst = _extremes(cls, kinds, besides=("name", "flops", "host"))
         flops = {
             dtype: min(kind.peak(dtype) for kind in kinds) / worst["efficiency"]
-            for dtype in sorted(set().union(*(kind.flops for kind in kinds)))
+            for dtype in _dtypes(kinds)
         }
         host = Host.weakest([kind.host for kind in kinds])
         return cls(" | ".join(kind.name for kind in kinds), flops, **worst, host=host)
+
+    @classmethod
+    def strongest(cls, kinds: Sequence[Device]) -> Device:
+        """As strong in each respect as the strongest of several: none of them is faster."""
+        best = _extremes(cls, kinds, True, ("name", "flops", "host", "half_flops"))
+        peaks = {dtype: max(kind.peak(dtype) for kind in kinds) for dtype in _dtypes(kinds)}
+        # What it takes a product to get going is the same time in every dtype.
+        start = min(kind.half("f32") / kind.peak("f32") for kind in kinds)
+        best["half_flops"] = start * max(peaks.values())
+        best["host"] = Host.strongest([kind.host for kind in kinds])
+        flops = {dtype: peak / best["efficiency"] for dtype, peak in peaks.items()}
+        return cls(" | ".join(kind.name for kind in kinds), flops, **best)
 
     def peak(self, dtype: torch.dtype | str) -> float:
         """FLOP/s that large work of `dtype` reaches; a dtype without an entry runs as f32."""
@@ -104,13 +121,23 @@ class Device:
         return self.half_flops * self.peak(dtype) / (max(self.flops.values()) * self.efficiency)
 
 
-def _worst(cls: Any, kinds: Sequence[Any], besides: Sequence[str] = ()) -> dict[str, Any]:
-    """Of each field of several values of a class, the worst."""
-    return {
-        part.name: part.metadata.get("worst", min)(getattr(kind, part.name) for kind in kinds)
-        for part in fields(cls)
-        if part.name not in besides
-    }
+def _extremes(
+    cls: Any, kinds: Sequence[Any], is_best: bool = False, besides: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Of each field of several values of a class, the worst, or the best."""
+    other = {min: max, max: min}
+    found = {}
+    for part in fields(cls):
+        if part.name not in besides:
+            worst = part.metadata.get("worst", min)
+            choose = other[worst] if is_best else worst
+            found[part.name] = choose(getattr(kind, part.name) for kind in kinds)
+    return found
+
+
+def _dtypes(kinds: Sequence[Device]) -> list[str]:
+    """That some of the devices have rates for."""
+    return sorted(set().union(*(kind.flops for kind in kinds)))
 
 
 @dataclass(frozen=True)
@@ -133,11 +160,24 @@ class Link:
 
 @dataclass(frozen=True)
 class Node:
-    """One machine: `devices` equal devices, joined by `link`; `bandwidth` is of each device."""
+    """One machine: `devices` equal devices, joined by `link`; `bandwidth` is of each device.
+
+    Out of it leads the network, over so many equal `rails`, of which a device sends over one."""
 
     device: Device
     devices: Count
     link: Link
+    rails: Count = 1
+
+
+@dataclass(frozen=True)
+class Level:
+    """Neighbouring nodes in groups, as in racks; `bandwidth` is of all ways out of a group."""
+
+    name: str
+    nodes: Count  # in each group
+    alpha: NotNegative
+    bandwidth: Positive
 
 
 @dataclass(frozen=True)
@@ -146,7 +186,7 @@ class AxisLink:
 
     axis: str
     size: int
-    level: str  # "inside" a node or "between" nodes
+    level: str  # "inside" a node, "between" nodes, or the name of the widest level that it crosses
     link: Link
     exchange_bandwidth: float  # what all-to-all gets, where more data leaves the node
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from autopar.cluster.calibration import kept_file, machine
-from autopar.cluster.machines import Device, Host, Link, Node
+from autopar.cluster.machines import Device, Host, Level, Link, Node
 from autopar.errors import InvalidInput
 
 _RANGE = (0.2, 5.0)  # beyond it, constants are of another machine
@@ -44,6 +44,11 @@ class Pace:
         factor = self.communication
         measured = {key: (a * factor, b / factor) for key, (a, b) in link.measured.items()}
         return Link(link.alpha * factor, link.bandwidth / factor, measured)
+
+    def level(self, level: Level) -> Level:
+        """A level of links at this pace."""
+        factor = self.communication
+        return replace(level, alpha=level.alpha * factor, bandwidth=level.bandwidth / factor)
 
     def device(self, device: Device) -> Device:
         """A device at this pace; what it copies goes over a link."""

@@ -170,7 +170,9 @@ class NodePrices:
 
     def level(self, axes: tuple[str, ...]) -> str:
         """Where a movement over `axes` goes; one over none is between device and host."""
-        return self.price.link(axes).level if axes else "host"
+        if not axes:
+            return "host"
+        return "inside" if self.price.link(axes).level == "inside" else "between"
 
     def _once(self, node: fx.Node) -> NodeCost:
         if (movement := info(node).movement) is not None:

@@ -7,12 +7,26 @@ its next action. The checker looks for ranks that never finish, the simulator fo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.pipeline.schedule import Kind, Schedule
+from autopar.pipeline.schedule import Action, Kind, Schedule
 
 NEVER = math.inf
+
+
+@dataclass(frozen=True)
+class Passage:
+    """What a message takes from rank to rank: of those that a rank sends over one link, the next
+    leaves when the last has left."""
+
+    leaves: float  # seconds of one micro-batch
+    alpha: float  # seconds until what has left is there
+    link: Hashable = None  # of its sender
+
+
+# By pipe, the stage that a message comes from, and whether it goes forward.
+Passages = Mapping[tuple[int, int, bool], Passage]
 
 
 @dataclass(frozen=True)
@@ -21,6 +35,7 @@ class Times:
 
     starts: list[list[float]]
     ends: list[list[float]]
+    arrivals: list[float]  # of messages, by key
     # The ranks that wait forever, each with the key of the message.
     waiting: dict[int, int]
 
@@ -28,15 +43,17 @@ class Times:
 def run(
     schedule: Schedule,
     durations: Mapping[Kind, Sequence[float]],
-    latency: float,
+    latency: float | Passages,
 ) -> Times:
-    """Run every rank's list; `durations[kind][stage]` is the time of one micro-batch."""
+    """Run every rank's list; `durations[kind][stage]` is the time of one micro-batch, `latency` of
+    each message, or what it takes."""
     arrivals: list[float] = [NEVER] * (2 * schedule.stages * schedule.all_parts) + [0.0]
     waiting: dict[int, int] = {}
     starts: list[list[float]] = [[] for _ in schedule.orders]
     ends: list[list[float]] = [[] for _ in schedule.orders]
     runnable = list(range(schedule.ranks))
-    leaving: list[tuple[int, bool]] = []
+    leaving: list[tuple[int, bool, Action]] = []
+    free: dict[Hashable, float] = {}  # from when on a link of a rank is
     while runnable:
         rank = runnable.pop()
         order, messages = schedule.orders[rank], schedule.messages[rank]
@@ -58,11 +75,20 @@ def run(
             clock += durations[action.kind][action.stage] * len(action.microbatches)
             ended.append(clock)
             if sent >= 0:
-                leaving.append((sent, is_crossing))
+                leaving.append((sent, is_crossing, action))
             if not action.overlaps:
-                for sent, is_crossing in leaving:
-                    arrivals[sent] = clock + latency if is_crossing else clock
+                for sent, is_crossing, done in leaving:
+                    if not is_crossing:
+                        arrivals[sent] = clock
+                    elif isinstance(latency, Mapping):
+                        passage = latency[done.pipe, done.stage, done.kind == "F"]
+                        link = rank, passage.link
+                        left = max(clock, free.get(link, 0.0))
+                        left += passage.leaves * len(done.microbatches)
+                        free[link], arrivals[sent] = left, left + passage.alpha
+                    else:
+                        arrivals[sent] = clock + latency
                     if sent in waiting:
                         runnable.append(waiting.pop(sent))
                 leaving.clear()
-    return Times(starts, ends, {rank: key for key, rank in waiting.items()})
+    return Times(starts, ends, arrivals, {rank: key for key, rank in waiting.items()})

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 from torch import fx
 
-from autopar.cluster import AxisLink, Cluster
+from autopar.cluster import Cluster
+from autopar.cluster.part import Line
 from autopar.cost.footprint import Memory
-from autopar.cost.model import COLLECTIVES
+from autopar.cost.model import collective_seconds
 from autopar.cost.program import Cost
 from autopar.cost.ways import groups_in, used_bytes
-from autopar.mesh import Mesh
 from autopar.passes.stages import Cut
+from autopar.pipeline.messages import passages, replica_links
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.simulator import simulate
 from autopar.pipeline.step_memory import StageMemory, host_in_step, kept_in_step, most_in_step
@@ -23,14 +24,12 @@ from autopar.pipeline.timeline import Timeline
 def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
     """The simulated step, latency and sums of gradients included."""
     made, stages = pipelining.schedule, pipelining.stages
-    link = stage_link(cluster, pipelining.mesh, pipelining.axis)
+    line = Line.of(pipelining.mesh, pipelining.axis)
     sums = [stage.summed for stage in stages]
     if made.pipes > 1:
-        between = COLLECTIVES["all_reduce"]
-        for index, stage in enumerate(stages):
-            size, bandwidth = stage.gradients, link.bandwidth
-            sums[index] += float(between(p=made.pipes, V=size, B=bandwidth, a=link.alpha))
-    largest = max(stage.receives for stage in stages)
+        links = replica_links(cluster, line, made.placement)
+        for index, (stage, link) in enumerate(zip(stages, links)):
+            sums[index] += float(collective_seconds("all_reduce", link, stage.gradients))
     parts = made.parts  # of micro-batches, whose costs the simulator takes
     # Backward that is split comes to gradients of weights when reductions are done.
     backward = [
@@ -43,7 +42,7 @@ def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
         backward=backward,
         # What runs again does so in B or I: never in W.
         backward_weight=[parts * (stage.backward - stage.again) / 2 for stage in stages],
-        latency=link.alpha + largest / link.bandwidth,
+        passages=passages(made, stages, cluster, line),
         sync="eager-where-it-helps",
         sync_cost=sums,
     )
@@ -94,8 +93,3 @@ def memory_by_place(
         memory = replace(memory, host_activations=on_host)
         found.append(memory.at_once(most_in_step(made, rank, taken), used))
     return found
-
-
-def stage_link(cluster: Cluster, mesh: Mesh, axis: str) -> AxisLink:
-    """What messages from stage to stage take, all ranks of a stage sending at once."""
-    return cluster.group_link(mesh, (axis,))

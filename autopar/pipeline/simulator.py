@@ -18,7 +18,7 @@ from typing import Literal
 
 from autopar.pipeline.checker import check
 from autopar.pipeline.costs import Costs, per_stage, single, stage_times
-from autopar.pipeline.execution import run
+from autopar.pipeline.execution import Passages, run
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.synchronization import synchronize
 from autopar.pipeline.timeline import Timeline
@@ -35,15 +35,16 @@ def simulate(
     sync: Sync | None = None,
     sync_cost: Costs = 0,
     activation: Costs = 1,
+    passages: Passages | None = None,
 ) -> Timeline:
     """The timeline of one step.
 
     A cost is one number, the time of a rank for one micro-batch on what it holds of one pipe
     (chunks share it), or a number for each stage. `backward` is the whole of it,
     `backward_weight` the part that W takes where it is split off (half by default). `latency` is
-    the time a message is under way between two ranks. `sync` says when the replicas of a stage
-    all-reduce its gradient (see `synchronization`), which takes `sync_cost`. `activation` is what
-    a micro-batch keeps for backward, 1 by default.
+    the time a message is under way between two ranks, `passages` what each of them takes. `sync`
+    says when the replicas of a stage all-reduce its gradient (see `synchronization`), which takes
+    `sync_cost`. `activation` is what a micro-batch keeps for backward, 1 by default.
     """
     times = stage_times(
         schedule.stages, forward, backward, backward_weight, schedule.chunks, schedule.parts
@@ -51,10 +52,10 @@ def simulate(
     delay = single("latency", latency)
     shares = per_stage("activation", activation, schedule.stages, schedule.chunks)
     kept = tuple(share / schedule.parts for share in shares)
-    result = run(schedule, times, delay)
+    result = run(schedule, times, delay if passages is None else passages)
     if sum(map(len, result.ends)) != len(schedule.actions):
         check(schedule)
-    timeline = Timeline(schedule, result.starts, result.ends, delay, kept)
+    timeline = Timeline(schedule, result.starts, result.ends, result.arrivals, kept)
     if sync is None:
         return timeline
     costs = per_stage("sync_cost", sync_cost, schedule.stages, schedule.chunks)

@@ -60,7 +60,7 @@ class Timeline:
     schedule: Schedule
     starts: list[list[float]] = field(repr=False)
     ends: list[list[float]] = field(repr=False)
-    latency: float
+    arrivals: list[float] = field(repr=False)  # of messages, by their keys
     # What each stage keeps of a part of a micro-batch for its backward.
     activations: tuple[float, ...]
     synchronizations: tuple[Synchronization, ...] = ()
@@ -132,8 +132,7 @@ class Timeline:
             for key in awaited:
                 there, other = schedule.senders[key]
                 action = schedule.orders[there][other]
-                delay = self.latency * (there != here)
-                if self.ends[there][other + action.overlaps] + delay >= start - tolerance:
+                if self.arrivals[key] >= start - tolerance:
                     messages += there != here
                     # An overlapped forward sends when the backward that follows it is done.
                     rank, position = there, other + action.overlaps

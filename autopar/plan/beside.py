@@ -10,6 +10,7 @@ The mesh, states, precision and recomputation stay, and where every parameter an
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -82,7 +83,8 @@ def follow_beside(plan: Plan, captured: Captured, is_step: bool, first: SavedPla
     first.require_same(fingerprint_of(captured))
     program, batches = _cut_up(plan, captured, is_step, first.microbatch_count)
     about = program, plan.cluster, first.decisions, batches
-    return _planned(plan, Candidate(*about, search=first.search, states=plan.states))
+    made = Candidate(*about, search=first.search, states=plan.states, line=plan.line)
+    return _planned(plan, made)
 
 
 def staged_beside(plan: Plan, made: Plan, is_step: bool) -> Plan:
@@ -93,10 +95,10 @@ def staged_beside(plan: Plan, made: Plan, is_step: bool) -> Plan:
     staged = StagedPlan(**{f.name: getattr(made, f.name) for f in fields(Plan)}, like=plan)
     flow = flow_of(made.captured, made.rewritten, learns=is_step)
     vars(staged).update(prices=made.prices, rewritten=made.rewritten, flow=flow)
-    line = staged.stage_costs(given.mesh, given.axis)
-    points = staged.cut(given).points
-    stages = tuple(line.stage(*bounds) for bounds in itertools.pairwise(points))
+    line, bounds = staged.stage_costs(), itertools.pairwise(staged.cut(given).points)
     schedule = scheduled(given.schedule, made.microbatches, forward=not is_step)
+    standing = staged.standings(schedule.placement, math.inf)
+    stages = tuple(line.stage(*ends, at) for ends, at in zip(bounds, standing))
     return staged.changed(made.search, replace(given, schedule=schedule, stages=stages))
 
 

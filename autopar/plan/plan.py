@@ -27,6 +27,7 @@ from autopar.capture.captured import Captured
 from autopar.capture.dynamic import DynamicShapes
 from autopar.capture.failure import check_call
 from autopar.capture.fingerprint import Fingerprint, fingerprint_of
+from autopar.cluster.part import Line
 from autopar.errors import AutoparError, InvalidInput, written
 from autopar.passes.microbatches import cut_batch
 from autopar.plan.diff import compare
@@ -195,10 +196,12 @@ class SavedPlan(SavedValue):
         require_fitting(self, captured)
         decisions = self.decisions
         about = captured, self.cluster, replace(decisions, apart={}), batches
-        candidate = Candidate(*about, search=self.search).placed(self.states)
+        given = self.pipelining
+        line = None if given is None else Line.of(given.mesh, given.axis)
+        candidate = Candidate(*about, search=self.search, line=line).placed(self.states)
         require_apart(self, candidate.decisions.apart)
-        if self.pipelining is not None:
-            candidate = candidate.cut_as(self.pipelining)
+        if given is not None:
+            candidate = candidate.cut_as(given)
         # A way that is given by name may take more than a device has; the host is never exceeded.
         is_kept = self.limit is not None and (
             self.mode == "auto" or self.limit != self.cluster.device.memory

@@ -43,9 +43,10 @@ def plan_text(plan: PlanValue) -> str:
         f"plan on {plan.whole_mesh}, {_cluster(plan.cluster)}, mode {plan.mode}",
         f"  step       {seconds_text(cost.seconds)}: compute {seconds_text(cost.compute)}, "
         f"communication {seconds_text(cost.communication)}{hidden}{count}",
-        f"  memory     {_held(memory.peak, plan.cluster.device.memory, parts)}{_besides(plan)}",
+        f"  memory     {_held(memory.peak, plan.fullest.memory, parts)}{_besides(plan)}",
         *([f"  host       {_held(memory.host, host.memory, there)}"] if there else []),
         f"  search     {_search(plan.search)}",
+        *(f"  not used   {idle}" for idle in plan.cluster.idle),
         *_states(plan),
     ]
     if plan.pipelining is not None:
@@ -81,6 +82,7 @@ def saved_text(saved: SavedValue) -> str:
         f"saved plan on {saved.whole_mesh}, {_cluster(saved.cluster)}, mode {saved.mode}, "
         f"made with torch {saved.fingerprint.torch}",
         f"  search     {_search(saved.search)}",
+        *(f"  not used   {idle}" for idle in saved.cluster.idle),
         f"  operators  {len(saved.fingerprint.operators)}; micro-batches {saved.microbatches}",
         *_states(saved),
         "  time and memory are computed once a model is attached: .attach(model, args, kwargs)",
@@ -97,6 +99,7 @@ def plan_data(plan: PlanValue) -> dict[str, Any]:
         "mesh": write(plan.whole_mesh),
         "cluster": plan.cluster.name,
         "devices": plan.cluster.devices,
+        "not_used": plan.cluster.idle,
         "mode": plan.mode,
         "microbatches": plan.microbatches,
         "cost": plan.cost.to_json(),
@@ -117,7 +120,8 @@ def plan_data(plan: PlanValue) -> dict[str, Any]:
 
 
 def _cluster(cluster: Cluster) -> str:
-    nodes = f"{len(cluster.nodes)} node{'s' if len(cluster.nodes) > 1 else ''}"
+    count = sum(used > 0 for used in cluster.used_of_nodes)
+    nodes = f"{count} node{'s' * (count > 1)}"
     return f"{cluster.name}: {cluster.devices} x {cluster.device.name} in {nodes}"
 
 

@@ -117,7 +117,8 @@ class PlanValue(Candidate):
         last = self.captured.graph.output_node().name
         ways = {key: way for key, way in decisions.ways.items() if key[1] != last}
         decisions = replace(decisions, ways=ways)
-        made = Candidate(captured, self.cluster, decisions, batches, states=self.states)
+        about = captured, self.cluster, decisions, batches
+        made = Candidate(*about, states=self.states, line=self.line)
         size = self.states.buffer_bytes
         return Program(captured, decisions, made.rewritten, batches, buffer_bytes=size)
 

@@ -182,7 +182,7 @@ def _cluster(now: Cluster, asked: _Changes) -> Cluster:
             got=f"{now.name}, of several kinds",
             remedy="plan again for the other cluster",
         )
-    made = now if count == len(now.nodes) else replace(now, nodes=now.nodes[:1] * count)
+    made = now if count == len(now.nodes) else replace(now, nodes=now.nodes[:1] * count, used=())
     if asked.bandwidth is not None:
         if len(made.nodes) == 1:
             raise InvalidInput(

@@ -83,7 +83,7 @@ def search_beside(
     parts = 1 if batches is None else batches.count
 
     def run(memory: float) -> Candidate:
-        about = captured, source.cluster, lambda mesh: said, memory, parts, source.states
+        about = captured, source.machines, lambda mesh: said, memory, parts, source.states
         search = LayoutSearch(*about)
         search.report = report or search.report
         found = search.run([source.mesh])
@@ -158,7 +158,7 @@ def _placed(
     recompute = _recomputed(source, captured)
     decisions = replace(decisions, placeholders=placeholders, apart=apart, recompute=recompute)
     about = captured, source.cluster, decisions, batches
-    made = Candidate(*about, states=source.states)
+    made = Candidate(*about, states=source.states, line=source.line)
     if found := _unsummed(made):
         gathered = {key: _gathered(apart[key]) for key in found}
         decisions = replace(decisions, apart={**apart, **gathered})

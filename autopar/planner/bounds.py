@@ -66,7 +66,8 @@ def lowered(
     If Ctrl-C comes, they might take no time at all.
     """
     if is_large:
-        saved = most_saved(asked.captured, layouts.request.cluster, asked.offered)
+        machines = asked.machines(layouts.request.cluster)
+        saved = most_saved(asked.captured, machines, asked.offered)
         return known.lowered(known.bound - saved / stages)
     try:
         search = layouts.find(asked)[0].search

@@ -6,16 +6,18 @@ other way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 from torch import fx
 
 from autopar.capture.captured import Captured
-from autopar.cluster import Cluster
+from autopar.cluster import Cluster, Device
+from autopar.cluster.part import Line, Part
 from autopar.cost.buckets import Travel
 from autopar.cost.footprint import Memory, program_memory
 from autopar.cost.host_kernels import HostKernels
@@ -29,16 +31,12 @@ from autopar.passes.flow import Flow, flow_of
 from autopar.passes.microbatches import Microbatches
 from autopar.passes.stages import Cut
 from autopar.pipeline.alike_stages import StageMemories
+from autopar.pipeline.messages import Placement, standings
 from autopar.pipeline.pipelining import Pipelining
-from autopar.pipeline.price import (
-    held_at,
-    memory_by_place,
-    pipeline_cost,
-    price_step,
-    stage_link,
-)
+from autopar.pipeline.price import held_at, memory_by_place, pipeline_cost, price_step
 from autopar.pipeline.schedule import Option, one_stage
 from autopar.pipeline.stages.costs import StageCosts, price_stages
+from autopar.pipeline.stages.standing import Standing
 from autopar.pipeline.step_memory import StageMemory, most_in_step
 from autopar.pipeline.timeline import Timeline
 from autopar.pipeline.words import schedule_words
@@ -100,6 +98,7 @@ class Candidate:
     pipelining: Pipelining | None = None  # `mesh` is then the mesh inside each stage
     search: Search | None = None  # the account of the search, where there was one
     states: States = WHOLE  # what the places of `decisions` follow from
+    line: Line | None = None  # the places of a pipeline, if it is to be cut into stages
 
     @property
     def mesh(self) -> Mesh:
@@ -123,7 +122,38 @@ class Candidate:
     @cached_property
     def prices(self) -> NodePrices:
         """What its nodes take."""
-        return NodePrices(self.cluster, self.mesh, self.states.buffer_bytes)
+        return NodePrices(self.machines, self.mesh, self.states.buffer_bytes)
+
+    @cached_property
+    def machines(self) -> Cluster:
+        """What layouts are chosen for: no place of a pipeline is faster."""
+        return self.cluster if self.line is None else Part.of(self.cluster, self.line)
+
+    @cached_property
+    def _kinds(self) -> tuple[list[NodePrices], list[int]]:
+        """The prices on each kind of machines, and of which kind each place is."""
+        if not isinstance(self.machines, Part):
+            return [self.prices], [0]
+        parts, kinds = self.machines.kinds(self.mesh)
+        if len(parts) == 1:
+            return [self.prices], kinds
+        size = self.states.buffer_bytes
+        return [NodePrices(part, self.mesh, size) for part in parts], kinds
+
+    @property
+    def all_prices(self) -> list[NodePrices]:
+        """What its nodes take on each kind of machines."""
+        return self._kinds[0]
+
+    def standings(self, placement: Placement, limit: float) -> list[Standing]:
+        """Where stages stand; `limit`: the bytes of each device that a plan keeps to."""
+        assert self.line is not None
+        spare = self.spare(limit)
+        return standings(placement, self.cluster, self.line, self._kinds[1], spare)
+
+    def spare(self, limit: float) -> list[float]:
+        """The bytes that the devices of each place have beyond `limit`, if it is what all have."""
+        return [0.0] if self.line is None else self.cluster.spare(limit, self.line.ranks)
 
     @cached_property
     def rewritten(self) -> fx.Graph:
@@ -158,10 +188,15 @@ class Candidate:
         is_there = source is not None and not self.has_copies and "flow" in vars(source)
         return is_there or "flow" in vars(self)
 
+    @property
+    def _shared_prices(self) -> dict[str, Any]:
+        """What is the same on the same machines."""
+        return {"prices": self.prices, "machines": self.machines, "_kinds": self._kinds}
+
     def changed(self, search: Search | None, pipelining: Pipelining | None = None) -> Self:
         """The same program, found so and in these stages; it is not rewritten again."""
         made = replace(self, search=search, pipelining=pipelining or self.pipelining)
-        vars(made).update(prices=self.prices, rewritten=self.rewritten, flow=self.flow)
+        vars(made).update(self._shared_prices, rewritten=self.rewritten, flow=self.flow)
         vars(made).update(_forms=self._forms, _taken=self._taken, _look_at=self._look_at)
         vars(made).update(run=self.run)
         return made
@@ -178,7 +213,7 @@ class Candidate:
         made = replace(self, decisions=decisions, states=states)
         vars(made).update(_source=self)
         if states.buffer_bytes == self.states.buffer_bytes:
-            vars(made).update(prices=self.prices)
+            vars(made).update(self._shared_prices)
         if not made.has_copies:
             vars(made).update(_forms=self._forms)  # the same calls
         return made
@@ -191,29 +226,24 @@ class Candidate:
         made = replace(self, decisions=decisions)
         repeats = NONE if self.decisions.recompute else self.repeats
         graph = remark(self.rewritten, self.captured, decisions, self.prices.price, repeats)
-        vars(made).update(prices=self.prices, _forms=self._forms, rewritten=graph)
+        vars(made).update(self._shared_prices, _forms=self._forms, rewritten=graph)
         if self._knows_flow:
             vars(made)["flow"] = self.flow.moved_to(graph)
         return made
 
     def stage_costs(
-        self,
-        mesh: Mesh,
-        axis: str,
-        like: StageCosts | None = None,
-        beside: StageCosts | None = None,
+        self, like: StageCosts | None = None, beside: StageCosts | None = None
     ) -> StageCosts:
-        """The program, to be cut into stages along `axis` of the `mesh` of all ranks; `like` that
-        of the same layouts with other states, `beside` with other regions recomputed."""
-        link = stage_link(self.cluster, mesh, axis)
-        prices = self.prices.along(self.flow.repeats)
-        return StageCosts(self.flow, self.mesh, prices, link.bandwidth, like, beside)
+        """The program, to be cut into stages; `like` that of the same layouts with other states,
+        `beside` with other regions recomputed."""
+        costs = [prices.along(self.flow.repeats) for prices in self.all_prices]
+        return StageCosts(self.flow, self.mesh, costs, like, beside)
 
     def cut_as(self, given: Pipelining) -> Candidate:
         """This program in the stages of a pipeline, with what they take here."""
-        line = self.stage_costs(given.mesh, given.axis)
         starts = [stage.starts for stage in given.stages]
-        stages = price_stages(line, starts)
+        standing = self.standings(given.schedule.placement, math.inf)
+        stages = price_stages(self.stage_costs(), starts, standing)
         return self.changed(self.search, replace(given, stages=tuple(stages)))
 
     @cached_property
@@ -237,6 +267,14 @@ class Candidate:
     def memory(self) -> Memory:
         """The predicted bytes on the fullest device, and their parts."""
         return max(self.memories, key=lambda memory: memory.peak)
+
+    @property
+    def fullest(self) -> Device:
+        """The device that it is on."""
+        if self.line is None:
+            return self.cluster.device
+        peaks = [memory.peak for memory in self.memories]
+        return self.cluster.weakest(self.line.ranks[peaks.index(max(peaks))])
 
     @cached_property
     def memories(self) -> list[Memory]:
@@ -335,9 +373,14 @@ class Candidate:
         beside = self.memory.peak if host.is_device else 0.0
         return not self.memory.host or self.memory.host + beside <= host.memory
 
+    def needed(self, limit: float) -> float:
+        """The bytes that every device would have to have, besides what some have beyond `limit`, if
+        it is what all have."""
+        return max(one.peak - more for one, more in zip(self.memories, self.spare(limit)))
+
     def fits(self, limit: float) -> bool:
         """Whether it has room, where each device has `limit` bytes."""
-        return self.memory.peak <= limit and self.fits_host
+        return self.needed(limit) <= limit and self.fits_host
 
     def alternative(self, limit: float) -> Alternative:
         """The figures, for those who have `limit` bytes on each device."""

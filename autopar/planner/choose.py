@@ -62,7 +62,7 @@ class Planner:
         self.regions = Regions(captured, request.recompute, marked_regions(model))
         self._batches = cache(partial(cut_batch, captured))
         self._best: Candidate | None = None  # the fastest that fits
-        self._fastest = math.inf  # its seconds
+        self._fastest = request.fastest  # its seconds
         self._weighed: list[Alternative] = []
         self._too_large: list[SmallestFootprint] = []
         self._schedules = cache(request.schedules)
@@ -144,7 +144,7 @@ class Planner:
     def _weigh(self, candidate: Candidate) -> None:
         figures = candidate.alternative(self.memory)
         self._weighed.append(figures)
-        if candidate.memory.peak <= self.memory and not candidate.fits_host:
+        if candidate.needed(self.memory) <= self.memory and not candidate.fits_host:
             self._too_large_for_host.append(candidate)
         elif not figures.fits:
             self._too_large.append(candidate.footprint(figures))
@@ -216,7 +216,7 @@ class Planner:
         each tensor is cut over all devices, at most."""
         if len(self.regions.kinds) == 1 or self.regions.fixed or self.memory == math.inf:
             return False
-        return self._kept / size[1] / self.request.cluster.devices > self.memory
+        return self._kept / size[1] / self.request.cluster.devices > self.request.roomiest
 
     @cached_property
     def _kept(self) -> float:
@@ -328,7 +328,9 @@ class Planner:
         program = self.captured if batches is None else batches.captured
         offered = self.request.meshes(stages)
         plain = self.regions.all(self.regions.kinds[0])
-        return LayoutRequest(program, batches, offered, math.inf, is_straight, recompute=plain)
+        line = None if is_straight else self.request.line(stages)
+        about = program, batches, offered, math.inf, is_straight
+        return LayoutRequest(*about, recompute=plain, line=line)
 
     def _laid(
         self, laid: Candidate, stages: int, parts: int, is_leaner: bool = False
@@ -360,7 +362,7 @@ class Planner:
     def _with_states(self, asked: LayoutRequest, stages: int, parts: int) -> Iterator[Candidate]:
         """Every way with one setting of states, and the fastest layouts that leave it room."""
         # Each stage has a share of the states, and at least the activations of one micro-batch.
-        limit = least = self.memory * stages
+        limit = least = self.request.room(stages)
         impossible = 0.0  # bytes that no layouts fit in
         for attempt in range(ATTEMPTS):
             try:
@@ -427,7 +429,7 @@ class Planner:
                 if is_cut:
                     way = program.within(made, kind, self.memory) or way
                 if not is_large or (way.seconds < self._fastest and way.least <= self.memory):
-                    tried.memory = min(tried.memory, way.candidate.memory.peak)
+                    tried.memory = min(tried.memory, way.candidate.needed(self.memory))
                     yield way.candidate
                 elif is_tight:
                     tried.memory = min(tried.memory, way.least)

@@ -37,11 +37,12 @@ def may_go(model: nn.Module, asked: States | None) -> bool:
 def least_update(captured: Captured, request: Request) -> float:
     """The seconds by which a step is longer, at least, where hosts update all that learns: each
     device's host a part that is no larger than others'."""
-    device, devices = request.cluster.device, request.cluster.devices
+    cluster, devices = request.cluster, request.cluster.devices
+    host = cluster.strongest(range(devices)).host
     nodes = captured.graph.find_nodes(op="placeholder")
     learned = [n for n in nodes if n.name in captured.parameters and info(n).learns]
     moved = sum(info(node).val.numel() * state_bytes(node).updated for node in learned)
-    return max(0.0, moved / devices * (1 / device.host.bandwidth - 1 / device.bandwidth))
+    return max(0.0, moved / devices * (1 / host.bandwidth - 1 / cluster.device.bandwidth))
 
 
 def no_room_on_host(tried: Sequence[Candidate]) -> InvalidInput:
@@ -59,7 +60,7 @@ def no_room_on_host(tried: Sequence[Candidate]) -> InvalidInput:
 
 def require_room(given: Candidate, limit: float) -> None:
     """Refuse a plan that takes more than `limit` bytes of a device, or than its host has."""
-    if given.memory.peak > limit:
+    if given.needed(limit) > limit:
         raise InvalidInput(
             "a plan fits into the memory of every device",
             got=f"{bytes_text(given.memory.peak, 4)} on {given.whole_mesh}, where a plan keeps to "

@@ -40,7 +40,7 @@ class Ideal:
         self, stages: int, parts: int, schedules: Sequence[Schedule] | None, fastest: float
     ) -> bool:
         """Whether a step of so many stages and micro-batches may take less than `fastest`."""
-        run = self.run(parts * self._request.meshes(stages)[0].size)
+        run = self.run(parts * self._request.meshes(stages)[0].size, stages > 1)
         if schedules is None or parts / stages * run >= fastest:  # though nobody waits
             return parts / stages * run < fastest
         times = fastest / run if run else math.inf
@@ -73,12 +73,14 @@ class Ideal:
             self._ratios[made] = least, times
         return least >= times
 
-    def _run(self, pieces: int) -> float:
-        """Seconds, forward and backward, of one run on a part of the work of each operator."""
-        total = 0.0
+    def _run(self, pieces: int, is_staged: bool = False) -> float:
+        """Seconds, forward and backward, of one run on a part of the work of each operator: on the
+        fastest devices, where stages may be large on these."""
+        total, cluster = 0.0, self._request.cluster
+        device = cluster.strongest(range(cluster.devices)) if is_staged else cluster.device
         for facts, done, count in self._work:
             part = Work(*(each / pieces for each in done))
-            forward, backward = seconds(facts, part, self._request.cluster.device)
+            forward, backward = seconds(facts, part, device)
             total += count * float(forward[0] + backward[0])
         return total
 

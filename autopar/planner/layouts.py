@@ -13,6 +13,8 @@ from functools import partial
 from torch import fx
 
 from autopar.capture.captured import Captured
+from autopar.cluster import Cluster
+from autopar.cluster.part import Line, Part
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import Microbatches
@@ -50,6 +52,11 @@ class LayoutRequest:
     recompute: Mapping[str, Recompute] = field(default_factory=dict)
     cutoff: float = math.inf  # seconds of a step: layouts that take so long are not wanted
     batch_axis: str = ""  # of the mesh that is offered: it cuts the batch
+    line: Line | None = None  # the places of a pipeline; the mesh is inside each
+
+    def machines(self, cluster: Cluster) -> Cluster:
+        """What layouts are chosen for: no place of a pipeline is faster."""
+        return cluster if self.line is None else Part.of(cluster, self.line)
 
 
 @dataclass(frozen=True)
@@ -128,7 +135,7 @@ class Layouts:
         """With states that are whole yet. What was asked before is known: layouts without a limit
         are the start of several ways to save memory, and the answer if they fit."""
         regions = tuple(sorted(asked.recompute.items()))
-        about = asked.batch_axis, asked.is_all, asked.states, regions
+        about = asked.batch_axis, asked.is_all, asked.states, regions, asked.line
         key = id(asked.captured), tuple(asked.offered), *about
         if (free := self._known.get((*key, math.inf))) and self._keeps_to(free, asked):
             return free
@@ -140,7 +147,7 @@ class Layouts:
     def _graphs(self, asked: LayoutRequest) -> dict[Mesh, Built]:
         """The cost graphs of a program, which is looked at under several limits in a row."""
         regions = tuple(sorted(asked.recompute.items()))
-        key = id(asked.captured), asked.batch_axis, asked.states, regions
+        key = id(asked.captured), asked.batch_axis, asked.states, regions, asked.line
         if key not in self._built:
             self._built.clear()
             self._built[key] = {}
@@ -161,7 +168,7 @@ class Layouts:
     def _searched(self, asked: LayoutRequest) -> tuple[Candidate, float]:
         program, cluster = asked.captured, self.request.cluster
         bound = partial(self._constraints, asked)
-        made = partial(Candidate, program, cluster, batches=asked.batches)
+        made = partial(Candidate, program, cluster, batches=asked.batches, line=asked.line)
         if self.request.mode != "auto":
             (mesh,) = asked.offered
             return made(decisions=propagate(program, mesh, bound(mesh))), 0.0
@@ -173,7 +180,7 @@ class Layouts:
 
         parts = 1 if asked.batches is None else asked.batches.count
         limits = asked.memory, parts, asked.states, asked.cutoff
-        search = LayoutSearch(program, cluster, bound, *limits)
+        search = LayoutSearch(program, asked.machines(cluster), bound, *limits)
         search.known = self._graphs(asked)
         search.finished, search.report = needed if asked.is_all else None, self.report
         found = search.run(asked.offered)

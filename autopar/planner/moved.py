@@ -18,6 +18,7 @@ from torch import fx
 from autopar.capture.captured import Captured
 from autopar.capture.listing import operator_name
 from autopar.cluster import Cluster
+from autopar.cluster.part import Line
 from autopar.errors import InvalidInput
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -81,16 +82,20 @@ def moved(
             got="\n".join(lost[:_LISTED]) + more,
             remedy="search=True, which decides anew, or another batch=, as batch='2x'",
         )
+    given, line = source.pipelining, None
+    if given is not None:
+        given = replace(given, mesh=_with(given.mesh, ranks))
+        line = Line.of(given.mesh, given.axis)
     whole_states = replace(WHOLE, buffer_bytes=source.states.buffer_bytes)
-    found = Candidate(captured, cluster, made, batches, states=whole_states)
+    found = Candidate(captured, cluster, made, batches, states=whole_states, line=line)
     placed = found.placed(source.states)
     if placed.decisions.apart:  # or else there are no replicas left that they are cut over
         found = placed
-    if source.pipelining is None:
+    if given is None:
         return found
-    given, now = source.pipelining, {old: new for new, old in names.items()}
+    now = {old: new for new, old in names.items()}
     stages = [replace(one, starts=now.get(one.starts, one.starts)) for one in given.stages]
-    return found.cut_as(replace(given, mesh=_with(given.mesh, ranks), stages=tuple(stages)))
+    return found.cut_as(replace(given, stages=tuple(stages)))
 
 
 def _with(mesh: Mesh, ranks: Mapping[str, int]) -> Mesh:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from autopar.cluster import Cluster
+from autopar.cluster.part import Line
 from autopar.mesh import Mesh, meshes
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules import weighed_schedules
@@ -38,11 +39,19 @@ class Request:
     schedule: Schedule | None = None
     recompute: AskedRecomputation = field(default_factory=AskedRecomputation)
     states: States | None = None
+    fastest: float = math.inf  # seconds: what takes as long is not wanted
 
     @property
     def memory(self) -> float:
         """The bytes of each device that a plan keeps to."""
         return self.limit if self.is_limited else math.inf
+
+    @property
+    def roomiest(self) -> float:
+        """The bytes that a plan keeps to of the device that has most."""
+        most = self.cluster.strongest(range(self.cluster.devices)).memory
+        is_own = self.memory == self.cluster.device.memory
+        return most if is_own else self.memory
 
     def sizes(self) -> Iterator[tuple[int, int]]:
         """Numbers of stages and of micro-batches to try."""
@@ -63,6 +72,20 @@ class Request:
             return [self.mesh if self.axis is None else self.mesh.without(self.axis)]
         most = MOST_AXES if stages == 1 else MOST_INNER_AXES
         return meshes(self.cluster.devices // stages, most, self.cluster.devices_per_node)
+
+    def line(self, stages: int) -> Line | None:
+        """The places of a pipeline of so many stages."""
+        if self.axis is None:
+            return None
+        if self.mesh is not None:
+            return Line.of(self.mesh, self.axis)
+        return Line(self.axis, stages, self.cluster.devices // stages)
+
+    def room(self, stages: int) -> float:
+        """The bytes that a plan keeps to of a device of each stage, together."""
+        line, memory = self.line(stages), self.memory
+        spare = [] if line is None else self.cluster.spare(memory, line.ranks)
+        return memory * stages + sum(spare)
 
     def settings(self, stages: int) -> Sequence[States]:
         """The settings of states to try, the fastest first: a rank alone has nothing to cut."""

@@ -25,6 +25,7 @@ from autopar.pipeline.price import price_step
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.stages.costs import StageCost, StageCosts
 from autopar.pipeline.stages.cut import choose_stages
+from autopar.pipeline.stages.standing import Standing
 from autopar.pipeline.timeline import Timeline
 from autopar.planner.candidate import Candidate
 from autopar.planner.recomputation import Regions
@@ -53,6 +54,9 @@ class StagedWay:
     peaks: Callable[[], Sequence[Live]]  # what its ranks keep when they keep most
     cluster: Cluster
     made: Callable[[Pipelining], Candidate]
+    # Bytes that the devices of each place, and of each stage, have beyond what every device has.
+    spare: Sequence[float]
+    standing: Sequence[Standing]
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -73,12 +77,13 @@ class StagedWay:
 
     def fits(self, memory: float) -> bool:
         """Whether it has room on devices of so many bytes."""
-        return self.least <= memory and self.candidate.memory.peak <= memory
+        return self.least <= memory and self.candidate.needed(memory) <= memory
 
     @cached_property
     def spread(self) -> float:
         """The bytes of states on the fullest rank, if they were spread evenly."""
-        return self.line.held([(0, len(self.line.flow.activations))]) / self._schedule.ranks
+        held = self.line.held([(0, len(self.line.flow.activations))])
+        return (held - sum(self.spare)) / self._schedule.ranks
 
     @cached_property
     def least(self) -> float:
@@ -109,7 +114,7 @@ class StagedWay:
                 size += later * stages[at].weight_halves
                 for is_split in (False,) * again + (True,) * split:
                     size += kept * self.line.remade(*bounds[at], is_split)
-            most = max(most, size)
+            most = max(most, size - min(self.standing[at].spare for at in live))
         return most
 
 
@@ -131,19 +136,30 @@ class StagedProgram:
         self._regions, self._pins, self._tried = regions, pins, tried
         self._programs = cache(lambda kind: laid.recomputed(regions.all(kind)))
         self._lines = cache(self._line)
+        self._memory = request.memory
+        self._standing = cache(lambda placed: tuple(laid.standings(placed, request.memory)))
         self._fastest = cache(
-            lambda count, kind: choose_stages(self._lines(kind), count, pins=pins)
+            lambda standing, kind: choose_stages(
+                self._lines(kind), len(standing), pins=pins, standing=standing
+            )
         )
 
     def fastest(self, made: Schedule, kind: Recompute) -> StagedWay:
         """In the stages of which the slowest is fastest."""
-        return self._way(made, kind, self._fastest(made.stages, kind))
+        return self._way(made, kind, self._fastest(self._standing(made.placement), kind))
 
     def within(self, made: Schedule, kind: Recompute, memory: float) -> StagedWay | None:
         """The same of stages that fit into memory, as far as their sums tell."""
         line, live = self._lines(kind), self._live(made, kind)
         with suppress(InvalidInput):
-            cut = choose_stages(line, made.stages, pins=self._pins, memory=memory, peaks=live)
+            cut = choose_stages(
+                line,
+                made.stages,
+                pins=self._pins,
+                memory=memory,
+                peaks=live,
+                standing=self._standing(made.placement),
+            )
             return self._way(made, kind, cut)
         return None
 
@@ -162,7 +178,9 @@ class StagedProgram:
 
         pipelining = Pipelining(self.axis, self.mesh, made, tuple(stages))
         cluster, live = self.laid.cluster, partial(self._live, made, kind)
-        return StagedWay(pipelining, self._lines(kind), live, cluster, candidate)
+        spare = self.laid.spare(self._memory)
+        standing = self._standing(made.placement)
+        return StagedWay(pipelining, self._lines(kind), live, cluster, candidate, spare, standing)
 
     def _live(self, made: Schedule, kind: Recompute) -> Sequence[Live]:
         return _peaks(made, not kind.is_plain)
@@ -173,12 +191,13 @@ class StagedProgram:
         like = known.get(key)
         if like is not None and like.are_tied and not laid.has_copies:
             # Nothing else differs than what parameters take where they are.
-            line = like.restated(laid.decisions.apart, laid.prices.stored)
+            costs = [prices.stored for prices in laid.all_prices]
+            line = like.restated(laid.decisions.apart, costs)
         else:
             # Copies of parameters are kept in other ways than parameters.
             like = None if laid.has_copies else like
             beside = next(iter(known.values()), None)
-            line = self._programs(kind).stage_costs(self.mesh, self.axis, like, beside)
+            line = self._programs(kind).stage_costs(like, beside)
         if not laid.has_copies:
             known.setdefault(key, line)
         return line

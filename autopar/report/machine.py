@@ -89,18 +89,18 @@ def machine(candidate: Candidate, sent: list[Traffic]) -> Drawing:
     label = f"{mesh} on {_about(cluster.nodes)}"
     picture = Drawing(_WIDTH, height + 18 + _ROW * len(rows), label)
     first, rank = 0.0, 0
-    for number, node in enumerate(nodes):
+    for number, (node, used) in enumerate(zip(nodes, cluster.used_of_nodes)):
         width = _WIDTH / len(nodes) - 8
         picture.box(first + 1, 18, width, height - 22, "node")
         speed = scaled(node.link.bandwidth, "B/s", 3)
         title = f"node {number}: {node.devices} x {node.device.name}, {speed}"
         picture.text(first + 8, 12, title)
-        for place in range(min(node.devices, shown)):
+        for place in range(min(used, shown)):
             x = first + 8 + place % columns * _BOX
             y = 28 + place // columns * (_BOX - 14)
             if rank + place < mesh.size:
                 _device(picture, mesh, rank + place, x, y)
-        rank += node.devices
+        rank += used
         first += _WIDTH / len(nodes)
     more = len(cluster.nodes) - len(nodes)
     between = scaled(cluster.network.bandwidth, "B/s", 3)
@@ -131,7 +131,7 @@ def _axis(picture: Drawing, candidate: Candidate, axis: str, y: float, sent: lis
     link = candidate.cluster.group_link(mesh, (axis,))
     own = sum(one.bytes for one in sent if axis in one.axes.split(", "))
     most = max((one.bytes for one in sent), default=0.0) * 2 or 1.0
-    where = "inside of nodes" if link.level == "inside" else "between nodes"
+    where = {"inside": "inside of nodes", "between": "between nodes"}.get(link.level, link.level)
     speed = scaled(link.bandwidth, "B/s", 3)
     words = f"{axis} = {mesh[axis]}, {where}, {speed}: a rank sends {bytes_text(own)} a step"
     picture.text(8, y + 12, words)

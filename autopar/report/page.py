@@ -108,7 +108,7 @@ def _room(held: Sequence[Share], limit: float) -> float:
 def _tiles(candidate: Candidate, asked: Asked) -> list[tuple[str, str, str]]:
     """What is said first: a word, a figure, and what belongs to it."""
     cost, cluster = candidate.cost, candidate.cluster
-    nodes = len(cluster.nodes)
+    nodes = sum(used > 0 for used in cluster.used_of_nodes)
     moved = f"{seconds_text(cost.exposed)} of it movements that nothing hides"
     tiles = [
         ("a step", seconds_text(candidate.seconds), moved),

@@ -13,6 +13,7 @@ from autopar.cost.state_price import NodeCost
 from autopar.passes.flow import flow_of
 from autopar.pipeline.stages.costs import StageCosts, imbalance
 from autopar.pipeline.stages.cut import choose_stages
+from autopar.pipeline.stages.standing import Standing
 from tests.models import gpt, mlp, resnet
 
 
@@ -27,7 +28,9 @@ def plan():
 def cut(plan, count, cost=None, link_bandwidth=25e9, **options):
     flow = flow_of(plan.captured, plan.program.graph)
     cost = cost or plan.prices
-    return choose_stages(StageCosts(flow, plan.mesh, cost, link_bandwidth), count, **options)
+    standing = [Standing(bandwidth=link_bandwidth)] * count
+    costs = StageCosts(flow, plan.mesh, [cost])
+    return choose_stages(costs, count, standing=standing, **options)
 
 
 def test_stages_begin_at_layers(plan):

@@ -52,7 +52,7 @@ def test_the_nodes_of_a_line_cost_what_the_program_costs(name, mode, mesh, links
     options = {"mode": mode, "mesh": mesh, "cluster": cluster, "microbatches": 2}
     plan = ap.plan(case.model, case.args, case.kwargs, **options)
     prices = NodePrices(cluster, mesh, BUFFER_BYTES)
-    line = StageCosts(flow_of(plan.captured, plan.program.graph), mesh, prices, 1e9)
+    line = StageCosts(flow_of(plan.captured, plan.program.graph), mesh, [prices])
     whole = line.sums([0, len(line.flow.activations)])[0, 1]
     found = dict(zip(COLUMNS, whole.tolist()))
     cost = plan.cost

@@ -87,8 +87,8 @@ def test_a_line_of_what_repeats_is_that_of_all_nodes(
     vars(other)["repeats"] = Repeats()
     assert flow.repeats.twins
     lines = [
-        StageCosts(flow, plan.mesh, prices.along(flow.repeats), 1e9),
-        StageCosts(other, plan.mesh, prices, 1e9),
+        StageCosts(flow, plan.mesh, [prices.along(flow.repeats)]),
+        StageCosts(other, plan.mesh, [prices]),
     ]
     assert len({tuple(map(repr, line.stages([0, 20, 50, 90]))) for line in lines}) == 1
     points = (0, 20, 50, 90)

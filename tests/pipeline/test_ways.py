@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from autopar import Cluster, Mesh
 from autopar.capture import capture
+from autopar.cluster.part import Line
 from autopar.errors import InvalidInput
 from autopar.passes.microbatches import cut_batch
 from autopar.pipeline.schedules import schedule, weighed_schedules
@@ -29,6 +30,7 @@ from tests.pipeline.models import residuals
 STAGES, PARTS, MESH = 2, 4, Mesh(pp=2, dp=2)
 SAMPLED = [name for name in NAMED if name != "zero2"]
 CLUSTER = Cluster.preset("dgx-a100")
+LINE = Line.of(MESH, "pp")
 
 
 class Beside(nn.Module):
@@ -64,14 +66,14 @@ CASES = {
 
 
 @cache
-def _whole(name: str = "gpt", parts: int = PARTS) -> tuple[Candidate, Regions]:
+def _whole(name: str = "gpt", parts: int = PARTS, line: Line = LINE) -> tuple[Candidate, Regions]:
     """A program of one micro-batch, its batch cut over two ranks."""
     case, inner = CASES[name](), MESH.without("pp")
     captured = capture(case.model, case.args, case.kwargs)
     batches = cut_batch(captured, parts)
     asked = with_batch_axis(batches.captured, inner, "dp", Constraints())
     decisions = propagate(batches.captured, inner, asked)
-    laid = Candidate(batches.captured, CLUSTER, decisions, batches)
+    laid = Candidate(batches.captured, CLUSTER, decisions, batches, line=line)
     return laid, Regions(captured, AskedRecomputation())
 
 
@@ -116,7 +118,7 @@ def test_no_way_holds_less_than_is_told(
     name: str, stages: int, states: str, schedules: str
 ) -> None:
     mesh, parts = Mesh(pp=stages, dp=2), 2 * stages
-    whole, regions = _whole(name, parts)
+    whole, regions = _whole(name, parts, Line.of(mesh, "pp"))
     request = Request(CLUSTER, "data", math.inf, False, "pp", mesh, stages, parts)
     laid = whole.placed(NAMED[states])
     program = StagedProgram(laid, stages, request, regions, (), Tried())
@@ -143,9 +145,10 @@ def test_stages_are_those_of_a_program_that_is_looked_at_alone(states: str) -> N
         seen.add(kind)
         whole = _whole()[0].placed(NAMED[states])
         program = whole.recomputed(way.candidate.decisions.recompute)
-        alone = Candidate(program.captured, CLUSTER, program.decisions, program.batches)
-        line = alone.stage_costs(MESH, "pp")
-        expected = price_stages(line, [stage.starts for stage in way.pipelining.stages])
+        alone = Candidate(program.captured, CLUSTER, program.decisions, program.batches, line=LINE)
+        starts = [stage.starts for stage in way.pipelining.stages]
+        standing = alone.standings(way.pipelining.schedule.placement, math.inf)
+        expected = price_stages(alone.stage_costs(), starts, standing)
         for one, two in zip(way.pipelining.stages, expected, strict=True):
             numbers = [list(vars(stage).values())[2:] for stage in (one, two)]
             assert numbers[0] == pytest.approx(numbers[1], rel=1e-9)

@@ -71,7 +71,7 @@ def test_the_cut_is_the_best_that_fits(seed: int) -> None:
     most = sorted(max(taken(pieces, cut, moment) for moment in CHIMERA) for cut in every)
     for limit in (most[0] - 1, most[0], most[len(most) // 4], most[-1]):
         fitting = [c for c in every if all(taken(pieces, c, m) <= limit for m in CHIMERA)]
-        starts = cut_together(pieces, offered, limit, CHIMERA)
+        starts = cut_together(pieces, offered, [limit] * len(CHIMERA), CHIMERA)
         assert (starts is None) == (not fitting)
         if starts is not None:
             found = (*starts, PLACES)

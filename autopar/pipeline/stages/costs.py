@@ -26,11 +26,13 @@ from autopar.layout import ParameterPlacement
 from autopar.mesh import Mesh
 from autopar.passes.flow import Flow, ancestors
 from autopar.pipeline.stages.kept import Halves, Remade, kept_by_stages
+from autopar.pipeline.stages.standing import ANYWHERE, Standing
 from autopar.pipeline.stages.table import StageTable
 from autopar.strategies.node_info import info
 
 Array = NDArray[np.float64]
 PriceOf = Callable[[fx.Node], NodeCost]  # of any node of a rewritten program
+Rows = list[list[float]]  # of each kind of machines, the columns
 Mark = tuple[bool, bool]  # whether a node runs again, and whether its value is kept elsewhere
 COLUMNS = ("forward", "backward", "again", "reduced", "summed", *HELD)  # seconds, then bytes
 _NUMBERED = re.compile(r"(.*\.)?\d+(?=\.|$)")
@@ -63,7 +65,9 @@ class StageCost:
         return self.forward + self.backward
 
 
-def price_stages(costs: StageCosts, starts: Sequence[str]) -> list[StageCost]:
+def price_stages(
+    costs: StageCosts, starts: Sequence[str], standing: Sequence[Standing] = ()
+) -> list[StageCost]:
     """What stages take that begin at the operators `starts`, for cuts that were made before."""
     points = {node.name: index for index, node in enumerate(costs.flow.activations)}
     missing = [name for name in starts if name not in points]
@@ -73,7 +77,7 @@ def price_stages(costs: StageCosts, starts: Sequence[str]) -> list[StageCost]:
             got=", ".join(missing),
             remedy="plan again for this model",
         )
-    return costs.stages([points[name] for name in starts])
+    return costs.stages([points[name] for name in starts], standing)
 
 
 def imbalance(stages: Sequence[StageCost]) -> float:
@@ -94,14 +98,13 @@ class StageCosts:
         self,
         flow: Flow,
         mesh: Mesh,
-        cost: PriceOf,
-        link_bandwidth: float,
+        costs: Sequence[PriceOf],
         like: StageCosts | None = None,
         beside: StageCosts | None = None,
     ) -> None:
-        """`like`: that of the same program with other places of its parameters; `beside`: of the
-        same layouts, though other regions may be recomputed."""
-        self.flow, self.mesh, self.bandwidth = flow, mesh, link_bandwidth
+        """`costs`: on each kind of machines. `like`: that of the same program with other places of
+        its parameters; `beside`: of the same layouts, though other regions may be recomputed."""
+        self.flow, self.mesh = flow, mesh
         if like is None:
             once = KeptOnce(mesh, flow.repeats)
             halves = Halves(flow, once)
@@ -119,9 +122,10 @@ class StageCosts:
         self._holding = [0, *itertools.accumulate(bool(held) for held in self._parameters)]
         self._held_by = flow.repeats.along(lambda node: held_bytes(node, mesh))
         self._tables: dict[tuple[int, ...], StageTable] = {}  # by cut points
+        self._times: dict[tuple[tuple[int, ...], Standing], Array] = {}
         self._clean: dict[float, list[int]] = {}  # by reach
-        self._rows: dict[str, tuple[Mark, list[float]]] = {}  # of nodes by name
-        self._alone, self._shared = self._add_up(cost, {} if known is None else known._rows)
+        self._rows: dict[str, tuple[Mark, Rows]] = {}  # of nodes by name
+        self._alone, self._shared = self._add_up(costs, {} if known is None else known._rows)
 
     @cached_property
     def total(self) -> float:
@@ -129,41 +133,43 @@ class StageCosts:
         return self._at(len(self.flow.activations))
 
     def _add_up(
-        self, cost: PriceOf, known: Mapping[str, tuple[Mark, list[float]]]
+        self, costs: Sequence[PriceOf], known: Mapping[str, tuple[Mark, Rows]]
     ) -> tuple[Array, list[tuple[Array, Array]]]:
         """Sums of all that one activation reads; by which, and the sum, of what several read."""
-        alone = np.zeros((len(self.flow.activations) + 1, len(COLUMNS)))
+        alone = np.zeros((len(self.flow.activations) + 1, len(costs), len(COLUMNS)))
         shared: dict[tuple[int, ...], Array] = {}
-        places, rows = list[int](), list[list[float]]()
+        places, every = list[int](), list[Rows]()
         for node, readers in (self.flow.read_at | self.flow.held_at).items():
             mark = info(node).remade, bool(info(node).away)
             # What is made of parameters alone depends on their places.
             may_be = self.flow.sources[node] != {"parameter"} and not info(node).away
             old = known.get(node.name) if may_be else None
-            row = self._row(node, cost) if old is None or old[0] != mark else old[1]
+            rows = self._rows_of(node, costs) if old is None or old[0] != mark else old[1]
             if may_be or node.op == "placeholder":
-                self._rows[node.name] = mark, row
+                self._rows[node.name] = mark, rows
             if len(readers) == 1:
                 places.append(readers[0] + 1)
-                rows.append(row)
-            elif any(row):
-                shared[readers] = shared.get(readers, 0.0) + np.array(row)
-        np.add.at(alone, np.array(places, int), np.array(rows).reshape(-1, len(COLUMNS)))
-        return alone.cumsum(axis=0), [(np.array(readers), row) for readers, row in shared.items()]
+                every.append(rows)
+            elif any(map(any, rows)):
+                shared[readers] = shared.get(readers, 0.0) + np.array(rows)
+        np.add.at(alone, np.array(places, int), np.array(every).reshape(-1, *alone.shape[1:]))
+        return alone.cumsum(axis=0), [(np.array(readers), rows) for readers, rows in shared.items()]
 
-    def _row(self, node: fx.Node, cost: PriceOf) -> list[float]:
-        """The columns of one node."""
-        return _columns(cost(node), self._held_by(node))
+    def _rows_of(self, node: fx.Node, costs: Sequence[PriceOf]) -> Rows:
+        """The columns of one node, for each kind of machines."""
+        held = self._held_by(node)
+        return [_columns(cost(node), held) for cost in costs]
 
     def restated(
         self,
         places: Mapping[str, ParameterPlacement],
-        cost: Callable[[fx.Node, ParameterPlacement], NodeCost],
+        costs: Sequence[Callable[[fx.Node, ParameterPlacement], NodeCost]],
     ) -> StageCosts:
         """Of a program whose parameters have one place: the same where some have others, by name,
         and no copies of them are gathered."""
         made = copy(self)
-        made._tables, made._clean, made._rows = {}, {}, dict(self._rows)
+        made._tables, made._times = {}, {}
+        made._clean, made._rows = {}, dict(self._rows)
         for known in ("_seconds", "total", "are_tied"):
             vars(made).pop(known, None)
         change, shared = np.zeros_like(self._alone), list(self._shared)
@@ -172,9 +178,10 @@ class StageCosts:
                 continue
             at = places[node.name]
             mark, before = self._rows[node.name]
-            row = _columns(cost(node, at), parameter_bytes(node, at, self.mesh))
-            made._rows[node.name] = mark, row
-            more = np.array(row) - before
+            held = parameter_bytes(node, at, self.mesh)
+            rows = [_columns(cost(node, at), held) for cost in costs]
+            made._rows[node.name] = mark, rows
+            more = np.array(rows) - np.array(before)
             if len(readers) == 1:
                 change[readers[0] + 1] += more
             elif more.any():
@@ -192,10 +199,10 @@ class StageCosts:
     def held(self, bounds: Sequence[tuple[int, int]], gradients: bool = True) -> float:
         """The bytes of states that stages with these first and last points hold together."""
         kinds = [name in HELD and (gradients or name != "gradients") for name in COLUMNS]
-        size = sum(self._alone[end] - self._alone[start] for start, end in bounds)
-        for readers, row in self._shared:
+        size = sum(self._alone[end, 0] - self._alone[start, 0] for start, end in bounds)
+        for readers, rows in self._shared:
             if any(((readers >= start) & (readers < end)).any() for start, end in bounds):
-                size = size + row
+                size = size + rows[0]
         return float(np.sum(np.asarray(size)[kinds]))
 
     def remade(self, start: int, end: int, is_split: bool) -> float:
@@ -203,13 +210,14 @@ class StageCosts:
         what it makes again; at least."""
         return self._remade_in.bytes(start, end, is_split)
 
-    def sums(self, bounds: Sequence[int]) -> Array:
-        """By start, end and column: what is made between two of `bounds`, each thing once."""
-        at = self._alone[list(bounds)]
+    def sums(self, bounds: Sequence[int], kind: int = 0) -> Array:
+        """By start, end and column: what is made between two of `bounds`, each thing once, on one
+        kind of machines."""
+        at = self._alone[list(bounds), kind]
         found = at[None, :] - at[:, None]
-        for readers, row in self._shared:
+        for readers, rows in self._shared:
             first = np.append(readers, len(self.flow.activations))[np.searchsorted(readers, bounds)]
-            found += (first[:, None] < np.array(bounds)[None, :])[..., None] * row
+            found += (first[:, None] < np.array(bounds)[None, :])[..., None] * rows[kind]
         return found
 
     def received(self, point: int) -> int:
@@ -225,13 +233,25 @@ class StageCosts:
             self._tables[points] = self._table([*points, len(self.flow.activations)])
         return self._tables[points]
 
+    def times(self, points: tuple[int, ...], at: Standing) -> Array:
+        """Of the table, the seconds of a stage that stands there, which also waits for what it
+        receives."""
+        key = points, at
+        if key not in self._times:
+            table, bounds = self.table(points), [*points, len(self.flow.activations)]
+            kinds = [self.sums(bounds, kind) for kind in at.kinds if kind]
+            every = [found[..., 0] + found[..., 1] for found in kinds]
+            every += [table.seconds] * (0 in at.kinds)
+            waiting = 2 * table.received[:, None] / at.bandwidth
+            self._times[key] = np.maximum.reduce(every) + waiting
+        return self._times[key]
+
     def _table(self, bounds: Sequence[int]) -> StageTable:
         forward, backward, _, _, _, *held = np.moveaxis(self.sums(bounds), -1, 0)
         received = np.array([*map(self.received, bounds[:-1]), 0])
         holding = np.array(self._holding)[list(bounds)]
-        # A stage also waits for what it receives.
         return StageTable(
-            forward + backward + 2 * received[:, None] / self.bandwidth,
+            forward + backward,
             holding[None, :] == holding[:, None],
             received,
             np.rint(sum(held)).astype(np.int64),
@@ -248,15 +268,17 @@ class StageCosts:
             found[where] = np.maximum(found[where], round(size))
         return found
 
-    def stages(self, starts: Sequence[int]) -> list[StageCost]:
-        """The stages that start at these cut points."""
+    def stages(self, starts: Sequence[int], standing: Sequence[Standing] = ()) -> list[StageCost]:
+        """The stages that start at these cut points, and where they stand."""
         bounds = itertools.pairwise([*starts, len(self.flow.activations)])
-        return [self.stage(start, end) for start, end in bounds]
+        where = standing or [ANYWHERE] * len(starts)
+        return [self.stage(start, end, at) for (start, end), at in zip(bounds, where)]
 
-    def stage(self, start: int, end: int) -> StageCost:
+    def stage(self, start: int, end: int, at: Standing = ANYWHERE) -> StageCost:
         first = self.flow.activations[min(start, len(self.flow.activations) - 1)]
-        sums = self.sums([start, end])[0, 1].tolist()
-        forward, backward, again, reduced, summed, *held = sums
+        # Copies of a stage wait for the slowest of them.
+        every = [self.sums([start, end], kind)[0, 1] for kind in at.kinds]
+        forward, backward, again, reduced, summed, *held = np.maximum.reduce(every).tolist()
         return StageCost(
             starts=first.name,
             module=info(first).module,
@@ -356,7 +378,7 @@ class StageCosts:
     @cached_property
     def _seconds(self) -> list[float]:
         """Of all activations before each cut point, forward and backward."""
-        return self._alone[:, :2].sum(axis=1).tolist()
+        return self._alone[:, 0, :2].sum(axis=1).tolist()
 
 
 def _columns(price: NodeCost, held: Held) -> list[float]:

@@ -15,6 +15,7 @@ from autopar.errors import InvalidInput
 from autopar.pipeline.activation_counts import Live
 from autopar.pipeline.stages.costs import StageCost, StageCosts
 from autopar.pipeline.stages.shared_memory import cut_together
+from autopar.pipeline.stages.standing import ANYWHERE, Standing
 
 
 def choose_stages(
@@ -24,25 +25,30 @@ def choose_stages(
     pins: Sequence[Pin] = (),
     memory: float | None = None,
     peaks: Sequence[Live] = (),
+    standing: Sequence[Standing] = (),
 ) -> list[StageCost]:
     """Cut a program into `count` stages.
 
     `memory`: bytes that a rank may take. Each of `peaks` says what a rank keeps at one time.
+    `standing`: where each stage stands, if that matters.
     """
+    where = standing or [ANYWHERE] * count
     fixed = costs.pinned(pins, count)
     points = costs.cut_points(count, fixed)
     table = costs.table(tuple(points))
     offered = table.offered(count, {s: points.index(point) for s, point in fixed.items()})
-    if memory is not None and any(len(live) > 1 for live in peaks):
-        found = cut_together(table, offered, memory, peaks)
+    seconds = [costs.times(tuple(points), at) for at in where]
+    rooms = [] if memory is None else [memory + min(where[s].spare for s in live) for live in peaks]
+    if any(len(live) > 1 for live in peaks[: len(rooms)]):
+        found = cut_together(table, offered, rooms, peaks, seconds)
     else:
-        for live in peaks if memory is not None else ():
+        for live, room in zip(peaks, rooms):
             for stage, counts in live.items():
-                offered[stage] &= table.bytes(*counts) <= memory
-        found = table.fastest(offered)
+                offered[stage] &= table.bytes(*counts) <= room
+        found = table.fastest(offered, seconds)
     if found is None:
         raise _none_fits(count, memory)
-    return costs.stages([points[index] for index in found])
+    return costs.stages([points[index] for index in found], where)
 
 
 def _none_fits(count: int, memory: float | None) -> InvalidInput:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.pipeline.activation_counts import Live
 from autopar.pipeline.stages.table import Mask, StageTable
@@ -30,9 +31,16 @@ _PACE = 4.0  # of the weights
 
 
 def cut_together(
-    table: StageTable, offered: Sequence[Mask], memory: float, peaks: Sequence[Live]
+    table: StageTable,
+    offered: Sequence[Mask],
+    memory: Sequence[float],
+    peaks: Sequence[Live],
+    seconds: Sequence[NDArray] | None = None,
 ) -> list[int] | None:
-    """Where the stages start, with the slowest as fast as can be; None: none fit."""
+    """Where the stages start, with the slowest as fast as can be; None: none fit.
+
+    `memory`: bytes at each of the peaks. `seconds`: of each stage, if they differ."""
+    times = seconds or [table.seconds] * len(offered)
     offered = _narrowed(table, _possible(table, offered, memory, peaks), memory, peaks)
     if not all(map(np.any, offered)):
         return None
@@ -40,26 +48,24 @@ def cut_together(
     rows = [list(zip(*map(np.ndarray.tolist, np.nonzero(mask)))) for mask in offered]
     takes = [[model.new_bool_var(f"{s}:{i}-{j}") for i, j in row] for s, row in enumerate(rows)]
     every = [(pair, take) for row, bits in zip(rows, takes) for pair, take in zip(row, bits)]
-    longest = max(table.seconds[pair] for pair, _ in every)
-    seconds = (table.seconds * (_RANGE / (longest or 1.0))).astype(np.int64)
+    longest = max(own[pair] for own, row in zip(times, rows) for pair in row)
+    whole = [(own * (_RANGE / (longest or 1.0))).astype(np.int64) for own in times]
     sent = _TIES / (sum(max(table.received[i] for i, _ in row) for row in rows) or 1)
     slowest = model.new_int_var(0, _RANGE, "slowest")
-    for row, bits in zip(rows, takes):
+    for row, bits, own in zip(rows, takes, whole):
         model.add_exactly_one(bits)
-        model.add(slowest >= weighted_sum(bits, [seconds[pair] for pair in row]))
+        model.add(slowest >= weighted_sum(bits, [own[pair] for pair in row]))
     for (row, bits), (after, others) in zip(zip(rows, takes), zip(rows[1:], takes[1:])):
         for point in {j for _, j in row} | {i for i, _ in after}:
             ending = [bit for (_, j), bit in zip(row, bits) if j == point]
             starting = [bit for (i, _), bit in zip(after, others) if i == point]
             model.add(sum(ending) == sum(starting))
-    for live in peaks:
+    for live, room in zip(peaks, memory):
         used: list[tuple[IntVar, int]] = []
         for stage, counts in live.items():
             sizes = table.bytes(*counts)
             used += [(take, sizes[pair]) for pair, take in zip(rows[stage], takes[stage])]
-        model.add(
-            weighted_sum([take for take, _ in used], [size for _, size in used]) <= int(memory)
-        )
+        model.add(weighted_sum([take for take, _ in used], [size for _, size in used]) <= int(room))
     costs = [
         _RANGE * _TIES * int(table.empty[pair]) + int(table.received[pair[0]] * sent)
         for pair, _ in every
@@ -75,27 +81,28 @@ def cut_together(
 
 
 def _possible(
-    table: StageTable, offered: Sequence[Mask], memory: float, peaks: Sequence[Live]
+    table: StageTable, offered: Sequence[Mask], memory: Sequence[float], peaks: Sequence[Live]
 ) -> list[Mask]:
     """What fits beside the smallest that the other stages may be."""
     left = [mask.copy() for mask in offered]
-    for live in peaks:
+    for live, room in zip(peaks, memory):
         sizes = {stage: table.bytes(*counts) for stage, counts in live.items()}
         least = {s: np.where(offered[s], size, np.inf).min() for s, size in sizes.items()}
         for stage, size in sizes.items():
             others = sum(other for s, other in least.items() if s != stage)
-            left[stage] &= size <= memory - others
+            left[stage] &= size <= room - others
     return left
 
 
 def _narrowed(
-    table: StageTable, offered: Sequence[Mask], memory: float, peaks: Sequence[Live]
+    table: StageTable, offered: Sequence[Mask], memory: Sequence[float], peaks: Sequence[Live]
 ) -> Sequence[Mask]:
     """What is in cuts of which no mean of the peaks is known to be above the limit.
 
     Weights move to the peaks that are worst in the cut whose mean is least.
     """
     kept = np.zeros((len(peaks), len(offered), 6))  # of micro-batches as in LiveCounts, of states
+    rooms = np.array(memory)
     for number, live in enumerate(peaks):
         for stage, counts in live.items():
             kept[number, stage] = *counts, 1
@@ -103,13 +110,13 @@ def _narrowed(
     for _ in range(_ROUNDS):
         costs = [table.bytes(*counts) for counts in np.tensordot(weights, kept, 1)]
         means = table.through(offered, costs)
-        offered = [mean <= memory * (1 + 1e-9) for mean in means]
+        offered = [mean <= weights @ rooms * (1 + 1e-9) for mean in means]
         starts = table.least(offered, costs)
         if starts is None:
             break
         ends = [*starts[1:], table.count - 1]
         held = [one[starts, ends] for one in table.by_count]
-        used = (kept * np.stack(held, 1)).sum((1, 2))
+        used = (kept * np.stack(held, 1)).sum((1, 2)) / rooms
         weights *= np.exp(_PACE * (used / used.max() - 1))
         weights /= weights.sum()
     return offered

@@ -61,19 +61,22 @@ class StageTable:
         terms = [count * size for count, size in zip((*counts, 1), self.by_count) if count]
         return sum(terms[1:], terms[0]) if terms else 0 * self.states
 
-    def fastest(self, offered: Sequence[Mask]) -> list[int] | None:
+    def fastest(
+        self, offered: Sequence[Mask], seconds: Sequence[NDArray] | None = None
+    ) -> list[int] | None:
         """The cut with fewest empty stages; of these with the fastest slowest; that sends least.
 
-        None if the stages cannot follow one another.
+        None if the stages cannot follow one another. `seconds`: of each stage, if they differ.
         """
+        seconds = seconds or [self.seconds] * len(offered)
         empty, slowest = np.full(self.count, np.inf), np.full(self.count, np.inf)
         empty[0], slowest[0] = 0.0, 0.0
-        for mask in offered:
+        for mask, own in zip(offered, seconds):
             empties = np.where(mask, empty[:, None] + self.empty, np.inf)
             empty = empties.min(axis=0)
-            slow = np.maximum(slowest[:, None], self.seconds)
+            slow = np.maximum(slowest[:, None], own)
             slowest = np.where(empties == empty, slow, np.inf).min(axis=0)
-        quick = [mask & (self.seconds <= slowest[-1]) for mask in offered]
+        quick = [mask & (own <= slowest[-1]) for mask, own in zip(offered, seconds)]
         costs = self.empty * (self.received.sum() + 1) + self.received[:, None]
         return self.least(quick, [costs] * len(offered))
 

@@ -1,0 +1,212 @@
+"""Links: what groups of ranks have between their members, where all are busy at once.
+
+Ranks stand in nodes, nodes in racks, and so on: units, each with ways out that its ranks share. A
+ring leaves each of its units once, whatever it has there; rings that leave one unit share its ways
+out. Of a unit with rails a ring uses at most as many as it has members there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cluster.machines import AxisLink, Level, Link, Node
+from autopar.mesh import Mesh
+
+Ranks = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Way:
+    """What a message takes from a rank to another: it leaves one after another of its rank's."""
+
+    alpha: float
+    bandwidth: float
+    is_inside: bool  # of a node: by links of their own
+
+
+@dataclass(frozen=True)
+class _Tier:
+    """Equal units of ranks, of nodes or of groups of them, with their ways out."""
+
+    level: str
+    link: Link  # the ways out of a unit together
+    nodes: int  # in a unit
+    unit_of: Ranks  # by rank
+    rail: NDArray[np.float64]  # by unit, what one rank may send
+
+    @cached_property
+    def count(self) -> int:
+        return len(self.rail)
+
+
+class Links:
+    """Of the nodes of a cluster, `used` of whose devices take ranks."""
+
+    def __init__(
+        self, nodes: Sequence[Node], used: Sequence[int], network: Link, levels: Sequence[Level]
+    ) -> None:
+        self._nodes = nodes
+        self.node_of: Ranks = np.repeat(np.arange(len(nodes)), used)
+        rails = np.array([network.bandwidth / node.rails for node in nodes])
+        self._tiers = [_Tier("between", network, 1, self.node_of, rails)]
+        for level in levels:
+            link = Link(level.alpha, level.bandwidth)
+            count = -(-len(nodes) // level.nodes)
+            unit_of = self.node_of // level.nodes
+            whole = np.full(count, level.bandwidth)
+            self._tiers.append(_Tier(level.name, link, level.nodes, unit_of, whole))
+        self._tiers = [tier for tier in self._tiers if tier.count > 1]
+        self._is_even = len({*used}) == 1 and all(node == nodes[0] for node in nodes)
+        self._known: dict[tuple[object, ...], tuple[AxisLink, ...]] = {}
+
+    def of_axes(
+        self, mesh: Mesh, axes: Sequence[str], along: str | None = None
+    ) -> tuple[AxisLink, ...]:
+        """What groups over `axes` together have, for each place along an axis."""
+        key = mesh, tuple(axes), along
+        if key not in self._known:
+            self._known[key] = self._even(mesh, axes, along) or self._of_axes(mesh, axes, along)
+        return self._known[key]
+
+    def _of_axes(self, mesh: Mesh, axes: Sequence[str], along: str | None) -> tuple[AxisLink, ...]:
+        own = [mesh.names.index(axis) for axis in axes]
+        first = [] if along is None else [mesh.names.index(along)]
+        other = [i for i in range(len(mesh.names)) if i not in own + first]
+        ranks = np.arange(mesh.size).reshape(mesh.shape).transpose(first + other + own)
+        groups = ranks.reshape(-1, math.prod(mesh.shape[i] for i in own))
+        places = mesh[along] if along is not None else 1
+        place_of = np.repeat(np.arange(places), len(groups) // places)
+        return self.of_groups("*".join(axes), groups, place_of)
+
+    def of_groups(self, name: str, groups: Ranks, place_of: Ranks) -> tuple[AxisLink, ...]:
+        """What the slowest group of each place has; the groups are those of all places."""
+        count, size = int(place_of.max()) + 1, groups.shape[1]
+        alpha, ring = np.zeros(count), np.full(count, np.inf)
+        nodes = self.node_of[groups]
+        used = np.unique(place_of[:, None] * len(self._nodes) + nodes)
+        insides: list[Link] = [self._nodes[0].link] * count
+        for place, node in zip(*(each.tolist() for each in divmod(used, len(self._nodes)))):
+            link = self._nodes[node].link
+            alpha[place] = max(alpha[place], link.alpha)
+            if link.bandwidth < ring[place]:
+                ring[place], insides[place] = link.bandwidth, link
+        exchange, widest = ring.copy(), [self._inside] * count
+        for tier in self._tiers:
+            crossing, row, unit, members = _crossings(tier.unit_of[groups])
+            if not len(crossing):
+                break
+            places = place_of[row]
+            rings = np.bincount(unit, minlength=tier.count)
+            outward = np.bincount(unit, members * (size - members) / size, tier.count)
+            own = np.minimum(tier.link.bandwidth / rings[unit], members * tier.rail[unit])
+            np.minimum.at(ring, places, own)
+            # Of what a member holds, that part leaves the unit which is for those elsewhere.
+            away = (size - 1) / size
+            own = np.minimum(
+                tier.link.bandwidth / outward[unit] * away,
+                tier.rail[unit] * (size - 1) / (size - members),
+            )
+            np.minimum.at(exchange, places, own)
+            for place in np.unique(place_of[crossing]).tolist():
+                alpha[place] = max(alpha[place], tier.link.alpha)
+                widest[place] = tier
+        found = []
+        for place, (inside, tier) in enumerate(zip(insides, widest)):
+            link = inside if tier is self._inside else tier.link
+            link = replace(link, alpha=float(alpha[place]), bandwidth=float(ring[place]))
+            found.append(AxisLink(name, size, tier.level, link, float(exchange[place])))
+        return tuple(found)
+
+    @cached_property
+    def _inside(self) -> _Tier:
+        """Of what leaves no node."""
+        return _Tier("inside", self._nodes[0].link, 1, self.node_of, np.zeros(0))
+
+    def _even(
+        self, mesh: Mesh, axes: Sequence[str], along: str | None
+    ) -> tuple[AxisLink, ...] | None:
+        """The same of equal nodes, where each unit has a grid of the mesh: thousands of groups are
+        one. None: they are not."""
+        if not self._is_even:
+            return None
+        node, size = self._nodes[0], mesh.degree(axes)
+        link, level = node.link, "inside"
+        ring = exchange = link.bandwidth
+        for tier in self._tiers:
+            ranks = len(self.node_of) // len(self._nodes) * tier.nodes
+            if mesh.size <= ranks:
+                break
+            members = _members(mesh, axes, ranks)
+            if members is None:
+                return None
+            if members == size:
+                break
+            rail, way = float(tier.rail[0]), tier.link.bandwidth
+            ring = min(ring, way * members / ranks, rail * members)
+            apart = (size - 1) / (size - members)
+            exchange = min(exchange, way / ranks * apart, rail * apart)
+            link = replace(tier.link, alpha=max(link.alpha, tier.link.alpha))
+            level = tier.level
+        link = replace(link, bandwidth=ring)
+        found = AxisLink("*".join(axes), size, level, link, exchange)
+        return (found,) * (1 if along is None else mesh[along])
+
+    def of_messages(
+        self, ranks: Sequence[Ranks], pairs: Iterable[tuple[int, int]]
+    ) -> Mapping[tuple[int, int], Way]:
+        """What messages between places take, from each rank to that with the same number; `ranks`
+        by place. All places send at once, each one message after another."""
+        pairs = tuple(dict.fromkeys(pairs))
+        shares = []
+        for tier in self._tiers:
+            leaving = np.zeros(len(self.node_of), bool)
+            for sender, receiver in pairs:
+                here, there = tier.unit_of[ranks[sender]], tier.unit_of[ranks[receiver]]
+                leaving[ranks[sender][here != there]] = True
+            flows = np.bincount(tier.unit_of[leaving], minlength=tier.count)
+            shares.append(np.minimum(tier.link.bandwidth / np.maximum(flows, 1), tier.rail))
+        found = {}
+        for sender, receiver in pairs:
+            nodes = {*self.node_of[ranks[sender]].tolist(), *self.node_of[ranks[receiver]].tolist()}
+            links = [self._nodes[node].link for node in nodes]
+            alpha = max(link.alpha for link in links)
+            bandwidth, is_inside = min(link.bandwidth for link in links), True
+            for tier, share in zip(self._tiers, shares):
+                here, there = tier.unit_of[ranks[sender]], tier.unit_of[ranks[receiver]]
+                apart = here != there
+                if apart.any():
+                    alpha, is_inside = max(alpha, tier.link.alpha), False
+                    # What comes in is as much as goes out: it is answered on the way back.
+                    bandwidth = min(bandwidth, share[here[apart]].min(), share[there[apart]].min())
+            found[sender, receiver] = Way(alpha, float(bandwidth), is_inside)
+        return found
+
+
+def _crossings(units: Ranks) -> tuple[Ranks, Ranks, Ranks, Ranks]:
+    """The groups with members in several units; then each of these with each of its units: the
+    group, the unit, and how many members are there."""
+    crossing = np.flatnonzero((units != units[:, :1]).any(axis=1))
+    count = int(units.max()) + 1
+    keys, members = np.unique(crossing[:, None] * count + units[crossing], return_counts=True)
+    return crossing, keys // count, keys % count, members
+
+
+def _members(mesh: Mesh, axes: Sequence[str], ranks: int) -> int | None:
+    """How many of a group over `axes` are among so many neighbours, from the first rank on; None:
+    these are no grid of the mesh."""
+    found, stride = 1, 1
+    for name, size in zip(reversed(mesh.names), reversed(mesh.shape)):
+        inside = size
+        if stride * size > ranks:
+            inside = max(1, ranks // stride)
+            if stride < ranks and (ranks % stride or (stride * size) % ranks):
+                return None
+        found *= inside if name in axes else 1
+        stride *= size
+    return found

@@ -1,0 +1,119 @@
+"""Part: a cluster as places of a pipeline have it: their own devices, and links that all share.
+
+    line = Line("pp", stages=4, size=8)                 # 4 places of 8 ranks, one after another
+    parts, kinds = Part.of(cluster, line).kinds(Mesh(dp=2, tp=4))  # those that are alike as one
+
+A place is where a stage stands: the ranks with one coordinate on the axis of the pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import combinations
+
+import numpy as np
+
+from autopar.cluster.cluster import Cluster
+from autopar.cluster.links import Ranks
+from autopar.cluster.machines import AxisLink, Device, Link
+from autopar.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Line:
+    """The places of a pipeline, which all have `size` ranks."""
+
+    axis: str
+    stages: int
+    size: int
+    before: tuple[str, ...] = ()  # the axes that come before it in the mesh of all ranks
+    outer: int = 1  # ranks along these
+
+    @classmethod
+    def of(cls, mesh: Mesh, axis: str) -> Line:
+        """That of an axis in a mesh of all ranks."""
+        before = mesh.names[: mesh.names.index(axis)]
+        return cls(axis, mesh[axis], mesh.size // mesh[axis], before, mesh.degree(before))
+
+    def mesh(self, inner: Mesh) -> Mesh:
+        """Of all ranks, where that inside each place is `inner`: its axes may have been split."""
+        first = [part for axis in self.before for part in inner.parts(axis)]
+        rest = [axis for axis in inner if axis not in first]
+        sizes = {**inner.sizes, self.axis: self.stages}
+        return Mesh(**{axis: sizes[axis] for axis in (*first, self.axis, *rest)})
+
+    @cached_property
+    def ranks(self) -> list[Ranks]:
+        """Of each place, in the order of the mesh inside it."""
+        every = np.arange(self.stages * self.size).reshape(self.outer, self.stages, -1)
+        return list(every.transpose(1, 0, 2).reshape(self.stages, -1))
+
+
+@dataclass(frozen=True)
+class Part(Cluster):
+    """The whole cluster, as some places along a line have it."""
+
+    line: Line = field(kw_only=True)
+    places: tuple[int, ...] = field(kw_only=True)
+    # None of these places is faster; else none is slower.
+    is_best: bool = field(default=False, kw_only=True)
+
+    @classmethod
+    def of(cls, whole: Cluster, line: Line) -> Part:
+        """What no place is faster than."""
+        about = whole.nodes, whole.network, whole.name, whole.levels, whole.used
+        made = cls(*about, line=line, places=tuple(range(line.stages)), is_best=True)
+        vars(made)["_links"] = whole._links
+        return made
+
+    __hash__ = Cluster.__hash__
+
+    def among(self, *places: int) -> Part:
+        """What none of some places is slower than."""
+        made = replace(self, places=places, is_best=False)
+        vars(made)["_links"] = self._links
+        return made
+
+    def kinds(self, mesh: Mesh) -> tuple[list[Part], list[int]]:
+        """Places that are alike, as one part; and of each place which of these it is. `mesh`: that
+        inside each place."""
+        subsets = [
+            axes for count in range(1, len(mesh.names) + 1) for axes in combinations(mesh, count)
+        ]
+        whole, axis = self.line.mesh(mesh), self.line.axis
+        links = zip(*(self.place_links(whole, axes, axis) for axes in subsets))
+        found: dict[object, Part] = {}
+        numbers: dict[object, int] = {}
+        kinds = []
+        for place, own in enumerate(links):
+            part = self.among(place)
+            key = part.device, own
+            found.setdefault(key, part)
+            kinds.append(numbers.setdefault(key, len(numbers)))
+        return list(found.values()), kinds
+
+    @cached_property
+    def device(self) -> Device:
+        ranks = np.concatenate([self.line.ranks[place] for place in self.places])
+        return self.strongest(ranks) if self.is_best else self.weakest(ranks)
+
+    def group_link(self, mesh: Mesh, axes: Sequence[str]) -> AxisLink:
+        links = self.place_links(self.line.mesh(mesh), axes, self.line.axis)
+        own = dict.fromkeys(links[place] for place in self.places)
+        return next(iter(own)) if len(own) == 1 else self._extreme(list(own))
+
+    def _extreme(self, links: Sequence[AxisLink]) -> AxisLink:
+        """The best, or the worst, in each respect."""
+        less, more = (min, max) if self.is_best else (max, min)
+        one = more(links, key=lambda link: link.bandwidth)
+        kinds = {kind for link in links for kind, _ in link.link.measured}
+        reached = {kind: [link.of(kind) for link in links] for kind in kinds}
+        measured = {
+            (kind, one.size): (less(a for a, _ in all_), more(b for _, b in all_))
+            for kind, all_ in reached.items()
+        }
+        link = Link(less(link.alpha for link in links), one.bandwidth, measured)
+        exchange = more(link.exchange_bandwidth for link in links)
+        return AxisLink(one.axis, one.size, one.level, link, exchange)

@@ -1,0 +1,94 @@
+"""Offers: which devices of a cluster of unlike nodes a plan may use.
+
+Work in lock step waits for the slowest device, and ranks come in grids: a slow node, or some of a
+large one's devices, may be worth less than they cost. Each offer has a choice of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from autopar.cluster import Cluster, Device
+from autopar.errors import ExecutionError, InvalidInput
+from autopar.planner.candidate import Alternative, Candidate
+from autopar.planner.choose import Planner
+from autopar.planner.request import Request
+
+
+def offers(cluster: Cluster) -> Iterator[Cluster]:
+    """What of a cluster may be used, all of it first.
+
+    Slow kinds of devices are left out, and of the other nodes are taken as many devices of each,
+    where these nodes have them."""
+    counts = cluster.used_of_nodes
+    seen = [counts]
+    yield cluster
+    if len({*zip(counts, (node.device for node in cluster.nodes))}) == 1:
+        return
+    speeds = [_speed(node.device) for node in cluster.nodes]
+    for slowest in sorted({*speeds}):
+        left = [count * (speed >= slowest) for count, speed in zip(counts, speeds)]
+        sizes = sorted({*left, *(1 << (count.bit_length() - 1) for count in left if count)} - {0})
+        for used in (tuple(left), *(tuple(n * (c >= n) for c in left) for n in sizes)):
+            if used not in seen:
+                seen.append(used)
+                yield replace(cluster, used=used)
+
+
+def _speed(device: Device) -> float:
+    return max(map(device.peak, device.flops))
+
+
+class Choice:
+    """The best of the ways on all that a request is offered."""
+
+    def __init__(
+        self, request: Request, planner_of: Callable[[Request], Planner], is_all: bool
+    ) -> None:
+        """`is_all`: all devices are to be used."""
+        self.request, self._planner_of = request, planner_of
+        is_free = request.mesh is None and request.mode == "auto" and not is_all
+        self._offers = list(offers(request.cluster)) if is_free else [request.cluster]
+        self._planners: list[Planner] = []
+
+    @property
+    def alternatives(self) -> tuple[Alternative, ...]:
+        """All that was weighed, the best first."""
+        every = [one for planner in self._planners for one in planner.alternatives]
+        return tuple(sorted(every, key=lambda one: (not one.fits, one.seconds)))
+
+    @property
+    def left_out(self) -> Counter[str]:
+        """What bounds ruled out."""
+        return sum((planner.left_out for planner in self._planners), Counter())
+
+    def best(self) -> tuple[Candidate, Planner]:
+        """The fastest way to run a step, and who found it."""
+        found: tuple[Candidate, Planner] | None = None
+        refused: list[Exception] = []
+        for cluster in self._offers:
+            fastest = found[0].seconds if found else math.inf
+            planner = self._planner_of(replace(self._on(cluster), fastest=fastest))
+            self._planners.append(planner)
+            try:
+                candidate = planner.best()
+            except (InvalidInput, ExecutionError) as error:
+                if len(self._offers) == 1:
+                    raise
+                refused.append(error)
+            else:
+                if candidate.seconds < fastest:
+                    found = candidate, planner
+        if found is None:
+            raise refused[0]
+        return found
+
+    def _on(self, cluster: Cluster) -> Request:
+        """The same request on these machines, whose memory is theirs."""
+        asked = self.request
+        is_own = asked.limit == asked.cluster.device.memory
+        limit = cluster.device.memory if is_own else asked.limit
+        return replace(asked, cluster=cluster, limit=limit)
