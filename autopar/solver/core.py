@@ -28,9 +28,11 @@ from autopar.solver.residual import Factors, Residual, solve_residual
 
 EXACT = 1e-10  # relative: what sums of floating-point numbers are not asked to tell apart
 _MOST_WORK = 1 << 25  # entries of all joins of one elimination
-SECONDS = 10.0  # of CP-SAT, at most
+SECONDS = 3.0  # of CP-SAT, at most
 _MOST_ENTRIES = 50_000  # of what is given to CP-SAT
-_ROUNDS = (10, 20, 30, 40)  # of messages, before strategies are dropped each time
+_ROUNDS = (10, 20, 30, 40, 40)  # of messages, before strategies are dropped each time
+_MOVES = 12  # of a choice that is not good enough, after messages
+_PROGRESS = 0.9  # of a gap that need not be closed: what little more is won is not waited for
 _HALVINGS = 6  # of how many strategies elimination can do with
 
 
@@ -51,19 +53,28 @@ class Core:
         self.messages = Messages(nodes, edges, sent)
         self.sent = self.messages.sent  # as they are while no strategy is dropped
 
+    def offer(self, choice: Mapping[int, int]) -> None:
+        """Begin with a choice, as that which was the best under other weights."""
+        value = self._value(choice)
+        if np.isfinite(value):
+            self.messages.offer(choice, value)
+
     def solve(self, tolerance: float = EXACT, deadline: float = math.inf) -> Residual:
         """The least sum of all tables, as near to its bound as asked and as there is time."""
         messages = self.messages
         for rounds in _ROUNDS:
-            before = messages.bound, messages.value
+            before = messages.gap
             messages.run(rounds, self._goal(tolerance), deadline)
             if rounds == _ROUNDS[0]:
                 self.sent = messages.sent
+            if self._is_open(tolerance, deadline):
+                messages.improve(_MOVES)
             if not self._is_open(tolerance, deadline):
                 break
             self._narrow()
             self._eliminate()
-            if not self._is_open(tolerance, deadline) or before == (messages.bound, messages.value):
+            least = 1.0 if tolerance <= EXACT else _PROGRESS
+            if not self._is_open(tolerance, deadline) or messages.gap >= least * before:
                 break
         if tolerance <= EXACT and self._is_open(tolerance, deadline):
             self._by_constraints(deadline)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -35,6 +35,7 @@ Point = tuple[float, float, Integers]  # seconds, bytes, choice
 _STEPS = 40  # multipliers that are tried at most
 _CLOSE = 20  # a gap this many times smaller than what is asked for ends the trying
 _MOST_ENTRIES = 400_000  # of what is given to CP-SAT
+_CLOSE_CORE = 2  # the same where elimination leaves a core
 _FINER = 10  # the part of what is asked for that one multiplier may leave
 _SPLICES = 6  # rounds of putting stretches of other choices into the best
 _CUTS = 400  # places to cut that are looked at in pairs
@@ -86,11 +87,14 @@ class LagrangianSearch:
             point = self.offer(lowest.choice)
             large, small = (None, point) if self.fits(point[1]) else (point, None)
         if large is None:
-            free = self._lowest(0.0)
+            # With a limit others follow, whose bounds are better; without one this is the answer.
+            exact = {"deadline": self.deadline}
+            is_last = np.isinf(self.limit)
+            free = self.optimiser.minimise(**exact) if is_last else self._lowest(0.0)
             large, self.bound = self.offer(free.choice), max(self.bound, free.bound)
             if self.fits(large[1]):
-                if relative_gap(free.value, free.bound) > EXACT:
-                    free = self.optimiser.minimise(deadline=self.deadline)
+                if not is_last and relative_gap(free.value, free.bound) > EXACT:
+                    free = self.optimiser.minimise(**exact)
                     self.offer(free.choice)
                 self.bound = max(self.bound, free.bound)
                 return False  # what gap there is, elimination left
@@ -99,10 +103,16 @@ class LagrangianSearch:
         self.ends = self._squeeze(large, small, cutoff)
         if self.bound >= cutoff:
             return False
-        self._between()
+        if not self.optimiser.core or self.gap > self._enough:
+            self._between(list(self._pool))
         if self.gap > self.tolerance:
             self._polish()
         return True
+
+    @property
+    def _enough(self) -> float:
+        """The gap that ends the trying: where each multiplier takes long, sooner."""
+        return self.tolerance / (_CLOSE_CORE if self.optimiser.core else _CLOSE)
 
     def is_late(self) -> bool:
         return time.process_time() > self.deadline
@@ -147,7 +157,7 @@ class LagrangianSearch:
     def _squeeze(self, large: Point, small: Point, cutoff: float) -> tuple[Point, Point]:
         """Move the multiplier to where a choice too large and one that fits weigh the same."""
         for step in range(_STEPS):
-            if self.bound >= cutoff or self.gap <= self.tolerance / _CLOSE or self.is_late():
+            if self.bound >= cutoff or self.gap <= self._enough or self.is_late():
                 break
             if small[0] <= large[0]:
                 self.bound = max(self.bound, large[0])
@@ -160,20 +170,22 @@ class LagrangianSearch:
                 self.bound, self.multiplier = bound, multiplier
             point = self.offer(lowest.choice)
             self.report(f"multiplier {step + 1}: gap {self.gap:.2%}")
-            if lowest.value >= line - _SLACK * abs(line) or point[1] in (large[1], small[1]):
+            is_known = any(point[1] == end[1] and point[0] >= end[0] for end in (large, small))
+            if lowest.value >= line - _SLACK * abs(line) or is_known:
                 break
+            if self.optimiser.core and self.choice is not None:
+                self._between([large[2], small[2], point[2]])
             if self.fits(point[1]):
                 small = point
             else:
                 large = point
         return large, small
 
-    def _between(self) -> None:
+    def _between(self, pool: Sequence[Integers]) -> None:
         """Put a stretch of one choice into another, as long as that is better and fits.
 
         A cut where one choice ends and the other begins is priced for all places at once; a
         stretch has two cuts, whose prices add (but for edges over both: the sum is checked)."""
-        pool = list(self._pool)
         for _ in range(_SPLICES):
             before = self.value
             base = self.choice

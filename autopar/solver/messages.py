@@ -20,9 +20,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from autopar.solver.forests import Near, improved
 from autopar.solver.graph import Array, Integers
 
 Pair = tuple[int, int]
+_least = np.minimum.reduce  # without what numpy's own `min` asks first
 Sent = Mapping[Pair, tuple[Array, Array]]  # the messages of each edge, to its low and its high node
 
 _EPSILON = 8 * np.finfo(np.float64).eps  # of the few sums in one entry, relative to their terms
@@ -57,6 +59,8 @@ class Messages:
         self.choice: dict[int, int] = {}
         self.value, self.bound = np.inf, -np.inf
         self.base = -np.inf  # what the messages as they are prove by themselves: `bound` or less
+        self._latest: dict[int, int] = {}  # the last choice on the way, in places of `strategies`
+        self._improved = np.inf  # what the best cost when it was last made better
         self._dropped = np.inf  # the least that a choice with a strategy that is gone may cost
         self._place(edges, sent or {})
 
@@ -121,6 +125,25 @@ class Messages:
         self.strategies = {v: names[kept[v]] for v, names in self.strategies.items()}
         self._place(tables, sent)
 
+    def improve(self, moves: int) -> None:
+        """Make the best choice better, and the latest, as far as their strategies are left."""
+        around: dict[int, Near] = {v: [] for v in self.nodes}
+        for edge in self.edges:
+            around[edge.low].append((edge.high, edge.table))
+            around[edge.high].append((edge.low, edge.turned))
+        places = {
+            v: np.flatnonzero(names == self.choice[v]) for v, names in self.strategies.items()
+        }
+        starts = [self._latest]
+        if self.value < self._improved and all(map(len, places.values())):
+            starts.append({v: int(at[0]) for v, at in places.items()})
+        for start in starts:
+            choice = improved(self.nodes, around, start, moves)
+            value = math.fsum(float(cost[choice[v]]) for v, cost in self.nodes.items())
+            value += math.fsum(float(e.table[choice[e.low], choice[e.high]]) for e in self.edges)
+            self.offer({v: int(self.strategies[v][s]) for v, s in choice.items()}, value)
+        self._improved = self.value
+
     def offer(self, choice: Mapping[int, int], value: float) -> None:
         """Keep a choice, in the caller's numbers, if it is the best so far."""
         if value < self.value:
@@ -170,12 +193,13 @@ class Messages:
             for edge in self.backward[v]:
                 own = own + edge.to_high
                 known = known + edge.table[choice[edge.low]]
-            choice[v] = best = int(np.argmin(known + ahead))
+            choice[v] = best = int((known + ahead).argmin())
             value += float(known[best])
             own = own * self.share[v]
             for edge in self.forward[v]:
-                message = (edge.table + (own - edge.to_low)[:, None]).min(axis=0)
-                edge.to_high = message - message.min()
+                message = _least(edge.turned + (own - edge.to_low), 1)
+                edge.to_high = message - _least(message)
+        self._latest = choice
         if value < self.value:
             self.offer({v: int(self.strategies[v][s]) for v, s in choice.items()}, value)
 
@@ -185,10 +209,10 @@ class Messages:
         for v in reversed(self.nodes):
             own, back = self._own(v), self.backward[v]
             share = own * self.share[v]
-            bound += float(own.min()) * (1 - self.share[v] * len(back))
+            bound += float(_least(own)) * (1 - self.share[v] * len(back))
             for edge in back:
-                message = (edge.turned + (share - edge.to_high)[:, None]).min(axis=0)
-                least = message.min()
+                message = _least(edge.table + (share - edge.to_high), 1)
+                least = _least(message)
                 edge.to_low = message - least
                 bound += float(least)
         return bound

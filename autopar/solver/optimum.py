@@ -25,6 +25,7 @@ from autopar.solver.core import EXACT, Core
 from autopar.solver.eliminate import LIMIT, Elimination
 from autopar.solver.fold import find_runs
 from autopar.solver.graph import Array, Integers, Packed
+from autopar.solver.residual import relative_gap
 
 SECONDS = 10.0  # of a search, at most
 MOST_WORK = 1 << 28  # entries of all joins of one elimination
@@ -48,6 +49,7 @@ class Optimiser:
         self.core = 0  # the most nodes that elimination left, since whoever asks set it to 0
         self._is_tangled = False  # whether it leaves any
         self._last: Core | None = None
+        self._known: dict[float, tuple[Optimum, int]] = {}  # by multiplier, with the core's nodes
         self._place([Chain(packed, run, limit) for run in runs if Chain.worthwhile(packed, run)])
 
     def _place(self, chains: list[Chain]) -> None:
@@ -74,6 +76,11 @@ class Optimiser:
     ) -> Optimum:
         """The least of cost + multiplier · memory; of memory alone if the multiplier is inf. What
         elimination cannot do alone has a gap of `tolerance`, or a larger one at the deadline."""
+        if multiplier in self._known:
+            known, core = self._known[multiplier]
+            if relative_gap(known.value, known.bound) <= max(tolerance, EXACT):
+                self.core = max(self.core, core)
+                return known
         elimination, reduced = self._eliminated(multiplier)
         value = bound = elimination.constant
         choice: dict[int, int] = {}
@@ -87,7 +94,9 @@ class Optimiser:
             answer[v] = strategy
         for entry in reduced:
             entry.chain.complete(entry, answer)
-        return Optimum(value, min(bound, value), answer)
+        found = Optimum(value, min(bound, value), answer)
+        self._known[multiplier] = found, len(elimination.core)
+        return found
 
     def least_with(self, node: int, multiplier: float = 0.0) -> Array:
         """For each strategy of `node` (one outside all chains), the least weight with it."""
@@ -106,14 +115,16 @@ class Optimiser:
         return least
 
     def _core(self, elimination: Elimination, alone: bool = False) -> Core:
-        """What elimination left, with the messages of the last time. `alone`: those of other
-        weights say nothing of these, nor these of others."""
+        """What elimination left, with the messages and the choice of the last time. `alone`: those
+        of other weights say nothing of these, nor these of others."""
         sizes = {v: self.variables[v] for v in elimination.core}
         self.core = max(self.core, len(sizes))
         known = self._last.sent if self._last is not None and not alone else {}
         sent = known if {*known} == {s for s in elimination.factors if len(s) == 2} else None
         factors, constant = elimination.factors, elimination.constant
         core = Core(sizes, factors, constant=constant, limit=self.limit, sent=sent)
+        if sent is not None and self._last is not None:
+            core.offer(self._last.messages.choice)
         self._last = self._last if alone else core
         return core
 

@@ -18,6 +18,7 @@ from autopar import solver
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.solver.cp_sat import new_model
 from autopar.solver.graph import CostGraph
+from autopar.solver.lagrangian import LagrangianSearch
 from autopar.solver.optimum import Optimiser
 from autopar.solver.residual import solve_residual
 from autopar.solver.solve import solve
@@ -195,3 +196,14 @@ def test_the_tours_in_the_docstrings() -> None:
     names = [module.name for module in pkgutil.iter_modules(solver.__path__, "autopar.solver.")]
     for name in [*names, "tests.search.other_solvers"]:
         assert doctest.testmod(importlib.import_module(name)).failed == 0, name
+
+
+def test_the_multiplier_goes_on_from_a_choice_of_least_memory_that_is_dear():
+    """Of those with the least memory, the one found first may be any: another is no end."""
+    graph = CostGraph()
+    for _ in range(100):
+        graph.add_node([1.0, 100.0, 2.0], memory=[8, 4, 4])
+    search = LagrangianSearch(graph.packed, limit=600)
+    search.relax()
+    assert (round(search.value, 6), search.memory) == (150.0, 600.0)
+    assert search.gap <= 0.01
