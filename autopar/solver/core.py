@@ -9,8 +9,8 @@ True
 
 Messages leave of every strategy an excess: what a choice with it costs at least above what they
 prove by themselves, which may be less than the bound. Where that is no better than the best choice,
-the strategy goes. Elimination may be able to do with those whose excess is small; what it finds is
-a good choice, and what it left out costs that much more.
+which moves on forests make better, the strategy goes. Elimination may be able to do with those
+whose excess is small; what it finds is a good choice, and what it left out costs that much more.
 """
 
 from __future__ import annotations
