@@ -94,7 +94,7 @@ def test_a_tied_embedding_and_head_agree() -> None:
 
 def test_over_a_slow_network_tensor_parallelism_stays_inside_a_node() -> None:
     """Activations move in every layer, gradients once a step."""
-    node = replace(H100.nodes[0], devices=4)
+    node = replace(H100.nodes[0], devices=4, rails=4)
     cluster = ap.Cluster((node, node), Link(2e-5, 25e9), "two")
     case = language(batch=32, sequence=2048, hidden=4096, heads=32)
     plan = auto(case, cluster=cluster)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from autopar.cluster import Cluster, Device, Host, Link, Node
+from autopar.cluster.part import Line
 from autopar.cluster.presets import preset
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
@@ -61,6 +62,14 @@ def test_an_axis_that_fills_two_nodes_has_the_whole_way_out_for_its_one_ring() -
     assert (link.level, link.bandwidth) == ("between", 400e9)
     # All-to-all: 8 members send half of what they hold to the other node.
     assert link.of("all_to_all")[1] == pytest.approx(400e9 / 8 / 0.5 * 15 / 16)
+
+
+def test_a_device_of_a_known_machine_sends_over_its_own_adapter() -> None:
+    """Four stages of four devices on two nodes: between the second and the third, four send."""
+    for name, share in (("dgx-v100", 4), ("dgx-a100", 8), ("dgx-h100", 8)):
+        cluster, line = Cluster.preset(name, nodes=2), Line("pp", 4, 4)
+        ways = cluster.message_ways(line.ranks, [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)])
+        assert ways[1, 2].bandwidth == cluster.network.bandwidth / share
 
 
 def test_two_axes_in_one_node() -> None:

@@ -46,12 +46,13 @@ A100 = data_sheet("A100 80 GB", rates(19.5, 19.5, 312), 80, 2039, 5, 4)
 H100 = data_sheet("H100 SXM 80 GB", rates(67, 67, 989), 80, 3350, 10, 6, HOST_OF_PCIE_5)
 H200 = data_sheet("H200 141 GB", rates(67, 67, 989), 141, 4800, 10, 8, HOST_OF_PCIE_5)
 
-# The link of each device inside its node, and all the ways out of a node taken together.
+# The link of each device inside its node, and all the ways out of a node taken together. A DGX has
+# an adapter for each device, the one with V100s one for two of them.
 _PRESETS = {
-    "dgx-v100": (Node(V100, 8, Link(3e-6, 150e9)), Link(6e-6, 50e9)),
-    "dgx-a100": (Node(A100, 8, Link(3e-6, 300e9)), Link(6e-6, 200e9)),
-    "dgx-h100": (Node(H100, 8, Link(3e-6, 450e9)), Link(6e-6, 400e9)),
-    "h200": (Node(H200, 8, Link(3e-6, 450e9)), Link(6e-6, 400e9)),
+    "dgx-v100": (Node(V100, 8, Link(3e-6, 150e9), rails=4), Link(6e-6, 50e9)),
+    "dgx-a100": (Node(A100, 8, Link(3e-6, 300e9), rails=8), Link(6e-6, 200e9)),
+    "dgx-h100": (Node(H100, 8, Link(3e-6, 450e9), rails=8), Link(6e-6, 400e9)),
+    "h200": (Node(H200, 8, Link(3e-6, 450e9), rails=8), Link(6e-6, 400e9)),
     "piz-daint": (Node(P100, 1, Link(2e-6, 10e9)), Link(2e-6, 10e9)),
 }
 NAMES = tuple(sorted(_PRESETS))

@@ -26,7 +26,7 @@ H100 = ap.Cluster.preset("dgx-h100").nodes[0]
 
 
 def nodes(count: int, devices: int, network: float, **node: object) -> ap.Cluster:
-    one = replace(H100, devices=devices, **node)
+    one = replace(H100, devices=devices, rails=devices, **node)
     return ap.Cluster((one,) * count, Link(6e-6, network), "nodes")
 
 
