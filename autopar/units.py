@@ -48,6 +48,14 @@ def visible(words: str) -> str:
     return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), words)
 
 
+def change_text(before: float, after: float) -> str:
+    """`+12%`, `-30%`, `3.3 times`."""
+    if not before or after >= 2 * before:
+        return f"{after / before:.2g} times" if before else "from nothing"
+    change = after / before - 1
+    return f"{'+' if change > 0 else ''}{share_text(change)}"
+
+
 def listed(lines: Sequence[str], most: int, where: str = "") -> list[str]:
     """The first of some lines, and how many there are besides; `where` these are."""
     more = len(lines) - most

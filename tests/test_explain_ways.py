@@ -58,8 +58,13 @@ def test_what_does_not_fit_is_told_with_its_bytes() -> None:
     large = replace(why.others[0].best, fits=False, seconds=why.way.seconds / 2, memory=9e12)
     told = replace(why, others=(WeighedValue("8 ranks deep", large, 1),))
     assert "nothing else fits" in told.why
-    assert "less (50%)" in told.against(large)
+    assert "less (-50%)" in told.against(large)
     assert "holds 9 TB" in told.against(large)
+    slower = replace(why.others[0].best, seconds=4 * why.way.seconds)
+    others = [WeighedValue(f"{depth} ranks deep", slower, 1) for depth in (2, 3, 4)]
+    lines = str(replace(why, others=(*others, told.others[0]))).splitlines()
+    assert "(4 times)" in lines[1]
+    assert any(line.startswith("  8 ranks deep takes") and "holds 9 TB" in line for line in lines)
 
 
 def test_what_was_asked_for_says_so() -> None:

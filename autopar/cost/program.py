@@ -6,7 +6,6 @@ up tables; this adds up the nodes that are there, as the stages of a pipeline do
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -74,17 +73,16 @@ class Cost:
         return {
             "compute": self.compute - self.again,
             "recomputation": self.again,
-            "inside nodes": self._rest(self.shown, self.between, self.copied),
+            "inside nodes": self._real(self.shown - self.between - self.copied),
             "between nodes": self.between,
             "host": self.copied + self.updated,
-            "gradient sums": self._rest(self.exposed, self.shown),  # and gathers, once a step
-            "bubble": self.bubble,
+            "gradient sums": self._real(self.exposed - self.shown),  # and gathers, once a step
+            "bubble": self._real(self.bubble),
         }
 
-    def _rest(self, whole: float, *parts: float) -> float:
-        """Of some communication; what is left by rounding is nothing."""
-        left = whole - math.fsum(parts)
-        return left if left > 1e-12 * self.communication else 0.0
+    def _real(self, difference: float) -> float:
+        """What is left by rounding is nothing."""
+        return difference if difference > 1e-12 * (self.seconds + self.communication) else 0.0
 
     @property
     def shown(self) -> float:

@@ -11,7 +11,7 @@ from autopar.capture.sizes import Sizes
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.report.weighed import kinds_of, parts_of
 from autopar.schema import write
-from autopar.units import bytes_text, scaled, seconds_text, share_text, table
+from autopar.units import bytes_text, change_text, scaled, seconds_text, table
 
 
 @dataclass(frozen=True)
@@ -136,10 +136,7 @@ class WhatIf:
         now = self.now.way.seconds
         if one is self.now or not now:
             return ""
-        change = one.way.seconds / now - 1
-        if change > 1:
-            return f" ({change + 1:.3g} times)"
-        return f" ({'+' if change > 0 else ''}{share_text(change)})"
+        return f" ({change_text(now, one.way.seconds)})"
 
 
 def _rate(bandwidth: float) -> str:

@@ -18,7 +18,7 @@ from autopar.planner.candidate import Alternative
 from autopar.report.weighed import left_out_words, parts_of
 from autopar.schema import write
 from autopar.search.auto import Considered
-from autopar.units import bytes_text, listed, seconds_text, share_text, table
+from autopar.units import bytes_text, change_text, listed, seconds_text, table
 
 _IN_WORDS = 3  # of those that lose
 _LISTED = 24
@@ -100,13 +100,19 @@ class WayExplanation:
         if abs(more) <= _SAME * self.way.seconds:
             words = "is as fast"
         else:
-            share = share_text(abs(more) / self.way.seconds) if self.way.seconds else "0%"
-            words = f"takes {seconds_text(abs(more))} {'more' if more > 0 else 'less'} ({share})"
+            words = f"takes {seconds_text(abs(more))} {'more' if more > 0 else 'less'}"
+            words += f" ({change_text(self.way.seconds, other.seconds)})"
         if moved := self._changes(other):
             words += f": {moved}"
         if not other.fits:
             words += f"; but holds {bytes_text(other.memory)} of {bytes_text(self.limit)}"
         return words
+
+    @property
+    def _too_large(self) -> list[WeighedValue]:
+        """The fastest that would be faster, if it had room."""
+        left = (one for one in self.others[_IN_WORDS:] if not one.best.fits)
+        return [one for one in left if one.best.seconds < self.way.seconds][:1]
 
     def _changes(self, other: Alternative) -> str:
         """The parts of a step that differ, those that weigh most first."""
@@ -129,7 +135,7 @@ class WayExplanation:
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.chosen}", f"  {self.why}"]
-        for one in self.others[1:_IN_WORDS]:
+        for one in (*self.others[1:_IN_WORDS], *self._too_large):
             lines.append(f"  {one.value} {self.against(one.best)}")
         if self.others:
             lines += ["", *listed(table(self._rows()), _LISTED)]
