@@ -6,42 +6,59 @@ itself failed, 130 Ctrl-C, 141 who read the output left.
 
 from __future__ import annotations
 
-import os
+import argparse
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import autopar
+from autopar.capture.source import of_traceback
 from autopar.commands import command, make_parser
-from autopar.errors import AutoparError
+from autopar.commands.streams import heard, results_apart
+from autopar.errors import AutoparError, InvalidInput, said
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
-    parser = make_parser(autopar.__doc__ or "", autopar.__version__)
-    arguments = parser.parse_args(words)
-    told = f"autopar {arguments.command}"
+    told = "autopar"
+    with heard():
+        try:
+            parser = make_parser(autopar.__doc__ or "", autopar.__version__)
+            arguments = parser.parse_args(words)
+            told = f"autopar {arguments.command}"
+            with results_apart():
+                return _run(command(arguments.command).run, arguments)
+        except AutoparError as error:
+            print(f"{told}: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print(f"{told}: stopped", file=sys.stderr)
+            return 130
+        except BrokenPipeError:  # as in `autopar plan ... | head`
+            return 141
+        except Exception as error:
+            traceback.print_exc()
+            print(
+                f"{told}: an error of autopar's own: {said(error)}\n"
+                "  remedy: please report it with the lines above",
+                file=sys.stderr,
+            )
+            return 3
+
+
+def _run(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+    """No command ends the process by itself: what does is in the user's model."""
     try:
-        code = int(command(arguments.command).run(arguments))
-        sys.stdout.flush()
-        return code
-    except AutoparError as error:
-        print(f"{told}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"{told}: stopped", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # as in `autopar plan ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left goes nowhere as Python ends
-        return 141
-    except Exception as error:
-        traceback.print_exc()
-        print(
-            f"{told}: an error of autopar's own: {type(error).__name__}: {error}\n"
-            "  remedy: please report it with the lines above",
-            file=sys.stderr,
-        )
-        return 3
+        return int(run(arguments))
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise InvalidInput(
+            "a model's code goes on to its end",
+            got=f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else said(error),
+            remedy="mend it there",
+            source=of_traceback(error.__traceback__),
+        ) from error
 
 
 if __name__ == "__main__":

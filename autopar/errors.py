@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import fx
@@ -53,13 +54,28 @@ class InvalidInput(AutoparError, ValueError):
     """The caller asked for something that a rule forbids."""
 
 
+def said(error: BaseException) -> str:
+    """`TypeError: its words`, also of an error that cannot say them."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__}, which cannot be printed"
+
+
 def written(path: str | Path, data: bytes | str, what: str) -> None:
     """Write a file, and the folders that it stands in."""
-    try:
+    with writing(path, what):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_bytes(
             data.encode(errors="backslashreplace") if isinstance(data, str) else data
         )
+
+
+@contextmanager
+def writing(path: str | Path, what: str) -> Iterator[None]:
+    """Around what writes a file: why it cannot be written is told."""
+    try:
+        yield
     except OSError as error:
         raise InvalidInput(
             f"{what} can be written",
@@ -103,7 +119,7 @@ def unforeseen(doing: str, node: fx.Node | None, error: Exception) -> AutoparErr
         return error
     return ExecutionError(
         f"{doing} every operator of a model",
-        got=f"{node.target if node is not None else 'a model'}: {type(error).__name__}: {error}",
+        got=f"{node.target if node is not None else 'a model'}: {said(error)}",
         remedy="write this line otherwise, or make it an operator of its own by "
         "torch.library.custom_op, with a rule by register_rule()",
         source=node.meta.get("source") if node is not None else None,

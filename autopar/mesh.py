@@ -29,7 +29,7 @@ class Mesh:
 
     FORM = Mapping[str, Count]  # in files: the sizes of the axes, in their order
 
-    def __init__(self, **axes: int) -> None:
+    def __init__(self, /, **axes: int) -> None:
         for name, size in axes.items():
             if not is_count(size):
                 raise InvalidInput(

@@ -30,7 +30,7 @@ from autopar.planner.request import AXIS, Mode, Request
 from autopar.precision import Precision
 from autopar.progress import Report
 from autopar.recompute import Again, Recompute
-from autopar.schema import is_count
+from autopar.schema import FURTHEST, is_count
 from autopar.states import NAMED, States
 
 DEFAULT = "1f1b"
@@ -61,7 +61,7 @@ class Kind:
 
 def _is_size(given: Any) -> bool:
     is_number = isinstance(given, Real) and not isinstance(given, bool)
-    return is_number and given > 0
+    return is_number and 0 < given <= FURTHEST
 
 
 def _is_named(given: object) -> bool:

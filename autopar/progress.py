@@ -22,8 +22,9 @@ _EACH = 1.0  # seconds between lines elsewhere
 @contextmanager
 def reporter(progress: Report | bool | None) -> Iterator[Report]:
     """What tells of each phase, in the way that `progress` asks for."""
-    terminal = sys.stderr.isatty()
-    if progress is False or (progress is None and not terminal):
+    terminal = sys.stderr is not None and sys.stderr.isatty()
+    is_asked = progress is True and sys.stderr is not None
+    if not (callable(progress) or is_asked or (progress is None and terminal)):
         yield lambda phase, detail: None
     elif callable(progress):
         yield progress
@@ -49,12 +50,13 @@ def _in_lines() -> Report:
 def _on_terminal() -> Iterator[Report]:
     """One line that changes and leaves nothing behind."""
     from rich.console import Console
+    from rich.text import Text
 
     console, started = Console(stderr=True), time.monotonic()
     with console.status("planning") as status:
 
         def report(phase: str, detail: str) -> None:
             if time.monotonic() - started > _PATIENCE:
-                status.update(f"{phase}: {detail}")
+                status.update(Text(f"{phase}: {detail}"))  # names are no markup
 
         yield report

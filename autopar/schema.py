@@ -21,6 +21,7 @@ in another form has this type as `FORM`, `to_form` and `of_form`. A field may ha
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import types
 from collections.abc import Callable, Mapping
@@ -33,6 +34,7 @@ from autopar.errors import AutoparError
 
 At = tuple[str | int, ...]  # the keys that lead to a value
 LARGEST = 1 << 62  # whole numbers, in either direction
+FURTHEST = 1e300  # numbers, in either direction
 MOST = 1 << 17  # of what is counted: devices, axes' ranks, micro-batches
 
 
@@ -244,6 +246,19 @@ def write(value: Any, kind: Any = None) -> Any:
     return str(value) if hasattr(kind, "parse") else value
 
 
+def json_text(data: Any) -> str:
+    """Figures as JSON, which has no infinite numbers and no NaN: null stands for those."""
+    return json.dumps(_finite(data), allow_nan=False)
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, Mapping):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
 def _table(data: Any, at: At) -> Mapping[str, Any]:
     if not isinstance(data, Mapping):
         raise Mismatch(at, "is a table", data, "write { key = value, ... }")
@@ -256,7 +271,7 @@ def _is_whole(data: Any) -> bool:
 
 def _is_number(data: Any) -> bool:
     is_number = isinstance(data, int | float) and not isinstance(data, bool)
-    return is_number and abs(data) <= 1e300  # NaN is not
+    return is_number and abs(data) <= FURTHEST  # NaN is not
 
 
 # Of each plain type: what holds of the data, and how to say so.

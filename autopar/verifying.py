@@ -22,7 +22,7 @@ from autopar.capture.source import of_traceback
 from autopar.capture.writes import put_between
 from autopar.cluster import Cluster
 from autopar.collectives import from_ranks
-from autopar.errors import InvalidInput
+from autopar.errors import InvalidInput, said
 from autopar.mesh import Mesh
 from autopar.options import DynamicShapesLike, PlanOptions, RecomputeLike, ScheduleLike, StatesLike
 from autopar.passes.microbatches import batch_statistics
@@ -216,7 +216,7 @@ def _train_plain(model: nn.Module, call: Call, steps: int) -> tuple[Trained, flo
     except Exception as error:
         raise PlainFails(
             "the plain model runs forward and backward, which the others are compared with",
-            got=f"{type(error).__name__}: {error}",
+            got=said(error),
             remedy="mend the model, or its inputs",
             source=of_traceback(error.__traceback__),
         ) from error

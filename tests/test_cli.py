@@ -89,6 +89,24 @@ def test_the_installed_command_is_heard_before_torch_is_loaded():
     assert done.stderr.startswith("loading torch\nautopar plan: ")
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+def test_ctrl_c_while_torch_loads_stops_in_a_line(tmp_path):
+    """Whatever the modules that load make of it."""
+    (tmp_path / "autopar").mkdir()
+    (tmp_path / "autopar" / "__init__.py").touch()
+    (tmp_path / "autopar" / "cli.py").write_text(
+        "import os, signal, time\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(60)\n"
+        "except BaseException:\n    raise ImportError\n"
+    )
+    program = "import sys; sys.argv = ['autopar', 'verify', 'a:b']; import autopar_start"
+    program += f"; sys.path.insert(0, {str(tmp_path)!r}); sys.exit(autopar_start.main())"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, preexec_fn=_hear_interrupts
+    )
+    assert (done.returncode, done.stderr) == (130, "autopar verify: stopped\n")
+
+
 def test_a_reader_that_leaves_is_no_error():
     command = f"{sys.executable} -m autopar.cli simulate chimera --stages 8 --microbatches 64"
     command += " --json | true; echo ${PIPESTATUS[0]}"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
+import sys
 
 import pytest
 
@@ -10,7 +14,11 @@ import autopar as ap
 from autopar.cli import main
 
 BUILDERS = """
+from __future__ import annotations
+
 import sys
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
@@ -35,6 +43,32 @@ def nothing():
 def leaves():
     print("about to leave")
     sys.exit(3)
+
+class Unspeakable(BaseException):
+    def __str__(self):
+        raise TypeError("a failure of its own")
+
+def unspeakable():
+    raise Unspeakable
+
+class Leaving(nn.Linear):
+    def forward(self, x):
+        sys.exit(0)
+
+def leaving():
+    return Leaving(8, 8), (torch.zeros(8, 8),)
+
+class Noisy(nn.Linear):
+    def forward(self, x):
+        print("in forward")
+        return super().forward(x).square().mean()
+
+@dataclass
+class Sizes:
+    width: int = 8
+
+def noisy():
+    return Noisy(Sizes().width, 8), (torch.zeros(8, 8),)
 """
 
 
@@ -156,6 +190,19 @@ def test_usage_errors_show_the_usage_of_their_command(words, named, capsys):
         ("plan builders.py:broken", "no such checkpoint"),
         ("plan builders.py:nothing", "int from builders.py:nothing"),
         ("plan builders.py:leaves", "raised sys.exit(3)"),
+        ("plan builders.py:unspeakable", "Unspeakable, which cannot be printed"),
+        ("plan builders.py:leaving --mesh dp=2", "given:  sys.exit(0)"),
+        ("verify builders.py:leaving --mesh dp=2", "builders.py:41: sys.exit(0)"),
+        ("plan builders.py:small --out builders.py", "it is what the command is made of"),
+        ("report plan.json --model builders.py:small --out plan.json", "is made of"),
+        ("report builders.py:small --model builders.py:noisy", "a page is of one model"),
+        ("report plan.json --model builders.py:noisy", "0.weight"),
+        ("plan builders.py:small --mesh dp=²", "--mesh dp=2,tp=4"),
+        ("plan builders.py:small --microbatches ²", "microbatches"),
+        ("plan builders.py:small --pipeline ²", "pipeline"),
+        ("plan builders.py:small --mesh self=0", "self=0"),
+        ("plan builders.py:small --memory 1e999", "40GB"),
+        ("doctor --ranks 99999999999999999999", "at most 256"),
         ("plan mistyped.py:small", "at:     mistyped.py:2: def small(:"),
         ("plan lacking.py:small", "at:     lacking.py:3: import no_such_package"),
         ("plan lacking:small", "at:     lacking.py:3: import no_such_package"),
@@ -246,3 +293,54 @@ def test_a_schedule_is_read_from_its_file(folder, capsys):
 def test_report_of_a_plan_wants_its_model(capsys, tmp_path):
     assert main(["report", str(tmp_path / "plan.json")]) == 2
     assert "remedy: --model file.py:function" in capsys.readouterr().err
+
+
+def test_a_plan_is_known_by_its_content(folder, capsys):
+    run("plan builders.py:small --mesh dp=2 --out saved", capsys)
+    (folder / "saved").rename(folder / "builders.py:saved")
+    for words in ("builders.py:saved --model builders.py:small --mesh dp=8", "builders.py:saved"):
+        code, _, errors = run(f"report {words}", capsys)
+        assert code == 2
+        assert "remedy:" in errors
+    code, text, _ = run("report builders.py:saved --model builders.py:small --json", capsys)
+    assert code == 0
+    assert json.loads(text)["mesh"] == {"dp": 2}
+
+
+def test_json_is_all_that_is_printed(folder, capfd, monkeypatch):
+    """To the stdout of the process, whatever a model prints, or what it calls."""
+    builders = folder / "builders.py"
+    loud = BUILDERS.replace("import sys", "import os, sys\nos.write(1, b'while loading\\n')", 1)
+    builders.write_text(loud)
+    with open(1, "w", closefd=False) as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        for words in ("plan builders.py:noisy", "verify builders.py:noisy --steps 1"):
+            assert main([*words.split(), "--mesh", "dp=2", "--json"]) == 0
+            printed, told = capfd.readouterr()
+            assert json.loads(printed)
+            assert told.count("in forward") == told.count("in forward\n") > 0
+            assert "while loading" in told
+        print("as before")
+    assert capfd.readouterr().out == "as before\n"
+
+
+class Full(io.StringIO):
+    """A device without room."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_nobody_has_to_read_what_is_told(folder, capsys, monkeypatch):
+    words = "simulate 1f1b --stages 2 --microbatches 2 --json"
+    with monkeypatch.context() as inside:
+        inside.setattr(sys, "stdout", Full())
+        assert main(words.split()) == 2
+    assert "stdout: No space left on device" in capsys.readouterr().err
+    for stream in (Full(), None):
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert main(words.split()) == 0
+        assert main(["plan", "builders.py:broken"]) == 2
+        assert main(["plan", "builders.py:small", "--mesh", "dp=2"]) == 0
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(words.split()) == 0

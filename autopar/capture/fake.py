@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from autopar._torch import keeps_statistics
 from autopar.capture.graph_builder import fake_like
-from autopar.errors import InvalidInput
+from autopar.errors import InvalidInput, said
 from autopar.precision import Precision
 
 __all__ = [
@@ -73,7 +73,7 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> 
     except Exception as error:
         raise InvalidInput(
             "capture works on a copy of the model, made by copy.deepcopy",
-            got=f"{type(model).__name__}, which fails with {type(error).__name__}: {error}",
+            got=f"{type(model).__name__}, which fails with {said(error)}",
             remedy="keep locks, handles and generators out of the module, or define __deepcopy__",
         ) from error
 

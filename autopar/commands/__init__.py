@@ -21,7 +21,7 @@ COMMANDS = {
     "report": "autopar.commands.report",
     "compare": "autopar.commands.compare",
     "verify": "autopar.commands.verify",
-    "simulate": "autopar.pipeline.command",
+    "simulate": "autopar.commands.simulate",
     "calibrate": "autopar.commands.calibrate",
     "doctor": "autopar.commands.doctor",
     "completion": "autopar.commands.completion",

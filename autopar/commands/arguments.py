@@ -12,11 +12,12 @@ import errno
 import importlib
 import importlib.util
 import inspect
+import math
 import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,7 +26,7 @@ from torch import nn
 
 from autopar.capture.source import of_traceback
 from autopar.cluster import Cluster
-from autopar.errors import AutoparError, InvalidInput
+from autopar.errors import AutoparError, InvalidInput, said
 from autopar.lines import describe
 from autopar.mesh import Mesh
 from autopar.options import MODES
@@ -138,22 +139,29 @@ def load_plan(path: str, spec: str | None) -> Plan | SavedPlan:
     return saved if spec is None else saved.attach(*load_call(spec))
 
 
-def at_least_one(option: str, number: int) -> int:
-    """A number of things of which there has to be one."""
-    if number < 1:
+def at_least_one(option: str, number: int, most: int | None = None) -> int:
+    """A number of things of which there has to be one, and may be no more than `most`."""
+    if number < 1 or (most is not None and number > most):
+        upto = "" if most is None else f", at most {most}"
         raise InvalidInput(
-            f"{option} is a whole number, at least 1", got=f"{number}", remedy=f"{option} 2"
+            f"{option} is a whole number, at least 1{upto}", got=f"{number}", remedy=f"{option} 2"
         )
     return number
 
 
-def check_out(path: str | None, option: str = "--out") -> None:
-    """Before long work: whether its result can be written to `path`, whose folders are made."""
+def check_out(arguments: argparse.Namespace, option: str = "--out") -> None:
+    """Before long work: whether its result can be written where it is to be, whose folders are
+    made; over none of the files that the command is given."""
+    path = arguments.out
     if path is None:
         return
     place = Path(path)
     wrong = "it is a folder" if place.is_dir() else None
     try:
+        for name, given in vars(arguments).items():
+            files = (given, given.rpartition(":")[0]) if isinstance(given, str) else ()
+            if name != "out" and any(file and _is_same(place, Path(file)) for file in files):
+                wrong = "it is what the command is made of"
         place.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(place if place.exists() else place.parent, os.W_OK):
             wrong = os.strerror(errno.EACCES)
@@ -165,6 +173,10 @@ def check_out(path: str | None, option: str = "--out") -> None:
             got=f"{path}: {wrong}",
             remedy=f"give another path for {option}",
         )
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    return one.is_file() and other.is_file() and one.samefile(other)
 
 
 def read_cluster(text: str, nodes: int | None) -> Cluster:
@@ -187,13 +199,14 @@ def read_mesh(text: str | None) -> Mesh | None:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = part.strip().partition("=")
-        if not equals or not name.isidentifier() or not size.isdigit() or name in sizes:
+        count = _number(size)
+        if not equals or not name.isidentifier() or isinstance(count, str) or name in sizes:
             raise InvalidInput(
                 "a mesh is given as its axes with their sizes",
                 got=repr(text),
                 remedy="--mesh dp=2,tp=4",
             )
-        sizes[name] = int(size)
+        sizes[name] = count
     return Mesh(**sizes)
 
 
@@ -202,13 +215,15 @@ def read_bytes(text: str | None) -> float | None:
     if text is None:
         return None
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
-    if match is None or match[2].upper() not in _UNITS or float(match[1]) == 0:
+    unit = None if match is None else _UNITS.get(match[2].upper())
+    amount = 0.0 if match is None or unit is None else float(match[1]) * unit
+    if not 0 < amount < math.inf:
         raise InvalidInput(
             "an amount of memory is a number with its unit",
             got=repr(text),
             remedy="40GB, 512MiB, or a number of bytes",
         )
-    return float(match[1]) * _UNITS[match[2].upper()]
+    return amount
 
 
 def read_rate(text: str) -> float:
@@ -220,7 +235,8 @@ def read_rate(text: str) -> float:
 
 
 def _number(text: str) -> int | str:
-    return int(text) if text.isdigit() else text
+    is_number = text.isascii() and text.isdecimal() and len(text) <= 18
+    return int(text) if is_number else text
 
 
 def _import(place: str) -> ModuleType:
@@ -237,34 +253,42 @@ def _import_file(path: Path) -> ModuleType:
         raise InvalidInput(
             "a model's file exists", got=str(path), remedy=f"give {SPEC}, from where you are"
         )
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name, place = path.stem, path.resolve()
+    known = sys.modules.get(name)
+    if known is not None and getattr(known, "__file__", None) != str(place):
+        name = f"{name} of {place}"  # another module has the plain one
+    spec = importlib.util.spec_from_file_location(name, place)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    if str(path.parent.resolve()) not in sys.path:  # for what lies beside it
-        sys.path.insert(0, str(path.parent.resolve()))
-    spec.loader.exec_module(module)
+    if str(place.parent) not in sys.path:  # for what lies beside it
+        sys.path.insert(0, str(place.parent))
+    sys.modules[name] = module  # where dataclasses, pickle and annotations look for it
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 
 @contextmanager
 def _of_user(what: str, place: str) -> Iterator[None]:
-    """Code of the user's: what it prints is no result of the command, what it raises is told."""
+    """Code of the user's: what it raises is told."""
     try:
-        with redirect_stdout(sys.stderr):
-            yield
-    except AutoparError:
+        yield
+    except (AutoparError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
-        source, said = of_traceback(error.__traceback__), f"{type(error).__name__}: {error}"
+    except BaseException as error:
+        source, words = of_traceback(error.__traceback__), said(error)
         if isinstance(error, SyntaxError) and error.filename:
             source = describe(error.filename, error.lineno or 0, error.text)
-            said = f"{type(error).__name__}: {error.msg}"
+            words = f"{type(error).__name__}: {error.msg}"
         if isinstance(error, SystemExit):
-            said = f"sys.exit({error.code!r})"
+            words = f"sys.exit({error.code!r})"
         raise InvalidInput(
             "the user's function builds the model without an error",
-            got=f"{what} raised {said}",
+            got=f"{what} raised {words}",
             remedy="mend it there",
             source=source or place,
         ) from error

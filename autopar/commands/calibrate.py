@@ -13,7 +13,6 @@ ranks of torchrun, one for each.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -31,7 +30,8 @@ from autopar.cluster import Cluster
 from autopar.cluster.calibration import local_node
 from autopar.cluster.pace import Pace, Step, fit, keep_pace
 from autopar.commands.arguments import check_out
-from autopar.commands.printing import show, show_table
+from autopar.commands.printing import show, show_json, show_table
+from autopar.commands.streams import to_results
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.progress import Report, reporter
@@ -140,7 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, fit, keep, print."""
-    check_out(arguments.out)
+    check_out(arguments)
     in_world = "WORLD_SIZE" in os.environ
     ranks = _ranks(arguments.ranks, in_world)
     speaks = int(os.environ.get("RANK", 0)) == 0
@@ -164,11 +164,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         calibrated.save(arguments.out)
     if arguments.json:
-        print(json.dumps(_figures(found, pace)))
+        show_json(_figures(found, pace))
         return 0
     _show(found, pace, calibrated)
     if arguments.out is not None:
-        print(f"saved to {arguments.out}")
+        to_results(f"saved to {arguments.out}")
     return 0
 
 

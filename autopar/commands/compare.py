@@ -6,9 +6,8 @@ autopar compare simulated.json.gz measured.json.gz
 from __future__ import annotations
 
 import argparse
-import json
 
-from autopar.commands.printing import show_table
+from autopar.commands.printing import show_json, show_table
 from autopar.report.comparison import compare
 from autopar.report.trace import read
 
@@ -24,7 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Read both, compare, print."""
     found = compare(read(arguments.simulated, "simulated"), read(arguments.measured, "measured"))
     if arguments.json:
-        print(json.dumps(found.to_json()))
+        show_json(found.to_json())
     else:
         show_table(found.rows)
     return 0

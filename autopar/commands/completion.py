@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 
 from autopar.commands import make_parser
+from autopar.commands.streams import to_results
 
 # name of a command -> its options, each with the words that may follow it
 Options = Mapping[str, Mapping[str, Sequence[str]]]
@@ -23,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the lines."""
-    print(SHELLS[arguments.shell](options()))
+    to_results(SHELLS[arguments.shell](options()))
     return 0
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -26,7 +25,8 @@ from torch import Tensor, nn
 
 from autopar.api import parallelize
 from autopar.commands.arguments import at_least_one
-from autopar.commands.printing import show_table
+from autopar.commands.printing import show_json, show_table
+from autopar.commands.streams import results, to_results
 from autopar.mesh import Mesh
 from autopar.plan.plan import SavedPlan
 from autopar.report.trace import Event
@@ -172,16 +172,16 @@ def run(arguments: argparse.Namespace) -> int:
     ok = difference <= TOLERANCE
     if arguments.json:
         figures = {"parallel": parallel, "single": single, "difference": difference, "ok": ok}
-        print(json.dumps({"mesh": MESH.sizes, **figures}))
+        show_json({"mesh": MESH.sizes, **figures})
     else:
         _print_table(parallel, single, difference)
-        print(
+        to_results(
             f"{SCHEDULE} on {MESH}, {MESH.size} processes, {time.perf_counter() - start:.0f} s: "
             + ("the parallel program is the single one." if ok else "THE PROGRAMS DIFFER.")
         )
         if ok:
             _write_page(parallel, single, measured)
-            print(f"to look at: {PAGE}")
+            to_results(f"to look at: {PAGE}")
     return 0 if ok else 1
 
 
@@ -203,20 +203,21 @@ def _progress(steps: int, quiet: bool) -> Iterator[Callable[[int, float], None]]
     """A bar on a terminal, a line now and then elsewhere."""
     if quiet:
         yield lambda step, loss: None
-    elif not sys.stdout.isatty():
-        print(f"starting {MESH.size} processes", flush=True)
+    elif not results().isatty():
+        to_results(f"starting {MESH.size} processes")
         each = max(steps // 5, 1)
 
         def print_some(step: int, loss: float) -> None:
             if step % each == 0 or step == 1:
-                print(f"step {step}/{steps}  loss {loss:.4f}", flush=True)
+                to_results(f"step {step}/{steps}  loss {loss:.4f}")
 
         yield print_some
     else:
+        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        with Progress(*columns) as progress:
+        with Progress(*columns, console=Console(file=results())) as progress:
             task = progress.add_task(f"starting {MESH.size} processes", total=steps)
             yield lambda step, loss: progress.update(
                 task, completed=step, description=f"training, loss {loss:.4f}"
@@ -224,7 +225,7 @@ def _progress(steps: int, quiet: bool) -> Iterator[Callable[[int, float], None]]
 
 
 def _print_table(parallel: list[float], single: list[float], difference: float) -> None:
-    print(f"loss of each step, largest difference {difference:.1e}")
+    to_results(f"loss of each step, largest difference {difference:.1e}")
     rows = [
         (str(step), f"{one:.12f}", f"{other:.12f}", f"{abs(one - other):.1e}")
         for step, (one, other) in enumerate(zip(parallel, single), start=1)

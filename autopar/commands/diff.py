@@ -6,10 +6,10 @@ autopar diff one.json two.json --model autopar.examples:gpt
 from __future__ import annotations
 
 import argparse
-import json
 
 from autopar.commands.arguments import SPEC, add_model, load_plan
-from autopar.commands.printing import show
+from autopar.commands.printing import show, show_json
+from autopar.commands.streams import to_results
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,9 +26,9 @@ def run(arguments: argparse.Namespace) -> int:
     second = load_plan(arguments.second, arguments.model)
     found = first.diff(second)
     if arguments.json:
-        print(json.dumps(found.to_json()))
+        show_json(found.to_json())
     else:
         show(found)
         if found.without_model:
-            print(f"times, memory and movements are compared with --model {SPEC}")
+            to_results(f"times, memory and movements are compared with --model {SPEC}")
     return 0

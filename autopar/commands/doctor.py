@@ -9,7 +9,6 @@ Each check says what was found and, where it fails, what to do. Exit code 1 if o
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -21,12 +20,13 @@ import torch
 import torch.distributed as dist
 
 from autopar.commands.arguments import at_least_one
-from autopar.commands.printing import show_table
+from autopar.commands.printing import show_json, show_table
 from autopar.errors import AutoparError
 from autopar.runtime.launch import Say, launch
 
 PYTHON = (3, 11)
 TORCH = ((2, 11), (2, 14))  # from, and below
+MOST = 256  # processes that are started to see whether they may be
 PACKAGES = ("networkx", "ortools", "sympy", "numpy", "rich", "jinja2")
 
 
@@ -48,11 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print all checks."""
-    ranks = at_least_one("--ranks", arguments.ranks)
+    ranks = at_least_one("--ranks", arguments.ranks, MOST)
     checks = [check() for check in CHECKS] + [check_processes(ranks)]
     healthy = all(check.ok for check in checks)
     if arguments.json:
-        print(json.dumps({"ok": healthy, "checks": [asdict(check) for check in checks]}))
+        show_json({"ok": healthy, "checks": [asdict(check) for check in checks]})
     else:
         rows = [("", "", "found")]
         for check in checks:

@@ -8,13 +8,12 @@ autopar explain plan.json --model autopar.examples:gpt --what-if nodes=4,bandwid
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from autopar.commands.arguments import SPEC, add_model, load_plan, read_rate
 from autopar.commands.plan import add_plan, decided, make_plan
-from autopar.commands.printing import show
+from autopar.commands.printing import show, show_json
 from autopar.errors import InvalidInput
 from autopar.plan.plan import Plan
 from autopar.plan.ways import QUESTIONS
@@ -61,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         answer = made.explain(arguments.name)
     if arguments.json:
-        print(json.dumps(answer.to_json()))
+        show_json(answer.to_json())
     else:
         show(answer)
     return 0

@@ -6,7 +6,6 @@ autopar plan autopar.examples:gpt --cluster dgx-h100 --nodes 2 --out plan.json
 from __future__ import annotations
 
 import argparse
-import json
 import warnings
 
 from autopar.cluster.presets import NAMES as PRESETS
@@ -20,7 +19,8 @@ from autopar.commands.arguments import (
     read_cluster,
     read_decisions,
 )
-from autopar.commands.printing import show
+from autopar.commands.printing import show, show_json
+from autopar.commands.streams import to_results
 from autopar.plan.plan import Plan
 from autopar.planning import plan
 
@@ -66,14 +66,14 @@ def make_plan(spec: str, arguments: argparse.Namespace) -> Plan:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan, print, save."""
-    check_out(arguments.out)
+    check_out(arguments)
     made = make_plan(arguments.model, arguments)
     if arguments.out is not None:
         made.save(arguments.out)
     if arguments.json:
-        print(json.dumps(made.to_json()))
+        show_json(made.to_json())
     else:
         show(made)
         if arguments.out is not None:
-            print(f"saved to {arguments.out}")
+            to_results(f"saved to {arguments.out}")
     return 0

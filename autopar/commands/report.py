@@ -7,12 +7,13 @@ autopar report plan.json --model autopar.examples:gpt
 from __future__ import annotations
 
 import argparse
-import json
 import warnings
 from pathlib import Path
 
 from autopar.commands.arguments import SPEC, check_out, load_plan
 from autopar.commands.plan import add_plan, decided, make_plan
+from autopar.commands.printing import show_json
+from autopar.commands.streams import to_results
 from autopar.errors import InvalidInput
 from autopar.plan.plan import Plan
 
@@ -32,17 +33,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan or attach, write."""
-    check_out(arguments.out)
+    check_out(arguments)
     made = _plan(arguments)
     made.report(arguments.out)
     figures = {"page": arguments.out, **made.to_json()}
-    print(json.dumps(figures) if arguments.json else f"to look at: {arguments.out}")
+    if arguments.json:
+        show_json(figures)
+    else:
+        to_results(f"to look at: {arguments.out}")
     return 0
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
-    if not arguments.what.endswith(".json"):
-        return make_plan(arguments.what if arguments.model is None else arguments.model, arguments)
+    place = Path(arguments.what)
+    is_spec = ":" in arguments.what or place.suffix == ".py"
+    if is_spec and not (place.is_file() and place.suffix != ".py"):
+        if arguments.model is not None:
+            raise InvalidInput(
+                "a page is of one model",
+                got=f"{arguments.what} and --model {arguments.model}",
+                remedy="leave one of them out",
+            )
+        return make_plan(arguments.what, arguments)
     if arguments.model is None:
         raise InvalidInput(
             "a page is made of a plan and its model",

@@ -9,7 +9,6 @@ All ranks run in this process. Exit code 1 if the programs differ, or coarse num
 from __future__ import annotations
 
 import argparse
-import json
 import warnings
 
 from autopar.commands.arguments import (
@@ -18,7 +17,7 @@ from autopar.commands.arguments import (
     load_call,
     read_decisions,
 )
-from autopar.commands.printing import show
+from autopar.commands.printing import show, show_json
 from autopar.verifying import RANKS, verify
 
 
@@ -39,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
             warnings.simplefilter("ignore")
         found = verify(model, args, kwargs, steps=arguments.steps, **options)
     if arguments.json:
-        print(json.dumps(found.to_json()))
+        show_json(found.to_json())
     else:
         show(found)
     return 0 if found.ok else 1

@@ -12,6 +12,7 @@ checker accepts comes to its end. `recorded` is what was done, and the most that
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -72,7 +73,25 @@ class Recorded:
     peak_activations: float = 0.0
 
 
-Spans = list[tuple[Action, float, float]]  # of a step: when each action began and ended
+@dataclass
+class StepTimes:
+    """When a rank did what in one step."""
+
+    actions: list[tuple[Action, float, float]] = field(default_factory=list)  # each from, to
+    end: float = 0.0  # of all that came after the last action
+
+
+@dataclass(eq=False)
+class Recorder:
+    """Takes the times of so many steps of a rank, as long as somebody keeps it."""
+
+    wanted: int
+    clock: Callable[[], float]
+    steps: list[StepTimes] = field(default_factory=list)  # those that ended well
+
+    @property
+    def left(self) -> int:
+        return self.wanted - len(self.steps)
 
 
 Workers = Mapping[tuple[int, int], Worker]
@@ -97,31 +116,36 @@ class RankRunner:
         self._kept = [worker.kept for worker in workers.values()]
         self._whole = schedule.chunks * schedule.parts
         self.recorded = Recorded()
-        self._clock: Callable[[], float] = lambda: 0.0
-        self._left = 0  # steps that are still to be recorded
-        self._steps: list[Spans] = []
-        self._spans: Spans | None = None  # of the step that runs, if it is recorded
+        self._recorder: Callable[[], Recorder | None] = lambda: None  # while it is kept
+        self._recording: tuple[Recorder, StepTimes] | None = None  # of the step that runs
 
-    def record(self, steps: int, clock: Callable[[], float]) -> list[Spans]:
-        """The times of the next steps, as they come."""
-        if self._left:
+    def record(self, recorder: Recorder) -> None:
+        """Give the times of the next steps to `recorder`."""
+        self._recording = None  # of a step that broke off
+        earlier = self._recorder()
+        if earlier is not None and earlier.left:
             raise InvalidInput(
                 "steps are recorded by one recording at a time",
-                got=f"another, while {self._left} steps of the first are to come",
-                remedy="make these steps first",
+                got=f"another, while {earlier.left} steps of the first are to come",
+                remedy="make these steps first, or stop() the first",
             )
-        self._clock, self._left, self._steps = clock, steps, []
-        return self._steps
+        self._recorder = weakref.ref(recorder)
 
     def start(self) -> None:
         """A step begins."""
         self.recorded = Recorded()
         self.transport.start()
-        self._spans = None
-        if self._left and self.schedule.goes_back:
-            self._spans = []
-            self._steps.append(self._spans)
-            self._left -= 1
+        recorder, self._recording = self._recorder(), None
+        if recorder is not None and recorder.left and self.schedule.goes_back:
+            self._recording = recorder, StepTimes()
+
+    def finish(self) -> None:
+        """The step has ended well: one that has not is no recorded one."""
+        if self._recording is not None:
+            recorder, times = self._recording
+            times.end = recorder.clock()
+            recorder.steps.append(times)
+            self._recording = None
 
     @property
     def _position(self) -> int:
@@ -146,14 +170,15 @@ class RankRunner:
             received[key.microbatch] = transport.receive(key, sender)
         for key, sender in self._inputs[position + 1]:
             transport.expect(key, sender)
-        outputs, spans = self._outputs[position], self._spans
-        begun = 0.0 if spans is None else self._clock()
+        outputs, recording = self._outputs[position], self._recording
+        begun = 0.0 if recording is None else recording[0].clock()
         for number, microbatch in enumerate(action.microbatches):
             values = self._do(action, microbatch, received.get(microbatch, []))
             if outputs:
                 transport.send(*outputs[number], values)
-        if spans is not None:
-            spans.append((action, begun, self._clock()))
+        if recording is not None:
+            recorder, times = recording
+            times.actions.append((action, begun, recorder.clock()))
         self.recorded.order.append(action)
         self.after(position)
 

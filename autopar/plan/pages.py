@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from autopar.errors import require_ending, written
+from autopar.plan.saved import digest
 from autopar.plan.value import PlanValue
 from autopar.report.model import tree
 from autopar.report.page import Asked, page
 from autopar.report.program import blocks, drawn
-from autopar.report.trace import events_of, write
+from autopar.report.trace import Trace, events_of, write
 from autopar.report.training import Run, sections
 
 
@@ -36,4 +37,4 @@ def draw(plan: PlanValue, path: str | Path) -> None:
 def trace(plan: PlanValue, path: str | Path) -> None:
     """Write the predicted step as a trace for Chrome or Perfetto, packed where `path` ends with
     `.gz`: actions of each rank, calls with their movements, sums of gradients."""
-    write(path, events_of(plan), "simulated")
+    write(path, Trace("simulated", digest(plan), tuple(events_of(plan))))

@@ -151,7 +151,7 @@ class SavedPlan(SavedValue):
 
     def to_bytes(self) -> bytes:
         """What `save` writes."""
-        return json.dumps(self.to_json(), indent=1, sort_keys=False).encode() + b"\n"
+        return json.dumps(self.to_json(), indent=1, allow_nan=False).encode() + b"\n"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SavedPlan.of_bytes, (self.to_bytes(),)

@@ -6,6 +6,7 @@ What a plan comes to hold besides gets a field here: files, `diff` and what rank
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, replace
@@ -24,7 +25,7 @@ from autopar.plan.value import PlanValue
 from autopar.planner.candidate import Alternative
 from autopar.planner.request import Mode
 from autopar.precision import Precision
-from autopar.schema import Count, Positive
+from autopar.schema import Count, Positive, write
 from autopar.search.auto import Search
 from autopar.search.decisions import Decisions, TypedDecisions
 from autopar.states import States
@@ -108,6 +109,19 @@ def values_to_save(plan: PlanValue) -> dict[str, Any]:
     }
     names = (field.name for field in fields(SavedValue))
     return {name: made[name] if name in made else getattr(plan, name) for name in names}
+
+
+def digest(plan: PlanValue) -> str:
+    """Of what a plan does: equal where no more than machines were taken to be others."""
+    data, kept = write(SavedValue(**values_to_save(plan))), {}
+    for one in deciding():
+        if not one.metadata.get("is_of_rank"):
+            key = one.metadata.get("key", one.name)
+            kept[key] = data[key]
+    if kept["pipeline"] is not None:  # what its stages take is told by the machines
+        starts = [stage["starts"] for stage in kept["pipeline"]["stages"]]
+        kept["pipeline"] = {**kept["pipeline"], "stages": starts}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_file(path: str | Path) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from autopar.errors import InvalidInput
 from autopar.pipeline.schedule import WORDS
-from autopar.report.trace import ACTIONS, Event
+from autopar.report.trace import ACTIONS, Event, Trace
 from autopar.units import seconds_text, table
 
 
@@ -33,7 +33,8 @@ class Pair:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The step, then its kinds of actions by stage, those first that are most seconds off."""
+    """The step, then its kinds of actions by stage and what comes after all of them, those first
+    that are most seconds off."""
 
     step: Pair
     actions: tuple[Pair, ...]
@@ -54,29 +55,43 @@ class Comparison:
         return "\n".join(table(self.rows))
 
 
-def compare(simulated: Sequence[Event], measured: Sequence[Event]) -> Comparison:
+def compare(simulated: Trace, measured: Trace) -> Comparison:
     """Of two traces of one plan: the same actions on the same ranks in the same order."""
-    wanted, found = _orders(simulated), _orders(measured)
-    steps = {step for _, step in found}
-    first = min((step for _, step in wanted), default=0)
-    for rank, step in sorted(found):
-        one, other = found[rank, step], wanted.get((rank, first))
-        if other is not None and one != other:
-            raise InvalidInput(
-                "the traces that are compared are of one plan",
-                got=f"other actions on rank {rank}: {_first(one, other)}",
-                remedy="plan.trace(path) of the module's own plan: pm.plan.trace(path)",
-            )
+    wanted, found = _orders(simulated.events), _orders(measured.events)
     if not found or not wanted:
         raise InvalidInput(
             "a trace has actions of a schedule",
             got="none in " + ("the simulated one" if found else "the measured one"),
             remedy="plan.trace(path), and pm.record(steps=3) before the steps",
         )
-    length = max(one.end for one in simulated) - min(one.start for one in simulated)
-    lengths = [_length(one for one in measured if one.about.get("step") == step) for step in steps]
-    whole = Pair("a step", length, statistics.median(lengths), len(steps))
-    return Comparison(whole, tuple(_pairs(simulated, measured)))
+    if apart := _apart(simulated, measured):
+        raise InvalidInput(
+            "the traces that are compared are of one plan",
+            got=apart,
+            remedy="plan.trace(path) of the module's own plan: pm.plan.trace(path)",
+        )
+    times = [_times(simulated.events, step) for step in sorted({step for _, step in wanted})[:1]]
+    times += [_times(measured.events, step) for step in sorted({step for _, step in found})]
+    whole, after = (
+        Pair(what, own[0], statistics.median(own[1:]), len(own) - 1)
+        for what, own in zip(("a step", "after the last action"), zip(*times))
+    )
+    pairs = [after, *_pairs(simulated.events, measured.events)]
+    pairs.sort(key=lambda one: -abs(one.measured - one.predicted) * one.count)
+    return Comparison(whole, tuple(pairs))
+
+
+def _apart(simulated: Trace, measured: Trace) -> str | None:
+    """What shows that they are not of one plan. A large one is simulated for some ranks alone."""
+    wanted, found = _orders(simulated.events), _orders(measured.events)
+    for step in sorted({step for _, step in found}):
+        for (rank, _), other in sorted(wanted.items()):
+            one = found.get((rank, step), [])
+            if one != other:
+                return f"other actions on rank {rank}: {_first(one, other)}"
+    if simulated.plan != measured.plan:
+        return "the same actions of two plans, which differ in their layouts or model"
+    return None
 
 
 def _orders(events: Iterable[Event]) -> dict[tuple[int, int], list[str]]:
@@ -94,9 +109,12 @@ def _first(one: Sequence[str], other: Sequence[str]) -> str:
     return f"{got} where {wanted} was simulated"
 
 
-def _length(events: Iterable[Event]) -> float:
-    own = [*events]
-    return max(one.end for one in own) - min(one.start for one in own)
+def _times(events: Iterable[Event], step: int) -> tuple[float, float]:
+    """The seconds of a step, and of them those after its last action."""
+    own = [one for one in events if one.about.get("step", 0) == step]
+    actions = [one for one in own if one.track == ACTIONS]
+    end = max(one.end for one in own)
+    return end - min(one.start for one in actions), end - max(one.end for one in actions)
 
 
 def _pairs(simulated: Sequence[Event], measured: Sequence[Event]) -> list[Pair]:
@@ -109,7 +127,7 @@ def _pairs(simulated: Sequence[Event], measured: Sequence[Event]) -> list[Pair]:
         return found
 
     predicted, took = by_kind(simulated), by_kind(measured)
-    pairs = [
+    return [
         Pair(
             f"{WORDS[kind]} of stage {stage}",
             statistics.median(predicted[kind, stage]),
@@ -118,4 +136,3 @@ def _pairs(simulated: Sequence[Event], measured: Sequence[Event]) -> list[Pair]:
         )
         for kind, stage in sorted(predicted.keys() & took.keys())
     ]
-    return sorted(pairs, key=lambda one: -abs(one.measured - one.predicted) * one.count)

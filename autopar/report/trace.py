@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from autopar.errors import InvalidInput, written
 from autopar.pipeline.schedule import Action, one_stage
 from autopar.planner.candidate import Candidate
 from autopar.report.model import Call, calls_of
+from autopar.schema import Index, Mismatch, NotNegative
+from autopar.schema import read as read_data
 
-FORMAT = "autopar trace"
 ACTIONS, INSIDE, SUMS = range(3)  # tracks of a rank
 _TRACKS = {ACTIONS: "actions", INSIDE: "calls", SUMS: "sums of gradients"}
+UNHIDDEN = "what nothing hides"  # until the end of a step, after its last action
 _RANKS = 64  # of which each is shown; of more, one for each place of the pipeline
 
 
@@ -46,6 +49,15 @@ class Event:
             | place
             | ({"args": dict(self.about)})
         )
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The events of a plan's step, or of some steps of a module with that plan."""
+
+    what: Literal["simulated", "measured"]
+    plan: str  # its digest
+    events: tuple[Event, ...]
 
 
 def events_of(candidate: Candidate) -> list[Event]:
@@ -102,7 +114,7 @@ def _in_one_stage(candidate: Candidate) -> Iterator[Event]:
                 now += seconds
         yield action_event(0, 0, action, start, now)
     if (last := candidate.cost.seconds) > now:
-        yield Event(0, "what nothing hides", now, last, SUMS)
+        yield Event(0, UNHIDDEN, now, last, SUMS)
 
 
 def _about(module: str, call: Call) -> dict[str, Any]:
@@ -112,18 +124,58 @@ def _about(module: str, call: Call) -> dict[str, Any]:
     return about
 
 
-def write(path: str | Path, events: Sequence[Event], what: str) -> None:
+@dataclass(frozen=True)
+class _Row:
+    """An event, or a name of a track, as it is written."""
+
+    name: str
+    ph: Literal["X", "M"]
+    pid: Index
+    tid: Index
+    args: Mapping[str, Any]
+    ts: NotNegative = 0.0
+    dur: NotNegative = 0.0
+    cat: str = ""
+
+
+@dataclass(frozen=True)
+class _Of:
+    """What a trace is of."""
+
+    format: Literal["autopar trace"]
+    what: Literal["simulated", "measured"]
+    plan: str
+
+
+@dataclass(frozen=True)
+class _File:
+    rows: tuple[_Row, ...] = field(metadata={"key": "traceEvents"})
+    unit: str = field(metadata={"key": "displayTimeUnit"})
+    of: _Of = field(metadata={"key": "otherData"})
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What an event says of an action."""
+
+    step: Index
+    kind: Literal["F", "B", "I", "W"]
+    stage: Index
+    pipe: Index
+
+
+def write(path: str | Path, trace: Trace) -> None:
     """Write a file that Chrome, Perfetto and `read` take; packed where it ends with `.gz`."""
-    ranks = sorted({event.rank for event in events})
-    tracks = sorted({(event.rank, event.track) for event in events})
+    ranks = sorted({event.rank for event in trace.events})
+    tracks = sorted({(event.rank, event.track) for event in trace.events})
     named = [_named("process_name", rank, 0, f"rank {rank}") for rank in ranks]
     named += [_named("thread_name", rank, track, _TRACKS[track]) for rank, track in tracks]
     data = {
-        "traceEvents": [*named, *(event.to_json() for event in events)],
+        "traceEvents": [*named, *(event.to_json() for event in trace.events)],
         "displayTimeUnit": "ms",
-        "otherData": {"format": FORMAT, "what": what},
+        "otherData": {"format": "autopar trace", "what": trace.what, "plan": trace.plan},
     }
-    text = json.dumps(data).encode()
+    text = json.dumps(data, allow_nan=False).encode()
     packed = gzip.compress(text) if str(path).endswith(".gz") else text
     written(path, packed, "the file of a trace")
 
@@ -132,34 +184,35 @@ def _named(what: str, rank: int, track: int, name: str) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": rank, "tid": track, "args": {"name": name}}
 
 
-def read(path: str | Path, what: str) -> list[Event]:
+def read(path: str | Path, what: str) -> Trace:
     """What `write` wrote of that kind, simulated or measured."""
     rule = "a trace is a file that autopar wrote"
     try:
         data = Path(path).read_bytes()
-        made = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-        if made["otherData"]["format"] != FORMAT:
-            raise KeyError
-        found = [
-            Event(
-                one["pid"],
-                one["name"],
-                one["ts"] / 1e6,
-                (one["ts"] + one["dur"]) / 1e6,
-                one["tid"],
-                one.get("args", {}),
-            )
-            for one in made["traceEvents"]
-            if one["ph"] == "X"
-        ]
-        kind = str(made["otherData"]["what"])
     except OSError as error:
-        got, remedy = f"{path}: {error.strerror}", "give the path of a trace"
-    except (ValueError, KeyError, TypeError, EOFError, AttributeError):
-        got, remedy = f"{path}, which holds something else", "plan.trace(path), or record().save()"
-    else:
-        if kind == what:
-            return found
-        rule, got = f"a {what} trace is wanted here", f"{path}, which is {kind}"
-        remedy = "the simulated one stands first, the measured one second"
-    raise InvalidInput(rule, got=got, remedy=remedy)
+        got = f"{path}: {error.strerror}"
+        raise InvalidInput(rule, got=got, remedy="give the path of a trace") from None
+    try:
+        made = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+        file: _File = read_data(_File, made)
+        events = tuple(_event(row) for row in file.rows if row.ph == "X")
+    except (ValueError, EOFError, RecursionError, OSError, zlib.error, Mismatch) as error:
+        raise InvalidInput(
+            rule,
+            got=f"{path}, which holds something else: {error}",
+            remedy="plan.trace(path), or record().save()",
+        ) from None
+    if file.of.what == what:
+        return Trace(file.of.what, file.of.plan, events)
+    raise InvalidInput(
+        f"a {what} trace is wanted here",
+        got=f"{path}, which is {file.of.what}",
+        remedy="the simulated one stands first, the measured one second",
+    )
+
+
+def _event(row: _Row) -> Event:
+    if row.tid == ACTIONS:
+        read_data(_Done, row.args)
+    end = (row.ts + row.dur) / 1e6
+    return Event(row.pid, row.name, row.ts / 1e6, end, row.tid, row.args)

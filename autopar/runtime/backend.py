@@ -189,7 +189,10 @@ class Backend(ABC):
         try:
             self._begin(kept, batches, tells, seed)
             loss = self._run(is_first)
-            return loss, self._told() if tells else []
+            outputs = self._told() if tells else []
+            for runner in self.runners:
+                runner.finish()
+            return loss, outputs
         finally:
             self._begin({}, ())  # nothing of a step stays
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar._torch import world_timeout
-from autopar.errors import ExecutionError, InvalidInput
+from autopar.errors import ExecutionError, InvalidInput, said
 from autopar.runtime.checkpoint_files import Contents, Key, Piece, Stored, in_file, metadata_of
 from autopar.runtime.checkpoint_folders import (
     BESIDE,
@@ -155,7 +155,7 @@ class Job:
 
     def tell(self, error: Exception) -> None:
         """Rank 0 is not to wait for this one."""
-        text = f"rank {self.rank}: {type(error).__name__}: {error}"
+        text = f"rank {self.rank}: {said(error)}"
         (self.place.new / f"failed-{self.rank}").write_text(text)
 
     def await_others(self) -> None:

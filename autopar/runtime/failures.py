@@ -21,7 +21,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from autopar._torch import abort_groups, raised_while_waiting, world_timeout
-from autopar.errors import AutoparError, ExecutionError, InvalidInput
+from autopar.errors import AutoparError, ExecutionError, InvalidInput, said
 from autopar.lines import caller
 from autopar.runtime.roll_call import WAITS
 from autopar.runtime.world import World, joined, require_living
@@ -179,7 +179,7 @@ def is_collective(error: Exception) -> bool:
 
 
 def _text(here: World, error: BaseException) -> str:
-    return f"rank {here.rank}: {type(error).__name__}: {error}"
+    return f"rank {here.rank}: {said(error)}"
 
 
 def _without_rank(text: str) -> str:

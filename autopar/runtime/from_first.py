@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.errors import InvalidInput
+from autopar.errors import InvalidInput, said
 from autopar.runtime import generators
 from autopar.runtime.failures import one_fails_all_stop
 from autopar.runtime.world import World
@@ -90,6 +90,6 @@ def _sent(given: Any) -> Iterator[tuple[bytes, Exception | None]]:
             yield packed(value, ""), None
             before = generators.states()
     except Exception as error:
-        yield packed(None, f"{type(error).__name__}: {error}"), error
+        yield packed(None, said(error)), error
         return
     yield packed(None, _END), None

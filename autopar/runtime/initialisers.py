@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar._torch import memory_of, written_arguments
 from autopar.capture.fake import new_mode
 from autopar.capture.graph_builder import fake_like
-from autopar.errors import InvalidInput
+from autopar.errors import InvalidInput, said
 
 Initialise = Callable[[nn.Module], object]
 RESETS = ("reset_parameters", "_reset_parameters")
@@ -142,7 +142,7 @@ class Initialisers:
         except Exception as error:
             raise InvalidInput(
                 RULE,
-                got=f"{call.name} of {path}, which fails with {type(error).__name__}: {error}",
+                got=f"{call.name} of {path}, which fails with {said(error)}",
                 remedy=REMEDY,
             ) from error
         if not call.was_tried and any(values[key].isnan().any() for key in call.kept):

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
 
 from autopar._torch import local_of
-from autopar.errors import InvalidInput
+from autopar.errors import InvalidInput, said
 from autopar.runtime.checkpoint_files import Checkpoint, Group, Key, SavedOptimizer
 from autopar.runtime.placing import boxes_of
 from autopar.runtime.plain_data import plain
@@ -178,7 +178,7 @@ def load_states(
     except Exception as error:
         raise InvalidInput(
             "an optimizer takes up the states that it gave",
-            got=f"{type(optimizer).__name__}.load_state_dict(): {type(error).__name__}: {error}",
+            got=f"{type(optimizer).__name__}.load_state_dict(): {said(error)}",
             remedy="load the module without it",
         ) from error
     for number, name in enumerate(name for names in groups for name in names):

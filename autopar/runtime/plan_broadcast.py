@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from autopar.errors import AutoparError, InvalidInput
+from autopar.errors import AutoparError, InvalidInput, said
 from autopar.plan.diff import compare, said_as
 from autopar.plan.plan import Plan, SavedPlan
 from autopar.plan.saved import deciding
@@ -153,4 +153,4 @@ def _text(error: Exception) -> str:
     if isinstance(error, AutoparError):
         given = f": {error.got}" if error.got is not None else ""
         return f"{error.rule}{given}"
-    return f"{type(error).__name__}: {error}"
+    return said(error)

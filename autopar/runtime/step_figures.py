@@ -10,9 +10,9 @@ Nothing is asked of the device unless somebody listens: the loss is read then, a
 
 from __future__ import annotations
 
-import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.errors import InvalidInput
+from autopar.errors import InvalidInput, writing
 from autopar.plan.plan import Plan
+from autopar.schema import json_text
 from autopar.strategies.node_info import info
 from autopar.units import bytes_text, scaled, seconds_text
 
@@ -34,10 +35,11 @@ class StepFigures:
     step: int  # from 1, since somebody listens
     rank: int
     loss: float
-    seconds: float  # since the end of the one before; of the first its own
+    # Since the end of the one before; of the first, and after one that broke off, its own.
+    seconds: float
     predicted: float  # by the plan, without what an optimizer takes
     samples: int  # of the global batch
-    tokens: int | None  # where the first input is a batch of rows of whole numbers
+    tokens: int | None  # where the batch is of rows of whole numbers
     memory: int | None  # the most bytes that the allocator of a GPU has held
 
     @property
@@ -63,6 +65,7 @@ class StepFigures:
         )
 
 
+_IDS = (torch.int64, torch.int32, torch.int16)  # of words; images are of bytes
 Callback = Callable[[StepFigures], object]
 
 
@@ -72,7 +75,7 @@ class Listeners:
 
     rank: int
     device: torch.device
-    _all: list[Callback] = field(default_factory=list)
+    _all: dict[object, Callback] = field(default_factory=dict)
     _count: int = 0
     _last: float | None = None  # when the step before ended
 
@@ -84,65 +87,86 @@ class Listeners:
                 got=f"a {type(callback).__name__}",
                 remedy="pm.on_step(lambda figures: print(figures))",
             )
-        self._all.append(callback)
+        key = object()  # the same callback may listen twice
+        self._all[key] = callback
 
         def remove() -> None:
-            if callback in self._all:
-                self._all.remove(callback)
+            self._all.pop(key, None)
 
         return remove
 
     def begin(self) -> float:
-        """A step begins."""
-        return time.perf_counter() if self._all else 0.0
+        """A step begins: the time from which it is measured."""
+        since, self._last = self._last, None  # if it breaks off, the next one has its own
+        if not self._all:
+            return 0.0
+        return time.perf_counter() if since is None else since
 
     def tell(self, begun: float, loss: Tensor, plan: Plan) -> None:
-        """A step has ended."""
+        """A step has ended. All hear of it, also after one that raises."""
         if not self._all:
-            self._last = None
             return
         value = float(loss)  # once the device is done
         now = time.perf_counter()
         self._count += 1
-        placeholders = plan.original.graph.find_nodes(op="placeholder")
-        inputs = [info(node).val for node in placeholders if node.name in plan.original.inputs]
-        first = next((value for value in inputs if value.ndim), None)
-        is_text = first is not None and first.ndim == 2 and not first.dtype.is_floating_point
+        samples, tokens = batch_size(plan)
         most = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
         figures = StepFigures(
             step=self._count,
             rank=self.rank,
             loss=value,
-            seconds=now - (begun if self._last is None else self._last),
+            seconds=now - begun,
             predicted=plan.seconds,
-            samples=1 if first is None else first.shape[0],
-            tokens=first.numel() if first is not None and is_text else None,
+            samples=samples,
+            tokens=tokens,
             memory=most,
         )
-        for callback in [*self._all]:
-            callback(figures)
+        errors = []
+        for callback in [*self._all.values()]:
+            try:
+                callback(figures)
+            except Exception as error:
+                errors.append(error)
         self._last = time.perf_counter()
+        if errors:
+            raise errors[0] if len(errors) == 1 else ExceptionGroup("of on_step", errors)
+
+
+def batch_size(plan: Plan) -> tuple[int, int | None]:
+    """The samples of a global batch, and its tokens if it is of text.
+
+    Inputs that the plan cuts along their first dim have the batch; if it cuts none, the size that
+    most of them have there is that of the batch.
+    """
+    original, placed = plan.original, plan.decisions.placeholders
+    nodes = original.graph.find_nodes(op="placeholder")
+    inputs = {n.name: info(n).val for n in nodes if n.name in original.inputs and info(n).val.ndim}
+    by_step = frozenset() if plan.batches is None else plan.batches.cut
+    cut = [name for name in inputs if name in by_step or placed[name].dims[0]]
+    sizes = Counter(int(inputs[name].shape[0]) for name in cut or inputs)
+    if not sizes:
+        return 1, None
+    ((samples, _),) = sizes.most_common(1)
+    rows = [v for v in inputs.values() if v.shape[0] == samples and v.dtype != torch.bool]
+    is_text = bool(rows) and rows[0].ndim == 2 and rows[0].dtype in _IDS
+    return samples, rows[0].numel() if is_text else None
 
 
 class JsonLines:
-    """Appends the figures of each step to a file, a line of JSON each; on rank 0."""
+    """Appends the figures of each step to a file, a line of JSON each; on rank 0. A number that is
+    not finite, as a loss that is NaN, is null."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        try:
-            with self.path.open("a"):
-                pass
-        except OSError as error:
-            raise InvalidInput(
-                "the file of figures can be written",
-                got=f"{path}: {error.strerror}",
-                remedy="give another path",
-            ) from None
+        self._add("")
 
     def __call__(self, figures: StepFigures) -> None:
         if figures.rank == 0:
-            with self.path.open("a") as file:
-                file.write(json.dumps(figures.to_json()) + "\n")
+            self._add(json_text(figures.to_json()) + "\n")
+
+    def _add(self, line: str) -> None:
+        with writing(self.path, "the file of figures"), self.path.open("a") as file:
+            file.write(line)
 
 
 class TensorBoard:
@@ -177,6 +201,8 @@ class ProgressLine:
             return
         self._next = now + self._every
         file = sys.stderr if self._file is None else self._file
+        if file is None:  # of a process without a terminal
+            return
         print(
             f"\r{figures}\033[K" if file.isatty() else figures,
             file=file,

@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint as run_again
 
 import autopar as ap
 from autopar import Mesh
+from autopar.errors import InvalidInput
 from autopar.report.comparison import compare
-from autopar.report.trace import events_of, read
+from autopar.report.trace import ACTIONS, read
 from autopar.runtime.world import world
 from tests import dynamic, models, recipes, signatures
 from tests.annotations import attention, megatron, sequence, stored, vocabulary
@@ -667,10 +668,21 @@ def records_what_each_rank_did() -> None:
             module.step(*case.args, **case.kwargs)
         recording.save(folder / "measured.json")
         dist.barrier()
-        events = read(folder / "measured.json", "measured")
+        measured = read(folder / "measured.json", "measured")
+        if dist.get_rank() == 0:
+            module.plan.trace(folder / "simulated.json")
+            assert compare(read(folder / "simulated.json", "simulated"), measured).step.count == 2
+        events = measured.events
         assert {event.rank for event in events} == {*range(mesh.size)}
-        assert compare(events_of(module.plan), events).step.count == 2
-    starts = {(event.rank, event.about["step"], event.name): event.start for event in events}
+        again = module.record(steps=2 - dist.get_rank() % 2)
+        module.step(*case.args, **case.kwargs)
+        with pytest.raises(InvalidInput, match="on all ranks as many"):  # and none waits
+            again.events()
+    starts = {
+        (event.rank, event.about["step"], event.name): event.start
+        for event in events
+        if event.track == ACTIONS
+    }
     for (rank, step, name), start in starts.items():
         if name.startswith("1F"):
             here = mesh.coordinate(rank)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import io
 import json
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import autopar as ap
 from autopar.errors import InvalidInput
+from autopar.runtime.step_figures import batch_size
 from tests import models
 
 
@@ -75,3 +80,73 @@ def test_what_is_no_listener_is_refused(tmp_path: Path) -> None:
         ap.TensorBoard(object())
     with pytest.raises(InvalidInput, match="can be written"):
         ap.JsonLines(tmp_path / "missing" / "run.jsonl")
+
+
+def test_all_hear_of_a_step_and_no_other_time_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a callback raises, or the step before broke off."""
+    module, case = module_of(mesh=ap.Mesh(dp=2))
+    heard: list[ap.StepFigures] = []
+
+    def odd(figures: ap.StepFigures) -> None:
+        if figures.step == 1:
+            raise KeyError(figures.step)
+
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    module.on_step(odd)
+    module.on_step(heard.append)
+    with pytest.raises(KeyError):
+        module.step(*case.args, **case.kwargs)
+    now[0] += 5.0
+    module.step(*case.args, **case.kwargs)
+    with pytest.raises(IndexError):
+        module.step(torch.full_like(case.args[0], 10**6), *case.args[1:], **case.kwargs)
+    now[0] += 7.0
+    module.step(*case.args, **case.kwargs)
+    assert [one.seconds for one in heard] == [0.0, 5.0, 0.0]
+
+
+def test_one_of_two_equal_listeners_is_taken_away_once() -> None:
+    module, case = module_of(mesh=ap.Mesh(dp=2))
+    heard: list[ap.StepFigures] = []
+    remove, _ = module.on_step(heard.append), module.on_step(heard.append)
+    remove()
+    remove()
+    module.step(*case.args, **case.kwargs)
+    assert len(heard) == 1
+
+
+class Scaled(nn.Module):
+    """Of which some input is no batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(16, 4), nn.Linear(4, 4)
+
+    def forward(self, scale: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+        known = self.table(rows) if rows.dtype == torch.int64 else rows[..., None].expand(8, 16, 4)
+        return (self.out(known.float()) * scale.sum() * mask[..., None]).square().mean()
+
+
+@pytest.mark.parametrize("mesh", [ap.Mesh(dp=2), ap.Mesh(tp=2)])
+@pytest.mark.parametrize(("dtype", "tokens"), [(torch.int64, 128), (torch.uint8, None)])
+def test_the_batch_is_what_most_inputs_have(
+    mesh: ap.Mesh, dtype: torch.dtype, tokens: int | None
+) -> None:
+    inputs = torch.ones(3), torch.ones(8, 16, dtype=dtype), torch.ones(8, 16, dtype=torch.bool)
+    assert batch_size(ap.plan(Scaled(), inputs, mesh=mesh)) == (8, tokens)
+
+
+def test_adapters_meet_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = ap.StepFigures(1, 0, float("nan"), 1.0, 1.0, 1, None, None)
+    monkeypatch.setattr(sys, "stderr", None)
+    ap.ProgressLine()(figures)
+    path = tmp_path / "gone" / "run.jsonl"
+    path.parent.mkdir()
+    lines = ap.JsonLines(path)
+    lines(figures)
+    assert json.loads(path.read_text(), parse_constant=pytest.fail)["loss"] is None
+    path.unlink()
+    path.parent.rmdir()
+    with pytest.raises(InvalidInput, match="can be written"):
+        lines(figures)

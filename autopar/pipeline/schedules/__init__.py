@@ -15,16 +15,20 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from contextlib import suppress
+from math import prod
 from typing import Any
 
 from autopar.errors import InvalidInput
 from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules.registry import GENERATORS, positive
+from autopar.schema import is_count
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
+_COUNTS = ("stages", "microbatches", "chunks")  # whose product is the number of forwards
+MOST_FORWARDS = 1 << 20
 NAMES = tuple(sorted(GENERATORS))
 
 
@@ -49,6 +53,14 @@ def schedule(name: str, *, stages: int, microbatches: int, **options: Any) -> Sc
             f"schedule {name} takes {'the options ' + ', '.join(known) if known else 'no options'}",
             got=", ".join(f"{option}={options[option]!r}" for option in unknown),
             remedy="leave the others out",
+        )
+    sizes = {"stages": stages, "microbatches": microbatches, **options}
+    counts = {word: size for word, size in sizes.items() if word in _COUNTS and is_count(size)}
+    if prod(map(int, counts.values())) > MOST_FORWARDS:
+        raise InvalidInput(
+            f"a schedule lists every action of a step, at most {MOST_FORWARDS} forwards",
+            got=", ".join(f"{word}={size}" for word, size in counts.items()),
+            remedy="fewer of them",
         )
     return GENERATORS[name].generate(stages, microbatches, **options)
 

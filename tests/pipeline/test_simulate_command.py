@@ -11,8 +11,8 @@ import pkgutil
 import pytest
 
 from autopar import pipeline
+from autopar.commands.simulate import add_arguments, run
 from autopar.errors import InvalidInput
-from autopar.pipeline.command import add_arguments, run
 
 
 def simulated(*words: str) -> int:
@@ -30,6 +30,13 @@ def test_json(capsys):
     assert figures["idle"] == [12] * 8
     assert figures["peak_activations"] == [5, 6, 7, 8, 8, 7, 6, 5]
     assert figures["weights"] == 2
+
+
+def test_json_has_no_infinite_numbers(capsys):
+    line = "1f1b --stages 2 --microbatches 2 --forward 1e308 --json"
+    assert simulated(*line.split()) == 0
+    figures = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert figures["makespan"] is None
 
 
 def test_options_and_latency(capsys):
@@ -82,7 +89,12 @@ def test_file(tmp_path, capsys):
 @pytest.mark.parametrize(
     "line",
     ["1f1b --microbatches 8", "1f1b --stages 8", "nothing --stages 2 --microbatches 2",
-     "1f1b --stages 2 --microbatches 2 --pipes 2", "chimera --stages 3 --microbatches 2"],
+     "1f1b --stages 2 --microbatches 2 --pipes 2", "chimera --stages 3 --microbatches 2",
+     "1f1b --stages 0 --microbatches 2", "1f1b --stages 2 --microbatches 0",
+     "1f1b --stages 99999999999999999999 --microbatches 2",
+     "1f1b --stages 2 --microbatches 99999999999999999999",
+     "interleaved --stages 2 --microbatches 2 --chunks 9999999",
+     "chimera --stages 2 --microbatches 2 --pipes 99999999999999999999"],
 )  # fmt: skip
 def test_bad_input(line):
     with pytest.raises(InvalidInput):

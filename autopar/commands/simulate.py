@@ -7,10 +7,10 @@ autopar simulate my-schedule.csv --latency 0.25 --json
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
 from typing import Any
 
+from autopar.commands.printing import columns, show_json
+from autopar.commands.streams import to_results
 from autopar.errors import InvalidInput
 from autopar.pipeline.notation import load, read_option
 from autopar.pipeline.schedule import Schedule
@@ -21,6 +21,7 @@ from autopar.pipeline.timeline import Timeline, draw
 
 # Options of schedules that are also costs of the simulation: a plan is made for the same times.
 COSTS = ("forward", "backward", "backward_weight", "latency")
+SIZES = ("stages", "microbatches")
 NARROWEST = 60
 PATH = ("forwards", "backwards", "weights", "messages")  # what is told of the critical one
 
@@ -79,11 +80,10 @@ def run(args: argparse.Namespace) -> int:
         args.sync_cost,
     )
     if args.json:
-        print(json.dumps(figures(timeline)))
+        show_json(figures(timeline))
     else:
-        columns = max(shutil.get_terminal_size().columns, NARROWEST)
-        print(draw(timeline, args.width or columns))
-        print(_summary(timeline))
+        to_results(draw(timeline, args.width or max(columns(), NARROWEST)))
+        to_results(_summary(timeline))
     return 0
 
 
@@ -91,16 +91,16 @@ def make_schedule(args: argparse.Namespace) -> Schedule:
     """The schedule that the arguments name."""
     given = {name: getattr(args, name) for name in own_options() if getattr(args, name) is not None}
     if args.schedule not in NAMES and args.schedule.endswith((".txt", ".csv")):
-        sizes = [f"--{name}" for name in ("stages", "microbatches", *given) if getattr(args, name)]
-        if sizes:
+        given |= {name: size for name in SIZES if (size := getattr(args, name)) is not None}
+        if given:
             raise InvalidInput(
                 "a schedule file has its own sizes and options",
-                got=" ".join(sizes),
+                got=" ".join(f"--{name}" for name in given),
                 remedy="leave them out, or name a schedule instead of a file",
             )
         return load(args.schedule)
     if args.schedule in NAMES:
-        for name in ("stages", "microbatches"):
+        for name in SIZES:
             if getattr(args, name) is None:
                 raise InvalidInput(
                     "a schedule is made for a number of stages and of micro-batches",
@@ -110,9 +110,9 @@ def make_schedule(args: argparse.Namespace) -> Schedule:
         given |= {
             name: getattr(args, name) for name in COSTS if name in option_names(args.schedule)
         }
-    return schedule(
-        args.schedule, stages=args.stages or 1, microbatches=args.microbatches or 1, **given
-    )
+    # A name that is none is refused by what makes it.
+    sizes = {name: 1 if (n := getattr(args, name)) is None else n for name in SIZES}
+    return schedule(args.schedule, **sizes, **given)
 
 
 def figures(timeline: Timeline) -> dict[str, Any]:
