@@ -13,7 +13,10 @@ import autopar as ap
 from autopar.cluster import Device, Link, Node
 from autopar.mesh import meshes
 from autopar.pipeline.schedules import weighed_schedules
+from autopar.planner.candidate import Candidate
+from autopar.planner.choose import Planner
 from autopar.planner.offers import offers
+from autopar.search.auto import too_early
 from tests.models import Case, gpt, mlp
 from tests.parity import assert_equal, parallel_outcome, single_outcome
 from tests.pipeline.models import share_captures  # noqa: F401
@@ -110,6 +113,28 @@ def test_each_stage_keeps_within_the_memory_of_its_own_devices() -> None:
         plan(case, cluster((FAST, 1), (SLOW, 1)), memory=0.5 * most, recompute=None, **options)
 
 
+@pytest.mark.parametrize("when", [0, 1])
+def test_an_interrupt_ends_the_choice_with_the_best_so_far(when: int, monkeypatch) -> None:
+    kept, begun = Planner.best, list[Planner]()
+
+    def best(planner: Planner) -> Candidate:
+        begun.append(planner)
+        if len(begun) > when:
+            raise too_early()
+        return kept(planner)
+
+    monkeypatch.setattr(Planner, "best", best)
+    options = {"microbatches": 1, "states": "whole", "recompute": None}
+    if not when:
+        with pytest.raises(ap.AutoparError, match="until it has found a plan"):
+            plan(mlp(layers=4), cluster((SLOW, 1), (FAST, 2)), **options)
+        return
+    made = plan(mlp(layers=4), cluster((SLOW, 1), (FAST, 2)), **options)
+    assert len(begun) == 2
+    assert made.whole_mesh.size == 3
+    assert made.search.interrupted
+
+
 def outer_choices(machines: ap.Cluster, parts: int) -> list[tuple[ap.Cluster, dict]]:
     """Every use of the devices, every number of stages, mesh and schedule."""
     found: list[tuple[ap.Cluster, dict]] = []
@@ -133,8 +158,13 @@ def outer_choices(machines: ap.Cluster, parts: int) -> list[tuple[ap.Cluster, di
 
 @pytest.mark.parametrize(
     "machines",
-    [cluster((SLOW, 1), (FAST, 2)), cluster((FAST, 2), (SLOW, 2), network=1e7)],
-    ids=["1 and 2", "2 and 2"],
+    [
+        cluster((SLOW, 1), (FAST, 2)),
+        cluster((FAST, 2), (SLOW, 2), network=1e7),
+        cluster((SLOW, 2), (FAST, 4)),
+        cluster((FAST, 2), (FAST, 4), network=1e7),
+    ],
+    ids=["1 and 2", "2 and 2", "2 and 4", "2 and 4 alike"],
 )
 def test_no_other_use_of_small_mixed_machines_is_faster(machines: ap.Cluster) -> None:
     case = mlp(layers=4, batch=8)

@@ -75,13 +75,18 @@ class Choice:
             self._planners.append(planner)
             try:
                 candidate = planner.best()
-            except (InvalidInput, ExecutionError) as error:
-                if len(self._offers) == 1:
-                    raise
+            except InvalidInput as error:
                 refused.append(error)
-            else:
-                if candidate.seconds < fastest:
-                    found = candidate, planner
+                continue
+            except ExecutionError:  # an interrupt, before it found a way
+                if found is None:
+                    raise
+                best, by = found
+                return best.changed(best.search and best.search.cut_short()), by
+            if candidate.seconds < fastest:
+                found = candidate, planner
+            if candidate.search is not None and candidate.search.interrupted:
+                break
         if found is None:
             raise refused[0]
         return found
