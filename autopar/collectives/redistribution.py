@@ -146,11 +146,18 @@ def movement_cost(
     learns: bool = True,
 ) -> float:
     """The seconds of one movement from `layout`, forward and, where it counts, backward."""
+    size = moved_bytes(movement, layout, shape, itemsize, mesh)
+    return _edge_cost(movement, size, price, learns)
+
+
+def moved_bytes(
+    movement: Movement, layout: Layout, shape: Sequence[int], itemsize: float, mesh: Mesh
+) -> float:
+    """The larger of what one rank holds before and after."""
     after = movement.apply(layout)
-    size = itemsize * max(
+    return itemsize * max(
         math.prod(layout.largest_shape(shape, mesh)), math.prod(after.largest_shape(shape, mesh))
     )
-    return _edge_cost(movement, size, price, learns)
 
 
 def _edge_cost(movement: Movement, size: float, price: Price, learns: bool) -> float:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autopar.collectives.together import JointKernel, Traffic
+from autopar.cost.collective import Collective, When
 from autopar.cost.operators import ShardSizes
 from autopar.cost.price import ClusterPrice
 from autopar.cost.state_price import NodeCost, StatePrice
@@ -50,6 +51,23 @@ def traffic_of(facts: Facts, strategy: Strategy, mesh: Mesh) -> Inside | None:
     is_crossed = joint is not None and not strategy.by_factor.keys().isdisjoint(joint.factors)
     traffic = (kernel.crossed if is_crossed else None) or kernel.traffic
     return Inside(kernel, call.axes, traffic(count, inputs, outputs, facts.differentiable, **sizes))
+
+
+def collectives_inside(facts: Facts, strategy: Strategy, mesh: Mesh) -> list[Collective]:
+    """What is moved inside a call, forward and, where a gradient flows, backward."""
+    if (found := traffic_of(facts, strategy, mesh)) is None:
+        return []
+    kernel, axes, traffic = found
+    ways: list[tuple[When, str, tuple[tuple[str, Any], ...]]] = [
+        ("forward", kernel.forward.__name__, traffic.forward)
+    ]
+    if any(facts.differentiable):
+        ways.append(("backward", kernel.backward.__name__, traffic.backward))
+    return [
+        Collective(kind, axes, float(size), when, name)
+        for when, name, moved in ways
+        for kind, size in moved
+    ]
 
 
 def _rows_beside(call: KernelCall, beside: int | Reads, mesh: Mesh) -> float:

@@ -18,14 +18,16 @@ from autopar.capture.origins import (
     state_bytes,
 )
 from autopar.cluster import Cluster
-from autopar.collectives import Movement, movement_cost
-from autopar.cost.joint_kernels import Computed, messages_inside
+from autopar.collectives import Movement, moved_bytes
+from autopar.collectives.redistribution import FREE
+from autopar.cost.collective import Collective, When
+from autopar.cost.joint_kernels import Computed, collectives_inside, messages_inside
 from autopar.cost.operators import ShardSizes, seconds, work
 from autopar.cost.price import ClusterPrice
 from autopar.cost.reductions import linears_behind, weight_seconds
 from autopar.cost.repeats import NONE, Repeats
 from autopar.cost.saved_tensors import piece_bytes, storage
-from autopar.cost.state_price import About, Beside, NodeCost, StatePrice
+from autopar.cost.state_price import SUMS, About, Beside, NodeCost, StatePrice
 from autopar.layout import ParameterPlacement, TensorType
 from autopar.mesh import Mesh
 from autopar.recompute import Keep
@@ -217,30 +219,72 @@ class NodePrices:
         return messages_inside(*about, Computed(computed.forward, computed.backward))
 
     def _movement(self, node: fx.Node, movement: Movement) -> NodeCost:
+        parameter = gathered_parameter(node)
+        if parameter is not None and parameter not in node.all_input_nodes:
+            return NodeCost()  # the first stands for all gathers of it
+        if parameter is not None:
+            return self.states.used(*self._use(parameter, movement), self._beside(parameter))
+        ways = {"forward": 0.0, "backward": 0.0, "step": 0.0}
+        for one in self._moved(node, movement):
+            if one.when == "step":
+                seconds = self.price.bucketed(one.axes, one.bytes, one.kind)
+            else:
+                seconds = self.price.seconds(one.kind, one.axes, one.bytes)
+            ways[one.when] += float(seconds)
+        forward, backward, once = ways.values()
+        behind = self.states.hidden(once, self._beside(node).backward) if once else 0.0
+        hidden = self.states.hidden(backward, self._weights(node)) if backward else 0.0
+        more = {"summed": once, "covered": behind, "reduced": hidden}
+        return NodeCost(forward, backward - hidden, hidden, **more)
+
+    def collectives(self, node: fx.Node) -> list[Collective]:
+        """What a node moves with other ranks, by which it is priced."""
+        about, found = info(node), list[Collective]()
+        if about.movement is not None:
+            found += self._moved(node, about.movement)
+        elif (places := about.places) is not None:
+            found += self.states.moved_once(places, _about(node), about.sync)
+            if places.storage == places.working:
+                again = self._beside(node).learns
+                found += self.states.moved_for_use(places, _about(node), (), again)
+        elif about.joint is not None:
+            for call in about.calls:
+                found += collectives_inside(*call, self.mesh)
+        if about.remade:
+            found += [one._replace(when="backward") for one in found if one.when == "forward"]
+        if storage(node) is node:
+            size = float(about.type.local_bytes(self.mesh)) if about.away else 0.0
+            kept = (axes for axes in about.away.values() if axes)
+            found += [Collective("all_gather", axes, size, "backward") for axes in kept]
+        return found
+
+    def _moved(self, node: fx.Node, movement: Movement) -> list[Collective]:
+        """What a movement of the program moves."""
         (value,) = node.all_input_nodes
         before: TensorType = info(value).type
+        axes, learns = movement.axes, info(node).learns
         if (parameter := gathered_parameter(node)) is not None:
-            places = info(parameter).places
-            assert places is not None
-            summed = places.storage.axes if movement.pending else ()
-            is_first = value is parameter
-            if not is_first:
-                return NodeCost()
-            return self.states.used(places, _about(parameter), summed, self._beside(parameter))
-        if movement.kind == "identity" and is_made_of_parameters(value) and info(node).learns:
-            once = float(self.price.bucketed(movement.axes, before.local_bytes(self.mesh)))
-            behind = self.states.hidden(once, self._beside(node).backward)
-            return NodeCost(summed=once, covered=behind)
+            if value is not parameter:
+                return []
+            again = self._beside(parameter).learns
+            return self.states.moved_for_use(*self._use(parameter, movement), again)
+        if movement.kind == "identity" and is_made_of_parameters(value) and learns:
+            size = float(before.local_bytes(self.mesh))
+            return [Collective("all_reduce", axes, size, "step", SUMS)]
+        about = movement, before.layout, before.shape, before.dtype.itemsize, self.mesh
+        ways: list[tuple[str, When]] = [(movement.kind, "forward")]
+        ways += [(movement.backward, "backward")] if learns else []
+        size = moved_bytes(*about)
+        return [Collective(kind, axes, size, when) for kind, when in ways if kind not in FREE]
 
-        def both(learns: bool) -> float:
-            size, mesh = before.dtype.itemsize, self.mesh
-            about = before.layout, before.shape, size, mesh, self.price, learns
-            return movement_cost(movement, *about)
-
-        forward = both(False)
-        backward = both(info(node).learns) - forward
-        hidden = self.states.hidden(backward, self._weights(node)) if backward else 0.0
-        return NodeCost(forward, backward - hidden, hidden, reduced=hidden)
+    def _use(
+        self, parameter: fx.Node, movement: Movement
+    ) -> tuple[ParameterPlacement, About, tuple[str, ...]]:
+        """Of a parameter that is gathered by a movement of the program: its places, what it is, and
+        the axes over which its readers leave its gradient a partial sum."""
+        places = info(parameter).places
+        assert places is not None
+        return places, _about(parameter), places.storage.axes if movement.pending else ()
 
     def _weights(self, movement: fx.Node) -> float:
         """Of the gradients of weights that are made beside the backward of a movement."""

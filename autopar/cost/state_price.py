@@ -11,7 +11,7 @@ which take about as long as those of the parameter itself: that is what it count
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -20,12 +20,14 @@ import numpy as np
 
 from autopar.cluster import Device
 from autopar.collectives.redistribution import local_elements
+from autopar.cost.collective import Collective
 from autopar.cost.model import HIDDEN
 from autopar.cost.price import ClusterPrice
 from autopar.layout import Layout, ParameterPlacement
 from autopar.states import StateBytes
 
 Axes = tuple[str, ...]
+GATHERS, SUMS = "gathers of parameters", "sums of gradients"
 About = tuple[tuple[int, ...], StateBytes, bool]  # shape, bytes of an element, whether it learns
 
 
@@ -99,19 +101,20 @@ class StatePrice:
     ) -> NodeCost:
         """What its gradient and its copy take, from and to where readers' gathers start."""
         shape, bytes_, learns = about
-        once = _between(places.storage, places.optimizer)
-        gathered = self._moved("all_gather", once, places.storage, shape, bytes_.copy)
+        gathered = early = late = 0.0
+        for one in self.moved_once(places, about, sync):
+            seconds = float(self.price.bucketed(one.axes, one.bytes, one.kind))
+            if one.when == "backward":
+                early += seconds
+            elif one.what == GATHERS:
+                gathered += seconds
+            else:
+                late += seconds
         if places.goes_up == ("optimizer", "storage"):
             gathered += self._copied(places.optimizer, shape, bytes_.copy)
         covered = self.hidden(gathered, beside.forward)
         if not learns:
             return NodeCost(gathered=gathered, covered=covered)
-        first = [axis for axis in _between(places.storage, places.gradient) if axis in sync]
-        last = [a for a in _between(places.gradient, places.optimizer) if a in {*sync} - {*first}]
-        rest = [axis for axis in sync if axis not in (*first, *last)]
-        early = self._moved("reduce_scatter", first, places.storage, shape, bytes_.gradient)
-        late = self._moved("reduce_scatter", last, places.gradient, shape, bytes_.gradient)
-        late += self._moved("all_reduce", rest, places.optimizer, shape, bytes_.gradient)
         updated = 0.0
         if "optimizer" in places.on_host:
             updated = self._updated(places.optimizer, shape, bytes_)
@@ -122,23 +125,65 @@ class StatePrice:
         more = {"summed": late, "gathered": gathered, "covered": covered, "updated": updated}
         return NodeCost(backward=early - behind, hidden=behind, **more)
 
+    def moved_once(
+        self, places: ParameterPlacement, about: About, sync: Collection[str]
+    ) -> list[Collective]:
+        """The collectives of it, of which one cuts the gradient of each run."""
+        shape, bytes_, learns = about
+        once = _between(places.storage, places.optimizer)
+        copy = self._size(places.storage, shape, bytes_.copy)
+        found = [Collective("all_gather", once, copy, "step", GATHERS)]
+        if learns:
+            first = tuple(a for a in _between(places.storage, places.gradient) if a in sync)
+            last = tuple(
+                a for a in _between(places.gradient, places.optimizer) if a in {*sync} - {*first}
+            )
+            rest = tuple(axis for axis in sync if axis not in (*first, *last))
+            early, late, whole = (
+                self._size(at, shape, bytes_.gradient)
+                for at in (places.storage, places.gradient, places.optimizer)
+            )
+            found += [
+                Collective("reduce_scatter", first, early, "backward", SUMS),
+                Collective("reduce_scatter", last, late, "step", SUMS),
+                Collective("all_reduce", rest, whole, "step", SUMS),
+            ]
+        return [one for one in found if one.axes]
+
     def used(
         self, places: ParameterPlacement, about: About, summed: Collection[str], beside: Beside
     ) -> NodeCost:
         """What gathering it for its readers takes, and what brings the gradient back there."""
+        shape, bytes_, _ = about
+        ways = {"forward": 0.0, "backward": 0.0}
+        for one in self.moved_for_use(places, about, summed, beside.learns):
+            ways[one.when] += float(self.price.bucketed(one.axes, one.bytes, one.kind))
+        if places.goes_up == ("storage", "working"):
+            up = self._copied(places.storage, shape, bytes_.copy)
+            ways = {
+                "forward": ways["forward"] + up,
+                "backward": ways["backward"] + up * beside.learns,
+            }
+        forward, backward = ways.values()
+        ahead, behind = self.hidden(forward, beside.forward), self.hidden(backward, beside.backward)
+        return NodeCost(forward - ahead, backward - behind, ahead + behind)
+
+    def moved_for_use(
+        self, places: ParameterPlacement, about: About, summed: Collection[str], is_read_again: bool
+    ) -> list[Collective]:
+        """The collectives of it, in each run: backward gathers again what it reads again."""
         shape, bytes_, learns = about
         cut = _between(places.working, places.storage)
-        gather = self._moved("all_gather", cut, places.working, shape, bytes_.copy)
-        if places.goes_up == ("storage", "working"):
-            gather += self._copied(places.storage, shape, bytes_.copy)
-        own = [axis for axis in cut if axis in summed]
-        scatter = self._moved("reduce_scatter", own, places.working, shape, bytes_.gradient)
-        backward = gather * beside.learns + scatter * learns
-        ahead, behind = (
-            self.hidden(gather, beside.forward),
-            self.hidden(backward, beside.backward),
+        copy, whole = (
+            self._size(places.working, shape, size) for size in (bytes_.copy, bytes_.gradient)
         )
-        return NodeCost(gather - ahead, backward - behind, ahead + behind)
+        found = [Collective("all_gather", cut, copy, "forward", GATHERS)]
+        if is_read_again:
+            found.append(Collective("all_gather", cut, copy, "backward", GATHERS))
+        if learns:
+            own = tuple(axis for axis in cut if axis in summed)
+            found.append(Collective("reduce_scatter", own, whole, "backward", SUMS))
+        return [one for one in found if one.axes]
 
     def hidden(self, moved: Any, computed: Any) -> Any:
         """What computing hides of a movement."""
@@ -156,14 +201,9 @@ class StatePrice:
         host, device = self._device.host.bandwidth, self._device.bandwidth
         return max(0.0, size / host - size / device)
 
-    def _moved(
-        self, kind: str, axes: Sequence[str], whole: Layout, shape: tuple[int, ...], itemsize: int
-    ) -> float:
-        """Of a collective over `axes` of what is at `whole` before or after."""
-        if not axes:
-            return 0.0
-        size = float(local_elements(whole.dims, shape, self.price.mesh) * itemsize)
-        return float(self.price.bucketed(tuple(axes), size, kind))
+    def _size(self, at: Layout, shape: tuple[int, ...], itemsize: int) -> float:
+        """Bytes of the largest piece of what lies at `at`."""
+        return float(local_elements(at.dims, shape, self.price.mesh) * itemsize)
 
 
 def _between(coarse: Layout, fine: Layout) -> Axes:

@@ -9,9 +9,11 @@ from torch import fx
 
 from autopar.cluster import Cluster
 from autopar.cluster.part import Line
+from autopar.cost.collective import Collective
 from autopar.cost.footprint import Memory
 from autopar.cost.model import collective_seconds
 from autopar.cost.program import Cost
+from autopar.cost.state_price import SUMS
 from autopar.cost.ways import groups_in, used_bytes
 from autopar.passes.stages import Cut
 from autopar.pipeline.messages import passages, replica_links
@@ -28,8 +30,8 @@ def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
     sums = [stage.summed for stage in stages]
     if made.pipes > 1:
         links = replica_links(cluster, line, made.placement)
-        for index, (stage, link) in enumerate(zip(stages, links)):
-            sums[index] += float(collective_seconds("all_reduce", link, stage.gradients))
+        for index, (one, link) in enumerate(zip(sums_of_replicas(pipelining), links)):
+            sums[index] += float(collective_seconds(one.kind, link, one.bytes))
     parts = made.parts  # of micro-batches, whose costs the simulator takes
     # Backward that is split comes to gradients of weights when reductions are done.
     backward = [
@@ -46,6 +48,14 @@ def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
         sync="eager-where-it-helps",
         sync_cost=sums,
     )
+
+
+def sums_of_replicas(pipelining: Pipelining) -> list[Collective]:
+    """What the replicas of each stage, one of each pipe, move to sum their gradients."""
+    if pipelining.schedule.pipes == 1:
+        return []
+    sizes = [float(stage.gradients) for stage in pipelining.stages]
+    return [Collective("all_reduce", (pipelining.axis,), size, "step", SUMS) for size in sizes]
 
 
 def pipeline_cost(pipelining: Pipelining, once: Cost, timeline: Timeline) -> Cost:

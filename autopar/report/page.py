@@ -16,11 +16,12 @@ from jinja2 import Environment, PackageLoader
 from autopar.drawing import Drawing, style
 from autopar.pipeline.words import schedule_words
 from autopar.planner.candidate import Alternative, Candidate
-from autopar.report.machine import machine, traffic
+from autopar.report.machine import machine
 from autopar.report.memory import drawn, memory_courses
 from autopar.report.model import Call, Part, joined, tree
 from autopar.report.program import blocks
 from autopar.report.step import Share, bar, bytes_held, seconds
+from autopar.report.traffic import traffic
 from autopar.report.weighed import kinds_of, left_out_words, parts_of, scatter, ways
 from autopar.search.auto import Search
 from autopar.units import bytes_text, scaled, seconds_text, share_text, visible

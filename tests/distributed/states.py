@@ -18,8 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 import autopar as ap
 from autopar._torch import local_of
+from autopar.cost.groups import LIVE_GROUPS
+from autopar.cost.state_price import GATHERS, SUMS
 from autopar.pipeline.passing import Passing
 from autopar.plan.program import Program
+from autopar.report.traffic import traffic
 from autopar.runtime.copies import Window
 from autopar.runtime.exchange import Exchange
 from autopar.strategies.node_info import info
@@ -162,6 +165,33 @@ def moves_no_more_than_it_must(ranks: int) -> None:
             assert len(found.cut) <= 5 * backwards
             assert cut == backwards * size
             assert all(tensor.numel() == 1 for tensor in found.summed), "losses alone"
+            assert_page_says(module, found, ranks)
+    for count in (1, 2):
+        options = {"mesh": ap.Mesh(dp=ranks), "mode": "data", "microbatches": count}
+        module = ap.parallelize(case.model, case.args, **options)
+        with exchanged() as found:
+            module.step(*case.args)
+        assert_page_says(module, found, ranks)
+
+
+def assert_page_says(module: ap.ParallelModule, found: Exchanged, ranks: int) -> None:
+    """The page of its plan says what ranks sent of parameters and gradients."""
+    said = dict.fromkeys((GATHERS, SUMS), 0.0)
+    said |= {one.what: one.bytes for one in traffic(module.plan)}
+    share = (ranks - 1) / ranks
+    gathered = share * sum(t.nbytes for tensors in found.gathered for t in tensors)
+    summed = share * sum(t.nbytes for tensors in found.cut for t in tensors)
+    summed += 2 * share * sum(t.nbytes for t in found.summed if t.numel() > 1)
+    # The loss may travel with them.
+    loss = 2 * share * torch.float64.itemsize
+    assert -1e-6 <= summed - said[SUMS] <= loss + 1e-6, (said, summed)
+    # Backward finds the groups that forward has read last, and the next forward those of backward.
+    states = module.plan.states
+    passing = Passing(module.plan.rewritten, module.plan.mesh, states.buffer_bytes)
+    largest = max((passing.size(at) for at in range(len(passing.groups))), default=0.0)
+    spared = LIVE_GROUPS * largest * (2 * module.plan.microbatches - 1) * share
+    assert gathered <= said[GATHERS] * (1 + 1e-9)
+    assert said[GATHERS] <= (gathered + spared) * (1 + 1e-9)
 
 
 def moves_for_what_learns_alone(ranks: int) -> None:

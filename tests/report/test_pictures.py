@@ -13,12 +13,12 @@ import torch
 import autopar as ap
 from autopar.drawing import Axis, Drawing
 from autopar.pipeline import schedule, simulate
-from autopar.report.machine import traffic
 from autopar.report.memory import drawn as memory_drawn
 from autopar.report.memory import memory_courses
 from autopar.report.model import tree
 from autopar.report.program import blocks
 from autopar.report.step import seconds
+from autopar.report.traffic import traffic
 from autopar.report.weighed import scatter, ways
 from autopar.units import bytes_text
 from tests import models
@@ -64,7 +64,7 @@ def test_megatron_sends_what_its_formulas_say() -> None:
     batch, sequence, hidden, layers, ranks = 8, 8, 32, 6, 4
     size = batch * sequence * hidden * 8
     sums = [one for one in traffic(plan) if one.what == "all_reduce"]
-    assert {one.axes for one in sums} == {"tp"}
+    assert {one.axes for one in sums} == {("tp",)}
     # Two sums of each layer forward and two backward, each (n - 1) / n of the activation, twice.
     assert sum(one.bytes for one in sums) == 4 * layers * 2 * (ranks - 1) / ranks * size
 

@@ -1,0 +1,23 @@
+"""Collective: what a rank moves with others in a step, as it is priced and as it is counted."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from autopar.cost.model import COLLECTIVES
+
+When = Literal["forward", "backward", "step"]  # in each run, or once a step
+
+
+class Collective(NamedTuple):
+    """One of them."""
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: float  # of the larger of what one rank holds before and after
+    when: When
+    what: str = ""  # that is moved, of parameters
+
+    def sent(self, ranks: int) -> float:
+        """Bytes that each of so many ranks sends."""
+        return float(COLLECTIVES[self.kind](p=ranks, V=self.bytes, B=1.0, a=0.0))
