@@ -68,7 +68,10 @@ class Drawing:
 
     def file(self) -> str:
         """As a file of its own, with its colours."""
-        return f'<?xml version="1.0" encoding="UTF-8"?>\n{self._whole(f"<style>{style()}</style>")}'
+        # Words change their colour in the dark, so what is under them does too.
+        paper = '<rect class="paper" width="100%" height="100%"/>'
+        first = f"<style>{style()}</style>{paper}"
+        return f'<?xml version="1.0" encoding="UTF-8"?>\n{self._whole(first)}'
 
     def _whole(self, first: str) -> str:
         size = f'viewBox="0 0 {_n(self.width)} {_n(self.height)}"'

@@ -39,7 +39,11 @@ def scaled(value: float, unit: str, digits: int = 4) -> str:
 
 def share_text(part: float) -> str:
     """`0.3%`."""
-    return "0%" if abs(part) < 1e-9 else f"{100 * part:.2g}%"
+    if abs(part) < 1e-9:
+        return "0%"
+    if abs(part) < 1e-4:
+        return "< 0.01%" if part > 0 else "> -0.01%"
+    return f"{100 * part:.2g}%" if abs(part) < 0.995 else f"{100 * part:.0f}%"
 
 
 def visible(words: str) -> str:

@@ -33,6 +33,12 @@ _LIBRARIES = tuple(
 )
 
 
+# Models to try things on are read as those of a user.
+_MODELS = tuple(
+    str(Path(__file__).parents[1] / file) for file in ("examples.py", "commands/demo.py")
+)
+
+
 @contextmanager
 def whole_stacks(files: set[str]) -> Iterator[None]:
     """Let export record functions called from forward too, not only the lines of forward itself;
@@ -111,4 +117,5 @@ def _innermost(frames: list[Any], file: Callable[[Any], str]) -> Any:
 def is_users(file: str) -> bool:
     """Whether a frame's file is the user's: not of torch, autopar or Python itself."""
     is_standard = file.startswith(_STANDARD) and "/site-packages/" not in file
-    return not is_standard and not file.startswith((*_LIBRARIES, "<"))
+    is_library = file.startswith((*_LIBRARIES, "<")) and file not in _MODELS
+    return not is_standard and not is_library

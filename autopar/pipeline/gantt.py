@@ -41,8 +41,9 @@ class Gantt:
         busy = sum(sum(ends) - sum(starts) for starts, ends in zip(self.starts, self.ends))
         return share_text(1 - busy / (self.last * self.schedule.ranks or 1.0))
 
-    def drawn(self) -> Drawing:
-        """What each rank does when: actions, sums of gradients, and in grey what is idle."""
+    def drawn(self, until: float = 0.0) -> Drawing:
+        """What each rank does when: actions, sums of gradients, and in grey what is idle; time goes
+        on to `until` at least."""
         made = self.schedule
         height = _ABOVE + made.ranks * (_ROW + _GAP) + _BELOW
         label = (
@@ -50,7 +51,7 @@ class Gantt:
             f"{self.unit(self.end)}, idle {self.idle}"
         )
         picture = Drawing(_WIDTH, height, label)
-        axis = Axis(0.0, self.end, _LEFT, _WIDTH - 24)
+        axis = Axis(0.0, max(self.end, until), _LEFT, _WIDTH - 24)
         self._legend(picture)
         for value in axis.ticks(8):
             x = axis.at(value)

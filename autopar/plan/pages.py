@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from autopar.errors import require_ending, written
@@ -11,19 +12,24 @@ from autopar.report.model import tree
 from autopar.report.page import Asked, page
 from autopar.report.program import blocks, drawn
 from autopar.report.trace import Trace, events_of, write
-from autopar.report.training import Run, sections
+from autopar.report.training import Figures, Recorded, Run, run_of
 
 
 def report(
-    plan: PlanValue, path: str | Path, *, title: str | None = None, run: Run | None = None
+    plan: PlanValue,
+    path: str | Path,
+    *,
+    title: str | None = None,
+    run: Run | Recorded | Sequence[Figures] | None = None,
 ) -> None:
     """Write one HTML file that needs nothing else: what was chosen, why, and what it costs; with a
-    training run, how that went."""
+    run, how that went: `pm.record(steps)`, once they are made, or a list of what `pm.on_step` told.
+    """
     limit = plan.cluster.device.memory if plan.limit is None else plan.limit
     name = title or f"{type(plan.original.example.model).__name__} on {plan.whole_mesh}"
     asked = Asked(plan.mode, limit, plan.alternatives, plan.left_out)
-    made = page(name, plan, asked, [] if run is None else sections(run, plan))
-    written(path, made, "the page of a plan")
+    told = None if run is None else run_of(run, plan.seconds)
+    written(path, page(name, plan, asked, told), "the page of a plan")
 
 
 def draw(plan: PlanValue, path: str | Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
-from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
@@ -22,6 +21,7 @@ from autopar.report.model import Call, Part, joined, tree
 from autopar.report.program import blocks
 from autopar.report.step import Share, bar, bytes_held, seconds
 from autopar.report.traffic import traffic
+from autopar.report.training import Run, measured, sections
 from autopar.report.weighed import kinds_of, left_out_words, parts_of, scatter, ways
 from autopar.search.auto import Search
 from autopar.units import bytes_text, scaled, seconds_text, share_text, visible
@@ -52,12 +52,11 @@ class Cost:
         return self.count * self.call.seconds
 
 
-def page(title: str, candidate: Candidate, asked: Asked, more: Sequence[Any] = ()) -> str:
-    """The whole file. `more`: sections of a training run."""
+def page(title: str, candidate: Candidate, asked: Asked, run: Run | None = None) -> str:
+    """The whole file, with how a run of it went."""
     root, sent = tree(candidate), traffic(candidate)
     chosen = candidate.alternative(asked.limit)
     weighed = ways(asked.alternatives, chosen, asked.limit)
-    timeline = candidate.timeline
     costs = _costs(root, candidate.microbatches)
     spent, held = seconds(candidate), bytes_held(candidate)
     environment = Environment(loader=PackageLoader("autopar.report", "."), autoescape=True)
@@ -83,14 +82,14 @@ def page(title: str, candidate: Candidate, asked: Asked, more: Sequence[Any] = (
         others=costs[_COSTS:],
         machine=machine(candidate, sent),
         sent=sent,
-        gantt=None if timeline is None else timeline.gantt(seconds_text).drawn(),
+        gantts=_gantts(candidate, run),
         memory=[drawn(course, asked.limit) for course in memory_courses(candidate)],
         weighed=weighed,
         parts=parts_of([way.figures for way in weighed]),
         kinds=kinds_of([way.figures for way in weighed]),
         left_out=left_out_words(asked.left_out),
         scatter=scatter(weighed, asked.limit) if len(weighed) > 1 else None,
-        more=more,
+        more=[] if run is None else sections(run, candidate),
     )
     return visible(written)
 
@@ -98,6 +97,17 @@ def page(title: str, candidate: Candidate, asked: Asked, more: Sequence[Any] = (
 def _bar(shares: Sequence[Share], whole: float, what: str) -> Drawing:
     words = ", ".join(f"{share.name} {share.text}" for share in shares)
     return bar(shares, whole, f"{what}: {words}")
+
+
+def _gantts(candidate: Candidate, run: Run | None) -> dict[str, Drawing]:
+    """The schedule as it was carried out above the predicted one, on one axis."""
+    if candidate.timeline is None:
+        return {}
+    found = {"predicted": candidate.timeline.gantt(seconds_text)}
+    if run is not None and (seen := measured(run.events, candidate)) is not None:
+        found = {"measured, in the last step that was recorded": seen, **found}
+    longest = max(one.end for one in found.values())
+    return {name: one.drawn(longest) for name, one in found.items()}
 
 
 def _room(held: Sequence[Share], limit: float) -> float:

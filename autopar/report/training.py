@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, groupby
+from typing import Protocol
 
 import torch
 
@@ -45,6 +46,42 @@ class Run:
                 )
 
 
+class Figures(Protocol):
+    """What is told of a step when it has ended."""
+
+    @property
+    def loss(self) -> float: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def tokens(self) -> int | None: ...
+
+
+class Recorded(Protocol):
+    """A recording of steps."""
+
+    figures: Sequence[Figures]
+
+    def events(self) -> Sequence[Event]: ...
+
+
+def run_of(told: Run | Recorded | Sequence[Figures], predicted: float) -> Run:
+    """A run from a recording, or from the figures of steps."""
+    if isinstance(told, Run):
+        return told
+    events = told.events() if hasattr(told, "events") else ()
+    figures = getattr(told, "figures", told)
+    if not isinstance(figures, Sequence) or not all(hasattr(one, "loss") for one in figures):
+        raise InvalidInput(
+            "a run is a recording, or the figures of its steps",
+            got=f"a {type(told).__name__}",
+            remedy="run=pm.record(steps=3); or steps = [], pm.on_step(steps.append), run=steps",
+        )
+    tokens = figures[-1].tokens if len(figures) else None
+    losses, seconds = [one.loss for one in figures], [one.seconds for one in figures]
+    return Run(losses, seconds, predicted, tokens or 0, events)
+
+
 @dataclass(frozen=True)
 class Section:
     """A picture with a heading and a sentence."""
@@ -55,15 +92,12 @@ class Section:
 
 
 def sections(run: Run, candidate: Candidate) -> list[Section]:
-    """Losses, times, and the schedule as it was carried out: of those that there are."""
+    """Losses and times: of those that there are."""
     found = []
     if any(map(len, [run.losses, *run.others.values()])):
         found.append(_losses(run))
     if len(run.seconds):
         found.append(_times(run, candidate))
-    if (measured := _measured(run.events, candidate)) is not None:
-        words = "The schedule of the last step that was recorded; what was predicted is below."
-        found.append(Section("Pipeline, measured", measured, words))
     return found
 
 
@@ -91,8 +125,7 @@ def _times(run: Run, candidate: Candidate) -> Section:
         said += f", {share_text(_used(candidate, usual))} of the FLOP/s of its devices (MFU)"
     said += f"; predicted were {seconds_text(run.predicted)}"
     if usual > 0 and run.predicted > 0:
-        less, more = usual / run.predicted, run.predicted / usual
-        said += f", {more:.2g} times more" if more > 1 else f", {less:.2g} times less"
+        said += f": it takes {usual / run.predicted:.2g} times as long as predicted"
     times = {"measured": run.seconds, "predicted": [run.predicted] * len(run.seconds)}
     return Section("Time of a step", lines(times, "seconds of a step", seconds_text), f"{said}.")
 
@@ -108,7 +141,7 @@ def _used(candidate: Candidate, seconds: float) -> float:
     return model_flops(original) / (seconds * rate)
 
 
-def _measured(events: Sequence[Event], candidate: Candidate) -> Drawing | None:
+def measured(events: Sequence[Event], candidate: Candidate) -> Gantt | None:
     """What the first rank at each place of the pipeline did in the last step; None where nothing
     is known of one of them."""
     actions = [one for one in events if one.track == ACTIONS]
@@ -126,7 +159,7 @@ def _measured(events: Sequence[Event], candidate: Candidate) -> Drawing | None:
     rows = [[one for one in own if one.rank == ranks[place]] for place in range(made.ranks)]
     starts = [[one.start - first for one in row] for row in rows]
     ends = [[one.end - first for one in row] for row in rows]
-    return Gantt(made, starts, ends, (), seconds_text).drawn()
+    return Gantt(made, starts, ends, (), seconds_text)
 
 
 def lines(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -43,19 +44,24 @@ def ways(alternatives: Sequence[Alternative], chosen: Alternative, limit: float)
         elif not one.fits:
             why = f"takes {bytes_text(one.memory)}, there are {bytes_text(limit)}"
         elif one.seconds > chosen.seconds:
-            why = f"{share_text(one.seconds / chosen.seconds - 1)} slower"
+            why = _slower(one.seconds / chosen.seconds)
         else:
             why = "as fast"
         found.append(Way(one, is_chosen, why))
     return found
 
 
+def _slower(times: float) -> str:
+    """How much longer it takes."""
+    return f"{times:.1f}x slower" if times >= 1.5 else f"{share_text(times - 1)} slower"
+
+
 def scatter(some: Sequence[Way], limit: float) -> Drawing:
     """Time to the right, memory upwards; a line along those that none beats in both."""
     seconds = [one.figures.seconds for one in some]
     memory = [one.figures.memory for one in some]
-    across = Axis(0.0, max(seconds) * 1.05, _LEFT, _WIDTH - 12)
-    up = Axis(0.0, max([*memory, min(limit, 2 * max(memory))]) * 1.05, _HEIGHT - _BELOW, 12)
+    across = _around(seconds, _LEFT, _WIDTH - 12)
+    up = _around(memory if limit > 1.5 * max(memory) else [*memory, limit], _HEIGHT - _BELOW, 12)
     label = f"{len(some)} ways to run a step by predicted time and memory"
     picture = Drawing(_WIDTH, _HEIGHT, label)
     for value in up.ticks(5):
@@ -64,18 +70,47 @@ def scatter(some: Sequence[Way], limit: float) -> Drawing:
     for value in across.ticks(8):
         picture.text(across.at(value), _HEIGHT - _BELOW + 16, seconds_text(value), "middle")
     picture.text(_WIDTH - 12, _HEIGHT - 2, "predicted seconds of a step", "end")
-    if limit <= 2 * max(memory):
+    if limit <= 1.5 * max(memory):
         picture.line([(_LEFT, up.at(limit)), (_WIDTH - 12, up.at(limit))], "limit")
         picture.text(_WIDTH - 12, up.at(limit) - 4, f"{bytes_text(limit)} of a device", "end")
     edge = _frontier([one.figures for one in some])
     picture.line([(across.at(one.seconds), up.at(one.memory)) for one in edge], "frontier")
-    for one in sorted(some, key=lambda one: one.is_chosen):
+    placed: list[tuple[Way, float, float]] = []
+    for one in sorted(some, key=lambda one: (one.is_chosen, -one.figures.seconds)):
         kind = "chosen" if one.is_chosen else "slower" if one.figures.fits else "large"
         place = across.at(one.figures.seconds), up.at(one.figures.memory)
         parts = (f"{name} {seconds_text(size)}" for name, size in one.parts.items() if size)
         words = f"{one.figures}: {one.why}; {', '.join(parts)}"
         picture.dot(*place, 7 if one.is_chosen else 4, kind, words)
+        placed.append((one, *place))
+    _name(picture, placed[::-1])
     return picture
+
+
+def _around(values: Sequence[float], start: float, end: float) -> Axis:
+    """An axis on which they fill the picture."""
+    least, most = min(values), max(values)
+    more = 0.08 * (most - least) or 0.1 * most
+    return Axis(max(0.0, least - more), most + more, start, end)
+
+
+def _name(picture: Drawing, placed: Sequence[tuple[Way, float, float]]) -> None:
+    """Write beside each dot what it is, where there is room: of those that come first."""
+    taken = [(x - 8, y - 8, x + 8, y + 8) for _, x, y in placed]
+    for one, x, y in placed:
+        words, long = one.figures.how, 5.6 * len(one.figures.how)
+        for left, above in itertools.product((x + 11, x - 11 - long), (y, y - 14, y + 14)):
+            box = left, above - 6, left + long, above + 6
+            is_inside = left > _LEFT and box[2] < _WIDTH and box[3] < _HEIGHT - _BELOW
+            others = (b for b in taken if b != (x - 8, y - 8, x + 8, y + 8))
+            if is_inside and not any(_overlap(box, other) for other in others):
+                picture.text(left, above + 4, words)
+                taken.append(box)
+                break
+
+
+def _overlap(one: Sequence[float], other: Sequence[float]) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def _frontier(some: Sequence[Alternative]) -> list[Alternative]:

@@ -3,6 +3,7 @@
     recording = pm.record(steps=3)
     ...                                  # train: the next three steps are recorded
     recording.save("measured.json.gz")   # on all ranks: rank 0 writes what each of them did
+    pm.plan.report("plan.html", run=recording)
 
 A step that breaks off is none of them, and one that nobody keeps any more records nothing. Clocks
 of machines differ: their ranks leave barriers at about one time, which says by how much. On a GPU
@@ -29,6 +30,7 @@ from autopar.plan.saved import digest
 from autopar.report.trace import SUMS, UNHIDDEN, Event, Trace, action_event, write
 from autopar.runtime.backend import Backend
 from autopar.runtime.distributed import TorchBackend
+from autopar.runtime.step_figures import StepFigures
 
 _ROUNDS = 8  # in which clocks are compared
 
@@ -44,6 +46,8 @@ class Recording:
                 remedy="pm.record(steps=3)",
             )
         self.steps, self._backend, self._plan = steps, backend, plan
+        self.figures: list[StepFigures] = []
+        self._events: list[Event] | None = None
         clock = _clock(backend.device)
         self._recorders = {one.rank: Recorder(steps, clock) for one in backend.runners}
         for one in backend.runners:
@@ -60,8 +64,18 @@ class Recording:
         for one in self._recorders.values():
             one.wanted = self.steps
 
+    def note(self, figures: StepFigures) -> None:
+        """What is told of a step that has ended, if it is one of those."""
+        if len(self.figures) < min(self.done, self.steps):
+            self.figures.append(figures)
+
     def events(self) -> list[Event]:
-        """What every rank did; the same on all of them."""
+        """What every rank did; the same on all of them, which ask the first time together."""
+        if self._events is None:
+            self._events = self._gathered()
+        return self._events
+
+    def _gathered(self) -> list[Event]:
         here = self._backend
         world = dist.get_world_size() if isinstance(here, TorchBackend) else 1
         told: list[Any] = [(self.done, self.steps)] * world

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,7 +14,7 @@ from autopar.runtime.backend import Backend
 from autopar.runtime.distributed import TorchBackend
 from autopar.runtime.memory import MemoryUse, MemoryWatch, held_by, here, use_of
 from autopar.runtime.recording import Recording
-from autopar.runtime.step_figures import Callback, Listeners
+from autopar.runtime.step_figures import Callback, Listeners, StepFigures
 
 
 class Watched(nn.Module):
@@ -49,10 +50,21 @@ class Watched(nn.Module):
             self._peak = before + watch.most
 
     def record(self, steps: int = 1) -> Recording:
-        """Record when each action of the next `steps` runs, on every rank, as a trace: `save(path)`
-        once they are made. Of the program that was planned; a step with `outputs=True` is
-        another's."""
-        return Recording(self.backend, self.plan, steps)
+        """Record when each action of the next `steps` runs, on every rank: once they are made,
+        `save(path)` writes a trace, and `pm.plan.report(path, run=...)` shows them. Of the program
+        that was planned; a step with `outputs=True` is another's."""
+        recording = Recording(self.backend, self.plan, steps)
+
+        kept = weakref.ref(recording)
+
+        def note(figures: StepFigures) -> None:
+            if (one := kept()) is not None:
+                one.note(figures)
+            if one is None or len(one.figures) >= one.steps:
+                remove()
+
+        remove = self.on_step(note)
+        return recording
 
     def on_step(self, callback: Callback) -> Callable[[], None]:
         """Call `callback` with the `StepFigures` of each step, on every rank; what is given takes

@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import autopar as ap
 from autopar.errors import InvalidInput
 from autopar.plan.plan import Plan
 from autopar.report.trace import events_of
@@ -102,6 +106,7 @@ def test_a_run_is_shown_beside_its_prediction(tmp_path: Path) -> None:
     assert "From 3 to 1.5 in 3 steps. The largest difference from one process is 1.0e-01." in text
     assert "A step takes 100 ms (median), 10 ktokens/s, " in text
     assert "% of the FLOP/s of its devices (MFU); predicted were 50 ms" in text
+    assert ": it takes 2 times as long as predicted." in text
 
 
 @pytest.mark.parametrize(
@@ -154,10 +159,50 @@ def test_a_recording_is_shown_above_what_was_simulated(tmp_path: Path) -> None:
     plan = plans.pipelined()
     run = Run([1.0], [0.1], plan.seconds, events=events_of(plan))
     text = written(plan, tmp_path, run=run)
-    assert text.index("Pipeline, measured") < text.index('id="pipeline"')
+    assert text.index('id="pipeline"') < text.index("<h3>Measured") < text.index("<h3>Predicted")
     count = sum(map(len, plan.pipelining.schedule.orders))  # type: ignore[union-attr]
     boxes = len(re.findall(r'<rect class="[FB][01]" [^>]*><title>', text))
     assert boxes >= 2 * count
+
+
+def test_both_schedules_have_one_axis(tmp_path: Path) -> None:
+    plan = plans.pipelined()
+    slow = [replace(one, start=3 * one.start, end=3 * one.end) for one in events_of(plan)]
+    text = written(plan, tmp_path, run=Run([], [], plan.seconds, events=slow))
+    measured, predicted = re.findall(r'<svg [^>]*aria-label="chimera: .*?</svg>', text)
+    ticks = r'<text class="middle" x="([^"]*)"[^>]*>([^<]*s)</text>'
+    assert re.findall(ticks, measured) == re.findall(ticks, predicted) != []
+
+
+def test_a_recording_and_figures_of_steps_are_a_run(tmp_path: Path) -> None:
+    x = torch.randn(8, 8)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), Square())
+    pm = ap.parallelize(model, (x,), mesh=ap.Mesh(pp=2), microbatches=2)
+    told: list[ap.StepFigures] = []
+    pm.on_step(told.append)
+    recording = pm.record(steps=2)
+    for _ in range(3):
+        pm.step(x)
+    assert [one.loss for one in recording.figures] == [one.loss for one in told[:2]]
+    text = " ".join(Reader(written(pm.plan, tmp_path, run=recording)).words)
+    assert "in 2 steps." in text
+    assert "Measured, in the last step" in text
+    text = " ".join(Reader(written(pm.plan, tmp_path, run=told)).words)
+    assert "in 3 steps." in text
+    assert "Measured, in the last step" not in text
+    with pytest.raises(InvalidInput, match=r"pm\.on_step\(steps\.append\)"):
+        pm.plan.report(tmp_path / "plan.html", run="measured.json.gz")  # type: ignore[arg-type]
+
+
+class Square(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()
+
+
+def test_one_way_alone_is_shown_with_its_parts(tmp_path: Path) -> None:
+    words = Reader(written(plans.megatron(), tmp_path)).words
+    assert any(word.startswith("One way to run a step was weighed") for word in words)
+    assert "chosen" in words
 
 
 def test_where_it_cannot_be_written_is_said(tmp_path: Path) -> None:
@@ -206,6 +251,7 @@ class TestInABrowser:
 
     def test_what_a_search_unfolds_it_folds_again(self, opened: chromium.Page) -> None:
         unfolded = "[...document.querySelectorAll('.tree details')].map(one => one.open)"
+        opened.run("search.value = ''; look()")
         before = opened.run(unfolded)
         opened.run("search.value = 'UP.weight'; look()")
         assert opened.run(unfolded) != before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from autopar.report.program import blocks
 from autopar.report.step import seconds
 from autopar.report.traffic import traffic
 from autopar.report.weighed import scatter, ways
-from autopar.units import bytes_text
+from autopar.units import bytes_text, share_text
 from tests import models
 from tests.report import plans
 
@@ -183,6 +184,30 @@ def test_each_way_says_why_it_was_not_taken() -> None:
     for one in found:
         assert one.is_chosen or "slower" in one.why or "takes" in one.why or one.why == "as fast"
     assert str(scatter(found, limit)).count("<circle") == len(found)
+
+
+def test_figures_of_ways_are_plain() -> None:
+    found = plans.chosen().alternatives[0]
+    others = [replace(found, seconds=found.seconds * times) for times in (1.00001, 1.2, 2, 11)]
+    words = [one.why for one in ways(others, found, math.inf)]
+    assert words == ["chosen", "< 0.01% slower", "20% slower", "2.0x slower", "11.0x slower"]
+    assert (share_text(-4e-7), share_text(0.0), share_text(12.5)) == ("> -0.01%", "0%", "1250%")
+
+
+def test_ways_fill_the_picture_and_have_names() -> None:
+    plan = plans.chosen()
+    found = ways(plan.alternatives, plan.alternative(math.inf), math.inf)
+    picture = str(scatter(found, math.inf))
+    across = [float(x) for x in re.findall(r'<circle [^>]*cx="([^"]*)"', picture)]
+    assert max(across) - min(across) > 700
+    chosen = next(one for one in found if one.is_chosen)
+    assert f">{chosen.figures.how}</text>" in picture
+
+
+def test_a_picture_of_its_own_has_paper_under_it() -> None:
+    picture = Drawing(10, 10, "none")
+    assert picture.file().index('<rect class="paper"') < picture.file().index("</svg>")
+    assert "paper" not in str(picture)
 
 
 def test_ticks_are_round_and_inside() -> None:
