@@ -57,7 +57,7 @@ def change_text(before: float, after: float) -> str:
     if not before or after >= 2 * before:
         return f"{after / before:.2g} times" if before else "from nothing"
     change = after / before - 1
-    return f"{'+' if change > 0 else ''}{share_text(change)}"
+    return f"{'+' if change >= 1e-4 else ''}{share_text(change)}"
 
 
 def listed(lines: Sequence[str], most: int, where: str = "") -> list[str]:
