@@ -231,7 +231,9 @@ def read_request(options: PlanOptions) -> Request:
             f"give the mesh an axis {AXIS!r}, as in mesh=ap.Mesh({AXIS}=4, dp=2)",
             f" with {mesh or 'no mesh'}",
         )
-        return replace(request, mesh=mesh, stages=1, microbatches=1 if count is None else count)
+        if count is None and options.mode != "auto":
+            count = 1
+        return replace(request, mesh=mesh, stages=1, microbatches=count)
     if mesh is not None:
         stages = mesh[axis]
         if mesh.names == (axis,):  # a stage is on one rank: its placements need an axis, too

@@ -12,17 +12,14 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 
 from torch import nn
 
 from autopar.capture.annotations import marked_regions, parameter_annotations, stage_pins
 from autopar.capture.captured import Captured
-from autopar.cost.footprint import parameter_bytes
-from autopar.cost.saved_tensors import kept_bytes
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.garbage import set_aside
-from autopar.layout import Layout, ParameterPlacement
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import cut_batch
 from autopar.pipeline.schedule import Schedule
@@ -32,6 +29,7 @@ from autopar.planner.hosting import least_update, may_go, no_room_on_host
 from autopar.planner.ideal import Ideal
 from autopar.planner.layouts import LayoutRequest, Layouts
 from autopar.planner.mixed import ATTEMPTS, mixed
+from autopar.planner.promises import Promises
 from autopar.planner.recomputation import PLAIN, Regions
 from autopar.planner.request import Request
 from autopar.planner.staged import StagedProgram, StagedWay, Tried
@@ -41,7 +39,6 @@ from autopar.search.auto import NothingFaster, too_early, was_interrupted
 from autopar.search.constraints import Constraints, read_constraints
 from autopar.search.smallest_footprint import NothingFits, SmallestFootprint
 from autopar.states import HOSTED, States
-from autopar.strategies.node_info import info
 
 EQUAL = 1e-9  # relative: what differs by less is as fast, and the first is taken
 LARGE = 2000  # calls of a program that is not looked at where it cannot be the best
@@ -58,6 +55,7 @@ class Planner:
         self.ideal = Ideal(captured, request)
         self.left_out = Counter[str]()  # "sizes" and "schedules" of them that bounds ruled out
         self.memory = request.memory
+        self._promises = Promises(captured, request, self.ideal)
         self._annotations, self._pins = parameter_annotations(model), stage_pins(model)
         self.regions = Regions(captured, request.recompute, marked_regions(model))
         self._batches = cache(partial(cut_batch, captured))
@@ -90,11 +88,12 @@ class Planner:
     def best(self) -> Candidate:
         """The fastest way to run a step, of those that are asked for and fit."""
         reasons: list[str] = []
-        sizes = sorted(self.request.sizes(), key=self._promise)
+        sizes = list(self.request.sizes())
         left = [(self._candidates, size) for size in sizes]
         # What is on the host seldom is the fastest that fits.
         left += [(self._on_host, size) for size in sizes if self._hosted]
         while left and not self._is_interrupted:
+            left.sort(key=lambda one: (one[0] == self._on_host, self._promise(one[1])))
             ways, (stages, parts) = left[0]
             if not self._may_win(stages, parts):
                 self.left_out["sizes"] += 1
@@ -103,6 +102,8 @@ class Planner:
             size = f"{stages} stages, {parts} micro-batches"
             try:
                 self.report("pipeline", size)
+                if self._is_news(stages, parts):
+                    continue  # it may promise less now
                 for candidate in ways(stages, parts):
                     self._weigh(candidate)
             except (KeyboardInterrupt, ExecutionError) as error:
@@ -115,7 +116,8 @@ class Planner:
             except NothingFits as error:
                 self._too_large.append(error.smallest.in_stages(stages))
             except InvalidInput as error:
-                if len(sizes) == 1:
+                is_straight = all(n == 1 for n, _ in sizes)
+                if len(sizes) == 1 or (is_straight and parts == 1):
                     raise
                 reasons.append(f"{size}: {error.rule}: {error.got}")
             left = left[1:]
@@ -130,6 +132,8 @@ class Planner:
         """Whether some way with so many stages and micro-batches may be faster than what fits."""
         if self._fastest == math.inf:
             return True
+        if self._promises.least(stages, parts) >= self._fastest:
+            return False
         made = None if self._is_straight(stages) else self._schedules(stages, parts)
         return self.ideal.may_win(stages, parts, made, self._fastest)
 
@@ -188,40 +192,34 @@ class Planner:
         states = self.request.states is not None and self.request.states not in HOSTED
         return ('recompute="auto"',) * plain + ('states="auto"',) * states
 
-    def _promise(self, size: tuple[int, int]) -> tuple[bool, float, int]:
-        """The order in which sizes are weighed: what needs recomputation to fit seldom is the
-        fastest, and what waits little for other stages often is; where states have to be cut, many
-        micro-batches leave most room."""
-        stages, parts = size
-        most_room = -parts if self._states > self.memory else 0
-        return self._is_crowded(size), (stages - 1) / parts, most_room
+    def _promise(self, size: tuple[int, int]) -> tuple[float, int]:
+        """The order in which sizes are weighed."""
+        return self._promises.of(*size)
+
+    def _is_news(self, stages: int, parts: int) -> bool:
+        """Whether the fastest layouts of a size were found only now, and others were to be weighed
+        first."""
+        known = self._promises.known
+        if (stages, parts) in known or self.request.mode != "auto":
+            return False
+        known[stages, parts] = 0.0  # also where there are none
+        asked = replace(self._layout_request(stages, parts), cutoff=self._fastest * stages)
+        free, _ = self._layouts.find(asked)
+        if free.search is not None:
+            known[stages, parts] = free.search.bound / stages
+        return True
 
     @property
     def _fits_device(self) -> bool:
         """Whether some way fits, and keeps no states on the host."""
         return self._best is not None and self._best.states not in self._hosted
 
-    @cached_property
-    def _states(self) -> float:
-        """The bytes of parameters, their gradients and what an optimizer keeps of them."""
-        found = 0
-        for node in self.captured.graph.find_nodes(op="placeholder"):
-            if node.name in self.captured.parameters:
-                whole = ParameterPlacement.tied(Layout.replicated(info(node).val.ndim))
-                found += sum(parameter_bytes(node, whole, Mesh(x=1)))
-        return float(found)
-
     def _is_crowded(self, size: tuple[int, int]) -> bool:
         """Whether what one micro-batch keeps for backward does not fit unless some is recomputed:
         each tensor is cut over all devices, at most."""
         if len(self.regions.kinds) == 1 or self.regions.fixed or self.memory == math.inf:
             return False
-        return self._kept / size[1] / self.request.cluster.devices > self.request.roomiest
-
-    @cached_property
-    def _kept(self) -> float:
-        """The bytes that a program keeps for backward."""
-        return kept_bytes(self.captured)
+        return self._promises.kept / size[1] / self.request.cluster.devices > self.request.roomiest
 
     def _candidates(self, stages: int, parts: int) -> Iterator[Candidate]:
         """Every way with this many stages and micro-batches.
@@ -275,11 +273,13 @@ class Planner:
         """Ways with states on the host, as long as they may be faster than what fits already:
         without recomputation, then with it and, where nothing fits that is on the device alone,
         with layouts of their own."""
-        if (stages, parts) not in self._bound:
+        update = least_update(self.captured, self.request)
+        is_slower = self._promises.least(stages, parts) + update >= self._fastest
+        if (stages, parts) not in self._bound or is_slower:
             return
         asked = replace(self._layout_request(stages, parts), cutoff=self._fastest * stages)
         free, _ = self._layouts.find(asked)
-        if free.seconds / stages + least_update(self.captured, self.request) >= self._fastest:
+        if free.seconds / stages + update >= self._fastest:
             return
         self.report("memory", "states on the host")
         fits_device = self._fits_device
@@ -326,7 +326,7 @@ class Planner:
         is_straight = self._is_straight(stages)
         batches = None if is_straight and parts == 1 else self._batches(parts)
         program = self.captured if batches is None else batches.captured
-        offered = self.request.meshes(stages)
+        offered = self.request.meshes(stages, parts)
         plain = self.regions.all(self.regions.kinds[0])
         line = None if is_straight else self.request.line(stages)
         about = program, batches, offered, math.inf, is_straight

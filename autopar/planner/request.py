@@ -20,8 +20,10 @@ Mode = Literal["auto", "propagate", "data"]
 AXIS = "pp"  # of a pipeline, if nobody calls it otherwise
 MOST_AXES = 3  # of a mesh without a pipeline
 MOST_INNER_AXES = 2  # of a mesh inside each stage
-MOST_STAGES = 16  # that are tried unasked
-ROUNDS = (1, 2, 4)  # micro-batches tried, in multiples of the number of stages
+MOST_STAGES = 64  # that are tried unasked
+ROUNDS = (1, 2, 4, 8)  # micro-batches tried, in multiples of the number of stages
+MOST_ACTIONS = 1 << 12  # stages times micro-batches, of what is tried unasked
+MOST_PARTS = 64  # micro-batches tried without a pipeline
 
 
 @dataclass(frozen=True)
@@ -62,15 +64,16 @@ class Request:
             if self.microbatches is not None:
                 yield count, self.microbatches
             elif count == 1:
-                yield 1, 1
+                yield from ((1, 1 << power) for power in range(MOST_PARTS.bit_length()))
             else:
-                yield from ((count, count * rounds) for rounds in ROUNDS)
+                rows = (count * rounds for rounds in ROUNDS)
+                yield from ((count, parts) for parts in rows if count * parts <= MOST_ACTIONS)
 
-    def meshes(self, stages: int) -> Sequence[Mesh]:
+    def meshes(self, stages: int, microbatches: int = 1) -> Sequence[Mesh]:
         """The meshes to try inside each of so many stages."""
         if self.mesh is not None:
             return [self.mesh if self.axis is None else self.mesh.without(self.axis)]
-        most = MOST_AXES if stages == 1 else MOST_INNER_AXES
+        most = MOST_AXES if (stages, microbatches) == (1, 1) else MOST_INNER_AXES
         return meshes(self.cluster.devices // stages, most, self.cluster.devices_per_node)
 
     def line(self, stages: int) -> Line | None:
