@@ -233,6 +233,14 @@ def read_request(options: PlanOptions) -> Request:
         )
         if count is None and options.mode != "auto":
             count = 1
+        if mesh is None and options.mode == "data":
+            mesh = Mesh(dp=cluster.devices)
+        if mesh is None and options.mode == "propagate" and cluster.devices > 1:
+            raise InvalidInput(
+                'mode="propagate" spreads annotations over a mesh that is given',
+                got=f"no mesh, and {cluster.devices} devices",
+                remedy=f'mesh=Mesh(dp={cluster.devices}), or mode="auto", which chooses one',
+            )
         return replace(request, mesh=mesh, stages=1, microbatches=count)
     if mesh is not None:
         stages = mesh[axis]

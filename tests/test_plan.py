@@ -588,3 +588,11 @@ def test_what_runs_replicated_is_listed_with_its_cost():
     assert "replicated for want of a rule: 1" in str(plan)
     assert "no rule" in plan.explain(fallback.node).chosen.strategy
     assert plan.to_json()["fallbacks"][0]["cost"] == fallback.cost
+
+
+def test_without_a_mesh_data_is_cut_over_all_devices_and_nothing_is_spread() -> None:
+    case, cluster = mlp(batch=8), ap.Cluster.preset("dgx-a100")
+    options = {"args": case.args, "kwargs": case.kwargs, "cluster": cluster}
+    assert ap.plan(case.model, mode="data", **options).mesh == ap.Mesh(dp=8)
+    with pytest.raises(ap.InvalidInput, match="over a mesh that is given"):
+        ap.plan(case.model, mode="propagate", **options)
