@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
+from autopar.cost.footprint import Memory
 from autopar.drawing import Axis, Drawing
 from autopar.pipeline.course import ProgramCourse
 from autopar.pipeline.course_of_step import Held, course_by_call, course_of_step
 from autopar.pipeline.step_memory import KINDS
 from autopar.planner.candidate import Candidate
+from autopar.report.step import Share
 from autopar.units import bytes_text, seconds_text
 
 _WIDTH, _LEFT, _HEIGHT, _BELOW = 960.0, 70.0, 170.0, 22.0
@@ -34,8 +36,13 @@ class MemoryCourse:
     held: Sequence[tuple[float, float, Held]]
 
     @cached_property
+    def most(self) -> Held:
+        """What it holds when that is most."""
+        return max((kinds for _, _, kinds in self.held), key=lambda kinds: sum(kinds.values()))
+
+    @property
     def top(self) -> float:
-        return max(sum(kinds.values()) for _, _, kinds in self.held)
+        return sum(self.most.values())
 
     def thinned(self, places: int) -> list[tuple[float, float, Held]]:
         """Of all that begins within one of so many equal parts of the step, what is most."""
@@ -81,6 +88,28 @@ def _whole(
         for start, end, kinds in moments
     ]
     return MemoryCourse(f"{who}: at most {bytes_text(held.peak)}", rank, span, whole)
+
+
+def held_at_peak(candidate: Candidate, courses: Sequence[MemoryCourse]) -> list[Share]:
+    """What the fullest device holds when it holds most, by the kinds of its course: its peak."""
+    held = courses[0].most if courses else _without_course(candidate.memory)
+    return [
+        Share(kind, _CLASSES.get(kind, kind), held[kind], bytes_text(held[kind]))
+        for kind in _ORDER
+        if round(held.get(kind, 0.0)) > 0
+    ]
+
+
+def _without_course(memory: Memory) -> Held:
+    """Of what is no step, where all kinds are there at one time."""
+    held = {
+        "states": memory.parameters + memory.optimizer + memory.buffers,
+        "inputs": memory.inputs,
+        "activations": memory.activations,
+        "gradients": memory.gradients,
+        "copies": memory.gathered,
+    }
+    return {**held, "working": memory.peak - sum(held.values())}
 
 
 def _by_call(candidate: Candidate) -> list[tuple[float, float, Held]]:

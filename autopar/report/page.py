@@ -16,10 +16,10 @@ from autopar.drawing import Drawing, style
 from autopar.pipeline.words import schedule_words
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.report.machine import machine
-from autopar.report.memory import drawn, memory_courses
+from autopar.report.memory import drawn, held_at_peak, memory_courses
 from autopar.report.model import Call, Part, joined, tree
 from autopar.report.program import blocks
-from autopar.report.step import Share, bar, bytes_held, seconds
+from autopar.report.step import Share, bar, seconds
 from autopar.report.traffic import traffic
 from autopar.report.training import Run, measured, sections
 from autopar.report.weighed import kinds_of, left_out_words, parts_of, scatter, ways
@@ -58,7 +58,8 @@ def page(title: str, candidate: Candidate, asked: Asked, run: Run | None = None)
     chosen = candidate.alternative(asked.limit)
     weighed = ways(asked.alternatives, chosen, asked.limit)
     costs = _costs(root, candidate.microbatches)
-    spent, held = seconds(candidate), bytes_held(candidate)
+    courses = memory_courses(candidate)
+    spent, held = seconds(candidate), held_at_peak(candidate, courses)
     environment = Environment(loader=PackageLoader("autopar.report", "."), autoescape=True)
     environment.filters |= {
         "seconds": seconds_text,
@@ -83,7 +84,7 @@ def page(title: str, candidate: Candidate, asked: Asked, run: Run | None = None)
         machine=machine(candidate, sent),
         sent=sent,
         gantts=_gantts(candidate, run),
-        memory=[drawn(course, asked.limit) for course in memory_courses(candidate)],
+        memory=[drawn(course, asked.limit) for course in courses],
         weighed=weighed,
         parts=parts_of([way.figures for way in weighed]),
         kinds=kinds_of([way.figures for way in weighed]),

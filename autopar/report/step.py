@@ -1,4 +1,4 @@
-"""Step: the parts of the time and of the memory of a predicted step."""
+"""Step: the parts of the time of a predicted step, and parts of a whole as a bar."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autopar.drawing import Drawing
 from autopar.planner.candidate import Candidate
-from autopar.units import bytes_text, seconds_text
+from autopar.units import seconds_text
 
 _WIDTH = 960.0
 
@@ -33,15 +33,6 @@ def seconds(candidate: Candidate) -> list[Share]:
         ("updates on the host", "sync"): cost.updated,
     }
     return [Share(*key, size, seconds_text(size)) for key, size in parts.items() if size > 0]
-
-
-def bytes_held(candidate: Candidate) -> list[Share]:
-    """What the fullest device holds of each kind when that takes most."""
-    memory = candidate.memory
-    kinds = ("parameters", "gradients", "optimizer", "buffers", "gathered", "activations", "inputs")
-    classes = ("states", "gradients", "sync", "working", "copies", "kept", "messages")
-    parts = {key: float(getattr(memory, key[0])) for key in zip(kinds, classes)}
-    return [Share(*key, size, bytes_text(size)) for key, size in parts.items() if size > 0]
 
 
 def bar(shares: Sequence[Share], whole: float, label: str) -> Drawing:
