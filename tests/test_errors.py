@@ -349,6 +349,14 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: parallel(lambda x: x),
         ["a model is a torch.nn.Module", "function", "wrap"],
     ),
+    "a model that is parallel already": (
+        lambda: parallel(parallel(Two(), ones()), ones()),
+        ["one that is parallel already", "the model, which is a ParallelModule", "the plain model"],
+    ),
+    "a part that is parallel already": (
+        lambda: ap.plan(nn.Sequential(parallel(Two(), ones())), (ones(),), mesh=D4),
+        ["one that is parallel already", "0, which is a ParallelModule", "the plain model"],
+    ),
     "inputs that are no tuple": (
         lambda: ap.parallelize(Two(), ones(), mesh=D4),  # type: ignore[arg-type]
         ["the positional example inputs are a tuple", "Tensor", "(x,)"],

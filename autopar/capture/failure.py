@@ -39,6 +39,10 @@ VALUES_REMEDY = "compute with tensors (torch.where, masks), or decide outside fo
 EXAMPLE = "the example inputs"  # what a model is captured for, as its user knows it
 
 
+class Parallel:
+    """What a model has become: it is not captured again."""
+
+
 def check_call(model: object, args: object, kwargs: object, given: str = EXAMPLE) -> None:
     """Refuse what is not a model with arguments for its forward, that are `given`."""
     if not isinstance(model, nn.Module):
@@ -47,6 +51,14 @@ def check_call(model: object, args: object, kwargs: object, given: str = EXAMPLE
             got=f"{type(model).__name__}",
             remedy="wrap a function into a module with this forward",
         )
+    for path, module in model.named_modules():
+        if isinstance(module, Parallel):
+            raise InvalidInput(
+                "a model is given as it is written: one that is parallel already is no model to "
+                "make parallel",
+                got=f"{path or 'the model'}, which is a ParallelModule",
+                remedy="the plain model that it was made from; plan=module.plan decides as there",
+            )
     if not isinstance(args, tuple):
         raise InvalidInput(
             "the positional example inputs are a tuple",

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from autopar import _torch
 from autopar.capture.autocasts import require_same, switched
+from autopar.capture.failure import Parallel
 from autopar.capture.listing import Listing
 from autopar.errors import InvalidInput
 from autopar.layout import Layout, TensorType
@@ -51,7 +52,7 @@ from autopar.runtime.whole import whole, written_whole
 from autopar.runtime.wrapping import Unwrapped
 
 
-class ParallelModule(Unwrapped, Described, Watched):
+class ParallelModule(Unwrapped, Described, Watched, Parallel):
     """Called and differentiated like the original; `step` takes a whole global batch.
 
     A call runs the batch in one go, a step in the micro-batches of the plan: what the plan says of
