@@ -19,6 +19,7 @@ from autopar.lines import LONGEST, describe
 from autopar.strategies import registry
 
 D4 = Mesh(d=4)
+LOCAL = ap.Cluster.local(4, measure=False)
 
 
 class Two(nn.Module):
@@ -356,6 +357,14 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a part that is parallel already": (
         lambda: ap.plan(nn.Sequential(parallel(Two(), ones())), (ones(),), mesh=D4),
         ["one that is parallel already", "0, which is a ParallelModule", "the plain model"],
+    ),
+    "one reason against all numbers of stages": (
+        lambda: ap.plan(nn.Linear(4, 2), (ones(),), cluster=LOCAL, microbatches=2),
+        ["a step needs a model that returns its loss", "outputs f32[8, 2]", "from forward"],
+    ),
+    "several reasons against all numbers of micro-batches": (
+        lambda: ap.plan(nn.Linear(4, 2), (ones(),), cluster=LOCAL, pipeline=2),
+        ["in some number of stages", "2 stages, 2 micro-batches: a step needs", "8 in 16", "fewer"],
     ),
     "inputs that are no tuple": (
         lambda: ap.parallelize(Two(), ones(), mesh=D4),  # type: ignore[arg-type]

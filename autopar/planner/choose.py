@@ -33,6 +33,7 @@ from autopar.planner.promises import Promises
 from autopar.planner.recomputation import PLAIN, Regions
 from autopar.planner.request import Request
 from autopar.planner.staged import StagedProgram, StagedWay, Tried
+from autopar.planner.verdict import no_size
 from autopar.progress import Report
 from autopar.recompute import Recompute
 from autopar.search.auto import NothingFaster, too_early, was_interrupted
@@ -87,7 +88,7 @@ class Planner:
     @set_aside()
     def best(self) -> Candidate:
         """The fastest way to run a step, of those that are asked for and fit."""
-        reasons: list[str] = []
+        reasons: dict[str, InvalidInput] = {}  # by size
         sizes = list(self.request.sizes())
         left = [(self._candidates, size) for size in sizes]
         # What is on the host seldom is the fastest that fits.
@@ -119,7 +120,7 @@ class Planner:
                 is_straight = all(n == 1 for n, _ in sizes)
                 if len(sizes) == 1 or (is_straight and parts == 1):
                     raise
-                reasons.append(f"{size}: {error.rule}: {error.got}")
+                reasons[size] = error.with_traceback(None)
             left = left[1:]
         if self._best is None:
             raise self._nothing(reasons)
@@ -166,7 +167,7 @@ class Planner:
         is_large = len(self.captured.operators) > LARGE
         return best.changed(lowered(best.search, asked, self._layouts, stages, is_large))
 
-    def _nothing(self, reasons: Sequence[str]) -> Exception:
+    def _nothing(self, reasons: Mapping[str, InvalidInput]) -> Exception:
         """Why there is no plan."""
         if self._is_interrupted:
             return too_early()
@@ -179,11 +180,7 @@ class Planner:
             # Where plans were priced, what layouts need at least says no more.
             least = min(found, key=lambda footprint: (footprint.is_bound, footprint.memory))
             return NothingFits.of(self.memory, replace(least, untried=self._untried))
-        return InvalidInput(
-            "a model can be run in some number of stages and micro-batches",
-            got="\n".join(dict.fromkeys(reasons)),
-            remedy="fix fewer of mesh, pipeline, microbatches and memory",
-        )
+        return no_size(reasons)
 
     @property
     def _untried(self) -> tuple[str, ...]:

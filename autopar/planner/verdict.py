@@ -4,12 +4,13 @@ require_rules(captured)         before its search, with strict=True
 refuse_random(captured, mesh, microbatches)
 tell(captured, best)            of what was chosen
 tell_of_statistics(captured, microbatches)
+no_size(reasons)                where each of the sizes was refused
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import fx
 
@@ -86,6 +87,19 @@ def refuse_random(captured: Captured, mesh: Mesh, microbatches: int) -> None:
             remedy=instead(node),
             source=info(node).source,
         )
+
+
+def no_size(reasons: Mapping[str, InvalidInput]) -> InvalidInput:
+    """What is said where no number of stages and micro-batches can be: the one reason as it is, or
+    that of each."""
+    different = {(error.rule, str(error.got)): error for error in reasons.values()}
+    if len(different) == 1:
+        return different.popitem()[1]
+    return InvalidInput(
+        "a model can be run in some number of stages and micro-batches",
+        got="\n".join(f"{size}: {error.rule}: {error.got}" for size, error in reasons.items()),
+        remedy="fix fewer of mesh, pipeline, microbatches and memory",
+    )
 
 
 def named_statistics(statistics: Sequence[fx.Node]) -> str:
