@@ -195,6 +195,7 @@ def _side_by_side(
         tuple(from_captured),
         tuple(compare(trained, plain, tolerances)),
         tuple(one for one in differences if one is not None),
+        has_loss=module.program.has_loss,
     )
     return found, module.plan
 

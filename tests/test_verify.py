@@ -99,10 +99,29 @@ def test_the_model_is_not_touched_and_float32_becomes_double():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+class Mean(nn.Module):
+    """A loss."""
+
+    def forward(self, x):
+        return x.mean()
+
+
 def test_without_a_word_about_machines_four_ranks_are_planned_for():
     found = ap.verify(nn.Linear(6, 6), batch())
     assert found.ok
     assert found.mesh.size == 4
+
+
+def test_what_is_differentiated_is_said():
+    without, own = (
+        ap.verify(model, batch(), mesh=ap.Mesh(dp=2), steps=1)
+        for model in (nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), Mean()))
+    )
+    assert "a weighted sum of its outputs is differentiated" in str(without)
+    assert "weighted sum of step 1 " in str(without)
+    assert "loss of step" not in str(without)
+    assert "loss of step 1 " in str(own)
+    assert "weighted" not in str(own)
 
 
 def test_a_model_that_export_changes_is_found_with_its_line():

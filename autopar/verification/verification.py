@@ -13,6 +13,7 @@ from autopar.mesh import Mesh
 from autopar.units import listed
 from autopar.verification.references import Comparison, Difference
 
+_SUMMED = "  the model has no loss: a weighted sum of its outputs is differentiated"
 _LISTED = 12  # tensors that differ, of each program
 
 
@@ -29,6 +30,7 @@ class Verification:
     parallel: tuple[Comparison, ...]  # with the plain model
     differences: tuple[Difference, ...]  # the first values that differ, where something does
     sizes: tuple[str, ...] = ()  # of inputs that vary: those that were run, and which were not
+    has_loss: bool = True  # the model's own; else a sum of its outputs is differentiated
 
     @property
     def ok(self) -> bool:
@@ -80,6 +82,7 @@ class Verification:
             f"  {self.mesh}{self.how}; {self.steps} steps in {kind}, "
             f"tolerance {self.tolerance:.0e}{wide}",
             *([f"  sizes of inputs: {'; '.join(self.sizes)}"] if self.sizes else []),
+            *([] if self.has_loss else [_SUMMED]),
             f"  {'':<24}{'plain':>14}{'captured':>14}{'parallel':>14}",
             *self._losses(),
             *self._kinds(),
@@ -112,7 +115,8 @@ class Verification:
         for one, other in zip(found, others):
             numbers = (one.expected, one.found, other.found)
             shown = "".join(f"{'none' if n is None else f'{n:.8g}':>14}" for n in numbers)
-            yield f"  {f'loss of step {one.name}':<24}{shown}"
+            what = "loss" if self.has_loss else "weighted sum"
+            yield f"  {f'{what} of step {one.name}':<24}{shown}"
 
     def _kinds(self) -> Iterator[str]:
         """The largest error of each kind of tensor."""
