@@ -126,6 +126,15 @@ def parameter_bytes(
     return _parameter_bytes(shape, learns, places, mesh, kept or state_bytes(node), of_host)
 
 
+def summed_bytes(node: fx.Node, places: ParameterPlacement | None, mesh: Mesh) -> int:
+    """Of the gradient of a parameter with its places, what a rank has once it is summed over the
+    mesh; of anything else nothing."""
+    if places is None or not info(node).learns:
+        return 0
+    elements = local_elements(places.optimizer.dims, tuple(info(node).val.shape), mesh)
+    return elements * state_bytes(node).gradient
+
+
 @lru_cache(maxsize=1 << 12)
 def _parameter_bytes(
     shape: tuple[int, ...],

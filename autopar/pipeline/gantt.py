@@ -22,7 +22,7 @@ class Gantt:
     schedule: Schedule
     starts: Sequence[Sequence[float]]
     ends: Sequence[Sequence[float]]
-    sums: Sequence[tuple[int, Sequence[int], float, float]]  # of gradients: stage, ranks, from, to
+    sums: Sequence[tuple[str, Sequence[int], float, float]]  # of gradients: whose, ranks, from, to
     unit: Callable[[float], str]
 
     @cached_property
@@ -61,9 +61,9 @@ class Gantt:
             picture.text(_LEFT - 6, _top(rank) + _ROW / 2 + 4, f"rank {rank}", "end")
             picture.box(_LEFT, _top(rank), axis.at(self.last) - _LEFT, _ROW, "idle")
         self._actions(picture, axis)
-        for stage, ranks, start, end in self.sums:
+        for whose, ranks, start, end in self.sums:
             left, right = axis.at(start), axis.at(end)
-            title = f"sum of gradients of stage {stage}, {self.unit(end - start)}"
+            title = f"sum of gradients of {whose}, {self.unit(end - start)}"
             for rank in ranks:
                 picture.box(left, _top(rank) + _ROW - 5, right - left, 5, "sync", title)
         return picture

@@ -72,6 +72,6 @@ def _pairs(placement: Placement) -> Iterator[tuple[int, int]]:
 
 
 @lru_cache(maxsize=256)
-def replica_links(cluster: Cluster, line: Line, placement: Placement) -> Sequence[AxisLink]:
-    """Of each stage, what its copies have between them, all of them busy at once."""
-    return cluster.replica_links(line.ranks, list(zip(*placement)))
+def replica_links(cluster: Cluster, line: Line, groups: Placement) -> Sequence[AxisLink]:
+    """What groups of as many places each have between them, all of them busy at once."""
+    return cluster.replica_links(line.ranks, groups)

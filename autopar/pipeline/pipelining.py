@@ -9,7 +9,7 @@ from typing import Annotated
 from autopar.mesh import Mesh
 from autopar.pipeline.notation import from_text
 from autopar.pipeline.schedule import Schedule
-from autopar.pipeline.stages.costs import StageCost, imbalance
+from autopar.pipeline.stages.costs import SharedSum, StageCost, imbalance
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Pipelining:
     mesh: Mesh  # of all ranks, the pipeline's axis among them
     schedule: Annotated[Schedule, partial(from_text, of_call=True)]
     stages: tuple[StageCost, ...]
+    shared: tuple[SharedSum, ...] = ()  # of what several of these read
 
     def __str__(self) -> str:
         made = self.schedule

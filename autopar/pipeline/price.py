@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autopar.cluster import Cluster
+from autopar.cluster import AxisLink, Cluster
 from autopar.cluster.part import Line
 from autopar.cost.collective import Collective
 from autopar.cost.footprint import Memory
@@ -27,11 +27,14 @@ def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
     """The simulated step, latency and sums of gradients included."""
     made, stages = pipelining.schedule, pipelining.stages
     line = Line.of(pipelining.mesh, pipelining.axis)
-    sums = [stage.summed for stage in stages]
-    if made.pipes > 1:
-        links = replica_links(cluster, line, made.placement)
-        for index, (one, link) in enumerate(zip(sums_of_replicas(pipelining), links)):
-            sums[index] += float(collective_seconds(one.kind, link, one.bytes))
+    sums, shared = [stage.summed for stage in stages], dict[tuple[int, ...], float]()
+    along = sums_along(pipelining)
+    for one, link in zip(along, _links_of(along, cluster, line)):
+        seconds = float(collective_seconds(one.moved.kind, link, one.moved.bytes))
+        if len(one.stages) == 1:
+            sums[one.stages[0]] += seconds
+        else:
+            shared[one.stages] = seconds
     parts = made.parts  # of micro-batches, whose costs the simulator takes
     # Backward that is split comes to gradients of weights when reductions are done.
     backward = [
@@ -47,15 +50,47 @@ def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
         passages=passages(made, stages, cluster, line),
         sync="eager-where-it-helps",
         sync_cost=sums,
+        shared_sync=shared,
     )
 
 
-def sums_of_replicas(pipelining: Pipelining) -> list[Collective]:
-    """What the replicas of each stage, one of each pipe, move to sum their gradients."""
-    if pipelining.schedule.pipes == 1:
-        return []
-    sizes = [float(stage.gradients) for stage in pipelining.stages]
-    return [Collective("all_reduce", (pipelining.axis,), size, "step", SUMS) for size in sizes]
+@dataclass(frozen=True)
+class SumAlong:
+    """Of the gradients of what the same stages read, over all places that hold one of these."""
+
+    stages: tuple[int, ...]
+    places: tuple[int, ...]
+    moved: Collective
+
+
+def sums_along(pipelining: Pipelining) -> list[SumAlong]:
+    """What the places of a pipeline move to sum gradients: the copies of a stage, one of each pipe,
+    and the stages that read the same parameters, which sum theirs once."""
+    made = pipelining.schedule
+    sizes = dict[tuple[int, ...], int]()
+    for index, stage in enumerate(pipelining.stages):
+        sizes[index,] = stage.sums
+    for shared in pipelining.shared:
+        sizes[shared.stages] = shared.bytes
+        for index in shared.stages:
+            sizes[index,] -= shared.bytes
+    found = []
+    for stages, size in sizes.items():
+        places = made.holders(stages)
+        if size > 0 and len(places) > 1:
+            moved = Collective("all_reduce", (pipelining.axis,), float(size), "step", SUMS)
+            found.append(SumAlong(stages, places, moved))
+    return found
+
+
+def _links_of(along: Sequence[SumAlong], cluster: Cluster, line: Line) -> list[AxisLink]:
+    """What the places of each sum have between them: copies of stages at the same time, stages that
+    share parameters alone."""
+    copies = tuple(one.places for one in along if len(one.stages) == 1)
+    links = [*replica_links(cluster, line, copies)] if copies else []
+    for one in along[len(copies) :]:
+        links += replica_links(cluster, line, (one.places,))
+    return links
 
 
 def pipeline_cost(pipelining: Pipelining, once: Cost, timeline: Timeline) -> Cost:

@@ -178,6 +178,10 @@ class Schedule:
         """The ranks that hold a copy of `stage`, by pipe: they share its gradient."""
         return tuple(ranks[stage] for ranks in self.placement)
 
+    def holders(self, stages: Iterable[int]) -> tuple[int, ...]:
+        """The ranks that hold one of `stages` in any pipe."""
+        return tuple(sorted({rank for stage in stages for rank in self.replicas_of(stage)}))
+
     def __str__(self) -> str:
         return to_text(self)
 

@@ -14,6 +14,8 @@ rank 3 |f2 f3 ...F0 B0    F1 B1    ...b2    ......b3    |
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 
 from autopar.pipeline.checker import check
@@ -24,6 +26,7 @@ from autopar.pipeline.synchronization import synchronize
 from autopar.pipeline.timeline import Timeline
 
 Sync = Literal["after", "eager", "eager-where-it-helps"]
+_NONE: Mapping[tuple[int, ...], float] = MappingProxyType({})
 
 
 def simulate(
@@ -36,6 +39,7 @@ def simulate(
     sync_cost: Costs = 0,
     activation: Costs = 1,
     passages: Passages | None = None,
+    shared_sync: Mapping[tuple[int, ...], float] = _NONE,
 ) -> Timeline:
     """The timeline of one step.
 
@@ -44,7 +48,8 @@ def simulate(
     `backward_weight` the part that W takes where it is split off (half by default). `latency` is
     the time a message is under way between two ranks, `passages` what each of them takes. `sync`
     says when the replicas of a stage all-reduce its gradient (see `synchronization`), which takes
-    `sync_cost`. `activation` is what a micro-batch keeps for backward, 1 by default.
+    `sync_cost`; `shared_sync` is what it takes stages, by their numbers, that share parameters.
+    `activation` is what a micro-batch keeps for backward, 1 by default.
     """
     times = stage_times(
         schedule.stages, forward, backward, backward_weight, schedule.chunks, schedule.parts
@@ -59,4 +64,4 @@ def simulate(
     if sync is None:
         return timeline
     costs = per_stage("sync_cost", sync_cost, schedule.stages, schedule.chunks)
-    return synchronize(timeline, sync, costs)
+    return synchronize(timeline, sync, costs, shared_sync)

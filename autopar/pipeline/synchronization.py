@@ -1,4 +1,5 @@
-"""Gradient synchronisation: when the replicas of a stage all-reduce its gradient.
+"""Gradient synchronisation: when the replicas of a stage all-reduce its gradient, and stages that
+share parameters the gradients of these.
 
 - ``after``: when a rank has done all its actions;
 - ``eager``: when a rank has done its last backward on the stage;
@@ -11,6 +12,7 @@ An all-reduce starts when all its ranks are ready. A rank runs one at a time, be
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from autopar.errors import require_one_of
 from autopar.pipeline.schedule import Schedule
@@ -49,8 +51,14 @@ def early_stages(timeline: Timeline) -> tuple[int, ...]:
     )
 
 
-def synchronize(timeline: Timeline, mode: str, costs: tuple[float, ...]) -> Timeline:
-    """The timeline with the all-reduces of all stages, first ready first."""
+def synchronize(
+    timeline: Timeline,
+    mode: str,
+    costs: tuple[float, ...],
+    shared: Mapping[tuple[int, ...], float],
+) -> Timeline:
+    """The timeline with the all-reduces of all stages, and of those that share parameters, first
+    ready first."""
     require_one_of("sync, when gradients are synchronised", mode, MODES)
     schedule = timeline.schedule
     last = last_backwards(schedule)
@@ -59,22 +67,23 @@ def synchronize(timeline: Timeline, mode: str, costs: tuple[float, ...]) -> Time
     eager = {"after": (), "eager": tuple(stages)}.get(mode) or (
         early_stages(timeline) if mode == "eager-where-it-helps" else ()
     )
-    ready = []
+    completed = []
     for stage in stages:
-        completed = []
+        completed.append(0.0)
         for pipe, rank in enumerate(schedule.replicas_of(stage)):
             position = last[rank].get((pipe, stage), -1)
             gradient = timeline.ends[rank][position] if position >= 0 else 0.0
-            completed.append(gradient if stage in eager else done[rank])
-        ready.append((max(completed), stage))
+            completed[stage] = max(completed[stage], gradient if stage in eager else done[rank])
+    every = {(stage,): cost for stage, cost in enumerate(costs)} | dict(shared)
+    ready = [(max(completed[stage] for stage in some), some) for some in every]
     free = [0.0] * schedule.ranks
     found = []
-    for begins, stage in sorted(ready):
-        ranks = schedule.replicas_of(stage)
+    for begins, some in sorted(ready):
+        ranks = schedule.holders(some)
         start = max([begins, *(free[rank] for rank in ranks)])
-        end = start + costs[stage]
+        end = start + every[some]
         for rank in ranks:
             free[rank] = end
         early = any(start < done[rank] for rank in ranks)
-        found.append(Synchronization(stage, ranks, start, end, early))
+        found.append(Synchronization(some, ranks, start, end, early))
     return dataclasses.replace(timeline, synchronizations=tuple(found))

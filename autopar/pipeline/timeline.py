@@ -17,14 +17,20 @@ WIDTH = 160  # columns
 
 @dataclass(frozen=True)
 class Synchronization:
-    """The all-reduce of a stage's gradient among its replicas."""
+    """The all-reduce of a stage's gradient among its replicas, or of what stages share."""
 
-    stage: int
+    stages: tuple[int, ...]
     ranks: tuple[int, ...]
     start: float
     end: float
     # Started while some of its ranks still had actions to do.
     early: bool
+
+    @property
+    def name(self) -> str:
+        """Whose gradients, in words."""
+        word = "stage" if len(self.stages) == 1 else "stages"
+        return f"{word} {' and '.join(map(str, self.stages))}"
 
 
 @dataclass(frozen=True)
@@ -144,7 +150,7 @@ class Timeline:
 
     def gantt(self, unit: Callable[[float], str] = "{:g}".format) -> Gantt:
         """The same as a picture, with times as `unit` writes them."""
-        sums = [(one.stage, one.ranks, one.start, one.end) for one in self.synchronizations]
+        sums = [(one.name, one.ranks, one.start, one.end) for one in self.synchronizations]
         return Gantt(self.schedule, self.starts, self.ends, sums, unit)
 
     def save(self, path: str | Path) -> None:

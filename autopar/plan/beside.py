@@ -99,7 +99,9 @@ def staged_beside(plan: Plan, made: Plan, is_step: bool) -> Plan:
     schedule = scheduled(given.schedule, made.microbatches, forward=not is_step)
     standing = staged.standings(schedule.placement, math.inf)
     stages = tuple(line.stage(*ends, at) for ends, at in zip(bounds, standing))
-    return staged.changed(made.search, replace(given, schedule=schedule, stages=stages))
+    shared = line.shared_sums(stages)
+    here = replace(given, schedule=schedule, stages=stages, shared=shared)
+    return staged.changed(made.search, here)
 
 
 def _planned(plan: Plan, made: Candidate) -> Plan:

@@ -97,6 +97,14 @@ def _require_pipeline(saved: SavedValue) -> None:
             f"{len(pipelining.stages)} stages and {count} micro-batches for {schedule.stages} "
             f"and {schedule.all_parts}",
         )
+    for shared in pipelining.shared:
+        stages, known = shared.stages, range(schedule.stages)
+        is_several = len(stages) > 1 and [*stages] == sorted({*stages}) and {*stages} <= {*known}
+        if not is_several or not 0 < shared.bytes <= min(pipelining.stages[s].sums for s in stages):
+            _fail(
+                "what several stages share is a part of what each sums, in the order of stages",
+                f"{shared.bytes} bytes of the stages {', '.join(map(str, stages))}",
+            )
 
 
 def require_fitting(saved: SavedValue, captured: Captured) -> None:

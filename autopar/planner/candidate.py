@@ -243,8 +243,10 @@ class Candidate:
         """This program in the stages of a pipeline, with what they take here."""
         starts = [stage.starts for stage in given.stages]
         standing = self.standings(given.schedule.placement, math.inf)
-        stages = price_stages(self.stage_costs(), starts, standing)
-        return self.changed(self.search, replace(given, stages=tuple(stages)))
+        costs = self.stage_costs()
+        stages = tuple(price_stages(costs, starts, standing))
+        shared = costs.shared_sums(stages)
+        return self.changed(self.search, replace(given, stages=stages, shared=shared))
 
     @cached_property
     def timeline(self) -> Timeline | None:

@@ -101,7 +101,7 @@ class StagedWay:
 
     def _most(self, kept: int) -> float:
         stages = self.pipelining.stages
-        places = {node.name: at for at, node in enumerate(self.line.flow.activations)}
+        places = self.line.places
         starts = [places[stage.starts] for stage in stages]
         bounds = list(zip(starts, [*starts[1:], len(places)]))
         # Gradients come when some of what is kept has gone.
@@ -176,11 +176,13 @@ class StagedProgram:
             search = self.laid.search and self.laid.search.shared(made.ranks)
             return self._programs(kind).changed(search, pipelining)
 
-        pipelining = Pipelining(self.axis, self.mesh, made, tuple(stages))
+        line = self._lines(kind)
+        shared = line.shared_sums(stages)
+        pipelining = Pipelining(self.axis, self.mesh, made, tuple(stages), shared)
         cluster, live = self.laid.cluster, partial(self._live, made, kind)
         spare = self.laid.spare(self._memory)
         standing = self._standing(made.placement)
-        return StagedWay(pipelining, self._lines(kind), live, cluster, candidate, spare, standing)
+        return StagedWay(pipelining, line, live, cluster, candidate, spare, standing)
 
     def _live(self, made: Schedule, kind: Recompute) -> Sequence[Live]:
         return _peaks(made, not kind.is_plain)

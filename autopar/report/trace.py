@@ -73,7 +73,7 @@ def events_of(candidate: Candidate) -> list[Event]:
             for action, start, end in zip(order, timeline.starts[place], timeline.ends[place])
         ]
         found += [
-            Event(place, f"stage {sync.stage}", sync.start, sync.end, SUMS)
+            Event(place, sync.name, sync.start, sync.end, SUMS)
             for sync in timeline.synchronizations
             for place in sync.ranks
         ]

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from torch import fx
+
 from autopar.cluster import AxisLink
 from autopar.cost.ways import in_order
 from autopar.pipeline.pipelining import Pipelining
-from autopar.pipeline.price import sums_of_replicas
+from autopar.pipeline.price import sums_along
 from autopar.pipeline.step_memory import Part
 from autopar.planner.candidate import Candidate
 
@@ -49,20 +51,23 @@ def traffic(candidate: Candidate) -> list[Traffic]:
 def _of_program(candidate: Candidate) -> Iterator[_Sent]:
     """Over the axes inside of a stage."""
     mesh, made = candidate.mesh, candidate.pipelining
-    # How often a rank runs all of the program, and what part of its parameters it has.
-    runs, part = float(candidate.microbatches), 1.0
+    # How often a rank runs all of the program; the stages that each make what several read.
+    runs, stages = float(candidate.microbatches), dict[fx.Node, set[int]]()
     if made is not None:
-        ranks = made.schedule.ranks
-        runs, part = made.schedule.all_parts / ranks, made.schedule.pipes / ranks
+        runs, cut = made.schedule.all_parts / made.schedule.ranks, candidate.cut(made)
+        read = (cut.flow.read_at | cut.flow.held_at).items()
+        stages = {node: {cut.stage_at(place) for place in places} for node, places in read}
     for node in candidate.rewritten.nodes:
+        own = stages.get(node, {0})
+        part = 1.0 if made is None else len(made.schedule.holders(own)) / made.schedule.ranks
         for one in candidate.prices.collectives(node):
-            times = part if one.when == "step" else runs
+            times = part if one.when == "step" else runs * len(own)
             sent = one.sent(mesh.degree(one.axes)) * times
             yield in_order(one.axes, mesh), one.what or one.kind, sent, times
 
 
 def _of_pipeline(candidate: Candidate, made: Pipelining) -> Iterator[_Sent]:
-    """From stage to stage, and between the replicas of one."""
+    """From stage to stage, and between the places that hold the same parameters."""
     schedule, axes = made.schedule, (made.axis,)
     stages = candidate.taken_by_stages(made)
     size, count = 0.0, 0
@@ -74,6 +79,6 @@ def _of_pipeline(candidate: Candidate, made: Pipelining) -> Iterator[_Sent]:
                 each = float(at[Part.RECEIVED if is_forward else Part.GIVEN])
                 size, count = size + each * len(action.microbatches), count + 1
     yield axes, "messages between stages", size / schedule.ranks, count / schedule.ranks
-    for one in sums_of_replicas(made):
-        held = schedule.pipes / schedule.ranks
-        yield axes, one.what, one.sent(schedule.pipes) * held, held
+    for one in sums_along(made):
+        held = len(one.places) / schedule.ranks
+        yield axes, one.moved.what, one.moved.sent(len(one.places)) * held, held

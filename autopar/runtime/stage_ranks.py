@@ -52,8 +52,7 @@ class StageRanks:
 
     def of(self, stages: Sequence[int]) -> tuple[int, ...]:
         """The places of the pipeline that hold one of `stages` in any pipe."""
-        placement = self.schedule.placement
-        return tuple(sorted({ranks[stage] for ranks in placement for stage in stages}))
+        return self.schedule.holders(stages)
 
     def group(
         self, places: Sequence[int], axes: Axes = (), purpose: str = ""

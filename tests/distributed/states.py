@@ -194,6 +194,45 @@ def assert_page_says(module: ap.ParallelModule, found: Exchanged, ranks: int) ->
     assert said[GATHERS] <= (gathered + spared) * (1 + 1e-9)
 
 
+def sums_what_stages_share_once(ranks: int) -> None:
+    """Of a tied embedding, over all places that hold a stage that reads it, as is predicted."""
+    case = models.shared("gpt", layers=2)
+    tied, size = (
+        sum(p.nbytes for p in own)
+        for own in ([case.model.tokens.weight], [*case.model.parameters()])
+    )
+    for schedule, expected in (("1f1b", tied), ("chimera", size)):
+        options = {"mesh": ap.Mesh(pp=ranks), "schedule": schedule, "microbatches": 2}
+        module = ap.parallelize(case.model, case.args, mode="propagate", **options)
+        with exchanged() as found:
+            module.step(*case.args)
+        said = {one.what: one.bytes for one in traffic(module.plan)}
+        moved = sum(tensor.nbytes for tensor in found.summed if tensor.numel() > 2)  # no losses
+        share = 2 * (ranks - 1) / ranks
+        assert share * moved == share * expected == said[SUMS]
+
+
+def sums_what_is_left_of_pieces(ranks: int) -> None:
+    """Along a pipeline, where gradients are cut inside of a stage: of all ranks as is predicted."""
+    case = models.shared("gpt", layers=2)
+    for schedule, states in (("1f1b", "zero1"), ("chimera", "zero1"), ("chimera", "zero3")):
+        options = {"mesh": ap.Mesh(pp=2, dp=2), "schedule": schedule, "microbatches": 2}
+        module = ap.parallelize(case.model, case.args, mode="propagate", states=states, **options)
+        with exchanged() as found:
+            module.step(*case.args)
+        own = torch.tensor(
+            [
+                sum(tensor.nbytes for tensors in found.cut for tensor in tensors) / 2,
+                float(sum(tensor.nbytes for tensor in found.summed if tensor.numel() > 4)),
+            ]
+        )
+        dist.all_reduce(own)
+        of_stage, along = (own / ranks).tolist()
+        said = {(one.axes, one.what): one.bytes for one in traffic(module.plan)}
+        assert said[("dp",), SUMS] == of_stage
+        assert said[("pp",), SUMS] == along
+
+
 def moves_for_what_learns_alone(ranks: int) -> None:
     """Gradients that the loss gives none are not summed in a step, nor their parameters gathered
     for its backward; direct calls give them."""
@@ -448,6 +487,7 @@ CHECKS = {
         trains_like_one_device,
         trains_as_users_do,
         moves_no_more_than_it_must,
+        sums_what_stages_share_once,
         moves_for_what_learns_alone,
         moves_in_buffers_of_a_size,
         follows_its_tree,
@@ -456,5 +496,5 @@ CHECKS = {
         refuses_a_backward_from_before,
         holds_pieces_alone,
     ),
-    4: (trains_in_parts, trains_as_users_do, trains_in_pipelines),
+    4: (trains_in_parts, trains_as_users_do, trains_in_pipelines, sums_what_is_left_of_pieces),
 }

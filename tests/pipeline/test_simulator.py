@@ -138,11 +138,11 @@ def test_uncovered_synchronisation():
         assert modes == sorted(modes)
     timeline = simulate(made, sync="eager", sync_cost=[1, 2, 3, 4, 5, 6, 7, 8])
     assert timeline.step_time == timeline.makespan + timeline.uncovered_sync
-    spans = {sync.stage: sync for sync in timeline.synchronizations}
-    assert spans[7].ranks == (7, 0)
-    assert spans[7].early
-    assert not spans[0].early
-    assert all(sync.end - sync.start == sync.stage + 1 for sync in spans.values())
+    spans = {sync.stages: sync for sync in timeline.synchronizations}
+    assert spans[7,].ranks == (0, 7)
+    assert spans[7,].early
+    assert not spans[0,].early
+    assert all(sync.end - sync.start == sync.stages[0] + 1 for sync in spans.values())
 
 
 def test_last_backwards_are_where_a_gradient_is_complete():

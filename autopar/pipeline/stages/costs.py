@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from autopar.capture.annotations import Pin
-from autopar.cost.footprint import HELD, Held, held_bytes, parameter_bytes
+from autopar.cost.footprint import HELD, Held, held_bytes, parameter_bytes, summed_bytes
 from autopar.cost.saved_tensors import KeptOnce
 from autopar.cost.state_price import NodeCost
 from autopar.errors import InvalidInput
@@ -34,7 +34,8 @@ Array = NDArray[np.float64]
 PriceOf = Callable[[fx.Node], NodeCost]  # of any node of a rewritten program
 Rows = list[list[float]]  # of each kind of machines, the columns
 Mark = tuple[bool, bool]  # whether a node runs again, and whether its value is kept elsewhere
-COLUMNS = ("forward", "backward", "again", "reduced", "summed", *HELD)  # seconds, then bytes
+# Seconds, then bytes.
+COLUMNS = ("forward", "backward", "again", "reduced", "summed", "sums", *HELD)
 _NUMBERED = re.compile(r"(.*\.)?\d+(?=\.|$)")
 
 
@@ -50,6 +51,7 @@ class StageCost:
     reduced: float  # seconds that backward takes besides where it is split
     # Seconds once a step: of summing its gradients over the mesh, and gathering its parameters.
     summed: float
+    sums: int  # bytes of its gradients, of their sums over the mesh
     parameters: int  # bytes
     gradients: int  # bytes of those of parameters that learn
     optimizer: int  # bytes that an optimizer keeps of these
@@ -65,11 +67,19 @@ class StageCost:
         return self.forward + self.backward
 
 
+@dataclass(frozen=True)
+class SharedSum:
+    """Of the gradients of parameters that several stages read, which are summed over all these."""
+
+    stages: tuple[int, ...]
+    bytes: int  # of their sums over the mesh inside of a stage
+
+
 def price_stages(
     costs: StageCosts, starts: Sequence[str], standing: Sequence[Standing] = ()
 ) -> list[StageCost]:
     """What stages take that begin at the operators `starts`, for cuts that were made before."""
-    points = {node.name: index for index, node in enumerate(costs.flow.activations)}
+    points = costs.places
     missing = [name for name in starts if name not in points]
     if missing:
         raise InvalidInput(
@@ -132,6 +142,22 @@ class StageCosts:
         """Seconds of all activations, forward and backward."""
         return self._at(len(self.flow.activations))
 
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """Of activations by name, the cut point before each."""
+        return {node.name: index for index, node in enumerate(self.flow.activations)}
+
+    def shared_sums(self, stages: Sequence[StageCost]) -> tuple[SharedSum, ...]:
+        """What stages that begin as these do sum of gradients with one another."""
+        starts = [self.places[stage.starts] for stage in stages]
+        found: dict[tuple[int, ...], float] = {}
+        for readers, rows in self._shared:
+            at = np.searchsorted(starts, readers, side="right") - 1
+            own = tuple(dict.fromkeys(at.tolist()))
+            if len(own) > 1:
+                found[own] = found.get(own, 0.0) + float(rows[0, COLUMNS.index("sums")])
+        return tuple(SharedSum(own, round(size)) for own, size in found.items() if round(size))
+
     def _add_up(
         self, costs: Sequence[PriceOf], known: Mapping[str, tuple[Mark, Rows]]
     ) -> tuple[Array, list[tuple[Array, Array]]]:
@@ -157,8 +183,8 @@ class StageCosts:
 
     def _rows_of(self, node: fx.Node, costs: Sequence[PriceOf]) -> Rows:
         """The columns of one node, for each kind of machines."""
-        held = self._held_by(node)
-        return [_columns(cost(node), held) for cost in costs]
+        held, sums = self._held_by(node), summed_bytes(node, info(node).places, self.mesh)
+        return [_columns(cost(node), sums, held) for cost in costs]
 
     def restated(
         self,
@@ -179,7 +205,8 @@ class StageCosts:
             at = places[node.name]
             mark, before = self._rows[node.name]
             held = parameter_bytes(node, at, self.mesh)
-            rows = [_columns(cost(node, at), held) for cost in costs]
+            sums = summed_bytes(node, at, self.mesh)
+            rows = [_columns(cost(node, at), sums, held) for cost in costs]
             made._rows[node.name] = mark, rows
             more = np.array(rows) - np.array(before)
             if len(readers) == 1:
@@ -247,7 +274,7 @@ class StageCosts:
         return self._times[key]
 
     def _table(self, bounds: Sequence[int]) -> StageTable:
-        forward, backward, _, _, _, *held = np.moveaxis(self.sums(bounds), -1, 0)
+        forward, backward, _, _, _, _, *held = np.moveaxis(self.sums(bounds), -1, 0)
         received = np.array([*map(self.received, bounds[:-1]), 0])
         holding = np.array(self._holding)[list(bounds)]
         return StageTable(
@@ -278,7 +305,7 @@ class StageCosts:
         first = self.flow.activations[min(start, len(self.flow.activations) - 1)]
         # Copies of a stage wait for the slowest of them.
         every = [self.sums([start, end], kind)[0, 1] for kind in at.kinds]
-        forward, backward, again, reduced, summed, *held = np.maximum.reduce(every).tolist()
+        forward, backward, again, reduced, summed, sums, *held = np.maximum.reduce(every).tolist()
         return StageCost(
             starts=first.name,
             module=info(first).module,
@@ -287,6 +314,7 @@ class StageCosts:
             again=again,
             reduced=reduced,
             summed=summed,
+            sums=round(sums),
             **dict(zip(HELD, map(round, held))),
             activations=self.kept.bytes(start, end),
             receives=self.received(start),
@@ -381,9 +409,9 @@ class StageCosts:
         return self._alone[:, 0, :2].sum(axis=1).tolist()
 
 
-def _columns(price: NodeCost, held: Held) -> list[float]:
+def _columns(price: NodeCost, sums: int, held: Held) -> list[float]:
     once = price.summed + price.gathered + price.updated
-    return [price.forward, price.backward, price.again, price.reduced, once, *held]
+    return [price.forward, price.backward, price.again, price.reduced, once, sums, *held]
 
 
 def _parameters(flow: Flow, node: fx.Node) -> set[fx.Node]:
