@@ -60,7 +60,8 @@ def _device(picture: Drawing, mesh: Mesh, rank: int, x: float, y: float) -> None
     where = ", ".join(f"{axis} {number}" for axis, number in place.items())
     picture.box(x, y, _BOX - 6, _BOX - 20, "device", title=f"rank {rank}: {where}")
     picture.text(x + 5, y + 14, str(rank))
-    picture.text(x + 5, y + 27, " ".join(map(str, place.values())), "small")
+    if len(place) > 1:  # else it is the rank
+        picture.text(x + 5, y + 27, ",".join(map(str, place.values())), "small")
 
 
 def _links(

@@ -144,11 +144,16 @@ def _of_moments(seconds: Mapping[str, float], named: Collection[str]) -> dict[st
     return found
 
 
+def shows_limit(course: MemoryCourse, limit: float) -> bool:
+    """Whether what a device has is within its picture."""
+    return limit <= 1.5 * course.top
+
+
 def drawn(course: MemoryCourse, limit: float) -> Drawing:
     """Kinds on top of each other over time."""
     across = Axis(0.0, course.span, _LEFT, _WIDTH - 24)
     moments = course.thinned(int(_WIDTH - 24 - _LEFT))
-    is_near = limit <= 1.5 * course.top
+    is_near = shows_limit(course, limit)
     picture = Drawing(_WIDTH, _HEIGHT, f"memory of {course.title}")
     up = Axis(0.0, max(course.top, limit * is_near) * 1.04 or 1.0, _HEIGHT - _BELOW, 24)
     for value in up.ticks(4):

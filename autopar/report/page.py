@@ -16,7 +16,7 @@ from autopar.drawing import Drawing, style
 from autopar.pipeline.words import schedule_words
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.report.machine import machine
-from autopar.report.memory import drawn, held_at_peak, memory_courses
+from autopar.report.memory import drawn, held_at_peak, memory_courses, shows_limit
 from autopar.report.model import Call, Part, joined, tree
 from autopar.report.program import blocks
 from autopar.report.step import Share, bar, seconds
@@ -85,6 +85,7 @@ def page(title: str, candidate: Candidate, asked: Asked, run: Run | None = None)
         sent=sent,
         gantts=_gantts(candidate, run),
         memory=[drawn(course, asked.limit) for course in courses],
+        shows_limit=any(shows_limit(course, asked.limit) for course in courses),
         weighed=weighed,
         parts=parts_of([way.figures for way in weighed]),
         kinds=kinds_of([way.figures for way in weighed]),

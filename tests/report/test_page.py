@@ -92,6 +92,15 @@ def test_its_numbers_are_those_of_the_plan(make: object, tmp_path: Path) -> None
         assert type_ in words
 
 
+@pytest.mark.parametrize("room", [1.2, 100.0])
+def test_a_line_is_spoken_of_where_it_is_drawn(room: float, tmp_path: Path) -> None:
+    plan = plans.pipelined()
+    text = written(replace(plan, limit=room * plan.memory.peak), tmp_path)
+    section = re.search(r'<section id="memory">.*?</section>', text, re.DOTALL)
+    assert section is not None
+    assert ('class="limit"' in section[0]) == ("a dashed line" in section[0]) == (room < 2)
+
+
 def test_equal_blocks_are_shown_once(tmp_path: Path) -> None:
     words = Reader(written(plans.megatron(), tmp_path)).words
     assert "{0..5}" in words
