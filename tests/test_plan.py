@@ -480,6 +480,7 @@ def test_a_limit_that_nothing_meets_says_what_would_help():
 def test_what_recomputation_leaves_is_named_where_nothing_fits(mode):
     case = mlp()
     options = {"cluster": CLUSTER, "mesh": MESH, "mode": mode, "memory": 40_000, "states": "whole"}
+    options["microbatches"] = 1
     with pytest.raises(ap.InvalidInput) as error:
         ap.plan(case.model, tuple(arg.repeat(512, 1) for arg in case.args), **options)
     assert error.value.rule == "a plan fits into the memory of every device"
@@ -512,6 +513,7 @@ def test_an_interrupt_while_a_mesh_is_solved_ends_the_search(interrupted):
             raise KeyboardInterrupt
 
     options = {"cluster": CLUSTER, "mode": "auto", "pipeline": None, "states": "whole"}
+    options["microbatches"] = 1
     limit = ap.plan(case.model, case.args, **options).memory.peak * 0.7
     plan = ap.plan(case.model, case.args, memory=limit, progress=interrupt, **options)
     assert plan.search.interrupted
