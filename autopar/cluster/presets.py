@@ -57,8 +57,8 @@ H200 = data_sheet("H200 141 GB", rates(67, 67, 989), 141, 4800, 2, 8, HOST_OF_PC
 
 # The link of each device inside its node, and all the ways out of a node taken together, as
 # collectives reach them: inside, four fifths of the rate of the lines, as a protocol takes the rest
-# (the maintainers of NCCL in nccl-tests, 212: 370 of 450 GB/s); outside, 23 of 25 GB/s an adapter. A
-# DGX has an adapter for each device, the one with V100s one for two of them.
+# (the maintainers of NCCL in nccl-tests, 212: 370 of 450 GB/s); outside, 23 of 25 GB/s an adapter.
+# A DGX has an adapter for each device, the one with V100s one for two of them.
 _PRESETS = {
     "dgx-v100": (Node(V100, 8, Link(3e-6, 120e9), rails=4), Link(6e-6, 46e9)),
     "dgx-a100": (Node(A100, 8, Link(3e-6, 235e9), rails=8), Link(6e-6, 185e9)),
