@@ -97,13 +97,13 @@ def test_other_links_cost_what_the_same_decisions_cost_on_them(name) -> None:
 @pytest.mark.parametrize("nodes", [1, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_other_nodes_cost_what_a_plan_for_them_costs(name, nodes, monkeypatch) -> None:
-    mesh = CASES[name]["mesh"]
+    mesh, plan = CASES[name]["mesh"], made(name)
     grown = ap.Mesh(**{**mesh.sizes, "dp": mesh["dp"] * nodes // 2})
     # With two ranks for `tp` alone, no replicas are left that states are cut over.
     states = {"states": "whole"} if (name, nodes) == ("tensor", 1) else {}
     monkeypatch.setitem(CASES, name, {**CASES[name], "mesh": grown, **states})
     for batch in {16, 4 * nodes}:  # the global batch stays, or is another
-        what = made(name).what_if(nodes=nodes, batch=batch)
+        what = plan.what_if(nodes=nodes, batch=batch)
         assert_priced_as(what.then, planned(name, machines(nodes), rows=batch))
         assert f"dp, which cuts the batch, goes from {mesh['dp']} to {grown['dp']}" in str(what)
 

@@ -81,8 +81,9 @@ def test_a_step_over_slower_links_takes_no_less(name: str, way: str) -> None:
         seconds = [step.makespan for step in steps]
         assert all(one <= other * (1 + 1e-9) for one, other in pairwise(seconds)), slower
         seconds = [step.step_time for step in steps]
-        if plan.pipelining.schedule.stages == 4 and way != "chimera":
-            # Where ranks have several stages, which sums begin early depends on when these end.
+        if plan.pipelining.schedule.stages == 4 and way not in ("chimera", "zb-h1"):
+            # Where ranks have several stages, or those that share a parameter split backward,
+            # which sums begin early depends on when these end.
             assert all(one <= other * (1 + 1e-9) for one, other in pairwise(seconds)), slower
         # Whatever the axes are, some of them runs between nodes, and between racks.
         assert seconds[-1] > 2 * seconds[0] or "inside" in slower[0]
