@@ -186,7 +186,7 @@ def test_demo_ends_with_a_page_of_its_run(capsys, monkeypatch, tmp_path):
     page = (tmp_path / "pages" / "demo.html").read_text()
     assert capsys.readouterr().out.splitlines()[-1] == f"to look at: {demo.PAGE}"
     assert "The largest difference from one process is" in page
-    assert "Pipeline, measured" in page
+    assert "Measured, in the last step" in page
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
