@@ -1,10 +1,13 @@
 """Published training runs, planned as their papers ran them: predicted beside published.
 
-    python -m benchmarks.published [--rows 1.7B 175B ...] [--paper megatron ...]
+    python -m benchmarks.published [--rows 1.7B 175B ...] [--paper megatron ...] [--choose]
 
 One JSON line a row, then one of all rows together: the step, its parts, and the bytes on the
 fullest device by kind. Mesh, micro-batches, schedule, states and recomputation are those of the
 papers; constants are those of the presets, the same for all rows. Nothing is allocated.
+
+With --choose, the planner is given the model and the cluster alone: what it chooses, beside the
+prediction of what the paper chose.
 """
 
 from __future__ import annotations
@@ -20,7 +23,10 @@ from typing import Any
 import torch
 
 import autopar as ap
-from benchmarks.published_models import Decoder, Sizes
+from autopar.cluster import Device
+from autopar.cost.footprint import Memory
+from autopar.cost.ways import groups_in, used_bytes
+from benchmarks.published_models import Decoder, Sizes, annotate
 
 Given = dict[str, Any]  # fields of a run
 
@@ -45,6 +51,7 @@ class Run:
     reduce: torch.dtype = torch.float32  # in which gradients are summed
     seconds: float | None = None  # published
     gigabytes: float | None = None  # of states, published
+    fits: bool = True  # into the memory of its devices, published
 
     @property
     def dp(self) -> int:
@@ -56,19 +63,22 @@ class Run:
 
     def plan(self) -> ap.Plan:
         """The plan of this run, all of it given by hand."""
-        with torch.device("meta"):
-            model = Decoder(self.sizes, self.sequence_parallel)
-            ids = torch.zeros(self.batch, self.sizes.sequence, dtype=torch.long)
+        model, inputs = self.model()
+        annotate(model, self.sequence_parallel)
         is_piped = self.pp > 1
         mesh = ap.Mesh(**({"pp": self.pp} if is_piped else {}), dp=self.dp, tp=self.tp)
-        how: dict[str, Any] = {"full": "full", "attention": {"blocks.*.core": "full"}, "none": None}
+        # What is gathered along the sequence is kept as pieces, and gathered again.
+        pieces = ap.Recompute(None, keep="cut")
+        gathered = {"blocks.*.qkv": pieces, "blocks.*.up": pieces} if self.sequence_parallel else {}
+        core = {"blocks.*.core": "full"}
+        how: dict[str, Any] = {"full": "full", "attention": core | gathered, "none": gathered}
         name, options = "1f1b", {}
         if self.chunks > 1:
             name, options = "interleaved", {"chunks": self.chunks}
         return ap.plan(
             model,
-            (ids, ids),
-            cluster=ap.Cluster.preset(self.cluster, nodes=-(-self.gpus // 8)),
+            inputs,
+            cluster=self.machines,
             mesh=mesh,
             mode="propagate",
             pipeline="pp" if is_piped else None,
@@ -79,6 +89,23 @@ class Run:
             states=self.states,  # type: ignore[arg-type]
             precision=ap.Precision(reduce=self.reduce),
         )
+
+    def chosen(self) -> ap.Plan:
+        """What the planner makes of the model and the machines."""
+        model, inputs = self.model()
+        precision = ap.Precision(reduce=self.reduce)
+        return ap.plan(model, inputs, cluster=self.machines, precision=precision)
+
+    def model(self) -> tuple[Decoder, tuple[torch.Tensor, torch.Tensor]]:
+        """The model, and a step's batch for it."""
+        with torch.device("meta"):
+            ids = torch.zeros(self.batch, self.sizes.sequence, dtype=torch.long)
+            return Decoder(self.sizes), (ids, ids)
+
+    @property
+    def machines(self) -> ap.Cluster:
+        """So many devices, in whole nodes."""
+        return ap.Cluster.preset(self.cluster, nodes=-(-self.gpus // 8))
 
 
 def megatron() -> Iterator[Run]:
@@ -104,7 +131,8 @@ def megatron() -> Iterator[Run]:
 
 
 def korthikanti() -> Iterator[Run]:
-    """Korthikanti et al., 2022, table 5: all recomputed, or the core of attention alone."""
+    """Korthikanti et al., 2022, table 5: all recomputed, or the core of attention alone; with
+    nothing recomputed, and no sequence parallelism, it does not fit."""
     table = [
         # name, heads, hidden, layers, gpus, pp, batch, micro-batch, chunks, full, selective
         ("22B", 64, 6144, 48, 8, 1, 4, 4, 1, 1.42, 1.10),
@@ -120,6 +148,7 @@ def korthikanti() -> Iterator[Run]:
         yield Run(name=f"{name} full", seconds=full, **about)
         how: Given = {"recompute": "attention", "sequence_parallel": True}
         yield Run(name=f"{name} selective", seconds=selective, **how, **about)
+        yield Run(name=f"{name} none", recompute="none", fits=False, **about)  # figure 1
 
 
 def llama() -> Iterator[Run]:
@@ -135,7 +164,7 @@ def llama() -> Iterator[Run]:
     )
     cut: Given = {"tp": 8, "pp": 16, "gpus": 16_384, "chunks": 7, "cluster": "dgx-h100"}
     steps: Given = {"batch": 2048, "microbatch": 1, "seconds": 6.5}
-    how: Given = {"recompute": "none", "sequence_parallel": True, "states": "zero2"}
+    how: Given = {"recompute": "none", "sequence_parallel": True, "states": "zero1"}
     yield Run(paper="llama3", name="405B", sizes=sizes, **cut, **steps, **how)
 
 
@@ -144,11 +173,18 @@ def zero() -> Iterator[Run]:
     sizes = Sizes(hidden=4096, heads=32, layers=36)
     for states, gigabytes in (("whole", 120), ("zero1", 31.4), ("zero2", 16.6), ("zero3", 1.88)):
         steps: Given = {"gpus": 64, "batch": 64, "microbatch": 1, "reduce": torch.bfloat16}
-        about: Given = {"states": states, "gigabytes": gigabytes}
+        about: Given = {"states": states, "gigabytes": gigabytes, "fits": states != "whole"}
         yield Run(paper="zero", name=f"7.5B {states}", sizes=sizes, **steps, **about)
 
 
 PAPERS = {"megatron": megatron, "korthikanti": korthikanti, "llama3": llama, "zero": zero}
+
+
+def optimizer_seconds(memory: Memory, device: Device) -> float:
+    """What follows a step: Adam reads gradients in the dtype of the masters, and reads and writes
+    masters and moments; before it, gradients are read for their norm, and scaled by it."""
+    masters, moments = memory.parameters, memory.optimizer
+    return (masters + 2 * (masters + moments) + 3 * masters) / device.throughput
 
 
 def report(run: Run) -> dict[str, Any]:
@@ -158,12 +194,15 @@ def report(run: Run) -> dict[str, Any]:
     cost, memory = plan.cost, plan.memory
     kinds = memory.to_json()
     states = sum(kinds[kind] for kind in ("parameters", "gradients", "optimizer", "gathered"))
+    groups = groups_in(plan.rewritten.nodes, plan.mesh, plan.states.buffer_bytes)
+    states -= used_bytes(groups, plan.mesh)  # copies come for a use, and are no states
+    seconds = plan.seconds + optimizer_seconds(memory, plan.cluster.device)
     line: dict[str, Any] = {"paper": run.paper, "model": run.name}
     if run.seconds is not None:
         line |= {
-            "seconds": round(plan.seconds, 3),
+            "seconds": round(seconds, 3),
             "published": run.seconds,
-            "ratio": round(plan.seconds / run.seconds, 3),
+            "ratio": round(seconds / run.seconds, 3),
         }
     if run.gigabytes is not None:
         line |= {
@@ -171,17 +210,53 @@ def report(run: Run) -> dict[str, Any]:
             "published": run.gigabytes,
             "ratio": round(states / 1e9 / run.gigabytes, 3),
         }
-    parts = ("compute", "exposed", "bubble", "gradient_sync")
+    parts = {part: getattr(cost, part) for part in ("compute", "exposed", "bubble")}
+    parts["optimizer"] = seconds - plan.seconds
     return line | {
-        "parts": {part: round(getattr(cost, part), 3) for part in parts},
+        "parts": {part: round(value, 3) for part, value in parts.items()},
         "gigabytes": {kind: round(size / 1e9, 2) for kind, size in kinds.items() if size},
-        "fits": memory.peak <= ap.Cluster.preset(run.cluster).device.memory,
+        "fits": memory.peak <= plan.cluster.device.memory,
+        "published_fits": run.fits,
         "cpu_seconds": round(time.process_time() - clock, 1),
     }
 
 
+def comparison(run: Run) -> dict[str, Any]:
+    """What the planner chooses, beside what the paper did by the same prediction."""
+    given = run.plan()
+    clock = time.process_time()
+    plan = run.chosen()
+    seconds, differs = plan.seconds / given.seconds, {}
+    for part in ("compute", "exposed", "bubble"):
+        own, other = getattr(plan.cost, part), getattr(given.cost, part)
+        differs[part] = round(own - other, 3)
+    return {
+        "paper": run.paper,
+        "model": run.name,
+        "chosen": _summary(plan),
+        "published": _summary(given),
+        "seconds": round(plan.seconds, 3),
+        "of_published": round(seconds, 3),
+        "differs_by": differs,
+        "gigabytes": [round(one.memory.peak / 1e9, 1) for one in (plan, given)],
+        "fits": plan.memory.peak <= plan.cluster.device.memory,
+        "cpu_seconds": round(time.process_time() - clock, 1),
+    }
+
+
+def _summary(plan: ap.Plan) -> str:
+    """What was decided, in a line."""
+    parts = [str(plan.whole_mesh), f"{plan.microbatches} micro-batches", f"states {plan.states}"]
+    if plan.pipelining is not None:
+        made = plan.pipelining.schedule
+        options = "".join(f", {name}={value}" for name, value in made.options)
+        parts.insert(1, f"{made.name}{options}")
+    again = sorted({str(how) for how in plan.decisions.recompute.values()})
+    return "; ".join([*parts, f"recomputed: {', '.join(again) or 'nothing'}"])
+
+
 def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """How far off the predicted steps are, and which runs are said not to fit."""
+    """How far off the predicted steps are, and of which runs it is wrong whether they fit."""
     errors = [abs(line["ratio"] - 1) for line in lines if "seconds" in line]
     found: dict[str, Any] = {"rows": len(lines)}
     if errors:
@@ -189,21 +264,25 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
             "median_error": round(statistics.median(errors), 3),
             "largest_error": round(max(errors), 3),
         }
-    return found | {"said_not_to_fit": [line["model"] for line in lines if not line["fits"]]}
+    wrong = [line["model"] for line in lines if line["fits"] != line["published_fits"]]
+    return found | {"wrong_about_memory": wrong}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", nargs="*", help="only the rows whose names begin so")
     parser.add_argument("--paper", choices=PAPERS, nargs="*", default=list(PAPERS))
+    parser.add_argument("--choose", action="store_true", help="let the planner choose")
     arguments = parser.parse_args()
     lines = []
     for paper in arguments.paper:
         for run in PAPERS[paper]():
-            if not arguments.rows or run.name.startswith(tuple(arguments.rows)):
-                lines.append(report(run))
-                print(json.dumps(lines[-1]), flush=True)
-    print(json.dumps(summary(lines)))
+            if arguments.rows and not run.name.startswith(tuple(arguments.rows)):
+                continue
+            lines.append(comparison(run) if arguments.choose else report(run))
+            print(json.dumps(lines[-1]), flush=True)
+    if not arguments.choose:
+        print(json.dumps(summary(lines)))
 
 
 if __name__ == "__main__":

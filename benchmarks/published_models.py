@@ -1,8 +1,9 @@
-"""The models of published training runs, on the meta device, annotated as their papers cut them.
+"""The models of published training runs, on the meta device, and how their papers cut them.
 
-Weights are cut in columns and rows over `tp`, as in Megatron-LM, and with `sequence_parallel` the
-norms and what lies between them along the sequence; micro-batches over `dp`. The GPTs have the
-dropout of their papers. These models are planned, never run.
+Annotated, weights are cut in columns and rows over `tp`, as in Megatron-LM, and with
+`sequence_parallel` the norms and what lies between them along the sequence; micro-batches over
+`dp`. The GPTs have the dropout of their papers, and the kernels that its runs had fused are one
+operator here. These models are planned, never run.
 """
 
 from __future__ import annotations
@@ -54,12 +55,38 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("published::joined", mutates_args=())
+def joined(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    """Bias, dropout and residual in one kernel, which writes a mask, too."""
+    return residual + F.dropout(x + bias, 0.1)
+
+
+@joined.register_fake
+def _(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("published::gated", mutates_args=())
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """The gate of a Llama in one kernel: its backward makes what lies between again."""
+    return F.silu(gate) * up
+
+
+@gated.register_fake
+def _(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.empty_like(up)
+
+
 def _refuse(ctx, grad: Tensor) -> Tensor:
     raise NotImplementedError("models of published runs are planned, not run")
 
 
 dropped.register_autograd(_refuse)
+joined.register_autograd(_refuse)
+gated.register_autograd(_refuse)
 ap.register_rule("published::dropped", "... -> ...", saved="", extra="bool: ...")
+ap.register_rule("published::gated", "..., ... -> ...", saved="0 1")
+ap.register_rule("published::joined", "... h, h, ... h -> ... h", saved="", extra="bool: ... h")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,21 +128,44 @@ class Block(nn.Module):
         hidden = sizes.hidden
         self.width = hidden // sizes.heads
         self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+        self.qkv, self.up = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, 4 * hidden)
+        self.out = nn.Linear(hidden, hidden, bias=False)
+        self.down = nn.Linear(4 * hidden, hidden, bias=False)
+        self.bias1, self.bias2 = (nn.Parameter(torch.empty(hidden)) for _ in range(2))
         self.core = Core(is_fused=False)
-        for columns in (self.qkv, self.up):
-            ap.shard(columns, params={"weight": ("tp", None), "bias": ("tp",)})
-        for rows in (self.out, self.down):
-            ap.shard(rows, params={"weight": (None, "tp")})
 
     def forward(self, x: Tensor) -> Tensor:
         batch, sequence = x.shape[:2]
         qkv = self.qkv(self.norm1(x)).view(batch, sequence, -1, 3, self.width)
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(3))
         mixed = self.core(q, k, v).transpose(1, 2).reshape(batch, sequence, -1)
-        x = x + dropped(self.out(mixed))
-        return x + dropped(self.down(F.gelu(self.up(self.norm2(x)))))
+        x = joined(self.out(mixed), self.bias1, x)
+        return joined(self.down(F.gelu(self.up(self.norm2(x)))), self.bias2, x)
+
+
+class Heads(nn.Module):
+    """Queries, keys and values of grouped heads."""
+
+    def __init__(self, hidden: int, narrow: int) -> None:
+        super().__init__()
+        self.q = nn.Linear(hidden, hidden, bias=False)
+        self.k = nn.Linear(hidden, narrow, bias=False)
+        self.v = nn.Linear(hidden, narrow, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q(x), self.k(x), self.v(x)
+
+
+class Gate(nn.Module):
+    """The wide half of a gated MLP."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden, inner, bias=False)
+        self.up = nn.Linear(hidden, inner, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gated(self.gate(x), self.up(x))
 
 
 class LlamaBlock(nn.Module):
@@ -125,39 +175,27 @@ class LlamaBlock(nn.Module):
         super().__init__()
         assert sizes.inner is not None
         assert sizes.groups is not None
-        hidden, inner = sizes.hidden, sizes.inner
+        hidden = sizes.hidden
         self.width = hidden // sizes.heads
-        narrow = sizes.groups * self.width
         self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
-        self.q = nn.Linear(hidden, hidden, bias=False)
-        self.k = nn.Linear(hidden, narrow, bias=False)
-        self.v = nn.Linear(hidden, narrow, bias=False)
+        self.qkv = Heads(hidden, sizes.groups * self.width)
         self.out = nn.Linear(hidden, hidden, bias=False)
-        self.gate = nn.Linear(hidden, inner, bias=False)
-        self.up = nn.Linear(hidden, inner, bias=False)
-        self.down = nn.Linear(inner, hidden, bias=False)
+        self.up = Gate(hidden, sizes.inner)
+        self.down = nn.Linear(sizes.inner, hidden, bias=False)
         self.core = Core(is_fused=True)
-        for columns in (self.q, self.k, self.v, self.gate, self.up):
-            ap.shard(columns, params={"weight": ("tp", None)})
-        for rows in (self.out, self.down):
-            ap.shard(rows, params={"weight": (None, "tp")})
 
     def forward(self, x: Tensor) -> Tensor:
         batch, sequence = x.shape[:2]
-        normed = self.norm1(x)
-        q, k, v = (
-            part(normed).view(batch, sequence, -1, self.width).transpose(1, 2)
-            for part in (self.q, self.k, self.v)
-        )
+        heads = self.qkv(self.norm1(x))
+        q, k, v = (one.view(batch, sequence, -1, self.width).transpose(1, 2) for one in heads)
         x = x + self.out(self.core(q, k, v).transpose(1, 2).reshape(batch, sequence, -1))
-        normed = self.norm2(x)
-        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+        return x + self.down(self.up(self.norm2(x)))
 
 
 class Decoder(nn.Module):
     """Embeddings, blocks, and the loss of each next token."""
 
-    def __init__(self, sizes: Sizes, sequence_parallel: bool = False) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.tokens = nn.Embedding(sizes.vocabulary, sizes.hidden)
         self.positions = None
@@ -167,14 +205,6 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(kind(sizes) for _ in range(sizes.layers))
         self.norm = nn.RMSNorm(sizes.hidden) if sizes.is_llama else nn.LayerNorm(sizes.hidden)
         self.head = nn.Linear(sizes.hidden, sizes.vocabulary, bias=False)
-        ap.shard(self.tokens, params={"weight": ("tp", None)})
-        ap.shard(self.head, params={"weight": ("tp", None)})
-        rows = ("dp", "tp" if sequence_parallel else None, None)
-        for block in self.blocks:
-            ap.shard(block, out_strategy=(rows,))
-            for norm in (block.norm1, block.norm2):
-                ap.shard(norm, (rows,), (rows,))
-        ap.shard(self.norm, (rows,))
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.tokens(ids)
@@ -184,3 +214,24 @@ class Decoder(nn.Module):
             x = block(x)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+
+
+def annotate(model: Decoder, sequence_parallel: bool) -> None:
+    """Cut it as the papers did."""
+    rows = ("dp", "tp" if sequence_parallel else None, None)
+    for block in model.blocks:
+        assert isinstance(block, Block | LlamaBlock)
+        ap.shard(block, out_strategy=(rows,))
+        for norm in (block.norm1, block.norm2):
+            ap.shard(norm, (rows,), (rows,))
+        for wide in (block.qkv, block.up):
+            for part in wide.modules():
+                if isinstance(part, nn.Linear):
+                    bias = {} if part.bias is None else {"bias": ("tp",)}
+                    ap.shard(part, params={"weight": ("tp", None), **bias})
+        for narrow in (block.out, block.down):
+            ap.shard(narrow, params={"weight": (None, "tp")})
+    ap.shard(model.norm, (rows,), (rows,))
+    ap.shard(model.head, (("dp", None, None),), (("dp", None, "tp"),))
+    for table in (model.tokens, model.head):
+        ap.shard(table, params={"weight": ("tp", None)})

@@ -75,7 +75,7 @@ def test_a_plan_under_a_limit_fits_and_costs_no_less(name: str) -> None:
     free = ap.plan(case.model, case.args, case.kwargs, **options)
     before = free.cost.seconds
     assert free.search is not None
-    for part in (0.8, 0.55):
+    for part in (0.8, 0.6):
         limit = free.memory.peak * part
         plan = ap.plan(case.model, case.args, case.kwargs, memory=limit, **options)
         assert plan.search is not None

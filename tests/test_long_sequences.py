@@ -175,9 +175,9 @@ def test_weights_are_dropped_by_their_places() -> None:
 
 
 def test_what_links_say() -> None:
-    """A sequence of 256k tokens on four nodes: heads change hands inside of nodes, and a ring joins
+    """A sequence of 64k tokens on four nodes: heads change hands inside of nodes, and a ring joins
     the nodes; on one axis of all 32 devices, which are more than heads of keys, it is a ring."""
-    case = long_llama(sequence=2**18, layers=1)
+    case = long_llama(sequence=2**16, layers=1)
     cluster = ap.Cluster.preset("dgx-h100", nodes=4)
     for mesh, wanted in ((Mesh(sp=32), "ring@sp"), (Mesh(sp=4, tp=8), "b1@tp ring@sp")):
         plan = ap.plan(case.model, case.args, cluster=cluster, mesh=mesh)

@@ -16,6 +16,14 @@ def machines(
 ) -> ap.Cluster:
     """One node of slow devices, so that the sizes of the small models matter."""
     rates = {"f32": 1e9, "f64": 1e9}
-    device = Device("toy", rates, memory=memory, bandwidth=4e9, overhead=0.0, efficiency=1.0)
+    device = Device(
+        "toy",
+        rates,
+        memory=memory,
+        bandwidth=4e9,
+        overhead=0.0,
+        efficiency=1.0,
+        bandwidth_efficiency=1.0,
+    )
     link = Link(latency, bandwidth)
     return ap.Cluster((Node(device, devices, link),), link, "toy")

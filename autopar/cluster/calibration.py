@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from autopar.cluster.machines import Device, Host, Link, Node
+from autopar.cluster.machines import REACHED, Device, Host, Link, Node
 from autopar.errors import ExecutionError
 
 VERSION = 3
@@ -75,7 +75,7 @@ def measured_node(devices: int, processes: int, figures: dict[str, Any]) -> Node
         memory=memory,
         bandwidth=bandwidth,
         overhead=overhead,
-        efficiency=1.0,
+        **REACHED,
         overlap=figures["overlap"],
         half_flops=figures["half_flops"],
         host=host,

@@ -11,7 +11,7 @@
 The eight `tp` groups of one node share its way out, so that each `dp` group gets an eighth:
 
 >>> links["tp"].bandwidth / 1e9, links["dp"].bandwidth / 1e9
-(450.0, 50.0)
+(370.0, 46.25)
 """
 
 from __future__ import annotations

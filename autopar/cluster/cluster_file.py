@@ -5,7 +5,8 @@ name = "two kinds"
 [device.small]                      # any number of devices
 flops = { bf16 = 100e12, f32 = 10e12 }
 memory = 16e9
-bandwidth = 0.7e12                  # overhead, efficiency, half_flops, half_bytes, overlap
+bandwidth = 0.7e12                  # overhead, efficiency, bandwidth_efficiency, half_flops,
+                                    # half_bytes, overlap
 host = { memory = 64e9, copy_bandwidth = 25e9 }   # of each device; the rest as wished
 
 [[nodes]]                           # one or more of these

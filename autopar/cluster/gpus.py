@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from autopar.cluster.calibration import host_memory
-from autopar.cluster.machines import Device, Host, Link, Node
+from autopar.cluster.machines import REACHED, Device, Host, Link, Node
 from autopar.cluster.presets import (
     A100,
     H100,
@@ -41,7 +41,7 @@ from autopar.layout import DTYPES
 
 # The machines that GPUs of a kind stand in: their links are those of the preset.
 MACHINES = {"V100": "dgx-v100", "A100": "dgx-a100", "H100": "dgx-h100", "H200": "h200"}
-B200_LINK = Link(3e-6, 900e9)  # NVLink of the fifth generation, each direction
+B200_LINK = Link(3e-6, 720e9)  # four fifths of NVLink 5, each direction
 PCIE = Link(8e-6, 20e9)  # what peers reach over 16 lanes of the fourth generation
 GRACE = Host(480e9, 5e-6, 400e9, 350e9, 3e12)  # NVLink-C2C, 450 GB/s each direction
 NETWORK = Link(6e-6, 25e9)  # one adapter of 200 Gbit/s: a guess, where nothing is known of it
@@ -142,8 +142,8 @@ def measured(device: torch.device, name: str) -> Device:
     overhead = timed(lambda: [small + small for _ in range(100)], device) / 100
     is_gpu = device.type == "cuda"
     memory = torch.cuda.get_device_properties(device).total_memory if is_gpu else host_memory()
-    about: dict[str, Any] = {"overhead": overhead, "host": measured_host(device)}
-    return Device(name, flops, float(memory), bandwidth, efficiency=1.0, **about)
+    about: dict[str, Any] = {"overhead": overhead, "host": measured_host(device), **REACHED}
+    return Device(name, flops, float(memory), bandwidth, **about)
 
 
 def measured_host(device: torch.device) -> Host:

@@ -16,6 +16,8 @@ from autopar.layout import DTYPE_NAMES
 from autopar.schema import Count, NotNegative, Part, Positive
 
 COST = {"worst": max}  # of what is worse the more there is of it
+# Of a device whose rates were measured: they are what it reaches.
+REACHED: Mapping[str, Any] = {"efficiency": 1.0, "bandwidth_efficiency": 1.0}
 
 
 @dataclass(frozen=True)
@@ -45,14 +47,14 @@ class Host:
     def link(self) -> Device:
         """The way to the device, as one that reads what it copies and writes it."""
         rates = {"f32": self.flops}
-        more = {"overhead": self.copy_alpha, "efficiency": 1.0, "overlap": 0.0}
+        more = {"overhead": self.copy_alpha, **REACHED, "overlap": 0.0}
         return Device("host link", rates, self.memory, 2 * self.copy_bandwidth, **more, host=self)
 
     @cached_property
     def processor(self) -> Device:
         """Its cores, as a device that runs operators."""
         rates = {"f32": self.flops, "f64": self.flops / 2}
-        more = {"overhead": self.overhead, "efficiency": 1.0, "overlap": 0.0}
+        more = {"overhead": self.overhead, **REACHED, "overlap": 0.0}
         return Device("host", rates, self.memory, self.bandwidth, **more, host=self)
 
     def copied(self, bytes_: float, copies: float = 1) -> float:
@@ -70,8 +72,9 @@ class Device:
     bandwidth: Positive  # bytes/s of its memory
     overhead: NotNegative = field(default=5e-6, metadata=COST)  # seconds to start an operator
     efficiency: Positive = 0.7  # the part of `flops` that large matrix products reach
+    bandwidth_efficiency: Positive = 0.75  # the part of `bandwidth` that large passes reach
     # FLOPs of a product in the fastest dtype that reaches half; bytes of an operator that reaches
-    # half of `bandwidth`.
+    # half of `throughput`.
     half_flops: NotNegative = field(default=0.0, metadata=COST)
     half_bytes: NotNegative = field(default=0.0, metadata=COST)
     # How fast computing goes while a collective runs beside it, of its speed alone; 0: they take
@@ -95,6 +98,7 @@ class Device:
             dtype: min(kind.peak(dtype) for kind in kinds) / worst["efficiency"]
             for dtype in _dtypes(kinds)
         }
+        worst["bandwidth"] = min(kind.throughput for kind in kinds) / worst["bandwidth_efficiency"]
         host = Host.weakest([kind.host for kind in kinds])
         return cls(" | ".join(kind.name for kind in kinds), flops, **worst, host=host)
 
@@ -106,9 +110,16 @@ class Device:
         # What it takes a product to get going is the same time in every dtype.
         start = min(kind.half("f32") / kind.peak("f32") for kind in kinds)
         best["half_flops"] = start * max(peaks.values())
+        fastest = max(kind.throughput for kind in kinds)
+        best["bandwidth"] = fastest / best["bandwidth_efficiency"]
         best["host"] = Host.strongest([kind.host for kind in kinds])
         flops = {dtype: peak / best["efficiency"] for dtype, peak in peaks.items()}
         return cls(" | ".join(kind.name for kind in kinds), flops, **best)
+
+    @property
+    def throughput(self) -> float:
+        """Bytes/s that large passes over memory reach."""
+        return self.bandwidth * self.bandwidth_efficiency
 
     def peak(self, dtype: torch.dtype | str) -> float:
         """FLOP/s that large work of `dtype` reaches; a dtype without an entry runs as f32."""

@@ -4,7 +4,7 @@
 0.0175
 >>> from autopar.cluster import Cluster
 >>> device = Cluster.preset("dgx-h100").device
->>> values = operator_values(device, "bf16", flops=2 * 4096**3, moved=3 * 2 * 4096**2)
+>>> values = operator_values(device, "bf16", flops=2 * 4096**3, read=2 * 2 * 4096**2)
 >>> round(operator_formula(values["F"])(**values) * 1e6)
 218
 
@@ -24,7 +24,7 @@ from autopar.cost.formula import Formula
 
 p, V, B, a = (Symbol(name) for name in ("p", "V", "B", "a"))
 F, F_half, P = (Symbol(name) for name in ("F", "F_half", "P"))
-M, M_half, W, t0 = (Symbol(name) for name in ("M", "M_half", "W", "t0"))
+M, M_half, N, W, t0 = (Symbol(name) for name in ("M", "M_half", "N", "W", "t0"))
 
 # a: latency, B: bytes/s, p: ranks. Ring algorithms; all-reduce halves and doubles (Rabenseifner):
 # the volume of a ring with the latency of a tree.
@@ -39,10 +39,12 @@ COLLECTIVES = {
 
 # Roofline: limited by arithmetic or by memory, whichever takes longer. P and W are rates, F and M
 # the work; work of size F_half (M_half) runs at half of the rate. t0: time to start an operator.
-ROOFLINE = Formula("operator", Max((F + F_half) / P, (M + M_half) / W) + t0)
+# What is read comes beside the arithmetic. N, what is written, goes after it: a tile of a product
+# is written when it has all its sums, and so a product of few sums for each result is a slow one.
+ROOFLINE = Formula("operator", Max((F + F_half) / P, (M + M_half) / W) + N / W + t0)
 S = Symbol("S")  # bytes of passes over intermediate results, which come one after another
-PASSES = Formula("operator", Max((F + F_half) / P, (M + M_half) / W) + S / W + t0)
-MEMORY_BOUND = Formula("operator", (M + M_half) / W + t0)
+PASSES = Formula("operator", Max((F + F_half) / P, (M + M_half) / W) + (N + S) / W + t0)
+MEMORY_BOUND = Formula("operator", (M + N + M_half) / W + t0)
 
 # What computing hides of a collective that takes C by itself: beside it computing goes at `o` of
 # its speed, and there is K to compute that does not wait for it.
@@ -72,17 +74,18 @@ def operator_formula(flops: Any, between: Any = 0.0) -> Formula:
 
 
 def operator_values(
-    device: Device, dtype: Any, flops: Any, moved: Any, between: Any = 0.0
+    device: Device, dtype: Any, flops: Any, read: Any, written: Any = 0.0, between: Any = 0.0
 ) -> dict[str, Any]:
     """The values of the symbols in the formula of an operator."""
     return {
         "F": flops,
         "F_half": device.half(dtype),
         "P": device.peak(dtype),
-        "M": moved,
+        "M": read,
+        "N": written,
         "S": between,
         "M_half": device.half_bytes,
-        "W": device.bandwidth,
+        "W": device.throughput,
         "t0": device.overhead,
     }
 

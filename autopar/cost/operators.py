@@ -38,9 +38,11 @@ class Work(NamedTuple):
     """FLOPs and bytes of each strategy, forward and backward, on the busiest rank."""
 
     flops: Array
-    moved: Array
+    read: Array
+    written: Array
     backward_flops: Array
-    backward_moved: Array
+    backward_read: Array
+    backward_written: Array
     between: Array  # by the parts of `rule.Between`
 
 
@@ -136,25 +138,27 @@ def work(facts: Facts, pieces: ShardSizes) -> Work:
     nothing = np.zeros(pieces.count)
     between = np.multiply.outer(pieces.share(), rule.between)
     if facts.is_view:
-        return Work(nothing, nothing, nothing, nothing, between)
-    inputs = pieces.inputs(facts)
-    output = sum(pieces.outputs(facts), nothing)
+        return Work(*(nothing,) * 6, between)
+    inputs, outputs = pieces.inputs(facts), pieces.outputs(facts)
+    read, output = sum(inputs, nothing), sum(outputs, nothing)
     # What multiplies nothing and has few FLOPs for its elements is limited by memory alone.
     elements = sum(_elements(rule, dims) for dims in (*rule.inputs, *rule.outputs))
     counts = rule.product or rule.flops > HEAVY * elements
     flops = rule.flops * pieces.share() if counts else nothing
-    moved = sum(inputs, output)
     learning = [index for index, learns in enumerate(facts.differentiable) if learns]
     if not learning:
-        return Work(flops, moved, nothing, nothing, between)
+        return Work(flops, read, output, nothing, nothing, nothing, between)
     passes = len(learning) if rule.is_contraction else 1
-    kept = sum((inputs[index] for index in rule.saved.inputs if index < len(inputs)), nothing)
-    written = sum((inputs[index] for index in learning), nothing)
+    extra = sum((pieces.bytes(one, facts.dtype) for one in rule.saved.extra), nothing)
+    kept = sum((inputs[i] for i in rule.saved.inputs if i < len(inputs)), extra)
+    kept = kept + output if rule.saved.output else kept
+    gradients = sum((inputs[index] for index in learning), nothing)
     if rule.backward_flops is None:
         backward_flops = flops * (passes if rule.is_contraction else 2)
     else:
         backward_flops = rule.backward_flops * pieces.share()
-    return Work(flops, moved, backward_flops, passes * output + kept + written, between)
+    backward = backward_flops, passes * output + kept, gradients
+    return Work(flops, read, output + extra, *backward, between)
 
 
 def rooflines(facts: Facts, done: Work, device: Device) -> dict[str, tuple[Formula, Values]]:
@@ -166,15 +170,16 @@ def rooflines(facts: Facts, done: Work, device: Device) -> dict[str, tuple[Formu
         device = device.host.link
     elif facts.on_host:
         device = device.host.processor
-    ways = {} if facts.is_view else {"forward": (done.flops, done.moved, forward)}
+    ways = {} if facts.is_view else {"forward": (done.flops, done.read, done.written, forward)}
     if ways and any(facts.differentiable):
-        ways["backward"] = done.backward_flops, done.backward_moved, backward
+        of_gradients = done.backward_read, done.backward_written
+        ways["backward"] = done.backward_flops, *of_gradients, backward
     return {
         way: (
             operator_formula(flops, passed),
-            operator_values(device, facts.dtype, flops, moved, passed),
+            operator_values(device, facts.dtype, flops, read, written, passed),
         )
-        for way, (flops, moved, passed) in ways.items()
+        for way, (flops, read, written, passed) in ways.items()
     }
 
 

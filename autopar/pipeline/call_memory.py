@@ -23,6 +23,7 @@ from autopar._torch import memory_of
 from autopar.cost.host_kernels import HostKernels
 from autopar.mesh import Mesh
 from autopar.passes.kernels import local_call
+from autopar.pipeline.fused_attention import FusedAttention
 from autopar.strategies.kernels.draws import Place
 from autopar.strategies.node_info import flat, info
 
@@ -188,7 +189,7 @@ def _observe(
 
     with torch.enable_grad():
         forward = _Watch(leaves, kernels)
-        with saved_tensors_hooks(keep, lambda value: value):
+        with saved_tensors_hooks(keep, lambda value: value), FusedAttention():
             results = forward.see(call)
         outputs = [value for value in flat(results) if isinstance(value, Tensor)]
         more = forward.most - forward.bytes

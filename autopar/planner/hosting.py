@@ -42,7 +42,7 @@ def least_update(captured: Captured, request: Request) -> float:
     nodes = captured.graph.find_nodes(op="placeholder")
     learned = [n for n in nodes if n.name in captured.parameters and info(n).learns]
     moved = sum(info(node).val.numel() * state_bytes(node).updated for node in learned)
-    return max(0.0, moved / devices * (1 / host.bandwidth - 1 / cluster.device.bandwidth))
+    return max(0.0, moved / devices * (1 / host.bandwidth - 1 / cluster.device.throughput))
 
 
 def no_room_on_host(tried: Sequence[Candidate]) -> InvalidInput:

@@ -197,7 +197,7 @@ def _mark(node: fx.Node, inputs: tuple[fx.Node, ...]) -> Candidates:
         nothing,
         nothing,
         nothing,
-        Work(nothing, nothing, nothing, nothing, np.zeros((1, 4))),
+        Work(*(nothing,) * 6, np.zeros((1, 4))),
     )
 
 

@@ -47,23 +47,36 @@ def test_one_rank_moves_nothing() -> None:
     assert collective_seconds("slice", axis(8), GB) == 0
 
 
-def operator_seconds(device: Device, dtype: Any, *, flops: Any, moved: Any) -> Any:
-    return operator_formula(flops)(**operator_values(device, dtype, flops, moved))
+def operator_seconds(
+    device: Device, dtype: Any, *, flops: Any, read: Any, written: Any = 0.0
+) -> Any:
+    return operator_formula(flops)(**operator_values(device, dtype, flops, read, written))
 
 
 def test_the_roofline_is_the_slower_of_arithmetic_and_memory() -> None:
     device = Cluster.preset("dgx-h100").device
-    big = operator_seconds(device, torch.bfloat16, flops=1e15, moved=1e6)
+    big = operator_seconds(device, torch.bfloat16, flops=1e15, read=1e6)
     assert big == pytest.approx(1e15 / (989e12 * 0.7), rel=1e-2)
-    wide = operator_seconds(device, torch.bfloat16, flops=1e6, moved=1e12)
-    assert wide == pytest.approx(1e12 / 3.35e12, rel=1e-2)
-    assert operator_seconds(device, "bf16", flops=0, moved=0) >= device.overhead
+    wide = operator_seconds(device, torch.bfloat16, flops=1e6, read=1e12)
+    assert wide == pytest.approx(1e12 / (3.35e12 * 0.75), rel=1e-2)
+    assert operator_seconds(device, "bf16", flops=0, read=0) >= device.overhead
+
+
+def test_what_is_written_comes_after_the_arithmetic() -> None:
+    """Products with the same results: the fewer sums each has, the slower is the arithmetic."""
+    device, rates = Cluster.preset("dgx-a100").device, []
+    for sums in (256, 1024, 4096, 16384):
+        flops, read = 2.0 * 8192 * 8192 * sums, 2 * 2.0 * 8192 * sums
+        seconds = operator_seconds(device, "bf16", flops=flops, read=read, written=2.0 * 8192**2)
+        rates.append(flops / seconds / device.peak("bf16"))
+    assert rates == sorted(rates)
+    assert rates[0] < 0.7 < 0.95 < rates[-1] < 1
 
 
 def test_small_work_runs_slower() -> None:
     device = Cluster.preset("dgx-h100").device
-    whole = operator_seconds(device, "bf16", flops=1e11, moved=0)
-    half = operator_seconds(device, "bf16", flops=0.5e11, moved=0)
+    whole = operator_seconds(device, "bf16", flops=1e11, read=0)
+    half = operator_seconds(device, "bf16", flops=0.5e11, read=0)
     assert half > 0.5 * whole
     values = operator_values(device, "bf16", device.half_flops, 0.0)
     rate = device.half_flops / (ROOFLINE(**values) - device.overhead)
@@ -78,8 +91,8 @@ def test_an_operator_without_flops_knows_only_memory() -> None:
 def test_arrays_give_the_numbers_of_their_elements() -> None:
     device = Cluster.preset("dgx-a100").device
     flops, moved = np.array([1e9, 1e12, 1e6]), np.array([1e9, 1e6, 1e3])
-    together = operator_seconds(device, "f32", flops=flops, moved=moved)
-    alone = [operator_seconds(device, "f32", flops=f, moved=m) for f, m in zip(flops, moved)]
+    together = operator_seconds(device, "f32", flops=flops, read=moved)
+    alone = [operator_seconds(device, "f32", flops=f, read=m) for f, m in zip(flops, moved)]
     assert together.tolist() == pytest.approx(alone)
     sizes = np.array([1e3, 1e6])
     both = collective_seconds("all_gather", axis(4, alpha=1e-6), sizes)

@@ -25,7 +25,15 @@ from tests.pipeline.models import share_captures  # noqa: F401
 
 def slow_network(nodes: int, memory: float = 1e9) -> ap.Cluster:
     """Nodes of one device each, far apart: what crosses them had better be small."""
-    device = Device("toy", {"f32": 1e9, "f64": 1e9}, memory, 4e9, overhead=0, efficiency=1.0)
+    device = Device(
+        "toy",
+        {"f32": 1e9, "f64": 1e9},
+        memory,
+        4e9,
+        overhead=0,
+        efficiency=1.0,
+        bandwidth_efficiency=1.0,
+    )
     return ap.Cluster((Node(device, 1, Link(1e-7, 1e9)),) * nodes, Link(1e-5, 1e7), "toy")
 
 
