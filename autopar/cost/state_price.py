@@ -198,7 +198,7 @@ class StatePrice:
     def _updated(self, at: Layout, shape: tuple[int, ...], bytes_: StateBytes) -> float:
         """By how much the host takes longer than the device to update what lies at `at`."""
         size = local_elements(at.dims, shape, self.price.mesh) * bytes_.updated
-        host, device = self._device.host.bandwidth, self._device.bandwidth
+        host, device = self._device.host.bandwidth, self._device.throughput
         return max(0.0, size / host - size / device)
 
     def _size(self, at: Layout, shape: tuple[int, ...], itemsize: int) -> float:

@@ -120,9 +120,10 @@ class Busy:
                     for facts, strategy in info(node).calls if info(node).movement is None else ():
                         done = work(facts, ShardSizes(facts.rule, [strategy], self.candidate.mesh))
                         flops = float(done.flops[0] + done.backward_flops[0])
-                        moved = float(done.moved[0] + done.backward_moved[0])
+                        forward, backward = done.read + done.written, done.backward_read
+                        moved = float((forward + backward + done.backward_written)[0])
                         found[f"compute {rank}"] += times * flops / device.peak(facts.dtype)
-                        found[f"memory {rank}"] += times * moved / device.bandwidth
+                        found[f"memory {rank}"] += times * moved / device.throughput
         for unit, size, bandwidth in (*self._collectives(), *self._messages()):
             found[unit] += size / bandwidth
         return found
