@@ -6,7 +6,7 @@
 >>> device = Cluster.preset("dgx-h100").device
 >>> values = operator_values(device, "bf16", flops=2 * 4096**3, read=2 * 2 * 4096**2)
 >>> round(operator_formula(values["F"])(**values) * 1e6)
-218
+206
 
 V is the larger of what one rank holds before and after the collective: of an all-gather the
 gathered tensor, of a reduce-scatter the tensor that is scattered, of an all-to-all the piece.
