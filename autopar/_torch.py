@@ -34,11 +34,8 @@ from torch.cpu import _is_amx_tile_supported as multiplies_tiles  # of half prec
 from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroup, Store, TCPStore
 from torch.distributed._composable.contract import REGISTRY_KEY as COMPOSED
 from torch.distributed.distributed_c10d import (
-    _abort_process_group,
     _get_default_store,
     _resolve_process_group,
-    _update_default_pg,
-    _world,
 )
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
@@ -173,26 +170,6 @@ def will_reach(leaf: Tensor) -> bool:
         return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
     except RuntimeError:  # torch's answer where autograd.grad() is asked for this one
         return True
-
-
-def groups_known() -> int:
-    """How many groups this rank has been told of: torch names new ones after it."""
-    return len(_world.pg_names)
-
-
-def abort_groups() -> Any:
-    """End all process groups at once: what others wait for in them fails. A world is left that
-    knows its ranks and moves nothing, for destroy_process_group() at the end of a program."""
-    ended, store = dist.group.WORLD, _get_default_store()
-    assert ended is not None
-    name, rank, size = _world.pg_names[ended], ended.rank(), ended.size()
-    _abort_process_group()
-    left = dist.ProcessGroup(store, rank, size)
-    _world.pg_map[left] = ("undefined", store)
-    _world.pg_names[left] = name
-    _world.pg_group_ranks[left] = {rank: rank for rank in range(size)}
-    _update_default_pg(left)
-    return left
 
 
 def world_store() -> Store:

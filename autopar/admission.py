@@ -10,10 +10,12 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from autopar._torch import COMPILER_OPTIONS, missing_cpp_compiler
 from autopar.capture.captured import Captured
+from autopar.capture.fake import has_no_data
 from autopar.errors import InvalidInput, require_one_of
 from autopar.mesh import Mesh
 from autopar.options import Kind, PlanOptions, read_request
@@ -23,6 +25,7 @@ from autopar.plan.plan import Plan, SavedPlan
 from autopar.planner.request import Request
 from autopar.planner.verdict import named_statistics, refuse_random, require_rules, warn
 from autopar.runtime.outputs import FORMS, OutputsLike
+from autopar.schema import is_count
 from autopar.strategies.node_info import info
 
 
@@ -48,6 +51,7 @@ class RunOptions:
     outputs: OutputsLike
     check: bool
     compile: bool | Mapping[str, Any]
+    profile: int | None = None
 
     @classmethod
     def among(cls, arguments: Mapping[str, Any]) -> RunOptions:
@@ -62,6 +66,7 @@ class RunOptions:
     def validate(self, place: str, plan: object, device: torch.device) -> None:
         """Refuse what one process sees by itself, on a backend."""
         validate_running(place, plan, self.local_inputs, self.check)
+        validate_profile(self.profile, plan)
         validate_outputs(place, self.outputs)
         validate_compile(self.compile, device)
 
@@ -94,6 +99,35 @@ def validate_running(place: str, plan: object, local_inputs: bool, check: bool) 
             got="local_inputs=True with check=True",
             remedy="one of them",
         )
+
+
+PROFILE = Kind(
+    "a number of plans to run, from 1, or None",
+    lambda given: given is None or is_count(given),
+    "10",
+)
+
+
+def validate_profile(profile: object, plan: object) -> None:
+    """Refuse a number that is none, and a choice among plans where one was given."""
+    PROFILE("profile", profile)
+    if profile is not None and plan is not None:
+        raise InvalidInput(
+            "profile= runs some plans to choose one, and a finished plan leaves no choice",
+            got=f"plan= together with profile={profile}",
+            remedy="one of them; pm.on_step(...) tells what steps of a given plan take",
+        )
+
+
+def validate_example(args: tuple, kwargs: Mapping[str, Any] | None) -> None:
+    """Refuse example inputs of which no step can be run."""
+    for value in tree_leaves((args, kwargs)):
+        if isinstance(value, Tensor) and has_no_data(value):
+            raise InvalidInput(
+                "profile= runs steps with the example inputs, which have data",
+                got=f"one of {list(value.shape)} without data, on the {value.device.type} device",
+                remedy="give a real batch",
+            )
 
 
 def validate_outputs(place: str, outputs: object) -> None:

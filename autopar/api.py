@@ -6,7 +6,8 @@ model ──capture──▶ graph ──search──▶ plan ──passes──
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,19 +21,21 @@ from autopar.admission import (
     device_of,
     tell_of_virtual_mesh,
     validate_compiled_mesh,
+    validate_example,
     validate_pieces,
 )
 from autopar.capture.failure import check_call
 from autopar.capture.regions import repeated
 from autopar.cluster import Cluster
+from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.options import DynamicShapesLike, PlanOptions, RecomputeLike, ScheduleLike, StatesLike
 from autopar.plan.plan import Plan, SavedPlan
 from autopar.planner.request import Mode
-from autopar.planner.verdict import tell_of_statistics
-from autopar.planning import make_plan
+from autopar.planner.verdict import tell_of_statistics, warn
+from autopar.planning import make_plans
 from autopar.precision import Precision
-from autopar.progress import Report
+from autopar.progress import Report, reporter
 from autopar.runtime.backend import Backend
 from autopar.runtime.block_groups import Together
 from autopar.runtime.checks import Checks
@@ -46,9 +49,10 @@ from autopar.runtime.outputs import OutputsLike
 from autopar.runtime.part import require_names
 from autopar.runtime.plan_broadcast import agree, of_first, require_equal, require_same_call
 from autopar.runtime.slices import require_even
+from autopar.runtime.trials import chosen_by, run_trials
 from autopar.runtime.values import Values, require_constants, require_data
 from autopar.runtime.virtual import VirtualBackend
-from autopar.runtime.world import has_failed
+from autopar.runtime.world import has_failed, world
 
 BackendName = Literal["virtual", "torch"]  # all ranks in this process, or this process is one
 
@@ -67,6 +71,7 @@ def parallelize(
     compile: bool | Mapping[str, Any] = False,
     init: Callable[[nn.Module], object] | None = None,
     weights: str | Path | Mapping[str, Tensor] | None = None,
+    profile: int | None = None,
     cluster: Cluster | None = None,
     mesh: Mesh | DeviceMesh | None = None,
     mode: Mode = "auto",
@@ -95,9 +100,11 @@ def parallelize(
     first step, of whatever sizes, compares its captured program with the plain model; every step,
     on the virtual mesh, at every value the ranks that should agree, and on processes their batches.
     `compile`: True, or options for `torch.compile` by name: what a rank runs is compiled, forward
-    and backward, what repeats once. The virtual mesh takes it on one rank. All of these are equal
-    on all ranks, and a call that one rank refuses is refused on all. Everything else is as in
-    `plan`.
+    and backward, what repeats once. The virtual mesh takes it on one rank. `profile`: run a few
+    steps of the example inputs by each of so many plans that are predicted fastest, and take the
+    one whose steps take least (`pm.plan.trials` has all); model and random numbers stay as they
+    are. All of these are equal on all ranks, and a call that one rank refuses is refused on all.
+    Everything else is as in `plan`.
 
     Values are those of rank 0's model, which sends each rank its pieces. What lies on the meta
     device there is made on each rank, module by module, by the model's own `reset_parameters()` or
@@ -123,6 +130,7 @@ class _Call:
     options: PlanOptions
     running: RunOptions
     values: Values
+    compilers: dict[int, Compiler] = field(default_factory=dict)  # by the program
 
     def carry_out(self) -> ParallelModule:
         is_rank = dist.is_initialized() or dist.is_torchelastic_launched() or has_failed()
@@ -131,11 +139,10 @@ class _Call:
         if place == "virtual" or not is_rank:
             self.validate(place)
         if place == "virtual":
-            decided = self.decide_and_tell()
+            device = device_of(self.model)
+            decided = self.choose(self.decide_and_tell(), place, device)
             if asked.backend is None and decided.whole_mesh.size > 1:
                 tell_of_virtual_mesh()
-            validate_compiled_mesh(place, asked.compile, decided.whole_mesh)
-            device = device_of(self.model)
             compiler = self.compiler(decided, device)
             backend = VirtualBackend(decided.program, device, asked.check, compiler)
             return self.module(decided, backend)
@@ -144,46 +151,98 @@ class _Call:
             said = replace(asked, backend=place).said
             require_same_call(lambda: self.validate(place), **said)
             self.values.told = of_first(self.values.told)
-            decided = self.decide_together()
-            require_world_of(decided.whole_mesh)
-            stages = () if decided.pipelining is None else decided.pipelining.stages
-            validate_pieces(asked.outputs, len(stages))
-            if asked.local_inputs:
-                require_whole_questions(decided)
-            if asked.local_inputs and decided.batches is not None:
-                require_even(decided.program)
+            decided = self.choose(self.decide_together(), place, device)
         with one_fails_all_stop():
             about = asked.local_inputs, device, asked.outputs, self.compiler(decided, device)
             return self.module(decided, TorchBackend(decided.program, *about))
 
-    def decide(self, plan: Plan | SavedPlan | None) -> Plan:
-        """The plan that this process carries out, by itself."""
+    def decide(self, plan: Plan | SavedPlan | None) -> list[Plan]:
+        """The plan that this process carries out, by itself; or those of which it is one."""
         self.values.accept()
         if plan is None:
-            decided = make_plan(self.model, self.args, self.kwargs, self.options)
+            most = self.running.profile or 1
+            found = make_plans(self.model, self.args, self.kwargs, self.options, most)
         else:
-            decided = plan.attach(self.model, self.args, self.kwargs)
-        require_constants(decided.original)
-        return decided
+            found = [plan.attach(self.model, self.args, self.kwargs)]
+        require_constants(found[0].original)
+        return found
 
-    def decide_and_tell(self) -> Plan:
+    def decide_and_tell(self) -> list[Plan]:
         """The same, telling of a plan that was given what is told of a new one as it is made."""
-        decided = self.decide(self.plan)
+        found = self.decide(self.plan)
         if self.plan is not None:
-            tell_of_statistics(decided.original, decided.microbatches)
-        return decided
+            tell_of_statistics(found[0].original, found[0].microbatches)
+        return found
 
-    def decide_together(self) -> Plan:
-        """The plan of rank 0, on all ranks."""
+    def decide_together(self) -> list[Plan]:
+        """Those of rank 0, on all ranks."""
+        if dist.get_world_size() == 1:
+            return self.decide_and_tell()
+        made: list[Plan] = []
+
+        def first() -> Plan:
+            made.extend(self.decide_and_tell())
+            return made[0]
 
         def follow(first: SavedPlan) -> Plan:
             if self.plan is None:
-                return self.decide(first)
-            return require_equal(self.decide(self.plan), first)
+                return self.decide(first)[0]
+            return require_equal(self.decide(self.plan)[0], first)
 
-        if dist.get_world_size() == 1:
-            return self.decide_and_tell()
-        return agree(self.decide_and_tell, follow)
+        best = agree(first, follow)
+        others = of_first(len(made)) - 1 if self.running.profile is not None else 0
+
+        def next_one(saved: SavedPlan) -> Plan:
+            return saved.attach_captured(best.original)
+
+        numbers = range(1, 1 + others)
+        return [best, *(agree(partial(made.__getitem__, at), next_one) for at in numbers)]
+
+    def choose(self, plans: list[Plan], place: str, device: torch.device) -> Plan:
+        """The best that can run as it is asked for: as predicted, or as measured."""
+        runnable: list[Plan] = []
+        for plan in plans:
+            try:
+                self.require_runnable(plan, place)
+                runnable.append(plan)
+            except InvalidInput:
+                if plan is plans[-1] and not runnable:
+                    raise
+        if self.running.profile is None:
+            return runnable[0]
+        _ = runnable[0].original.loss_index  # refuses a model without a loss
+
+        def build(plan: Plan) -> ParallelModule:
+            about, compiler = plan.program, self.compiler(plan, device)
+            backend: Backend = VirtualBackend(about, device, compiler=compiler)
+            if place == "torch":
+                backend = TorchBackend(about, False, device, compiler=compiler)
+            return ParallelModule(self.model, plan.program, plan, backend, None, self.values)
+
+        here = world() if place == "torch" else None
+        speaks = here is None or here.rank == 0
+        with reporter(self.options.progress if speaks else False) as report:
+            about = self.args, self.kwargs, report, here, device
+            trials = run_trials(runnable, build, *about)
+        number, ordered = chosen_by(trials), sorted(trials, key=lambda one: one.order)
+        for one in ordered:
+            if one.why and speaks:
+                warn(f"of the plans that were run, one is left out: {one}")
+        return runnable[number].tried(tuple(ordered))
+
+    def require_runnable(self, decided: Plan, place: str) -> None:
+        """Refuse a plan that cannot be carried out as it is asked for."""
+        asked = self.running
+        if place == "virtual":
+            validate_compiled_mesh(place, asked.compile, decided.whole_mesh)
+            return
+        require_world_of(decided.whole_mesh)
+        stages = () if decided.pipelining is None else decided.pipelining.stages
+        validate_pieces(asked.outputs, len(stages))
+        if asked.local_inputs:
+            require_whole_questions(decided)
+        if asked.local_inputs and decided.batches is not None:
+            require_even(decided.program)
 
     def module(self, decided: Plan, backend: Backend) -> ParallelModule:
         on_processes = not isinstance(backend, VirtualBackend)
@@ -195,9 +254,12 @@ class _Call:
         compile = self.running.compile
         if isinstance(compile, bool) and not compile:
             return None
-        options = {} if isinstance(compile, bool) else compile
-        together = Together(decided.mesh, decided.states.buffer_bytes)
-        return Compiler(options, device, repeated(decided.original), together)
+        if (key := id(decided.program)) not in self.compilers:
+            options = {} if isinstance(compile, bool) else compile
+            together = Together(decided.mesh, decided.states.buffer_bytes)
+            about = options, device, repeated(decided.original), together
+            self.compilers[key] = Compiler(*about)
+        return self.compilers[key]
 
     def validate(self, place: str) -> None:
         """Refuse what this process sees by itself."""
@@ -212,5 +274,7 @@ class _Call:
             require_data(
                 self.model, (), "check=True, which compares with the plain model,", "check=False"
             )
+        if self.running.profile is not None:
+            validate_example(self.args, self.kwargs)
         if self.plan is not None:
             self.options.refuse_beside_plan()

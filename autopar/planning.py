@@ -6,6 +6,7 @@ options ──▶ request ──▶ candidates ──price──▶ the best of 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -93,7 +94,14 @@ def make_plan(
     model: nn.Module, args: tuple, kwargs: Mapping[str, Any] | None, options: PlanOptions
 ) -> Plan:
     """The same with the options as one value."""
-    request = read_request(options)
+    return make_plans(model, args, kwargs, options, 1)[0]
+
+
+def make_plans(
+    model: nn.Module, args: tuple, kwargs: Mapping[str, Any] | None, options: PlanOptions, most: int
+) -> list[Plan]:
+    """The fastest plans that differ, the best first: at most so many."""
+    request = replace(read_request(options), wanted=most)
     with reporter(options.progress) as report:
         report("capture", type(model).__name__)
         dynamic = _declared(model, args, kwargs, options)
@@ -107,18 +115,22 @@ def make_plan(
 
         choice = Choice(admitted, planner_of, is_all)
         best, planner = choice.best()
+        others = [(one.finished, one.limit) for one in choice.kept.found[1:]]
     tell(captured, best)
-    return Plan.of(
-        best,
-        mode=request.mode,
-        limit=planner.request.limit,
-        constraints=planner.constraints(best.captured, best.decisions.recompute, best.mesh),
-        alternatives=choice.alternatives,
-        left_out=dict(choice.left_out),
-        dynamic=dynamic,
-        strict=options.strict,
-        progress=options.progress or False,
-    )
+    return [
+        Plan.of(
+            one,
+            mode=request.mode,
+            limit=limit,
+            constraints=planner.constraints(one.captured, one.decisions.recompute, one.mesh),
+            alternatives=choice.alternatives,
+            left_out=dict(choice.left_out),
+            dynamic=dynamic,
+            strict=options.strict,
+            progress=options.progress or False,
+        )
+        for one, limit in ((best, planner.request.limit), *others)
+    ]
 
 
 def _declared(

@@ -16,9 +16,9 @@ import copy
 import json
 import math
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar as ap
+from autopar.runtime.timing import in_turns, step_seconds
 from benchmarks.gpt import GPT, Sizes, batch, gpt
 
 Annotate = Callable[[nn.Module], object]
@@ -166,23 +167,6 @@ def subjects() -> list[Subject]:
     ]
 
 
-def measure(modules: list[ap.ParallelModule], args: tuple[Tensor, ...], rounds: int) -> list[float]:
-    """Median seconds of a step of each module, the slowest rank of each round."""
-    times: list[list[float]] = [[] for _ in modules]
-    for turn in range(-2, rounds):
-        for offset in range(len(modules)):
-            index = (turn + offset) % len(modules)
-            modules[index].zero_grad(set_to_none=True)
-            dist.barrier()
-            started = time.perf_counter()
-            modules[index].step(*args)
-            taken = torch.tensor([time.perf_counter() - started])
-            dist.all_reduce(taken, dist.ReduceOp.MAX)
-            if turn >= 0:
-                times[index].append(float(taken))
-    return [statistics.median(series) for series in times]
-
-
 def rank_correlation(first: list[float], second: list[float]) -> float:
     """Spearman's: the correlation of the places."""
 
@@ -216,7 +200,8 @@ def main() -> None:
             ap.parallelize(copy.deepcopy(model), subject.args, plan=plan, backend="torch")
             for model, plan in plans.values()
         ]
-        seconds = measure(modules, subject.args, rounds)
+        taking = [partial(step_seconds, module, subject.args) for module in modules]
+        seconds = list(map(statistics.median, in_turns(taking, rounds)))
         for (name, (_, plan)), step in zip(plans.items(), seconds):
             predicted.append(plan.cost.seconds)
             measured.append(step)

@@ -21,6 +21,7 @@ HIDDEN = {"_cdata", "_local_tensor"}  # memory_of, piece_of
 FLOORS = (
     {
         "_torch",
+        "_torch_groups",
         "cluster",
         "drawing",
         "mesh",

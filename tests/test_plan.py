@@ -95,8 +95,8 @@ def test_verify_takes_what_parallelize_takes():
     taken = inspect.signature(ap.parallelize).parameters
     shown = inspect.signature(ap.verify).parameters
     # What it compares with is the plain model, which has its values; whole tensors; and the program
-    # itself, not what a compiler makes of it.
-    of_others = {"init", "weights", "outputs", "compile"}
+    # itself, not what a compiler makes of it, nor what it takes.
+    of_others = {"init", "weights", "outputs", "compile", "profile"}
     assert {name for name in shown if name != "steps"} == taken.keys() - of_others
 
 

@@ -15,13 +15,12 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -36,6 +35,7 @@ from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.progress import Report, reporter
 from autopar.runtime.launch import Say, launch
+from autopar.runtime.timing import in_turns, step_seconds
 from autopar.units import seconds_text
 
 ROUNDS, WARM = 7, 2
@@ -213,18 +213,12 @@ def measure(say: Say, cluster: Cluster) -> list[Plans]:
             module, inputs = make(ranks)
             made = parallelize(module, inputs, cluster=cluster, progress=False, **options)
             steps.append((f"{model}, {way}", made, inputs))
-    seconds: list[list[float]] = [[] for _ in steps]
-    for turn in range(-WARM, ROUNDS):
-        say(("measure", f"round {turn + WARM + 1} of {WARM + ROUNDS}"))
-        for taken, (_, made, inputs) in zip(seconds, steps):
-            made.zero_grad(set_to_none=True)
-            dist.barrier()
-            started = time.perf_counter()
-            made.step(*inputs).item()
-            slowest = torch.tensor([time.perf_counter() - started])
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            taken += [float(slowest)] if turn >= 0 else []
-    for taken, (name, made, _) in zip(seconds, steps):
+
+    def begin(number: int) -> None:
+        say(("measure", f"round {number + 1} of {WARM + ROUNDS}"))
+
+    taking = [partial(step_seconds, made, inputs) for _, made, inputs in steps]
+    for taken, (name, made, _) in zip(in_turns(taking, ROUNDS, WARM, begin), steps):
         cost = made.plan.cost
         waited = cost.compute + cost.bubble
         found.append(Plans(name, Step(waited, cost.exposed, statistics.median(taken))))

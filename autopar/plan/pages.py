@@ -27,7 +27,7 @@ def report(
     """
     limit = plan.cluster.device.memory if plan.limit is None else plan.limit
     name = title or f"{type(plan.original.example.model).__name__} on {plan.whole_mesh}"
-    asked = Asked(plan.mode, limit, plan.alternatives, plan.left_out)
+    asked = Asked(plan.mode, limit, plan.alternatives, plan.left_out, plan.trials)
     told = None if run is None else run_of(run, plan.seconds)
     written(path, page(name, plan, asked, told), "the page of a plan")
 

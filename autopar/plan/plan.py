@@ -49,7 +49,7 @@ from autopar.planner.hosting import require_room
 from autopar.schema import Mismatch, read, write
 from autopar.search.constraints import LayoutConstraint, read_constraints
 
-FORMAT, VERSION = "autopar plan", 11
+FORMAT, VERSION = "autopar plan", 12
 
 
 class Plan(PlanValue):
@@ -223,6 +223,7 @@ class SavedPlan(SavedValue):
             ),
             alternatives=self.alternatives,
             left_out=self.left_out,
+            trials=self.trials,
             dynamic=self.dynamic,
             strict=self.strict,
         )

@@ -24,6 +24,7 @@ from autopar.pipeline.pipelining import Pipelining
 from autopar.plan.value import PlanValue
 from autopar.planner.candidate import Alternative
 from autopar.planner.request import Mode
+from autopar.planner.trial import Trial
 from autopar.precision import Precision
 from autopar.schema import Count, Positive, write
 from autopar.search.auto import Search
@@ -54,6 +55,7 @@ class SavedValue:
     # Ways to run a step that were weighed.
     alternatives: tuple[Alternative, ...] = field(metadata=_ACCOUNT)
     left_out: Mapping[str, Count] = field(metadata=_ACCOUNT)  # how many bounds ruled out
+    trials: tuple[Trial, ...] = field(metadata=_ACCOUNT)  # of plans that were run to choose
     annotated: Mapping[str, str] = field(metadata=_ACCOUNT)  # parameter -> the user's line
     # Of parameters and buffers by name, of all values but placeholders by node.
     others: Mapping[str, TensorType] = field(metadata={"key": "types"})

@@ -20,6 +20,7 @@ from autopar.layout import ParameterPlacement
 from autopar.plan.grouping import grouped
 from autopar.plan.saved import SavedValue
 from autopar.plan.value import PlanValue
+from autopar.planner.trial import rows_of_trials
 from autopar.recompute import Recompute
 from autopar.report.weighed import left_out_words, rows_of
 from autopar.schema import write
@@ -116,6 +117,7 @@ def plan_data(plan: PlanValue) -> dict[str, Any]:
         "fallbacks": [{**asdict(f), "cost": f.cost} for f in plan.fallbacks],
         "alternatives": write(plan.alternatives),
         "left_out": dict(plan.left_out),
+        "trials": write(plan.trials),
     }
 
 
@@ -244,6 +246,8 @@ def _weighed(plan: PlanValue | SavedValue) -> list[str]:
     lines = ["meshes", *listed(meshes, _LISTED)] if len(meshes) > 1 else []
     if len(alternatives) > 1:
         lines += ["ways to run a step", *listed(table(rows_of(alternatives)), _LISTED + 1)]
+    if plan.trials:
+        lines += ["ways that were run", *table(rows_of_trials(plan.trials))]
     if plan.left_out:
         lines.append(f"ruled out by bounds, unbuilt: {left_out_words(plan.left_out)}")
     return lines

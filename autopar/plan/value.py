@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from torch import fx
 
@@ -24,6 +24,7 @@ from autopar.plan.restaged import forward_batches, restaged, without_gradients
 from autopar.planner.beside import spread_beside
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.planner.request import Mode
+from autopar.planner.trial import Trial
 from autopar.progress import Report
 from autopar.search.build import Built, build
 from autopar.search.constraints import Constraints
@@ -31,6 +32,7 @@ from autopar.strategies.node_info import info
 from autopar.strategies.results import has_results
 
 Made = TypeVar("Made", bound="PlanValue")
+_TOLD = ("trials", "file")  # what says how a plan was chosen
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class PlanValue(Candidate):
     alternatives: tuple[Alternative, ...] = ()  # ways to run a step that were weighed
     # How many more were ruled out by bounds, unbuilt, of each kind.
     left_out: Mapping[str, int] = field(default_factory=dict)
+    trials: tuple[Trial, ...] = ()  # what some of them took when they were run, the fastest first
     dynamic: DynamicShapes | None = None  # the sizes of inputs that it serves beside its own
     strict: bool = False  # whether operators without rules are refused, of later programs too
     # What is told of the searches of later programs.
@@ -67,6 +70,12 @@ class PlanValue(Candidate):
         """With all that is known of a candidate."""
         made = cls(**{f.name: getattr(candidate, f.name) for f in fields(Candidate)}, **asked)
         vars(made).update(vars(candidate))
+        return made
+
+    def tried(self, trials: tuple[Trial, ...]) -> Self:
+        """The same plan, which was chosen by these."""
+        made = replace(self, trials=trials)
+        vars(made).update({name: value for name, value in vars(self).items() if name not in _TOLD})
         return made
 
     @cached_property

@@ -25,6 +25,7 @@ from autopar.passes.microbatches import cut_batch
 from autopar.pipeline.schedule import Schedule
 from autopar.planner.bounds import CHEAPEST, lowered
 from autopar.planner.candidate import Alternative, Candidate
+from autopar.planner.fastest import Fastest, Kept
 from autopar.planner.hosting import least_update, may_go, no_room_on_host
 from autopar.planner.ideal import Ideal
 from autopar.planner.layouts import LayoutRequest, Layouts
@@ -60,8 +61,8 @@ class Planner:
         self._annotations, self._pins = parameter_annotations(model), stage_pins(model)
         self.regions = Regions(captured, request.recompute, marked_regions(model))
         self._batches = cache(partial(cut_batch, captured))
-        self._best: Candidate | None = None  # the fastest that fits
-        self._fastest = request.fastest  # its seconds
+        self.kept = Fastest(request.wanted)  # that fit
+        self._fastest = request.fastest  # the seconds of the last of them
         self._weighed: list[Alternative] = []
         self._too_large: list[SmallestFootprint] = []
         self._schedules = cache(request.schedules)
@@ -77,7 +78,7 @@ class Planner:
         )
         self._tried: dict[int, Tried] = {}  # by layouts
         self._is_bound = False  # memory kept the last layouts from what would be faster
-        self._is_interrupted = False  # then the best so far is taken, though something is left
+        self._is_interrupted = self._has_left = False  # the best so far is taken, with some left
 
     @property
     def alternatives(self) -> tuple[Alternative, ...]:
@@ -122,12 +123,10 @@ class Planner:
                     raise
                 reasons[size] = error.with_traceback(None)
             left = left[1:]
-        if self._best is None:
+        if (best := self.kept.best) is None:
             raise self._nothing(reasons)
-        search = self._best.search
-        is_cut_short = left or (self._is_interrupted and not (search and search.interrupted))
-        best = self._best
-        return best.changed(search.cut_short()) if search and is_cut_short else self._bounded(best)
+        self._has_left = bool(left)
+        return self._finished(best)
 
     def _may_win(self, stages: int, parts: int) -> bool:
         """Whether some way with so many stages and micro-batches may be faster than what fits."""
@@ -154,18 +153,23 @@ class Planner:
         elif not figures.fits:
             self._too_large.append(candidate.footprint(figures))
         elif figures.seconds < self._fastest * (1 - EQUAL):
-            self._best, self._fastest = candidate, figures.seconds
+            self.kept.add(Kept(figures, candidate, self.request.limit, self._finished))
+            self._fastest = min(self._fastest, self.kept.cutoff)
         if candidate.search is not None and candidate.search.interrupted:
             self._is_interrupted = True
 
-    def _bounded(self, best: Candidate) -> Candidate:
-        """With a bound that holds for all cut states, where these were chosen."""
-        if best.search is None or not best.states.is_cut or self.request.states is not None:
+    def _finished(self, best: Candidate) -> Candidate:
+        """With the account of the whole search: a bound for all cut states, if it chose these."""
+        if (search := best.search) is None:
+            return best
+        if self._has_left or (self._is_interrupted and not search.interrupted):
+            return best.changed(search.cut_short())
+        if not best.states.is_cut or self.request.states is not None:
             return best
         stages = 1 if best.pipelining is None else best.pipelining.schedule.ranks
         asked = replace(self._layout_request(stages, best.microbatches), states=CHEAPEST)
         is_large = len(self.captured.operators) > LARGE
-        return best.changed(lowered(best.search, asked, self._layouts, stages, is_large))
+        return best.changed(lowered(search, asked, self._layouts, stages, is_large))
 
     def _nothing(self, reasons: Mapping[str, InvalidInput]) -> Exception:
         """Why there is no plan."""
@@ -209,7 +213,7 @@ class Planner:
     @property
     def _fits_device(self) -> bool:
         """Whether some way fits, and keeps no states on the host."""
-        return self._best is not None and self._best.states not in self._hosted
+        return (best := self.kept.best) is not None and best.states not in self._hosted
 
     def _is_crowded(self, size: tuple[int, int]) -> bool:
         """Whether what one micro-batch keeps for backward does not fit unless some is recomputed:
@@ -442,5 +446,5 @@ class Planner:
         """Whether to look for stages that fit: not for those of large programs that share their
         ranks, which takes seconds, where something fits and the schedule is one of many."""
         is_shared = made.pipes > 1 or made.chunks > 1
-        is_one_of_many = self.request.schedule is None and self._best is not None
+        is_one_of_many = self.request.schedule is None and self.kept.best is not None
         return not (is_shared and is_one_of_many and len(self.captured.operators) > LARGE)

@@ -6,7 +6,6 @@ large one's devices, may be worth less than they cost. Each offer has a choice o
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,6 +14,7 @@ from autopar.cluster import Cluster, Device
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.planner.choose import Planner
+from autopar.planner.fastest import Fastest
 from autopar.planner.request import Request
 
 
@@ -53,6 +53,7 @@ class Choice:
         is_free = request.mesh is None and request.mode == "auto" and not is_all
         self._offers = list(offers(request.cluster)) if is_free else [request.cluster]
         self._planners: list[Planner] = []
+        self.kept = Fastest(request.wanted)  # the fastest of all planners
 
     @property
     def alternatives(self) -> tuple[Alternative, ...]:
@@ -70,8 +71,7 @@ class Choice:
         found: tuple[Candidate, Planner] | None = None
         refused: list[Exception] = []
         for cluster in self._offers:
-            fastest = found[0].seconds if found else math.inf
-            planner = self._planner_of(replace(self._on(cluster), fastest=fastest))
+            planner = self._planner_of(replace(self._on(cluster), fastest=self.kept.cutoff))
             self._planners.append(planner)
             try:
                 candidate = planner.best()
@@ -83,7 +83,8 @@ class Choice:
                     raise
                 best, by = found
                 return best.changed(best.search and best.search.cut_short()), by
-            if candidate.seconds < fastest:
+            self.kept.add(*planner.kept.found)
+            if found is None or candidate.seconds < found[0].seconds:
                 found = candidate, planner
             if candidate.search is not None and candidate.search.interrupted:
                 break

@@ -42,6 +42,7 @@ class Request:
     recompute: AskedRecomputation = field(default_factory=AskedRecomputation)
     states: States | None = None
     fastest: float = math.inf  # seconds: what takes as long is not wanted
+    wanted: int = 1  # how many of the fastest ways
 
     @property
     def memory(self) -> float:

@@ -15,6 +15,7 @@ from jinja2 import Environment, PackageLoader
 from autopar.drawing import Drawing, style
 from autopar.pipeline.words import schedule_words
 from autopar.planner.candidate import Alternative, Candidate
+from autopar.planner.trial import Trial
 from autopar.report.machine import machine
 from autopar.report.memory import drawn, held_at_peak, memory_courses, shows_limit
 from autopar.report.model import Call, Part, joined, tree
@@ -37,6 +38,7 @@ class Asked:
     limit: float  # bytes of each device
     alternatives: tuple[Alternative, ...] = ()
     left_out: Mapping[str, int] = field(default_factory=dict)  # by bounds, of each kind
+    trials: tuple[Trial, ...] = ()  # of ways that were run
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from autopar._torch import abort_groups, raised_while_waiting, world_timeout
+from autopar._torch import raised_while_waiting, world_timeout
+from autopar._torch_groups import abort_groups
 from autopar.errors import AutoparError, ExecutionError, InvalidInput, said
 from autopar.lines import caller
 from autopar.runtime.roll_call import WAITS
@@ -189,5 +190,7 @@ def _without_rank(text: str) -> str:
 def _leave(here: World, first: str) -> None:
     """Leave all process groups, so that nobody waits for this rank any more."""
     here.ended_by = first
+    if here.is_beside:  # its groups go when it ends, and the world goes on
+        return
     with suppress(Exception):
         here.left = abort_groups()

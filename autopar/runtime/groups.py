@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar._torch import groups_known, moves_on_host, moves_what_is_on_host
+from autopar._torch import moves_on_host, moves_what_is_on_host
+from autopar._torch_groups import groups_known
 from autopar.errors import InvalidInput
 from autopar.lines import frames_to_caller
 from autopar.mesh import Mesh

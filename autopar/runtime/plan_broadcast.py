@@ -33,19 +33,19 @@ def require_same_call(check_alone: Callable[[], None], **alike: Hashable) -> Non
     _, error = _alone(check_alone)
     here = joined()
     calls = 0 if here is None else here.roll.calls
-    everyones = _everyones((None if error is None else _text(error), alike, calls))
+    told = everyones((None if error is None else _text(error), alike, calls))
     if here is not None:  # whatever calls they came from, the next one has one number
-        here.roll.calls = max(calls for _, _, calls in everyones)
+        here.roll.calls = max(calls for _, _, calls in told)
     if error is not None:
         raise error
-    if wrong := _by_rank([text for text, _, _ in everyones]):
+    if wrong := _by_rank([text for text, _, _ in told]):
         raise InvalidInput(
             "what one rank refuses, all ranks refuse",
             got=wrong,
             remedy="make the same call on all ranks, and mend what failed there",
         )
     for name in alike:
-        given = [options[name] for _, options, _ in everyones]
+        given = [options[name] for _, options, _ in told]
         if len(set(given)) > 1:
             is_call = name == "call"
             raise InvalidInput(
@@ -83,7 +83,7 @@ def agree(make: Callable[[], Plan], attach: Callable[[SavedPlan], Plan]) -> Plan
             )
 
         plan, error = _alone(other)
-    texts = _everyones(None if error is None else _text(error))
+    texts = everyones(None if error is None else _text(error))
     if error is not None and (dist.get_rank() == 0 or texts[0] is not None):
         raise error
     if wrong := _by_rank(texts):
@@ -138,10 +138,10 @@ def of_first(data: Any) -> Any:
     return box[0]
 
 
-def _everyones(mine: Any) -> list[Any]:
-    """What all ranks give, by rank."""
+def everyones(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What all ranks give, by rank, in the world of now or another group of all of them."""
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+    dist.all_gather_object(found, mine, group=group)
     return found
 
 

@@ -9,7 +9,8 @@ in the middle of a step, where some of its members wait for something else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._torch import all_gather_single, holds_store, moves_on_host, world_store, world_timeout
+from autopar._torch_groups import taken_for_world
 from autopar.errors import ExecutionError
 from autopar.mesh import Mesh
 from autopar.runtime.roll_call import RollCall, attempt
@@ -40,6 +42,7 @@ class World:
     has_met: bool = False
     ended_by: str | None = None  # the first failure, once this rank has left because of it
     left: Any = None  # what torch then has for a world, until it is destroyed
+    is_beside: bool = False  # another one goes on when it ends
     loops: int = 0  # over what comes from rank 0, begun on this rank
     groups: dict[tuple[Any, ...], Group | None] = field(default_factory=dict)
     meshes: dict[tuple[Mesh, str], DeviceMesh] = field(default_factory=dict)
@@ -149,6 +152,26 @@ def world() -> World:
         roll = RollCall(dist.PrefixStore(f"autopar/{_count}", store), rank, size)
         _joined = World(group, rank, size, carrier, roll)
     return _joined
+
+
+@contextmanager
+def world_beside() -> Iterator[World]:
+    """Another world of the same ranks, for what may fail: it ends with the block, and the one that
+    was joined goes on. All ranks begin one together; what was made in it has gone by its end."""
+    global _joined
+    whole = world()
+    with taken_for_world(new_group(range(whole.size))):
+        _joined = None
+        here = world()
+        here.is_beside = True
+        try:
+            here.meet()
+            yield here
+        finally:
+            here.roll.leave()
+            here.groups.clear()
+            here.meshes.clear()
+            _joined = whole
 
 
 def joined() -> World | None:

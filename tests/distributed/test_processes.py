@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autopar.runtime.launch import launch
-from tests.distributed import checks, failing, groups, placing
+from tests.distributed import checks, failing, groups, placing, trials
 from tests.distributed.forked import assert_all_pass, launch_forked
 
 
@@ -18,6 +18,10 @@ def test_processes_do_what_virtual_ranks_do() -> None:
 def test_ranks_tell_what_they_did() -> None:
     told = [checks.records_what_each_rank_did, checks.is_profiled_by_name]
     assert_all_pass(checks.recorded, told, 4)
+
+
+def test_plans_are_run_to_choose_among_them() -> None:
+    assert_all_pass(trials.cases, trials.CHECKS, 2)
 
 
 def test_each_rank_has_its_pieces_alone(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_collectives_are_known_by_their_place(
 def test_an_error_that_all_ranks_have_is_raised_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is another one, it says who was first."""
     roll = SimpleNamespace(waits=0, open=None, report=lambda mine, patience: first)
-    here: Any = SimpleNamespace(roll=roll, rank=1, ended_by=None)
+    here: Any = SimpleNamespace(roll=roll, rank=1, ended_by=None, is_beside=False)
     for name, value in (("joined", lambda: here), ("_settle", bool), ("abort_groups", int)):
         monkeypatch.setattr(failures, name, value)
     for first, kind in (
