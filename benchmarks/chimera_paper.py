@@ -167,7 +167,7 @@ def cut(model: Model, p: int, b: int, cluster: Cluster, given: Assumptions) -> S
 
     def time(flops: float, products: int, traffic: float) -> float:
         work = (b * flops + products * device.half_flops) / rate
-        return work + (b * traffic + products * device.half_bytes) / device.bandwidth
+        return work + (b * traffic + products * device.half_bytes) / device.throughput
 
     layer = time(model.layer_flops, MATRIX_PRODUCTS, 2 * model.layer_activations)
     head = time(model.head_flops, 1, 2 * model.head_activations)
