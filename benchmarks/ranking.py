@@ -2,21 +2,23 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.ranking [--rounds 15]
 
-Three models, each under several plans made by hand and under the automatic one, on this machine
-with `Cluster.local`. What is timed: forward and backward of one global batch, the slowest rank,
-every round running each plan of a model once in turning order; medians. One line of JSON a plan,
-one a model (is the automatic plan the fastest, or how far from it?), and one with the rank
-correlation of predicted and measured over all plans, and the median relative error.
+Four models, each under several plans made by hand and under the automatic one, on this machine
+with `Cluster.local`, best after `autopar calibrate --ranks 2`. What is timed: forward and backward
+of one global batch, the slowest rank, every round running each plan of all models once in turning
+order; medians. One line of JSON a plan, one a model (is the automatic plan the fastest, or how far
+from it?), and one with the rank correlation of predicted and measured over all plans, and the
+median relative error. `repeated` are the same two figures of what odd rounds and even ones
+measured: where other work disturbs, no prediction comes nearer than the machine to itself.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import math
+import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -114,7 +116,8 @@ class Subject:
 
 
 def subjects() -> list[Subject]:
-    """Three models whose best plans differ."""
+    """Four models whose best plans differ."""
+    long = Sizes(hidden=128, heads=4, sequence=512, batch=4)
     sizes = Sizes(hidden=256, heads=8, sequence=128, batch=8)
     generator = torch.Generator().manual_seed(0)
 
@@ -143,6 +146,17 @@ def subjects() -> list[Subject]:
             },
         ),
         Subject(
+            "long",
+            lambda: gpt(long),
+            batch(long),
+            {
+                "data": ("data", None),
+                "megatron": ("propagate", columns_and_rows),
+                "megatron, sequence": ("propagate", sequence),
+                "columns gathered": ("propagate", columns_only),
+            },
+        ),
+        Subject(
             "classifier",
             seeded(lambda: Classifier(256, 20000)),
             (random(64, 256), targets),
@@ -167,6 +181,51 @@ def subjects() -> list[Subject]:
     ]
 
 
+@dataclass(frozen=True)
+class Planned:
+    """A model under one plan."""
+
+    subject: Subject
+    name: str
+    plan: ap.Plan
+    module: ap.ParallelModule
+
+
+def planned(subject: Subject, cluster: ap.Cluster, mesh: ap.Mesh) -> Iterator[Planned]:
+    """A model under each of its plans, the automatic one last."""
+    for name, (mode, annotate) in {**subject.plans, "automatic": ("auto", None)}.items():
+        model = subject.make()
+        if annotate is not None:
+            annotate(model)
+        plan = ap.plan(model, subject.args, cluster=cluster, mesh=mesh, mode=mode)
+        module = ap.parallelize(model, subject.args, plan=plan, backend="torch")
+        yield Planned(subject, name, plan, module)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What its steps took: the median of all rounds, of the odd and of the even ones."""
+
+    case: Planned
+    measured: float
+    odd: float
+    even: float
+
+
+def figures(rows: Sequence[Row]) -> dict[str, object]:
+    """How near predictions are to what was measured, and the machine is to itself."""
+    predicted = [row.case.plan.cost.seconds for row in rows]
+    measured, odd, even = ([getattr(row, n) for row in rows] for n in ("measured", "odd", "even"))
+    pairs = {"predicted": (predicted, measured), "repeated": (odd, even)}
+    return {
+        name: {
+            "rank_correlation": rank_correlation(*p),
+            "median_relative_error": relative_error(*p),
+        }
+        for name, p in pairs.items()
+    }
+
+
 def rank_correlation(first: list[float], second: list[float]) -> float:
     """Spearman's: the correlation of the places."""
 
@@ -177,6 +236,11 @@ def rank_correlation(first: list[float], second: list[float]) -> float:
     return statistics.correlation(places(first), places(second))
 
 
+def relative_error(first: list[float], second: list[float]) -> float:
+    """The median of how many times as long one takes as the other."""
+    return math.exp(statistics.median(abs(math.log(p / m)) for p, m in zip(first, second))) - 1
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
@@ -185,41 +249,23 @@ def main() -> None:
     dist.init_process_group("gloo")
     cluster = ap.Cluster.local(dist.get_world_size())
     mesh = ap.Mesh(tp=dist.get_world_size())
-    predicted, measured, names = [], [], []
-    for subject in subjects():
-        plans = {}
-        for name, (mode, annotate) in subject.plans.items():
-            model = subject.make()
-            if annotate is not None:
-                annotate(model)
-            plans[name] = model, ap.plan(model, subject.args, cluster=cluster, mesh=mesh, mode=mode)
-        model = subject.make()
-        plan = ap.plan(model, subject.args, cluster=cluster, mesh=mesh, mode="auto")
-        plans["automatic"] = model, plan
-        modules = [
-            ap.parallelize(copy.deepcopy(model), subject.args, plan=plan, backend="torch")
-            for model, plan in plans.values()
-        ]
-        taking = [partial(step_seconds, module, subject.args) for module in modules]
-        seconds = list(map(statistics.median, in_turns(taking, rounds)))
-        for (name, (_, plan)), step in zip(plans.items(), seconds):
-            predicted.append(plan.cost.seconds)
-            measured.append(step)
-            names.append(f"{subject.name}: {name}")
-            parts = {"compute": plan.cost.compute, "exposed": plan.cost.exposed}
-            _say(plan=names[-1], predicted=plan.cost.seconds, measured=step, **parts)
-        _say(
-            model=subject.name,
-            automatic_over_fastest=seconds[-1] / min(seconds),
-            rank_correlation=rank_correlation(predicted[-len(plans) :], seconds),
-        )
-    errors = [abs(math.log(p / m)) for p, m in zip(predicted, measured)]
-    _say(
-        ranks=dist.get_world_size(),
-        plans=len(names),
-        rank_correlation=rank_correlation(predicted, measured),
-        median_relative_error=math.exp(statistics.median(errors)) - 1,
-    )
+    cases = [case for subject in subjects() for case in planned(subject, cluster, mesh)]
+    taking = [partial(step_seconds, case.module, case.subject.args) for case in cases]
+    series = in_turns(taking, rounds)
+    rows = [
+        Row(case, *map(statistics.median, (t, t[1::2], t[::2]))) for case, t in zip(cases, series)
+    ]
+    for row in rows:
+        cost = row.case.plan.cost
+        parts = {"compute": cost.compute, "exposed": cost.exposed}
+        name = f"{row.case.subject.name}: {row.case.name}"
+        _say(plan=name, predicted=cost.seconds, measured=row.measured, **parts)
+    for name in dict.fromkeys(case.subject.name for case in cases):
+        own = [row for row in rows if row.case.subject.name == name]
+        fastest = min(row.measured for row in own)
+        _say(model=name, automatic_over_fastest=own[-1].measured / fastest, **figures(own))
+    load = os.getloadavg()[0]
+    _say(ranks=dist.get_world_size(), plans=len(rows), **figures(rows), load=load)
     dist.destroy_process_group()
 
 

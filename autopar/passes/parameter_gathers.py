@@ -8,13 +8,30 @@ longer names them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from torch import fx
 
 from autopar.collectives import redistribute
+from autopar.collectives.redistribution import Price
 from autopar.layout import Placement, TensorType
 from autopar.passes.redistribution import insert_movement
 from autopar.passes.setting import Setting
 from autopar.strategies.node_info import info
+
+
+@dataclass(frozen=True)
+class _Scattering:
+    """By which a gradient is scattered, not summed whole and then cut, also where a machine was
+    measured to do that sooner: it is kept in pieces, and copies come in groups."""
+
+    price: Price
+
+    def seconds(self, kind: str, axes: tuple[str, ...], size: Any) -> Any:
+        if kind != "reduce_scatter":
+            return self.price.seconds(kind, axes, size)
+        return self.price.seconds("all_reduce", axes, size) / 2  # which scatters, and gathers
 
 
 def gather_parameters(graph: fx.Graph, setting: Setting) -> fx.Graph:
@@ -51,7 +68,7 @@ def _gather(graph: fx.Graph, setting: Setting, node: fx.Node, reader: fx.Node) -
     summed = cut & set(info(node).sync)
     info(node).sync = tuple(axis for axis in info(node).sync if axis not in summed)
     _store(node)
-    about = type_.shape, type_.dtype.itemsize, setting.mesh, setting.price
+    about = type_.shape, type_.dtype.itemsize, setting.mesh, _Scattering(setting.price)
     back = info(node).differentiable, info(node).learns
     path = redistribute(places.storage, Placement(places.working, summed), *about, *back)
     with graph.inserting_before(reader):

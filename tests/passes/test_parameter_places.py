@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 
 import autopar as ap
+from autopar.cluster import Link
 from autopar.layout import Layout, ParameterPlacement
 from autopar.plan.plan import SavedPlan
 from autopar.strategies.node_info import info
 from tests import models
 from tests.annotations import megatron
 from tests.parity import assert_parity
+from tests.toy import machines
 
 MESH = ap.Mesh(dp=2, tp=2)
 
@@ -95,3 +97,16 @@ def test_places_are_nested():
     two = Layout("tp", None)
     assert not ParameterPlacement(Layout("tp", "x"), two, two, Layout(("tp", "x"), None)).is_nested
     assert not ParameterPlacement(two, two, two, Layout(("tp", "x"), "dp")).is_nested
+
+
+def test_gradients_of_pieces_are_scattered_where_summing_them_whole_was_measured_faster():
+    """Else copies come one by one, and each rank holds whole gradients."""
+    measured = {("all_reduce", 2): (1e-5, 1e9), ("reduce_scatter", 2): (1e-3, 1e6)}
+    here = machines(2).nodes[0]
+    link = Link(1e-5, 1e9, measured)
+    cluster = ap.Cluster((replace(here, link=link),), link, "slow to scatter")
+    case = models.mlp()
+    about = {"cluster": cluster, "mesh": ap.Mesh(dp=2), "mode": "data", "states": "zero3"}
+    plan = ap.plan(case.model, case.args, **about)
+    ways = {(one.forward, one.backward) for one in plan.movements()}
+    assert ways == {("all_gather", "reduce_scatter"), ("all_reduce", "identity")}
