@@ -28,7 +28,7 @@ from autopar.options import (
     read_request,
 )
 from autopar.plan.plan import Plan
-from autopar.planner.choose import Planner
+from autopar.planner.deep import DeepPlanner
 from autopar.planner.offers import Choice
 from autopar.planner.request import Mode, Request
 from autopar.planner.verdict import tell
@@ -110,8 +110,8 @@ def make_plans(
         # A world that runs has no rank to spare.
         is_all = options.cluster is None or dist.is_initialized() or dist.is_torchelastic_launched()
 
-        def planner_of(asked: Request) -> Planner:
-            return Planner(model, captured, asked, report)
+        def planner_of(asked: Request) -> DeepPlanner:
+            return DeepPlanner(model, captured, asked, report)
 
         choice = Choice(admitted, planner_of, is_all)
         best, planner = choice.best()

@@ -74,6 +74,7 @@ class Captured:
     writes: tuple[Write, ...] = ()  # to inputs
     contents: tuple[Content, ...] = ()  # of the containers that forward changes
     bounds: Mapping[str, Bounds] = field(default_factory=dict)  # of parameters, by name
+    times: int = 1  # if it stands for a longer one: of how many blocks it has one
 
     def draw(self, device: torch.device | None = None) -> dict[str, torch.Tensor]:
         """The key of one step by placeholder, on the host if not told otherwise."""
@@ -101,6 +102,11 @@ class Captured:
     def operators(self) -> tuple[fx.Node, ...]:
         """The calls of operators, in order: what takes one of several results is none."""
         return tuple(node for node in self.graph.nodes if node.name in self.classes)
+
+    @property
+    def length(self) -> int:
+        """How many operators there are, in the program that it stands for."""
+        return sum(info(node).times for node in self.operators)
 
     @cached_property
     def rules(self) -> dict[str, Rule | None]:

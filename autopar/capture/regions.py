@@ -47,7 +47,7 @@ def repeated(captured: Captured) -> tuple[str, ...]:
     for name in sorted(large, key=lambda name: (name.count("."), numbered[name].first)):
         if not any(name.startswith(f"{other}.") for other in chosen):
             chosen += _inside(name, large, {n: one.size for n, one in numbered.items()})
-    return tuple(sorted(chosen, key=lambda name: numbered[name].first))
+    return tuple(sorted(set(chosen), key=lambda name: numbered[name].first))
 
 
 @dataclass

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Protocol, TypeVar
 
 from torch import fx
@@ -20,7 +21,7 @@ from autopar.cost.host_kernels import HostKernels
 from autopar.cost.ways import Copied, copied_in, copy_groups, in_order, largest_group
 from autopar.layout import Layout, ParameterPlacement
 from autopar.mesh import Mesh
-from autopar.strategies.node_info import info
+from autopar.strategies.node_info import info, times_of
 
 FIRST_BUCKET_BYTES = 4 * 2**20  # the first gradients wait for no more
 LEAST_CUT_BYTES = 2 * 2**20  # fewer bytes that are cut do not pay for a collective
@@ -57,6 +58,7 @@ def buckets_of(
     `buffer_bytes`.
     """
     filling: dict[Key, list[tuple[Made, Key]]] = {}
+    filled: dict[Key, int] = {}  # bytes of these
     first: dict[Key, list[tuple[Made, Key]]] = {}
     found: list[list[tuple[Made, Key]]] = []
     for one, key in reversed([*gradients]):
@@ -64,13 +66,15 @@ def buckets_of(
         bucket = None if alone else filling.get(key)
         limit = FIRST_BUCKET_BYTES if first.get(key) is bucket else buffer_bytes
         limit = min(buffer_bytes, cut.get(key, limit))
-        if bucket is None or sum(other.size for other, _ in bucket) + one.size > limit:
+        if bucket is None or filled[key] + one.size > limit:
             bucket = []
             found.append(bucket)
             first.setdefault(key, bucket)
             if not alone:
-                filling[key] = bucket
+                filling[key], filled[key] = bucket, 0
         bucket.append((one, key))
+        if not alone:
+            filled[key] += one.size
     return found
 
 
@@ -102,6 +106,7 @@ class Learned:
     kept: float  # as it adds up, on the device
     part: float  # of its sum, as it is at the end
     packed: float  # bytes that are copied to a buffer
+    copy: int = 0  # of a parameter that stands for several: which of them
 
     @property
     def size(self) -> int:
@@ -138,15 +143,22 @@ class SumOf:
         return sum(one.whole for one in self.gradients)
 
 
-def sums_of(graph: fx.Graph, mesh: Mesh, travel: Travel) -> list[SumOf]:
-    """The buckets of a program, of the parameters that learn."""
+def sums_of(graph: fx.Graph, mesh: Mesh, travel: Travel, times: int | None = None) -> list[SumOf]:
+    """The buckets of a program, of the parameters that learn; those that stand for others are as
+    many as `times`, or as they say themselves."""
     copied = copied_in(graph.nodes, mesh)
     kinds = {n: _kind(n, one, mesh) for n, one in copied.items() if info(n).learns}
-    made = [
-        (_learned(node, copied[node], kind, mesh, travel), kind)
+    summed = {
+        node: (_learned(node, copied[node], kind, mesh, travel), kind)
         for node, kind in kinds.items()
         if kind.summed or kind.each or kind.last or kind.adds or len(kind.holders) > 1
-    ]
+    }
+    made: list[tuple[Learned, _Kind]] = []
+    for count, some in groupby(copied, lambda node: times_of(node, times)):
+        own = [summed[node] for node in some if node in summed]
+        made += own
+        for copy in range(1, count):
+            made += [(replace(one, copy=copy), kind) for one, kind in own]
     groups = copy_groups(copied.values(), mesh, travel.buffer_bytes)
     cut = {
         kind: cut_bytes(largest_group(groups, kind.stages, mesh))

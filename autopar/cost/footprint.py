@@ -6,21 +6,21 @@ keep counts once, and a view is the tensor it looks at.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 from torch import fx
 
 from autopar.capture.origins import state_bytes
 from autopar.collectives.redistribution import local_elements
-from autopar.cost.saved_tensors import Storage, kept_on_host, kept_through, most_remade
+from autopar.cost.saved_tensors import Kept, Storage, kept_on_host, kept_through, most_remade
 from autopar.cost.ways import groups_in, used_bytes
 from autopar.layout import Layout, ParameterPlacement, Place
 from autopar.mesh import Mesh
 from autopar.states import StateBytes
-from autopar.strategies.node_info import info
+from autopar.strategies.node_info import info, times_of
 
 # What parameters and buffers take all through a step.
 HELD = ("parameters", "gradients", "optimizer", "buffers", "gathered")
@@ -60,18 +60,19 @@ class Memory:
     @classmethod
     def of(
         cls,
-        nodes: Sequence[fx.Node],
+        nodes: Mapping[fx.Node, int],
         mesh: Mesh,
         activations: float,
         inputs: float = 0.0,
         used: float = 0.0,
     ) -> Memory:
-        """With all that the parameters and buffers among `nodes` take, all at one time; `used` the
-        copies that live a use."""
+        """With all that the parameters and buffers among `nodes` take, so many of each, all at one
+        time; `used` the copies that live a use."""
 
         def kinds_of(of_host: bool) -> dict[str, float]:
-            held = [held_bytes(node, mesh, of_host) for node in nodes]
-            return dict(zip(HELD, np.sum([(0,) * len(HELD), *held], axis=0).astype(float).tolist()))
+            held = [np.multiply(held_bytes(node, mesh, of_host), n) for node, n in nodes.items()]
+            total = np.sum([np.zeros(len(HELD)), *held], axis=0)
+            return dict(zip(HELD, total.astype(float).tolist()))
 
         kinds = kinds_of(False) | {"activations": activations, "inputs": inputs}
         kinds["gathered"] += used
@@ -89,19 +90,36 @@ class Memory:
         return asdict(self) | {"host": self.host}
 
 
-def program_memory(graph: fx.Graph, mesh: Mesh, buffer_bytes: int) -> Memory:
-    """The bytes that one rank of the rewritten `graph` holds."""
-    inputs, kept, on_host = 0.0, dict[Storage, float](), dict[Storage, float]()
+def program_memory(
+    graph: fx.Graph, mesh: Mesh, buffer_bytes: int, times: int | None = None
+) -> Memory:
+    """The bytes that one rank of the rewritten `graph` holds, of whose blocks one may stand for as
+    many as `times`, or as its nodes say."""
+    inputs = 0.0
     for node in graph.nodes:
-        kept |= kept_through(node, mesh)
-        on_host |= kept_on_host(node, mesh)
         if node.op == "placeholder" and info(node).origin[0] not in ("parameter", "buffer"):
             inputs += info(node).type.local_bytes(mesh)
     nodes = list(graph.nodes)
     used = used_bytes(groups_in(nodes, mesh, buffer_bytes), mesh)
-    found = Memory.of(nodes, mesh, sum(kept.values()), inputs, used)
-    peak, host = found.peak + most_remade(nodes, mesh), sum(on_host.values())
-    return replace(found, peak=peak, host_activations=found.host_activations + host)
+    kept = kept_once(nodes, partial(kept_through, mesh=mesh), times)
+    found = Memory.of({n: times_of(n, times) for n in nodes}, mesh, kept, inputs, used)
+    on_host = kept_once(nodes, partial(kept_on_host, mesh=mesh), times)
+    peak, host = found.peak + most_remade(nodes, mesh), found.host_activations + on_host
+    return replace(found, peak=peak, host_activations=host)
+
+
+def kept_once(
+    nodes: Iterable[fx.Node], keeps: Callable[[fx.Node], Kept], times: int | None = None
+) -> float:
+    """The bytes that calls keep, each storage once: for as many as the first stands for that keeps
+    it."""
+    seen, found = set[Storage](), 0.0
+    for node in nodes:
+        for key, size in keeps(node).items():
+            if key not in seen:
+                seen.add(key)
+                found += size * times_of(node, times)
+    return found
 
 
 def held_bytes(node: fx.Node, mesh: Mesh, of_host: bool = False) -> Held:

@@ -156,8 +156,11 @@ class NodePrices:
         """What it takes to keep its value elsewhere till backward, by the regions that do."""
         if not info(node).away or storage(node) is not node:
             return {}
-        size = float(info(node).type.local_bytes(self.mesh))
-        return {r: self.away(r.how.keep, axes, size) for r, axes in info(node).away.items()}
+        size, away = float(info(node).type.local_bytes(self.mesh)), info(node).away
+        found = {r: self.away(r.how.keep, axes, size) for r, axes in away.items()}
+        if info(node).region is None:  # it stands alone, beside regions that stand for several
+            return {region: cost.repeated(region.times) for region, cost in found.items()}
+        return found
 
     def away(self, keep: Keep, axes: tuple[str, ...], size: float) -> NodeCost:
         """What it takes to keep so many bytes cut over `axes`, or on the host."""
@@ -342,11 +345,11 @@ def program_run(graph: fx.Graph, prices: NodePrices, repeats: Repeats = NONE) ->
     shown = dict.fromkeys(("inside", "between", "host"), 0.0)
     take = repeats.along(lambda node: _taken(node, prices))
     for node in graph.nodes:
-        work, moves, levels = take(node)
-        worked = worked if work is None else worked + work
-        moved = sum(moves, moved)
+        (work, moves, levels), times = take(node), info(node).times
+        worked = worked if work is None else worked + work.repeated(times)
+        moved = sum((one.repeated(times) for one in moves), moved)
         for level, seconds_ in levels:
-            shown[level] += seconds_
+            shown[level] += seconds_ * times
     return Run(worked, moved, shown)
 
 

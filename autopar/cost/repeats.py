@@ -14,15 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import TypeVar
 
-import numpy as np
 from torch import fx
 
+from autopar.capture.rows import longest_row
 from autopar.strategies.node_info import Region, info
 
-LEAST_BLOCKS = 4
 Known = TypeVar("Known")
 
 
@@ -84,45 +82,31 @@ class Repeats:
         """The longest run of a program."""
         calls = [node for node in graph.nodes if node.op == "call_function"]
         place = {node: at for at, node in enumerate(calls)}
-        comparison = _Comparison(place)
-        numbers = comparison.numbers(calls)
-        period = _period(numbers)
-        if not period:
-            return cls()
-        same = numbers[period:] == numbers[:-period]
-        for at in np.flatnonzero(same).tolist():
-            same[at] = comparison.are_alike(calls[at], calls[at + period])
-        start, length = _longest(same)
-        count = length // period + 1
-        if count < LEAST_BLOCKS:
+        row = longest_row(calls, _Facts(place), _held)
+        if row is None:
             return cls()
         twins = dict[fx.Node, fx.Node]()
-        first = start + period
-        for at in range(first + period, start + (count - 1) * period):
+        first, period = row.start + row.period, row.period
+        for at in range(first + period, row.end - period):
             node, twin = calls[at], calls[first + (at - first) % period]
             twins[node] = twin
             for own, others in zip(node.all_input_nodes, twin.all_input_nodes):
                 if own.op == "placeholder" and own is not others:
                     twins[own] = others
-        return cls(calls, start, period, start + count * period, twins, place)
+        return cls(calls, row.start, period, row.end, twins, place)
 
 
 NONE = Repeats()
 
 
-class _Comparison:
-    """Says which calls of a program are equal."""
+class _Facts:
+    """Says what each call is, wherever it stands."""
 
     def __init__(self, place: dict[fx.Node, int]) -> None:
         self._place = place
         self._first: dict[Region, int] = {}  # the place of the first call of each region
 
-    def numbers(self, calls: Sequence[fx.Node]) -> np.ndarray:
-        """A number for what each call is, wherever it stands."""
-        known: dict[Hashable, int] = {}
-        return np.array([known.setdefault(self._facts(node), len(known)) for node in calls])
-
-    def _facts(self, node: fx.Node) -> Hashable:
+    def __call__(self, node: fx.Node) -> Hashable:
         known = info(node)
         region = known.region
         if known.away or (region is not None and region.how.keep != "device"):
@@ -146,30 +130,6 @@ class _Comparison:
             about,
         )
 
-    def are_alike(self, one: fx.Node, other: fx.Node) -> bool:
-        """Whether two calls that are the same also stand to others in the same way."""
-        if self._readers(one, one) != self._readers(other, other):
-            return False
-        read, others = one.all_input_nodes, other.all_input_nodes
-        return len(read) == len(others) and all(
-            self._is_same(value, one, another, other)
-            for value, another in zip(read, others)
-            if value is not another
-        )
-
-    def _is_same(self, value: fx.Node, one: fx.Node, another: fx.Node, other: fx.Node) -> bool:
-        if value.op == "call_function":
-            back = self._place[one] - self._place[value]
-            return self._place.get(another) == self._place[other] - back
-        if another.op != "placeholder" or _held(value) != _held(another):
-            return False
-        return self._readers(value, one) == self._readers(another, other)
-
-    def _readers(self, value: fx.Node, node: fx.Node) -> list[int]:
-        """How far after a call those stand that read a value; the end of a program is far."""
-        at = self._place[node]
-        return [self._place.get(user, 2 * len(self._place)) - at for user in value.users]
-
 
 def _given(node: fx.Node) -> str:
     """What a call is given, whatever the names of the tensors."""
@@ -186,29 +146,3 @@ def _held(placeholder: fx.Node) -> Hashable:
         (known.sync, known.pending, known.learns, known.differentiable),
         (known.state_bytes, known.on_host, known.parts, bool(known.away)),
     )
-
-
-def _period(numbers: np.ndarray) -> int:
-    """After how many calls most of those come again that come at equal distances; 0: never."""
-    order = np.argsort(numbers, kind="stable")
-    gaps, is_next = np.diff(order), np.diff(numbers[order]) == 0
-    covered: dict[int, int] = {}
-    for _, row in groupby(
-        zip(numbers[order][1:].tolist(), gaps.tolist(), is_next.tolist()), key=lambda one: one[0]
-    ):
-        own = [gap for _, gap, is_same in row if is_same]
-        if len(own) >= LEAST_BLOCKS - 1:
-            middle = sorted(own)[len(own) // 2]
-            if own.count(middle) * 4 >= len(own) * 3:
-                covered[middle] = covered.get(middle, 0) + len(own)
-    return max(covered, key=lambda gap: covered[gap], default=0)
-
-
-def _longest(same: np.ndarray) -> tuple[int, int]:
-    """Where the longest row of true ones starts, and how long it is."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], same.astype(np.int8), [0]])))
-    starts, lengths = edges[::2], edges[1::2] - edges[::2]
-    if not len(starts):
-        return 0, 0
-    at = int(lengths.argmax())
-    return int(starts[at]), int(lengths[at])

@@ -111,7 +111,8 @@ def kept_bytes(captured: Captured) -> float:
         for value in values:
             if value.op != "placeholder" and copied_parameter(value) is None:
                 for place, tensor in enumerate(tensors_of(value), place_of(value)):
-                    kept[maker(value), place] = tensor.numel() * tensor.itemsize
+                    size = tensor.numel() * tensor.itemsize
+                    kept[maker(value), place] = size * info(maker(value)).times
     return float(sum(kept.values()))
 
 

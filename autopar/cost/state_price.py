@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -62,6 +62,10 @@ class NodeCost:
             self.covered + other.covered,
             self.again + other.again,
         )
+
+    def repeated(self, times: int) -> NodeCost:
+        """Of so many nodes that take the same."""
+        return self if times == 1 else NodeCost(*(times * part for part in astuple(self)))
 
     def remade(self) -> NodeCost:
         """The same of a node whose forward runs again in backward."""

@@ -11,6 +11,7 @@ from autopar.capture.captured import Captured
 from autopar.cost.operators import ShardSizes, Work, facts_of, work
 from autopar.mesh import Mesh
 from autopar.strategies import Strategy
+from autopar.strategies.node_info import info
 from autopar.strategies.registry import tensor_inputs
 from autopar.strategies.rule import Facts
 
@@ -22,7 +23,7 @@ def whole_work(captured: Captured, counted: Iterable[fx.Node]) -> list[tuple[Fac
     for node in counted:
         if captured.priced[node.name] is not None:
             kinds.setdefault(captured.classes[node.name], node)
-            counts[captured.classes[node.name]] += 1
+            counts[captured.classes[node.name]] += info(node).times
     found = []
     for kind, node in kinds.items():
         rule = captured.priced[node.name]

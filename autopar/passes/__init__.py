@@ -30,6 +30,7 @@ from autopar.passes.recomputation import mark_recomputed
 from autopar.passes.redistribution import insert_movements, measure_movements
 from autopar.passes.reductions import hide_reductions
 from autopar.passes.setting import Copies, LocalSetting, Setting
+from autopar.passes.times import mark_times
 from autopar.passes.types import assign_types
 from autopar.search.decisions import Decisions
 from autopar.strategies.node_info import info
@@ -66,6 +67,7 @@ PASSES = (
     Pass(fuse_biases, (insert_movements,), "moved"),
     Pass(gather_parameters, (hoist_gradient_sync, fuse_biases), "moved"),
     Pass(measure_movements, (insert_movements, gather_parameters), "moved"),
+    Pass(mark_times, (fuse_biases, gather_parameters), "moved"),
     Pass(mark_recomputed, (measure_movements,), "moved"),
 )
 LOCAL_PASSES = (
@@ -111,7 +113,7 @@ def replace_states(
             info(node).places = decisions.apart[node.name]
     if not any(places.storage != places.working for places in decisions.apart.values()):
         return found
-    found = measure_movements(gather_parameters(found, setting), setting)
+    found = mark_times(measure_movements(gather_parameters(found, setting), setting), setting)
     found = mark_recomputed(found, setting)
     verify(found, "moved", setting.mesh)
     return found

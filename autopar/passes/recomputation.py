@@ -41,7 +41,8 @@ def mark_recomputed(graph: fx.Graph, setting: Setting, repeats: Repeats = NONE) 
     for name, nodes in runs(graph, decided, repeats.along(is_made_of_parameters)):
         seen[name] = seen.get(name, 0) + 1
         number = f" ({seen[name]})" if seen[name] > 1 else ""
-        region = Region(name + number, decided[name], any(map(is_random, nodes)))
+        about = any(map(is_random, nodes)), info(nodes[-1]).times
+        region = Region(name + number, decided[name], *about)
         for node in nodes:
             info(node).region = region
         sizes[region] = len(nodes)

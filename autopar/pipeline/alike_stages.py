@@ -45,17 +45,20 @@ class StageMemories:
         self.mesh, self.travel = mesh, travel
         self._known = {} if known is None else known
 
-    def __call__(self, cut: Cut, index: int, is_split: bool) -> StageMemory:
+    def __call__(
+        self, cut: Cut, index: int, is_split: bool, times: int | None = None
+    ) -> StageMemory:
+        """`times`: how often what stands for several comes in it, if not as often as nodes say."""
         cls = type(self)
         if cls._size > MOST_KNOWN:
             cls._forms.clear()
             cls._seen.clear()
             cls._size = 0
         described, names = self._described(cut, index)
-        key = self.mesh, self.travel, is_split, described
+        key = self.mesh, self.travel, is_split, times, described
         if key not in cls._seen:
             stage = cut_stage(cut, index)
-            seen = StageMemory.of_stage(stage, self.mesh, is_split, self.travel)
+            seen = StageMemory.of_stage(stage, self.mesh, is_split, self.travel, times)
             cls._seen[key] = seen, names
             cls._size += len(stage.graph.nodes)
         memory, before = cls._seen[key]

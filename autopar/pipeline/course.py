@@ -15,8 +15,8 @@ and `weights` makes these.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 
 from torch import fx
 
@@ -27,29 +27,11 @@ from autopar.cost.saved_tensors import KeptOnce, storage
 from autopar.mesh import Mesh
 from autopar.pipeline.call_memory import HANDED_ON, IN_PLACE_BACK, CallMemories
 from autopar.pipeline.held import Held
+from autopar.pipeline.moments import Arrival, Begin, Beside, Edge, Event, Moment, stretched, summed
 from autopar.pipeline.passing import Passing
 from autopar.pipeline.sums import Sums
-from autopar.strategies.node_info import Region, info
+from autopar.strategies.node_info import Region, info, times_of
 from autopar.strategies.results import is_result, maker, tensor_arguments, values_of
-
-
-@dataclass(frozen=True)
-class Moment:
-    """The bytes of one rank when a call has made its results, by kind."""
-
-    call: str
-    is_backward: bool
-    kept: float  # for backward, and what later calls read
-    flowing: float  # gradients that are under way
-    gradients: float  # of parameters, from calls before
-    more: float  # while it runs
-    last: float = 0.0  # how much more it is in the last run of a step, which sums gradients
-    copies: float | None = None  # of parameters, that live a use; None: what is left is here
-
-    @property
-    def bytes(self) -> float:
-        """All of it."""
-        return self.kept + self.flowing + self.gradients + self.more + (self.copies or 0.0)
 
 
 class ProgramCourse:
@@ -62,14 +44,17 @@ class ProgramCourse:
         roots: Sequence[fx.Node],
         travel: Travel,
         is_split: bool = False,
+        times: int | None = None,
     ) -> None:
-        """`roots`: of the results, those whose gradients backward begins with."""
+        """`roots`: of the results, those whose gradients backward begins with. `times`: as many are
+        the blocks that those calls stand for which stand for several, or as they say themselves."""
         self.graph, self.mesh = graph, mesh
         self._calls = CallMemories(mesh, travel.kernels)
         calls = [n for n in graph.nodes if n.op == "call_function" and not is_result(n)]
         # Linears whose backward is one, by the last of them.
         self._together = {} if is_split else {some[-1]: some for some in linears_together(calls)}
         self._nodes = _in_order(calls, self._together.values())
+        self._stands_for_others = _standing_for_others(self._nodes)
         self._values, self._flowing = Held(), Held()
         self._saved: dict[fx.Node, list[Hashable]] = {}
         self._gradient_of: dict[fx.Node, Hashable] = {}
@@ -80,7 +65,7 @@ class ProgramCourse:
         self._once = KeptOnce(mesh)
         self._whole: set[Region] = set()  # those that were made again in full
         self._again: set[Hashable] = set()  # what was made again
-        self._sums = Sums(graph, mesh, travel, self._flowing)
+        self._sums = Sums(graph, mesh, travel, times)
         self.passing = Passing(graph, mesh, travel.buffer_bytes)
         self._is_late = False  # gradients are made that were put off
         self._count = 0
@@ -96,21 +81,24 @@ class ProgramCourse:
         # Of a split backward: values that are made of parameters alone, and what is put off.
         self._weights = _made_of_parameters(graph) if is_split else frozenset[fx.Node]()
         self._is_split = is_split
-        self._put_off: list[tuple[fx.Node, Hashable]] = []  # with the gradient of its result
-        self.forward = tuple(self._forward())
+        self._put_off: dict[fx.Node, Hashable] = {}  # with the gradient of its result
+        marked = (times_of(node, times) for node in self._stands_for_others)
+        more, sums = max(marked, default=1) - 1, self._sums
+        events, beside = stretched(self._forward(), more, Beside())
+        self.forward = tuple(summed(events, sums))
         self._left = self._leave(graph.output_node())
-        self.kept = self._values.bytes  # for backward
-        self.backward = tuple(self._backward(roots))
-        self.halves = self._values.bytes + self._flowing.bytes  # kept for the gradients of weights
-        # Parameters whose gradients are there by then.
-        self.at_once = frozenset(n for n in self.learned if not self._sums.are_waiting(n))
-        self.weights = tuple(self._later())
-        self.gradients = self._sums.there  # bytes, after all
-
-    @property
-    def learned(self) -> Mapping[str, float]:
-        """By placeholder, the bytes of its gradient."""
-        return self._sums.learned
+        self.kept = self._values.bytes + beside.kept  # for backward
+        events, beside = stretched(self._backward(roots), more, beside)
+        self.backward = tuple(summed(events, sums))
+        # What the gradients of weights are made of.
+        flowing = self._flowing.bytes + sums.waiting + beside.flowing
+        self.halves = self._values.bytes + beside.kept + flowing
+        self.at_once = sums.at_once()  # parameters whose gradients are there by then
+        events, _ = stretched(self._later(), more, beside)
+        self.weights = tuple(summed(events, sums))
+        self.gradients = sums.there  # bytes, after all
+        # By placeholder, the bytes of its gradient; of one that stands for several, of all.
+        self.learned: Mapping[str, float] = sums.learned
 
     def _memory(self, value: fx.Node) -> fx.Node:
         return maker(storage(value))
@@ -123,37 +111,44 @@ class ProgramCourse:
 
     def _moment(self, node: fx.Node, is_backward: bool, more: float) -> Moment:
         """After the results of a call were made; `more` it takes besides while it makes them."""
-        kept, flowing, sums = self._values.bytes, self._flowing.bytes, self._sums
-        about = node.name, is_backward, kept, flowing, sums.there, more, sums.last
+        about = node.name, is_backward, self._values.bytes, self._flowing.bytes, 0.0, more
         if self._is_late:
             return Moment(*about)
         passing = self.passing.backward if is_backward else self.passing.forward
-        return Moment(*about, passing(node))
+        return Moment(*about, copies=passing(node))
 
-    def _summed(self, node: fx.Node, all_: bool = False) -> Iterator[Moment]:
-        """Sum the gradients that are complete after a call."""
-        for more, last in self._sums.begin(all_):
-            moment = self._moment(node, True, more)
-            yield replace(moment, last=moment.last + last)
+    def _each(
+        self, nodes: Iterable[fx.Node], follow: Callable[[fx.Node], Iterator[Event]]
+    ) -> Iterator[Event]:
+        """What happens in all calls, those that stand for others between two edges."""
+        for stand_for_others, some in groupby(nodes, self._stands_for_others.__contains__):
+            if stand_for_others:
+                yield Edge(self._values.bytes, self._flowing.bytes)
+            for node in some:
+                yield from follow(node)
+            if stand_for_others:
+                yield Edge(self._values.bytes, self._flowing.bytes)
 
-    def _forward(self) -> Iterator[Moment]:
-        for node in self._nodes:
-            more = 0
-            if self._memory(node) is node:  # the copies of parameters are counted as such
-                self._values.take(node, 0.0 if copied_parameter(node) else self._size(node))
-            if info(node).movement is None and not info(node).on_host:
-                more = self._calls(node).forward
-            lapses = node in self._until and info(node).region is None
-            kept = self._once.own(node) if lapses else self._once.through(node)
-            held: list[Hashable] = [key if isinstance(key[1], str) else key[0] for key in kept]
-            for key, size in zip(held, kept.values()):
-                self._values.take(key, size)
-            if lapses:
-                self._lapsing.setdefault(self._until[node], []).extend(held)
-            else:
-                self._saved[node] = held
-            yield self._moment(node, False, more)
-            self._end(node)
+    def _forward(self) -> Iterator[Event]:
+        return self._each(self._nodes, self._run)
+
+    def _run(self, node: fx.Node) -> Iterator[Event]:
+        more = 0
+        if self._memory(node) is node:  # the copies of parameters are counted as such
+            self._values.take(node, 0.0 if copied_parameter(node) else self._size(node))
+        if info(node).movement is None and not info(node).on_host:
+            more = self._calls(node).forward
+        lapses = node in self._until and info(node).region is None
+        kept = self._once.own(node) if lapses else self._once.through(node)
+        held: list[Hashable] = [key if isinstance(key[1], str) else key[0] for key in kept]
+        for key, size in zip(held, kept.values()):
+            self._values.take(key, size)
+        if lapses:
+            self._lapsing.setdefault(self._until[node], []).extend(held)
+        else:
+            self._saved[node] = held
+        yield self._moment(node, False, more)
+        self._end(node)
 
     def _leave(self, output: fx.Node) -> dict[fx.Node, float]:
         """The bytes of what only those who read the results hold from now on."""
@@ -172,23 +167,30 @@ class ProgramCourse:
         for key in self._lapsing.pop(reader, ()):
             self._values.let_go(key)
 
-    def _backward(self, roots: Sequence[fx.Node]) -> Iterator[Moment]:
+    def _backward(self, roots: Sequence[fx.Node]) -> Iterator[Event]:
         given: dict[Hashable, fx.Node] = {}
         for root in roots:
             self._gradient_of[root] = gradient = self._new(0.0)
             self._flowing.take(gradient)  # who handed it over holds it, too
             given[gradient] = root
         together = {one for some in self._together.values() for one in some}
-        for node in reversed(self._nodes):
-            if node not in self._weights:
-                yield from self._back_together(node) if node in together else self._back(node)
-                if not self._is_split:
-                    yield from self._summed(node)
+
+        def back(node: fx.Node) -> Iterator[Event]:
+            if node in self._weights:
+                return
+            have_come = False
+            for event in self._back_together(node) if node in together else self._back(node):
+                have_come |= isinstance(event, Arrival)
+                yield event
+            if have_come and not self._is_split:
+                yield Begin(self._moment(node, True, 0.0))
+
+        yield from self._each(reversed(self._nodes), back)
         for node in self.graph.find_nodes(op="placeholder"):
             if node in self._gradient_of:  # it is sent on
                 self._flowing.let_go(self._gradient_of.pop(node))
         if self._nodes and not self._is_split:
-            yield from self._summed(self._nodes[0], all_=True)
+            yield Begin(self._moment(self._nodes[0], True, 0.0), all_=True)
         self._take_over(given)
 
     def _take_over(self, given: Mapping[Hashable, fx.Node]) -> None:
@@ -196,14 +198,14 @@ class ProgramCourse:
         the others who held it let go."""
         for gradient, root in given.items():
             self._flowing.let_go(gradient, self._size(root))
-        for node, _ in self._put_off:
+        for node in self._put_off:
             read = tensor_arguments(node)
             for value in {storage(read[at]) for at in info(node).saved if at < len(read)}:
                 if value.op == "placeholder" and info(value).origin[0] == "received":
                     self._values.take(value, self._size(value))
                     self._saved.setdefault(node, []).append(value)
 
-    def _back(self, node: fx.Node) -> Iterator[Moment]:
+    def _back(self, node: fx.Node) -> Iterator[Event]:
         """Backward through one call, and what it lets go of."""
         if not info(node).differentiable:
             self._let_go(node, ())
@@ -213,15 +215,16 @@ class ProgramCourse:
         arrived = [self._gradient_of.pop(value) for value in given]
         weights, parameter = self._weights_of(node), copied_parameter(node)
         if arrived and parameter is not None:  # as it arrives, it is summed
-            self._stay(parameter, arrived.pop())
+            self._flowing.let_go(arrived.pop())
+            yield Arrival(parameter)
         if arrived:
             yield from self._through(node, arrived[0], weights)
         if arrived and weights and info(node).weight_inputs.product:  # type: ignore[union-attr]
-            self._put_off.append((node, arrived[0]))
+            self._put_off[node] = arrived[0]
             return
         self._let_go(node, arrived)
 
-    def _back_together(self, last: fx.Node) -> Iterator[Moment]:
+    def _back_together(self, last: fx.Node) -> Iterator[Event]:
         """Backward through linears of one value: one sum of its gradients, which is on its way
         while those of the weights are made."""
         if last not in self._together:
@@ -243,11 +246,7 @@ class ProgramCourse:
             made += [(v, self._new(size)) for v, size in gradients if size and v is not moved]
         if arrived:
             yield self._moment(last, True, more)
-        for value, gradient in made:
-            if value.op == "placeholder" and info(value).places is not None:
-                self._stay(value, gradient)
-            else:
-                self._arrive(value, gradient)
+        yield from self._given(made)
         for node in linears:
             self._let_go(node, [arrived[node]] if node in arrived else [])
 
@@ -257,18 +256,20 @@ class ProgramCourse:
         for key in self._saved.pop(node, ()):
             self._values.let_go(key)
 
-    def _later(self) -> Iterator[Moment]:
+    def _later(self) -> Iterator[Event]:
         """The gradients of weights that a split backward puts off."""
         self._is_late = self._is_split
-        for node, arrived in self._put_off:
+
+        def weigh(node: fx.Node) -> Iterator[Event]:
             others = [v for v in node.all_input_nodes if v not in self._weights_of(node)]
-            yield from self._through(node, arrived, others)
-            self._let_go(node, [arrived])
-        for node in reversed(self._nodes if self._is_split else ()):
-            if node in self._weights:
-                yield from self._back(node)
+            yield from self._through(node, self._put_off[node], others)
+            self._let_go(node, [self._put_off[node]])
+
+        yield from self._each(self._put_off, weigh)
+        made_of_parameters = [node for node in reversed(self._nodes) if node in self._weights]
+        yield from self._each(made_of_parameters, self._back)
         if self._nodes:
-            yield from self._summed(self._nodes[0], all_=True)
+            yield Begin(self._moment(self._nodes[0], True, 0.0), all_=True)
 
     def _weights_of(self, node: fx.Node) -> list[fx.Node]:
         """The inputs of a call whose gradients come later."""
@@ -298,7 +299,7 @@ class ProgramCourse:
 
     def _through(
         self, node: fx.Node, arrived: Hashable, without: Sequence[fx.Node] = ()
-    ) -> Iterator[Moment]:
+    ) -> Iterator[Event]:
         """One call backward, with the gradients that it makes: of all inputs but those `without`
         which a product leaves out."""
         movement, more = info(node).movement, 0
@@ -322,11 +323,7 @@ class ProgramCourse:
             elif size is not None:
                 made.append((value, self._new(0 if info(value).on_host else size)))
         yield self._moment(node, True, more)
-        for value, gradient in made:
-            if value.op == "placeholder" and info(value).places is not None:
-                self._stay(value, gradient)
-            else:
-                self._arrive(value, gradient)
+        yield from self._given(made)
 
     def _new(self, size: float) -> Hashable:
         self._count += 1
@@ -345,10 +342,15 @@ class ProgramCourse:
             self._flowing.let_go(before)
             self._flowing.let_go(gradient)
 
-    def _stay(self, parameter: fx.Node, gradient: Hashable) -> None:
-        """A gradient of a parameter: a copy, where others hold it too."""
-        self._flowing.let_go(gradient)
-        self._sums.arrive(parameter)
+    def _given(self, made: Iterable[tuple[fx.Node, Hashable]]) -> Iterator[Event]:
+        """Gradients come to those of whose values they are; of a parameter one stays: a copy, where
+        others hold it too."""
+        for value, gradient in made:
+            if value.op == "placeholder" and info(value).places is not None:
+                self._flowing.let_go(gradient)
+                yield Arrival(value)
+            else:
+                self._arrive(value, gradient)
 
 
 def _until(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -392,3 +394,21 @@ def _made_of_parameters(graph: fx.Graph) -> frozenset[fx.Node]:
             is_made = any(value in found for value in node.all_input_nodes)
             (found if is_made else free).add(node)
     return frozenset(node for node in found if info(node).differentiable)
+
+
+def _standing_for_others(calls: Sequence[fx.Node]) -> frozenset[fx.Node]:
+    """Of calls in order, a row of as many as stand for several, from the first that reads what is
+    theirs: what gathers parameters of a block may stand before it, and that of the next one in
+    it."""
+    marked = [at for at, node in enumerate(calls) if info(node).times > 1]
+    if not marked:
+        return frozenset()
+    own = (
+        at
+        for at, node in enumerate(calls)
+        if any(
+            value.op == "placeholder" and info(value).times > 1 for value in node.all_input_nodes
+        )
+    )
+    first = min([marked[0], *own])
+    return frozenset(calls[first : first + len(marked)])

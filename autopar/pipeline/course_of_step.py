@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.pipeline.course import Moment, ProgramCourse
+from autopar.pipeline.course import ProgramCourse
+from autopar.pipeline.moments import Moment
 from autopar.pipeline.schedule import Schedule, one_stage
 from autopar.pipeline.step_memory import (
     KINDS,

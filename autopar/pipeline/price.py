@@ -21,6 +21,7 @@ from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.simulator import simulate
 from autopar.pipeline.step_memory import StageMemory, host_in_step, kept_in_step, most_in_step
 from autopar.pipeline.timeline import Timeline
+from autopar.strategies.node_info import Readers
 
 
 def price_step(pipelining: Pipelining, cluster: Cluster) -> Timeline:
@@ -123,17 +124,20 @@ def held_at(pipelining: Pipelining, cut: Cut, rank: int) -> list[fx.Node]:
 
 
 def memory_by_place(
-    pipelining: Pipelining, cut: Cut, taken: Mapping[int, StageMemory], buffer_bytes: int
+    pipelining: Pipelining,
+    held: Sequence[Mapping[fx.Node, int]],
+    taken: Mapping[int, StageMemory],
+    buffer_bytes: int,
+    readers: Mapping[fx.Node, Readers],
 ) -> list[Memory]:
-    """The bytes on each rank along the pipeline's axis: each parameter and buffer once that some
-    of its stages read, and what these take in a step."""
+    """The bytes on each rank along the pipeline's axis: each parameter and buffer that it has,
+    `held` with how many of each, and what its stages take in a step."""
     made, mesh = pipelining.schedule, pipelining.mesh.without(pipelining.axis)
     found = []
-    for rank in range(made.ranks):
-        held = held_at(pipelining, cut, rank)
+    for rank, own in enumerate(held):
         kept = kept_in_step(made, rank, taken)
-        used = used_bytes(groups_in(held, mesh, buffer_bytes, cut.readers), mesh)
-        memory = Memory.of(held, mesh, kept, used=used)
+        used = used_bytes(groups_in(own, mesh, buffer_bytes, readers), mesh)
+        memory = Memory.of(own, mesh, kept, used=used)
         on_host = memory.host_activations + host_in_step(made, rank, taken)
         memory = replace(memory, host_activations=on_host)
         found.append(memory.at_once(most_in_step(made, rank, taken), used))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, auto
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby
 
 import numpy as np
@@ -21,11 +21,13 @@ from numpy.typing import NDArray
 from torch import fx
 
 from autopar.cost.buckets import Travel
+from autopar.cost.footprint import kept_once
 from autopar.cost.groups import LIVE_GROUPS
 from autopar.cost.saved_tensors import kept_on_host
 from autopar.mesh import Mesh
 from autopar.passes.stages import Stage
-from autopar.pipeline.course import Moment, ProgramCourse
+from autopar.pipeline.course import ProgramCourse
+from autopar.pipeline.moments import Moment
 from autopar.pipeline.schedule import Action, Schedule
 from autopar.strategies.node_info import info
 
@@ -88,7 +90,7 @@ class StageMemory:
     """The bytes of each part of a stage, and of the gradients of its parameters."""
 
     sizes: NDArray[np.float64]  # by Part
-    learned: Mapping[str, float]  # gradients by placeholder
+    learned: Mapping[str, float]  # gradients by placeholder, of all it stands for
     at_once: frozenset[str]  # those of them that are there after I
     host: float  # kept for backward on the host
     groups: Groups = NO_GROUPS
@@ -103,9 +105,11 @@ class StageMemory:
         is_split: bool = False,
         sends: Sequence[fx.Node] = (),
         statistics: Sequence[fx.Node] = (),
+        times: int | None = None,
     ) -> StageMemory:
-        """Of a program whose backward begins at `roots`; in a pipeline it sends some results."""
-        course = ProgramCourse(graph, mesh, roots, travel, is_split)
+        """Of a program whose backward begins at `roots`; in a pipeline it sends some results.
+        `times`: as many are the blocks that one stands for, or as its nodes say."""
+        course = ProgramCourse(graph, mesh, roots, travel, is_split, times)
         given = [n for n in graph.find_nodes(op="placeholder") if info(n).origin[0] == "received"]
         early = sum(course.learned[name] for name in course.at_once)
 
@@ -134,14 +138,21 @@ class StageMemory:
                 sizes[Part.B + more : Part.B_ONLY + more + 1] = _running(backward)
         if is_split:
             sizes[Part.W : Part.W_ONLY + 1] = _running(course.weights, early)
-        on_host = {k: v for n in graph.nodes for k, v in kept_on_host(n, mesh).items()}
-        about = sizes, course.learned, course.at_once, sum(on_host.values())
+        host = kept_once(graph.nodes, partial(kept_on_host, mesh=mesh), times)
+        about = sizes, course.learned, course.at_once, host
         after = passing.after_forward, passing.after_backward
         of_forward, of_backward = (tuple(left.index(one) for one in groups) for groups in after)
         return cls(*about, (of_forward, of_backward))
 
     @classmethod
-    def of_stage(cls, stage: Stage, mesh: Mesh, is_split: bool, travel: Travel) -> StageMemory:
+    def of_stage(
+        cls,
+        stage: Stage,
+        mesh: Mesh,
+        is_split: bool,
+        travel: Travel,
+        times: int | None = None,
+    ) -> StageMemory:
         """Of a stage of a pipeline."""
         results: Sequence[fx.Node] = stage.graph.output_node().args[0]  # type: ignore[assignment]
         count = len(stage.sends)
@@ -149,7 +160,8 @@ class StageMemory:
         if stage.loss is not None:
             roots.append(results[count + stage.loss])
         about = stage.graph, mesh, roots, travel, is_split
-        return cls.of(*about, results[:count], results[count + len(stage.outputs) :])
+        statistics = results[count + len(stage.outputs) :]
+        return cls.of(*about, results[:count], statistics, times)
 
 
 def most(moments: Sequence[Moment], again: bool = False, last: bool = False) -> float:

@@ -9,52 +9,81 @@ from torch import fx
 
 from autopar.capture.origins import state_bytes
 from autopar.collectives.redistribution import local_elements
-from autopar.cost.buckets import SumOf, Travel, places_of, sums_of
+from autopar.cost.buckets import Learned, SumOf, Travel, places_of, sums_of
 from autopar.mesh import Mesh
 from autopar.pipeline.held import Held
 from autopar.strategies.node_info import info
+
+Key = tuple[fx.Node, int]  # a parameter; of one that stands for several, which of them
 
 
 class Sums:
     """Follows the gradients of a program's parameters."""
 
-    def __init__(self, graph: fx.Graph, mesh: Mesh, travel: Travel, flowing: Held) -> None:
-        """Those that do not stay as they are come to `flowing`."""
-        self._mesh, self._flowing = mesh, flowing
-        self._sums = sums_of(graph, mesh, travel)
-        self._sum_of = {g.parameter: (one, g) for one in self._sums for g in one.gradients}
-        self._missing = {one: {g.parameter for g in one.gradients} for one in self._sums}
+    def __init__(
+        self, graph: fx.Graph, mesh: Mesh, travel: Travel, times: int | None = None
+    ) -> None:
+        """`times`: as many are those that stand for others."""
+        self._mesh = mesh
+        self._sums = sums_of(graph, mesh, travel, times)
+        self._last = self._sums[-1] if self._sums else None
+        self._sum_of = {_key(g): (one, g) for one in self._sums for g in one.gradients}
+        self._missing = {one: {_key(g) for g in one.gradients} for one in self._sums}
+        self._place = {one: at for at, one in enumerate(self._sums)}
+        self._complete: list[SumOf] = []  # and not begun
+        self._held = Held()  # those that do not stay as they are
         self._going_on: SumOf | None = None  # it is cut
         self._first: dict[SumOf, float] = {}  # bytes of the gradients that come to stay
-        self.learned: dict[str, float] = {}  # by placeholder, the bytes that stay
+        self._learned: dict[Key, float] = {}
         self.there = 0.0  # those that are there
         # By how many bytes there is more in the last run, which sums what has added up.
         self.last = 0.0
 
-    def arrive(self, parameter: fx.Node) -> None:
+    @property
+    def learned(self) -> dict[str, float]:
+        """By placeholder, the bytes that stay."""
+        found: dict[str, float] = {}
+        for (parameter, _), size in self._learned.items():
+            found[parameter.name] = found.get(parameter.name, 0.0) + size
+        return found
+
+    @property
+    def waiting(self) -> float:
+        """The bytes of those that do not stay as they are."""
+        return self._held.bytes
+
+    def arrive(self, parameter: fx.Node, copy: int = 0) -> None:
         """A gradient: the first one stays, and any more are added to it; or it waits for those with
         which it is summed."""
-        if parameter not in self._sum_of:
-            self._stay(parameter, self._kept(parameter))
+        key = parameter, copy
+        if key not in self._sum_of:
+            self._stay(key, self._kept(parameter))
             return
-        one, gradient = self._sum_of[parameter]
-        self._missing[one].discard(parameter)
+        one, gradient = self._sum_of[key]
+        if key in self._missing[one]:
+            self._missing[one].discard(key)
+            if not self._missing[one]:
+                self._complete.append(one)
         if not one.waits:
-            self._stay(parameter, gradient.kept)
-        elif parameter.name not in self.learned:
-            self.learned[parameter.name] = gradient.kept
+            self._stay(key, gradient.kept)
+        elif key not in self._learned:
+            self._learned[key] = gradient.kept
             self._first[one] = self._first.get(one, 0.0) + gradient.kept
-            self._flowing.take(parameter, gradient.whole)
+            self._held.take(key, gradient.whole)
 
-    def are_waiting(self, name: str) -> bool:
-        """Whether a parameter's gradient is not yet where it stays."""
-        return any(g.parameter.name == name for one in self._first for g in one.gradients)
+    def at_once(self) -> frozenset[str]:
+        """The parameters whose gradients are where they stay."""
+        waiting = {g.parameter.name for one in self._first for g in one.gradients}
+        return frozenset(key.name for key, _ in self._learned if key.name not in waiting)
 
     def begin(self, all_: bool = False) -> Iterator[tuple[float, float]]:
         """Sum what is complete, or all that is there, one bucket after the other. Yields the bytes
         that are taken besides while a sum begins, and how many more if the run is the last."""
         # The last bucket is full when backward ends.
-        for one in [*self._sums] if all_ else [o for o in self._sums[:-1] if not self._missing[o]]:
+        complete = sorted(self._complete, key=self._place.__getitem__)
+        begun = [*self._sums] if all_ else [one for one in complete if one is not self._last]
+        self._complete = [] if all_ else [one for one in complete if one is self._last]
+        for one in begun:
             self._sums.remove(one)
             if len(self._missing[one]) == len(one.gradients):
                 continue
@@ -67,9 +96,9 @@ class Sums:
     def _go_on(self, one: SumOf) -> None:
         if one.waits:
             for gradient in one.gradients:
-                if gradient.parameter.name in self.learned:
-                    self._flowing.let_go(gradient.parameter)
-            self._flowing.take(one, one.goes_on)
+                if _key(gradient) in self._learned:
+                    self._held.let_go(_key(gradient))
+            self._held.take(one, one.goes_on)
         else:
             self.last += one.goes_on - one.whole
         self._going_on = one
@@ -79,14 +108,14 @@ class Sums:
         if one is None:
             return
         if one.waits:
-            self._flowing.let_go(one)
+            self._held.let_go(one)
             self.there += self._first.pop(one, 0.0)
         else:
             self.last += one.part - one.goes_on
 
-    def _stay(self, parameter: fx.Node, size: float) -> None:
-        if parameter.name not in self.learned:
-            self.learned[parameter.name] = size
+    def _stay(self, key: Key, size: float) -> None:
+        if key not in self._learned:
+            self._learned[key] = size
             self.there += size
 
     def _kept(self, parameter: fx.Node) -> float:
@@ -95,3 +124,7 @@ class Sums:
             return 0.0
         elements = local_elements(places.gradient.dims, whole, self._mesh)
         return float(elements * state_bytes(parameter).gradient)
+
+
+def _key(gradient: Learned) -> Key:
+    return gradient.parameter, gradient.copy

@@ -24,7 +24,7 @@ from autopar.passes.microbatches import batch_statistics
 from autopar.plan.situation import Situation, WhatIf
 from autopar.plan.value import PlanValue
 from autopar.planner.candidate import Candidate
-from autopar.planner.choose import Planner
+from autopar.planner.deep import DeepPlanner
 from autopar.planner.moved import data_axis, moved
 from autopar.planner.request import AXIS, Request
 from autopar.planner.verdict import refuse_random, require_rules
@@ -142,7 +142,7 @@ def _searched(plan: PlanValue, cluster: Cluster, whole: Captured) -> tuple[Candi
             require_rules(whole)
         with reporter(plan.progress) as report:
             report("search", f"{cluster.devices} devices")
-            best = Planner(model, whole, request, report).best()
+            best = DeepPlanner(model, whole, request, report).best()
         refuse_random(whole, best.whole_mesh, best.microbatches)
     except (InvalidInput, NothingFits) as error:
         return None, f"{error.rule}: {error.got}"

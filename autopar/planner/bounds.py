@@ -6,6 +6,7 @@ forward hides the gathers.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations
 
@@ -50,11 +51,11 @@ def most_saved(captured: Captured, cluster: Cluster, meshes: Sequence[Mesh]) -> 
         for node in captured.graph.find_nodes(op="placeholder")
         if node.name in captured.parameters and info(node).learns
     ]
-    sizes = [
-        info(n).val.numel() * max(state_bytes(n).copy, state_bytes(n).gradient) for n in learned
-    ]
-    known = {size: saved(float(size)) for size in set(sizes)}
-    return sum(known[size] for size in sizes)
+    sizes = Counter[int]()
+    for node in learned:
+        size = info(node).val.numel() * max(state_bytes(node).copy, state_bytes(node).gradient)
+        sizes[size] += info(node).times
+    return sum(saved(float(size)) * count for size, count in sizes.items())
 
 
 def lowered(

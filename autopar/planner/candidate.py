@@ -31,11 +31,13 @@ from autopar.passes.flow import Flow, flow_of
 from autopar.passes.microbatches import Microbatches
 from autopar.passes.stages import Cut
 from autopar.pipeline.alike_stages import StageMemories
+from autopar.pipeline.long_stages import bounds_by_place, in_three, taken_by_long_stages
 from autopar.pipeline.messages import Placement, standings
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.price import held_at, memory_by_place, pipeline_cost, price_step
 from autopar.pipeline.schedule import Option, one_stage
 from autopar.pipeline.stages.costs import StageCosts, price_stages
+from autopar.pipeline.stages.holding import Holding
 from autopar.pipeline.stages.standing import Standing
 from autopar.pipeline.step_memory import StageMemory, most_in_step
 from autopar.pipeline.timeline import Timeline
@@ -281,9 +283,14 @@ class Candidate:
     @cached_property
     def memories(self) -> list[Memory]:
         """The same on each rank along the axis of the pipeline; without one there is one."""
-        if self.pipelining is not None:
-            cut, taken = self.cut(self.pipelining), self.taken_by_stages(self.pipelining)
-            return memory_by_place(self.pipelining, cut, taken, self.states.buffer_bytes)
+        if (cut := self.pipelining) is not None:
+            taken, size = self.taken_by_stages(cut), self.states.buffer_bytes
+            if self.captured.times > 1:
+                own = [self.holding.by(one) for one in bounds_by_place(self.stage_line, cut)]
+                return memory_by_place(cut, own, taken, size, in_three(self.flow).readers)
+            there = self.cut(cut)
+            own = [dict.fromkeys(held_at(cut, there, n), 1) for n in range(cut.schedule.ranks)]
+            return memory_by_place(cut, own, taken, size, there.readers)
         held = program_memory(self.rewritten, self.mesh, self.states.buffer_bytes)
         if (program := self.program_memory) is None:
             return [held]
@@ -319,7 +326,10 @@ class Candidate:
 
     def taken_by_stages(self, pipelining: Pipelining) -> dict[int, StageMemory]:
         """What its stages take in a step. Those that start and end alike are looked at once."""
-        cut, split = self.cut(pipelining), pipelining.schedule.split_stages
+        split = pipelining.schedule.split_stages
+        if self.captured.times > 1:
+            return taken_by_long_stages(self.stage_line, pipelining, self._look_at, self._taken)
+        cut = self.cut(pipelining)
         found = {}
         for index in range(cut.count):
             key = cut.bounds(index), cut.shared(index), index in split
@@ -327,6 +337,16 @@ class Candidate:
                 self._taken[key] = self._look_at(cut, index, index in split)
             found[index] = self._taken[key]
         return found
+
+    @cached_property
+    def stage_line(self) -> StageCosts:
+        """The program, to be cut into stages."""
+        return self.stage_costs()
+
+    @cached_property
+    def holding(self) -> Holding:
+        """What its stages hold."""
+        return Holding(self.stage_line)
 
     @cached_property
     def _taken(self) -> dict[Hashable, StageMemory]:

@@ -31,16 +31,17 @@ from autopar.planner.ideal import Ideal
 from autopar.planner.layouts import LayoutRequest, Layouts
 from autopar.planner.mixed import ATTEMPTS, mixed
 from autopar.planner.promises import Promises
-from autopar.planner.recomputation import PLAIN, Regions
+from autopar.planner.recomputation import Regions
 from autopar.planner.request import Request
 from autopar.planner.staged import StagedProgram, StagedWay, Tried
-from autopar.planner.verdict import no_size
+from autopar.planner.verdict import no_size, nothing, too_large
+from autopar.planner.whole import Whole
 from autopar.progress import Report
 from autopar.recompute import Recompute
 from autopar.search.auto import NothingFaster, too_early, was_interrupted
 from autopar.search.constraints import Constraints, read_constraints
 from autopar.search.smallest_footprint import NothingFits, SmallestFootprint
-from autopar.states import HOSTED, States
+from autopar.states import States
 
 EQUAL = 1e-9  # relative: what differs by less is as fast, and the first is taken
 LARGE = 2000  # calls of a program that is not looked at where it cannot be the best
@@ -51,8 +52,14 @@ class Planner:
     """Makes and prices the candidates of a request; what they share is made once."""
 
     def __init__(
-        self, model: nn.Module, captured: Captured, request: Request, report: Report
+        self,
+        model: nn.Module,
+        captured: Captured,
+        request: Request,
+        report: Report,
+        whole: Whole | None = None,
     ) -> None:
+        """`whole`: of a program that stands for a longer one."""
         self.captured, self.request, self.report = captured, request, report
         self.ideal = Ideal(captured, request)
         self.left_out = Counter[str]()  # "sizes" and "schedules" of them that bounds ruled out
@@ -72,10 +79,7 @@ class Planner:
         self._too_large_for_host: list[Candidate] = []
         self._hosted = request.hosted if may_go(model, request.states) else ()
         self._bound: list[tuple[int, int]] = []  # sizes of which memory rules out what is faster
-        self._layouts = Layouts(request, self.constraints, report)
-        self._mixed = partial(
-            mixed, regions=self.regions, memory=self.memory, dropped=self._dropped
-        )
+        self._whole, self._layouts = whole, Layouts(request, self.constraints, report, whole)
         self._tried: dict[int, Tried] = {}  # by layouts
         self._is_bound = False  # memory kept the last layouts from what would be faster
         self._is_interrupted = self._has_left = False  # the best so far is taken, with some left
@@ -159,7 +163,8 @@ class Planner:
             self._is_interrupted = True
 
     def _finished(self, best: Candidate) -> Candidate:
-        """With the account of the whole search: a bound for all cut states, if it chose these."""
+        """Of the whole program, with a bound for all cut states, if the search chose these."""
+        best = best if self._whole is None else self._whole.same(best)
         if (search := best.search) is None:
             return best
         if self._has_left or (self._is_interrupted and not search.interrupted):
@@ -168,30 +173,17 @@ class Planner:
             return best
         stages = 1 if best.pipelining is None else best.pipelining.schedule.ranks
         asked = replace(self._layout_request(stages, best.microbatches), states=CHEAPEST)
-        is_large = len(self.captured.operators) > LARGE
+        is_large = self.captured.length > LARGE
         return best.changed(lowered(search, asked, self._layouts, stages, is_large))
 
-    def _nothing(self, reasons: Mapping[str, InvalidInput]) -> Exception:
-        """Why there is no plan."""
+    def _nothing(self, reasons: Mapping[str, InvalidInput]) -> Exception:  # why there is no plan
         if self._is_interrupted:
             return too_early()
         if self._too_large_for_host:
             return no_room_on_host(self._too_large_for_host)
         ways = [*self._dropped, *([self._leanest.candidate] if self._leanest else [])]
-        dropped = [way.footprint(way.alternative(self.memory)) for way in ways]
-        dropped = [footprint for footprint in dropped if footprint.memory > self.memory]
-        if found := [*self._too_large, *dropped]:
-            # Where plans were priced, what layouts need at least says no more.
-            least = min(found, key=lambda footprint: (footprint.is_bound, footprint.memory))
-            return NothingFits.of(self.memory, replace(least, untried=self._untried))
-        return no_size(reasons)
-
-    @property
-    def _untried(self) -> tuple[str, ...]:
-        """The options that could save memory, and that the request takes away."""
-        plain = self.regions.kinds == (PLAIN,) and bool(self.regions.free)
-        states = self.request.states is not None and self.request.states not in HOSTED
-        return ('recompute="auto"',) * plain + ('states="auto"',) * states
+        found = [*self._too_large, *too_large(ways, self.memory)]
+        return nothing(found, self.request, self.regions) if found else no_size(reasons)
 
     def _promise(self, size: tuple[int, int]) -> tuple[float, int]:
         """The order in which sizes are weighed."""
@@ -211,9 +203,8 @@ class Planner:
         return True
 
     @property
-    def _fits_device(self) -> bool:
-        """Whether some way fits, and keeps no states on the host."""
-        return (best := self.kept.best) is not None and best.states not in self._hosted
+    def _fits_device(self) -> bool:  # with no states on the host
+        return self.kept.best is not None and self.kept.best.states not in self._hosted
 
     def _is_crowded(self, size: tuple[int, int]) -> bool:
         """Whether what one micro-batch keeps for backward does not fit unless some is recomputed:
@@ -318,6 +309,13 @@ class Planner:
                 account = account.made(way.seconds, free.search.bound)
             yield way.changed(account)
 
+    def _regions_of(self, laid: Candidate) -> Regions:
+        return self.regions if not self._whole or laid.captured.times > 1 else self._whole.regions
+
+    def _mixed(self, laid: Candidate) -> Candidate | None:
+        about = self.memory, self._dropped, self._whole, self._fastest
+        return mixed(laid, self._regions_of(laid), *about)
+
     def _is_straight(self, stages: int) -> bool:
         """Whether devices hold no more than one program."""
         return stages == 1 and self.request.schedule is None
@@ -399,12 +397,14 @@ class Planner:
         regions keep is kept elsewhere, where they are too large though all run again."""
         strategies = laid.decisions.strategies
         tried = self._tried.setdefault(id(strategies), Tried(strategies))
-        program = StagedProgram(laid, stages, self.request, self.regions, self._pins, tried)
-        is_large = len(self.captured.operators) > LARGE
+        regions = self._regions_of(laid)
+        program = StagedProgram(laid, stages, self.request, regions, self._pins, tried)
+        is_large = self.captured.length > LARGE
         kinds = self.regions.kinds
         leaner = self.regions.leaner(self.request.cluster.device.host) if is_leaner else ()
         for number, made in enumerate(self._schedules(stages, parts)):
-            if self._fastest < math.inf and self.ideal.is_slower(laid, made, self._fastest):
+            is_asked = self._fastest < math.inf and not is_large  # it takes longer than stages do
+            if is_asked and self.ideal.is_slower(laid, made, self._fastest):
                 self.left_out["schedules"] += 1
                 continue
             if is_leaner:
@@ -447,4 +447,4 @@ class Planner:
         ranks, which takes seconds, where something fits and the schedule is one of many."""
         is_shared = made.pipes > 1 or made.chunks > 1
         is_one_of_many = self.request.schedule is None and self.kept.best is not None
-        return not (is_shared and is_one_of_many and len(self.captured.operators) > LARGE)
+        return not (is_shared and is_one_of_many and self.captured.length > LARGE)

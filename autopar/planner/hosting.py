@@ -41,7 +41,7 @@ def least_update(captured: Captured, request: Request) -> float:
     host = cluster.strongest(range(devices)).host
     nodes = captured.graph.find_nodes(op="placeholder")
     learned = [n for n in nodes if n.name in captured.parameters and info(n).learns]
-    moved = sum(info(node).val.numel() * state_bytes(node).updated for node in learned)
+    moved = sum(info(n).val.numel() * state_bytes(n).updated * info(n).times for n in learned)
     return max(0.0, moved / devices * (1 / host.bandwidth - 1 / cluster.device.throughput))
 
 

@@ -25,6 +25,8 @@ from autopar.planner.request import Request
 from autopar.strategies.node_info import info
 from autopar.strategies.rule import Facts
 
+MOST_ACTIONS = 1 << 10  # stages times micro-batches of what a bound is looked for
+
 
 class Ideal:
     """What the operators of a program take, the less the more ranks and micro-batches share it."""
@@ -52,20 +54,17 @@ class Ideal:
         return self._takes(made, laid.microbatches, fastest / once if once else math.inf)
 
     def _once(self, laid: Candidate) -> float:
-        """What its operators take for one micro-batch, without what is done once a step."""
+        """What stages take together for one micro-batch, without what is done once a step."""
         if laid is not self._last[0]:
-            prices = [
-                laid.prices.computed(node)
-                for node in laid.rewritten.nodes
-                if info(node).movement is None and info(node).places is None
-            ]
-            self._last = laid, sum(price.forward + price.backward for price in prices)
+            work, moves = laid.run.worked, laid.run.moved
+            once = work.forward + work.backward + moves.forward + moves.backward
+            self._last = laid, once
         return self._last[1]
 
     def _takes(self, made: Schedule, parts: int, times: float) -> bool:
         """Whether a schedule takes so many times what one micro-batch takes, at least. Of parts of
         micro-batches nothing is known."""
-        if made.all_parts != parts or times == math.inf:
+        if made.all_parts != parts or times == math.inf or made.stages * parts > MOST_ACTIONS:
             return False
         least, asked = self._ratios.get(made, (0.0, 0.0))
         if least < times and asked < times:

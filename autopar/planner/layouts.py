@@ -18,6 +18,7 @@ from autopar.cluster.part import Line, Part
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import Microbatches
+from autopar.pipeline.stages.stretch import is_alike
 from autopar.planner.candidate import Candidate
 from autopar.planner.request import Request
 from autopar.planner.state_places import (
@@ -27,6 +28,7 @@ from autopar.planner.state_places import (
     require_something_to_cut,
     split_for,
 )
+from autopar.planner.whole import Whole
 from autopar.progress import Report
 from autopar.recompute import Recompute
 from autopar.search.auto import LayoutSearch, NothingFaster
@@ -36,6 +38,8 @@ from autopar.search.decisions import Decisions
 from autopar.search.propagate import propagate, with_batch_axis
 from autopar.search.smallest_footprint import NothingFits
 from autopar.states import WHOLE, States
+
+UNEQUAL = 0.01  # relative: what blocks may lose by being equal
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class Layouts:
     request: Request
     constraints: Callable[[Captured, Mapping[str, Recompute], Mesh], Constraints]
     report: Report
+    whole: Whole | None = None  # if it is asked for layouts of a short program
     _known: dict[tuple[object, ...], tuple[Candidate, float]] = field(default_factory=dict)
     _built: dict[tuple[object, ...], dict[Mesh, Built]] = field(default_factory=dict)
 
@@ -73,8 +78,24 @@ class Layouts:
         """The program with its layouts and states, and the bytes that the search found.
 
         Where the parts of states are fewer than the ranks of an axis that they are cut over, this
-        is on the mesh with that axis split.
+        is on the mesh with that axis split. Under a limit the layouts of equal blocks may have to
+        differ: then it is of the whole program.
         """
+        found, memory = self._of_program(asked)
+        search, whole = found.search, self.whole
+        if whole is None or asked.captured.times == 1 or search is None:
+            return found, memory
+        if not is_alike(found.rewritten, found.repeats):
+            return whole.of(found), memory
+        is_free = asked.memory == math.inf
+        if is_free or search.gap <= UNEQUAL or search.bound >= asked.cutoff:
+            return found, memory
+        program, batches = whole.program(asked.batches)
+        decided = whole.recomputed(asked.recompute)
+        of_whole = replace(asked, captured=program, batches=batches, recompute=decided)
+        return self._of_program(of_whole)
+
+    def _of_program(self, asked: LayoutRequest) -> tuple[Candidate, float]:
         while True:
             found, memory = self._found(asked)
             if asked.states.is_whole:

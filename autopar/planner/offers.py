@@ -13,7 +13,7 @@ from dataclasses import replace
 from autopar.cluster import Cluster, Device
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.planner.candidate import Alternative, Candidate
-from autopar.planner.choose import Planner
+from autopar.planner.deep import DeepPlanner
 from autopar.planner.fastest import Fastest
 from autopar.planner.request import Request
 
@@ -46,13 +46,13 @@ class Choice:
     """The best of the ways on all that a request is offered."""
 
     def __init__(
-        self, request: Request, planner_of: Callable[[Request], Planner], is_all: bool
+        self, request: Request, planner_of: Callable[[Request], DeepPlanner], is_all: bool
     ) -> None:
         """`is_all`: all devices are to be used."""
         self.request, self._planner_of = request, planner_of
         is_free = request.mesh is None and request.mode == "auto" and not is_all
         self._offers = list(offers(request.cluster)) if is_free else [request.cluster]
-        self._planners: list[Planner] = []
+        self._planners: list[DeepPlanner] = []
         self.kept = Fastest(request.wanted)  # the fastest of all planners
 
     @property
@@ -66,9 +66,9 @@ class Choice:
         """What bounds ruled out."""
         return sum((planner.left_out for planner in self._planners), Counter())
 
-    def best(self) -> tuple[Candidate, Planner]:
+    def best(self) -> tuple[Candidate, DeepPlanner]:
         """The fastest way to run a step, and who found it."""
-        found: tuple[Candidate, Planner] | None = None
+        found: tuple[Candidate, DeepPlanner] | None = None
         refused: list[Exception] = []
         for cluster in self._offers:
             planner = self._planner_of(replace(self._on(cluster), fastest=self.kept.cutoff))

@@ -52,7 +52,7 @@ class Promises:
         for node in self._captured.graph.find_nodes(op="placeholder"):
             if node.name in self._captured.parameters:
                 whole = ParameterPlacement.tied(Layout.replicated(info(node).val.ndim))
-                found += sum(parameter_bytes(node, whole, Mesh(x=1)))
+                found += sum(parameter_bytes(node, whole, Mesh(x=1))) * info(node).times
         return float(found)
 
     @cached_property

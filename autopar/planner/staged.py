@@ -72,7 +72,7 @@ class StagedWay:
     def candidate(self) -> Candidate:
         """The same with the program that it runs."""
         found = self.made(self.pipelining)
-        vars(found)["timeline"] = self.timeline
+        vars(found).update(timeline=self.timeline, stage_line=self.line)
         return found
 
     def fits(self, memory: float) -> bool:
@@ -82,7 +82,7 @@ class StagedWay:
     @cached_property
     def spread(self) -> float:
         """The bytes of states on the fullest rank, if they were spread evenly."""
-        held = self.line.held([(0, len(self.line.flow.activations))])
+        held = self.line.held([(0, self.line.count)])
         return (held - sum(self.spare)) / self._schedule.ranks
 
     @cached_property
@@ -103,7 +103,7 @@ class StagedWay:
         stages = self.pipelining.stages
         places = self.line.places
         starts = [places[stage.starts] for stage in stages]
-        bounds = list(zip(starts, [*starts[1:], len(places)]))
+        bounds = list(zip(starts, [*starts[1:], self.line.count]))
         # Gradients come when some of what is kept has gone.
         held = cache(lambda own: self.line.held([bounds[at] for at in own], gradients=False))
         most = 0.0

@@ -5,12 +5,14 @@ refuse_random(captured, mesh, microbatches)
 tell(captured, best)            of what was chosen
 tell_of_statistics(captured, microbatches)
 no_size(reasons)                where each of the sizes was refused
+nothing(found, request, regions)    where all that was found is too large
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -23,7 +25,11 @@ from autopar.lines import frames_to_caller
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import batch_statistics
 from autopar.planner.candidate import Candidate
+from autopar.planner.recomputation import PLAIN, Regions
+from autopar.planner.request import Request
 from autopar.search.decisions import Fallback
+from autopar.search.smallest_footprint import NothingFits, SmallestFootprint
+from autopar.states import HOSTED
 from autopar.strategies.node_info import info
 
 
@@ -112,3 +118,19 @@ def named_statistics(statistics: Sequence[fx.Node]) -> str:
 def warn(message: str) -> None:
     """Tell of something at the user's line."""
     warnings.warn(message, stacklevel=frames_to_caller())
+
+
+def too_large(ways: Sequence[Candidate], memory: float) -> list[SmallestFootprint]:
+    """What those ways need that take more than `memory`."""
+    found = [way.footprint(way.alternative(memory)) for way in ways]
+    return [footprint for footprint in found if footprint.memory > memory]
+
+
+def nothing(found: Sequence[SmallestFootprint], request: Request, regions: Regions) -> NothingFits:
+    """No way fits: these are too large."""
+    # Where plans were priced, what layouts need at least says no more.
+    least = min(found, key=lambda footprint: (footprint.is_bound, footprint.memory))
+    plain = regions.kinds == (PLAIN,) and bool(regions.free)
+    states = request.states is not None and request.states not in HOSTED
+    untried = ('recompute="auto"',) * plain + ('states="auto"',) * states
+    return NothingFits.of(request.memory, replace(least, untried=untried))

@@ -27,6 +27,7 @@ from autopar.solver.lagrangian import NoRoom
 from autopar.solver.residual import relative_gap
 from autopar.solver.solve import Sizes, Solution, least_memory, solve
 from autopar.states import WHOLE, States
+from autopar.strategies.node_info import info
 from autopar.units import bytes_text
 
 MOST_OF_A_KIND = 8  # meshes with the same number of axes that are all tried
@@ -191,7 +192,7 @@ class LayoutSearch:
 
     def _is_worth(self, mesh: Mesh, meshes: Sequence[Mesh]) -> bool:
         """Whether to try a mesh: all of a kind if they are few, else one that splits a good one."""
-        axes, is_small = len(mesh.names), len(self.captured.operators) <= _SMALL
+        axes, is_small = len(mesh.names), self.captured.length <= _SMALL
         most = MOST_OF_A_KIND if is_small or axes < 3 else MOST_REFINED
         if sum(len(other.names) == axes for other in meshes) <= most:
             return True
@@ -256,7 +257,7 @@ class LayoutSearch:
         if found.solution.memory <= _SURE * limit or found.solution.objective >= self._objective:
             return found
         fitting, fits, over = self._tightened(built, found, limit)
-        if fits == limit or len(self.captured.operators) > _SMALL:
+        if fits == limit or self.captured.length > _SMALL:
             return fitting
         return self._widened(built, fitting, (fits, over), bound)
 
@@ -354,6 +355,10 @@ def _splits(mesh: Mesh, coarse: Mesh) -> bool:
 def _states(built: Built, choice: Sequence[int]) -> float:
     """The bytes of parameters with gradients and optimizer states."""
     tables, _, numbers, _ = built.graph.tables()
-    places = [variable.number for variable in built.parameters.values()]
-    memories = [(tables[numbers[place]].memory, choice[place]) for place in places]
-    return sum(float(memory[at]) for memory, at in memories if memory is not None)
+    found = 0.0
+    for node in built.captured.graph.find_nodes(op="placeholder"):
+        if (variable := built.parameters.get(node.name)) is not None:
+            memory = tables[numbers[variable.number]].memory
+            if memory is not None:
+                found += float(memory[choice[variable.number]]) * info(node).times
+    return found

@@ -150,17 +150,30 @@ class _Builder:
             if node.op == "placeholder" and node.name in self.captured.parameters:
                 self._add_parameter(node)
             elif node.op == "placeholder":
-                self.built.fixed_bytes += info(node).val.numel() * info(node).val.itemsize
+                size = info(node).val.numel() * info(node).val.itemsize
+                self.built.fixed_bytes += size * info(node).times
                 if node.name in self.readings:
                     self._add_input(node)
             elif node.name in self.captured.classes:
                 self._add_operator(node)
             if len(self.readings.get(node.name, ())) > 1:
                 self._add_shares(node)
+        if self.captured.times > 1:
+            self.built.graph.repeat(self._repeated(), self.captured.times)
         for name, readings in self.readings.items():
             self._connect(self.nodes[name], readings)
         self._add_results()
         return self.built
+
+    def _repeated(self) -> list[int]:
+        """The nodes of what stands for several."""
+        made, groups = self.built, self.built.groups
+        found = []
+        for name in (node.name for node in self.nodes.values() if info(node).times > 1):
+            for every in (made.operators, made.parameters, made.values):
+                found += [every[name].number] if name in every else []
+            found += [group.number for group in groups.get(name, ())]
+        return found
 
     # Nodes
 
@@ -211,9 +224,11 @@ class _Builder:
             for value in values_of(call)
             if self.saved.keeps_output(call.name)
         }
-        activations = sum(_bytes(self.nodes[v]) for v in kept - set(self.captured.parameters))
-        learned = [n for n in self.captured.parameters if info(self.nodes[n]).learns]
-        gradients = sum(_bytes(self.nodes[name]) for name in learned)
+        values = [self.nodes[name] for name in kept - set(self.captured.parameters)]
+        activations = sum(_bytes(node) * info(node).times for node in values)
+        parameters = [self.nodes[name] for name in self.captured.parameters]
+        learned = [node for node in parameters if info(node).learns]
+        gradients = sum(_bytes(node) * info(node).times for node in learned)
         self.counts_gradients = activations < gradients
         self.counts_activations = not self.counts_gradients
 

@@ -34,14 +34,15 @@ def find_prologue(
 ) -> Prologue:
     """The prologue of a program, without what annotations ask about."""
     offers = [classes.candidates(node) for node in calls]
-    budget = MOST_SLACK * sum(candidates.least for candidates in offers)
+    times = [info(node).times for node in calls]
+    budget = MOST_SLACK * sum(offer.least * count for offer, count in zip(offers, times))
     prologue = Prologue()
     for node, candidates in zip(calls, offers):
         if node.name in asked or info(node).differentiable:
             continue
         if all(is_whole(value, captured, prologue) for value in classes.inputs(node)):
             cost = candidates.cost
-            more = float(cost[uncut(candidates)]) - candidates.least
+            more = (float(cost[uncut(candidates)]) - candidates.least) * info(node).times
             if prologue.slack + more <= budget:
                 prologue.slack += more
                 prologue.names.add(node.name)

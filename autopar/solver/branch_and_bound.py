@@ -13,9 +13,9 @@ import numpy as np
 
 from autopar.errors import InvalidInput
 from autopar.solver.eliminate import Elimination
-from autopar.solver.graph import Array, Integers, Packed
 from autopar.solver.lagrangian import LagrangianSearch
 from autopar.solver.optimum import Optimiser
+from autopar.solver.packed import Array, Integers, Packed
 from autopar.solver.prune import restricted
 
 _SLACK = 1e-12  # relative

@@ -22,8 +22,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from autopar.solver.eliminate import LIMIT, Elimination, order
-from autopar.solver.graph import Array, Integers
 from autopar.solver.messages import Messages, Sent
+from autopar.solver.packed import Array, Integers
 from autopar.solver.residual import Factors, Residual, solve_residual
 
 EXACT = 1e-10  # relative: what sums of floating-point numbers are not asked to tell apart

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.solver.graph import Array
+from autopar.solver.packed import Array
 
 Scope = tuple[int, ...]
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.solver.graph import Array, CostGraph
+from autopar.solver.graph import CostGraph
 from autopar.solver.optimum import Optimiser
+from autopar.solver.packed import Array
 from autopar.solver.prune import prune
 
 

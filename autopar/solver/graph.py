@@ -16,49 +16,15 @@ and matrices are kept once: give the same array again and it costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from autopar.errors import InvalidInput
-
-Array = NDArray[np.float64]
-Integers = NDArray[np.int64]
-
-
-@dataclass(frozen=True, eq=False)
-class Table:
-    """Seconds, and bytes where there are any, of each strategy or each pair of strategies."""
-
-    cost: Array
-    memory: Array | None
-
-    def weighted(self, multiplier: float) -> Array:
-        """cost + multiplier · memory; with an infinite multiplier, memory alone."""
-        if np.isinf(multiplier):
-            memory = np.zeros_like(self.cost) if self.memory is None else self.memory
-            return np.where(np.isinf(self.cost), np.inf, memory)
-        if self.memory is None or multiplier == 0:
-            return self.cost
-        return self.cost + multiplier * self.memory
-
-    def plus(self, other: Table) -> Table:
-        memories = [table.memory for table in (self, other) if table.memory is not None]
-        return Table(self.cost + other.cost, sum(memories[1:], memories[0]) if memories else None)
-
-    @cached_property
-    def transposed(self) -> Table:
-        memory = None if self.memory is None else np.ascontiguousarray(self.memory.T)
-        return Table(np.ascontiguousarray(self.cost.T), memory)
-
-    def taken(self, *kept: Integers) -> Table:
-        """Only the strategies `kept` of each dim."""
-        where = np.ix_(*kept)
-        return Table(self.cost[where], None if self.memory is None else self.memory[where])
+from autopar.solver.packed import Array, Blocks, Integers, Packed, Table
 
 
 class _Tables:
@@ -124,6 +90,7 @@ class CostGraph:
         self._nodes: list[int] = []
         self._edges: list[tuple[int, int, int]] = []
         self._packed: Packed | None = None
+        self._repeated: tuple[Sequence[int], int] = (), 1
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -161,6 +128,12 @@ class CostGraph:
             first, second, number = second, first, self._edge_tables.turned(number)
         self._edges.append((first, second, number))
 
+    def repeat(self, nodes: Sequence[int], times: int) -> None:
+        """Let these nodes, a block between blocks that are equal, stand for so many blocks. A
+        choice is then the same in all of these."""
+        self._packed = None
+        self._repeated = nodes, times
+
     def strategies(self, node: int) -> int:
         """How many strategies `node` has."""
         return len(self._node_tables.all[self._nodes[node]].cost)
@@ -175,142 +148,13 @@ class CostGraph:
         """The graph as arrays."""
         if self._packed is None:
             self._packed = _pack(self)
+            if self._repeated[1] > 1:
+                self._packed = _repeated(self._packed, *self._repeated)
         return self._packed
 
     def tables(self) -> tuple[list[Table], list[Table], list[int], list[tuple[int, int, int]]]:
         """Distinct node tables and edge tables; of each node its table; (low, high, table)."""
         return self._node_tables.all, self._edge_tables.all, self._nodes, self._edges
-
-
-@dataclass(frozen=True, eq=False)
-class Packed:
-    """A graph as arrays: nodes and edges by the numbers of their tables, low < high, no parallels.
-
-    Nodes are numbered in the order of the program, a source standing next to its first use;
-    `origin[i]` is what the caller calls node i, `strategy[t][s]` what it calls strategy s of a
-    node with table t."""
-
-    node_tables: list[Table]
-    edge_tables: list[Table]
-    node_table: Integers
-    low: Integers
-    high: Integers
-    edge_table: Integers
-    origin: Integers
-    strategy: list[Integers]
-
-    def __len__(self) -> int:
-        return len(self.node_table)
-
-    @cached_property
-    def sizes(self) -> Integers:
-        """How many strategies each node has."""
-        of_table = np.array([len(table.cost) for table in self.node_tables] or [0], np.int64)
-        return of_table[self.node_table]
-
-    @cached_property
-    def edges(self) -> list[tuple[int, int, int]]:
-        """(low, high, table) of each edge."""
-        return list(zip(self.low.tolist(), self.high.tolist(), self.edge_table.tolist()))
-
-    @cached_property
-    def _flat(self) -> tuple[_Flat, _Flat]:
-        return _Flat.of(self.node_tables), _Flat.of(self.edge_tables)
-
-    def terms(
-        self, choice_low: Integers, choice_high: Integers | None = None
-    ) -> tuple[Array, Array]:
-        """(seconds, bytes) of each edge, its low node choosing by the first, its high by the
-        second vector; without a second vector, of each node."""
-        nodes, edges = self._flat
-        if choice_high is None:
-            return nodes.take(self.node_table, choice_low, None)
-        return edges.take(self.edge_table, choice_low[self.low], choice_high[self.high])
-
-    def evaluate(self, choice: Integers) -> tuple[float, float]:
-        """Seconds and bytes of a choice of strategies."""
-        node_cost, node_memory = self.terms(choice)
-        edge_cost, edge_memory = self.terms(choice, choice)
-        return (
-            float(node_cost.sum() + edge_cost.sum()),
-            float(node_memory.sum() + edge_memory.sum()),
-        )
-
-    @cached_property
-    def around(self) -> list[list[tuple[int, Table]]]:
-        """Of each node its edges: the other end, and the table with the node's own in the rows."""
-        found: list[list[tuple[int, Table]]] = [[] for _ in range(len(self))]
-        for low, high, number in self.edges:
-            found[low].append((high, self.edge_tables[number]))
-        for low, high, number in self.edges:
-            found[high].append((low, self.edge_tables[number].transposed))
-        return found
-
-    def tables_by_scope(self) -> Iterator[tuple[tuple[int, ...], Table]]:
-        """The table of each node and of each edge."""
-        for node, number in enumerate(self.node_table.tolist()):
-            yield (node,), self.node_tables[number]
-        for low, high, number in self.edges:
-            yield (low, high), self.edge_tables[number]
-
-    def weights(self, multiplier: float) -> Iterator[tuple[tuple[int, ...], Array]]:
-        """cost + multiplier · memory of each node and of each edge."""
-        weighted = {t: t.weighted(multiplier) for t in self.node_tables + self.edge_tables}
-        for scope, table in self.tables_by_scope():
-            yield scope, weighted[table]
-
-    def translated(self, choice: Integers, other: Packed) -> Integers:
-        """A choice of this graph in the numbers of `other`, which has all its strategies."""
-        answer = np.empty(len(self), np.int64)
-        pairs = self.node_table * len(other.node_tables) + other.node_table
-        for pair in np.unique(pairs).tolist():
-            own, theirs = divmod(pair, len(other.node_tables))
-            where = pairs == pair
-            places = np.searchsorted(other.strategy[theirs], self.strategy[own])
-            answer[where] = places[choice[where]]
-        return answer
-
-    def original(self, choice: Integers) -> Integers:
-        """The choice in the numbers of the caller."""
-        answer = np.zeros(len(self), np.int64)
-        for table in np.unique(self.node_table):
-            where = self.node_table == table
-            answer[self.origin[where]] = self.strategy[table][choice[where]]
-        return answer
-
-    @cached_property
-    def strategy_pairs(self) -> int:
-        """Entries of all nodes and edges."""
-        edges = np.array([table.cost.size for table in self.edge_tables] or [0], np.int64)
-        return int(self.sizes.sum() + edges[self.edge_table].sum())
-
-
-@dataclass(frozen=True, eq=False)
-class _Flat:
-    """All tables end to end, so that one indexing takes an entry of each of many."""
-
-    cost: Array
-    memory: Array
-    start: Integers
-    columns: Integers
-
-    @classmethod
-    def of(cls, tables: list[Table]) -> _Flat:
-        costs = [table.cost.ravel() for table in tables]
-        memories = [np.zeros(t.cost.size) if t.memory is None else t.memory.ravel() for t in tables]
-        starts = np.cumsum([0, *(len(cost) for cost in costs)])
-        columns = np.array([t.cost.shape[-1] for t in tables], np.int64)
-        return cls(
-            np.concatenate([*costs, np.zeros(0)]),
-            np.concatenate([*memories, np.zeros(0)]),
-            starts.astype(np.int64),
-            columns,
-        )
-
-    def take(self, table: Integers, row: Integers, column: Integers | None) -> tuple[Array, Array]:
-        at = self.start[table]
-        at = at + row if column is None else at + row * self.columns[table] + column
-        return self.cost[at], self.memory[at]
 
 
 def _pack(graph: CostGraph) -> Packed:
@@ -367,3 +211,60 @@ def _without_parallels(
                 tables.append(total)
             merged[at] = sums[parts]
     return low[heads], high[heads], merged
+
+
+def _repeated(packed: Packed, nodes: Sequence[int], times: int) -> Packed:
+    """The graph in which a block, `nodes` of the caller, comes so many times in a row."""
+    inside = np.flatnonzero(np.isin(packed.origin, np.array(nodes, np.int64)))
+    start, period = int(inside[0]), len(inside)
+    if not _is_between_equals(packed, start, period) or inside[-1] != start + period - 1:
+        raise InvalidInput(
+            "a block that stands for several has an equal one on each side",
+            got=f"nodes {start} to {int(inside[-1])}, {period} of them",
+            remedy="give the whole graph",
+        )
+    end, more = start + period, period * (times - 1)
+    steps = period * np.arange(times)
+    node = np.concatenate([np.arange(end), np.tile(np.arange(start, end), times - 1)])
+    node = np.concatenate([node, np.arange(end, len(packed))])
+    is_of = (packed.high >= start) & (packed.high < end)
+    # What a block reads of the one before comes with it, what all read does not.
+    follows = packed.low >= start - period
+    low, high = packed.low + more * (packed.low >= start), packed.high + more
+    low, high = low[packed.high >= end], high[packed.high >= end]
+    copies = packed.low[is_of, None] + steps * follows[is_of, None]
+    before = packed.high < start
+    edges = [
+        np.concatenate([packed.low[before], copies.ravel(), low]),
+        np.concatenate([packed.high[before], (packed.high[is_of, None] + steps).ravel(), high]),
+        np.concatenate(
+            [
+                packed.edge_table[before],
+                np.repeat(packed.edge_table[is_of], times),
+                packed.edge_table[packed.high >= end],
+            ]
+        ),
+    ]
+    by = np.lexsort((edges[2], edges[0], edges[1]))
+    low, high, table = (array[by] for array in edges)
+    row = Blocks(start, period, times)
+    made = replace(packed, node_table=packed.node_table[node], origin=packed.origin[node], row=row)
+    return replace(made, low=low, high=high, edge_table=table)
+
+
+def _is_between_equals(packed: Packed, start: int, period: int) -> bool:
+    """Whether the blocks before and after have the same nodes, and edges from where they follow."""
+
+    def block(at: int) -> list[tuple[int, ...]] | None:
+        if at < period or at + period > len(packed):
+            return None
+        own = (packed.high >= at) & (packed.high < at + period)
+        low, high = packed.low[own], packed.high[own] - at
+        near = low >= at - period
+        rows = zip(high.tolist(), near.tolist(), (low - at * near).tolist())
+        tables = packed.edge_table[own].tolist()
+        nodes = packed.node_table[at : at + period].tolist()
+        return [*sorted((*row, table) for row, table in zip(rows, tables)), tuple(nodes)]
+
+    blocks = [block(start + step * period) for step in (-1, 0, 1)]
+    return None not in blocks and blocks[0] == blocks[1] == blocks[2]

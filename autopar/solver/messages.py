@@ -21,7 +21,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from autopar.solver.forests import Near, improved
-from autopar.solver.graph import Array, Integers
+from autopar.solver.packed import Array, Integers
 
 Pair = tuple[int, int]
 _least = np.minimum.reduce  # without what numpy's own `min` asks first

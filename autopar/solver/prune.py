@@ -44,9 +44,9 @@ def _round(packed: Packed) -> Packed:
     one replacement after the other then never makes a choice worse."""
     kinds, examples = _surroundings(packed)
     kept: list[Integers] = []
-    for example in examples:
-        table = packed.node_tables[packed.node_table[example]]
-        edges = [edge for _, edge in packed.around[example]]
+    around = packed.tables_at(examples)
+    for example in examples.tolist():
+        table, edges = packed.node_tables[packed.node_table[example]], around[example]
         if len(edges) > _MOST_EDGES or len(table.cost) > _MOST_STRATEGIES:
             kept.append(np.arange(len(table.cost)))
         else:

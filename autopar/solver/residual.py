@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autopar.solver.cp_sat import new_model, new_solver, outcome, weighted_sum
-from autopar.solver.graph import Array
+from autopar.solver.packed import Array
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, IntVar

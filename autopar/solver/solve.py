@@ -18,9 +18,10 @@ import numpy as np
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.progress import Report
 from autopar.solver.branch_and_bound import branch_and_bound
-from autopar.solver.graph import CostGraph, Integers, Packed
+from autopar.solver.graph import CostGraph
 from autopar.solver.lagrangian import LagrangianSearch
 from autopar.solver.optimum import SECONDS, Optimiser
+from autopar.solver.packed import Integers, Packed
 from autopar.solver.prune import prune
 from autopar.solver.residual import relative_gap
 
@@ -123,12 +124,16 @@ def solve(
             remedy="allow more strategies, or give redistribution between them a finite cost",
         )
     taken = time.perf_counter() - start
-    report("done", f"{search.value:.6g} s in {taken:.3f} s")
+    found = search.packed.translated(search.choice, graph.packed)
+    choice, value, needed = graph.packed.alike(found, limit), search.value, search.memory
+    if choice is not found:
+        value, needed = graph.packed.evaluate(choice)
+    report("done", f"{value:.6g} s in {taken:.3f} s")
     return Solution(
-        choice=search.packed.original(search.choice).tolist(),
-        objective=search.value,
-        memory=search.memory,
-        bound=min(search.bound, search.value),
+        choice=graph.packed.original(choice).tolist(),
+        objective=value,
+        memory=needed,
+        bound=min(search.bound, value),
         seconds=taken,
         sizes=sizes,
         multiplier=search.multiplier,
@@ -139,7 +144,7 @@ def solve(
 def least_memory(graph: CostGraph) -> tuple[float, list[int]]:
     """The least bytes that any choice of strategies needs, and one that needs no more."""
     packed = graph.packed
-    choice: Integers = Optimiser(packed).minimise(np.inf).choice
+    choice: Integers = packed.alike(Optimiser(packed).minimise(np.inf).choice, -np.inf)
     return packed.evaluate(choice)[1], packed.original(choice).tolist()
 
 

@@ -44,6 +44,7 @@ class Region:
     name: str
     how: Recompute
     is_random: bool = False  # draws random numbers
+    times: int = 1  # how many it stands for
 
     @property
     def is_full(self) -> bool:
@@ -116,6 +117,10 @@ class NodeInfo:
     readers: Readers | None = None  # of a parameter of a stage: those of all stages
     copies: tuple[int, ...] = ()  # the groups of copies that it reads, which come and go
 
+    # In a program that stands for a longer one: of so many equal blocks, one after another, this is
+    # what stands here of one.
+    times: int = 1
+
     @property
     def values(self) -> tuple[Any, ...]:
         """The fake value of each result of a call; of most nodes one."""
@@ -141,6 +146,13 @@ class NodeInfo:
 
 
 info = NodeInfo  # info(node).type is read as "the type of node"
+
+
+def times_of(node: fx.Node, times: int | None = None) -> int:
+    """How often a node counts, where those that stand for others are as many as `times`, or as they
+    say themselves."""
+    own = info(node).times
+    return own if times is None or own == 1 else times
 
 
 def flat(values: Any) -> tuple[Any, ...]:

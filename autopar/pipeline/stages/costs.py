@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
-from autopar.capture.annotations import Pin
 from autopar.cost.footprint import HELD, Held, held_bytes, parameter_bytes, summed_bytes
 from autopar.cost.saved_tensors import KeptOnce
 from autopar.cost.state_price import NodeCost
@@ -27,6 +26,7 @@ from autopar.mesh import Mesh
 from autopar.passes.flow import Flow, ancestors
 from autopar.pipeline.stages.kept import Halves, Remade, kept_by_stages
 from autopar.pipeline.stages.standing import ANYWHERE, Standing
+from autopar.pipeline.stages.stretch import Stretch
 from autopar.pipeline.stages.table import StageTable
 from autopar.strategies.node_info import info
 
@@ -115,17 +115,23 @@ class StageCosts:
         """`costs`: on each kind of machines. `like`: that of the same program with other places of
         its parameters; `beside`: of the same layouts, though other regions may be recomputed."""
         self.flow, self.mesh = flow, mesh
+        known = like or beside
+        self.stretch: Stretch = Stretch.of(flow) if known is None else known.stretch
+        stretch = self.stretch
         if like is None:
             once = KeptOnce(mesh, flow.repeats)
             halves = Halves(flow, once)
-            self.kept, self.weight_halves = kept_by_stages(flow, once, halves)
-            self._remade_in = Remade(flow, once, halves)
+            kept = kept_by_stages(flow, once, halves)
+            self.kept, self.weight_halves = (spans.stretched(stretch) for spans in kept)
+            self._remade_in = Remade(flow, once, halves, stretch)
         else:
             self.kept, self.weight_halves = like.kept, like.weight_halves
             self._remade_in = like._remade_in
-        if (known := like or beside) is None:
+        self.count = len(flow.activations) + stretch.moved  # of activations
+        self.crossings = stretch.row(flow.crossings)
+        if known is None:
             parameters = [_parameters(flow, node) for node in flow.activations]
-            self._parameters = [{held.name for held in row} for row in parameters]
+            self._parameters = stretch.row([{held.name for held in row} for row in parameters])
             self._crossing: dict[int, int] = {}
         else:
             self._parameters, self._crossing = known._parameters, known._crossing
@@ -140,12 +146,23 @@ class StageCosts:
     @cached_property
     def total(self) -> float:
         """Seconds of all activations, forward and backward."""
-        return self._at(len(self.flow.activations))
+        return self._at(self.count)
 
     @cached_property
     def places(self) -> dict[str, int]:
         """Of activations by name, the cut point before each."""
-        return {node.name: index for index, node in enumerate(self.flow.activations)}
+        return {self._name(index): index for index in range(self.count)}
+
+    def node(self, place: int) -> fx.Node:
+        """The activation at a place, or the one that stands for it."""
+        return self.flow.activations[self.stretch.short(place)]
+
+    def _name(self, place: int) -> str:
+        """Of an activation; it is no other's."""
+        copy, name = self.stretch.copy(place), self.node(place).name
+        return (
+            f"{name} {copy}" if copy > 0 and place < self.stretch.end + self.stretch.moved else name
+        )
 
     def shared_sums(self, stages: Sequence[StageCost]) -> tuple[SharedSum, ...]:
         """What stages that begin as these do sum of gradients with one another."""
@@ -179,7 +196,15 @@ class StageCosts:
             elif any(map(any, rows)):
                 shared[readers] = shared.get(readers, 0.0) + np.array(rows)
         np.add.at(alone, np.array(places, int), np.array(every).reshape(-1, *alone.shape[1:]))
-        return alone.cumsum(axis=0), [(np.array(readers), rows) for readers, rows in shared.items()]
+        return self._sum(alone), [
+            (np.array(readers), rows)
+            for short, rows in shared.items()
+            for readers in self.stretch.readers(short)
+        ]
+
+    def _sum(self, alone: Array) -> Array:
+        """Before each cut point, of what is said of the activation before it in the flow."""
+        return np.concatenate([alone[:1], self.stretch.along(alone[1:])]).cumsum(axis=0)
 
     def _rows_of(self, node: fx.Node, costs: Sequence[PriceOf]) -> Rows:
         """The columns of one node, for each kind of machines."""
@@ -198,7 +223,8 @@ class StageCosts:
         made._clean, made._rows = {}, dict(self._rows)
         for known in ("_seconds", "total", "are_tied"):
             vars(made).pop(known, None)
-        change, shared = np.zeros_like(self._alone), list(self._shared)
+        count = len(self.flow.activations) + 1
+        change, shared = np.zeros((count, *self._alone.shape[1:])), list(self._shared)
         for node, readers in self.flow.held_at.items():
             if node.name not in places:
                 continue
@@ -212,8 +238,8 @@ class StageCosts:
             if len(readers) == 1:
                 change[readers[0] + 1] += more
             elif more.any():
-                shared.append((np.array(readers), more))
-        made._alone, made._shared = self._alone + change.cumsum(axis=0), shared
+                shared += [(np.array(at), more) for at in self.stretch.readers(readers)]
+        made._alone, made._shared = self._alone + self._sum(change), shared
         made.are_tied = self.are_tied and not places
         return made
 
@@ -243,12 +269,13 @@ class StageCosts:
         at = self._alone[list(bounds), kind]
         found = at[None, :] - at[:, None]
         for readers, rows in self._shared:
-            first = np.append(readers, len(self.flow.activations))[np.searchsorted(readers, bounds)]
+            first = np.append(readers, self.count)[np.searchsorted(readers, bounds)]
             found += (first[:, None] < np.array(bounds)[None, :])[..., None] * rows[kind]
         return found
 
     def received(self, point: int) -> int:
         """The bytes that cross a cut point."""
+        point = self.stretch.short(point)
         if point not in self._crossing:
             crossing = self.flow.crossing(point) if point else []
             self._crossing[point] = sum(_bytes(node, self.mesh) for node in crossing)
@@ -257,7 +284,7 @@ class StageCosts:
     def table(self, points: tuple[int, ...]) -> StageTable:
         """All that could be a stage between two of these cut points or the end."""
         if points not in self._tables:
-            self._tables[points] = self._table([*points, len(self.flow.activations)])
+            self._tables[points] = self._table([*points, self.count])
         return self._tables[points]
 
     def times(self, points: tuple[int, ...], at: Standing) -> Array:
@@ -265,7 +292,7 @@ class StageCosts:
         receives."""
         key = points, at
         if key not in self._times:
-            table, bounds = self.table(points), [*points, len(self.flow.activations)]
+            table, bounds = self.table(points), [*points, self.count]
             kinds = [self.sums(bounds, kind) for kind in at.kinds if kind]
             every = [found[..., 0] + found[..., 1] for found in kinds]
             every += [table.seconds] * (0 in at.kinds)
@@ -297,18 +324,18 @@ class StageCosts:
 
     def stages(self, starts: Sequence[int], standing: Sequence[Standing] = ()) -> list[StageCost]:
         """The stages that start at these cut points, and where they stand."""
-        bounds = itertools.pairwise([*starts, len(self.flow.activations)])
+        bounds = itertools.pairwise([*starts, self.count])
         where = standing or [ANYWHERE] * len(starts)
         return [self.stage(start, end, at) for (start, end), at in zip(bounds, where)]
 
     def stage(self, start: int, end: int, at: Standing = ANYWHERE) -> StageCost:
-        first = self.flow.activations[min(start, len(self.flow.activations) - 1)]
+        first = min(start, self.count - 1)
         # Copies of a stage wait for the slowest of them.
         every = [self.sums([start, end], kind)[0, 1] for kind in at.kinds]
         forward, backward, again, reduced, summed, sums, *held = np.maximum.reduce(every).tolist()
         return StageCost(
-            starts=first.name,
-            module=info(first).module,
+            starts=self._name(first),
+            module=info(self.node(first)).module,
             forward=forward,
             backward=backward,
             again=again,
@@ -324,34 +351,36 @@ class StageCosts:
 
     def is_clean(self, point: int, reach: float) -> bool:
         """Not inside a residual: not more crosses here than on both sides within `reach`."""
-        count = self.flow.crossings[point]
+        count = self.crossings[point]
         at = self._at(point)
 
         def fewer(points: range) -> bool:
             for other in points:
                 if abs(self._at(other) - at) > reach:
                     return False
-                if self.flow.crossings[other] < count:
+                if self.crossings[other] < count:
                     return True
             return False
 
-        before, after = range(point - 1, 0, -1), range(point + 1, len(self.flow.activations))
+        before, after = range(point - 1, 0, -1), range(point + 1, self.count)
         return not (fewer(before) and fewer(after))
 
     def cut_points(self, count: int, fixed: Mapping[int, int]) -> list[int]:
         """Where a stage may start: between layers, 0 among them."""
-        nodes = self.flow.activations
         reach = self.total / max(count, 1)
         if reach not in self._clean:
-            layers = [_layer(info(node).module) for node in nodes]
-            changes = [i for i in range(1, len(nodes)) if layers[i] != layers[i - 1]]
+            places = range(self.count)
+            copies = [self.stretch.copy(i) for i in places]
+            layers = self.stretch.row([_layer(info(n).module) for n in self.flow.activations])
+            at = list(zip(layers, copies))
+            changes = [i for i in places[1:] if at[i] != at[i - 1]]
             self._clean[reach] = [point for point in changes if self.is_clean(point, reach)]
         clean = self._clean[reach]
         blocks = holding = 0
-        for start, end in itertools.pairwise([0, *clean, len(nodes)]):
+        for start, end in itertools.pairwise([0, *clean, self.count]):
             held = set().union(*self._parameters[start:end])
             holding += bool(held)
-            blocks += len(held) > 2 and _NUMBERED.match(info(nodes[start]).module) is not None
+            blocks += len(held) > 2 and _NUMBERED.match(info(self.node(start)).module) is not None
         known = blocks if blocks > 1 else holding
         if count > max(known, 1):
             raise InvalidInput(
@@ -360,45 +389,6 @@ class StageCosts:
                 remedy="fewer stages (a smaller pipeline axis, fewer chunks), or more layers",
             )
         return sorted({0, *clean, *fixed.values()})
-
-    def pinned(self, pins: Sequence[Pin], count: int) -> dict[int, int]:
-        """The cut point where each pinned stage starts."""
-        fixed: dict[int, int] = {}
-        by_stage: dict[int, Pin] = {}
-        for pin in sorted(pins, key=lambda pin: pin.stage):
-            point = self._start_of(pin)
-            if not 0 <= pin.stage < count:
-                _refuse(pin, f"stage {pin.stage} of {count}", f"a stage from 1 to {count - 1}")
-            if pin.stage == 0 and point > 0:
-                _refuse(pin, "stage 0 begins with the model", "leave it out")
-            other = by_stage.setdefault(pin.stage, pin)
-            if fixed.setdefault(pin.stage, point) != point:
-                _refuse(pin, f"stage {pin.stage} starts at {other.module} too", "keep one of them")
-        for (early, first), (late, second) in itertools.pairwise(fixed.items()):
-            if second - first < late - early:
-                _refuse(
-                    by_stage[late],
-                    f"{by_stage[late].module} for stage {late} does not come after "
-                    f"{by_stage[early].module} for stage {early}",
-                    "number the stages in the order in which the model runs",
-                )
-        return fixed
-
-    def _start_of(self, pin: Pin) -> int:
-        inside = pin.module + "."
-        paths = [info(node).module for node in self.flow.activations]
-        found = [i for i, path in enumerate(paths) if path == pin.module or path.startswith(inside)]
-        if not found:
-            _refuse(pin, f"{pin.module} does nothing on the way to the loss", "pin another module")
-        point = found[0]
-        if point and not self.is_clean(point, self.total):
-            values = ", ".join(node.name for node in self.flow.crossing(point))
-            _refuse(
-                pin,
-                f"{pin.module} lies inside a residual or a branch: {values} would be sent together",
-                "pin the module that contains the whole of it",
-            )
-        return point
 
     def _at(self, point: int) -> float:
         return self._seconds[point]
@@ -428,12 +418,3 @@ def _layer(module: str) -> str:
 
 def _bytes(node: fx.Node, mesh: Mesh) -> int:
     return sum(type_.local_bytes(mesh) for type_ in info(node).types)
-
-
-def _refuse(pin: Pin, reason: str, remedy: str) -> None:
-    raise InvalidInput(
-        "a pinned module starts a stage, between two layers and in their order",
-        got=reason,
-        remedy=remedy,
-        source=pin.source,
-    )

@@ -14,6 +14,7 @@ from autopar.capture.annotations import Pin
 from autopar.errors import InvalidInput
 from autopar.pipeline.activation_counts import Live
 from autopar.pipeline.stages.costs import StageCost, StageCosts
+from autopar.pipeline.stages.pins import pinned
 from autopar.pipeline.stages.shared_memory import cut_together
 from autopar.pipeline.stages.standing import ANYWHERE, Standing
 
@@ -33,7 +34,7 @@ def choose_stages(
     `standing`: where each stage stands, if that matters.
     """
     where = standing or [ANYWHERE] * count
-    fixed = costs.pinned(pins, count)
+    fixed = pinned(costs, pins, count)
     points = costs.cut_points(count, fixed)
     table = costs.table(tuple(points))
     offered = table.offered(count, {s: points.index(point) for s, point in fixed.items()})

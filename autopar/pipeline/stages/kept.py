@@ -10,6 +10,7 @@ from autopar.cost.saved_tensors import Kept, KeptOnce, Storage, local_bytes, mos
 from autopar.passes.flow import Flow
 from autopar.pipeline.call_memory import HANDED_ON, IN_PLACE_BACK, CallMemories
 from autopar.pipeline.stages.spans import Spans
+from autopar.pipeline.stages.stretch import Stretch
 from autopar.strategies.node_info import Region, info
 from autopar.strategies.results import is_result, values_of
 
@@ -103,15 +104,16 @@ class Halves:
 class Remade:
     """What stages of a program make again in backward."""
 
-    def __init__(self, flow: Flow, known: KeptOnce, halves: Halves) -> None:
-        self.flow, self._known, self._halves = flow, known, halves
+    def __init__(self, flow: Flow, known: KeptOnce, halves: Halves, stretch: Stretch) -> None:
+        self.flow, self._known, self._halves, self._stretch = flow, known, halves, stretch
         inside: dict[Region, list[fx.Node]] = {}
         for node in flow.graph.nodes:
             region = info(node).region
             if region is not None and node in flow.read_at:
                 inside.setdefault(region, []).append(node)
         # Of each region the first and the last position, and what it makes again at most.
-        self.regions = [self._span(nodes) for nodes in inside.values()]
+        spans = [self._span(nodes) for nodes in inside.values()]
+        self.regions = [(*at, size) for *ends, size in spans for at in stretch.span(*ends)]
         self._found: dict[tuple[int, int, bool], float] = {}
 
     def _span(self, nodes: Sequence[fx.Node]) -> tuple[int, int, float]:
@@ -127,6 +129,7 @@ class Remade:
         that is split, what gradients of weights are made of stays as regions go."""
         if not self.regions:
             return 0.0
+        start, end, _ = self._stretch.stage(start, end)
         about = start, end, is_split
         if about not in self._found:
             stage, known = self.flow.made_in(start, end), self._known

@@ -16,6 +16,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.pipeline.stages.stretch import Stretch
+
 
 class Spans:
     """Things with their positions; filled first, then asked."""
@@ -34,6 +36,15 @@ class Spans:
         self._rows += [(position, position, size) for position in ordered]
         # A stage with k of them has k - 1 pairs of neighbours.
         self._rows += [(position, after, -size) for position, after in pairwise(ordered)]
+
+    def stretched(self, stretch: Stretch) -> Spans:
+        """The same of the long program that a short one stands for."""
+        if not stretch.more:
+            return self
+        made = Spans()
+        for first, last, size in self._rows:
+            made._rows += [(*ends, size) for ends in stretch.span(first, last)]
+        return made
 
     def bytes(self, start: int, end: int) -> int:
         """What a stage holds from position `start` to before `end`."""

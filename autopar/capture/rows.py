@@ -1,0 +1,107 @@
+"""Rows: the longest row of equal blocks among the calls of a program.
+
+    row = longest_row(calls, facts, held)
+    row.start, row.period, row.count       # blocks of `period` calls, from the place `start` on
+
+Two calls are equal when what the caller says of them is, and where the calls that they read, and
+those that read them, stand from there. Parameters are as those who read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+from torch import fx
+
+LEAST_BLOCKS = 4
+Describe = Callable[[fx.Node], Hashable]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Equal blocks, one after another."""
+
+    calls: Sequence[fx.Node]  # of the program, in order
+    start: int  # the place of the first call of the first block
+    period: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count * self.period
+
+
+def longest_row(calls: Sequence[fx.Node], facts: Describe, held: Describe) -> Row | None:
+    """`facts`: what a call is, wherever it stands; `held`: what is known of what is given."""
+    known: dict[Hashable, int] = {}
+    numbers = np.array([known.setdefault(facts(node), len(known)) for node in calls])
+    period = _period(numbers)
+    if not period:
+        return None
+    comparison = _Comparison({node: at for at, node in enumerate(calls)}, held)
+    same = numbers[period:] == numbers[:-period]
+    for at in np.flatnonzero(same).tolist():
+        same[at] = comparison.are_alike(calls[at], calls[at + period])
+    start, length = _longest(same)
+    count = length // period + 1
+    return Row(calls, start, period, count) if count >= LEAST_BLOCKS else None
+
+
+class _Comparison:
+    """Says which calls of a program stand to others in the same way."""
+
+    def __init__(self, place: dict[fx.Node, int], held: Describe) -> None:
+        self._place, self._held = place, held
+
+    def are_alike(self, one: fx.Node, other: fx.Node) -> bool:
+        """Of two calls that are the same."""
+        if self._readers(one, one) != self._readers(other, other):
+            return False
+        read, others = one.all_input_nodes, other.all_input_nodes
+        return len(read) == len(others) and all(
+            self._is_same(value, one, another, other)
+            for value, another in zip(read, others)
+            if value is not another
+        )
+
+    def _is_same(self, value: fx.Node, one: fx.Node, another: fx.Node, other: fx.Node) -> bool:
+        if value.op == "call_function":
+            back = self._place[one] - self._place[value]
+            return self._place.get(another) == self._place[other] - back
+        if another.op != "placeholder" or self._held(value) != self._held(another):
+            return False
+        return self._readers(value, one) == self._readers(another, other)
+
+    def _readers(self, value: fx.Node, node: fx.Node) -> list[int]:
+        """How far after a call those stand that read a value; the end of a program is far."""
+        at = self._place[node]
+        return [self._place.get(user, 2 * len(self._place)) - at for user in value.users]
+
+
+def _period(numbers: np.ndarray) -> int:
+    """After how many calls most of those come again that come at equal distances; 0: never."""
+    order = np.argsort(numbers, kind="stable")
+    gaps, is_next = np.diff(order), np.diff(numbers[order]) == 0
+    covered: dict[int, int] = {}
+    for _, row in groupby(
+        zip(numbers[order][1:].tolist(), gaps.tolist(), is_next.tolist()), key=lambda one: one[0]
+    ):
+        own = [gap for _, gap, is_same in row if is_same]
+        if len(own) >= LEAST_BLOCKS - 1:
+            middle = sorted(own)[len(own) // 2]
+            if own.count(middle) * 4 >= len(own) * 3:
+                covered[middle] = covered.get(middle, 0) + len(own)
+    return max(covered, key=lambda gap: covered[gap], default=0)
+
+
+def _longest(same: np.ndarray) -> tuple[int, int]:
+    """Where the longest row of true ones starts, and how long it is."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], same.astype(np.int8), [0]])))
+    starts, lengths = edges[::2], edges[1::2] - edges[::2]
+    if not len(starts):
+        return 0, 0
+    at = int(lengths.argmax())
+    return int(starts[at]), int(lengths[at])

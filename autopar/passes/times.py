@@ -1,0 +1,28 @@
+"""Times: in a program that stands for a longer one, which nodes stand for several.
+
+What moves values into a block may stand in the block before: from the first call of the block that
+stands for others to the first of the next one is what each of them adds.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autopar.passes.setting import Setting
+from autopar.strategies.node_info import info
+
+
+def mark_times(graph: fx.Graph, setting: Setting) -> fx.Graph:
+    """The same graph, of which the calls of one period are marked."""
+    captured, is_inside, times = setting.captured, False, 1
+    for node in graph.nodes if captured.times > 1 else ():
+        if node.op != "call_function":
+            continue
+        if node.name in captured.classes:
+            times = node.meta.get("times", 1)
+            is_inside = times > 1
+        if is_inside:
+            info(node).times = times
+        else:
+            node.meta.pop("times", None)
+    return graph

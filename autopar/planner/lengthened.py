@@ -1,0 +1,89 @@
+"""Lengthened: a way to run a short program, as one to run the program that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from autopar.capture.captured import Captured
+from autopar.capture.shortened import Shortened
+from autopar.layout import Placement
+from autopar.passes.microbatches import Microbatches
+from autopar.pipeline.pipelining import Pipelining
+from autopar.pipeline.stages.costs import price_stages
+from autopar.planner.candidate import Candidate
+from autopar.recompute import Recompute
+from autopar.search.decisions import Decisions, Fallback
+from autopar.strategies import tensor_inputs
+from autopar.strategies.node_info import info
+
+
+def lengthened(
+    found: Candidate,
+    short: Shortened,
+    program: Captured,
+    batches: Microbatches | None,
+    decided: Mapping[str, Recompute],
+) -> Candidate:
+    """The same layouts, states and stages of the whole `program`, in as many micro-batches; what is
+    `decided` of its regions."""
+    about = program, found.cluster, _decisions(found, short), batches
+    made = Candidate(*about, search=found.search, line=found.line)
+    made = made.placed(found.states).recomputed(decided)
+    if (cut := found.pipelining) is None:
+        return made
+    costs, places = made.stage_costs(), found.stage_line.places
+    starts = [costs.node(places[stage.starts]).name for stage in cut.stages]
+    standing = made.standings(cut.schedule.placement, float("inf"))
+    stages = tuple(price_stages(costs, starts, standing))
+    shared = costs.shared_sums(stages)
+    return made.changed(found.search, Pipelining(cut.axis, cut.mesh, cut.schedule, stages, shared))
+
+
+def _decisions(found: Candidate, short: Shortened) -> Decisions:
+    known, whole = found.decisions, short.whole
+    nodes = {node.name: node for node in short.captured.operators}
+    readers = {reader for _, reader, _ in known.ways}
+    ways = dict[tuple[str, str, int], tuple[Placement, ...]]()
+    for node in whole.operators:
+        twin = short.twins.get(node.name, node.name)
+        if twin in readers:
+            pairs = zip(tensor_inputs(node), tensor_inputs(nodes[twin]))
+            for position, (value, other) in enumerate(pairs):
+                if way := known.ways.get((other.name, twin, position)):
+                    ways[value.name, node.name, position] = way
+    replicated = {fallback.node for fallback in known.fallbacks}
+    return replace(
+        known,
+        placeholders=short.longer(known.placeholders),
+        strategies=short.longer(known.strategies),
+        fallbacks=tuple(
+            Fallback.of(node)
+            for node in whole.operators
+            if short.twins.get(node.name, node.name) in replicated
+        ),
+        ways=ways,
+        apart={},
+        recompute={},
+    )
+
+
+def recomputed(
+    known: Mapping[str, Recompute], short: Shortened, regions: Collection[str]
+) -> dict[str, Recompute]:
+    """What is decided of the regions of the short program, of those of the whole one."""
+    if not known:
+        return {}
+    nodes = {node.name: node for node in short.captured.operators}
+    twins: dict[str, str] = {}
+    for node in short.whole.operators:
+        twin = nodes[short.twins.get(node.name, node.name)]
+        if (own := _label(info(node).module, regions)) and own not in twins:
+            twins[own] = _label(info(twin).module, known) or ""
+    return {name: known[twin] for name, twin in twins.items() if twin}
+
+
+def _label(module: str, names: Collection[str] | Mapping[str, Recompute]) -> str | None:
+    parts = module.split(".")
+    prefixes = (".".join(parts[: i + 1]) for i in range(len(parts)))
+    return next((prefix for prefix in prefixes if prefix in names), None)

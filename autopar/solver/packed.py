@@ -1,0 +1,235 @@
+"""Packed: a graph of costs as arrays, which is what is solved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+_EQUAL = 1e-12  # relative
+
+Array = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Seconds, and bytes where there are any, of each strategy or each pair of strategies."""
+
+    cost: Array
+    memory: Array | None
+
+    def weighted(self, multiplier: float) -> Array:
+        """cost + multiplier · memory; with an infinite multiplier, memory alone."""
+        if np.isinf(multiplier):
+            memory = np.zeros_like(self.cost) if self.memory is None else self.memory
+            return np.where(np.isinf(self.cost), np.inf, memory)
+        if self.memory is None or multiplier == 0:
+            return self.cost
+        return self.cost + multiplier * self.memory
+
+    def plus(self, other: Table) -> Table:
+        memories = [table.memory for table in (self, other) if table.memory is not None]
+        return Table(self.cost + other.cost, sum(memories[1:], memories[0]) if memories else None)
+
+    @cached_property
+    def transposed(self) -> Table:
+        memory = None if self.memory is None else np.ascontiguousarray(self.memory.T)
+        return Table(np.ascontiguousarray(self.cost.T), memory)
+
+    def taken(self, *kept: Integers) -> Table:
+        """Only the strategies `kept` of each dim."""
+        where = np.ix_(*kept)
+        return Table(self.cost[where], None if self.memory is None else self.memory[where])
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Equal blocks of nodes, one after another."""
+
+    start: int
+    period: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.period * self.count
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A graph as arrays: nodes and edges by the numbers of their tables, low < high, no parallels.
+
+    Nodes are numbered in the order of the program, a source standing next to its first use;
+    `origin[i]` is what the caller calls node i, `strategy[t][s]` what it calls strategy s of a
+    node with table t."""
+
+    node_tables: list[Table]
+    edge_tables: list[Table]
+    node_table: Integers
+    low: Integers
+    high: Integers
+    edge_table: Integers
+    origin: Integers
+    strategy: list[Integers]
+    row: Blocks | None = None  # of equal blocks, which the caller has one of
+
+    def __len__(self) -> int:
+        return len(self.node_table)
+
+    @cached_property
+    def sizes(self) -> Integers:
+        """How many strategies each node has."""
+        of_table = np.array([len(table.cost) for table in self.node_tables] or [0], np.int64)
+        return of_table[self.node_table]
+
+    @cached_property
+    def edges(self) -> list[tuple[int, int, int]]:
+        """(low, high, table) of each edge."""
+        return list(zip(self.low.tolist(), self.high.tolist(), self.edge_table.tolist()))
+
+    @cached_property
+    def _flat(self) -> tuple[_Flat, _Flat]:
+        return _Flat.of(self.node_tables), _Flat.of(self.edge_tables)
+
+    def terms(
+        self, choice_low: Integers, choice_high: Integers | None = None
+    ) -> tuple[Array, Array]:
+        """(seconds, bytes) of each edge, its low node choosing by the first, its high by the
+        second vector; without a second vector, of each node."""
+        nodes, edges = self._flat
+        if choice_high is None:
+            return nodes.take(self.node_table, choice_low, None)
+        return edges.take(self.edge_table, choice_low[self.low], choice_high[self.high])
+
+    def evaluate(self, choice: Integers) -> tuple[float, float]:
+        """Seconds and bytes of a choice of strategies."""
+        node_cost, node_memory = self.terms(choice)
+        edge_cost, edge_memory = self.terms(choice, choice)
+        return (
+            float(node_cost.sum() + edge_cost.sum()),
+            float(node_memory.sum() + edge_memory.sum()),
+        )
+
+    @cached_property
+    def around(self) -> list[list[tuple[int, Table]]]:
+        """Of each node its edges: the other end, and the table with the node's own in the rows."""
+        found: list[list[tuple[int, Table]]] = [[] for _ in range(len(self))]
+        for low, high, number in self.edges:
+            found[low].append((high, self.edge_tables[number]))
+        for low, high, number in self.edges:
+            found[high].append((low, self.edge_tables[number].transposed))
+        return found
+
+    def tables_at(self, nodes: Integers) -> dict[int, list[Table]]:
+        """Of some nodes the tables of their edges, the node's own strategies in the rows."""
+        found: dict[int, list[Table]] = {node: [] for node in nodes.tolist()}
+        for ends, is_low in ((self.low, True), (self.high, False)):
+            at = np.flatnonzero(np.isin(ends, nodes))
+            for node, number in zip(ends[at].tolist(), self.edge_table[at].tolist()):
+                table = self.edge_tables[number]
+                found[node].append(table if is_low else table.transposed)
+        return found
+
+    def tables_by_scope(self) -> Iterator[tuple[tuple[int, ...], Table]]:
+        """The table of each node and of each edge."""
+        for node, number in enumerate(self.node_table.tolist()):
+            yield (node,), self.node_tables[number]
+        for low, high, number in self.edges:
+            yield (low, high), self.edge_tables[number]
+
+    def weights(self, multiplier: float) -> Iterator[tuple[tuple[int, ...], Array]]:
+        """cost + multiplier · memory of each node and of each edge."""
+        weighted = {t: t.weighted(multiplier) for t in self.node_tables + self.edge_tables}
+        for scope, table in self.tables_by_scope():
+            yield scope, weighted[table]
+
+    def translated(self, choice: Integers, other: Packed) -> Integers:
+        """A choice of this graph in the numbers of `other`, which has all its strategies."""
+        answer = np.empty(len(self), np.int64)
+        pairs = self.node_table * len(other.node_tables) + other.node_table
+        for pair in np.unique(pairs).tolist():
+            own, theirs = divmod(pair, len(other.node_tables))
+            where = pairs == pair
+            places = np.searchsorted(other.strategy[theirs], self.strategy[own])
+            answer[where] = places[choice[where]]
+        return answer
+
+    def original(self, choice: Integers) -> Integers:
+        """The choice in the numbers of the caller; of a row of blocks that of the last."""
+        answer = np.zeros(int(self.origin.max(initial=-1)) + 1, np.int64)
+        for table in np.unique(self.node_table):
+            where = self.node_table == table
+            answer[self.origin[where]] = self.strategy[table][choice[where]]
+        return answer
+
+    def alike(self, choice: Integers, limit: float) -> Integers:
+        """The best choice within `limit`, if one can be, that is the same in all blocks of a row
+        and that of one of these in `choice`."""
+        if self.row is None:
+            return choice
+        start, end = self.row.start, self.row.end
+        blocks = np.unique(choice[start:end].reshape(self.row.count, -1), axis=0)
+        if len(blocks) == 1:
+            return self._spread(choice, limit)
+        found = []
+        for block in blocks:
+            one = choice.copy()
+            one[start:end] = np.tile(block, self.row.count)
+            seconds, size = self.evaluate(one)
+            found.append(((max(0.0, size - limit), seconds), one))
+        return self._spread(min(found, key=lambda way: way[0])[1], limit)
+
+    def _spread(self, choice: Integers, limit: float) -> Integers:
+        """The same, with that of the row in the equal blocks beside it, where it is as good."""
+        assert self.row is not None
+        start, period, count = self.row.start, self.row.period, self.row.count
+        own, block = self.node_table[start : start + period], choice[start : start + period]
+        seconds, size = self.evaluate(choice)
+        for towards, first in ((-1, start), (1, start + period * (count - 1))):
+            at = first + towards * period
+            while at >= 0 and np.array_equal(self.node_table[at : at + period], own):
+                one = choice.copy()
+                one[at : at + period] = block
+                others = self.evaluate(one)
+                if others[0] > seconds * (1 + _EQUAL) or others[1] > max(size, limit):
+                    break
+                choice, at = one, at + towards * period
+        return choice
+
+    @cached_property
+    def strategy_pairs(self) -> int:
+        """Entries of all nodes and edges."""
+        edges = np.array([table.cost.size for table in self.edge_tables] or [0], np.int64)
+        return int(self.sizes.sum() + edges[self.edge_table].sum())
+
+
+@dataclass(frozen=True, eq=False)
+class _Flat:
+    """All tables end to end, so that one indexing takes an entry of each of many."""
+
+    cost: Array
+    memory: Array
+    start: Integers
+    columns: Integers
+
+    @classmethod
+    def of(cls, tables: list[Table]) -> _Flat:
+        costs = [table.cost.ravel() for table in tables]
+        memories = [np.zeros(t.cost.size) if t.memory is None else t.memory.ravel() for t in tables]
+        starts = np.cumsum([0, *(len(cost) for cost in costs)])
+        columns = np.array([t.cost.shape[-1] for t in tables], np.int64)
+        return cls(
+            np.concatenate([*costs, np.zeros(0)]),
+            np.concatenate([*memories, np.zeros(0)]),
+            starts.astype(np.int64),
+            columns,
+        )
+
+    def take(self, table: Integers, row: Integers, column: Integers | None) -> tuple[Array, Array]:
+        at = self.start[table]
+        at = at + row if column is None else at + row * self.columns[table] + column
+        return self.cost[at], self.memory[at]

@@ -1,0 +1,172 @@
+"""What a step takes is the same on a program that is short and on the long one it stands for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+import autopar.cost.buckets
+from autopar import Cluster, Mesh
+from autopar.capture import capture
+from autopar.capture.regions import blocks
+from autopar.capture.shortened import Shortened, shortened
+from autopar.cluster.part import Line
+from autopar.cost.footprint import Memory, program_memory
+from autopar.passes.microbatches import cut_batch
+from autopar.passes.stages import Cut, Stage, cut_stage
+from autopar.pipeline.step_memory import Part, StageMemory
+from autopar.planner.candidate import Candidate
+from autopar.recompute import Recompute
+from autopar.search.auto import LayoutSearch
+from autopar.search.constraints import Constraints
+from autopar.search.decisions import Decisions
+from autopar.states import States
+from autopar.strategies import tensor_inputs
+from autopar.strategies.node_info import info
+from tests import models
+
+LAYERS, MESH = 20, Mesh(x=2, y=2)
+CLUSTER, LINE = Cluster.local(8, measure=False), Line("pp", 2, MESH.size)
+MAKERS = {"gpt2": models.gpt2, "llama": models.llama}
+RECOMPUTED = {
+    "": None,
+    "full": Recompute("full"),
+    "selective": Recompute("selective"),
+    "on the host": Recompute("full", keep="host"),
+    "in pieces": Recompute("selective", keep="cut"),
+}
+WAYS = [
+    ("gpt2", "", "whole"),
+    ("gpt2", "", "zero1"),
+    ("gpt2", "full", "zero2"),
+    ("gpt2", "", "zero3"),
+    ("gpt2", "selective", "zero3"),
+    ("llama", "", "zero2"),
+    ("llama", "full", "zero3"),
+    ("llama", "selective", "zero1"),
+    ("llama", "on the host", "whole"),
+    ("llama", "in pieces", "zero3"),
+]
+
+
+class Both(NamedTuple):
+    """The short program and the long one, of the same decisions."""
+
+    short: Candidate
+    long: Candidate
+    times: int
+
+
+@cache
+def laid(model: str) -> Both:
+    case = MAKERS[model](layers=LAYERS)
+    captured = capture(case.model, case.args, case.kwargs)
+    short = shortened(captured)
+    assert short is not None
+    small, large = cut_batch(short.captured, 2), cut_batch(captured, 2)
+    search = LayoutSearch(small.captured, CLUSTER, lambda mesh: Constraints(), microbatches=2)
+    decided = search.run([MESH]).decisions
+    about = {"line": LINE}
+    return Both(
+        Candidate(small.captured, CLUSTER, decided, small, **about),
+        Candidate(large.captured, CLUSTER, longer(decided, short), large, **about),
+        short.times,
+    )
+
+
+def longer(decided: Decisions, short: Shortened) -> Decisions:
+    """The same of all blocks."""
+    nodes, ways = {node.name: node for node in short.captured.graph.nodes}, {}
+    for node in short.whole.graph.nodes:
+        if node.name in short.whole.classes:
+            twin = nodes[short.twins.get(node.name, node.name)]
+            for at, values in enumerate(zip(tensor_inputs(node), tensor_inputs(twin))):
+                own, other = values
+                if (key := (other.name, twin.name, at)) in decided.ways:
+                    ways[own.name, node.name, at] = decided.ways[key]
+    return replace(
+        decided,
+        strategies=short.longer(decided.strategies),
+        placeholders=short.longer(decided.placeholders),
+        ways=ways,
+    )
+
+
+@cache
+def placed(model: str, recompute: str, states: str, buffer_bytes: int | None = None) -> Both:
+    both, how = laid(model), RECOMPUTED[recompute]
+    wanted = States.of(states)
+    wanted = wanted if buffer_bytes is None else replace(wanted, buffer_bytes=buffer_bytes)
+    made = [candidate.placed(wanted) for candidate in both[:2]]
+    if how is not None:
+        made = [one.recomputed(dict.fromkeys(blocks(one.captured), how)) for one in made]
+    return Both(*made, both.times)
+
+
+def assert_same(found: StageMemory, wanted: StageMemory) -> None:
+    for part in Part:
+        assert found.sizes[part] == pytest.approx(wanted.sizes[part], rel=1e-9), part
+    assert found.host == pytest.approx(wanted.host, rel=1e-9)
+    assert found.groups == wanted.groups
+    for names, others in (found.learned, wanted.learned), (found.at_once, wanted.at_once):
+        sizes = sum(found.learned[name] for name in names)
+        assert sizes == pytest.approx(sum(wanted.learned[name] for name in others), rel=1e-9)
+    assert np.any(found.sizes)
+
+
+def in_step(candidate: Candidate) -> StageMemory:
+    found = candidate.program_memory
+    assert found is not None
+    return found
+
+
+def held(candidate: Candidate) -> Memory:
+    return program_memory(candidate.rewritten, MESH, candidate.states.buffer_bytes)
+
+
+@pytest.mark.parametrize(("model", "recompute", "states"), WAYS)
+def test_programs_take_the_same(model: str, recompute: str, states: str) -> None:
+    both = placed(model, recompute, states)
+    assert_same(in_step(both.short), in_step(both.long))
+    assert asdict(held(both.short)) == pytest.approx(asdict(held(both.long)), rel=1e-9)
+
+
+@pytest.mark.parametrize("states", ["whole", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("buffer_bytes", [10_000, 60_000])
+def test_buckets_and_groups_of_any_size_are_the_same(
+    monkeypatch: pytest.MonkeyPatch, states: str, buffer_bytes: int
+) -> None:
+    monkeypatch.setattr(autopar.cost.buckets, "LEAST_CUT_BYTES", 20_000)
+    both = placed("gpt2", "", states, buffer_bytes)
+    assert_same(in_step(both.short), in_step(both.long))
+    assert asdict(held(both.short)) == pytest.approx(asdict(held(both.long)), rel=1e-9)
+
+
+def between(candidate: Candidate, start: int, end: int) -> Stage:
+    """The blocks from one to another, the first with what comes before them, the last with what
+    comes after."""
+    flow = candidate.flow
+
+    def place(block: int) -> int:
+        modules = [f".{info(node).module}." for node in flow.activations]
+        return next(at for at, module in enumerate(modules) if f".{block}." in module)
+
+    points = [0, *(place(block) for block in (start, end) if 0 < block < LAYERS)]
+    cut = Cut(flow, (*points, len(flow.activations)), (tuple(range(len(points))),))
+    return cut_stage(cut, 1 if start else 0)
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize(("model", "recompute", "states"), WAYS[1::2])
+def test_stages_take_the_same(model: str, recompute: str, states: str, is_split: bool) -> None:
+    short, long, times = placed(model, recompute, states)
+    about = MESH, is_split, short.travel
+    # Of the short program, from where to where; of the long one, with how many blocks less.
+    for start, end, less in (1, LAYERS - 2, 9), (0, LAYERS - 1, 8), (2, LAYERS, 11):
+        ends = (start, end - less) if end < LAYERS else (start + less, end)
+        found = StageMemory.of_stage(between(short, start, end), *about, times=times - less)
+        assert_same(found, StageMemory.of_stage(between(long, *ends), *about))

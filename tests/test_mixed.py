@@ -1,0 +1,243 @@
+"""Which regions run again: the fastest of all ways that fit, in a program or in one that stands for
+it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar import Cluster, Mesh
+from autopar.capture import capture
+from autopar.capture import shortened as shortening
+from autopar.capture.captured import Captured
+from autopar.capture.regions import blocks
+from autopar.capture.rows import Row
+from autopar.capture.shortened import shortened
+from autopar.cost.repeats import NONE
+from autopar.planner.candidate import Candidate
+from autopar.planner.mixed_problem import (
+    MixedProblem,
+    Offer,
+    grouped,
+    members_of,
+    mixed_problem,
+)
+from autopar.planner.recomputation import FULL, KINDS, PLAIN, AskedRecomputation, Regions
+from autopar.recompute import Recompute
+from autopar.search.propagate import propagate
+from autopar.strategies.node_info import info
+from tests import models
+
+HOST = Recompute("full", "host")
+WAYS = PLAIN, FULL, HOST
+MESH = Mesh(dp=2, tp=2)
+Offers = Mapping[Recompute, Offer]
+
+
+def fits(row: Sequence[Offers], kinds: Sequence[Recompute], problem: dict, memory: float) -> bool:
+    """What is kept till the backward of each region runs, one region after another."""
+    kept = 0.0
+    for offer, kind, before in zip(row, kinds, problem["before"]):
+        kept += offer[kind].kept
+        if kept + offer[kind].remade + before > memory:
+            return False
+    on_host = sum(offer[kind].on_host for offer, kind in zip(row, kinds))
+    return kept + problem["rest"] <= memory and on_host <= problem["host"]
+
+
+def seconds(row: Sequence[Offers], kinds: Sequence[Recompute]) -> float:
+    return sum(offer[kind].seconds for offer, kind in zip(row, kinds))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_groups_give_what_all_ways_give(seed: int) -> None:
+    draw = random.Random(seed)
+
+    def offer(kind: Recompute) -> Offer:
+        some = [float(draw.randint(0, 9)) for _ in range(3)]
+        return Offer(*some, on_host=float(draw.randint(0, 4)) if kind == HOST else 0.0)
+
+    kinds = [{way: offer(way) for way in WAYS} for _ in range(draw.choice([1, 1, 2]))]
+    row = [one for one in kinds for _ in range(draw.randint(1, 6 // len(kinds)))]
+    row += [kinds[0]] * (draw.random() < 0.3)
+    steps = [draw.choice([0, 2]) if draw.random() < 0.2 else 1 for _ in row]
+    before = [float(sum(steps[:at])) for at in range(len(row))]
+    if draw.random() < 0.1:  # what runs several times may go backward earlier than what follows
+        before[0] = before[-1] + 1
+    about = {"before": before, "rest": max(before) + draw.randint(0, 3)}
+    about["host"] = float(draw.randint(0, 9))
+    problem = MixedProblem([*map(str, row)], grouped(row, before), about["rest"], about["host"])
+    assert sum(group.count for group in problem.groups) == len(row)
+    every = list(itertools.product(WAYS, repeat=len(row)))
+    for memory in range(3, 60, 7):
+        found = problem.solve(memory)
+        ways = [way for way in every if fits(row, way, about, memory)]
+        assert (found is None) == (not ways)
+        if found is not None:
+            assert fits(row, found.kinds, about, memory)
+            assert seconds(row, found.kinds) == min(seconds(row, way) for way in ways)
+
+
+def test_neighbours_that_are_alike_are_counted() -> None:
+    one = {PLAIN: Offer(0.0, 4.0, 0.0), FULL: Offer(3.0, 1.0, 2.0)}
+    near = {
+        kind: replace(offer, seconds=offer.seconds * (1 + 1e-12)) for kind, offer in one.items()
+    }
+    other = one | {FULL: Offer(2.0, 1.0, 2.0)}
+    row = [one, near, one, other, one, one, one]
+    found = grouped(row, [0.0, 5.0, 10.0, 10.0, 11.0, 12.0, 12.0])
+    assert [(group.count, group.before, group.step) for group in found] == [
+        *((3, 0.0, 5.0), (1, 10.0, 0.0)),
+        *((2, 11.0, 1.0), (1, 12.0, 0.0)),  # of which the last has no more before it
+    ]
+    problem = MixedProblem(
+        [str(number) for number in range(3)], grouped([one] * 3, [0.0] * 3), 0.0, 0
+    )
+    mix = problem.solve(9.0)
+    assert mix is not None
+    assert mix.runs == [(1, FULL), (2, PLAIN)]
+    assert mix.own == {"0": FULL}
+
+
+class Part(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.down(F.gelu(torch.tanh(self.up(x).sin().cos()))).sin().cos())
+
+
+class Parts(nn.Module):
+    """Blocks of several regions, between which something is kept."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(map(Part, widths))
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        for part in self.parts:
+            x = torch.tanh(part(x)) * gate
+        return x
+
+
+class Net(nn.Module):
+    def __init__(self, widths: Sequence[int], layers: int = 14) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Parts(widths) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = x.sigmoid()
+        for block in self.blocks:
+            x = block(x, gate)
+        return x.square().mean()
+
+
+CASES = {
+    "gpt": lambda: models.gpt(layers=14, hidden=16, heads=2),
+    "alike": lambda: models.Case("", Net((16, 16)).double(), (torch.zeros(8, 8).double(),)),
+    "in turn": lambda: models.Case("", Net((16, 24)).double(), (torch.zeros(8, 8).double(),)),
+}
+
+
+@cache
+def captured(name: str) -> Captured:
+    case = CASES[name]()
+    return capture(case.model, case.args, case.kwargs)
+
+
+def problem_of(program: Captured, is_alone: bool = False) -> tuple[MixedProblem, Regions]:
+    """`is_alone`: no region is looked at for others."""
+    laid = Candidate(program, Cluster.preset("dgx-a100"), propagate(program, MESH))
+    regions = Regions(program, AskedRecomputation())
+    ways = {kind: laid.recomputed(regions.all(kind)) for kind in KINDS}
+    members = members_of(program, regions.free)
+    assert members is not None
+    graphs = {kind: way.rewritten for kind, way in ways.items()}
+    repeats = NONE if is_alone else ways[PLAIN].repeats
+    return mixed_problem(graphs, members, laid.prices, repeats), regions
+
+
+whole_problem = cache(lambda name: problem_of(captured(name)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_regions_that_repeat_are_looked_at_once(name: str) -> None:
+    """And have the offers that each has."""
+    assert whole_problem(name)[0] == problem_of(captured(name), is_alone=True)[0]
+
+
+def at_parts(row: Row) -> Row:
+    """From the first call of a part."""
+    paths = [info(node).module for node in row.calls]
+    is_part = ["parts" in path for path in paths]
+    at = next(n for n in range(row.start + 1, row.end) if is_part[n] > is_part[n - 1])
+    return replace(row, start=at, count=(row.end - at) // row.period)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_short_program_has_the_problem_of_the_long_one(name: str, monkeypatch) -> None:
+    if name != "gpt":  # its blocks are not modules of one number
+        monkeypatch.setattr(shortening, "_from_a_module", at_parts)
+    short = shortened(captured(name))
+    assert short is not None
+    assert short.times > 4
+    (found, own), (expected, whole) = problem_of(short.captured), whole_problem(name)
+    assert replace(found, members=()) == replace(expected, members=())
+    assert len(own.free) < len(found.members) == len(whole.free) == len(expected.members)
+    kept = sum(group.count * group.offers[PLAIN].kept for group in found.groups)
+    is_said = set[bool]()
+    for part in (0.2, 0.5, 0.8, 1.0):
+        mix, same = (one.solve(found.rest + part * kept) for one in (found, expected))
+        assert mix is not None
+        assert same is not None
+        assert mix.runs == same.runs
+        assert mix.of(whole.free) == same.own
+        is_said.add(mix.own is not None)
+        if mix.own is not None:
+            kinds = [mix.own.get(name, PLAIN) for name in found.members]
+            assert kinds == list(mix.kinds)
+    assert is_said == {True, False}
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_regions_of_several_blocks_do_not_stand_for_others() -> None:
+    short = shortened(capture(Layers(), (torch.zeros(2, 4),)))
+    assert short is not None
+    regions = Regions(short.captured, AskedRecomputation())
+    assert members_of(short.captured, regions.free) is None
+    assert members_of(short.whole, ("layers.0", "layers.1")) == ("layers.0", "layers.1")
+
+
+def test_blocks_in_blocks_are_told_once() -> None:
+    assert blocks(captured("in turn"))[:3] == (
+        *("blocks.0.parts.0", "blocks.0.parts.1"),
+        "blocks.1.parts.0",
+    )

@@ -1,0 +1,149 @@
+"""A short program of many equal blocks says of every way what the whole one says."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+
+from autopar import Cluster, Mesh
+from autopar.capture import capture
+from autopar.capture.captured import Captured
+from autopar.capture.regions import blocks
+from autopar.capture.shortened import Shortened, shortened
+from autopar.cluster.part import Line
+from autopar.cost.footprint import Memory
+from autopar.options import PlanOptions, read_request
+from autopar.passes.microbatches import cut_batch
+from autopar.pipeline.pipelining import Pipelining
+from autopar.pipeline.schedules import weighed_schedules
+from autopar.pipeline.stages.cut import choose_stages
+from autopar.planner.candidate import Candidate
+from autopar.planner.choose import Planner
+from autopar.planner.deep import DeepPlanner
+from autopar.planner.whole import Whole
+from autopar.recompute import Recompute
+from autopar.search.auto import LayoutSearch
+from autopar.search.constraints import Constraints
+from autopar.states import States
+from tests import models
+from tests.models import Case
+
+LAYERS, STAGES, PARTS, MESH = 16, 4, 8, Mesh(x=2)
+CLUSTER, LINE = Cluster.local(8, measure=False), Line("pp", STAGES, 2)
+MAKERS = {"gpt2": models.gpt2, "llama": models.llama}
+KINDS = {
+    "": None,
+    "selective": Recompute("selective"),
+    "full": Recompute("full"),
+    "full, cut": Recompute("full", "cut"),
+}
+
+
+class Program(NamedTuple):
+    """A model, captured, and its short program."""
+
+    case: Case
+    captured: Captured
+    short: Shortened
+
+    @property
+    def whole(self) -> Whole:
+        return Whole(self.short, read_request(PlanOptions(cluster=CLUSTER, memory=1e18)))
+
+
+@cache
+def program(name: str) -> Program:
+    case = MAKERS[name](layers=LAYERS, batch=16)
+    captured = capture(case.model, case.args, case.kwargs)
+    short = shortened(captured)
+    assert short is not None
+    return Program(case, captured, short)
+
+
+@cache
+def laid(name: str) -> Candidate:
+    """The short program with the layouts that are best for it."""
+    batches = cut_batch(program(name).short.captured, PARTS)
+    search = LayoutSearch(batches.captured, CLUSTER, lambda mesh: Constraints(), None, PARTS)
+    decisions = search.run([MESH]).decisions
+    return Candidate(batches.captured, CLUSTER, decisions, batches, line=LINE)
+
+
+def in_stages(way: Candidate, schedule: str) -> Candidate:
+    """The same as a pipeline, in the stages that are fastest."""
+    made = next(one for one in weighed_schedules(STAGES, PARTS) if one.name == schedule)
+    standing = way.standings(made.placement, float("inf"))
+    stages = tuple(choose_stages(way.stage_line, len(standing), standing=standing))
+    mesh = Mesh(pp=STAGES, **MESH.sizes)
+    shared = way.stage_line.shared_sums(stages)
+    found = way.changed(None, Pipelining("pp", mesh, made, stages, shared))
+    vars(found)["stage_line"] = way.stage_line
+    return found
+
+
+def assert_same(short: Candidate, whole: Candidate) -> None:
+    assert short.captured.times > 1
+    assert whole.captured.times == 1
+    assert short.seconds == pytest.approx(whole.seconds, rel=1e-9)
+    for one, other in zip(short.memories, whole.memories, strict=True):
+        for about in fields(Memory):
+            if about.name == "gathered":
+                continue  # of groups that have room for several blocks there are fewer
+            expected = pytest.approx(getattr(other, about.name), rel=1e-9, abs=1)
+            assert getattr(one, about.name) == expected, about.name
+
+
+def ways() -> list[tuple[str, str, str]]:
+    """Models with states and recomputation."""
+    every = [
+        ("gpt2", "whole", ""),
+        ("gpt2", "zero1", "selective"),
+        ("gpt2", "zero3", ""),
+        ("llama", "zero2", "full"),
+        ("llama", "zero3", "selective"),
+        ("llama", "whole", "full, cut"),
+    ]
+    return every
+
+
+@pytest.mark.parametrize(("name", "states", "kind"), ways())
+def test_a_step_takes_what_it_takes_of_the_whole_program(name: str, states: str, kind: str) -> None:
+    own, plain = program(name), laid(name).placed(States.of(states))
+    regions = own.whole.regions.free
+    way = plain
+    if (how := KINDS[kind]) is not None:
+        way = plain.recomputed(
+            {region: how for region in regions if region in own_regions(own.short.captured)}
+        )
+    vars(way)["stage_line"] = way.stage_costs(beside=plain.stage_line)
+    straight = replace(way, line=None)
+    assert_same(straight, own.whole.of(straight))
+    for schedule in ("1f1b", "zb-h1", "chimera", "interleaved"):
+        one = in_stages(way, schedule)
+        assert_same(one, own.whole.of(one))
+
+
+def own_regions(captured: Captured) -> set[str]:
+    return {*blocks(captured)}
+
+
+@pytest.mark.parametrize("part", [None, 0.6])
+def test_the_choice_is_that_of_the_whole_program(part: float | None) -> None:
+    own = program("gpt2")
+    options = PlanOptions(cluster=Cluster.local(4, measure=False), microbatches=4, memory=1e18)
+    free = Planner(own.case.model, own.captured, read_request(options), quiet).best()
+    if part is not None:
+        options = replace(options, memory=part * free.memory.peak)
+        free = Planner(own.case.model, own.captured, read_request(options), quiet).best()
+    asked = read_request(options)
+    found = DeepPlanner(own.case.model, own.captured, asked, quiet).best()
+    assert found.captured.times == 1
+    assert found.fits(asked.memory)
+    assert found.seconds <= free.seconds * (1 + (1e-9 if part is None else 0.01))
+
+
+def quiet(phase: str, detail: str) -> None:
+    """Nobody is told."""
