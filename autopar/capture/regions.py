@@ -127,7 +127,7 @@ def _labels(calls: Sequence[fx.Node | None], names: Collection[str]) -> list[str
             labels.append(None)
             waiting += 1
             continue
-        label = _label(node, names)
+        label = label_of(node, names)
         before = len(labels) - waiting
         if waiting and before and labels[before - 1] == label:
             labels[before:] = [label] * waiting
@@ -140,13 +140,14 @@ def found(captured: Captured, names: Iterable[str]) -> tuple[str, ...]:
     """Those of `names` that speak of some operator, which none of them further out speaks of."""
     names, known = tuple(names), set[str]()
     for node in captured.operators:
-        label = _label(node, names)
+        label = label_of(node, names)
         known |= {name for name in names if name == label}
         known |= {name for name in names if _TO in name and _is_in(node, *name.split(_TO))}
     return tuple(name for name in names if name in known)
 
 
-def _label(node: fx.Node, names: Collection[str]) -> str | None:
+def label_of(node: fx.Node, names: Collection[str]) -> str | None:
+    """Which of `names` speaks of a call, the outermost of several."""
     number, path = info(node).checkpoint, info(node).module
     if number is not None and f"{CHECKPOINT}{number}" in names:
         return f"{CHECKPOINT}{number}"

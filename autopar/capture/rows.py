@@ -33,6 +33,18 @@ class Row:
     def end(self) -> int:
         return self.start + self.count * self.period
 
+    def twins(self, first: int, last: int) -> dict[fx.Node, fx.Node]:
+        """Of each call behind the block that begins at the place `first`, up to the place `last`,
+        and of each parameter that it reads, the one in that block that is equal."""
+        found = dict[fx.Node, fx.Node]()
+        for at in range(first + self.period, last):
+            node, twin = self.calls[at], self.calls[first + (at - first) % self.period]
+            found[node] = twin
+            for own, other in zip(node.all_input_nodes, twin.all_input_nodes):
+                if own.op == "placeholder" and own is not other:
+                    found[own] = other
+        return found
+
 
 def longest_row(calls: Sequence[fx.Node], facts: Describe, held: Describe) -> Row | None:
     """`facts`: what a call is, wherever it stands; `held`: what is known of what is given."""

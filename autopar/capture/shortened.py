@@ -36,8 +36,12 @@ class Shortened:
 
     captured: Captured
     whole: Captured
-    times: int
     twins: Mapping[str, str]  # of each node that was left out, the one that stands for it
+
+    @property
+    def times(self) -> int:
+        """How many blocks one stands for."""
+        return self.captured.times
 
     def longer(self, known: Mapping[str, T]) -> dict[str, T]:
         """By name of every node of the whole program."""
@@ -58,14 +62,7 @@ def shortened(captured: Captured) -> Shortened | None:
         return None
     times = row.count - 2 * BESIDE
     first = row.start + BESIDE * row.period  # of the block that stays for others
-    last = first + times * row.period
-    twins: dict[fx.Node, fx.Node] = {}
-    for at in range(first + row.period, last):
-        node, twin = calls[at], calls[first + (at - first) % row.period]
-        twins[node] = twin
-        for own, other in zip(node.all_input_nodes, twin.all_input_nodes):
-            if own.op == "placeholder" and own is not other:
-                twins[own] = other
+    twins = row.twins(first, first + times * row.period)
     stay = {node for node in captured.graph.nodes if node not in twins}
     if not stay.issuperset(twins.values()) or _is_read_outside(captured, twins):
         return None
@@ -73,7 +70,6 @@ def shortened(captured: Captured) -> Shortened | None:
     return Shortened(
         _without(captured, twins, dict.fromkeys(kept, times)),
         captured,
-        times,
         {node.name: twin.name for node, twin in twins.items()},
     )
 
@@ -113,7 +109,7 @@ def _layer(node: fx.Node) -> str:
 
 
 def _is_read_outside(captured: Captured, twins: Mapping[fx.Node, fx.Node]) -> bool:
-    """Whether results, or what stays whole, are made of what is left out."""
+    """Whether results are among what is left out, or among what stands for it."""
     results = set(captured.graph.output_node().all_input_nodes)
     return not results.isdisjoint({*twins, *twins.values()})
 

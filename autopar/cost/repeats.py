@@ -85,15 +85,8 @@ class Repeats:
         row = longest_row(calls, _Facts(place), _held)
         if row is None:
             return cls()
-        twins = dict[fx.Node, fx.Node]()
-        first, period = row.start + row.period, row.period
-        for at in range(first + period, row.end - period):
-            node, twin = calls[at], calls[first + (at - first) % period]
-            twins[node] = twin
-            for own, others in zip(node.all_input_nodes, twin.all_input_nodes):
-                if own.op == "placeholder" and own is not others:
-                    twins[own] = others
-        return cls(calls, row.start, period, row.end, twins, place)
+        twins = row.twins(row.start + row.period, row.end - row.period)
+        return cls(calls, row.start, row.period, row.end, twins, place)
 
 
 NONE = Repeats()

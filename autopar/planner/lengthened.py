@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from autopar.capture.captured import Captured
+from autopar.capture.regions import label_of
 from autopar.capture.shortened import Shortened
 from autopar.layout import Placement
 from autopar.passes.microbatches import Microbatches
@@ -15,7 +16,6 @@ from autopar.planner.candidate import Candidate
 from autopar.recompute import Recompute
 from autopar.search.decisions import Decisions, Fallback
 from autopar.strategies import tensor_inputs
-from autopar.strategies.node_info import info
 
 
 def lengthened(
@@ -78,12 +78,6 @@ def recomputed(
     twins: dict[str, str] = {}
     for node in short.whole.operators:
         twin = nodes[short.twins.get(node.name, node.name)]
-        if (own := _label(info(node).module, regions)) and own not in twins:
-            twins[own] = _label(info(twin).module, known) or ""
+        if (own := label_of(node, regions)) and own not in twins:
+            twins[own] = label_of(twin, known) or ""
     return {name: known[twin] for name, twin in twins.items() if twin}
-
-
-def _label(module: str, names: Collection[str] | Mapping[str, Recompute]) -> str | None:
-    parts = module.split(".")
-    prefixes = (".".join(parts[: i + 1]) for i in range(len(parts)))
-    return next((prefix for prefix in prefixes if prefix in names), None)
