@@ -1,14 +1,15 @@
 """How long planning takes: capture and search apart, a JSON line per case; nothing is allocated.
 
-python -m benchmarks.search [resnet50 gpt2 llama3 gpt3 classifier plan] [--layers 12 96]
-    [--algorithms exact recursive propagate] [--memory]
+python -m benchmarks.search [resnet50 gpt2 llama3 gpt3 classifier plan plan-gpt3-128]
+    [--layers 12 96] [--algorithms exact recursive propagate] [--memory]
 python -m benchmarks.search --families [mamba rwkv] [--solver-seconds 10] [--limit 0.6]
 
 `seconds` are of this process (the machine may do other things), `wall` by the clock. `--layers`
 plans other depths of the same models: the search should take about as long for all of them.
 With `--memory`, a model whose whole batch no device has room for is searched by micro-batches.
-The cases named `plan` make a whole plan where memory binds: mesh, stages, micro-batches, schedule,
-states and recomputation are all to be chosen, or all but the last two.
+Each case is measured in a process of its own; a name stands for all cases that begin with it. Those
+that begin with `plan` make whole plans (`whole_plans.py`): mesh, stages, micro-batches, schedule,
+states and recomputation are all to be chosen.
 
 With `--families`, tiny models of those families whose graphs elimination does not end on are solved
 on meshes of two and of three axes, each without a limit of memory and with one: a part of what the
@@ -21,16 +22,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import resource
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from autopar import Cluster, Mesh, Precision, plan
+from autopar import Cluster, Mesh
 from autopar.capture import capture
 from autopar.cluster.cluster import Link, Node
 from autopar.passes.microbatches import cut_batch
@@ -42,6 +43,7 @@ from autopar.solver.lagrangian import NoRoom
 from autopar.solver.optimum import SECONDS
 from autopar.solver.solve import least_memory, solve
 from benchmarks.models import WEAK, cases
+from benchmarks.whole_plans import WHOLE_PLANS, measure_plan
 from tests import large_models
 from tests.models import Case
 from tests.search.other_solvers import SOLVERS
@@ -75,8 +77,11 @@ def problems() -> dict[str, Problem]:
     }
 
 
-def measure(name: str, problem: Problem, algorithm: str, memory: bool) -> dict[str, Any]:
-    """Plan one case; seconds of capture and of search."""
+def measure(name: str, algorithm: str, memory: bool, layers: int) -> dict[str, Any]:
+    """Lay out one case, of some layers or of all; seconds of capture and of search."""
+    problem = problems()[name]
+    if layers:
+        problem.options["layers"] = layers
     clock, wall = time.process_time(), time.perf_counter()
     case = problem.make(**problem.options)
     captured = capture(case.model, case.args, case.kwargs)
@@ -107,44 +112,6 @@ def measure(name: str, problem: Problem, algorithm: str, memory: bool) -> dict[s
         "nodes": found.sizes.nodes,
         "runs": found.sizes.runs,
         "peak_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    }
-
-
-def whole_plans() -> dict[str, dict[str, Any]]:
-    """What is given by hand of plans for GPT-3 on 128 devices."""
-    mesh = Mesh(pp=8, dp=2, tp=8)
-    return {"plan-gpt3": {}, "plan-gpt3-mesh": {"mesh": mesh, "schedule": "1f1b"}}
-
-
-def measure_plan(name: str, given: dict[str, Any], layers: int) -> dict[str, Any]:
-    """Make one plan; seconds of capture and of all that follows. Fewer layers have less memory."""
-    cluster, most = Cluster.preset("dgx-a100", 16), 96
-    case = large_models.gpt3(batch=256, layers=layers or most)
-    started, marks = time.process_time(), dict[str, float]()
-
-    def mark(phase: str, detail: str) -> None:
-        marks.setdefault(phase, time.process_time())
-
-    made = plan(
-        case.model,
-        case.args,
-        case.kwargs,
-        cluster=cluster,
-        memory=cluster.device.memory * (layers or most) / most,
-        precision=Precision(compute=torch.bfloat16),
-        progress=mark,
-        **given,
-    )
-    return {
-        "case": name,
-        "layers": layers or most,
-        "capture_seconds": round(marks["pipeline"] - started, 3),
-        "plan_seconds": round(time.process_time() - marks["pipeline"], 3),
-        "step": made.cost.seconds,
-        "mesh": str(made.mesh),
-        "states": str(made.states),
-        "memory": made.memory.peak,
-        "alternatives": len(made.alternatives),
     }
 
 
@@ -221,18 +188,22 @@ def main() -> None:
             for line in measure_family(name, given.limit, given.solver_seconds):
                 print(json.dumps(line), flush=True)
         return
-    for name, problem in problems().items():
-        if given.cases and not any(name.startswith(case) for case in given.cases):
-            continue
-        for layers in given.layers:
-            if layers:
-                problem.options["layers"] = layers
+    starts = tuple(given.cases)
+    for layers in given.layers:
+        for name in problems():
             for algorithm in given.algorithms:
-                print(json.dumps(measure(name, problem, algorithm, given.memory)), flush=True)
-    for name, options in whole_plans().items():
-        if not given.cases or any(name.startswith(case) for case in given.cases):
-            for layers in given.layers:
-                print(json.dumps(measure_plan(name, options, layers)), flush=True)
+                if name.startswith(starts or name):
+                    tell(measure, name, algorithm, given.memory, layers)
+        for name in WHOLE_PLANS:
+            if name.startswith(starts or name):
+                tell(measure_plan, name, layers)
+
+
+def tell(measure: Callable[..., dict[str, Any]], *about: Any) -> None:
+    """Print what is measured in a process of its own, whose memory and first calls no other has."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, warnings.simplefilter, ("ignore",)) as pool:
+        print(json.dumps(pool.submit(measure, *about).result()), flush=True)
 
 
 if __name__ == "__main__":

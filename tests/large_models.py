@@ -116,20 +116,37 @@ def gpt3(*, batch: int = 256, sequence: int = 2048, layers: int = 96) -> Case:
     return _gpt2("gpt3", batch, sequence, layers, hidden=12288, heads=96)
 
 
+def gpt_1t(*, batch: int = 3072, sequence: int = 2048, layers: int = 128) -> Case:
+    """A GPT with 1,008 billion parameters."""
+    return _gpt2("gpt-1t", batch, sequence, layers, hidden=25600, heads=160)
+
+
 def llama3(*, batch: int = 64, sequence: int = 4096, layers: int = 32) -> Case:
     """Llama 3 with 8 billion parameters."""
+    return _llama("llama3", batch, sequence, layers, hidden=4096, inner=14336, heads=32)
+
+
+def llama3_70b(*, batch: int = 64, sequence: int = 131072, layers: int = 80) -> Case:
+    """Llama 3.1 with 70 billion parameters, by default at all the length that it has."""
+    return _llama("llama3-70b", batch, sequence, layers, hidden=8192, inner=28672, heads=64)
+
+
+def mixtral(*, batch: int = 1024, sequence: int = 4096, layers: int = 56) -> Case:
+    """Mixtral 8x22B: of eight experts each token goes to two."""
     transformers = _transformers()
-    config = transformers.LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
+    config = transformers.MixtralConfig(
+        vocab_size=32000,
+        hidden_size=6144,
+        intermediate_size=16384,
         num_hidden_layers=layers,
-        num_attention_heads=32,
+        num_attention_heads=48,
         num_key_value_heads=8,
-        max_position_embeddings=8192,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=65536,
         use_cache=False,
     )
-    return _language("llama3", lambda: transformers.LlamaForCausalLM(config), batch, sequence)
+    return _language("mixtral", lambda: transformers.MixtralForCausalLM(config), batch, sequence)
 
 
 class Block(nn.Module):
@@ -203,6 +220,23 @@ def _gpt2(name: str, batch: int, sequence: int, layers: int, hidden: int, heads:
         use_cache=False,
     )
     return _language(name, lambda: transformers.GPT2LMHeadModel(config), batch, sequence)
+
+
+def _llama(
+    name: str, batch: int, sequence: int, layers: int, hidden: int, inner: int, heads: int
+) -> Case:
+    transformers = _transformers()
+    config = transformers.LlamaConfig(
+        vocab_size=128256,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        max_position_embeddings=max(8192, sequence),
+        use_cache=False,
+    )
+    return _language(name, lambda: transformers.LlamaForCausalLM(config), batch, sequence)
 
 
 def _language(name: str, make: Callable[[], nn.Module], batch: int, sequence: int) -> Case:
