@@ -41,14 +41,20 @@ def plan(case: models.Case, cluster: ap.Cluster, **options: object) -> ap.Plan:
     return ap.plan(case.model, case.args, case.kwargs, cluster=cluster, mode="auto", **options)
 
 
+@cache
+def of_two_stages() -> ap.Plan:
+    return plan(models.shared("gpt"), slow_network(2))
+
+
 def test_over_a_slow_network_stages_beat_cut_operators() -> None:
-    chosen = plan(models.gpt(), slow_network(2))
+    chosen = of_two_stages()
     assert chosen.pipelining is not None
-    assert chosen.cost.seconds < plan(models.gpt(), slow_network(2), pipeline=None).cost.seconds
+    whole = plan(models.shared("gpt"), slow_network(2), pipeline=None)
+    assert chosen.cost.seconds < whole.cost.seconds
 
 
 def test_every_alternative_is_kept_and_the_fastest_that_fits_is_taken() -> None:
-    chosen = plan(models.gpt(), slow_network(2))
+    chosen = of_two_stages()
     assert chosen.cost.seconds == pytest.approx(
         min(a.seconds for a in chosen.alternatives if a.fits)
     )
@@ -57,7 +63,7 @@ def test_every_alternative_is_kept_and_the_fastest_that_fits_is_taken() -> None:
 
 
 def test_a_schedule_is_chosen_for_the_users_mesh() -> None:
-    chosen = plan(models.gpt(), slow_network(4), mesh=ap.Mesh(pp=2, dp=2), microbatches=4)
+    chosen = plan(models.shared("gpt"), slow_network(4), mesh=ap.Mesh(pp=2, dp=2), microbatches=4)
     assert chosen.pipelining is not None
     assert chosen.pipelining.mesh == ap.Mesh(pp=2, dp=2)
     assert chosen.microbatches == 4
@@ -66,7 +72,7 @@ def test_a_schedule_is_chosen_for_the_users_mesh() -> None:
 
 def test_the_axis_of_a_pipeline_is_called_as_the_user_says() -> None:
     """And its mesh is the user's, where one is given, with the order of its axes."""
-    case = models.gpt()
+    case = models.shared("gpt")
     module = ap.parallelize(
         case.model,
         case.args,
@@ -78,20 +84,15 @@ def test_the_axis_of_a_pipeline_is_called_as_the_user_says() -> None:
     )
     assert module.plan.whole_mesh == ap.Mesh(data=2, deep=2)
     assert module.plan.pipelining.axis == "deep"
-    named = plan(models.gpt(), slow_network(2), pipeline="deep")
+    named = plan(case, slow_network(2), pipeline="deep")
     assert named.pipelining.axis == named.whole_mesh.names[0] == "deep"
     assert_parity(case, ap.Mesh(data=2, deep=2), pipeline="deep", microbatches=4, mode="auto")
 
 
 def test_the_chosen_pipeline_is_exact() -> None:
-    case = models.gpt()
+    case = models.shared("gpt")
     module = ap.parallelize(
-        case.fresh().model,
-        case.args,
-        case.kwargs,
-        cluster=slow_network(2),
-        mode="auto",
-        backend="virtual",
+        case.model, case.args, case.kwargs, plan=of_two_stages(), backend="virtual"
     )
     assert module.plan.pipelining is not None
     reference = case.fresh()
@@ -109,7 +110,7 @@ def test_on_one_node_a_batch_in_turns_comes_before_stages_and_before_running_aga
     device = slow_network(1).nodes[0].device
     host = replace(device.host, copy_bandwidth=device.bandwidth / 80)
     node = Node(replace(device, host=host), 4, Link(1e-6, 1e9))
-    case = models.gpt(layers=4, batch=32, sequence=16)
+    case = models.gpt(batch=32, fused=True)
     cluster = ap.Cluster((node,), node.link, "toy")
     memory = 0.7 * plan(case, cluster).memory.peak
     chosen = plan(case, cluster, memory=memory)
@@ -125,7 +126,7 @@ def test_on_one_node_a_batch_in_turns_comes_before_stages_and_before_running_aga
 @pytest.mark.parametrize("options", [{}, {"mesh": ap.Mesh(pp=2), "schedule": "1f1b"}], ids=str)
 def test_memory_that_nothing_meets_is_answered_with_the_least(options) -> None:
     with pytest.raises(ap.InvalidInput, match="least"):
-        plan(models.gpt(), slow_network(2), memory=1e4, **options)
+        plan(models.shared("mlp"), slow_network(2), memory=1e3, **options)
 
 
 @pytest.mark.parametrize(
@@ -149,16 +150,16 @@ def test_nodes_that_no_mesh_respects_are_planned_all_the_same(devices, options) 
 
 
 @pytest.mark.parametrize(
-    ("model", "devices", "share"), [(models.gpt, 2, 1.0), (models.mlp, 4, 0.6)]
+    ("name", "layers", "devices", "share"), [("gpt", 1, 2, 1.0), ("mlp", 2, 4, 0.6)]
 )
 def test_in_whatever_order_sizes_are_weighed_the_choice_takes_as_long(
-    model, devices, share, monkeypatch
+    name, layers, devices, share, monkeypatch
 ) -> None:
     """What is weighed first only lets more of the others be left out."""
-    case, cluster = model(batch=16), slow_network(devices)
+    case, cluster = models.shared(name, layers=layers, batch=16), slow_network(devices)
     free = plan(case, cluster)
     memory = share * free.memory.peak
-    own = plan(case, cluster, memory=memory)
+    own = free if share == 1 else plan(case, cluster, memory=memory)
     assert own.memory.peak <= memory
     for sign in (1, -1):
 
@@ -172,14 +173,16 @@ def test_in_whatever_order_sizes_are_weighed_the_choice_takes_as_long(
 
 
 @pytest.mark.parametrize(
-    ("model", "devices", "share"),
-    [(models.gpt, 4, 1.0), (models.mlp, 8, 0.6), (models.vit, 4, 0.7), (models.gpt, 8, 0.5)],
+    ("name", "layers", "devices", "share"),
+    [("gpt", 2, 4, 1.0), ("mlp", 2, 8, 0.6), ("mlp", 3, 4, 0.6), ("vit", 1, 4, 0.7)],
 )
-def test_what_bounds_leave_out_is_not_faster(model, devices, share, monkeypatch) -> None:
-    """Every size, schedule and layout weighed to its end, and with bounds."""
+def test_what_bounds_leave_out_is_not_faster(name, layers, devices, share, monkeypatch) -> None:
+    """Every size, schedule and layout weighed to its end, and with bounds; also where states are
+    cut, or on the host, and where regions run again."""
     device = replace(slow_network(1).nodes[0].device, overhead=2e-5)
     node = Node(device, devices, Link(1e-6, 1e8))
-    case, cluster = model(batch=16), ap.Cluster((node,), node.link, "toy")
+    case = models.shared(name, layers=layers, batch=16)
+    cluster = ap.Cluster((node,), node.link, "toy")
     memory = share * plan(case, cluster).memory.peak
     told: list[Planner] = []
 
