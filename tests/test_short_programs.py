@@ -96,21 +96,22 @@ def assert_same(short: Candidate, whole: Candidate) -> None:
             assert getattr(one, about.name) == expected, about.name
 
 
-def ways() -> list[tuple[str, str, str]]:
-    """Models with states and recomputation."""
-    every = [
-        ("gpt2", "whole", ""),
-        ("gpt2", "zero1", "selective"),
-        ("gpt2", "zero3", ""),
-        ("llama", "zero2", "full"),
-        ("llama", "zero3", "selective"),
-        ("llama", "whole", "full, cut"),
-    ]
-    return every
+SCHEDULES = ("1f1b", "zb-h1"), ("chimera", "interleaved")
+# Models with states, recomputation and schedules.
+WAYS = [
+    ("gpt2", "whole", "", SCHEDULES[0]),
+    ("gpt2", "zero1", "selective", SCHEDULES[1]),
+    ("gpt2", "zero3", "", SCHEDULES[1]),
+    ("llama", "zero2", "full", SCHEDULES[0]),
+    ("llama", "zero3", "selective", SCHEDULES[0]),
+    ("llama", "whole", "full, cut", SCHEDULES[1]),
+]
 
 
-@pytest.mark.parametrize(("name", "states", "kind"), ways())
-def test_a_step_takes_what_it_takes_of_the_whole_program(name: str, states: str, kind: str) -> None:
+@pytest.mark.parametrize(("name", "states", "kind", "schedules"), WAYS)
+def test_a_step_takes_what_it_takes_of_the_whole_program(
+    name: str, states: str, kind: str, schedules: tuple[str, ...]
+) -> None:
     own, plain = program(name), laid(name).placed(States.of(states))
     regions = own.whole.regions.free
     way = plain
@@ -121,7 +122,7 @@ def test_a_step_takes_what_it_takes_of_the_whole_program(name: str, states: str,
     vars(way)["stage_line"] = way.stage_costs(beside=plain.stage_line)
     straight = replace(way, line=None)
     assert_same(straight, own.whole.of(straight))
-    for schedule in ("1f1b", "zb-h1", "chimera", "interleaved"):
+    for schedule in schedules:
         one = in_stages(way, schedule)
         assert_same(one, own.whole.of(one))
 
