@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from multiprocessing import get_context
 from pathlib import Path
 
+import torch
+
 STREAMS = {"out": 1, "err": 2}
 Environment = dict[str, str]
 
@@ -66,6 +68,7 @@ def _process(
     """What Python does with a file, or `-m` and a module, and arguments."""
     os.chdir(where)
     os.environ.update(environment, OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)  # who is forked has read how many already
     for name, stream in STREAMS.items():
         os.dup2(os.open(f"{output}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
     if strict:
