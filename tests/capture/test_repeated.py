@@ -127,19 +127,20 @@ FAMILIES: dict[str, Callable[..., Case]] = {
 }
 
 
-@pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "train"), [*((name, True) for name in FAMILIES), ("gpt2", False), ("t5", False)]
+)
 def test_families(name: str, train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = FAMILIES[name](layers=6, dropout=0.1)
+    kinds = 2 if name == "gemma2" else 1  # which take turns
+    case = FAMILIES[name](layers=2 * kinds + 2, dropout=0.1)
     case.model.train(train)
-    kinds = 2 if name == "gemma2" else 1
     copied = both(monkeypatch, case.model, case.args, case.kwargs)
-    assert len(copied) >= 6 - 2 * kinds
+    assert len(copied) >= 2
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "DeepseekV3", "GptOss"])
 def test_mixtures_of_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = mixtures.family(name, monkeypatch, num_hidden_layers=4)
+    case = mixtures.family(name, monkeypatch, num_hidden_layers=3)
     assert both(monkeypatch, case.model, case.args, case.kwargs)
 
 

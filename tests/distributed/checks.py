@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import warnings
 from contextlib import nullcontext
@@ -717,6 +718,7 @@ def is_profiled_by_name() -> None:
                 assert any(name.startswith(f"{kind} over ") for name in found), kind
 
 
+@cache
 def of_tree() -> list[ap.Plan]:
     case = shared_tree()
     ways: list[dict[str, Any]] = [
@@ -886,8 +888,11 @@ def takes_a_device_mesh() -> None:
 
 
 def rehearsed() -> None:
-    """Captures that laws make as they go, which depend on no mesh, and plans that they share."""
+    """Captures that laws make as they go, which depend on no mesh, plans that they share, and what
+    a compiler loads when it is used first."""
     warnings.simplefilter("ignore")
+    x = torch.ones(2, requires_grad=True)
+    torch.compile(torch.sin, backend="aot_eager")(x).sum().backward()
     options: dict[str, Any] = {"mesh": Mesh(tp=1), "mode": "propagate", "backend": "virtual"}
     for law in LAWS:
         law(**options)
