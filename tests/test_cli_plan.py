@@ -210,7 +210,7 @@ def test_usage_errors_show_the_usage_of_their_command(words, named, capsys):
         ("plan builders.py:small --mesh 4x2", "--mesh dp=2,tp=4"),
         ("plan builders.py:small --mesh dp=64", "64 ranks on 8 devices"),
         ("plan builders.py:small --memory lots", "40GB"),
-        ("plan builders.py:small --memory 1KB", "the least that was found takes"),
+        ("plan builders.py:small --mesh dp=2 --memory 1KB", "the least that was found takes"),
         ("plan builders.py:small --cluster dgx-h200x", "dgx-h100"),
         ("plan builders.py:small --cluster cluster.toml --nodes 2", "--nodes"),
         ("plan builders.py:small --cluster cluster.toml", "cluster.toml:5"),

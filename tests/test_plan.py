@@ -33,6 +33,7 @@ from tests.parity import assert_equal, parallel_outcome, single_outcome
 # Slow enough that the work of small models counts.
 DEVICE = Device("small", {"f32": 1e12, "f64": 1e12}, memory=16e9, bandwidth=1e11, overhead=1e-6)
 CLUSTER = ap.Cluster((Node(DEVICE, 4, Link(1e-6, 1e10)),), Link(1e-6, 1e9), "four")
+PAIR = ap.Cluster((Node(DEVICE, 2, Link(1e-6, 1e10)),), Link(1e-6, 1e9), "two")
 MESH = ap.Mesh(dp=2, tp=2)
 
 
@@ -469,8 +470,9 @@ def test_a_limit_that_nothing_meets_says_what_would_help():
     assert "at least 100 bytes are needed" in below.said(60.0)
     assert "100" not in below.said(200.0) + below.remedy(200.0)
     for pipeline in ("auto", 2):
+        options = {"cluster": PAIR, "pipeline": pipeline, "memory": 1000}
         with pytest.raises(ap.InvalidInput) as error:
-            ap.plan(case.model, case.args, cluster=CLUSTER, memory=1000, pipeline=pipeline)
+            ap.plan(case.model, case.args, **options)
         assert error.value.rule == "a plan fits into the memory of every device"
         assert "the least that was found takes" in str(error.value)
         assert "more devices could hold them" in str(error.value)

@@ -771,6 +771,8 @@ def held() -> list[tuple[Case, ap.Plan, Any]]:
 def holds_pieces_alone() -> None:
     """Memory is that of the pieces: of parameters, buffers and constants always, of gradients as
     long as they live. One of their buckets may have carried the loss."""
+    gc.collect()
+    gc.freeze()  # what other checks have left is not looked through at every storage
     for case, plan, _ in held():
         world().mesh_of(plan.whole_mesh, "cpu")  # has a table of its ranks
         before = storages()
