@@ -41,9 +41,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: collections need not look at it again, test by test."""
+    """What was imported stays: collections need not look at it again, test by test, and who asks
+    how much that is, as each plan does, need not count it anew."""
     gc.collect()
     gc.freeze()
+    frozen = gc.get_freeze_count()
+    gc.get_freeze_count = lambda: frozen
 
 
 def pytest_make_parametrize_id(config, val, argname):
