@@ -16,17 +16,17 @@ gc.set_threshold(20_000, 50, 100)  # of the many small objects of graphs few are
 LONGEST = (
     "distributed/test_processes",
     *("test_fuzz", "tests/test_states", "pipeline/test_parity_law"),
-    "distributed/test_states",
-    *("tests/test_parity", "pipeline/test_choice"),
-    "test_executor_processes",
-    *("tests/test_random", "tests/test_recompute"),
-    "distributed/test_precision",
-    *("pipeline/test_executor", "tests/test_auto"),
     "test_examples",
-    "capture/test_programs",
-    "distributed/test_host",
-    "passes/test_microbatches",
+    *("pipeline/test_choice", "capture/test_repeated"),
+    "distributed/test_states",
+    *("tests/test_parity", "tests/test_random", "tests/test_recompute"),
+    "tests/test_readme",
+    *("tests/test_short_programs", "tests/test_auto", "strategies/test_rule_law"),
+    "tests/test_cli.py",
+    "test_executor_processes",
+    *("pipeline/test_executor", "tests/test_mixed_machines"),
     "distributed/",
+    *("capture/test_programs", "passes/test_microbatches"),
 )
 
 

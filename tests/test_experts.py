@@ -179,5 +179,5 @@ def test_a_norm_behind_the_experts_is_of_each_choice(monkeypatch: pytest.MonkeyP
     text = listing(capture(model, (x,)).graph)
     assert text.count("autopar.experts(") == 1
     assert "grouped_mm" not in text
-    for mesh in (Mesh(ep=2), Mesh(ep=3), Mesh(dp=2, ep=2)):
+    for mesh in (Mesh(ep=3), Mesh(dp=2, ep=2)):
         assert ap.verify(model, (x,), mesh=mesh).ok

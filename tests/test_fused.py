@@ -39,13 +39,11 @@ def test_each_part_is_cut_by_itself_and_nothing_moves_behind_it(kind: str, mesh:
 @pytest.mark.parametrize("states", ["whole", "zero1", "zero3"])
 @pytest.mark.parametrize("kind", ["fused", "transposed"])
 def test_parity(kind: str, states: str) -> None:
-    for mesh in MESHES:
-        case = small(kind, 2)
-        given = {**options(mesh), "states": states}
-        mesh = given.pop("mesh")
-        with shared_captures():
-            module = assert_parity(case, mesh, **given)
-        assert any("@/" in str(type_) for type_ in module.plan.types.values())
+    case = small(kind, 2)
+    with shared_captures():
+        for mesh in MESHES:
+            module = assert_parity(case, **options(mesh), states=states)
+            assert any("@/" in str(type_) for type_ in module.plan.types.values())
 
 
 def test_a_call_beside_and_a_plan_from_a_file(tmp_path: Path) -> None:

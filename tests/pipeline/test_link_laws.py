@@ -73,9 +73,9 @@ def priced(plan: ap.Plan, cluster: Cluster) -> Candidate:
 def test_a_step_over_slower_links_takes_no_less(name: str, way: str) -> None:
     plan = planned(name, way)
     for slower in (
-        [{"network": 10.0**power} for power in (9, 8, 7, 5)],
-        [{"rack": 10.0**power} for power in (9, 8, 7, 5)],
-        [{"inside": 10.0**power} for power in (10, 9, 8, 6)],
+        [{"network": 10.0**power} for power in (9, 7, 5)],
+        [{"rack": 10.0**power} for power in (9, 7, 5)],
+        [{"inside": 10.0**power} for power in (10, 8, 6)],
     ):
         steps = [priced(plan, machines(**links)).timeline for links in slower]
         seconds = [step.makespan for step in steps]
