@@ -263,8 +263,7 @@ class Planner:
 
     def _on_host(self, stages: int, parts: int) -> Iterator[Candidate]:
         """Ways with states on the host, as long as they may be faster than what fits already:
-        without recomputation, then with it and, where nothing fits that is on the device alone,
-        with layouts of their own."""
+        without recomputation, then with it, then with layouts of their own."""
         update = least_update(self.captured, self.request)
         is_slower = self._promises.least(stages, parts) + update >= self._fastest
         if (stages, parts) not in self._bound or is_slower:
@@ -274,7 +273,6 @@ class Planner:
         if free.seconds / stages + update >= self._fastest:
             return
         self.report("memory", "states on the host")
-        fits_device = self._fits_device
         yield from self._placed(free, stages, parts, self._hosted)
         yield from self._placed(free, stages, parts, self._hosted, is_leaner=True)
         for states in self._hosted if asked.is_all and len(self.regions.kinds) > 1 else ():
@@ -284,8 +282,7 @@ class Planner:
                 if way is not None:
                     yield way.changed(way.search and way.search.taken(way.cost.seconds))
         for states in self._hosted if self.request.mode == "auto" else ():
-            if not fits_device:
-                yield from self._with_states(replace(asked, states=states), stages, parts)
+            yield from self._with_states(replace(asked, states=states), stages, parts)
 
     def _recomputing(
         self, free: Candidate, asked: LayoutRequest, settings: Sequence[States]
@@ -367,9 +364,12 @@ class Planner:
             try:
                 cutoff = self._fastest * stages
                 laid, needed = self._layouts.find(replace(asked, memory=limit, cutoff=cutoff))
-            except NothingFits:
+            except NothingFaster:
+                return
+            except NothingFits as error:
                 if not attempt:
-                    raise
+                    self._too_large.append(error.smallest.in_stages(stages))
+                    return
                 impossible, limit = limit, (limit + least) / 2
                 continue
             search = laid.search

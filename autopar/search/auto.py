@@ -36,7 +36,7 @@ _TIGHTENED = 6  # times that a limit is lowered because the finished program nee
 _WIDENED = 2  # and raised again, where what fits then is not known to be about as fast
 _CLOSE = 0.01
 _SMALL = 500  # calls of a program that is finished so often
-_SURE = 0.7  # a part of the limit; what needs less surely fits when it is finished
+_SURE = 0.7  # a part of the limit: of larger programs, what needs less fits when it is finished
 _TIE = 2e-3  # relative: of meshes about as good, the one with fewer axes is taken
 
 
@@ -254,10 +254,12 @@ class LayoutSearch:
         self._cannot_beat(bound, built.slack)
         if limit is None or self.finished is None:
             return found
-        if found.solution.memory <= _SURE * limit or found.solution.objective >= self._objective:
+        is_large = self.captured.length > _SMALL
+        is_sure = is_large and found.solution.memory <= _SURE * limit
+        if is_sure or found.solution.objective >= self._objective:
             return found
         fitting, fits, over = self._tightened(built, found, limit)
-        if fits == limit or self.captured.length > _SMALL:
+        if fits == limit or is_large:
             return fitting
         return self._widened(built, fitting, (fits, over), bound)
 
