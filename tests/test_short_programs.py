@@ -12,7 +12,7 @@ from autopar import Cluster, Mesh
 from autopar.capture import capture
 from autopar.capture.captured import Captured
 from autopar.capture.regions import blocks
-from autopar.capture.shortened import Shortened, shortened
+from autopar.capture.shortened import LEAST_BESIDE, Shortened, shortened
 from autopar.cluster.part import Line
 from autopar.cost.footprint import Memory
 from autopar.options import PlanOptions, read_request
@@ -23,6 +23,8 @@ from autopar.pipeline.stages.cut import choose_stages
 from autopar.planner.candidate import Candidate
 from autopar.planner.choose import Planner
 from autopar.planner.deep import DeepPlanner
+from autopar.planner.mixed_problem import Mix
+from autopar.planner.recomputation import FULL, PLAIN, SELECTIVE
 from autopar.planner.whole import Whole
 from autopar.recompute import Recompute
 from autopar.search.auto import LayoutSearch
@@ -51,12 +53,14 @@ class Program(NamedTuple):
 
     @property
     def whole(self) -> Whole:
-        return Whole(self.short, read_request(PlanOptions(cluster=CLUSTER, memory=1e18)))
+        brief = shortened(self.captured, LEAST_BESIDE)
+        assert brief is not None
+        return Whole(self.short, brief, read_request(PlanOptions(cluster=CLUSTER, memory=1e18)))
 
 
 @cache
-def program(name: str) -> Program:
-    case = MAKERS[name](layers=LAYERS, batch=16)
+def program(name: str, layers: int = LAYERS) -> Program:
+    case = MAKERS[name](layers=layers, batch=16)
     captured = capture(case.model, case.args, case.kwargs)
     short = shortened(captured)
     assert short is not None
@@ -64,9 +68,9 @@ def program(name: str) -> Program:
 
 
 @cache
-def laid(name: str) -> Candidate:
+def laid(name: str, layers: int = LAYERS) -> Candidate:
     """The short program with the layouts that are best for it."""
-    batches = cut_batch(program(name).short.captured, PARTS)
+    batches = cut_batch(program(name, layers).short.captured, PARTS)
     search = LayoutSearch(batches.captured, CLUSTER, lambda mesh: Constraints(), None, PARTS)
     decisions = search.run([MESH]).decisions
     return Candidate(batches.captured, CLUSTER, decisions, batches, line=LINE)
@@ -85,7 +89,6 @@ def in_stages(way: Candidate, schedule: str) -> Candidate:
 
 
 def assert_same(short: Candidate, whole: Candidate) -> None:
-    assert short.captured.times > 1
     assert whole.captured.times == 1
     assert short.seconds == pytest.approx(whole.seconds, rel=1e-9)
     for one, other in zip(short.memories, whole.memories, strict=True):
@@ -125,6 +128,32 @@ def test_a_step_takes_what_it_takes_of_the_whole_program(
     for schedule in schedules:
         one = in_stages(way, schedule)
         assert_same(one, own.whole.of(one))
+
+
+MIXES = [
+    [(9, PLAIN), (10, FULL), (9, SELECTIVE)],
+    [(2, SELECTIVE), (17, Recompute("full", "cut")), (9, PLAIN)],
+    [(8, FULL), (1, PLAIN), (8, Recompute("selective", "host")), (11, FULL)],
+    [(5, FULL), (7, PLAIN), (5, SELECTIVE), (6, PLAIN), (5, FULL)],  # too few for any to stand
+]
+
+
+@pytest.mark.parametrize("states", ["whole", "zero1", "zero3"])
+@pytest.mark.parametrize("runs", MIXES, ids=lambda runs: "-".join(str(n) for n, _ in runs))
+@pytest.mark.parametrize("name", MAKERS)
+def test_blocks_that_are_treated_alike_stand_for_each_other(
+    name: str, runs: list[tuple[int, Recompute]], states: str
+) -> None:
+    own = program(name, 28).whole
+    way = replace(laid(name, 28), line=None).placed(States.of(states))
+    kinds = [kind for count, kind in runs for _ in range(count)]
+    short = own.mixed(way, Mix(own.regions.free, kinds, 0.0))
+    decided = {region: kind for region, kind in zip(own.regions.free, kinds) if not kind.is_plain}
+    whole = own.of(way).recomputed(decided)
+    assert short.decisions.recompute == decided
+    assert (short.captured.times > 1) == any(count > 9 for count, _ in runs)
+    assert_same(short, whole)
+    assert_same(short, own.of(short))
 
 
 def own_regions(captured: Captured) -> set[str]:

@@ -2,7 +2,7 @@
 
     short = shortened(captured)     # None: it has too few
     short.captured                  # the same with fewer blocks, one of which stands for `times`
-    short.longer(decided)           # what is said of its nodes by name, said of all nodes
+    short.in_runs([6, 90])          # with one for 6 blocks, that differ from the next 90
 
 What a step takes is a sum over blocks: many ways to run one are weighed on the short program, and
 the one that is taken is made of the whole one. `info(node).times` is, of what is made in the block
@@ -12,8 +12,9 @@ follows from neighbours is the same.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -24,7 +25,8 @@ from autopar.capture.marker import ANNOTATE
 from autopar.capture.rows import Row, longest_row
 from autopar.strategies.node_info import info
 
-BESIDE = 3  # equal blocks on each side of the one that stands for others
+BESIDE = 3, 3  # equal blocks before and after the one that stands for others
+LEAST_BESIDE = 2, 1  # that a graph of costs needs, which follows no gathers
 LEAST = 12  # equal blocks of a program that is worth it
 _NUMBERED = re.compile(r"(.*\.)?\d+(?=\.|$)")
 T = TypeVar("T")
@@ -37,21 +39,28 @@ class Shortened:
     captured: Captured
     whole: Captured
     twins: Mapping[str, str]  # of each node that was left out, the one that stands for it
+    row: Row  # the blocks of the whole program
 
     @property
     def times(self) -> int:
         """How many blocks one stands for."""
         return self.captured.times
 
-    def longer(self, known: Mapping[str, T]) -> dict[str, T]:
-        """By name of every node of the whole program."""
-        more = {name: known[twin] for name, twin in self.twins.items() if twin in known}
-        return {**known, **more}
+    def in_runs(self, counts: Sequence[int]) -> Shortened | None:
+        """The same where so many blocks in a row will be alike, and so many after them."""
+        ends = itertools.accumulate(counts)
+        least = sum(BESIDE) + 2
+        stands = [
+            (end - count + BESIDE[0], count - sum(BESIDE))
+            for end, count in zip(ends, counts)
+            if count >= least
+        ]
+        return _shortened(self.whole, self.row, stands)
 
 
-def shortened(captured: Captured) -> Shortened | None:
+def shortened(captured: Captured, beside: tuple[int, int] = BESIDE) -> Shortened | None:
     """The program with as few blocks as stand for all; None where it has few, or they differ in
-    what a plan may say of them."""
+    what a plan may say of them. `beside`: how many stay as they are."""
     calls = [node for node in captured.graph.nodes if node.op == "call_function"]
     about = [(node.target, info(node)) for node in calls]
     if any(a.checkpoint is not None or a.on_host or to is ANNOTATE for to, a in about):
@@ -60,18 +69,22 @@ def shortened(captured: Captured) -> Shortened | None:
     row = row and _from_a_module(row)
     if row is None or row.count < LEAST:
         return None
-    times = row.count - 2 * BESIDE
-    first = row.start + BESIDE * row.period  # of the block that stays for others
-    twins = row.twins(first, first + times * row.period)
-    stay = {node for node in captured.graph.nodes if node not in twins}
-    if not stay.issuperset(twins.values()) or _is_read_outside(captured, twins):
+    return _shortened(captured, row, [(beside[0], row.count - sum(beside))])
+
+
+def _shortened(captured: Captured, row: Row, stands: Sequence[tuple[int, int]]) -> Shortened | None:
+    """`stands`: the number of each block that stands for others, and for how many with itself."""
+    twins, times = dict[fx.Node, fx.Node](), dict[fx.Node, int]()
+    for number, count in stands:
+        first = row.start + number * row.period
+        own = row.twins(first, first + count * row.period)
+        twins |= own
+        times |= dict.fromkeys((*row.calls[first : first + row.period], *own.values()), count)
+    results = {*captured.graph.output_node().all_input_nodes}
+    if not twins.keys().isdisjoint(twins.values()) or not results.isdisjoint({*twins, *times}):
         return None
-    kept = {*calls[first : first + row.period], *twins.values()}
-    return Shortened(
-        _without(captured, twins, dict.fromkeys(kept, times)),
-        captured,
-        {node.name: twin.name for node, twin in twins.items()},
-    )
+    names = {node.name: twin.name for node, twin in twins.items()}
+    return Shortened(_without(captured, twins, times), captured, names, row)
 
 
 def _facts(node: fx.Node, captured: Captured) -> Hashable:
@@ -108,12 +121,6 @@ def _layer(node: fx.Node) -> str:
     return numbered.group() if numbered else ""
 
 
-def _is_read_outside(captured: Captured, twins: Mapping[fx.Node, fx.Node]) -> bool:
-    """Whether results are among what is left out, or among what stands for it."""
-    results = set(captured.graph.output_node().all_input_nodes)
-    return not results.isdisjoint({*twins, *twins.values()})
-
-
 def _without(
     captured: Captured, twins: Mapping[fx.Node, fx.Node], times: Mapping[fx.Node, int]
 ) -> Captured:
@@ -142,7 +149,7 @@ def _without(
         constants=_those(captured.constants, names),
         classes=_those(captured.classes, names),
         output_leaves=tuple(copies[one] if isinstance(one, fx.Node) else one for one in leaves),
-        times=max(times.values()),
+        times=max(times.values(), default=1),
     )
 
 

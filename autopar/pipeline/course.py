@@ -16,6 +16,7 @@ and `weights` makes these.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 from torch import fx
@@ -54,7 +55,7 @@ class ProgramCourse:
         # Linears whose backward is one, by the last of them.
         self._together = {} if is_split else {some[-1]: some for some in linears_together(calls)}
         self._nodes = _in_order(calls, self._together.values())
-        self._stands_for_others = _standing_for_others(self._nodes)
+        self._rows = _standing_for_others(self._nodes, times)
         self._values, self._flowing = Held(), Held()
         self._saved: dict[fx.Node, list[Hashable]] = {}
         self._gradient_of: dict[fx.Node, Hashable] = {}
@@ -65,7 +66,7 @@ class ProgramCourse:
         self._once = KeptOnce(mesh)
         self._whole: set[Region] = set()  # those that were made again in full
         self._again: set[Hashable] = set()  # what was made again
-        self._sums = Sums(graph, mesh, travel, times)
+        self._times, self._sums = times, Sums(graph, mesh, travel, times)
         self.passing = Passing(graph, mesh, travel.buffer_bytes)
         self._is_late = False  # gradients are made that were put off
         self._count = 0
@@ -82,19 +83,18 @@ class ProgramCourse:
         self._weights = _made_of_parameters(graph) if is_split else frozenset[fx.Node]()
         self._is_split = is_split
         self._put_off: dict[fx.Node, Hashable] = {}  # with the gradient of its result
-        marked = (times_of(node, times) for node in self._stands_for_others)
-        more, sums = max(marked, default=1) - 1, self._sums
-        events, beside = stretched(self._forward(), more, Beside())
+        sums = self._sums
+        events, beside = stretched(self._forward(), Beside())
         self.forward = tuple(summed(events, sums))
         self._left = self._leave(graph.output_node())
         self.kept = self._values.bytes + beside.kept  # for backward
-        events, beside = stretched(self._backward(roots), more, beside)
+        events, beside = stretched(self._backward(roots), beside)
         self.backward = tuple(summed(events, sums))
         # What the gradients of weights are made of.
         flowing = self._flowing.bytes + sums.waiting + beside.flowing
         self.halves = self._values.bytes + beside.kept + flowing
         self.at_once = sums.at_once()  # parameters whose gradients are there by then
-        events, _ = stretched(self._later(), more, beside)
+        events, _ = stretched(self._later(), beside)
         self.weights = tuple(summed(events, sums))
         self.gradients = sums.there  # bytes, after all
         # By placeholder, the bytes of its gradient; of one that stands for several, of all.
@@ -121,13 +121,20 @@ class ProgramCourse:
         self, nodes: Iterable[fx.Node], follow: Callable[[fx.Node], Iterator[Event]]
     ) -> Iterator[Event]:
         """What happens in all calls, those that stand for others between two edges."""
-        for stand_for_others, some in groupby(nodes, self._stands_for_others.__contains__):
-            if stand_for_others:
-                yield Edge(self._values.bytes, self._flowing.bytes)
+        for row, some in groupby(nodes, self._rows.get):
+            if row is not None:
+                yield Edge(self._values.bytes, self._flowing.bytes, row.more)
             for node in some:
-                yield from follow(node)
-            if stand_for_others:
+                for event in follow(node):
+                    # What a block that stands for others has is read in it alone.
+                    is_alone = not isinstance(event, Arrival) or self._is_one(event.parameter)
+                    assert row is not None or is_alone
+                    yield event
+            if row is not None:
                 yield Edge(self._values.bytes, self._flowing.bytes)
+
+    def _is_one(self, parameter: fx.Node) -> bool:
+        return times_of(parameter, self._times) == 1
 
     def _forward(self) -> Iterator[Event]:
         return self._each(self._nodes, self._run)
@@ -396,19 +403,30 @@ def _made_of_parameters(graph: fx.Graph) -> frozenset[fx.Node]:
     return frozenset(node for node in found if info(node).differentiable)
 
 
-def _standing_for_others(calls: Sequence[fx.Node]) -> frozenset[fx.Node]:
-    """Of calls in order, a row of as many as stand for several, from the first that reads what is
-    theirs: what gathers parameters of a block may stand before it, and that of the next one in
-    it."""
-    marked = [at for at, node in enumerate(calls) if info(node).times > 1]
-    if not marked:
-        return frozenset()
-    own = (
-        at
-        for at, node in enumerate(calls)
-        if any(
-            value.op == "placeholder" and info(value).times > 1 for value in node.all_input_nodes
-        )
-    )
-    first = min([marked[0], *own])
-    return frozenset(calls[first : first + len(marked)])
+@dataclass(frozen=True, eq=False)
+class _Row:
+    """Calls in a row that stand for so many others."""
+
+    more: int
+
+
+def _standing_for_others(calls: Sequence[fx.Node], times: int | None) -> dict[fx.Node, _Row]:
+    """Of calls in order, the rows of as many as stand for several, each from the first that reads
+    what is theirs: what gathers parameters of a block may stand before it, and that of the next
+    one in it."""
+    found = dict[fx.Node, _Row]()
+    end = 0  # of the last row
+    for is_marked, row in groupby(range(len(calls)), lambda at: info(calls[at]).times > 1):
+        marked = [*row]
+        if not is_marked:
+            continue
+        own = (at for at in range(end, marked[0]) if _reads_of_many(calls[at]))
+        first, end = min([marked[0], *own]), marked[-1] + 1
+        one = _Row(times_of(calls[marked[0]], times) - 1)
+        found |= dict.fromkeys(calls[first : first + len(marked)], one)
+    return found
+
+
+def _reads_of_many(node: fx.Node) -> bool:
+    read = node.all_input_nodes
+    return any(value.op == "placeholder" and info(value).times > 1 for value in read)

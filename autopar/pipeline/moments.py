@@ -76,6 +76,7 @@ class Edge:
 
     kept: float
     flowing: float
+    more: int = 0  # for how many others
 
 
 Event = Moment | Arrival | Begin | Edge  # moments without the gradients of parameters
@@ -101,9 +102,9 @@ class Beside:
         return Beside(self.kept + count * each.kept, self.flowing + count * each.flowing)
 
 
-def stretched(events: Iterable[Event], more: int, beside: Beside) -> tuple[list[Event], Beside]:
-    """What happens where what lies between two edges comes `more` times more; `beside` at its
-    start, then at its end. Of those in the middle no more than may be the most."""
+def stretched(events: Iterable[Event], beside: Beside) -> tuple[list[Event], Beside]:
+    """What happens where what lies between two edges comes as often more as these say; `beside` at
+    its start, then at its end. Of those in the middle no more than may be the most."""
     found: list[Event] = []
     inside: list[Event] = []
     first: Edge | None = None
@@ -111,13 +112,11 @@ def stretched(events: Iterable[Event], more: int, beside: Beside) -> tuple[list[
         if first is None and isinstance(event, Edge):
             first, inside = event, []
         elif first is None:
-            # What a block that stands for others has is read in it alone.
-            assert more == 0 or not _stands_for_others(event)
             found.append(beside.of(event))
         elif isinstance(event, Edge):
             adds = Beside(event.kept - first.kept, event.flowing - first.flowing)
-            found += _each(inside, more, beside, adds)
-            beside, first = beside.and_of(more, adds), None
+            found += _each(inside, first.more, beside, adds)
+            beside, first = beside.and_of(first.more, adds), None
         else:
             inside.append(event)
     return found, beside

@@ -293,15 +293,15 @@ class Planner:
         sources = [free, *(free.placed(states) for states in settings[1:])]
         # What runs again takes time: the rest is slower than what fits already.
         sources = [source for source in sources if source.seconds < self._fastest]
+        tried = len(self._dropped) + len(sources)
         ways = [way for way in map(self._mixed, sources) if way is not None]
-        if not ways and free.search is not None:
+        if sources and len(self._dropped) == tried and free.search is not None:
             lean = self.regions.all(self.regions.kinds[-1])
             asked = replace(asked, memory=self.memory, states=settings[-1], recompute=lean)
             source, _ = self._layouts.find(asked)
             ways = [self._mixed(source) or source]
         for way in ways:
-            account = way.search
-            if account is not None and free.search is not None:
+            if (account := way.search) is not None and free.search is not None:
                 # With the same states, none that fits is faster than the best without a limit.
                 account = account.made(way.seconds, free.search.bound)
             yield way.changed(account)

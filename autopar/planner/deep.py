@@ -13,7 +13,7 @@ from torch import nn
 
 from autopar.capture.annotations import marked_regions, parameter_annotations, stage_pins
 from autopar.capture.captured import Captured
-from autopar.capture.shortened import Shortened, shortened
+from autopar.capture.shortened import LEAST_BESIDE, Shortened, shortened
 from autopar.mesh import Mesh
 from autopar.pipeline.stages.stretch import NotAlike
 from autopar.planner.candidate import Alternative, Candidate
@@ -39,7 +39,8 @@ class DeepPlanner:
 
     def _of(self, short: Shortened | None) -> Planner:
         program = self._captured if short is None else short.captured
-        whole = None if short is None else Whole(short, self.request)
+        brief = short and shortened(self._captured, LEAST_BESIDE)
+        whole = Whole(short, brief, self.request) if short and brief else None
         return Planner(self._model, program, self.request, self._report, whole)
 
     def _shortened(self) -> Shortened | None:

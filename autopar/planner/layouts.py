@@ -18,8 +18,8 @@ from autopar.cluster.part import Line, Part
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
 from autopar.passes.microbatches import Microbatches
-from autopar.pipeline.stages.stretch import is_alike
 from autopar.planner.candidate import Candidate
+from autopar.planner.lengthened import longer
 from autopar.planner.request import Request
 from autopar.planner.state_places import (
     data_axes,
@@ -39,6 +39,7 @@ from autopar.search.propagate import propagate, with_batch_axis
 from autopar.search.smallest_footprint import NothingFits
 from autopar.states import WHOLE, States
 
+MOST_BUILT = 3  # programs whose cost graphs are kept
 UNEQUAL = 0.01  # relative: what blocks may lose by being equal
 
 
@@ -85,8 +86,6 @@ class Layouts:
         search, whole = found.search, self.whole
         if whole is None or asked.captured.times == 1 or search is None:
             return found, memory
-        if not is_alike(found.rewritten, found.repeats):
-            return whole.of(found), memory
         is_free = asked.memory == math.inf
         if is_free or search.gap <= UNEQUAL or search.bound >= asked.cutoff:
             return found, memory
@@ -166,11 +165,13 @@ class Layouts:
         return self._known[*key, asked.memory]
 
     def _graphs(self, asked: LayoutRequest) -> dict[Mesh, Built]:
-        """The cost graphs of a program, which is looked at under several limits in a row."""
+        """The cost graphs of a program, which is looked at under several limits: those that take
+        longest to build stay."""
         regions = tuple(sorted(asked.recompute.items()))
         key = id(asked.captured), asked.batch_axis, asked.states, regions, asked.line
         if key not in self._built:
-            self._built.clear()
+            if len(self._built) == MOST_BUILT:
+                del self._built[min(self._built, key=lambda one: _strategies(self._built[one]))]
             self._built[key] = {}
         return self._built[key]
 
@@ -188,23 +189,38 @@ class Layouts:
 
     def _searched(self, asked: LayoutRequest) -> tuple[Candidate, float]:
         program, cluster = asked.captured, self.request.cluster
-        bound = partial(self._constraints, asked)
         made = partial(Candidate, program, cluster, batches=asked.batches, line=asked.line)
         if self.request.mode != "auto":
             (mesh,) = asked.offered
-            return made(decisions=propagate(program, mesh, bound(mesh))), 0.0
-        last: list[Candidate] = []  # whose memory was asked for: it is not made again
+            return made(decisions=propagate(program, mesh, self._constraints(asked, mesh))), 0.0
+        brief = None if program.times == 1 or self.whole is None else self.whole.brief
+        if brief and self.whole:
+            asked = replace(asked, captured=self.whole.briefly(asked.batches))
+
+        def candidate(decisions: Decisions) -> Candidate:
+            if brief:
+                laid = longer(decisions, brief, program)
+                decisions = replace(laid, recompute=asked.recompute)
+            return made(decisions=decisions)
+
+        last: list[tuple[Decisions, Candidate]] = []  # whose memory was asked for
 
         def needed(decisions: Decisions) -> float:
-            last[:] = [made(decisions=decisions)]
-            return last[0].placed(asked.states).memory.peak
+            last[:] = [(decisions, candidate(decisions))]
+            return last[0][1].placed(asked.states).memory.peak
 
         parts = 1 if asked.batches is None else asked.batches.count
         limits = asked.memory, parts, asked.states, asked.cutoff
-        search = LayoutSearch(program, asked.machines(cluster), bound, *limits)
+        machines, bound = asked.machines(cluster), partial(self._constraints, asked)
+        search = LayoutSearch(asked.captured, machines, bound, *limits)
         search.known = self._graphs(asked)
         search.finished, search.report = needed if asked.is_all else None, self.report
         found = search.run(asked.offered)
-        if last and last[0].decisions is found.decisions:
-            return last[0].changed(found.search), found.memory
-        return made(decisions=found.decisions, search=found.search), found.memory
+        if last and last[0][0] is found.decisions:  # it is not made again
+            return last[0][1].changed(found.search), found.memory
+        return replace(candidate(found.decisions), search=found.search), found.memory
+
+
+def _strategies(built: Mapping[Mesh, Built]) -> int:
+    """Of all nodes of some cost graphs."""
+    return sum(int(one.graph.packed.sizes.sum()) for one in built.values())

@@ -8,14 +8,14 @@ from dataclasses import replace
 from autopar.capture.captured import Captured
 from autopar.capture.regions import label_of
 from autopar.capture.shortened import Shortened
-from autopar.layout import Placement
+from autopar.layout import Layout, Placement
 from autopar.passes.microbatches import Microbatches
 from autopar.pipeline.pipelining import Pipelining
 from autopar.pipeline.stages.costs import price_stages
 from autopar.planner.candidate import Candidate
 from autopar.recompute import Recompute
 from autopar.search.decisions import Decisions, Fallback
-from autopar.strategies import tensor_inputs
+from autopar.strategies import Strategy, tensor_inputs
 
 
 def lengthened(
@@ -27,7 +27,7 @@ def lengthened(
 ) -> Candidate:
     """The same layouts, states and stages of the whole `program`, in as many micro-batches; what is
     `decided` of its regions."""
-    about = program, found.cluster, _decisions(found, short), batches
+    about = program, found.cluster, longer(found.decisions, short, program), batches
     made = Candidate(*about, search=found.search, line=found.line)
     made = made.placed(found.states).recomputed(decided)
     if (cut := found.pipelining) is None:
@@ -40,28 +40,32 @@ def lengthened(
     return made.changed(found.search, Pipelining(cut.axis, cut.mesh, cut.schedule, stages, shared))
 
 
-def _decisions(found: Candidate, short: Shortened) -> Decisions:
-    known, whole = found.decisions, short.whole
-    nodes = {node.name: node for node in short.captured.operators}
+def longer(known: Decisions, short: Shortened, program: Captured) -> Decisions:
+    """What is decided of the layouts of a short program, decided of one of those that have more of
+    its blocks."""
+    nodes = {node.name: node for node in short.captured.graph.nodes}
     readers = {reader for _, reader, _ in known.ways}
-    ways = dict[tuple[str, str, int], tuple[Placement, ...]]()
-    for node in whole.operators:
+    replicated = {fallback.node for fallback in known.fallbacks}
+    placeholders, strategies = dict[str, Layout](), dict[str, Strategy]()
+    ways, fallbacks = dict[tuple[str, str, int], tuple[Placement, ...]](), list[Fallback]()
+    for node in program.graph.nodes:
         twin = short.twins.get(node.name, node.name)
+        if twin in known.placeholders:
+            placeholders[node.name] = known.placeholders[twin]
+        if twin in known.strategies:
+            strategies[node.name] = known.strategies[twin]
+        if twin in replicated:
+            fallbacks.append(Fallback.of(node))
         if twin in readers:
             pairs = zip(tensor_inputs(node), tensor_inputs(nodes[twin]))
             for position, (value, other) in enumerate(pairs):
                 if way := known.ways.get((other.name, twin, position)):
                     ways[value.name, node.name, position] = way
-    replicated = {fallback.node for fallback in known.fallbacks}
     return replace(
         known,
-        placeholders=short.longer(known.placeholders),
-        strategies=short.longer(known.strategies),
-        fallbacks=tuple(
-            Fallback.of(node)
-            for node in whole.operators
-            if short.twins.get(node.name, node.name) in replicated
-        ),
+        placeholders=placeholders,
+        strategies=strategies,
+        fallbacks=tuple(fallbacks),
         ways=ways,
         apart={},
         recompute={},

@@ -23,19 +23,21 @@ def mixed(
     fastest: float = math.inf,
 ) -> Candidate | None:
     """The same layouts, with the regions recomputed that make them fit at least cost. The leanest
-    of what does not fit is `dropped`. `whole`: where `laid` stands for a longer program, makes that
-    one in these layouts, and says its regions: it is what is mixed if only it can be so. What is
-    sure to take `fastest` is none."""
+    of what does not fit is `dropped`. `whole`: of the program that `laid` stands for, if it does.
+    What is sure to take `fastest` is none."""
+    plain = laid.recomputed(regions.all(PLAIN))
+    room = memory - (plain.memory.peak - plain.memory.activations)
+    if room < 0:  # whatever runs again
+        dropped.append(laid.recomputed(regions.all(KINDS[-1])))
+        return None
     ways = {kind: laid.recomputed(regions.all(kind)) for kind in KINDS}
     graphs = {kind: way.rewritten for kind, way in ways.items()}
-    members, plain = members_of(laid.captured, regions.free), ways[PLAIN]
+    members = members_of(laid.captured, regions.free)
     if members is None:
         raise NotAlike  # a region is in part in the block that stands for others
     problem = mixed_problem(graphs, members, laid.prices, plain.repeats)
-    room = memory - (plain.memory.peak - plain.memory.activations)
-    source = None
+    mix = problem.solve(room)
     for _ in range(ATTEMPTS):
-        mix = problem.solve(room)
         if mix is None:
             break
         if laid.seconds + laid.microbatches * mix.seconds >= fastest * (1 + _SLACK):
@@ -44,11 +46,13 @@ def mixed(
             mixed = laid.recomputed(regions.fixed | mix.own)
         else:
             assert whole is not None, "this program cannot say it"
-            source, others = source or whole.of(laid), whole.regions
-            mixed = source.recomputed(others.fixed | mix.of(others.free))
-        if mixed.memory.peak <= memory:
+            mixed = whole.mixed(laid, mix)
+        if (over := mixed.memory.peak - memory) <= 0:
             return mixed
-        room -= mixed.memory.peak - memory
+        last = mix
+        while mix is not None and mix.kinds == last.kinds:
+            room, over = room - over, 2 * over
+            mix = problem.solve(room)
     # The problem adds up what is kept, which is not all there is at the peak.
     alike = [way for way in ways.values() if way.memory.peak <= memory]
     if not alike:

@@ -170,7 +170,10 @@ class LayoutSearch:
         return SearchResult(self._best.decisions, account, self._best.memory)
 
     def _weigh_all(self, meshes: Sequence[Mesh]) -> tuple[bool, Sequence[Mesh]]:
-        """Whether Ctrl-C came, and the meshes that it left."""
+        """Whether Ctrl-C came, and the meshes that it left. Those come first of which most is
+        known: what they take at least, the best of them first."""
+        known = sorted((m for m in meshes if m in self.known), key=lambda m: self.known[m].least)
+        meshes = [*known, *(mesh for mesh in meshes if mesh not in known)]
         for number, mesh in enumerate(meshes):
             left = meshes[number + 1 :]
             try:
@@ -192,6 +195,8 @@ class LayoutSearch:
 
     def _is_worth(self, mesh: Mesh, meshes: Sequence[Mesh]) -> bool:
         """Whether to try a mesh: all of a kind if they are few, else one that splits a good one."""
+        if mesh in self.known:
+            return True
         axes, is_small = len(mesh.names), self.captured.length <= _SMALL
         most = MOST_OF_A_KIND if is_small or axes < 3 else MOST_REFINED
         if sum(len(other.names) == axes for other in meshes) <= most:
@@ -205,14 +210,11 @@ class LayoutSearch:
         """Solve one mesh, unless it cannot be the best; keep it if it is. Whether Ctrl-C came."""
         built = self._built(mesh)
         so_far = self._objective
-        tables, _, numbers, _ = built.graph.tables()
-        fastest = [float(table.cost.min()) for table in tables]
-        alone = sum(fastest[number] for number in numbers)
-        if alone >= so_far:
-            self._is_beaten = True
-            why = f"its operators alone take {alone:.3g} s"
-            self._considered.append(Considered(mesh, None, None, why))
-            self._cannot_beat(alone, built.slack)
+        if (alone := built.graph.packed.alone) >= so_far:
+            self._leave_out(built, alone, f"its operators alone take {alone:.3g} s")
+            return False
+        if built.least >= so_far:
+            self._leave_out(built, built.least, "takes at least that", built.least)
             return False
         try:
             solved = self._fitting(built)
@@ -228,9 +230,7 @@ class LayoutSearch:
             return False
         solution = solved.solution
         if solution.bound >= so_far:
-            self._is_beaten = True
-            bound = solution.bound * self.microbatches
-            self._considered.append(Considered(mesh, bound, None, "takes at least that"))
+            self._leave_out(built, solution.bound, "takes at least that", solution.bound)
             return solution.interrupted
         seconds = solution.objective * self.microbatches
         self._considered.append(Considered(mesh, seconds, solved.memory))
@@ -238,6 +238,15 @@ class LayoutSearch:
             self._best = solved
         self._is_beaten = True
         return solution.interrupted
+
+    def _leave_out(
+        self, built: Built, bound: float, why: str, seconds: float | None = None
+    ) -> None:
+        """A mesh on which nothing is faster than the best so far."""
+        self._is_beaten = True
+        taken = None if seconds is None else seconds * self.microbatches
+        self._considered.append(Considered(built.mesh, taken, None, why))
+        self._cannot_beat(bound, built.slack)
 
     def _built(self, mesh: Mesh) -> Built:
         if mesh not in self.known:
@@ -266,7 +275,10 @@ class LayoutSearch:
     def _solved(self, built: Built, limit: float | None) -> _Solved:
         guess = 0.0 if self._best is None else self._best.solution.multiplier
         how = {"cutoff": self._objective, "multiplier": guess}
-        return _Solved(built, solve(built.graph, limit, self.report, **how))
+        found = solve(built.graph, limit, self.report, **how)
+        if limit is None or limit == math.inf:
+            built.least = found.bound
+        return _Solved(built, found)
 
     def _needed(self, found: _Solved) -> float:
         """The bytes of the finished program."""

@@ -105,6 +105,12 @@ class Packed:
             return nodes.take(self.node_table, choice_low, None)
         return edges.take(self.edge_table, choice_low[self.low], choice_high[self.high])
 
+    @property
+    def alone(self) -> float:
+        """What all nodes take at least, without any edge."""
+        least = np.array([float(table.cost.min()) for table in self.node_tables])
+        return float(least[self.node_table].sum())
+
     def evaluate(self, choice: Integers) -> tuple[float, float]:
         """Seconds and bytes of a choice of strategies."""
         node_cost, node_memory = self.terms(choice)

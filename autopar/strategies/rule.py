@@ -25,36 +25,18 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from autopar.errors import InvalidInput
-from autopar.layout import Layout, Placement, chunk
+from autopar.layout import chunk
 from autopar.mesh import Mesh
 from autopar.strategies.between import NOTHING, Between
+from autopar.strategies.signature import Axes, Dim, Signature, Signatures, signatures
 from autopar.strategies.strategy import InParts, Joint, Strategy
 
 Quantifier = Callable[[Iterable[bool]], bool]
-Axes = tuple[str, ...]
-Dim = tuple[str, ...]  # the factors of one dim, outermost first; () for a dim of size 1
-
-
-@dataclass(frozen=True)
-class Signature:
-    """The layouts that a strategy fixes. `gradients[i].partial` are the axes over which the
-    gradient of input i arrives as a partial sum although the input itself is a replica."""
-
-    inputs: tuple[Layout, ...]
-    gradients: tuple[Layout, ...]
-    outputs: tuple[Layout, ...]
-
-    def wants(self, learns: Sequence[bool]) -> tuple[Placement, ...]:
-        """What is wanted of each input, those pending that take a gradient."""
-        return tuple(
-            Placement(layout, gradient.partial if learned else ())
-            for layout, gradient, learned in zip(self.inputs, self.gradients, learns)
-        )
 
 
 class Extra(NamedTuple):
@@ -178,42 +160,19 @@ class Rule:
             return f"only the outermost factor of a dim can be cut, and {factor!r} is an inner one"
         return None
 
-    def _cuts(self, strategy: Strategy, of: Callable[[Any], Any]) -> dict[str, Axes]:
-        """The axes of each factor in the tensor that a joint, or what is in parts, says the factor
-        `of`; those of one that leaves the tensor whole go by its name."""
-        cuts = dict[str, Axes]()
-        for name, axes in strategy.cuts:
-            if (parts := self.parts.get(name)) is not None:
-                cuts |= parts.cut(of(parts), axes) or {name: axes}
-            elif name not in self.joints:
-                cuts[name] = axes
-        for name, axes in strategy.cuts:
-            if (joint := self.joints.get(name)) is not None:
-                factor = of(joint) or name
-                cuts[factor] = (*cuts.get(factor, ()), *axes)
-        return cuts
-
     def saved_under(self, strategy: Strategy) -> Saved:
         """What is kept of a call, by its kernel where it needs one."""
         return next((self.kept[name] for name, _ in strategy.cuts if name in self.kept), self.saved)
 
     def signature(self, strategy: Strategy) -> Signature:
         """The layouts of inputs, of their gradients and of outputs under `strategy`."""
-        passed = {axis: self.passes[index] for axis, index in strategy.passes}
-        inputs, gradients, outputs = [], [], []
-        for index, dims in enumerate(self.inputs):
-            cuts = self._cuts(strategy, lambda joint: joint.inputs[index])  # noqa: B023
-            through = [axis for axis, members in passed.items() if index in members]
-            beside = [axis for axis, members in passed.items() if index not in members]
-            layout = _layout(dims, cuts, through)
-            inputs.append(layout)
-            gradients.append(layout.with_partial([*_lacking(dims, cuts), *beside]))
-        for index, dims in enumerate(self.outputs):
-            cuts = self._cuts(strategy, lambda joint: joint.outputs[index])  # noqa: B023
-            left = self.gathered | self.joints.keys()
-            summed = {factor: axes for factor, axes in cuts.items() if factor not in left}
-            outputs.append(_layout(dims, cuts, [*_lacking(dims, summed), *passed]))
-        return Signature(tuple(inputs), tuple(gradients), tuple(outputs))
+        return self._signatures.of(strategy)
+
+    @cached_property
+    def _signatures(self) -> Signatures:
+        """Shared by all calls that are alike but for sizes."""
+        at_once = tuple(self.joints.items()), tuple(self.parts.items())
+        return signatures(self.inputs, self.outputs, self.passes, self.gathered, *at_once)
 
     def strategies(self, mesh: Mesh, *, ordered: bool = True) -> list[Strategy]:
         """All candidates: each axis to a factor, to a pass, or to nothing.
@@ -434,16 +393,6 @@ def broadcast(dims: Sequence[Dim], shape: Sequence[int]) -> list[Dim]:
 def product(sizes: Mapping[str, int]) -> int:
     """The number of points of all factors together."""
     return math.prod(sizes.values())
-
-
-def _layout(dims: tuple[Dim, ...], cuts: Mapping[str, Axes], partial: Sequence[str]) -> Layout:
-    return Layout(*[cuts.get(dim[0], ()) if dim else () for dim in dims], partial=partial)
-
-
-def _lacking(dims: tuple[Dim, ...], cuts: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """The axes that cut factors which a tensor has not."""
-    own = {factor for dim in dims for factor in dim}
-    return [axis for factor, axes in cuts.items() if factor not in own for axis in axes]
 
 
 def _has(tensors: Sequence[Sequence[Dim]], factor: str, quantifier: Quantifier) -> bool:

@@ -13,19 +13,18 @@ import autopar.cost.buckets
 from autopar import Cluster, Mesh
 from autopar.capture import capture
 from autopar.capture.regions import blocks
-from autopar.capture.shortened import Shortened, shortened
+from autopar.capture.shortened import shortened
 from autopar.cluster.part import Line
 from autopar.cost.footprint import Memory, program_memory
 from autopar.passes.microbatches import cut_batch
 from autopar.passes.stages import Cut, Stage, cut_stage
 from autopar.pipeline.step_memory import Part, StageMemory
 from autopar.planner.candidate import Candidate
+from autopar.planner.lengthened import longer
 from autopar.recompute import Recompute
 from autopar.search.auto import LayoutSearch
 from autopar.search.constraints import Constraints
-from autopar.search.decisions import Decisions
 from autopar.states import States
-from autopar.strategies import tensor_inputs
 from autopar.strategies.node_info import info
 from tests import models
 
@@ -73,26 +72,8 @@ def laid(model: str) -> Both:
     about = {"line": LINE}
     return Both(
         Candidate(small.captured, CLUSTER, decided, small, **about),
-        Candidate(large.captured, CLUSTER, longer(decided, short), large, **about),
+        Candidate(large.captured, CLUSTER, longer(decided, short, large.captured), large, **about),
         short.times,
-    )
-
-
-def longer(decided: Decisions, short: Shortened) -> Decisions:
-    """The same of all blocks."""
-    nodes, ways = {node.name: node for node in short.captured.graph.nodes}, {}
-    for node in short.whole.graph.nodes:
-        if node.name in short.whole.classes:
-            twin = nodes[short.twins.get(node.name, node.name)]
-            for at, values in enumerate(zip(tensor_inputs(node), tensor_inputs(twin))):
-                own, other = values
-                if (key := (other.name, twin.name, at)) in decided.ways:
-                    ways[own.name, node.name, at] = decided.ways[key]
-    return replace(
-        decided,
-        strategies=short.longer(decided.strategies),
-        placeholders=short.longer(decided.placeholders),
-        ways=ways,
     )
 
 

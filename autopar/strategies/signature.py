@@ -1,0 +1,109 @@
+"""Signature: the layouts that a strategy fixes; they follow from dims, whatever the sizes.
+
+known = signatures(rule.inputs, rule.outputs, ...)
+known.of(Strategy.of(m="dp")).outputs[0]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from autopar.layout import Layout, Placement
+from autopar.strategies.strategy import InParts, Joint, Strategy
+
+Axes = tuple[str, ...]
+Dim = tuple[str, ...]  # the factors of one dim, outermost first; () for a dim of size 1
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The layouts that a strategy fixes. `gradients[i].partial` are the axes over which the
+    gradient of input i arrives as a partial sum although the input itself is a replica."""
+
+    inputs: tuple[Layout, ...]
+    gradients: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+
+    def wants(self, learns: Sequence[bool]) -> tuple[Placement, ...]:
+        """What is wanted of each input, those pending that take a gradient."""
+        return tuple(
+            Placement(layout, gradient.partial if learned else ())
+            for layout, gradient, learned in zip(self.inputs, self.gradients, learns)
+        )
+
+
+@lru_cache(maxsize=1 << 12)
+def signatures(
+    inputs: tuple[tuple[Dim, ...], ...],
+    outputs: tuple[tuple[Dim, ...], ...],
+    passes: tuple[frozenset[int], ...],
+    gathered: frozenset[str],
+    joints: tuple[tuple[str, Joint], ...],
+    parts: tuple[tuple[str, InParts], ...],
+) -> Signatures:
+    """Those of all rules with these dims, and with what is said of them, as `Rule` has it."""
+    return Signatures(inputs, outputs, passes, gathered, dict(joints), dict(parts))
+
+
+@dataclass(frozen=True, eq=False)
+class Signatures:
+    """The signatures of some rules, by strategy, as they become known."""
+
+    inputs: tuple[tuple[Dim, ...], ...]
+    outputs: tuple[tuple[Dim, ...], ...]
+    passes: tuple[frozenset[int], ...]
+    gathered: frozenset[str]
+    joints: Mapping[str, Joint]
+    parts: Mapping[str, InParts]
+    _known: dict[Strategy, Signature] = field(default_factory=dict)
+
+    def of(self, strategy: Strategy) -> Signature:
+        """What `strategy` fixes."""
+        if strategy not in self._known:
+            self._known[strategy] = self._of(strategy)
+        return self._known[strategy]
+
+    def _of(self, strategy: Strategy) -> Signature:
+        passed = {axis: self.passes[index] for axis, index in strategy.passes}
+        inputs, gradients, outputs = [], [], []
+        for index, dims in enumerate(self.inputs):
+            cuts = self._cuts(strategy, lambda joint: joint.inputs[index])  # noqa: B023
+            through = [axis for axis, members in passed.items() if index in members]
+            beside = [axis for axis, members in passed.items() if index not in members]
+            layout = _layout(dims, cuts, through)
+            inputs.append(layout)
+            gradients.append(layout.with_partial([*_lacking(dims, cuts), *beside]))
+        for index, dims in enumerate(self.outputs):
+            cuts = self._cuts(strategy, lambda joint: joint.outputs[index])  # noqa: B023
+            left = self.gathered | self.joints.keys()
+            summed = {factor: axes for factor, axes in cuts.items() if factor not in left}
+            outputs.append(_layout(dims, cuts, [*_lacking(dims, summed), *passed]))
+        return Signature(tuple(inputs), tuple(gradients), tuple(outputs))
+
+    def _cuts(self, strategy: Strategy, of: Callable[[Any], Any]) -> dict[str, Axes]:
+        """The axes of each factor in the tensor that a joint, or what is in parts, says the factor
+        `of`; those of one that leaves the tensor whole go by its name."""
+        cuts = dict[str, Axes]()
+        for name, axes in strategy.cuts:
+            if (parts := self.parts.get(name)) is not None:
+                cuts |= parts.cut(of(parts), axes) or {name: axes}
+            elif name not in self.joints:
+                cuts[name] = axes
+        for name, axes in strategy.cuts:
+            if (joint := self.joints.get(name)) is not None:
+                factor = of(joint) or name
+                cuts[factor] = (*cuts.get(factor, ()), *axes)
+        return cuts
+
+
+def _layout(dims: tuple[Dim, ...], cuts: Mapping[str, Axes], partial: Sequence[str]) -> Layout:
+    return Layout(*[cuts.get(dim[0], ()) if dim else () for dim in dims], partial=partial)
+
+
+def _lacking(dims: tuple[Dim, ...], cuts: Mapping[str, Axes]) -> list[str]:
+    """The axes that cut factors which a tensor has not."""
+    own = {factor for dim in dims for factor in dim}
+    return [axis for factor, axes in cuts.items() if factor not in own for axis in axes]
