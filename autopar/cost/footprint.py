@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import numpy as np
 from torch import fx
 
 from autopar.capture.origins import state_bytes
 from autopar.collectives.redistribution import local_elements
-from autopar.cost.saved_tensors import Kept, Storage, kept_on_host, kept_through, most_remade
+from autopar.cost.saved_tensors import Kept, KeptOnce, Storage, most_remade
 from autopar.cost.ways import groups_in, used_bytes
 from autopar.layout import Layout, ParameterPlacement, Place
 from autopar.mesh import Mesh
@@ -91,20 +91,25 @@ class Memory:
 
 
 def program_memory(
-    graph: fx.Graph, mesh: Mesh, buffer_bytes: int, times: int | None = None
+    graph: fx.Graph,
+    mesh: Mesh,
+    buffer_bytes: int,
+    times: int | None = None,
+    known: KeptOnce | None = None,
 ) -> Memory:
     """The bytes that one rank of the rewritten `graph` holds, of whose blocks one may stand for as
     many as `times`, or as its nodes say."""
+    known = known or KeptOnce(mesh)
     inputs = 0.0
     for node in graph.nodes:
         if node.op == "placeholder" and info(node).origin[0] not in ("parameter", "buffer"):
             inputs += info(node).type.local_bytes(mesh)
     nodes = list(graph.nodes)
     used = used_bytes(groups_in(nodes, mesh, buffer_bytes), mesh)
-    kept = kept_once(nodes, partial(kept_through, mesh=mesh), times)
+    kept = kept_once(nodes, known.through, times)
     found = Memory.of({n: times_of(n, times) for n in nodes}, mesh, kept, inputs, used)
-    on_host = kept_once(nodes, partial(kept_on_host, mesh=mesh), times)
-    peak, host = found.peak + most_remade(nodes, mesh), found.host_activations + on_host
+    on_host = kept_once(nodes, known.on_host, times)
+    peak, host = found.peak + most_remade(nodes, mesh, known), found.host_activations + on_host
     return replace(found, peak=peak, host_activations=host)
 
 

@@ -7,6 +7,7 @@ a buffer holds them.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -59,7 +60,8 @@ def groups_of(
     """
     ordered, block_of = sorted(routes, key=lambda route: route.first), _blocks(routes)
     starts = [next(run).first for _, run in groupby(ordered, key=block_of)]
-    far = {r.name for r in ordered if sum(r.first < start < r.last for start in starts) > 1}
+    between = (bisect_left(starts, r.last) - bisect_right(starts, r.first) for r in ordered)
+    far = {route.name for route, count in zip(ordered, between) if count > 1}
     runs: list[_Run] = []
     for (block, is_apart), neighbours in groupby(ordered, lambda r: (block_of(r), r.name in far)):
         runs.append(_Run(block, list(neighbours), size, is_apart))

@@ -186,14 +186,15 @@ def kept_through(node: fx.Node, mesh: Mesh, own: Kept | None = None) -> dict[Sto
     return kept
 
 
-def kept_on_host(node: fx.Node, mesh: Mesh) -> dict[Storage, float]:
+def kept_on_host(node: fx.Node, mesh: Mesh, own: Kept | None = None) -> dict[Storage, float]:
     """What of an operator is kept on the host from forward to backward."""
     region = info(node).region
+    own = kept_by(node, mesh) if own is None else own
     if region is None or node.op != "call_function":
-        own = kept_by(node, mesh) if info(node).learns else {}
+        own = own if info(node).learns else {}
         return {k: size for k, size in own.items() if info(k[0]).on_host}
     kept, is_host = dict[Storage, float](), region.how.keep == "host"
-    for key, size in lasting(node, region, mesh).items():
+    for key, size in lasting(node, region, mesh, own).items():
         if info(key[0]).on_host:
             kept[key] = size
         elif (axes := kept_away(key, region.how.keep, mesh)) is not None and is_host:
@@ -269,6 +270,10 @@ class KeptOnce:
             own = None if kept is not None else self.own(node)
             self._through[node] = kept_through(node, self.mesh, own) if kept is None else kept
         return self._through[node]
+
+    def on_host(self, node: fx.Node) -> Kept:
+        """What `kept_on_host` says."""
+        return kept_on_host(node, self.mesh, self.own(node))
 
     def remade(self, node: fx.Node) -> Kept:
         """What `remade_for` says."""

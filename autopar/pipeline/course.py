@@ -46,9 +46,11 @@ class ProgramCourse:
         travel: Travel,
         is_split: bool = False,
         times: int | None = None,
+        known: KeptOnce | None = None,
     ) -> None:
         """`roots`: of the results, those whose gradients backward begins with. `times`: as many are
-        the blocks that those calls stand for which stand for several, or as they say themselves."""
+        the blocks that those calls stand for which stand for several, or as they say themselves.
+        `known`: what calls of the graph keep."""
         self.graph, self.mesh = graph, mesh
         self._calls = CallMemories(mesh, travel.kernels)
         calls = [n for n in graph.nodes if n.op == "call_function" and not is_result(n)]
@@ -63,7 +65,7 @@ class ProgramCourse:
         for node in self._nodes:
             if (region := info(node).region) is not None:
                 self._inside.setdefault(region, []).append(node)
-        self._once = KeptOnce(mesh)
+        self.once = known or KeptOnce(mesh)
         self._whole: set[Region] = set()  # those that were made again in full
         self._again: set[Hashable] = set()  # what was made again
         self._times, self._sums = times, Sums(graph, mesh, travel, times)
@@ -146,7 +148,7 @@ class ProgramCourse:
         if info(node).movement is None and not info(node).on_host:
             more = self._calls(node).forward
         lapses = node in self._until and info(node).region is None
-        kept = self._once.own(node) if lapses else self._once.through(node)
+        kept = self.once.own(node) if lapses else self.once.through(node)
         held: list[Hashable] = [key if isinstance(key[1], str) else key[0] for key in kept]
         for key, size in zip(held, kept.values()):
             self._values.take(key, size)
@@ -293,14 +295,14 @@ class ProgramCourse:
         if region is None or region in self._whole:
             return
         inside = self._inside[region]
-        wanted = self._once.remade(node)
+        wanted = self.once.remade(node)
         if region.is_full:
             self._whole.add(region)
-            wanted = {k: v for one in inside for k, v in self._once.remade(one).items()}
+            wanted = {k: v for one in inside for k, v in self.once.remade(one).items()}
         new = {key: size for key, size in wanted.items() if key not in self._again}
         self._again |= new.keys()
         for one in inside if new else ():
-            for key in self._once.remade(one).keys() & new.keys():
+            for key in self.once.remade(one).keys() & new.keys():
                 self._values.take(("again", key), new[key])
                 self._saved.setdefault(one, []).append(("again", key))
 

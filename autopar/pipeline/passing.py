@@ -62,6 +62,9 @@ class Passing:
         self._order = sorted(range(len(self.groups)), key=lambda group: spans[group][0])
         self._spans = spans
         self._firsts = [spans[group][0] for group in self._order]
+        # Those that are still read when the next one has come, by place in that order.
+        nexts = zip(range(len(self._order)), self._order, self._firsts[1:])
+        self._long = [(at, group) for at, group, first in nexts if spans[group][1] >= first]
         self.after_forward = tuple(self._order[-2:])
         self._asked: list[int] = []  # the places where backward asks, and what is here from there
         self._here: list[float] = []
@@ -80,7 +83,8 @@ class Passing:
         if at < 0:
             return None
         near = order[at : at + 2] if at + 1 < len(order) else order[-2:]
-        return self._bytes({*near, *(one for one in order[:at] if self._spans[one][1] >= place)})
+        before = (one for number, one in self._long if number < at)
+        return self._bytes({*near, *(one for one in before if self._spans[one][1] >= place)})
 
     def backward(self, node: fx.Node) -> float | None:
         """Bytes while its backward runs."""

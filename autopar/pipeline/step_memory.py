@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, auto
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import groupby
 
 import numpy as np
@@ -23,7 +23,7 @@ from torch import fx
 from autopar.cost.buckets import Travel
 from autopar.cost.footprint import kept_once
 from autopar.cost.groups import LIVE_GROUPS
-from autopar.cost.saved_tensors import kept_on_host
+from autopar.cost.saved_tensors import KeptOnce
 from autopar.mesh import Mesh
 from autopar.passes.stages import Stage
 from autopar.pipeline.course import ProgramCourse
@@ -106,10 +106,11 @@ class StageMemory:
         sends: Sequence[fx.Node] = (),
         statistics: Sequence[fx.Node] = (),
         times: int | None = None,
+        known: KeptOnce | None = None,
     ) -> StageMemory:
         """Of a program whose backward begins at `roots`; in a pipeline it sends some results.
         `times`: as many are the blocks that one stands for, or as its nodes say."""
-        course = ProgramCourse(graph, mesh, roots, travel, is_split, times)
+        course = ProgramCourse(graph, mesh, roots, travel, is_split, times, known)
         given = [n for n in graph.find_nodes(op="placeholder") if info(n).origin[0] == "received"]
         early = sum(course.learned[name] for name in course.at_once)
 
@@ -138,7 +139,7 @@ class StageMemory:
                 sizes[Part.B + more : Part.B_ONLY + more + 1] = _running(backward)
         if is_split:
             sizes[Part.W : Part.W_ONLY + 1] = _running(course.weights, early)
-        host = kept_once(graph.nodes, partial(kept_on_host, mesh=mesh), times)
+        host = kept_once(graph.nodes, course.once.on_host, times)
         about = sizes, course.learned, course.at_once, host
         after = passing.after_forward, passing.after_backward
         of_forward, of_backward = (tuple(left.index(one) for one in groups) for groups in after)

@@ -23,6 +23,7 @@ from autopar.cost.footprint import Memory, program_memory
 from autopar.cost.host_kernels import HostKernels
 from autopar.cost.program import Cost, NodePrices, Run, program_run
 from autopar.cost.repeats import NONE, Repeats
+from autopar.cost.saved_tensors import KeptOnce
 from autopar.cost.ways import groups_in, used_bytes
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
@@ -291,7 +292,8 @@ class Candidate:
             there = self.cut(cut)
             own = [dict.fromkeys(held_at(cut, there, n), 1) for n in range(cut.schedule.ranks)]
             return memory_by_place(cut, own, taken, size, there.readers)
-        held = program_memory(self.rewritten, self.mesh, self.states.buffer_bytes)
+        about = self.mesh, self.states.buffer_bytes
+        held = program_memory(self.rewritten, *about, known=self._known_kept)
         if (program := self.program_memory) is None:
             return [held]
         made = most_in_step(one_stage(self.microbatches), 0, {0: program})
@@ -302,7 +304,13 @@ class Candidate:
         """What the program takes in a step as it is, in no stages, if it has a loss."""
         if (loss := self.loss) is None:
             return None
-        return StageMemory.of(self.rewritten, self.mesh, [loss], self.travel)
+        about = self.rewritten, self.mesh, [loss], self.travel
+        return StageMemory.of(*about, known=self._known_kept)
+
+    @cached_property
+    def _known_kept(self) -> KeptOnce:
+        """What its calls keep, each of equal blocks looked at once."""
+        return KeptOnce(self.mesh, self.repeats)
 
     def passing_copies(self, place: int) -> float:
         """Of one of `memories`, the bytes of copies of parameters that live a use."""

@@ -22,7 +22,7 @@ import numpy as np
 
 from autopar.solver.chain import Chain, Reduced
 from autopar.solver.core import EXACT, Core
-from autopar.solver.eliminate import LIMIT, Elimination
+from autopar.solver.eliminate import LIMIT, Elimination, Step
 from autopar.solver.fold import find_runs
 from autopar.solver.graph import Array, Integers, Packed
 from autopar.solver.residual import relative_gap
@@ -128,6 +128,12 @@ class Optimiser:
         self._last = self._last if alone else core
         return core
 
+    def is_tangled(self) -> bool:
+        """Whether elimination alone leaves something, or takes long."""
+        elimination, _ = self._elimination(0.0, self.limit)
+        steps = elimination.order()
+        return len(steps) < len(self.variables) or _work(steps) > MOST_WORK
+
     def _eliminated(
         self, multiplier: float, keep: tuple[int, ...] = ()
     ) -> tuple[Elimination, list[Reduced]]:
@@ -137,7 +143,7 @@ class Optimiser:
             elimination, reduced = self._elimination(multiplier, self.limit)
             steps = elimination.order(keep)
             is_whole = len(steps) + len(keep) == len(self.variables)
-            if is_whole and sum(step.entries for step in steps) <= MOST_WORK:
+            if is_whole and _work(steps) <= MOST_WORK:
                 elimination.run(keep)
                 return elimination, reduced
             # What can leave follows from the sizes, and is the same whatever the multiplier.
@@ -164,3 +170,7 @@ class Optimiser:
         for entry in reduced:
             elimination.add(entry.chain.scope, entry.table)
         return elimination, reduced
+
+
+def _work(steps: list[Step]) -> int:
+    return sum(step.entries for step in steps)

@@ -27,7 +27,7 @@ from autopar.solver.residual import relative_gap
 
 TOLERANCE = 0.01  # the gap at which a search under a memory limit may stop
 MOST_PREPARED = 4  # graphs that are known again, when they are solved for another limit
-_PREPARED: dict[Packed, tuple[Optimiser, Sizes]] = {}
+_PREPARED: dict[tuple[Packed, bool], tuple[Optimiser, Sizes]] = {}
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def solve(
     search: LagrangianSearch | None = None
     interrupted = False
     try:
-        optimiser, sizes = _prepared(graph.packed, report)
+        optimiser, sizes = _prepared(graph.packed, limit < np.inf, report)
         optimiser.core = 0  # of this solution, not of those before
         search = LagrangianSearch(
             optimiser.packed,
@@ -148,24 +148,27 @@ def least_memory(graph: CostGraph) -> tuple[float, list[int]]:
     return packed.evaluate(choice)[1], packed.original(choice).tolist()
 
 
-def _prepared(packed: Packed, report: Report) -> tuple[Optimiser, Sizes]:
-    """Prune and fold, and write down how much that left: once for all limits."""
-    if packed not in _PREPARED:
-        report("prune", f"{packed.sizes.sum():,} strategies of {len(packed):,} nodes")
-        pruned = prune(packed)
-        report("fold", f"{pruned.sizes.sum():,} strategies left")
-        optimiser = Optimiser(pruned)
-        runs = [chain.run for chain in optimiser.chains]
+def _prepared(packed: Packed, is_limited: bool, report: Report) -> tuple[Optimiser, Sizes]:
+    """Prune and fold, and write down how much that left: once for all limits. Where elimination is
+    all there is to do, and is done once, pruning takes longer."""
+    if (packed, is_limited) not in _PREPARED:
+        optimiser = None if is_limited else Optimiser(packed)
+        if optimiser is None or optimiser.is_tangled():
+            report("prune", f"{packed.sizes.sum():,} strategies of {len(packed):,} nodes")
+            pruned = prune(packed)
+            report("fold", f"{pruned.sizes.sum():,} strategies left")
+            optimiser = Optimiser(pruned)
+        left, runs = optimiser.packed, [chain.run for chain in optimiser.chains]
         sizes = Sizes(
             nodes=len(packed),
             strategies=int(packed.sizes.sum()),
             entries=packed.strategy_pairs,
-            pruned_strategies=int(pruned.sizes.sum()),
-            pruned_entries=pruned.strategy_pairs,
+            pruned_strategies=int(left.sizes.sum()),
+            pruned_entries=left.strategy_pairs,
             runs=[(run.count, run.period) for run in runs],
-            folded_nodes=len(pruned) - sum(run.saved for run in runs),
+            folded_nodes=len(left) - sum(run.saved for run in runs),
         )
         while len(_PREPARED) >= MOST_PREPARED:
             del _PREPARED[next(iter(_PREPARED))]
-        _PREPARED[packed] = optimiser, sizes
-    return _PREPARED[packed]
+        _PREPARED[packed, is_limited] = optimiser, sizes
+    return _PREPARED[packed, is_limited]
