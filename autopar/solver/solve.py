@@ -152,9 +152,13 @@ def _prepared(packed: Packed, is_limited: bool, report: Report) -> tuple[Optimis
     """Prune and fold, and write down how much that left: once for all limits. Where elimination is
     all there is to do, and is done once, pruning takes longer."""
     if (packed, is_limited) not in _PREPARED:
-        optimiser = None if is_limited else Optimiser(packed)
+        given = f"{packed.sizes.sum():,} strategies of {len(packed):,} nodes"
+        optimiser = None
+        if not is_limited:
+            report("fold", given)
+            optimiser = Optimiser(packed)
         if optimiser is None or optimiser.is_tangled():
-            report("prune", f"{packed.sizes.sum():,} strategies of {len(packed):,} nodes")
+            report("prune", given)
             pruned = prune(packed)
             report("fold", f"{pruned.sizes.sum():,} strategies left")
             optimiser = Optimiser(pruned)
