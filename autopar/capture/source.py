@@ -6,21 +6,24 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import os
 import re
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import numpy
 import sympy
 import torch
+from torch.fx import proxy
 from torch.fx.proxy import TracerBase
 
 from autopar.lines import describe
@@ -54,11 +57,41 @@ def whole_stacks(files: set[str]) -> Iterator[None]:
     if before is None:  # without it the lines of forward are recorded, which is enough to work
         yield
         return
+    stacks = getattr(proxy, "CapturedTraceback", None)
     TracerBase._filter_traceback_frames = inside  # type: ignore
+    if stacks is not None:
+        proxy.CapturedTraceback = _Frames  # type: ignore
     try:
         yield
     finally:
         TracerBase._filter_traceback_frames = before  # type: ignore[method-assign]
+        if stacks is not None:
+            proxy.CapturedTraceback = stacks  # type: ignore
+
+
+class _Frames:
+    """In place of torch's traceback, which looks up the text of every line of every node: those
+    around export are the same for all, and most of those inside are torch's."""
+
+    def __init__(self, innermost: FrameType) -> None:
+        self.innermost = innermost
+
+    @classmethod
+    def extract(cls) -> _Frames:
+        return cls(sys._getframe(1))
+
+    def summary(self) -> traceback.StackSummary:
+        found, frame = [], self.innermost
+        while frame is not None and frame.f_code is not _EXPORT:
+            code = frame.f_code
+            if code.co_name == "forward" or is_users(code.co_filename):
+                about = code.co_filename, frame.f_lineno, code.co_name
+                found.append(traceback.FrameSummary(*about, lookup_line=False))
+            frame = frame.f_back  # type: ignore[assignment]
+        return traceback.StackSummary.from_list(found[::-1])
+
+
+_EXPORT = inspect.unwrap(torch.export.export).__code__
 
 
 def _inside_forward(stack: traceback.StackSummary) -> traceback.StackSummary:
