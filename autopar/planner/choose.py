@@ -278,10 +278,10 @@ class Planner:
         for states in self._hosted if asked.is_all and len(self.regions.kinds) > 1 else ():
             source = free.placed(states)
             if source.memory.peak > self.memory and source.seconds < self._fastest:
-                way = self._mixed(source)
-                if way is not None:
+                if (way := self._mixed(source)) is not None:
                     yield way.changed(way.search and way.search.taken(way.cost.seconds))
-        for states in self._hosted if self.request.mode == "auto" else ():
+        is_free = self.request.mode == "auto" and not self._is_crowded((stages, parts))
+        for states in self._hosted if is_free else ():
             yield from self._with_states(replace(asked, states=states), stages, parts)
 
     def _recomputing(
