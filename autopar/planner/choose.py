@@ -277,9 +277,9 @@ class Planner:
         yield from self._placed(free, stages, parts, self._hosted, is_leaner=True)
         for states in self._hosted if asked.is_all and len(self.regions.kinds) > 1 else ():
             source = free.placed(states)
-            if source.memory.peak > self.memory and source.seconds < self._fastest:
-                if (way := self._mixed(source)) is not None:
-                    yield way.changed(way.search and way.search.taken(way.cost.seconds))
+            may_win = source.memory.peak > self.memory and source.seconds < self._fastest
+            if may_win and (way := self._mixed(source)) is not None:
+                yield way.changed(way.search and way.search.taken(way.cost.seconds))
         is_free = self.request.mode == "auto" and not self._is_crowded((stages, parts))
         for states in self._hosted if is_free else ():
             yield from self._with_states(replace(asked, states=states), stages, parts)
