@@ -27,7 +27,7 @@ from autopar.planner import choose, deep
 from autopar.planner.layouts import LayoutRequest, Layouts
 from autopar.planner.offers import offers
 from autopar.recompute import Recompute
-from autopar.search.build import Built
+from autopar.search.auto import Known
 from autopar.search.smallest_footprint import NothingFits
 from autopar.states import HOSTED, NAMED
 from tests.models import Case
@@ -123,12 +123,12 @@ def shared_searches() -> Iterator[None]:
             raise error
         return value
 
-    built: dict[tuple[object, ...], dict[Mesh, Built]] = {}
+    built: dict[tuple[object, ...], Known] = {}
 
-    def graphs(self: Layouts, asked: LayoutRequest) -> dict[Mesh, Built]:
+    def graphs(self: Layouts, asked: LayoutRequest) -> Known:
         regions = tuple(sorted(asked.recompute.items()))
         about = asked.batch_axis, asked.states, regions, asked.line
-        return built.setdefault((id(asked.captured), self.request.cluster, *about), {})
+        return built.setdefault((id(asked.captured), self.request.cluster, *about), Known())
 
     batches: dict[tuple[int, int], Microbatches] = {}
 
@@ -139,13 +139,14 @@ def shared_searches() -> Iterator[None]:
             batches[key] = cut_batch(captured, parts)
         return batches[key]
 
-    short: dict[int, Any] = {}
+    short: dict[tuple[object, ...], Any] = {}
 
-    def shortened(captured: Captured) -> Any:
-        if id(captured) not in short:
+    def shortened(captured: Captured, *beside: tuple[int, int]) -> Any:
+        key = id(captured), *beside
+        if key not in short:
             held.append(captured)
-            short[id(captured)] = make_short(captured)
-        return short[id(captured)]
+            short[key] = make_short(captured, *beside)
+        return short[key]
 
     make_short = deep.shortened
     with (

@@ -99,7 +99,7 @@ class Planner:
         # What is on the host seldom is the fastest that fits.
         left += [(self._on_host, size) for size in sizes if self._hosted]
         while left and not self._is_interrupted:
-            left.sort(key=lambda one: (one[0] == self._on_host, self._promise(one[1])))
+            left.sort(key=lambda one: (one[0] == self._on_host, self._promises.of(*one[1])))
             ways, (stages, parts) = left[0]
             if not self._may_win(stages, parts):
                 self.left_out["sizes"] += 1
@@ -151,6 +151,7 @@ class Planner:
 
     def _weigh(self, candidate: Candidate) -> None:
         figures = candidate.alternative(self.memory)
+        figures = figures if self._whole is None else self._whole.told(figures, candidate)
         self._weighed.append(figures)
         if candidate.needed(self.memory) <= self.memory and not candidate.fits_host:
             self._too_large_for_host.append(candidate)
@@ -184,10 +185,6 @@ class Planner:
         ways = [*self._dropped, *([self._leanest.candidate] if self._leanest else [])]
         found = [*self._too_large, *too_large(ways, self.memory)]
         return nothing(found, self.request, self.regions) if found else no_size(reasons)
-
-    def _promise(self, size: tuple[int, int]) -> tuple[float, int]:
-        """The order in which sizes are weighed."""
-        return self._promises.of(*size)
 
     def _is_news(self, stages: int, parts: int) -> bool:
         """Whether the fastest layouts of a size were found only now, and others were to be weighed
@@ -280,8 +277,9 @@ class Planner:
             may_win = source.memory.peak > self.memory and source.seconds < self._fastest
             if may_win and (way := self._mixed(source)) is not None:
                 yield way.changed(way.search and way.search.taken(way.cost.seconds))
-        is_free = self.request.mode == "auto" and not self._is_crowded((stages, parts))
-        for states in self._hosted if is_free else ():
+        is_open = self.request.mode == "auto" and not self._is_crowded((stages, parts))
+        is_open &= self.captured.length <= LARGE or not self._fits_device
+        for states in self._hosted if is_open else ():
             yield from self._with_states(replace(asked, states=states), stages, parts)
 
     def _recomputing(

@@ -31,8 +31,7 @@ from autopar.planner.state_places import (
 from autopar.planner.whole import Whole
 from autopar.progress import Report
 from autopar.recompute import Recompute
-from autopar.search.auto import LayoutSearch, NothingFaster
-from autopar.search.build import Built
+from autopar.search.auto import Known, LayoutSearch, NothingFaster
 from autopar.search.constraints import Constraints
 from autopar.search.decisions import Decisions
 from autopar.search.propagate import propagate, with_batch_axis
@@ -73,7 +72,7 @@ class Layouts:
     report: Report
     whole: Whole | None = None  # if it is asked for layouts of a short program
     _known: dict[tuple[object, ...], tuple[Candidate, float]] = field(default_factory=dict)
-    _built: dict[tuple[object, ...], dict[Mesh, Built]] = field(default_factory=dict)
+    _built: dict[tuple[object, ...], Known] = field(default_factory=dict)
 
     def find(self, asked: LayoutRequest) -> tuple[Candidate, float]:
         """The program with its layouts and states, and the bytes that the search found.
@@ -164,7 +163,7 @@ class Layouts:
             self._known[*key, asked.memory] = self._searched(asked)
         return self._known[*key, asked.memory]
 
-    def _graphs(self, asked: LayoutRequest) -> dict[Mesh, Built]:
+    def _graphs(self, asked: LayoutRequest) -> Known:
         """The cost graphs of a program, which is looked at under several limits: those that take
         longest to build stay."""
         regions = tuple(sorted(asked.recompute.items()))
@@ -172,7 +171,7 @@ class Layouts:
         if key not in self._built:
             if len(self._built) == MOST_BUILT:
                 del self._built[min(self._built, key=lambda one: _strategies(self._built[one]))]
-            self._built[key] = {}
+            self._built[key] = Known()
         return self._built[key]
 
     def _constraints(self, asked: LayoutRequest, mesh: Mesh) -> Constraints:
@@ -221,6 +220,6 @@ class Layouts:
         return replace(candidate(found.decisions), search=found.search), found.memory
 
 
-def _strategies(built: Mapping[Mesh, Built]) -> int:
+def _strategies(known: Known) -> int:
     """Of all nodes of some cost graphs."""
-    return sum(int(one.graph.packed.sizes.sum()) for one in built.values())
+    return sum(int(one.graph.packed.sizes.sum()) for one in known.graphs.values())

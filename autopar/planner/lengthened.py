@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from autopar.capture.captured import Captured
 from autopar.capture.regions import label_of
@@ -16,6 +17,8 @@ from autopar.planner.candidate import Candidate
 from autopar.recompute import Recompute
 from autopar.search.decisions import Decisions, Fallback
 from autopar.strategies import Strategy, tensor_inputs
+
+T = TypeVar("T")
 
 
 def lengthened(
@@ -72,9 +75,7 @@ def longer(known: Decisions, short: Shortened, program: Captured) -> Decisions:
     )
 
 
-def recomputed(
-    known: Mapping[str, Recompute], short: Shortened, regions: Collection[str]
-) -> dict[str, Recompute]:
+def recomputed(known: Mapping[str, T], short: Shortened, regions: Collection[str]) -> dict[str, T]:
     """What is decided of the regions of the short program, of those of the whole one."""
     if not known:
         return {}

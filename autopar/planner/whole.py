@@ -7,6 +7,7 @@ whole.of(candidate)          # the same way, of the whole program
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache, cached_property, partial
 from itertools import groupby
 from math import isclose
@@ -16,10 +17,10 @@ from autopar.capture.regions import label_of
 from autopar.capture.shortened import Shortened
 from autopar.passes.microbatches import Microbatches, cut_batch
 from autopar.pipeline.stages.stretch import NotAlike
-from autopar.planner.candidate import Candidate
+from autopar.planner.candidate import Alternative, Candidate
 from autopar.planner.lengthened import lengthened, recomputed
 from autopar.planner.mixed_problem import Mix
-from autopar.planner.recomputation import Regions
+from autopar.planner.recomputation import Regions, summary
 from autopar.planner.request import Request
 from autopar.recompute import Recompute
 
@@ -32,7 +33,8 @@ class Whole:
     def __init__(self, short: Shortened, brief: Shortened, request: Request) -> None:
         """`brief`: with as few blocks as layouts are searched for on."""
         self.short, self.brief, self._memory = short, brief, request.memory
-        self.regions = Regions(short.whole, request.recompute)
+        self._asked = request.recompute
+        self.regions = Regions(short.whole, self._asked)
         self._names = (*self.regions.fixed, *self.regions.free)
         self._in_runs = cache(self._made_in_runs)
         self._shorts = dict[int, Shortened]()  # by the programs that were made in runs
@@ -70,6 +72,21 @@ class Whole:
         count = None if found.batches is None else found.batches.count
         program, batches = self._in_runs(tuple(len([*run]) for _, run in alike), count)
         return lengthened(found, self.short, program, batches, decided)
+
+    def told(self, figures: Alternative, found: Candidate) -> Alternative:
+        """The figures of what was found, with all regions that run again."""
+        decided = found.decisions.recompute
+        if found.captured.times == 1 or id(found.captured) in self._shorts:
+            return figures
+        every = {name: decided[own] for name, own in self._stands_for.items() if own in decided}
+        return replace(figures, recompute=summary(every))
+
+    @cached_property
+    def _stands_for(self) -> dict[str, str]:
+        """Of each region, that of the short program which stands for it."""
+        own = Regions(self.short.captured, self._asked)
+        names = (*own.fixed, *own.free)
+        return recomputed(dict(zip(names, names)), self.short, self._names)
 
     @cached_property
     def _blocks(self) -> list[list[str]]:

@@ -37,6 +37,7 @@ _WIDENED = 2  # and raised again, where what fits then is not known to be about 
 _CLOSE = 0.01
 _SMALL = 500  # calls of a program that is finished so often
 _SURE = 0.7  # a part of the limit: of larger programs, what needs less fits when it is finished
+_FAR = 1.25
 _TIE = 2e-3  # relative: of meshes about as good, the one with fewer axes is taken
 
 
@@ -119,6 +120,20 @@ class _Solved:
         return self.solution.memory + self.built.fixed_bytes
 
 
+@dataclass(frozen=True)
+class Known:
+    """What is known of one program, with its constraints and states, from search to search."""
+
+    graphs: dict[Mesh, Built] = field(default_factory=dict)
+    least: dict[Mesh, float] = field(default_factory=dict)  # seconds, whatever memory it takes
+
+    def keep(self, seconds: float) -> None:
+        """Let go of the graphs on which everything takes far longer than that."""
+        for mesh, least in self.least.items():
+            if least > _FAR * seconds:
+                self.graphs.pop(mesh, None)
+
+
 @dataclass
 class LayoutSearch:
     """The search for the layouts of one program: what it is asked, and the best mesh so far."""
@@ -134,8 +149,7 @@ class LayoutSearch:
     # the very decisions that it was asked about, if it was.
     finished: Callable[[Decisions], float] | None = None
     report: Report = lambda phase, detail: None
-    # Cost graphs that were built before for the same program, constraints and states.
-    known: dict[Mesh, Built] = field(default_factory=dict)
+    known: Known = field(default_factory=Known)
     _best: _Solved | None = None
     _bound: float = math.inf  # the least of all meshes that were weighed
     _considered: list[Considered] = field(default_factory=list)
@@ -155,6 +169,7 @@ class LayoutSearch:
             assert self.memory is not None
             raise NothingFits.of(self.memory, self._smallest)
         solution, count = self._best.solution, self.microbatches
+        self.known.keep(solution.objective)
         bound = min(self._bound, solution.objective)
         account = Search(
             seconds=time.perf_counter() - started,
@@ -172,7 +187,8 @@ class LayoutSearch:
     def _weigh_all(self, meshes: Sequence[Mesh]) -> tuple[bool, Sequence[Mesh]]:
         """Whether Ctrl-C came, and the meshes that it left. Those come first of which most is
         known: what they take at least, the best of them first."""
-        known = sorted((m for m in meshes if m in self.known), key=lambda m: self.known[m].least)
+        least = self.known.least
+        known = sorted((mesh for mesh in meshes if mesh in least), key=least.__getitem__)
         meshes = [*known, *(mesh for mesh in meshes if mesh not in known)]
         for number, mesh in enumerate(meshes):
             left = meshes[number + 1 :]
@@ -195,7 +211,7 @@ class LayoutSearch:
 
     def _is_worth(self, mesh: Mesh, meshes: Sequence[Mesh]) -> bool:
         """Whether to try a mesh: all of a kind if they are few, else one that splits a good one."""
-        if mesh in self.known:
+        if mesh in self.known.least:
             return True
         axes, is_small = len(mesh.names), self.captured.length <= _SMALL
         most = MOST_OF_A_KIND if is_small or axes < 3 else MOST_REFINED
@@ -208,13 +224,13 @@ class LayoutSearch:
 
     def _weigh(self, mesh: Mesh) -> bool:
         """Solve one mesh, unless it cannot be the best; keep it if it is. Whether Ctrl-C came."""
-        built = self._built(mesh)
         so_far = self._objective
-        if (alone := built.graph.packed.alone) >= so_far:
-            self._leave_out(built, alone, f"its operators alone take {alone:.3g} s")
+        if (least := self.known.least.get(mesh, 0.0)) >= so_far:
+            self._leave_out(mesh, least, "takes at least that", least)
             return False
-        if built.least >= so_far:
-            self._leave_out(built, built.least, "takes at least that", built.least)
+        built = self._built(mesh)
+        if (alone := built.graph.packed.alone) >= so_far:
+            self._leave_out(mesh, alone - built.slack, f"its operators alone take {alone:.3g} s")
             return False
         try:
             solved = self._fitting(built)
@@ -230,7 +246,8 @@ class LayoutSearch:
             return False
         solution = solved.solution
         if solution.bound >= so_far:
-            self._leave_out(built, solution.bound, "takes at least that", solution.bound)
+            bound = solution.bound
+            self._leave_out(mesh, bound - built.slack, "takes at least that", bound)
             return solution.interrupted
         seconds = solution.objective * self.microbatches
         self._considered.append(Considered(mesh, seconds, solved.memory))
@@ -239,28 +256,27 @@ class LayoutSearch:
         self._is_beaten = True
         return solution.interrupted
 
-    def _leave_out(
-        self, built: Built, bound: float, why: str, seconds: float | None = None
-    ) -> None:
-        """A mesh on which nothing is faster than the best so far."""
+    def _leave_out(self, mesh: Mesh, bound: float, why: str, seconds: float | None = None) -> None:
+        """A mesh on which nothing is faster than the best so far, and nothing below `bound`."""
         self._is_beaten = True
         taken = None if seconds is None else seconds * self.microbatches
-        self._considered.append(Considered(built.mesh, taken, None, why))
-        self._cannot_beat(bound, built.slack)
+        self._considered.append(Considered(mesh, taken, None, why))
+        self._cannot_beat(bound)
 
     def _built(self, mesh: Mesh) -> Built:
-        if mesh not in self.known:
+        graphs = self.known.graphs
+        if mesh not in graphs:
             self.report("build", f"the cost graph of {mesh}")
             about = self.captured, mesh, self.cluster, self.constraints(mesh), self.microbatches
-            self.known[mesh] = build(*about, self.states)
-        return self.known[mesh]
+            graphs[mesh] = build(*about, self.states)
+        return graphs[mesh]
 
     def _fitting(self, built: Built) -> _Solved:
         """The best solution whose finished program fits; an error if there is none."""
         limit = None if self.memory is None else self.memory - built.fixed_bytes
         found = self._solved(built, limit)
         bound = found.solution.bound
-        self._cannot_beat(bound, built.slack)
+        self._cannot_beat(bound - built.slack)
         if limit is None or self.finished is None:
             return found
         is_large = self.captured.length > _SMALL
@@ -277,7 +293,7 @@ class LayoutSearch:
         how = {"cutoff": self._objective, "multiplier": guess}
         found = solve(built.graph, limit, self.report, **how)
         if limit is None or limit == math.inf:
-            built.least = found.bound
+            self.known.least[built.mesh] = max(0.0, found.bound - built.slack)
         return _Solved(built, found)
 
     def _needed(self, found: _Solved) -> float:
@@ -334,9 +350,10 @@ class LayoutSearch:
         known = self.cutoff / self.microbatches
         return known if self._best is None else min(known, self._best.solution.objective)
 
-    def _cannot_beat(self, bound: float, slack: float) -> None:
-        """No plan on some mesh is below `bound`, but for what a cut prologue would save."""
-        self._bound = min(self._bound, max(0.0, bound - slack))
+    def _cannot_beat(self, bound: float) -> None:
+        """No plan on some mesh is below `bound`: that of its graph, less what a cut prologue would
+        save."""
+        self._bound = min(self._bound, max(0.0, bound))
 
 
 class NothingFaster(Exception):

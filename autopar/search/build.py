@@ -84,7 +84,6 @@ class Built:
     prologue: Collection[str] = ()  # operators that are whole on every rank, and no question
     slack: float = 0.0  # seconds that a plan could save with a prologue that is cut, at most
     fixed_bytes: float = 0.0  # of inputs and buffers
-    least: float = 0.0  # seconds that any choice takes, once they were looked for without a limit
 
 
 @collected_later()

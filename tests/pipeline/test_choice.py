@@ -15,6 +15,7 @@ from autopar.pipeline.least_time import least_time
 from autopar.pipeline.schedule import Schedule
 from autopar.planner.choose import Planner
 from autopar.planner.ideal import Ideal
+from autopar.planner.promises import Promises
 from autopar.planner.staged import StagedProgram, StagedWay
 from autopar.recompute import Recompute
 from autopar.schema import write
@@ -163,10 +164,10 @@ def test_in_whatever_order_sizes_are_weighed_the_choice_takes_as_long(
     assert own.memory.peak <= memory
     for sign in (1, -1):
 
-        def promise(planner: Planner, size: tuple[int, int], sign: int = sign) -> tuple[int, int]:
+        def promise(promises: Promises, *size: int, sign: int = sign) -> tuple[int, int]:
             return sign * size[0], sign * size[1]
 
-        monkeypatch.setattr(Planner, "_promise", promise)
+        monkeypatch.setattr(Promises, "of", promise)
         other = plan(case, cluster, memory=memory)
         assert other.cost.seconds == pytest.approx(own.cost.seconds, rel=1e-9), sign
         assert other.memory.peak <= memory
