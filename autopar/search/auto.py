@@ -38,7 +38,7 @@ _CLOSE = 0.01
 _SMALL = 500  # calls of a program that is finished so often
 _SURE = 0.7  # a part of the limit: of larger programs, what needs less fits when it is finished
 _FAR = 1.25
-_TIE = 2e-3  # relative: of meshes about as good, the one with fewer axes is taken
+_TIE = 1e-6  # relative: of meshes that are as good, the one with fewer axes is taken
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ class LayoutSearch:
         limit = None if self.memory is None else self.memory - built.fixed_bytes
         found = self._solved(built, limit)
         bound = found.solution.bound
-        self._cannot_beat(bound - built.slack)
+        self._cannot_beat(max(bound - built.slack, self.known.least.get(built.mesh, 0.0)))
         if limit is None or self.finished is None:
             return found
         is_large = self.captured.length > _SMALL
