@@ -231,7 +231,7 @@ def tell_of_virtual_mesh() -> None:
 def _in_one(statistics: Sequence[fx.Node], request: Request, options: PlanOptions) -> Request:
     """With one micro-batch, where more, which nobody asked for, change the loss."""
     with suppress(InvalidInput):
-        one = read_request(replace(options, microbatches=1))
+        one = replace(read_request(replace(options, microbatches=1)), wanted=request.wanted)
         if one.microbatches == 1:
             return one
     made = request.schedule

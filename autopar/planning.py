@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -29,7 +28,7 @@ from autopar.options import (
 )
 from autopar.plan.plan import Plan
 from autopar.planner.deep import DeepPlanner
-from autopar.planner.offers import Choice
+from autopar.planner.offers import Choice, has_world
 from autopar.planner.request import Mode, Request
 from autopar.planner.verdict import tell
 from autopar.precision import Precision
@@ -107,15 +106,13 @@ def make_plans(
         dynamic = _declared(model, args, kwargs, options)
         captured = capture(model, args, kwargs, options.precision)
         admitted = admit(captured, request, options)
-        # A world that runs has no rank to spare.
-        is_all = options.cluster is None or dist.is_initialized() or dist.is_torchelastic_launched()
 
         def planner_of(asked: Request) -> DeepPlanner:
             return DeepPlanner(model, captured, asked, report)
 
-        choice = Choice(admitted, planner_of, is_all)
+        choice = Choice(admitted, planner_of, options.cluster is None or has_world())
         best, planner = choice.best()
-        others = [(one.finished, one.limit) for one in choice.kept.found[1:]]
+        others = choice.kept.others
     tell(captured, best)
     return [
         Plan.of(

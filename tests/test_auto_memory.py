@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 import autopar as ap
 from autopar.errors import InvalidInput
 from autopar.mesh import Mesh
+from autopar.options import PlanOptions, read_request
 from autopar.planner.bounds import most_saved
+from autopar.search.smallest_footprint import NothingFits
 from tests.held import kept_for_backward
-from tests.models import ZOO, Case
+from tests.models import ZOO, Case, gpt, mlp
 from tests.pipeline.models import share_captures  # noqa: F401
 from tests.toy import EVEN, machines
 
@@ -131,3 +134,15 @@ def test_predicted_activations_are_no_less_than_what_autograd_keeps(name: str) -
         case.model, case.args, mesh=Mesh(a=1), mode="propagate", backend="virtual"
     )
     assert held(module, case) <= module.plan.memory.activations <= 1.01 * held(module, case)
+
+
+def test_what_may_help_can_be_asked_for() -> None:
+    """No more micro-batches than the batch has rows; every size is left out once."""
+    case = gpt(layers=2, batch=4)
+    with pytest.raises(NothingFits) as error:
+        ap.plan(case.model, case.args, case.kwargs, cluster=machines(2, *EVEN), memory=1e5)
+    named = re.findall(r"microbatches=(\d+)", error.value.remedy)
+    assert all(int(count) <= 4 for count in named)
+    free = mlp(layers=2, batch=4)
+    made = ap.plan(free.model, free.args, cluster=ap.Cluster.preset("dgx-a100"))
+    assert made.left_out["sizes"] <= len([*read_request(PlanOptions(cluster=made.cluster)).sizes()])

@@ -14,9 +14,14 @@ from torch import Tensor, nn
 
 import autopar as ap
 from autopar.errors import InvalidInput
+from autopar.options import PlanOptions
+from autopar.planning import make_plans
 
 X, Y = torch.randn(16, 4), torch.randn(16, 1)
 OVER_2 = "batch norm (layers.1) takes its statistics over each of 2 micro-batches"
+
+
+EIGHT = ap.Cluster.preset("dgx-h100")
 
 
 class Net(nn.Module):
@@ -106,3 +111,11 @@ def test_verify_says_why_it_differs() -> None:
     (difference,) = found.differences
     assert difference.where == "statistics of batch norm (layers.1)"
     assert difference.values == ("of the batch", "of each of 2 micro-batches")
+
+
+def test_as_many_plans_are_kept_as_are_wanted() -> None:
+    """With one micro-batch, which is not asked for, as with the number that is."""
+    for options in ({}, {"microbatches": 1}):
+        plans = make_plans(Net(), (X, Y), None, PlanOptions(cluster=EIGHT, **options), 3)
+        assert len(plans) == 3
+        assert all(plan.microbatches == 1 for plan in plans)

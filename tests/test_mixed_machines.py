@@ -183,3 +183,17 @@ def test_no_other_use_of_small_mixed_machines_is_faster(machines: ap.Cluster) ->
         compared += 1
         assert made.cost.seconds <= other.cost.seconds * (1 + 1e-6), (part.used, options)
     assert compared > 10
+
+
+def test_what_would_be_there_is_what_a_plan_is_there() -> None:
+    """Which devices are worth it is decided anew, too."""
+    medium = replace(SLOW, name="medium", flops={"f32": 2.2e9, "f64": 2.2e9}, bandwidth=9e9)
+    case, slow = mlp(layers=3, batch=512), cluster((FAST, 4), (medium, 4), network=1e6)
+    made = ap.plan(case.model, case.args, cluster=slow)
+    assert made.cluster.used_of_nodes != (4, 4)
+    found = made.what_if(bandwidth=1e9, search=True).searched
+    there = replace(slow, network=replace(slow.network, bandwidth=1e9))
+    wanted = ap.plan(case.model, case.args, cluster=there)
+    assert wanted.cluster.used_of_nodes == (4, 4)
+    assert found is not None
+    assert found.way.seconds == pytest.approx(wanted.seconds, rel=1e-9)

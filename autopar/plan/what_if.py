@@ -26,6 +26,7 @@ from autopar.plan.value import PlanValue
 from autopar.planner.candidate import Candidate
 from autopar.planner.deep import DeepPlanner
 from autopar.planner.moved import data_axis, moved
+from autopar.planner.offers import Choice, has_world
 from autopar.planner.request import AXIS, Request
 from autopar.planner.verdict import refuse_random, require_rules
 from autopar.progress import reporter
@@ -136,13 +137,18 @@ def _searched(plan: PlanValue, cluster: Cluster, whole: Captured) -> tuple[Candi
     """The best there is there, or why there is none."""
     model, axis = whole.example.model, AXIS if plan.pipelining is None else plan.pipelining.axis
     parts = 1 if batch_statistics(whole) else None  # more would change the loss
-    request = Request(cluster, "auto", _limit(plan), True, axis=axis, microbatches=parts)
+    free = cluster if has_world() else replace(cluster, used=())
+    request = Request(free, "auto", _limit(plan), True, axis=axis, microbatches=parts)
     try:
         if plan.strict:
             require_rules(whole)
         with reporter(plan.progress) as report:
             report("search", f"{cluster.devices} devices")
-            best = DeepPlanner(model, whole, request, report).best()
+
+            def planner_of(asked: Request) -> DeepPlanner:
+                return DeepPlanner(model, whole, asked, report)
+
+            best, _ = Choice(request, planner_of, has_world()).best()
         refuse_random(whole, best.whole_mesh, best.microbatches)
     except (InvalidInput, NothingFits) as error:
         return None, f"{error.rule}: {error.got}"

@@ -102,7 +102,7 @@ class Planner:
             left.sort(key=lambda one: (one[0] == self._on_host, self._promises.of(*one[1])))
             ways, (stages, parts) = left[0]
             if not self._may_win(stages, parts):
-                self.left_out["sizes"] += 1
+                self.left_out["sizes"] += ways != self._on_host  # each once
                 left = left[1:]
                 continue
             size = f"{stages} stages, {parts} micro-batches"
@@ -118,7 +118,7 @@ class Planner:
                 self._is_interrupted = True
                 break
             except NothingFaster:
-                pass
+                self.left_out["sizes"] += ways != self._on_host
             except NothingFits as error:
                 self._too_large.append(error.smallest.in_stages(stages))
             except InvalidInput as error:
@@ -184,7 +184,8 @@ class Planner:
             return no_room_on_host(self._too_large_for_host)
         ways = [*self._dropped, *([self._leanest.candidate] if self._leanest else [])]
         found = [*self._too_large, *too_large(ways, self.memory)]
-        return nothing(found, self.request, self.regions) if found else no_size(reasons)
+        about = self.request, self.regions, self.captured
+        return nothing(found, *about) if found else no_size(reasons)
 
     def _is_news(self, stages: int, parts: int) -> bool:
         """Whether the fastest layouts of a size were found only now, and others were to be weighed

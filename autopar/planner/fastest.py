@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
+from autopar.pipeline.stages.stretch import NotAlike
 from autopar.planner.candidate import Alternative, Candidate
 
 
@@ -40,6 +42,16 @@ class Fastest:
     @property
     def best(self) -> Candidate | None:
         return self.found[0].candidate if self.found else None
+
+    @property
+    def others(self) -> list[tuple[Candidate, float]]:
+        """All but the best, with the bytes of each device; without those that a short program
+        stands for and the whole one is not alike."""
+        found = []
+        for one in self.found[1:]:
+            with suppress(NotAlike):
+                found.append((one.finished, one.limit))
+        return found
 
     @property
     def cutoff(self) -> float:

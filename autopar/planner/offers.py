@@ -10,12 +10,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import torch.distributed as dist
+
 from autopar.cluster import Cluster, Device
 from autopar.errors import ExecutionError, InvalidInput
 from autopar.planner.candidate import Alternative, Candidate
 from autopar.planner.deep import DeepPlanner
 from autopar.planner.fastest import Fastest
 from autopar.planner.request import Request
+
+
+def has_world() -> bool:
+    """Whether ranks run: a world has none to spare."""
+    return dist.is_initialized() or dist.is_torchelastic_launched()
 
 
 def offers(cluster: Cluster) -> Iterator[Cluster]:

@@ -5,7 +5,7 @@ refuse_random(captured, mesh, microbatches)
 tell(captured, best)            of what was chosen
 tell_of_statistics(captured, microbatches)
 no_size(reasons)                where each of the sizes was refused
-nothing(found, request, regions)    where all that was found is too large
+nothing(found, request, regions, captured)    where all that was found is too large
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from autopar.capture.captured import Captured
 from autopar.capture.listing import operator_of, registered_as, rule_for
 from autopar.capture.normalisations.draws import instead
 from autopar.capture.randomness import is_random
+from autopar.capture.sizes import sizes_of
 from autopar.errors import InvalidInput
 from autopar.lines import frames_to_caller
 from autopar.mesh import Mesh
@@ -126,11 +127,15 @@ def too_large(ways: Sequence[Candidate], memory: float) -> list[SmallestFootprin
     return [footprint for footprint in found if footprint.memory > memory]
 
 
-def nothing(found: Sequence[SmallestFootprint], request: Request, regions: Regions) -> NothingFits:
+def nothing(
+    found: Sequence[SmallestFootprint], request: Request, regions: Regions, captured: Captured
+) -> NothingFits:
     """No way fits: these are too large."""
     # Where plans were priced, what layouts need at least says no more.
     least = min(found, key=lambda footprint: (footprint.is_bound, footprint.memory))
     plain = regions.kinds == (PLAIN,) and bool(regions.free)
     states = request.states is not None and request.states not in HOSTED
     untried = ('recompute="auto"',) * plain + ('states="auto"',) * states
-    return NothingFits.of(request.memory, replace(least, untried=untried))
+    example = captured.example
+    rows = sizes_of(example.args, example.kwargs).batch
+    return NothingFits.of(request.memory, replace(least, untried=untried, rows=rows or 0))

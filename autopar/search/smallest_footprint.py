@@ -19,6 +19,7 @@ class SmallestFootprint:
     states: float  # the part of it that parameters, gradients and optimizer take
     microbatches: int = 1
     is_bound: bool = False  # it adds up what layouts need at least, and is no plan's
+    rows: int = 0  # of the batch, if that is known: micro-batches have one at least
     untried: tuple[str, ...] = ()  # the options that the caller has taken away, and could give
 
     def in_stages(self, stages: int) -> SmallestFootprint:
@@ -55,9 +56,12 @@ class SmallestFootprint:
         if self.memory <= limit:
             return f"{untried}a smaller batch, more devices, or devices with more memory"
         count = math.ceil(self.microbatches * activations / (limit - self.states))
+        smaller = f"microbatches={count} (or a smaller batch)"
+        if self.rows and count > self.rows:
+            smaller = "a smaller sequence or model"  # one row is too large
         return (
-            f"{bytes_text(activations, 4)} of it are activations: {untried}microbatches={count} "
-            "(or a smaller batch) may make room; else more devices, or devices with more memory"
+            f"{bytes_text(activations, 4)} of it are activations: {untried}{smaller} may make "
+            "room; else more devices, or devices with more memory"
         )
 
 
