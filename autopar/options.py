@@ -212,6 +212,8 @@ def read_request(options: PlanOptions) -> Request:
     cluster = options.cluster
     if cluster is None:
         cluster = Cluster.local(_devices_here() if mesh is None else mesh.size, measure=False)
+    if mesh is not None:
+        cluster.require_room(mesh)
     limit = cluster.device.memory if options.memory is None else options.memory
     is_limited = options.mode == "auto" or options.memory is not None
     request = Request(cluster, options.mode, limit, is_limited, microbatches=count)

@@ -146,3 +146,35 @@ def test_what_may_help_can_be_asked_for() -> None:
     free = mlp(layers=2, batch=4)
     made = ap.plan(free.model, free.args, cluster=ap.Cluster.preset("dgx-a100"))
     assert made.left_out["sizes"] <= len([*read_request(PlanOptions(cluster=made.cluster)).sizes()])
+
+
+class Blocks(nn.Module):
+    def __init__(self, layers: int = 14, width: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(width),
+                nn.Linear(width, 2 * width),
+                nn.GELU(),
+                nn.Linear(2 * width, width),
+            )
+            for _ in range(layers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = x
+        for block in self.blocks:
+            before, x = x, x + block(x) + 0.5 * before
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "auto"])
+def test_what_runs_again_unasked_is_no_slower_than_by_name(schedule: str) -> None:
+    """Where a way fits since it keeps things elsewhere, leaner layouts are still looked for."""
+    model, x = Blocks().double(), torch.randn(16, 8, dtype=torch.float64)
+    asked = {"mesh": Mesh(pp=2, x=2), "microbatches": 4, "states": "zero1"}
+    asked |= {"cluster": machines(4, *EVEN)}
+    limit = 0.8 * max(one.peak for one in ap.plan(model, (x,), **asked).memories)
+    asked |= {"memory": limit, "schedule": schedule}
+    named, chosen = (ap.plan(model, (x,), **asked, recompute=how) for how in ("full", "auto"))
+    assert chosen.seconds <= named.seconds * (1 + 1e-9)

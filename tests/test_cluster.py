@@ -6,7 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+import autopar as ap
 from autopar.cluster import Cluster, Device, Host, Link, Node
 from autopar.cluster.part import Line
 from autopar.cluster.presets import preset
@@ -227,3 +229,11 @@ def test_nodes_of_one_device() -> None:
     assert (link.level, link.alpha, link.bandwidth) == ("between", 2e-6, 5e8)
     with pytest.raises(InvalidInput):
         Cluster((), Link(1e-6, 1e9))
+
+
+@pytest.mark.parametrize("mode", ["auto", "propagate"])
+@pytest.mark.parametrize("mesh", [Mesh(pp=4, dp=4), Mesh(dp=64)], ids=str)
+def test_a_mesh_of_more_ranks_than_devices_is_refused(mesh: Mesh, mode: str) -> None:
+    model, inputs = torch.nn.Linear(4, 4), (torch.zeros(64, 4),)
+    with pytest.raises(InvalidInput, match="at most as many ranks"):
+        ap.plan(model, inputs, mesh=mesh, mode=mode, cluster=Cluster.preset("dgx-h100"))

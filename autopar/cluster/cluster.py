@@ -198,6 +198,15 @@ class Cluster:
         nodes = np.unique(self._links.node_of[np.fromiter(ranks, int)])
         return list(dict.fromkeys(self.nodes[node].device for node in nodes.tolist()))
 
+    def require_room(self, mesh: Mesh) -> None:
+        """Refuse a mesh of more ranks than there are devices."""
+        if mesh.size > self.devices:
+            raise InvalidInput(
+                "a mesh has at most as many ranks as the cluster has devices",
+                got=f"{mesh}: {mesh.size} ranks on {self.devices} devices",
+                remedy="make the mesh smaller or add nodes",
+            )
+
     def axis_links(self, mesh: Mesh) -> dict[str, AxisLink]:
         """For each axis of `mesh`, what its groups have between their members."""
         return {axis: self.group_link(mesh, (axis,)) for axis in mesh}
@@ -210,12 +219,7 @@ class Cluster:
         self, mesh: Mesh, axes: Sequence[str], along: str | None = None
     ) -> tuple[AxisLink, ...]:
         """The same for each place along an axis, all groups of all places busy at once."""
-        if mesh.size > self.devices:
-            raise InvalidInput(
-                "a mesh has at most as many ranks as the cluster has devices",
-                got=f"{mesh}: {mesh.size} ranks on {self.devices} devices",
-                remedy="make the mesh smaller or add nodes",
-            )
+        self.require_room(mesh)
         return self._links.of_axes(mesh, axes, along)
 
     def message_ways(

@@ -40,11 +40,12 @@ def plan_text(plan: PlanValue) -> str:
     there = {kind.removeprefix(HOST): size for kind, size in sizes.items() if kind not in parts}
     count = f", {plan.microbatches} micro-batches" if plan.batches is not None else ""
     hidden = f", {seconds_text(cost.exposed)} of it exposed" if cost.communication else ""
+    limit = plan.fullest.memory if plan.limit is None else min(plan.limit, plan.fullest.memory)
     lines = [
         f"plan on {plan.whole_mesh}, {_cluster(plan.cluster)}, mode {plan.mode}",
         f"  step       {seconds_text(cost.seconds)}: compute {seconds_text(cost.compute)}, "
         f"communication {seconds_text(cost.communication)}{hidden}{count}",
-        f"  memory     {_held(memory.peak, plan.fullest.memory, parts)}{_besides(plan)}",
+        f"  memory     {_held(memory.peak, limit, parts)}{_besides(plan)}",
         *([f"  host       {_held(memory.host, host.memory, there)}"] if there else []),
         f"  search     {_search(plan.search)}",
         *(f"  not used   {idle}" for idle in plan.cluster.idle),

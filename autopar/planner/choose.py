@@ -401,6 +401,7 @@ class Planner:
         is_large = self.captured.length > LARGE
         kinds = self.regions.kinds
         leaner = self.regions.leaner(self.request.cluster.device.host) if is_leaner else ()
+        note = tried.note if is_large or not is_leaner else lambda memory: None
         for number, made in enumerate(self._schedules(stages, parts)):
             is_asked = self._fastest < math.inf and not is_large  # it takes longer than stages do
             if is_asked and self.ideal.is_slower(laid, made, self._fastest):
@@ -429,14 +430,14 @@ class Planner:
                 if is_cut:
                     way = program.within(made, kind, self.memory) or way
                 if not is_large or (way.seconds < self._fastest and way.least <= self.memory):
-                    tried.memory = min(tried.memory, way.candidate.needed(self.memory))
+                    note(way.candidate.needed(self.memory))
                     yield way.candidate
                 elif is_tight:
-                    tried.memory = min(tried.memory, way.least)
+                    note(way.least)
                     if self._leanest is None or way.least < self._leanest.least:
                         self._leanest = way
                 if is_hopeless:
-                    tried.memory = min(tried.memory, way.spread)
+                    note(way.spread)
                     return  # with every schedule, whatever is recomputed
                 if not is_tight or (is_large and not is_cut and way.barest > self.memory):
                     break  # in these stages, whatever is recomputed

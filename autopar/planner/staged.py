@@ -42,7 +42,13 @@ class Tried:
     seconds: dict[tuple[int, Recompute], float] = field(default_factory=dict)
     # By kind, and bytes of the buffers by which states travel.
     lines: dict[tuple[Recompute, int], StageCosts] = field(default_factory=dict)
-    memory: float = math.inf  # bytes on the fullest device, of the way that takes least
+    # Bytes on the fullest device, of the way that takes least with nothing kept elsewhere: layouts
+    # that leave room so may be faster.
+    memory: float = math.inf
+
+    def note(self, memory: float) -> None:
+        """What a way takes."""
+        self.memory = min(self.memory, memory)
 
 
 @dataclass(frozen=True)
