@@ -1,7 +1,8 @@
 """Whole: the program that a short one stands for, and ways to run it that were found on that.
 
-whole = Whole(short, request)
-whole.of(candidate)          # the same way, of the whole program
+whole = Whole(short, brief, request)   # `brief`: the shortest, which layouts are searched for on
+whole.of(candidate)                    # the same way, of the whole program
+whole.mixed(candidate, mix)            # of a program with a block for each run of the mix
 """
 
 from __future__ import annotations
