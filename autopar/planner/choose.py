@@ -118,7 +118,7 @@ class Planner:
                 self._is_interrupted = True
                 break
             except NothingFaster:
-                self.left_out["sizes"] += ways != self._on_host
+                pass
             except NothingFits as error:
                 self._too_large.append(error.smallest.in_stages(stages))
             except InvalidInput as error:
