@@ -37,7 +37,7 @@ _WIDENED = 2  # and raised again, where what fits then is not known to be about 
 _CLOSE = 0.01
 _SMALL = 500  # calls of a program that is finished so often
 _SURE = 0.7  # a part of the limit: of larger programs, what needs less fits when it is finished
-_FAR = 1.25
+_FAR = 1.25  # times what the best takes: graphs of meshes that take more are not kept
 _TIE = 1e-6  # relative: of meshes that are as good, the one with fewer axes is taken
 
 
