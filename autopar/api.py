@@ -75,7 +75,7 @@ def parallelize(
     cluster: Cluster | None = None,
     mesh: Mesh | DeviceMesh | None = None,
     mode: Mode = "auto",
-    memory: float | None = None,
+    memory: float | str | None = None,
     strict: bool = False,
     microbatches: int | Literal["auto"] = "auto",
     pipeline: str | int | None = "auto",

@@ -97,13 +97,20 @@ def require_ending(path: str | Path, ending: str, what: str) -> None:
 _MEANT = {"cpu": "host", "cuda": "device", "gpu": "device"}  # by those who say it in torch's words
 
 
-def require_one_of(what: str, value: object, known: Sequence[str]) -> None:
-    """Refuse a word that is none of those that are known."""
+def require_one_of(what: str, value: object, known: Sequence[str], others: str = "") -> None:
+    """Refuse a word that is none of those that are known; `others`: what may stand in its place."""
     if value not in known:
         names = ", ".join(map(repr, known))
-        same = [word for word in known if word == _MEANT.get(str(value).partition(":")[0].lower())]
-        meant = [*same, *difflib.get_close_matches(str(value), known, 1), *known][0]
-        raise InvalidInput(f"{what} is one of {names}", got=repr(value), remedy=repr(meant))
+        also = f", or {others}" if others else ""
+        near = nearest(str(value), known)
+        remedy = repr(near or known[0]) if near or not others else others
+        raise InvalidInput(f"{what} is one of {names}{also}", got=repr(value), remedy=remedy)
+
+
+def nearest(word: str, known: Sequence[str]) -> str | None:
+    """The one of some words that was meant, most likely."""
+    same = [one for one in known if one == _MEANT.get(word.partition(":")[0].lower())]
+    return next(iter([*same, *difflib.get_close_matches(word, known, 1)]), None)
 
 
 class ExecutionError(AutoparError, RuntimeError):

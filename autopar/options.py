@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 import torch
@@ -19,11 +19,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.cluster import Cluster
-from autopar.errors import InvalidInput, require_one_of
+from autopar.cluster.presets import NAMES as PRESETS
+from autopar.errors import InvalidInput, nearest, require_one_of
 from autopar.lines import shorten
 from autopar.mesh import AXIS_NAMES, Mesh
 from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import Schedule
+from autopar.pipeline.schedules import NAMES as SCHEDULES
 from autopar.pipeline.schedules import schedule as make_schedule
 from autopar.planner.recomputation import AskedRecomputation
 from autopar.planner.request import AXIS, Mode, Request
@@ -32,6 +34,7 @@ from autopar.progress import Report
 from autopar.recompute import Again, Recompute
 from autopar.schema import FURTHEST, is_count
 from autopar.states import NAMED, States
+from autopar.units import read_bytes
 
 DEFAULT = "1f1b"
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -39,44 +42,54 @@ StatesLike = Literal["auto", "whole", "zero1", "zero2", "zero3"] | States
 ScheduleLike = str | Mapping[str, Any] | Schedule | None
 DynamicShapesLike = Mapping[str, Any] | tuple[Any, ...] | list[Any] | None
 RecomputeLike = Literal["auto"] | Again | Mapping[str, Again]
-_AGAIN = ("selective", "full", True, False, None)
+_AGAIN = ("selective", "full")
 _OF_A_SCHEDULE = ("schedule_options",)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What an argument may be: in words, as a test, and by an example."""
+    """What an argument may be: in words, as a test, and by an example; or one of some names."""
 
     words: str
     holds: Callable[[Any], bool]
     example: str
+    names: tuple[str, ...] = ()
+    others: str = ""  # what may stand in the place of a name
 
     def __call__(self, name: str, value: object) -> None:
         """Refuse a value that is something else."""
-        if not self.holds(value):
+        if self.names and isinstance(value, str):
+            require_one_of(name, value, self.names, self.others)
+        elif not self.holds(value):
             got = f"{shorten(f'{name}={value!r}')}, of type {type(value).__name__}"
             remedy = f"{name}={self.example}"
             raise InvalidInput(f"{name} is {self.words}", got=got, remedy=remedy)
-
-
-def _is_size(given: Any) -> bool:
-    is_number = isinstance(given, Real) and not isinstance(given, bool)
-    return is_number and 0 < given <= FURTHEST
 
 
 def _is_named(given: object) -> bool:
     return isinstance(given, Mapping) and all(isinstance(name, str) for name in given)
 
 
-def _is_recompute(given: Any) -> bool:
-    if isinstance(given, Mapping):
-        return _is_named(given) and all(_is_again(kind) for kind in given.values())
-    return _is_again(given) or (isinstance(given, str) and given == "auto")
+def _require_schedule(name: str, given: object) -> None:
+    """That it is known, before what it is for."""
+    SCHEDULE(name, given)
+    if isinstance(given, Mapping) and "name" in given:
+        require_one_of("the name of a schedule", given["name"], SCHEDULES)
 
 
-def _is_again(given: Any) -> bool:
-    is_word = isinstance(given, str | bool | None) and given in _AGAIN
-    return is_word or isinstance(given, Recompute)
+def _require_recompute(name: str, given: object) -> None:
+    RECOMPUTE(name, given)
+    for module, kind in given.items() if isinstance(given, Mapping) else ():
+        AGAIN(f"{name} of {module!r}", kind)
+
+
+def _require_cluster(name: str, given: object) -> None:
+    """A name is that of a preset, which has a number of nodes, too."""
+    meant = nearest(given, PRESETS) if isinstance(given, str) else None
+    known = f"; presets: {', '.join(PRESETS)}" if isinstance(given, str) else ""
+    words = "a Cluster, or None for this machine"
+    example = f'ap.Cluster.preset("{meant or PRESETS[0]}"){known}'
+    Kind(words, lambda one: isinstance(one, Cluster | None), example)(name, given)
 
 
 def _asked_recomputation(given: Any) -> AskedRecomputation:
@@ -87,14 +100,31 @@ def _asked_recomputation(given: Any) -> AskedRecomputation:
     return AskedRecomputation(given if given == "auto" else of(given))
 
 
+SCHEDULE = Kind(
+    "given by its name, as a mapping with name and options, or finished",
+    lambda given: isinstance(given, Schedule | None) or _is_named(given),
+    '"chimera", {"name": "chimera", "pipes": 4}, or what autopar.pipeline.load reads from a file',
+    ("auto", *SCHEDULES),
+    "a mapping with name and options, or what autopar.pipeline.load reads from a file",
+)
+AGAIN = Kind(
+    '"selective", "full", None or a Recompute',
+    lambda given: isinstance(given, bool | Recompute | None),
+    '"full"',
+    _AGAIN,
+    "None or a Recompute",
+)
+RECOMPUTE = Kind(
+    '"auto", "selective", "full", None or a Recompute, or a mapping of names of modules to these',
+    lambda given: isinstance(given, bool | Recompute | None) or _is_named(given),
+    '"full", or {"layers.*": ap.Recompute("full", keep="host")}',
+    ("auto", *_AGAIN),
+    "None, a Recompute, or a mapping of names of modules to these",
+)
 FLAG = Kind("True or False", lambda given: isinstance(given, bool), "True")
 # By option what refuses a value that is never one, whatever the other options are.
 KINDS: Mapping[str, Callable[[str, Any], None]] = {
-    "cluster": Kind(
-        "a Cluster, or None for this machine",
-        lambda given: isinstance(given, Cluster | None),
-        'ap.Cluster.preset("dgx-a100")',
-    ),
+    "cluster": _require_cluster,
     "mesh": Kind(
         "a Mesh or a torch DeviceMesh",
         lambda given: isinstance(given, Mesh | DeviceMesh | None),
@@ -102,9 +132,9 @@ KINDS: Mapping[str, Callable[[str, Any], None]] = {
     ),
     "mode": partial(require_one_of, known=MODES),
     "memory": Kind(
-        "a number of bytes above 0",
-        lambda given: given is None or _is_size(given),
-        "40e9, or None for what the devices have",
+        "a number of bytes above 0, or with its unit",
+        lambda given: given is None or 0 < read_bytes(given) <= FURTHEST,
+        '"40GB", "512MiB", 40e9, or None for what the devices have',
     ),
     "strict": FLAG,
     "microbatches": Kind(
@@ -117,32 +147,24 @@ KINDS: Mapping[str, Callable[[str, Any], None]] = {
         lambda given: isinstance(given, str | Integral | None) and not isinstance(given, bool),
         "4",
     ),
-    "schedule": Kind(
-        "given by its name, as a mapping with name and options, or finished",
-        lambda given: isinstance(given, str | Schedule | None) or _is_named(given),
-        '"chimera", {"name": "chimera", "pipes": 4}, or what autopar.pipeline.load reads '
-        "from a file",
-    ),
+    "schedule": _require_schedule,
     "schedule_options": Kind(
         "a mapping of names to values",
         lambda given: given is None or _is_named(given),
         '{"pipes": 4}',
     ),
-    "recompute": Kind(
-        '"auto", "selective", "full", None or a Recompute, or a mapping of names of modules to '
-        "these",
-        _is_recompute,
-        '"full", or {"layers.*": ap.Recompute("full", keep="host")}',
-    ),
+    "recompute": _require_recompute,
     "precision": Kind(
         "a Precision, or None for that of the model",
         lambda given: isinstance(given, Precision | None),
         "ap.Precision(compute=torch.bfloat16)",
     ),
     "states": Kind(
-        f'"auto", {", ".join(map(repr, NAMED))}, or numbers of parts',
-        lambda given: isinstance(given, States) or given in ("auto", *NAMED),
+        "a name, or numbers of parts",
+        lambda given: isinstance(given, States),
         '"zero1", or ap.States(parameters=1, gradients=4, optimizer=8)',
+        ("auto", *NAMED),
+        "a States of numbers of parts",
     ),
     "dynamic_shapes": Kind(
         "a mapping by names of inputs, or a tuple or list in their order, as torch.export takes",
@@ -164,7 +186,7 @@ class PlanOptions:
     cluster: Cluster | None = None
     mesh: Mesh | DeviceMesh | None = None
     mode: Mode = "auto"
-    memory: float | None = None
+    memory: float | str | None = None
     strict: bool = False
     microbatches: int | Literal["auto"] = "auto"
     pipeline: str | int | None = "auto"
@@ -214,7 +236,7 @@ def read_request(options: PlanOptions) -> Request:
         cluster = Cluster.local(_devices_here() if mesh is None else mesh.size, measure=False)
     if mesh is not None:
         cluster.require_room(mesh)
-    limit = cluster.device.memory if options.memory is None else options.memory
+    limit = cluster.device.memory if options.memory is None else read_bytes(options.memory)
     is_limited = options.mode == "auto" or options.memory is not None
     request = Request(cluster, options.mode, limit, is_limited, microbatches=count)
     if options.states != "auto":

@@ -43,7 +43,7 @@ def plan(
     cluster: Cluster | None = None,
     mesh: Mesh | DeviceMesh | None = None,
     mode: Mode = "auto",
-    memory: float | None = None,
+    memory: float | str | None = None,
     strict: bool = False,
     microbatches: int | Literal["auto"] = "auto",
     pipeline: str | int | None = "auto",
@@ -59,10 +59,10 @@ def plan(
 
     `cluster`: the machines; this one if not given. `mesh`: its axes; all are tried if not given.
     `mode`: "auto" searches for the least predicted time, "propagate" spreads the annotations,
-    "data" cuts the batch. `memory`: bytes on each device, if less than it has. `strict`: refuse
-    operators without rules, in later programs too. `microbatches`: into how many equal parts a step
-    cuts the batch, to run one after another ("auto" keeps it whole where batch norm would make
-    parts another loss).
+    "data" cuts the batch. `memory`: of each device, as "40GB" or in bytes, if less than it has.
+    `strict`: refuse operators without rules, in later programs too. `microbatches`: into how many
+    equal parts a step cuts the batch, to run one after another ("auto" keeps it whole where batch
+    norm would make parts another loss).
     `pipeline`: the axis of a pipeline ("auto": `pp`, if the mesh has it; without a mesh, what such
     an axis shall be called), a number of ranks, or None for no pipeline; `schedule`: a name, a
     mapping with a name and options, or a schedule, as `ap.pipeline.load("mine.csv")` reads one

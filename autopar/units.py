@@ -2,12 +2,16 @@
 
 >>> seconds_text(0.0186), bytes_text(3.2e9), share_text(0.0)
 ('18.6 ms', '3.2 GB', '0%')
+>>> read_bytes("40GB"), read_bytes("512 MiB"), read_bytes(4e9)
+(40000000000.0, 536870912.0, 4000000000.0)
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
+from numbers import Real
 
 _WIDEST = 64  # characters of a column
 
@@ -16,6 +20,9 @@ _UNSEEN = re.compile("[^\t\n\r\x20-\x7e\x80-\ud7ff\ue000-\ufffd\U00010000-\U0010
 
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_BYTES = {"": 1.0, "B": 1.0} | {f"{name.upper()}B": size for size, name in _PREFIXES}
+_BYTES |= {f"{name}IB": 2.0 ** (10 * power) for power, name in enumerate("KMGTP", 1)}
+_AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\+?\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def seconds_text(seconds: float) -> str:
@@ -29,6 +36,15 @@ def seconds_text(seconds: float) -> str:
 def bytes_text(count: float, digits: int = 3) -> str:
     """`3.2 GB`."""
     return f"{count:.0f} bytes" if abs(count) < 1e3 else scaled(count, "B", digits)
+
+
+def read_bytes(given: object) -> float:
+    """The bytes that a number says, or a text with a unit; not a number where they say none."""
+    if isinstance(given, Real) and not isinstance(given, bool):
+        return float(given)
+    match = _AMOUNT.fullmatch(given) if isinstance(given, str) else None
+    unit = None if match is None else _BYTES.get(match[2].upper())
+    return math.nan if match is None or unit is None else float(match[1]) * unit
 
 
 def scaled(value: float, unit: str, digits: int = 4) -> str:

@@ -77,7 +77,7 @@ def verify(
     cluster: Cluster | None = None,
     mesh: Mesh | DeviceMesh | None = None,
     mode: Mode = "auto",
-    memory: float | None = None,
+    memory: float | str | None = None,
     strict: bool = False,
     microbatches: int | Literal["auto"] = "auto",
     pipeline: str | int | None = "auto",

@@ -92,6 +92,11 @@ def test_a_plan_under_a_limit_fits_and_costs_no_less(name: str) -> None:
         before = plan.cost.seconds
 
 
+@pytest.mark.parametrize("memory", [40e9, "40GB", "40 gb", "0.04TB", "40e9", "4e+10B"])
+def test_memory_is_said_in_bytes_or_with_a_unit(memory) -> None:
+    assert read_request(PlanOptions(memory=memory)).limit == pytest.approx(40e9, rel=1e-12)
+
+
 def test_a_limit_that_nothing_meets_is_answered_with_the_least_memory() -> None:
     case = case_of("mlp")
     options = {"mesh": MESH, "cluster": machines(8, *EVEN), "mode": "auto"}

@@ -407,9 +407,17 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["cluster is a Cluster", "'dgx-a100', of type str", 'ap.Cluster.preset("dgx-a100")'],
     ),
     "a number of machines": (lambda: parallel(Two(), cluster=4), ["cluster is a Cluster", "int"]),
-    "memory as text": (
-        lambda: parallel(Two(), memory="40GB"),
-        ["memory is a number of bytes above 0", "memory='40GB', of type str", "memory=40e9"],
+    "a cluster by half a name": (
+        lambda: parallel(Two(), cluster="dgx-h10"),
+        ["cluster is a Cluster", 'ap.Cluster.preset("dgx-h100")', "presets: dgx-a100, dgx-h100"],
+    ),
+    "an unknown preset": (
+        lambda: ap.Cluster.preset("dgx-h10"),
+        ["a preset is one of 'dgx-a100'", "Cluster.load", "'dgx-h10'", "remedy: 'dgx-h100'"],
+    ),
+    "memory in another unit": (
+        lambda: parallel(Two(), memory="40 gigs"),
+        ["memory is a number of bytes above 0, or with its unit", "'40 gigs'", 'memory="40GB"'],
     ),
     "no memory": (lambda: parallel(Two(), memory=0), ["a number of bytes above 0", "memory=0"]),
     "less than no memory": (lambda: parallel(Two(), memory=-1.0), ["above 0", "memory=-1.0"]),
@@ -436,7 +444,19 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "a schedule with a number for a name": (
         lambda: parallel(Two(), mesh=Mesh(pp=2), schedule={"name": [5]}),
-        ["a schedule is known by its name", "[5]", "choose one of"],
+        ["the name of a schedule is one of '1f1b'", "[5]"],
+    ),
+    "an unknown schedule without a pipeline": (
+        lambda: parallel(Two(), mesh=D4, schedule="1f2b"),
+        ["schedule is one of 'auto', '1f1b'", "given:  '1f2b'", "remedy: '1f1b'"],
+    ),
+    "an unknown schedule by a mapping": (
+        lambda: parallel(Two(), mesh=D4, schedule={"name": "chimaera"}),
+        ["the name of a schedule is one of", "given:  'chimaera'", "remedy: 'chimera'"],
+    ),
+    "unknown states": (
+        lambda: parallel(Two(), states="zero4"),
+        ["states is one of 'auto', 'whole', 'zero1'", "or a States", "'zero4'", "remedy: 'zero"],
     ),
     "options of a schedule as text": (
         lambda: parallel(Two(), mesh=Mesh(pp=2), schedule="chimera", schedule_options="pipes=2"),
@@ -444,7 +464,11 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "recompute in another word": (
         lambda: parallel(Two(), recompute="everything"),
-        ["recompute is", "recompute='everything'", '"selective"'],
+        ["recompute is one of 'auto', 'selective', 'full'", "'everything'", "a Recompute"],
+    ),
+    "recompute of a module in another word": (
+        lambda: parallel(Two(), recompute={"up": "ful"}),
+        ["recompute of 'up' is one of 'selective', 'full'", "'ful'", "remedy: 'full'"],
     ),
     "progress as text": (
         lambda: parallel(Two(), progress="yes"),

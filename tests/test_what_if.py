@@ -156,6 +156,19 @@ def test_it_prints_and_becomes_json() -> None:
     assert isinstance(what, WhatIf)
 
 
+def test_numbers_are_said_as_people_write_them() -> None:
+    plan = made("tensor")
+    written = {"nodes": "4", "bandwidth": "100GB/s", "batch": "2x"}
+    for asked, words in (
+        (written, "what if: nodes 4, bandwidth 100GB/s, batch 2x"),
+        ({"nodes": 4.0, "bandwidth": 100e9, "batch": 32}, "nodes 4, bandwidth 100 GB/s, batch 32"),
+    ):
+        what = plan.what_if(**asked)
+        assert words in str(what)
+        then = what.then
+        assert (then.nodes, then.bandwidth, then.sizes.batch) == (4, 100e9, 32)
+
+
 def test_what_does_not_fit_is_said() -> None:
     about = {"cluster": machines(), "mesh": ap.Mesh(dp=4), "mode": "data", "memory": 3e6}
     plan = ap.plan(plain().model, plain().args, **about)
@@ -193,6 +206,8 @@ def wide() -> Plan:
         (lambda: made("tensor"), {"nodes": "0.3x"}, "whole number"),
         (lambda: made("tensor"), {"nodes": True}, "nodes is a number above 0"),
         (lambda: made("tensor"), {"bandwidth": "fast"}, 'bandwidth="2x"'),
+        (lambda: made("tensor"), {"bandwidth": "100 per second"}, 'bandwidth="100GB/s"'),
+        (lambda: made("tensor"), {"nodes": "4GB"}, "nodes is a number above 0"),
         (lambda: made("tensor"), {"nodes": 1, "bandwidth": "2x"}, "inside="),
         (lambda: made("tensor"), {"nodes": 32}, "batch='2x'"),
         (lambda: made("pipeline"), {"batch": 10}, "equal parts of the batch"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autopar.cluster.machines import Device, Host, Link, Node
-from autopar.errors import InvalidInput
+from autopar.errors import require_one_of
 
 # What one device has of its host: a share of the memory and cores of such machines, and what copies
 # from pinned memory reach of the 16 lanes' rate.
@@ -71,10 +71,5 @@ NAMES = tuple(sorted(_PRESETS))
 
 def preset(name: str) -> tuple[Node, Link]:
     """One node of the machine called `name`, and the network between such nodes."""
-    if name not in _PRESETS:
-        raise InvalidInput(
-            "a preset is one of the machines known by name",
-            got=repr(name),
-            remedy=f"one of {', '.join(sorted(_PRESETS))}; or Cluster.load of your own TOML file",
-        )
+    require_one_of("a preset", name, NAMES, "Cluster.load of your own TOML file")
     return _PRESETS[name]

@@ -12,9 +12,7 @@ import errno
 import importlib
 import importlib.util
 import inspect
-import math
 import os
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,8 +34,6 @@ from autopar.pipeline.schedule import Schedule
 from autopar.plan.plan import Plan, SavedPlan
 from autopar.states import NAMED
 
-_UNITS = {"": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
-_UNITS |= {"KIB": 2.0**10, "MIB": 2.0**20, "GIB": 2.0**30, "TIB": 2.0**40}
 SPEC = "file.py:function or package.module:function"
 Call = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]  # with an example of a global batch
 
@@ -208,30 +204,6 @@ def read_mesh(text: str | None) -> Mesh | None:
             )
         sizes[name] = count
     return Mesh(**sizes)
-
-
-def read_bytes(text: str | None) -> float | None:
-    """`40GB`, `512MiB` or a number of bytes."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
-    unit = None if match is None else _UNITS.get(match[2].upper())
-    amount = 0.0 if match is None or unit is None else float(match[1]) * unit
-    if not 0 < amount < math.inf:
-        raise InvalidInput(
-            "an amount of memory is a number with its unit",
-            got=repr(text),
-            remedy="40GB, 512MiB, or a number of bytes",
-        )
-    return amount
-
-
-def read_rate(text: str) -> float:
-    """`100GB`, `100GB/s` or a number."""
-    try:
-        return float(text)
-    except ValueError:
-        return read_bytes(text.removesuffix("/s")) or 0.0
 
 
 def _number(text: str) -> int | str:

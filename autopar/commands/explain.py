@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from autopar.commands.arguments import SPEC, add_model, load_plan, read_rate
+from autopar.commands.arguments import SPEC, add_model, load_plan
 from autopar.commands.plan import add_plan, decided, make_plan
 from autopar.commands.printing import show, show_json
 from autopar.errors import InvalidInput
@@ -66,9 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def read_changes(text: str | None) -> dict[str, str | float]:
+def read_changes(text: str | None) -> dict[str, Any]:
     """`nodes=4,bandwidth=2x` as arguments of `what_if`."""
-    found: dict[str, str | float] = {}
+    found: dict[str, str] = {}
     for part in () if text is None else text.split(","):
         name, equals, value = (word.strip() for word in part.partition("="))
         if not equals or name not in CHANGES or name in found:
@@ -77,7 +77,7 @@ def read_changes(text: str | None) -> dict[str, str | float]:
                 got=repr(part),
                 remedy="--what-if nodes=4,bandwidth=2x,sequence=32768",
             )
-        found[name] = value if value.lower().endswith("x") else read_rate(value)
+        found[name] = value
     return found
 
 

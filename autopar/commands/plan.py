@@ -15,7 +15,6 @@ from autopar.commands.arguments import (
     check_out,
     complete_with,
     load_call,
-    read_bytes,
     read_cluster,
     read_decisions,
 )
@@ -56,7 +55,7 @@ def make_plan(spec: str, arguments: argparse.Namespace) -> Plan:
     options = {
         **read_decisions(arguments),
         "cluster": read_cluster(arguments.cluster, arguments.nodes),
-        "memory": read_bytes(arguments.memory),
+        "memory": arguments.memory,
     }
     model, args, kwargs = load_call(spec)
     with warnings.catch_warnings():

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from numbers import Real
 from typing import Any
 
 from autopar.capture.again import captured_again
@@ -31,8 +31,10 @@ from autopar.planner.request import AXIS, Request
 from autopar.planner.verdict import refuse_random, require_rules
 from autopar.progress import reporter
 from autopar.search.smallest_footprint import NothingFits
+from autopar.units import read_bytes, scaled
 
 Change = float | str  # what something becomes, or how many times as much, as "2x"
+_RATES = ("bandwidth", "inside")
 _TIMES = re.compile(r"\s*(\d+(?:\.\d+)?(?:e-?\d+)?)\s*x\s*", re.IGNORECASE)
 
 
@@ -48,7 +50,7 @@ class _Changes:
 
     def __str__(self) -> str:
         said = {field.name: getattr(self, field.name) for field in fields(self)}
-        return ", ".join(f"{name} {value}" for name, value in said.items() if value is not None)
+        return ", ".join(f"{n} {_said(n, v)}" for n, v in said.items() if v is not None)
 
 
 def what_if(
@@ -63,7 +65,7 @@ def what_if(
 ) -> WhatIf:
     """What a step of the same decisions would take with this many `nodes`, this `bandwidth` of each
     node's way out, and of links `inside` of nodes (bytes/s), with inputs of another `batch` or
-    `sequence`. Each is a number, or how many times as much: "2x".
+    `sequence`. Each is a number, of bytes also as "100GB/s", or how many times as much: "2x".
 
     With the nodes grows the axis of the mesh that cuts the batch (or else the sequence), and the
     global batch stays, if not told otherwise. `search`: decide anew there, too, all free."""
@@ -227,13 +229,31 @@ def _count(name: str, given: Change | None, now: int | None, what: str) -> int |
 
 def _changed(name: str, given: Any, now: float) -> float:
     """What is given, or so many times what is now."""
-    match = _TIMES.fullmatch(given) if isinstance(given, str) else None
-    is_number = isinstance(given, Real) and not isinstance(given, bool)
-    value = float(match[1]) * now if match else float(given) if is_number else math.nan
+    value = _read(name, given, now)
     if not 0 < value < math.inf:
+        other = '"100GB/s"' if name in _RATES else f"{2 * now:g}"
         raise InvalidInput(
             f"{name} is a number above 0, or how many times as much as now",
             got=repr(given),
-            remedy=f'{name}={2 * now:g}, or {name}="2x"',
+            remedy=f'{name}={other}, or {name}="2x"',
         )
     return value
+
+
+def _read(name: str, given: Any, now: float) -> float:
+    if not isinstance(given, str):
+        return read_bytes(given)
+    if match := _TIMES.fullmatch(given):
+        return float(match[1]) * now
+    if name in _RATES:
+        return read_bytes(given.removesuffix("/s"))
+    with suppress(ValueError):
+        return float(given)
+    return math.nan
+
+
+def _said(name: str, given: Any) -> str:
+    """What is given, as people write it."""
+    if isinstance(given, str) or not math.isfinite(read_bytes(given)):
+        return str(given)
+    return scaled(given, "B/s") if name in _RATES else f"{given:.15g}"

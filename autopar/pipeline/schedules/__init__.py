@@ -18,7 +18,7 @@ from contextlib import suppress
 from math import prod
 from typing import Any
 
-from autopar.errors import InvalidInput
+from autopar.errors import InvalidInput, require_one_of
 from autopar.pipeline.checker import check
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.schedules.registry import GENERATORS, positive
@@ -38,12 +38,7 @@ def schedule(name: str, *, stages: int, microbatches: int, **options: Any) -> Sc
     `microbatches` counts all pipes together. A schedule with several chunks on a rank cuts the
     model into `stages` x chunks stages.
     """
-    if not isinstance(name, str) or name not in GENERATORS:
-        raise InvalidInput(
-            "a schedule is known by its name",
-            got=repr(name),
-            remedy=f"choose one of {', '.join(NAMES)}; autopar.pipeline.load reads one from a file",
-        )
+    require_one_of("a schedule", name, NAMES, "what autopar.pipeline.load reads from a file")
     for label, value in (("stages", stages), ("microbatches", microbatches)):
         positive("a schedule", label, value)
     known = option_names(name)
