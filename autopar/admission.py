@@ -27,6 +27,7 @@ from autopar.planner.verdict import named_statistics, refuse_random, require_rul
 from autopar.runtime.outputs import FORMS, OutputsLike
 from autopar.schema import is_count
 from autopar.strategies.node_info import info
+from autopar.units import counted
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -130,6 +131,20 @@ def validate_example(args: tuple, kwargs: Mapping[str, Any] | None) -> None:
             )
 
 
+def require_loss(captured: Captured, profile: int) -> None:
+    """Refuse to run steps of a model whose loss is made outside of it, before it is planned."""
+    try:
+        _ = captured.loss_index
+    except InvalidInput as error:
+        raise InvalidInput(
+            "profile= runs whole steps with the loss that the model returns: one differentiable "
+            "number, or one called 'loss', or the first of a tuple",
+            got=f"profile={profile} of a model with {error.got}",
+            remedy="return the loss from forward, or leave profile= out, which takes the plan "
+            "that is predicted fastest",
+        ) from None
+
+
 def validate_outputs(place: str, outputs: object) -> None:
     """Refuse pieces of outputs where one process has all of them."""
     require_one_of("outputs", outputs, FORMS)
@@ -146,7 +161,7 @@ def validate_pieces(outputs: str, stages: int) -> None:
     if outputs != "whole" and stages:
         raise InvalidInput(
             "outputs of a pipeline are whole: some ranks make them, and send them to all",
-            got=f"outputs={outputs!r} with a program in {stages} stages",
+            got=f"outputs={outputs!r} with a program in {counted(stages, 'stage')}",
             remedy='outputs="whole", or pipeline=None',
         )
 

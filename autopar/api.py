@@ -160,8 +160,8 @@ class _Call:
         """The plan that this process carries out, by itself; or those of which it is one."""
         self.values.accept()
         if plan is None:
-            most = self.running.profile or 1
-            found = make_plans(self.model, self.args, self.kwargs, self.options, most)
+            about = self.model, self.args, self.kwargs, self.options
+            found = make_plans(*about, self.running.profile)
         else:
             found = [plan.attach(self.model, self.args, self.kwargs)]
         require_constants(found[0].original)
@@ -210,7 +210,6 @@ class _Call:
                     raise
         if self.running.profile is None:
             return runnable[0]
-        _ = runnable[0].original.loss_index  # refuses a model without a loss
 
         def build(plan: Plan) -> ParallelModule:
             about, compiler = plan.program, self.compiler(plan, device)

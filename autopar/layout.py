@@ -211,7 +211,7 @@ class Layout:
         if len(shape) != self.ndim:
             raise InvalidInput(
                 "a layout names every dim of its tensor, once",
-                got=f"{self} has {self.ndim} dims, the tensor has shape {tuple(shape)}",
+                got=f"{self}, and the tensor has shape {tuple(shape)}",
                 remedy=f"give {len(shape)} entries, None for a dim that is not cut",
                 source=source,
             )

@@ -34,7 +34,7 @@ from autopar.progress import Report
 from autopar.recompute import Again, Recompute
 from autopar.schema import FURTHEST, is_count
 from autopar.states import NAMED, States
-from autopar.units import read_bytes
+from autopar.units import counted, read_bytes
 
 DEFAULT = "1f1b"
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -262,7 +262,7 @@ def read_request(options: PlanOptions) -> Request:
         if mesh is None and options.mode == "propagate" and cluster.devices > 1:
             raise InvalidInput(
                 'mode="propagate" spreads annotations over a mesh that is given',
-                got=f"no mesh, and {cluster.devices} devices",
+                got=f"no mesh, and {counted(cluster.devices, 'device')}",
                 remedy=f'mesh=Mesh(dp={cluster.devices}), or mode="auto", which chooses one',
             )
         return replace(request, mesh=mesh, stages=1, microbatches=count)
@@ -328,7 +328,7 @@ def _axis_to_make(pipeline: str | int, devices: int) -> tuple[str, int | None]:
         if devices % int(pipeline):
             raise InvalidInput(
                 "the stages of a pipeline share the devices of the cluster evenly",
-                got=f"pipeline={pipeline} on {devices} devices",
+                got=f"pipeline={pipeline} on {counted(devices, 'device')}",
                 remedy='a divisor of the number of devices, or pipeline="auto"',
             )
         return AXIS, int(pipeline)
@@ -352,8 +352,9 @@ def _schedule(options: PlanOptions, ranks: int, count: int | None) -> Schedule:
         if words or given.ranks != ranks or count not in (1, given.microbatches):
             raise InvalidInput(
                 "a finished schedule fits the mesh and the micro-batches, and takes no options",
-                got=f"a schedule of {given.ranks} ranks and {given.microbatches} micro-batches for "
-                f"{ranks} ranks and {count} micro-batches, options {words}",
+                got=f"a schedule of {counted(given.ranks, 'rank')} and "
+                f"{counted(given.microbatches, 'micro-batch')} for {counted(ranks, 'rank')} and "
+                f"{counted(count, 'micro-batch')}, options {words}",
                 remedy="make the schedule for this mesh, or give its name",
             )
         check(given)

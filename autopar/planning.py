@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.admission import admit
+from autopar.admission import admit, require_loss
 from autopar.capture import capture
 from autopar.capture.dynamic import DynamicShapes, read_dynamic
 from autopar.capture.failure import check_call
@@ -93,18 +93,24 @@ def make_plan(
     model: nn.Module, args: tuple, kwargs: Mapping[str, Any] | None, options: PlanOptions
 ) -> Plan:
     """The same with the options as one value."""
-    return make_plans(model, args, kwargs, options, 1)[0]
+    return make_plans(model, args, kwargs, options)[0]
 
 
 def make_plans(
-    model: nn.Module, args: tuple, kwargs: Mapping[str, Any] | None, options: PlanOptions, most: int
+    model: nn.Module,
+    args: tuple,
+    kwargs: Mapping[str, Any] | None,
+    options: PlanOptions,
+    profile: int | None = None,
 ) -> list[Plan]:
-    """The fastest plans that differ, the best first: at most so many."""
-    request = replace(read_request(options), wanted=most)
+    """The fastest plans that differ, the best first: at most as many as steps will be run of."""
+    request = replace(read_request(options), wanted=profile or 1)
     with reporter(options.progress) as report:
         report("capture", type(model).__name__)
         dynamic = _declared(model, args, kwargs, options)
         captured = capture(model, args, kwargs, options.precision)
+        if profile is not None:
+            require_loss(captured, profile)
         admitted = admit(captured, request, options)
 
         def planner_of(asked: Request) -> DeepPlanner:

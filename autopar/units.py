@@ -2,6 +2,8 @@
 
 >>> seconds_text(0.0186), bytes_text(3.2e9), share_text(0.0)
 ('18.6 ms', '3.2 GB', '0%')
+>>> counted(1, "node"), counted(2, "node"), counted(1024, "micro-batch")
+('1 node', '2 nodes', '1,024 micro-batches')
 >>> read_bytes("40GB"), read_bytes("512 MiB"), read_bytes(4e9)
 (40000000000.0, 536870912.0, 4000000000.0)
 """
@@ -18,6 +20,7 @@ _WIDEST = 64  # characters of a column
 # What no text of a page or picture may hold: most control characters, halves of pairs.
 _UNSEEN = re.compile("[^\t\n\r\x20-\x7e\x80-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
+_PLURALS = {"axis": "axes", "copy": "copies"}
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _BYTES = {"": 1.0, "B": 1.0} | {f"{name.upper()}B": size for size, name in _PREFIXES}
@@ -35,7 +38,21 @@ def seconds_text(seconds: float) -> str:
 
 def bytes_text(count: float, digits: int = 3) -> str:
     """`3.2 GB`."""
-    return f"{count:.0f} bytes" if abs(count) < 1e3 else scaled(count, "B", digits)
+    return counted(round(count), "byte") if abs(count) < 1e3 else scaled(count, "B", digits)
+
+
+def counted(number: int, word: str) -> str:
+    """`1 node`, `2 nodes`, `1,024 micro-batches`."""
+    return f"{number:,} {plural(word, number)}"
+
+
+def plural(word: str, number: int) -> str:
+    """The word for so many: `node`, `nodes`."""
+    if number == 1:
+        return word
+    if word in _PLURALS:
+        return _PLURALS[word]
+    return word + ("es" if word.endswith(("ch", "s", "x")) else "s")
 
 
 def read_bytes(given: object) -> float:

@@ -35,6 +35,7 @@ from autopar.runtime.module import ParallelModule
 from autopar.runtime.values import require_data
 from autopar.runtime.virtual import VirtualGraph
 from autopar.strategies.node_info import info
+from autopar.units import counted
 from autopar.verification.references import (
     Call,
     CapturedModule,
@@ -298,7 +299,7 @@ def _of_statistics(plan: Plan) -> Difference | None:
     statistics = batch_statistics(plan.original)
     if not statistics or plan.microbatches == 1:
         return None
-    sides = "of the batch", f"of each of {plan.microbatches} micro-batches"
+    sides = "of the batch", f"of each of {counted(plan.microbatches, 'micro-batch')}"
     where = f"statistics of {named_statistics(statistics)}"
     return Difference("captured and parallel", where, sides, info(statistics[0]).source)
 
@@ -306,7 +307,11 @@ def _of_statistics(plan: Plan) -> Difference | None:
 def _how(plan: Plan) -> str:
     """The schedule, the micro-batches and how much is cut, to stand behind the mesh."""
     schedule = f", {plan.pipelining.schedule.name}" if plan.pipelining else ""
-    slices = f", {plan.microbatches} micro-batches" if plan.microbatches > 1 else ""
+    slices = f", {counted(plan.microbatches, 'micro-batch')}" if plan.microbatches > 1 else ""
     cut = sum(not layout.is_replicated for layout in plan.layouts.values())
-    share = f"{cut} of {len(plan.layouts)} values cut" if cut else "every rank runs all of it"
+    share = (
+        f"{cut} of {counted(len(plan.layouts), 'value')} cut"
+        if cut
+        else "every rank runs all of it"
+    )
     return f"{schedule}{slices}; {share}"

@@ -124,6 +124,27 @@ def test_blocks_print_as_one():
     assert text.splitlines()[0].startswith("plan on Mesh(dp=2, tp=2), four")
 
 
+def test_a_mesh_of_some_devices_says_which_are_used():
+    about = {"cluster": ap.Cluster.preset("dgx-a100", nodes=2), "mesh": ap.Mesh(dp=5)}
+    plan = ap.plan(wide(), (torch.randn(20, 256, dtype=torch.float64),), **about)
+    lines = str(plan).splitlines()
+    assert "5 of 16 devices used, 5 x A100 80 GB in 1 node" in lines[0]
+    assert "  not used   3 of 8 x A100 80 GB in node 0" in lines
+    assert "  not used   8 of 8 x A100 80 GB in node 1" in lines
+
+
+def test_a_model_without_a_loss_says_what_is_priced():
+    model, x = nn.Linear(16, 16), torch.randn(8, 16)
+    for learns in (True, False):
+        text = str(ap.plan(model.requires_grad_(learns), (x,), cluster=CLUSTER, mesh=MESH))
+        assert "  loss       none in the model: priced are forward, " in text
+        assert ("backward of all its outputs, " in text) == learns
+    case = mlp()
+    assert "none in the model" not in str(
+        ap.plan(case.model, case.args, cluster=CLUSTER, mesh=MESH)
+    )
+
+
 def test_the_page_as_json(made):
     data = json.loads(json.dumps(made.to_json()))
     assert data["cost"]["seconds"] == made.cost.seconds

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 import autopar as ap
+from autopar.capture import capture
+from autopar.capture.sizes import Sizes, sizes_of
 from autopar.cluster.machines import Link, Node
 from autopar.errors import InvalidInput
 from autopar.plan.plan import Plan, SavedPlan
@@ -189,6 +192,51 @@ class Wide(nn.Module):
         return self.down(self.up(x)).square().mean()
 
 
+class Reading(nn.Module):
+    """Reads its first input by some layers, in the order of their results."""
+
+    def __init__(self, *layers: nn.Module, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.layers, self.dtype = nn.Sequential(*layers), dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x if self.dtype is None else x.to(self.dtype)).square().mean()
+
+
+class Shifted(nn.Module):
+    """Takes its tokens and its labels from one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(8, 4), nn.Linear(4, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.table(ids[:, :-1]))
+        return cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+TOKENS, FLOATS = torch.ones(4, 6, dtype=torch.long), torch.randn(4, 6, 5)
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "sequence"),
+    [
+        (Reading(nn.Embedding(8, 4), nn.Linear(4, 4)), TOKENS, 6),
+        (Shifted(), TOKENS, 6),
+        (Reading(nn.Embedding(8, 4), nn.Flatten(1), nn.Linear(24, 4)), TOKENS, None),  # categories
+        (Reading(nn.Linear(6, 4), dtype=torch.float32), TOKENS, None),
+        (Reading(nn.Linear(6, 4), dtype=torch.float32), TOKENS.bool(), None),
+        (Reading(nn.LayerNorm(5), nn.Linear(5, 4)), FLOATS, 6),
+        (Reading(nn.Flatten(1), nn.Linear(30, 4)), FLOATS, None),  # pictures
+        (Reading(nn.Conv1d(6, 4, 3)), FLOATS, None),  # channels
+        (Reading(nn.Linear(6, 4)), FLOATS[..., 0], None),  # features
+    ],
+)
+def test_a_sequence_is_told_from_features(model, x, sequence) -> None:
+    captured = capture(model, (x,))
+    assert sizes_of(captured) == Sizes(4, sequence)
+
+
 @lru_cache
 def wide() -> Plan:
     model = Wide()
@@ -213,7 +261,11 @@ def wide() -> Plan:
         (lambda: made("pipeline"), {"batch": 10}, "equal parts of the batch"),
         (lambda: made("pipeline"), {"nodes": 3, "batch": "many"}, "batch is a number above 0"),
         (lambda: wide(), {"nodes": 4}, "search=True"),
-        (lambda: wide(), {"sequence": 4}, "a sequence, the second dim"),
+        (
+            lambda: wide(),
+            {"sequence": 4},
+            r"a sequence: the second dim.*\n.*for f32\[8, 16\], which",
+        ),
         (lambda: SavedPlan.of(made("tensor")), {"nodes": 4}, "attach it"),
     ],
 )

@@ -25,6 +25,7 @@ from autopar._torch import DeclaredDim, declared_dim
 from autopar.errors import InvalidInput
 from autopar.lines import shorten
 from autopar.schema import Index, Size
+from autopar.units import counted
 
 _RULE = "dynamic_shapes says of inputs, nested as these are, which dims vary, as torch.export takes"
 _REMEDY = 'by name, as {"ids": {0: torch.export.Dim("batch", max=64)}}, or in order, as ({0: ...},)'
@@ -283,7 +284,7 @@ def _entries(name: str, spec: Any, value: Tensor) -> list[tuple[int, Any]]:
             return pairs
     elif isinstance(spec, list | tuple) and len(spec) == value.ndim:
         return list(enumerate(spec))
-    raise _wrong(f"{shorten(repr(spec))} for {name}, a tensor of {value.ndim} dims")
+    raise _wrong(f"{shorten(repr(spec))} for {name}, a tensor of {counted(value.ndim, 'dim')}")
 
 
 def _declared(name: str, dim: int, entry: Any, size: int) -> DeclaredDim | None:

@@ -29,6 +29,7 @@ from autopar.capture.listing import operator_name, type_text
 from autopar.capture.marker import ANNOTATE, Annotation
 from autopar.capture.writes import Write
 from autopar.strategies.node_info import info
+from autopar.units import counted
 
 _SHOWN = 4  # differences of one sort that a message lists
 _PLAIN = (int, float, bool, str, complex, type(None), torch.dtype)
@@ -89,7 +90,9 @@ class Fingerprint:
         lines = [
             f"{one}{place}\n  not {two}" for (one, two), place in zip(pairs, places) if one != two
         ]
-        return lines[:1] + ([f"and {len(lines) - 1} more operators"] if len(lines) > 1 else [])
+        return lines[:1] + (
+            [f"and {counted(len(lines) - 1, 'more operator')}"] if len(lines) > 1 else []
+        )
 
     def _other_constants(self, other: Fingerprint) -> list[str]:
         """Those whose values differ, as far as both sides know them."""

@@ -23,6 +23,7 @@ from autopar import _torch
 from autopar.capture.source import is_users
 from autopar.errors import InvalidInput
 from autopar.lines import caller, describe, frames_to_caller
+from autopar.units import counted
 
 _ON_TENSORS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 _SEEDS = ("manual_seed", "seed", "initial_seed")  # that are set or asked
@@ -92,7 +93,7 @@ def warn_of_memory(lines: Sequence[str | None]) -> None:
     if not lines:
         return
     others = len(dict.fromkeys(lines)) - 1
-    more = f" and {others} more lines" if others else ""
+    more = f" and {counted(others, 'more line')}" if others else ""
     warnings.warn(
         f"{lines[0]}{more}: save_on_cpu changes nothing in a captured program; activations are "
         "kept where they are made",

@@ -20,6 +20,7 @@ from autopar.layout import TensorType
 from autopar.mesh import Mesh
 from autopar.strategies.node_info import flat, info
 from autopar.strategies.results import has_results, is_result, tensor_arguments
+from autopar.units import counted
 
 Invariant = Callable[[fx.Graph, Mesh | None], None]
 
@@ -148,7 +149,7 @@ def has_wants(graph: fx.Graph, mesh: Mesh | None) -> None:
         wants = node.meta.get("wants")
         count = len(_inputs(node))
         if wants is None or len(wants) != count:
-            got = f"{'none' if wants is None else len(wants)} for {count} inputs"
+            got = f"{'none' if wants is None else len(wants)} for {counted(count, 'input')}"
             _fail("a node has one wish for each tensor input", node, got)
         for source, want in zip(_inputs(node), wants):
             if want.layout.ndim != info(source).val.ndim:

@@ -36,7 +36,7 @@ from autopar.cluster.presets import preset
 from autopar.errors import InvalidInput, written
 from autopar.mesh import Mesh
 from autopar.schema import MOST, Count, Index, is_count
-from autopar.units import scaled
+from autopar.units import counted, plural, scaled
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,9 @@ class Cluster:
         if any(wider % size or wider == size for size, wider in itertools.pairwise(sizes)):
             raise InvalidInput(
                 "each level has groups of several of the level below it",
-                got=", ".join(f"{level.name} of {level.nodes} nodes" for level in self.levels),
+                got=", ".join(
+                    f"{level.name} of {counted(level.nodes, 'node')}" for level in self.levels
+                ),
                 remedy="as in levels of 4 and of 32 nodes",
             )
         counts = [node.devices for node in self.nodes]
@@ -95,7 +97,7 @@ class Cluster:
         if self.devices > MOST:
             raise InvalidInput(
                 f"a cluster has at most {MOST} devices",
-                got=f"{self.devices} devices in {len(self.nodes)} nodes",
+                got=f"{counted(self.devices, 'device')} in {counted(len(self.nodes), 'node')}",
                 remedy="plan for a part of it",
             )
 
@@ -203,7 +205,7 @@ class Cluster:
         if mesh.size > self.devices:
             raise InvalidInput(
                 "a mesh has at most as many ranks as the cluster has devices",
-                got=f"{mesh}: {mesh.size} ranks on {self.devices} devices",
+                got=f"{mesh}: {counted(mesh.size, 'rank')} on {counted(self.devices, 'device')}",
                 remedy="make the mesh smaller or add nodes",
             )
 
@@ -241,6 +243,20 @@ class Cluster:
     def _links(self) -> Links:
         return Links(self.nodes, self.used_of_nodes, self.network, self.levels)
 
+    def first(self, ranks: int) -> Cluster:
+        """The same with no more devices used than a mesh of so many ranks takes."""
+        ends = itertools.accumulate(self.used_of_nodes)
+        used = (min(n, max(0, ranks - end + n)) for n, end in zip(self.used_of_nodes, ends))
+        return replace(self, used=tuple(used))
+
+    @property
+    def taken(self) -> str:
+        """Which devices take ranks, in words."""
+        every = sum(node.devices for node in self.nodes)
+        some = f"{self.devices} of {every} devices used, " if self.devices < every else ""
+        nodes = counted(sum(used > 0 for used in self.used_of_nodes), "node")
+        return f"{some}{self.devices} x {self.device.name} in {nodes}"
+
     def to_form(self) -> ClusterForm:
         runs = (EqualNodes(*_fields(node), count=count) for node, count in self._runs())
         return ClusterForm(self.name, self.network, tuple(runs), self.levels, self.used)
@@ -255,7 +271,9 @@ class Cluster:
         return [(node, len(list(run))) for node, run in itertools.groupby(self.nodes)]
 
     def __str__(self) -> str:
-        lines = [f"{self.name}: {self.devices} devices in {len(self.nodes)} nodes"]
+        lines = [
+            f"{self.name}: {counted(self.devices, 'device')} in {counted(len(self.nodes), 'node')}"
+        ]
         for node, count in self._runs():
             device = node.device
             rates = ", ".join(f"{t} {scaled(rate, 'FLOP/s')}" for t, rate in device.flops.items())
@@ -272,7 +290,7 @@ class Cluster:
             lines.append(f"  between: {_link_text(self.network)} for each node")
         for level in self.levels:
             link = _link_text(Link(level.alpha, level.bandwidth))
-            lines.append(f"  {level.name}: {link} for each {level.nodes} nodes")
+            lines.append(f"  {level.name}: {link} for each {counted(level.nodes, 'node')}")
         return "\n".join([*lines, *(f"  not used: {idle}" for idle in self.idle)])
 
     @property
@@ -287,7 +305,7 @@ class Cluster:
         found = []
         for what, some in itertools.groupby(rows, key=lambda row: row[0]):
             numbers = [str(number) for _, number in some]
-            found.append(f"{what} in node{'s' * (len(numbers) > 1)} {', '.join(numbers)}")
+            found.append(f"{what} in {plural('node', len(numbers))} {', '.join(numbers)}")
         return found
 
 

@@ -36,7 +36,7 @@ from autopar.mesh import Mesh
 from autopar.progress import Report, reporter
 from autopar.runtime.launch import Say, launch
 from autopar.runtime.timing import in_turns, step_seconds
-from autopar.units import seconds_text
+from autopar.units import counted, seconds_text
 
 ROUNDS, WARM = 7, 2
 WIDTH, HIDDEN, HEADS, LAYERS, SEQUENCE, VOCABULARY = 192, 768, 6, 2, 64, 4096
@@ -194,7 +194,7 @@ def _ranks(asked: int | None, in_world: bool) -> int:
 
 def _constants(ranks: int, report: Report, again: bool) -> Cluster:
     """The machine as single operators and collectives show it: of GPUs, by their kind."""
-    report("constants", f"operators and collectives of {ranks} processes")
+    report("constants", f"operators and collectives of {counted(ranks, 'process')}")
     if again:
         local_node(ranks, again=True)
     if torch.cuda.is_available():

@@ -18,6 +18,7 @@ from autopar.pipeline.schedules import NAMES, option_names, schedule
 from autopar.pipeline.simulator import simulate
 from autopar.pipeline.synchronization import MODES
 from autopar.pipeline.timeline import Timeline, draw
+from autopar.units import counted
 
 # Options of schedules that are also costs of the simulation: a plan is made for the same times.
 COSTS = ("forward", "backward", "backward_weight", "latency")
@@ -139,11 +140,11 @@ def _summary(timeline: Timeline) -> str:
     path = timeline.critical_path
     split = f" + {path.weights} W" if path.weights else ""
     lines = [
-        f"weights           {timeline.schedule.pipes} copies of each stage",
+        f"weights           {counted(timeline.schedule.pipes, 'copy')} of each stage",
         f"peak activations  {' '.join(f'{kept:g}' for kept in timeline.peak_activations)}",
         f"idle              {' '.join(f'{idle:g}' for idle in timeline.idle)}",
         f"critical path     {path.forwards} F + {path.backwards} B{split}, "
-        f"{path.messages} messages",
+        f"{counted(path.messages, 'message')}",
     ]
     if timeline.synchronizations:
         lines.append(

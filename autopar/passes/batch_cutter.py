@@ -28,6 +28,7 @@ from autopar.strategies import localize_arguments, tensor_inputs, traits_of
 from autopar.strategies.kernels.draws import Place
 from autopar.strategies.node_info import info
 from autopar.strategies.results import has_results, is_result, maker, place_of
+from autopar.units import counted
 
 aten = torch.ops.aten
 AXIS = "microbatch"
@@ -176,7 +177,8 @@ class Cutter:
         if name in self.constants and status != SAME:
             pieces = self.constants[name].chunk(self.count, int(status))
             if not all(torch.equal(pieces[0], piece) for piece in pieces[1:]):
-                table = f"a table {tuple(value.shape)} over the {value.shape[int(status)]} samples"
+                size = value.shape[int(status)]
+                table = f"a table {tuple(value.shape)} over {counted(size, 'sample')}"
                 _refuse(node, f"{table} is a constant that differs from sample to sample", TABLE)
             self.constants[name] = pieces[0].clone()
         self.status[name] = status

@@ -12,6 +12,7 @@ from autopar.errors import InvalidInput
 from autopar.passes.flow import Flow
 from autopar.passes.stages import Cut
 from autopar.strategies.node_info import info
+from autopar.units import plural
 
 
 def cut_like(flow: Flow, like: Cut) -> Cut:
@@ -58,4 +59,4 @@ def _stages(
 
 
 def _listed(stages: tuple[int, ...]) -> str:
-    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+    return f"{plural('stage', len(stages))} {', '.join(map(str, stages))}"

@@ -22,6 +22,7 @@ from functools import partial
 from autopar.errors import InvalidInput
 from autopar.pipeline.execution import run
 from autopar.pipeline.schedule import KINDS, MOST_UNLISTED, Action, Schedule
+from autopar.units import counted
 
 SHOWN = 6
 
@@ -61,14 +62,15 @@ def check(schedule: Schedule, of_call: bool = False) -> None:
 
 def _placement(schedule: Schedule) -> Iterator[str]:
     if schedule.microbatches < 1 or schedule.parts < 1:
-        yield f"{schedule.microbatches} micro-batches in {schedule.parts} parts"
+        batches = counted(schedule.microbatches, "micro-batch")
+        yield f"{batches} in {counted(schedule.parts, 'part')}"
     if not schedule.placement or not schedule.placement[0]:
         yield "no stage"
         return
     held: dict[tuple[int, int], int] = {}
     for pipe, ranks in enumerate(schedule.placement):
         if len(ranks) != schedule.stages:
-            yield f"pipe {pipe} has {len(ranks)} stages, pipe 0 has {schedule.stages}"
+            yield f"pipe {pipe} has {counted(len(ranks), 'stage')}, pipe 0 has {schedule.stages}"
         for stage, rank in enumerate(ranks):
             if not 0 <= rank < schedule.ranks:
                 yield f"stage {stage} of pipe {pipe} on rank {rank} of {schedule.ranks}"
@@ -82,9 +84,8 @@ def _listed(schedule: Schedule) -> Iterator[str]:
     listed = sum(len(action.microbatches) for _, action in schedule.actions)
     wanted = schedule.all_parts * schedule.stages
     if wanted > max(MOST_UNLISTED, listed):
-        yield (
-            f"{listed} actions for {schedule.all_parts} micro-batches on {schedule.stages} stages"
-        )
+        batches, stages = counted(schedule.all_parts, "micro-batch"), schedule.stages
+        yield f"{counted(listed, 'action')} for {batches} on {counted(stages, 'stage')}"
 
 
 def _named(schedule: Schedule) -> Iterator[str]:
@@ -95,7 +96,8 @@ def _named(schedule: Schedule) -> Iterator[str]:
         if action.kind not in KINDS:
             yield f"rank {rank}: {action}: kind is not one of {', '.join(KINDS)}"
         elif not (0 <= pipe < pipes and 0 <= stage < stages):
-            yield f"rank {rank}: {action}: there are {pipes} pipes of {stages} stages"
+            of_stages = counted(stages, "stage")
+            yield f"rank {rank}: {action}: there are {counted(pipes, 'pipe')} of {of_stages}"
         elif placement[pipe][stage] != rank:
             yield f"rank {rank}: {action} belongs on rank {placement[pipe][stage]}"
         elif not microbatches or min(microbatches) < 0 or max(microbatches) >= parts:
@@ -134,7 +136,9 @@ def _complete(schedule: Schedule, back: bool) -> Iterator[str]:
         rank = f"rank {schedule.placement[pipe][stage]}: " if pipe >= 0 else ""
         named = {kind: Action(kind, max(pipe, 0), stage, (microbatch,)) for kind in KINDS}
         faults = [
-            f"{named[kind]} {counts[kind][key]} times" for kind in KINDS if counts[kind][key] > 1
+            f"{named[kind]} {counted(counts[kind][key], 'time')}"
+            for kind in KINDS
+            if counts[kind][key] > 1
         ]
         if not f:
             faults.append(f"no {named['F']}")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from autopar.errors import InvalidInput
 from autopar.pipeline.schedule import KINDS, Kind
+from autopar.units import counted
 
 Costs = float | Sequence[float]
 StageTimes = dict[Kind, tuple[float, ...]]  # of one micro-batch on each stage, by kind of action
@@ -32,9 +33,9 @@ def per_stage(name: str, cost: Costs, stages: int, divisor: float = 1) -> tuple[
         values = tuple(float(value) for value in cost)
     else:
         raise InvalidInput(
-            f"{name} is one number, or one for each of the {stages} stages",
+            f"{name} is one number, or one for each of {counted(stages, 'stage')}",
             got=f"{name}={cost!r}",
-            remedy=f"give a number or {stages} numbers",
+            remedy=f"give a number or {counted(stages, 'number')}",
         )
     if not all(math.isfinite(value) and value >= 0 for value in values):
         raise InvalidInput(

@@ -23,6 +23,7 @@ from autopar._torch import profiling
 from autopar.errors import InvalidInput
 from autopar.pipeline.schedule import WORDS, Action, Schedule
 from autopar.pipeline.worker import Value, Worker
+from autopar.units import counted
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class RankRunner:
         if earlier is not None and earlier.left:
             raise InvalidInput(
                 "steps are recorded by one recording at a time",
-                got=f"another, while {earlier.left} steps of the first are to come",
+                got=f"another, while {counted(earlier.left, 'step')} of the first are to come",
                 remedy="make these steps first, or stop() the first",
             )
         self._recorder = weakref.ref(recorder)

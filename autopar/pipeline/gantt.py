@@ -9,7 +9,7 @@ from functools import cached_property
 
 from autopar.drawing import Axis, Drawing
 from autopar.pipeline.schedule import WORDS, Action, Schedule
-from autopar.units import share_text
+from autopar.units import counted, share_text
 
 _WIDTH, _LEFT, _ROW, _GAP, _ABOVE, _BELOW = 960.0, 56.0, 22.0, 4.0, 26.0, 22.0
 _EACH = 3000  # actions that are boxes of their own
@@ -47,8 +47,9 @@ class Gantt:
         made = self.schedule
         height = _ABOVE + made.ranks * (_ROW + _GAP) + _BELOW
         label = (
-            f"{made.name}: {made.ranks} ranks, {made.microbatches} micro-batches, step "
-            f"{self.unit(self.end)}, idle {self.idle}"
+            f"{made.name}: {counted(made.ranks, 'rank')}, "
+            f"{counted(made.microbatches, 'micro-batch')}, step {self.unit(self.end)}, "
+            f"idle {self.idle}"
         )
         picture = Drawing(_WIDTH, height, label)
         axis = Axis(0.0, max(self.end, until), _LEFT, _WIDTH - 24)

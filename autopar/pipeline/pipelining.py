@@ -10,6 +10,8 @@ from autopar.mesh import Mesh
 from autopar.pipeline.notation import from_text
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.stages.costs import SharedSum, StageCost, imbalance
+from autopar.pipeline.words import schedule_words
+from autopar.units import counted
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,10 @@ class Pipelining:
 
     def __str__(self) -> str:
         made = self.schedule
-        options = "".join(f", {name}={value}" for name, value in made.options)
+        how, count = schedule_words(made.name, dict(made.options)), len(self.stages)
         lines = [
-            f"pipeline over {self.axis}: {made.name}{options}, {len(self.stages)} stages, "
-            f"{made.microbatches} micro-batches, imbalance {imbalance(self.stages):.0%}"
+            f"pipeline over {self.axis}: {how}, {counted(count, 'stage')}, "
+            f"{counted(made.microbatches, 'micro-batch')}, imbalance {imbalance(self.stages):.0%}"
         ]
         for index, stage in enumerate(self.stages):
             ranks = ", ".join(map(str, made.replicas_of(index)))

@@ -11,6 +11,7 @@ from autopar.errors import require_ending, written
 from autopar.pipeline.activation_counts import Live, live_microbatches
 from autopar.pipeline.gantt import Gantt
 from autopar.pipeline.schedule import Action, Schedule
+from autopar.units import counted
 
 WIDTH = 160  # columns
 
@@ -167,8 +168,9 @@ def draw(timeline: Timeline, width: int = WIDTH) -> str:
     """
     schedule = timeline.schedule
     title = (
-        f"{schedule.name}: {schedule.ranks} ranks, {schedule.microbatches} micro-batches, "
-        f"makespan {timeline.makespan:g}, bubble {timeline.bubble_ratio:.1%}"
+        f"{schedule.name}: {counted(schedule.ranks, 'rank')}, "
+        f"{counted(schedule.microbatches, 'micro-batch')}, makespan {timeline.makespan:g}, "
+        f"bubble {timeline.bubble_ratio:.1%}"
     )
     margin = len(f"rank {schedule.ranks - 1}")
     room = max(width - margin - len(" ||"), 1)

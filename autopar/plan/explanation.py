@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autopar.plan.formulas import Edge
-from autopar.units import listed, seconds_text, table
+from autopar.units import counted, listed, seconds_text, table
 
 _IN_DETAIL = 3  # candidates whose formulas a text shows
 _LISTED = 24  # candidates that a text lists
@@ -134,7 +134,7 @@ class Explanation:
         at = f" in {self.module}" if self.module else ""
         lines = [f"{self.name}: {self.what}{at} on {self.mesh}"]
         if self.others and self.what != "parameter":
-            lines.append(f"  the costliest of {len(self.others) + 1} operators there")
+            lines.append(f"  the costliest of {counted(len(self.others) + 1, 'operator')} there")
         lines += [f"  {self.source}"] if self.source else []
         lines += [f"  rule: {self.rule}"] if self.rule else []
         lines += [f"  region: {self.region}"] if self.region else []

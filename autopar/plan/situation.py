@@ -33,7 +33,7 @@ class Situation:
         cluster = candidate.cluster
         return cls(
             nodes=len(cluster.nodes),
-            devices=cluster.devices,
+            devices=candidate.whole_mesh.size,
             device=cluster.device.name,
             bandwidth=cluster.network.bandwidth,
             inside=min(node.link.bandwidth for node in cluster.nodes),

@@ -20,6 +20,7 @@ from autopar.pipeline.pipelining import Pipelining
 from autopar.plan.saved import SavedValue
 from autopar.strategies import tensor_inputs
 from autopar.strategies.node_info import info
+from autopar.units import counted
 
 _REMEDY = "make the plan again, and save it"
 
@@ -54,7 +55,7 @@ def require_sound(saved: SavedValue) -> None:
     if ranks > saved.cluster.devices:
         _fail(
             "a mesh has at most as many ranks as the cluster has devices",
-            f"{ranks} ranks on {saved.cluster.devices} devices",
+            f"{counted(ranks, 'rank')} on {counted(saved.cluster.devices, 'device')}",
         )
 
 
@@ -89,13 +90,13 @@ def _require_pipeline(saved: SavedValue) -> None:
     if axis not in mesh or mesh.without(axis) != saved.mesh or mesh[axis] != schedule.ranks:
         _fail(
             "the mesh of a pipeline is that of a stage and the ranks of its schedule",
-            f"{mesh} over {axis!r}, {saved.mesh} in a stage, {schedule.ranks} ranks",
+            f"{mesh} over {axis!r}, {saved.mesh} in a stage, {counted(schedule.ranks, 'rank')}",
         )
     if len(pipelining.stages) != schedule.stages or count != schedule.all_parts:
         _fail(
             "a plan has the stages and the micro-batches of its schedule",
-            f"{len(pipelining.stages)} stages and {count} micro-batches for {schedule.stages} "
-            f"and {schedule.all_parts}",
+            f"stages: {len(pipelining.stages)} for {schedule.stages}; micro-batches: {count} for "
+            f"{schedule.all_parts}",
         )
     for shared in pipelining.shared:
         stages, known = shared.stages, range(schedule.stages)

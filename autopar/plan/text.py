@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from autopar.cluster import Cluster
 from autopar.cost.footprint import HOST
 from autopar.layout import ParameterPlacement
 from autopar.plan.grouping import grouped
@@ -26,7 +25,7 @@ from autopar.report.weighed import left_out_words, rows_of
 from autopar.schema import write
 from autopar.search.auto import Search
 from autopar.strategies.node_info import info
-from autopar.units import bytes_text, listed, seconds_text, share_text, table
+from autopar.units import bytes_text, counted, listed, seconds_text, share_text, table
 
 _LISTED = 8  # meshes, and ways to run a step
 
@@ -38,17 +37,19 @@ def plan_text(plan: PlanValue) -> str:
     sizes = dict(sorted(kinds.items(), key=lambda item: -item[1]))
     parts = {kind: size for kind, size in sizes.items() if not kind.startswith(HOST)}
     there = {kind.removeprefix(HOST): size for kind, size in sizes.items() if kind not in parts}
-    count = f", {plan.microbatches} micro-batches" if plan.batches is not None else ""
+    count = f", {counted(plan.microbatches, 'micro-batch')}" if plan.batches is not None else ""
     hidden = f", {seconds_text(cost.exposed)} of it exposed" if cost.communication else ""
     limit = plan.fullest.memory if plan.limit is None else min(plan.limit, plan.fullest.memory)
+    cluster = plan.cluster.first(plan.whole_mesh.size)
     lines = [
-        f"plan on {plan.whole_mesh}, {_cluster(plan.cluster)}, mode {plan.mode}",
+        f"plan on {plan.whole_mesh}, {cluster.name}: {cluster.taken}, mode {plan.mode}",
         f"  step       {seconds_text(cost.seconds)}: compute {seconds_text(cost.compute)}, "
         f"communication {seconds_text(cost.communication)}{hidden}{count}",
-        f"  memory     {_held(memory.peak, limit, parts)}{_besides(plan)}",
+        *_no_loss(plan),
+        f"  memory     {_held(memory.peak, limit, parts)}",
         *([f"  host       {_held(memory.host, host.memory, there)}"] if there else []),
         f"  search     {_search(plan.search)}",
-        *(f"  not used   {idle}" for idle in plan.cluster.idle),
+        *(f"  not used   {idle}" for idle in cluster.idle),
         *_states(plan),
     ]
     if plan.pipelining is not None:
@@ -67,9 +68,16 @@ def plan_text(plan: PlanValue) -> str:
     return "\n".join(lines + _weighed(plan))
 
 
-def _besides(plan: PlanValue) -> str:
-    """What its memory leaves out."""
-    return "" if plan.loss is not None else "; without what backward takes, as there is no loss"
+def _no_loss(plan: PlanValue) -> list[str]:
+    """What is priced of a model whose loss is outside of it."""
+    if plan.loss is not None:
+        return []
+    cost = plan.cost
+    back = f"; backward of all its outputs, {seconds_text(cost.backward)}" if cost.backward else ""
+    return [
+        f"  loss       none in the model: priced are forward, {seconds_text(cost.forward)}{back}; "
+        "not a loss outside of it, nor in memory what backward makes on its way"
+    ]
 
 
 def _held(most: float, limit: float, parts: Mapping[str, float]) -> str:
@@ -80,11 +88,12 @@ def _held(most: float, limit: float, parts: Mapping[str, float]) -> str:
 def saved_text(saved: SavedValue) -> str:
     """What a plan on disk tells without its model."""
     rows = [(name, (str(saved.types[name]),)) for name in saved.fingerprint.parameters]
+    cluster = saved.cluster.first(saved.whole_mesh.size)
     lines = [
-        f"saved plan on {saved.whole_mesh}, {_cluster(saved.cluster)}, mode {saved.mode}, "
+        f"saved plan on {saved.whole_mesh}, {cluster.name}: {cluster.taken}, mode {saved.mode}, "
         f"made with torch {saved.fingerprint.torch}",
         f"  search     {_search(saved.search)}",
-        *(f"  not used   {idle}" for idle in saved.cluster.idle),
+        *(f"  not used   {idle}" for idle in cluster.idle),
         f"  operators  {len(saved.fingerprint.operators)}; micro-batches {saved.microbatches}",
         *_states(saved),
         "  time and memory are computed once a model is attached: .attach(model, args, kwargs)",
@@ -101,7 +110,7 @@ def plan_data(plan: PlanValue) -> dict[str, Any]:
         "mesh": write(plan.whole_mesh),
         "cluster": plan.cluster.name,
         "devices": plan.cluster.devices,
-        "not_used": plan.cluster.idle,
+        "not_used": plan.cluster.first(plan.whole_mesh.size).idle,
         "mode": plan.mode,
         "microbatches": plan.microbatches,
         "cost": plan.cost.to_json(),
@@ -120,12 +129,6 @@ def plan_data(plan: PlanValue) -> dict[str, Any]:
         "left_out": dict(plan.left_out),
         "trials": write(plan.trials),
     }
-
-
-def _cluster(cluster: Cluster) -> str:
-    count = sum(used > 0 for used in cluster.used_of_nodes)
-    nodes = f"{count} node{'s' * (count > 1)}"
-    return f"{cluster.name}: {cluster.devices} x {cluster.device.name} in {nodes}"
 
 
 def _search(search: Search | None) -> str:

@@ -18,7 +18,7 @@ from autopar.planner.candidate import Alternative
 from autopar.report.weighed import left_out_words, parts_of
 from autopar.schema import write
 from autopar.search.auto import Considered
-from autopar.units import bytes_text, change_text, listed, seconds_text, table
+from autopar.units import bytes_text, change_text, counted, listed, seconds_text, table
 
 _IN_WORDS = 3  # of those that lose
 _LISTED = 24
@@ -26,7 +26,7 @@ _SAME = 1e-9  # relative
 
 
 def _depth(one: Alternative) -> str:
-    return f"{one.mesh[one.axis]} ranks deep" if one.axis else "no pipeline"
+    return f"{counted(one.mesh[one.axis], 'rank')} deep" if one.axis else "no pipeline"
 
 
 def _schedule(one: Alternative) -> str:

@@ -20,6 +20,7 @@ from autopar.capture.captured import Captured
 from autopar.capture.sizes import Sizes, resized, sizes_of
 from autopar.cluster import Cluster
 from autopar.errors import InvalidInput
+from autopar.layout import Layout, TensorType
 from autopar.passes.microbatches import batch_statistics
 from autopar.plan.situation import Situation, WhatIf
 from autopar.plan.value import PlanValue
@@ -31,10 +32,15 @@ from autopar.planner.request import AXIS, Request
 from autopar.planner.verdict import refuse_random, require_rules
 from autopar.progress import reporter
 from autopar.search.smallest_footprint import NothingFits
-from autopar.units import read_bytes, scaled
+from autopar.strategies.node_info import info
+from autopar.units import counted, read_bytes, scaled
 
 Change = float | str  # what something becomes, or how many times as much, as "2x"
 _RATES = ("bandwidth", "inside")
+_SEQUENCE = (
+    "a sequence: the second dim of tokens that look up rows, or of (batch, sequence, features), "
+    "where no weight is as long as it"
+)
 _TIMES = re.compile(r"\s*(\d+(?:\.\d+)?(?:e-?\d+)?)\s*x\s*", re.IGNORECASE)
 
 
@@ -77,12 +83,12 @@ def what_if(
             remedy='plan.what_if(nodes=4), or bandwidth="2x", sequence=32768',
         )
     cluster = _cluster(plan.cluster, asked)
-    now, whole = _sizes(plan.original), plan.original
+    now, whole = sizes_of(plan.original), plan.original
     wanted = Sizes(
-        _count("batch", batch, now.batch, "a batch, the first dim of some input"),
-        _count("sequence", sequence, now.sequence, "a sequence, the second dim of some input"),
+        _size("batch", batch, now.batch, "a batch, the first dim of some input", whole),
+        _size("sequence", sequence, now.sequence, _SEQUENCE, whole),
     )
-    whole = whole if wanted == now else _of_sizes(whole, wanted)
+    whole = whole if wanted == now else _of_sizes(whole, now, wanted)
     about = _limit(plan), now, wanted
     found, why, note = _carried_over(plan, cluster, whole, search)
     searched, failed = _searched(plan, cluster, whole) if search else (None, "")
@@ -115,7 +121,7 @@ def _grown(plan: PlanValue, cluster: Cluster) -> tuple[dict[str, int], str]:
     before, after = len(plan.cluster.nodes), len(cluster.nodes)
     if before == after:
         return {}, ""
-    found = data_axis(plan, _sizes(plan.original).sequence)
+    found = data_axis(plan, sizes_of(plan.original).sequence)
     remedy = "search=True, which decides anew"
     if found is None:
         raise InvalidInput(
@@ -128,10 +134,12 @@ def _grown(plan: PlanValue, cluster: Cluster) -> tuple[dict[str, int], str]:
     if rest or not ranks:
         raise InvalidInput(
             f"the axis of the mesh that cuts the {what} grows in proportion to the nodes",
-            got=f"{axis}={plan.mesh[axis]} on {before} nodes, for {after} nodes",
+            got=f"{axis}={plan.mesh[axis]} on {counted(before, 'node')}, for {after}",
             remedy=remedy,
         )
-    words = f"{axis}, which cuts the {what}, goes from {plan.mesh[axis]} to {ranks} ranks"
+    words = (
+        f"{axis}, which cuts the {what}, goes from {plan.mesh[axis]} to {counted(ranks, 'rank')}"
+    )
     return {axis: ranks}, words
 
 
@@ -145,7 +153,7 @@ def _searched(plan: PlanValue, cluster: Cluster, whole: Captured) -> tuple[Candi
         if plan.strict:
             require_rules(whole)
         with reporter(plan.progress) as report:
-            report("search", f"{cluster.devices} devices")
+            report("search", f"{counted(cluster.devices, 'device')}")
 
             def planner_of(asked: Request) -> DeepPlanner:
                 return DeepPlanner(model, whole, asked, report)
@@ -157,10 +165,10 @@ def _searched(plan: PlanValue, cluster: Cluster, whole: Captured) -> tuple[Candi
     return best, ""
 
 
-def _of_sizes(planned: Captured, wanted: Sizes) -> Captured:
+def _of_sizes(planned: Captured, now: Sizes, wanted: Sizes) -> Captured:
     """The program of the same model with other inputs."""
     example = planned.example
-    args, kwargs = resized(example.args, example.kwargs, wanted)
+    args, kwargs = resized(example.args, example.kwargs, now, wanted)
     try:
         return captured_again(planned, args, kwargs, example.modes)
     except InvalidInput as error:
@@ -176,14 +184,9 @@ def _limit(plan: PlanValue) -> float:
     return plan.cluster.device.memory if plan.limit is None else plan.limit
 
 
-def _sizes(captured: Captured) -> Sizes:
-    return sizes_of(captured.example.args, captured.example.kwargs)
-
-
 def _cluster(now: Cluster, asked: _Changes) -> Cluster:
     """The machines there."""
-    count = _count("nodes", asked.nodes, len(now.nodes), "a number of nodes")
-    assert count is not None
+    count = len(now.nodes) if asked.nodes is None else _count("nodes", asked.nodes, len(now.nodes))
     if len({*now.nodes}) > 1 and count != len(now.nodes):
         raise InvalidInput(
             "nodes are added to, or taken from, a cluster of equal ones",
@@ -209,16 +212,26 @@ def _cluster(now: Cluster, asked: _Changes) -> Cluster:
     return replace(made, nodes=nodes)
 
 
-def _count(name: str, given: Change | None, now: int | None, what: str) -> int | None:
-    """A whole number; None where there is none of it."""
+def _size(
+    name: str, given: Change | None, now: int | None, what: str, captured: Captured
+) -> int | None:
+    """Of the inputs; None where they have no such dim."""
     if given is None:
         return now
     if now is None:
+        nodes = (node for node in captured.graph.nodes if node.name in captured.inputs)
+        types = [info(node).val for node in nodes]
+        inputs = ", ".join(str(TensorType.of(one, Layout.replicated(one.ndim))) for one in types)
         raise InvalidInput(
             f"{name} is for inputs with {what}",
-            got=f"{name}={given!r} for inputs that have none",
-            remedy="plan(model, args) with other inputs",
+            got=f"{name}={given!r} for {inputs or 'no tensor'}, which has none that can be told",
+            remedy="plan(model, args) with inputs of the other size",
         )
+    return _count(name, given, now)
+
+
+def _count(name: str, given: Change, now: int) -> int:
+    """A whole number."""
     value = _changed(name, given, now)
     if value != round(value):
         raise InvalidInput(

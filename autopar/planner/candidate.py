@@ -52,6 +52,7 @@ from autopar.search.auto import Search
 from autopar.search.decisions import Decisions
 from autopar.search.smallest_footprint import SmallestFootprint
 from autopar.states import WHOLE, States
+from autopar.units import counted
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Alternative:
     def run(self) -> str:
         """How its micro-batches run."""
         how = f"{schedule_words(self.schedule, dict(self.options))}, " if self.schedule else ""
-        return f"{how}{self.microbatches} micro-batch{'es' * (self.microbatches > 1)}"
+        return f"{how}{counted(self.microbatches, 'micro-batch')}"
 
     @property
     def how(self) -> str:

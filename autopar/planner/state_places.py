@@ -18,6 +18,7 @@ from autopar.mesh import Mesh
 from autopar.search.constraints import LayoutConstraint
 from autopar.states import States, innermost
 from autopar.strategies.node_info import info
+from autopar.units import counted
 
 Axes = tuple[str, ...]
 
@@ -79,7 +80,7 @@ def split_for(states: States, axes: Axes, mesh: Mesh) -> tuple[str, int] | None:
             raise InvalidInput(
                 "states are cut into as many parts as ranks with replicas can be grouped into: "
                 "the number of parts divides theirs",
-                got=f"{states}, with {degree} ranks over which gradients are summed"
+                got=f"{states}, with {counted(degree, 'rank')} over which gradients are summed"
                 f" ({', '.join(f'{a}={mesh[a]}' for a in axes) or 'none'}) on {mesh}",
                 remedy=f'a number of parts that divides {degree}, or "all"'
                 if degree > 1

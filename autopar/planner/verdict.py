@@ -20,7 +20,7 @@ from autopar.capture.captured import Captured
 from autopar.capture.listing import operator_of, registered_as, rule_for
 from autopar.capture.normalisations.draws import instead
 from autopar.capture.randomness import is_random
-from autopar.capture.sizes import sizes_of
+from autopar.capture.sizes import rows_of
 from autopar.errors import InvalidInput
 from autopar.lines import frames_to_caller
 from autopar.mesh import Mesh
@@ -32,6 +32,7 @@ from autopar.search.decisions import Fallback
 from autopar.search.smallest_footprint import NothingFits, SmallestFootprint
 from autopar.states import HOSTED
 from autopar.strategies.node_info import info
+from autopar.units import counted
 
 
 def tell(captured: Captured, best: Candidate, before: Candidate | None = None) -> None:
@@ -49,7 +50,7 @@ def tell(captured: Captured, best: Candidate, before: Candidate | None = None) -
             replicated.setdefault(fallback.operator, []).append(fallback)
     for operator, found in replicated.items():
         warn(
-            f"{operator} has no rule and runs replicated ({len(found)} times, first at "
+            f"{operator} has no rule and runs replicated ({counted(len(found), 'time')}, first at "
             f"{found[0].source}): every rank does all of it. {rule_for(calls[found[0].node])}"
         )
 
@@ -86,7 +87,7 @@ def refuse_random(captured: Captured, mesh: Mesh, microbatches: int) -> None:
     if mesh.size == microbatches == 1:
         return
     places = "" if mesh.size == 1 else f" on {mesh}"
-    turns = "" if microbatches == 1 else f" in {microbatches} micro-batches"
+    turns = "" if microbatches == 1 else f" in {counted(microbatches, 'micro-batch')}"
     for node in captured.random:
         raise InvalidInput(
             "a random operator runs on one rank only: its bits would depend on the layout",
@@ -137,5 +138,5 @@ def nothing(
     states = request.states is not None and request.states not in HOSTED
     untried = ('recompute="auto"',) * plain + ('states="auto"',) * states
     example = captured.example
-    rows = sizes_of(example.args, example.kwargs).batch
+    rows = rows_of(example.args, example.kwargs)
     return NothingFits.of(request.memory, replace(least, untried=untried, rows=rows or 0))

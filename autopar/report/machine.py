@@ -8,7 +8,7 @@ from autopar.drawing import Drawing
 from autopar.mesh import Mesh
 from autopar.planner.candidate import Candidate
 from autopar.report.traffic import Axes, Traffic
-from autopar.units import bytes_text, scaled
+from autopar.units import bytes_text, counted, scaled
 
 _NODES, _DEVICES = 4, 16  # that are drawn
 _WIDTH, _BOX, _ROW = 960.0, 54.0, 30.0
@@ -42,7 +42,7 @@ def machine(candidate: Candidate, sent: list[Traffic]) -> Drawing:
         first += _WIDTH / len(nodes)
     more = len(cluster.nodes) - len(nodes)
     between = scaled(cluster.network.bandwidth, "B/s", 3)
-    words = f"and {more} more nodes; " if more else ""
+    words = f"and {counted(more, 'more node')}; " if more else ""
     if len(cluster.nodes) > 1:
         picture.text(8, height + 10, f"{words}{between} between nodes, of each")
     for number, axes in enumerate(rows):
@@ -52,7 +52,7 @@ def machine(candidate: Candidate, sent: list[Traffic]) -> Drawing:
 
 def _about(nodes: tuple) -> str:
     kinds = [(name, len([*some])) for name, some in groupby(n.device.name for n in nodes)]
-    return ", ".join(f"{count} nodes of {name}" for name, count in kinds)
+    return ", ".join(f"{counted(count, 'node')} of {name}" for name, count in kinds)
 
 
 def _device(picture: Drawing, mesh: Mesh, rank: int, x: float, y: float) -> None:

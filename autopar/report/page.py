@@ -25,7 +25,7 @@ from autopar.report.traffic import traffic
 from autopar.report.training import Run, measured, sections
 from autopar.report.weighed import kinds_of, left_out_words, parts_of, scatter, ways
 from autopar.search.auto import Search
-from autopar.units import bytes_text, scaled, seconds_text, share_text, visible
+from autopar.units import bytes_text, counted, scaled, seconds_text, share_text, visible
 
 _COSTS = 200  # that are shown
 
@@ -122,8 +122,7 @@ def _room(held: Sequence[Share], limit: float) -> float:
 
 def _tiles(candidate: Candidate, asked: Asked) -> list[tuple[str, str, str]]:
     """What is said first: a word, a figure, and what belongs to it."""
-    cost, cluster = candidate.cost, candidate.cluster
-    nodes = sum(used > 0 for used in cluster.used_of_nodes)
+    cost, mesh = candidate.cost, candidate.whole_mesh
     moved = f"{seconds_text(cost.exposed)} of it movements that nothing hides"
     tiles = [
         ("a step", seconds_text(candidate.seconds), moved),
@@ -134,8 +133,8 @@ def _tiles(candidate: Candidate, asked: Asked) -> list[tuple[str, str, str]]:
         ),
         (
             "mesh",
-            ", ".join(f"{axis}={size}" for axis, size in candidate.whole_mesh.sizes.items()),
-            f"on {cluster.devices} x {cluster.device.name} in {nodes} node{'s' * (nodes > 1)}",
+            ", ".join(f"{axis}={size}" for axis, size in mesh.sizes.items()),
+            f"on {candidate.cluster.first(mesh.size).taken}",
         ),
         ("micro-batches", str(candidate.microbatches), _schedule(candidate)),
         ("states", "" if candidate.states.is_whole else str(candidate.states), "of parameters"),
@@ -149,14 +148,14 @@ def _schedule(candidate: Candidate) -> str:
     if made is None:
         return "without a pipeline"
     words = schedule_words(made.schedule.name, dict(made.schedule.options))
-    return f"{words}, {len(made.stages)} stages over {made.axis}"
+    return f"{words}, {counted(len(made.stages), 'stage')} over {made.axis}"
 
 
 def _search(search: Search | None) -> tuple[str, str]:
     if search is None:
         return "none", "layouts were spread from annotations and the batch"
     gap = f"gap {share_text(search.gap)}" if search.bound else "no bound"
-    strategies = f"{search.sizes.strategies:,} strategies of {search.sizes.nodes:,} nodes"
+    strategies = f"{search.sizes.strategies:,} strategies of {counted(search.sizes.nodes, 'node')}"
     return gap, f"{seconds_text(search.seconds)}, {strategies}"
 
 

@@ -19,7 +19,7 @@ from autopar.pipeline.gantt import Gantt
 from autopar.planner.candidate import Candidate
 from autopar.report.trace import ACTIONS, Event
 from autopar.strategies.node_info import info
-from autopar.units import scaled, seconds_text, share_text
+from autopar.units import counted, scaled, seconds_text, share_text
 
 _WIDTH, _HEIGHT, _LEFT, _BELOW = 960.0, 180.0, 76.0, 22.0
 _KINDS = tuple(f"series{number}" for number in range(6))
@@ -104,7 +104,9 @@ def sections(run: Run, candidate: Candidate) -> list[Section]:
 def _losses(run: Run) -> Section:
     losses = run.losses
     words = (
-        f"From {losses[0]:.4g} to {losses[-1]:.4g} in {len(losses)} steps." if len(losses) else ""
+        f"From {losses[0]:.4g} to {losses[-1]:.4g} in {counted(len(losses), 'step')}."
+        if len(losses)
+        else ""
     )
     for name, other in {"this run": losses, **run.others}.items():
         if odd := [at for at, loss in enumerate(other, 1) if not math.isfinite(loss)]:
@@ -170,7 +172,9 @@ def lines(
     count = max(map(len, series.values()))
     legend = [*_legend([*series])]
     top = legend[-1][2] + 10
-    picture = Drawing(_WIDTH, top + _HEIGHT, f"{what} over {count} steps: {', '.join(series)}")
+    picture = Drawing(
+        _WIDTH, top + _HEIGHT, f"{what} over {counted(count, 'step')}: {', '.join(series)}"
+    )
     across = Axis(1.0, float(max(count, 2)), _LEFT, _WIDTH - 12)
     up = Axis(min([0.0, *values]), max([0.0, *values]) * 1.05, top + _HEIGHT - _BELOW, top)
     for value in up.ticks(4):

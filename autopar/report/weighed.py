@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from autopar.drawing import Axis, Drawing
 from autopar.planner.candidate import Alternative
-from autopar.units import bytes_text, seconds_text, share_text
+from autopar.units import bytes_text, counted, seconds_text, share_text
 
 # What bounds rule out, as people call it.
 _LEFT_OUT = {"sizes": "numbers of stages and micro-batches", "schedules": "schedules"}
@@ -62,7 +62,7 @@ def scatter(some: Sequence[Way], limit: float) -> Drawing:
     memory = [one.figures.memory for one in some]
     across = _around(seconds, _LEFT, _WIDTH - 12)
     up = _around(memory if limit > 1.5 * max(memory) else [*memory, limit], _HEIGHT - _BELOW, 12)
-    label = f"{len(some)} ways to run a step by predicted time and memory"
+    label = f"{counted(len(some), 'way')} to run a step by predicted time and memory"
     picture = Drawing(_WIDTH, _HEIGHT, label)
     for value in up.ticks(5):
         picture.line([(_LEFT, up.at(value)), (_WIDTH - 12, up.at(value))], "rule")

@@ -20,6 +20,7 @@ from autopar.mesh import Mesh
 from autopar.passes.localize import Axes
 from autopar.runtime.failures import one_fails_all_stop, tell_uncaught_errors
 from autopar.runtime.world import new_group, require_living, world
+from autopar.units import counted
 
 
 class Groups:
@@ -101,7 +102,7 @@ def require_world_of(mesh: Mesh) -> None:
     if dist.get_world_size() != mesh.size:
         raise InvalidInput(
             "a mesh has as many ranks as the world",
-            got=f"{mesh} with {mesh.size} ranks in a world of {dist.get_world_size()}",
+            got=f"{mesh} with {counted(mesh.size, 'rank')} in a world of {dist.get_world_size()}",
             remedy=f"torchrun --nproc-per-node {mesh.size} on one machine, or another mesh",
         )
 
@@ -130,7 +131,7 @@ def _gpu_by_rank(count: int) -> int:
     if int(ranks_here) > count:
         raise InvalidInput(
             "each rank has a GPU of its own",
-            got=f"{ranks_here} ranks on a machine with {count} GPUs",
+            got=f"{ranks_here} ranks on a machine with {counted(count, 'GPU')}",
             remedy=f"torchrun --nproc-per-node {count}; or, for ranks that share GPUs, "
             'init_process_group("gloo") and a model on its GPU before parallelize()',
         )

@@ -18,6 +18,7 @@ from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.strategies.node_info import info
+from autopar.units import counted
 
 Shape = tuple[int, ...]
 
@@ -96,7 +97,7 @@ def _said(path: Any) -> str:
 def _joined(layout: Layout, shapes: Sequence[Shape], mesh: Mesh, name: str) -> Shape:
     """The shape of which ranks of a mesh have these pieces."""
     if layout.ndim != len(shapes[0]):
-        raise _other(f"{name} of {len(shapes[0])} dims")
+        raise _other(f"{name} of {counted(len(shapes[0]), 'dim')}")
     whole = tuple(
         sum(shapes[rank][dim] for rank in (mesh.groups(axes)[0] if axes else (0,)))
         for dim, axes in enumerate(layout.dims)

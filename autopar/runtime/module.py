@@ -50,6 +50,7 @@ from autopar.runtime.values import Values
 from autopar.runtime.watched import Watched
 from autopar.runtime.whole import whole, written_whole
 from autopar.runtime.wrapping import Unwrapped
+from autopar.units import counted
 
 
 class ParallelModule(Unwrapped, Described, Watched, Parallel):
@@ -191,7 +192,8 @@ class ParallelModule(Unwrapped, Described, Watched, Parallel):
                 raise InvalidInput(
                     "a call of a pipeline has no gradients: its backward is part of a step's "
                     "schedule",
-                    got=f"a call of a program in {len(self.program.stages)} stages, with gradients",
+                    got="a call, with gradients, of a program in "
+                    + counted(len(self.program.stages), "stage"),
                     remedy="call step() to train, or this under torch.no_grad(); or parallelize "
                     "with pipeline=None",
                 )

@@ -16,6 +16,7 @@ from autopar.errors import InvalidInput, said
 from autopar.runtime.checkpoint_files import Checkpoint, Group, Key, SavedOptimizer
 from autopar.runtime.placing import boxes_of
 from autopar.runtime.plain_data import plain
+from autopar.units import counted
 
 Parameters = Mapping[str, Tensor]
 NOT_OPTIONS = ("params", "param_names")
@@ -113,7 +114,9 @@ def merged(everyones: Sequence[SavedOptimizer | None]) -> SavedOptimizer | None:
     if len(given) != len(everyones) or len(kinds) != 1:
         raise InvalidInput(
             "all ranks save an optimizer of one class, with as many groups",
-            got=", ".join(f"{kind} with {count} groups" for kind, count in sorted(kinds)),
+            got=", ".join(
+                f"{kind} with {counted(count, 'group')}" for kind, count in sorted(kinds)
+            ),
             remedy="make the optimizer in the same way on every rank; a group may be empty",
         )
     groups = tuple(
@@ -151,7 +154,7 @@ def require_loadable(
         ]
         raise InvalidInput(
             "an optimizer has the parameters of the one that was saved, in the same groups",
-            got="\n".join(only) or f"{len(here)} groups; saved were {len(asked)}",
+            got="\n".join(only) or f"{counted(len(here), 'group')}; saved were {len(asked)}",
             remedy="make its groups as they were when it was saved",
         )
 

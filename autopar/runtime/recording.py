@@ -31,6 +31,7 @@ from autopar.report.trace import SUMS, UNHIDDEN, Event, Trace, action_event, wri
 from autopar.runtime.backend import Backend
 from autopar.runtime.distributed import TorchBackend
 from autopar.runtime.step_figures import StepFigures
+from autopar.units import counted
 
 _ROUNDS = 8  # in which clocks are compared
 
@@ -82,7 +83,7 @@ class Recording:
         if world > 1:  # before ranks wait for one another's times
             dist.all_gather_object(told, told[0])
         if len({*told}) > 1 or self.done < self.steps or not self.steps:
-            counts = [f"{done} of {steps} steps" for done, steps in told]
+            counts = [f"{done} of {counted(steps, 'step')}" for done, steps in told]
             by_rank = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(counts))
             raise InvalidInput(
                 "a recording is whole when its steps have been made, on all ranks as many",

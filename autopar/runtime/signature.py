@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.layout import DTYPE_NAMES
 from autopar.lines import shorten
+from autopar.units import counted
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,10 @@ class Signature:
         is_training = self.training[0]
         word, other = ("training", "evaluation") if is_training else ("evaluation", "training")
         count = sum(mode != is_training for mode in self.training)
-        return f"{word}, {count} modules in {other}" if count else word
+        return f"{word}, {counted(count, 'module')} in {other}" if count else word
 
     def __str__(self) -> str:
-        learns = f", {len(self.unfrozen)} parameters unfrozen" if self.unfrozen else ""
+        learns = f", {counted(len(self.unfrozen), 'parameter')} unfrozen" if self.unfrozen else ""
         return f"{'step' if self.is_step else 'call'}{self.text} in {self.mode} mode{learns}"
 
 

@@ -27,6 +27,7 @@ from autopar.plan.program import Program
 from autopar.runtime.groups import Groups
 from autopar.runtime.outputs import joined
 from autopar.strategies.kernels.draws import Place
+from autopar.units import counted
 
 
 def batch_axes(program: Program) -> Axes:
@@ -54,7 +55,8 @@ def require_even(program: Program) -> None:
         if size % (parts * count):
             raise InvalidInput(
                 "local inputs have equal parts of every micro-batch",
-                got=f"a batch of {size} in slices of {parts} ranks, for {count} micro-batches",
+                got=f"a batch of {size} in slices of {counted(parts, 'rank')}, for "
+                + counted(count, "micro-batch"),
                 remedy="a batch that ranks times micro-batches divide, or hand every rank the "
                 "global batch",
             )

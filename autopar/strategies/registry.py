@@ -28,6 +28,7 @@ from autopar.strategies.node_info import flat, info
 from autopar.strategies.results import is_result
 from autopar.strategies.rule import Dim, Extra, Rule, Saved, product
 from autopar.strategies.strategy import InParts
+from autopar.units import counted
 
 Operator = Any  # OpOverload, OpOverloadPacket, operator of torch.library.custom_op, or function
 
@@ -265,7 +266,7 @@ def rule_of(node: fx.Node) -> Rule | None:
     if len(rule.inputs) != len(call.inputs):
         raise InvalidInput(
             "a rule names every tensor input of its operator",
-            got=f"{rule.text!r} for {len(call.inputs)} inputs of {node.target}",
+            got=f"{rule.text!r} for {counted(len(call.inputs), 'input')} of {node.target}",
             remedy="give the inputs that it leaves out dims of their own, whole",
             source=call.source,
         )

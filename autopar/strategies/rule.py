@@ -35,6 +35,7 @@ from autopar.mesh import Mesh
 from autopar.strategies.between import NOTHING, Between
 from autopar.strategies.signature import Axes, Dim, Signature, Signatures, signatures
 from autopar.strategies.strategy import InParts, Joint, Strategy
+from autopar.units import counted
 
 Quantifier = Callable[[Iterable[bool]], bool]
 
@@ -271,7 +272,9 @@ class Rule:
                 group = self.joints.get(factor) or self.parts.get(factor)
                 cut = (factor,) if group is None else group.factors
                 sizes = ", ".join(f"{one!r} of size {self.sizes[one]}" for one in cut)
-                raise refusal(rule, "use fewer axes on it", f"{degree} pieces of {sizes}; ")
+                raise refusal(
+                    rule, "use fewer axes on it", f"{counted(degree, 'piece')} of {sizes}; "
+                )
         if not self.go_together(strategy.by_factor, mesh):
             rule = "a strategy has one joint, whose factors are large enough for all their axes"
             raise refusal(rule, "use fewer axes")

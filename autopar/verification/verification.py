@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autopar.mesh import Mesh
-from autopar.units import listed
+from autopar.units import counted, listed
 from autopar.verification.references import Comparison, Difference
 
 _SUMMED = "  the model has no loss: a weighted sum of its outputs is differentiated"
@@ -79,7 +79,7 @@ class Verification:
         wide = f", up to {widest:.0e} after coarser numbers" if widest > self.tolerance else ""
         lines = [
             f"plain, captured and parallel are {self._verdict()}",
-            f"  {self.mesh}{self.how}; {self.steps} steps in {kind}, "
+            f"  {self.mesh}{self.how}; {counted(self.steps, 'step')} in {kind}, "
             f"tolerance {self.tolerance:.0e}{wide}",
             *([f"  sizes of inputs: {'; '.join(self.sizes)}"] if self.sizes else []),
             *([] if self.has_loss else [_SUMMED]),

@@ -170,7 +170,7 @@ def test_the_plan_says_what_was_decided():
         schedule="chimera",
     )
     text = str(plan.pipelining)
-    assert text.startswith("pipeline over pp: chimera, pipes=2, scale=direct, 4 stages")
+    assert text.startswith("pipeline over pp: chimera, 2 pipes, 4 stages")
     assert "imbalance" in text
     data = write(plan.pipelining)
     assert ap.pipeline.from_text(data["schedule"]) == plan.pipelining.schedule

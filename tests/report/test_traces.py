@@ -125,7 +125,7 @@ def test_calls_beside_steps_are_not_recorded(tmp_path: Path) -> None:
     recording = module.record()
     with torch.no_grad():
         module(*case.args, **case.kwargs)
-    with pytest.raises(InvalidInput, match="0 of 1 steps"):
+    with pytest.raises(InvalidInput, match="0 of 1 step"):
         recording.save(tmp_path / "measured.json")
     module.step(*case.args, **case.kwargs)
     assert recording.done == 1

@@ -181,9 +181,17 @@ def test_what_cannot_be_run_is_refused() -> None:
     args = tuple(value.to("meta") for value in case.args)
     with pytest.raises(InvalidInput, match="which have data"):
         ap.parallelize(case.model, args, cluster=FOUR, profile=2, backend="virtual")
-    x = torch.randn(8, 8)
-    with pytest.raises(InvalidInput, match="loss"):
-        ap.parallelize(nn.Linear(8, 8), (x,), cluster=machines(2), profile=2, backend="virtual")
+
+
+def test_a_loss_outside_of_the_model_is_refused_before_it_is_planned() -> None:
+    told: list[str] = []
+    about = {"cluster": machines(2), "profile": 2, "backend": "virtual"}
+    about["progress"] = lambda phase, detail: told.append(phase)
+    with pytest.raises(InvalidInput, match="the loss that the model returns") as caught:
+        ap.parallelize(nn.Linear(8, 8), (torch.randn(8, 8),), **about)
+    assert "profile=2 of a model with outputs f32[8, 8]" in str(caught.value)
+    assert "leave profile= out" in str(caught.value)
+    assert told == ["capture"]
 
 
 def test_progress_tells_of_each_round() -> None:

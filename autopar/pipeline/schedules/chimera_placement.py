@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autopar.errors import InvalidInput
 from autopar.pipeline.schedules.registry import even_stages, positive
+from autopar.units import counted
 
 
 def chimera_placement(name: str, stages: int, pipes: int) -> list[list[int]]:
@@ -16,8 +17,8 @@ def chimera_placement(name: str, stages: int, pipes: int) -> list[list[int]]:
         fitting = [str(2 * k) for k in range(1, half + 1) if half % k == 0]
         raise InvalidInput(
             f"{name} has 2k pipes, and k divides half the number of stages",
-            got=f"pipes={pipes} with {stages} stages",
-            remedy=f"with {stages} stages use pipes={' or '.join(fitting)}",
+            got=f"pipes={pipes} with {counted(stages, 'stage')}",
+            remedy=f"with {counted(stages, 'stage')} use pipes={' or '.join(fitting)}",
         )
     placement = []
     for pair in range(pairs):

@@ -19,6 +19,7 @@ from autopar.pipeline.schedule import Kind, Schedule, make
 from autopar.pipeline.schedules.chimera_placement import chimera_placement, shares
 from autopar.pipeline.schedules.list_scheduling import ListSchedule, greedy
 from autopar.pipeline.schedules.registry import generator, positive
+from autopar.units import counted
 
 ORDERS: tuple[tuple[Kind, ...], ...] = (("F", "I", "W"), ("I", "F", "W"))
 
@@ -41,7 +42,7 @@ def chimera_zb(
     if most < pipes:
         raise InvalidInput(
             "chimera-zb keeps at least one micro-batch for each pipe on a rank",
-            got=f"limit={limit} with {pipes} pipes",
+            got=f"limit={limit} with {counted(pipes, 'pipe')}",
             remedy=f"give limit of at least {pipes}",
         )
     times = stage_times(stages, forward, backward, backward_weight)

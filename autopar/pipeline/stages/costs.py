@@ -29,6 +29,7 @@ from autopar.pipeline.stages.standing import ANYWHERE, Standing
 from autopar.pipeline.stages.stretch import Stretch
 from autopar.pipeline.stages.table import StageTable
 from autopar.strategies.node_info import info
+from autopar.units import counted
 
 Array = NDArray[np.float64]
 PriceOf = Callable[[fx.Node], NodeCost]  # of any node of a rewritten program
@@ -385,7 +386,7 @@ class StageCosts:
         if count > max(known, 1):
             raise InvalidInput(
                 "a pipeline has at most as many stages as the model has layers",
-                got=f"{count} stages for {known} layers",
+                got=f"{counted(count, 'stage')} for {counted(known, 'layer')}",
                 remedy="fewer stages (a smaller pipeline axis, fewer chunks), or more layers",
             )
         return sorted({0, *clean, *fixed.values()})

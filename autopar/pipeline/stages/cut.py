@@ -17,6 +17,7 @@ from autopar.pipeline.stages.costs import StageCost, StageCosts
 from autopar.pipeline.stages.pins import pinned
 from autopar.pipeline.stages.shared_memory import cut_together
 from autopar.pipeline.stages.standing import ANYWHERE, Standing
+from autopar.units import counted
 
 
 def choose_stages(
@@ -55,6 +56,7 @@ def choose_stages(
 def _none_fits(count: int, memory: float | None) -> InvalidInput:
     return InvalidInput(
         "the model can be cut so that the stages fit",
-        got=f"{count} stages" + (f" on ranks of at most {memory:.3g} bytes" if memory else ""),
+        got=f"{counted(count, 'stage')}"
+        + (f" on ranks of at most {memory:.3g} bytes" if memory else ""),
         remedy="more memory, more stages, or other pinned modules",
     )
