@@ -26,7 +26,7 @@ from autopar.strategies import tensor_inputs
 from autopar.strategies.node_info import Region, flat, info
 from autopar.strategies.registry import is_view
 from autopar.strategies.results import maker, place_of, tensor_arguments, tensors_of
-from autopar.strategies.rule import Facts
+from autopar.strategies.rule import Facts, Saved
 
 Storage = tuple[fx.Node, int | str]
 Kept = Mapping[Storage, float]  # bytes
@@ -84,6 +84,27 @@ class SavedTensors:
         if self._is_dropped(operator, region):
             return False
         return facts is not None and facts.rule.saved.output and any(facts.differentiable)
+
+    def remade(self, nodes: Sequence[fx.Node]) -> set[str]:
+        """Of a region that is recomputed in full, the calls that run again whatever layouts there
+        are: up to the last that keeps something of it."""
+        own = {node.name for node in nodes}
+        needs = [index for index, node in enumerate(nodes) if self._keeps_of(own, node)]
+        return {node.name for node in nodes[: needs[-1] + 1]} if needs else set()
+
+    def _keeps_of(self, own: set[str], node: fx.Node) -> bool:
+        """Whether a call keeps a value of `own`, by whatever kernel."""
+        facts = self.facts[node.name]
+        if facts is None or not any(facts.differentiable):
+            return False
+
+        def keeps(saved: Saved) -> bool:
+            read = tensor_arguments(node)
+            places = [i for i in saved.inputs_for(facts.differentiable) if i < len(read)]
+            kept = [storage(read[i]) for i in places] + [storage(node)] * saved.output
+            return bool(saved.extra) or any(maker(value).name in own for value in kept)
+
+        return all(map(keeps, (facts.rule.saved, *facts.rule.kept.values())))
 
     def _is_there(self, value: str) -> bool:
         """Whether it is on the host anyway."""

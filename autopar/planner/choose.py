@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
@@ -24,26 +24,27 @@ from autopar.mesh import Mesh
 from autopar.passes.microbatches import cut_batch
 from autopar.pipeline.schedule import Schedule
 from autopar.planner.bounds import CHEAPEST, lowered
-from autopar.planner.candidate import Alternative, Candidate
-from autopar.planner.fastest import Fastest, Kept
-from autopar.planner.hosting import least_update, may_go, no_room_on_host
+from autopar.planner.candidate import Candidate
+from autopar.planner.hosting import least_update, may_go
 from autopar.planner.ideal import Ideal
 from autopar.planner.layouts import LayoutRequest, Layouts
+from autopar.planner.ledger import Ledger
 from autopar.planner.mixed import ATTEMPTS, mixed
-from autopar.planner.promises import Promises
+from autopar.planner.promises import AGAIN, Promises
 from autopar.planner.recomputation import Regions
 from autopar.planner.request import Request
-from autopar.planner.staged import StagedProgram, StagedWay, Tried
-from autopar.planner.verdict import no_size, nothing, too_large
+from autopar.planner.staged import StagedProgram, Tried
+from autopar.planner.verdict import no_size
 from autopar.planner.whole import Whole
 from autopar.progress import Report
 from autopar.recompute import Recompute
 from autopar.search.auto import NothingFaster, too_early, was_interrupted
 from autopar.search.constraints import Constraints, read_constraints
-from autopar.search.smallest_footprint import NothingFits, SmallestFootprint
+from autopar.search.smallest_footprint import NothingFits
 from autopar.states import States
 
-EQUAL = 1e-9  # relative: what differs by less is as fast, and the first is taken
+Ways = Callable[[int, int], Iterator[Candidate]]  # with so many stages and micro-batches
+
 LARGE = 2000  # calls of a program that is not looked at where it cannot be the best
 LEANER = 0.9  # than their memory asks for: few layouts are in between
 
@@ -68,27 +69,21 @@ class Planner:
         self._annotations, self._pins = parameter_annotations(model), stage_pins(model)
         self.regions = Regions(captured, request.recompute, marked_regions(model))
         self._batches = cache(partial(cut_batch, captured))
-        self.kept = Fastest(request.wanted)  # that fit
-        self._fastest = request.fastest  # the seconds of the last of them
-        self._weighed: list[Alternative] = []
-        self._too_large: list[SmallestFootprint] = []
+        self.ledger = Ledger(request)
         self._schedules = cache(request.schedules)
-        self._dropped: list[Candidate] = []  # recomputed as far as they can be, and too large
-        # Of those of which it was clear that they are too large.
-        self._leanest: StagedWay | None = None
-        self._too_large_for_host: list[Candidate] = []
         self._hosted = request.hosted if may_go(model, request.states) else ()
-        self._bound: list[tuple[int, int]] = []  # sizes of which memory rules out what is faster
+        # What an optimizer on the host adds, at least.
+        self._update = least_update(captured, request) if self._hosted else 0.0
         self._whole, self._layouts = whole, Layouts(request, self.constraints, report, whole)
         self._tried: dict[int, Tried] = {}  # by layouts
         self._is_bound = False  # memory kept the last layouts from what would be faster
+        self._is_short_of_memory = False  # and all that would be with states on the device
         self._is_interrupted = self._has_left = False  # the best so far is taken, with some left
 
     @property
-    def alternatives(self) -> tuple[Alternative, ...]:
-        """All that was weighed, the best first."""
-        seconds = {id(one): float(f"{one.seconds:.9g}") for one in self._weighed}
-        return tuple(sorted(self._weighed, key=lambda one: (not one.fits, seconds[id(one)])))
+    def _fastest(self) -> float:
+        """The seconds that a way has to beat."""
+        return self.ledger.fastest
 
     @set_aside()
     def best(self) -> Candidate:
@@ -96,16 +91,15 @@ class Planner:
         reasons: dict[str, InvalidInput] = {}  # by size
         sizes = list(self.request.sizes())
         left = [(self._candidates, size) for size in sizes]
-        # What is on the host seldom is the fastest that fits.
-        left += [(self._on_host, size) for size in sizes if self._hosted]
         while left and not self._is_interrupted:
-            left.sort(key=lambda one: (one[0] == self._on_host, self._promises.of(*one[1])))
+            left.sort(key=self._promised)
             ways, (stages, parts) = left[0]
             if not self._may_win(stages, parts):
                 self.left_out["sizes"] += ways != self._on_host  # each once
                 left = left[1:]
                 continue
             size = f"{stages} stages, {parts} micro-batches"
+            self._is_short_of_memory = False
             try:
                 self.report("pipeline", size)
                 if self._is_news(stages, parts):
@@ -120,17 +114,26 @@ class Planner:
             except NothingFaster:
                 pass
             except NothingFits as error:
-                self._too_large.append(error.smallest.in_stages(stages))
+                self.ledger.refuse([error.smallest], stages)
             except InvalidInput as error:
                 is_straight = all(n == 1 for n, _ in sizes)
                 if len(sizes) == 1 or (is_straight and parts == 1):
                     raise
                 reasons[size] = error.with_traceback(None)
-            left = left[1:]
-        if (best := self.kept.best) is None:
+            is_short = ways == self._candidates and self._is_short_of_memory
+            left[:1] = [(self._on_host, (stages, parts))] if is_short and self._hosted else []
+        if (best := self.ledger.kept.best) is None:
             raise self._nothing(reasons)
         self._has_left = bool(left)
         return self._finished(best)
+
+    def _promised(self, one: tuple[Ways, tuple[int, int]]) -> tuple[float, int]:
+        """By which ways are ordered: what is on the host takes longer than what else runs in the
+        same size."""
+        ways, size = one
+        seconds, most_room = self._promises.of(*size)
+        is_hosted = ways == self._on_host
+        return (seconds + self._update) * AGAIN if is_hosted else seconds, most_room
 
     def _may_win(self, stages: int, parts: int) -> bool:
         """Whether some way with so many stages and micro-batches may be faster than what fits."""
@@ -152,14 +155,7 @@ class Planner:
     def _weigh(self, candidate: Candidate) -> None:
         figures = candidate.alternative(self.memory)
         figures = figures if self._whole is None else self._whole.told(figures, candidate)
-        self._weighed.append(figures)
-        if candidate.needed(self.memory) <= self.memory and not candidate.fits_host:
-            self._too_large_for_host.append(candidate)
-        elif not figures.fits:
-            self._too_large.append(candidate.footprint(figures))
-        elif figures.seconds < self._fastest * (1 - EQUAL):
-            self.kept.add(Kept(figures, candidate, self.request.limit, self._finished))
-            self._fastest = min(self._fastest, self.kept.cutoff)
+        self.ledger.add(figures, candidate, self._finished)
         if candidate.search is not None and candidate.search.interrupted:
             self._is_interrupted = True
 
@@ -168,6 +164,9 @@ class Planner:
         best = best if self._whole is None else self._whole.same(best)
         if (search := best.search) is None:
             return best
+        if best.pipelining is None:  # of what runs again the search adds up some alone
+            search = search.taken(best.seconds)
+            best = best.changed(search)
         if self._has_left or (self._is_interrupted and not search.interrupted):
             return best.changed(search.cut_short())
         if not best.states.is_cut or self.request.states is not None:
@@ -180,12 +179,7 @@ class Planner:
     def _nothing(self, reasons: Mapping[str, InvalidInput]) -> Exception:  # why there is no plan
         if self._is_interrupted:
             return too_early()
-        if self._too_large_for_host:
-            return no_room_on_host(self._too_large_for_host)
-        ways = [*self._dropped, *([self._leanest.candidate] if self._leanest else [])]
-        found = [*self._too_large, *too_large(ways, self.memory)]
-        about = self.request, self.regions, self.captured
-        return nothing(found, *about) if found else no_size(reasons)
+        return self.ledger.refusal(self.regions, self.captured) or no_size(reasons)
 
     def _is_news(self, stages: int, parts: int) -> bool:
         """Whether the fastest layouts of a size were found only now, and others were to be weighed
@@ -199,10 +193,6 @@ class Planner:
         if free.search is not None:
             known[stages, parts] = free.search.bound / stages
         return True
-
-    @property
-    def _fits_device(self) -> bool:  # with no states on the host
-        return self.kept.best is not None and self.kept.best.states not in self._hosted
 
     def _is_crowded(self, size: tuple[int, int]) -> bool:
         """Whether what one micro-batch keeps for backward does not fit unless some is recomputed:
@@ -246,29 +236,27 @@ class Planner:
         if self.request.mode == "auto" and not is_crowded:
             yield from weighed(self._with_states(replace(asked, states=whole), stages, parts))
             for states in others:
-                if any(found) or self._fits_device or self._is_interrupted:
+                if any(found) or self.ledger.fits_device or self._is_interrupted:
                     break
                 yield from weighed(self._with_states(replace(asked, states=states), stages, parts))
         if len(self.regions.kinds) > 1 and not self._is_interrupted:
             if asked.is_all:
                 yield from weighed(self._recomputing(free, asked, settings))
-            elif not any(found) and not self._fits_device:
+            elif not any(found) and not self.ledger.fits_device:
                 lean = self.regions.all(self.regions.kinds[-1])
                 leaner = replace(asked, states=settings[-1], recompute=lean)
                 yield from weighed(self._with_states(leaner, stages, parts))
-        self._bound.append((stages, parts))
-        self._too_large += [error.smallest.in_stages(stages) for error in refused]
+        self._is_short_of_memory = True
+        self.ledger.refuse([error.smallest for error in refused], stages)
 
     def _on_host(self, stages: int, parts: int) -> Iterator[Candidate]:
         """Ways with states on the host, as long as they may be faster than what fits already:
         without recomputation, then with it, then with layouts of their own."""
-        update = least_update(self.captured, self.request)
-        is_slower = self._promises.least(stages, parts) + update >= self._fastest
-        if (stages, parts) not in self._bound or is_slower:
+        if self._promises.least(stages, parts) + self._update >= self._fastest:
             return
         asked = replace(self._layout_request(stages, parts), cutoff=self._fastest * stages)
         free, _ = self._layouts.find(asked)
-        if free.seconds / stages + update >= self._fastest:
+        if free.seconds / stages + self._update >= self._fastest:
             return
         self.report("memory", "states on the host")
         yield from self._placed(free, stages, parts, self._hosted)
@@ -279,7 +267,7 @@ class Planner:
             if may_win and (way := self._mixed(source)) is not None:
                 yield way.changed(way.search and way.search.taken(way.cost.seconds))
         is_open = self.request.mode == "auto" and not self._is_crowded((stages, parts))
-        is_open &= self.captured.length <= LARGE or not self._fits_device
+        is_open &= self.captured.length <= LARGE or not self.ledger.fits_device
         for states in self._hosted if is_open else ():
             yield from self._with_states(replace(asked, states=states), stages, parts)
 
@@ -292,9 +280,9 @@ class Planner:
         sources = [free, *(free.placed(states) for states in settings[1:])]
         # What runs again takes time: the rest is slower than what fits already.
         sources = [source for source in sources if source.seconds < self._fastest]
-        tried = len(self._dropped) + len(sources)
+        tried = len(self.ledger.dropped) + len(sources)
         ways = [way for way in map(self._mixed, sources) if way is not None]
-        if sources and len(self._dropped) == tried and free.search is not None:
+        if sources and len(self.ledger.dropped) == tried and free.search is not None:
             lean = self.regions.all(self.regions.kinds[-1])
             asked = replace(asked, memory=self.memory, states=settings[-1], recompute=lean)
             source, _ = self._layouts.find(asked)
@@ -309,7 +297,7 @@ class Planner:
         return self.regions if not self._whole or laid.captured.times > 1 else self._whole.regions
 
     def _mixed(self, laid: Candidate) -> Candidate | None:
-        about = self.memory, self._dropped, self._whole, self._fastest
+        about = self.memory, self.ledger.dropped, self._whole, self._fastest
         return mixed(laid, self._regions_of(laid), *about)
 
     def _is_straight(self, stages: int) -> bool:
@@ -367,7 +355,7 @@ class Planner:
                 return
             except NothingFits as error:
                 if not attempt:
-                    self._too_large.append(error.smallest.in_stages(stages))
+                    self.ledger.refuse([error.smallest], stages)
                     return
                 impossible, limit = limit, (limit + least) / 2
                 continue
@@ -434,8 +422,7 @@ class Planner:
                     yield way.candidate
                 elif is_tight:
                     note(way.least)
-                    if self._leanest is None or way.least < self._leanest.least:
-                        self._leanest = way
+                    self.ledger.pass_over(way)
                 if is_hopeless:
                     note(way.spread)
                     return  # with every schedule, whatever is recomputed
@@ -446,5 +433,5 @@ class Planner:
         """Whether to look for stages that fit: not for those of large programs that share their
         ranks, which takes seconds, where something fits and the schedule is one of many."""
         is_shared = made.pipes > 1 or made.chunks > 1
-        is_one_of_many = self.request.schedule is None and self.kept.best is not None
+        is_one_of_many = self.request.schedule is None and self.ledger.kept.best is not None
         return not (is_shared and is_one_of_many and self.captured.length > LARGE)

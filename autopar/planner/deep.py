@@ -54,7 +54,7 @@ class DeepPlanner:
     @property
     def alternatives(self) -> tuple[Alternative, ...]:
         """All that was weighed, the best first."""
-        return self._planner.alternatives
+        return self._planner.ledger.alternatives
 
     @property
     def left_out(self) -> Counter[str]:
@@ -70,7 +70,7 @@ class DeepPlanner:
     @property
     def kept(self) -> Fastest:
         """The fastest that fit."""
-        return self._planner.kept
+        return self._planner.ledger.kept
 
     def best(self) -> Candidate:
         """The fastest way to run a step, of those that are asked for and fit."""

@@ -129,9 +129,8 @@ class _Builder:
         self.counts_gradients = self.counts_activations = True
         of_parameters = partial(is_of_parameters, captured=self.captured)
         decided, self.regions = self.constraints.recompute, dict[str, Region]()
-        for number, (name, nodes) in enumerate(
-            runs(self.captured.graph, decided, of_parameters) if decided else ()
-        ):
+        self.runs = runs(self.captured.graph, decided, of_parameters) if decided else []
+        for number, (name, nodes) in enumerate(self.runs):
             region = Region(f"{number} {name}", decided[name])
             self.regions |= {node.name: region for node in nodes}
 
@@ -144,6 +143,8 @@ class _Builder:
             self._look_at(node)
         facts = {name: candidates.facts for name, (candidates, _) in self._offers.items()}
         self.saved = SavedTensors(facts, self.readings, self.regions)
+        full = [nodes for _, nodes in self.runs if self.regions[nodes[0].name].is_full]
+        self.remade = set[str]().union(*map(self.saved.remade, full))
         self._choose_moment()
         # Nodes stand in the order of the program, so that repeated blocks can be found.
         for node in self.captured.graph.nodes:
@@ -249,9 +250,9 @@ class _Builder:
     def _add_operator(self, node: fx.Node) -> None:
         candidates, cost = self._offers[node.name]
         region = self.regions.get(node.name)
-        memory = candidates.extra * self.counts_activations
-        if region is not None and region.is_full:
-            cost, memory = cost + candidates.forward, np.zeros_like(memory)
+        is_full = region is not None and region.is_full
+        memory = candidates.extra * (self.counts_activations and not is_full)
+        cost = cost + candidates.forward * (node.name in self.remade)
         if self.counts_activations and self.saved.keeps_output(node.name):
             for value in values_of(node):
                 states = candidates.results[place_of(value)]
@@ -419,7 +420,10 @@ class _Builder:
         readings = second.readings or self.readings[value.name]
         names = [reader] if reader else [reading.reader for reading in readings]
         beside = Beside(forward, backward, any(info(self.nodes[name]).learns for name in names))
-        cost, memory = self.edges.table(value, first.states, second.states, late, kept, beside)
+        regions = {self.regions[name].name if name in self.remade else None for name in names}
+        again = late is None and len(regions) == 1 and None not in regions
+        about = first.states, second.states, late, kept, beside, again
+        cost, memory = self.edges.table(value, *about)
         self.built.graph.add_edge(first.number, second.number, cost, memory)
 
     def _join(

@@ -67,15 +67,16 @@ class Edges:
         late: Late | None,
         kept: str,
         beside: Beside,
+        again: bool = False,
     ) -> tuple[Array, Array | None]:
         """Seconds and bytes from each of the `first` states to each of the `second`.
 
         `kept`: whether what arrives is kept for backward: "always", or only if it was "moved".
         `beside`: what is computed meanwhile, in each of the `second` states, by those who want
-        them; and whether they learn."""
+        them; and whether they learn. `again`: it is moved forward in backward too."""
         about = late and self._about(late)
         meanwhile = id(beside.forward), id(beside.backward)
-        key = (self._type(value), first, second, about, kept, *meanwhile, beside.learns)
+        key = (self._type(value), first, second, about, kept, *meanwhile, beside.learns, again)
         if key not in self._tables:
             table, seconds = self.seconds(value, beside.learns)
             rows, columns = table.rows(first), table.rows(second)
@@ -86,6 +87,8 @@ class Edges:
                 cost = self._summed_late(value, first, second, cost, late, beside)
             elif learns and np.any(beside.backward):
                 cost = cost - self._hidden(value, first, second, cost, beside)
+            if again:
+                cost = cost + self.seconds(value, learns=False)[1][np.ix_(rows, columns)]
             # From a pending copy nothing but that copy can be had.
             stuck = table.pending[rows][:, None] & (rows[:, None] != columns[None, :])
             size = np.broadcast_to(self.bytes(value, second), cost.shape)
