@@ -183,3 +183,17 @@ def test_what_runs_again_unasked_is_no_slower_than_by_name(schedule: str) -> Non
     asked |= {"memory": limit, "schedule": schedule}
     named, chosen = (ap.plan(model, (x,), **asked, recompute=how) for how in ("full", "auto"))
     assert chosen.seconds <= named.seconds * (1 + 1e-9)
+
+
+def test_what_is_said_to_be_the_least_fits_and_is_the_least_at_every_limit() -> None:
+    case = case_of("mlp")
+    options = {"cluster": ap.Cluster.local(2)}
+    told = []
+    for limit in (1_000.0, 10.0):
+        with pytest.raises(NothingFits) as error:
+            ap.plan(case.model, case.args, case.kwargs, memory=limit, **options)
+        told.append(error.value.smallest)
+    assert told[0].memory == told[1].memory
+    assert not told[0].is_bound
+    plan = ap.plan(case.model, case.args, case.kwargs, memory=told[0].memory, **options)
+    assert plan.memory.peak <= told[0].memory

@@ -9,7 +9,6 @@ that fits is taken; the figures of all are kept.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -25,12 +24,13 @@ from autopar.passes.microbatches import cut_batch
 from autopar.pipeline.schedule import Schedule
 from autopar.planner.bounds import CHEAPEST, lowered
 from autopar.planner.candidate import Candidate
-from autopar.planner.hosting import least_update, may_go
+from autopar.planner.hosting import may_go
 from autopar.planner.ideal import Ideal
 from autopar.planner.layouts import LayoutRequest, Layouts
+from autopar.planner.leanest import in_each_number_of_stages, leanest
 from autopar.planner.ledger import Ledger
 from autopar.planner.mixed import ATTEMPTS, mixed
-from autopar.planner.promises import AGAIN, Promises
+from autopar.planner.promises import Promises
 from autopar.planner.recomputation import Regions
 from autopar.planner.request import Request
 from autopar.planner.staged import StagedProgram, Tried
@@ -46,6 +46,7 @@ from autopar.states import States
 Ways = Callable[[int, int], Iterator[Candidate]]  # with so many stages and micro-batches
 
 LARGE = 2000  # calls of a program that is not looked at where it cannot be the best
+MOST_LEANEST = 3  # numbers of stages in which the leanest way of a large program is looked for
 LEANER = 0.9  # than their memory asks for: few layouts are in between
 
 
@@ -63,7 +64,6 @@ class Planner:
         """`whole`: of a program that stands for a longer one."""
         self.captured, self.request, self.report = captured, request, report
         self.ideal = Ideal(captured, request)
-        self.left_out = Counter[str]()  # "sizes" and "schedules" of them that bounds ruled out
         self.memory = request.memory
         self._promises = Promises(captured, request, self.ideal)
         self._annotations, self._pins = parameter_annotations(model), stage_pins(model)
@@ -72,8 +72,6 @@ class Planner:
         self.ledger = Ledger(request)
         self._schedules = cache(request.schedules)
         self._hosted = request.hosted if may_go(model, request.states) else ()
-        # What an optimizer on the host adds, at least.
-        self._update = least_update(captured, request) if self._hosted else 0.0
         self._whole, self._layouts = whole, Layouts(request, self.constraints, report, whole)
         self._tried: dict[int, Tried] = {}  # by layouts
         self._is_bound = False  # memory kept the last layouts from what would be faster
@@ -95,7 +93,7 @@ class Planner:
             left.sort(key=self._promised)
             ways, (stages, parts) = left[0]
             if not self._may_win(stages, parts):
-                self.left_out["sizes"] += ways != self._on_host  # each once
+                self.ledger.left_out["sizes"] += ways != self._on_host  # each once
                 left = left[1:]
                 continue
             size = f"{stages} stages, {parts} micro-batches"
@@ -122,18 +120,18 @@ class Planner:
                 reasons[size] = error.with_traceback(None)
             is_short = ways == self._candidates and self._is_short_of_memory
             left[:1] = [(self._on_host, (stages, parts))] if is_short and self._hosted else []
+        if self.ledger.kept.best is None and not self._is_interrupted:
+            self._weigh_leanest(sizes)
         if (best := self.ledger.kept.best) is None:
-            raise self._nothing(reasons)
+            if self._is_interrupted:
+                raise too_early()
+            raise self.ledger.refusal(self.regions, self.captured) or no_size(reasons)
         self._has_left = bool(left)
         return self._finished(best)
 
     def _promised(self, one: tuple[Ways, tuple[int, int]]) -> tuple[float, int]:
-        """By which ways are ordered: what is on the host takes longer than what else runs in the
-        same size."""
         ways, size = one
-        seconds, most_room = self._promises.of(*size)
-        is_hosted = ways == self._on_host
-        return (seconds + self._update) * AGAIN if is_hosted else seconds, most_room
+        return self._promises.of(*size, is_hosted=ways == self._on_host)
 
     def _may_win(self, stages: int, parts: int) -> bool:
         """Whether some way with so many stages and micro-batches may be faster than what fits."""
@@ -176,10 +174,12 @@ class Planner:
         is_large = self.captured.length > LARGE
         return best.changed(lowered(search, asked, self._layouts, stages, is_large))
 
-    def _nothing(self, reasons: Mapping[str, InvalidInput]) -> Exception:  # why there is no plan
-        if self._is_interrupted:
-            return too_early()
-        return self.ledger.refusal(self.regions, self.captured) or no_size(reasons)
+    def _weigh_leanest(self, sizes: Sequence[tuple[int, int]]) -> None:
+        """What takes least is told of, or fits though nothing else does."""
+        self.report("memory", "the least that is needed")
+        most = MOST_LEANEST if self.captured.length > LARGE else len(sizes)
+        for way in in_each_number_of_stages(sizes, most, self._leanest):
+            self._weigh(way.changed(way.search and way.search.lowered(0.0)))
 
     def _is_news(self, stages: int, parts: int) -> bool:
         """Whether the fastest layouts of a size were found only now, and others were to be weighed
@@ -195,11 +195,9 @@ class Planner:
         return True
 
     def _is_crowded(self, size: tuple[int, int]) -> bool:
-        """Whether what one micro-batch keeps for backward does not fit unless some is recomputed:
-        each tensor is cut over all devices, at most."""
-        if len(self.regions.kinds) == 1 or self.regions.fixed or self.memory == math.inf:
-            return False
-        return self._promises.kept / size[1] / self.request.cluster.devices > self.request.roomiest
+        """Whether a micro-batch does not fit unless some of it is recomputed."""
+        has_kinds = len(self.regions.kinds) > 1 and not self.regions.fixed
+        return has_kinds and self._promises.is_crowded(*size)
 
     def _candidates(self, stages: int, parts: int) -> Iterator[Candidate]:
         """Every way with this many stages and micro-batches.
@@ -225,8 +223,7 @@ class Planner:
             except NothingFaster:
                 pass
 
-        is_crowded = self._is_crowded((stages, parts))
-        self._is_bound = is_crowded
+        self._is_bound = is_crowded = self._is_crowded((stages, parts))
         if not (is_crowded and asked.is_all):
             yield from weighed(self._laid(free, stages, parts))
             if not self._is_bound or self._is_interrupted:
@@ -252,11 +249,11 @@ class Planner:
     def _on_host(self, stages: int, parts: int) -> Iterator[Candidate]:
         """Ways with states on the host, as long as they may be faster than what fits already:
         without recomputation, then with it, then with layouts of their own."""
-        if self._promises.least(stages, parts) + self._update >= self._fastest:
+        if self._promises.least(stages, parts) + self._promises.update >= self._fastest:
             return
         asked = replace(self._layout_request(stages, parts), cutoff=self._fastest * stages)
         free, _ = self._layouts.find(asked)
-        if free.seconds / stages + self._update >= self._fastest:
+        if free.seconds / stages + self._promises.update >= self._fastest:
             return
         self.report("memory", "states on the host")
         yield from self._placed(free, stages, parts, self._hosted)
@@ -270,6 +267,15 @@ class Planner:
         is_open &= self.captured.length <= LARGE or not self.ledger.fits_device
         for states in self._hosted if is_open else ():
             yield from self._with_states(replace(asked, states=states), stages, parts)
+
+    def _leanest(self, stages: int, parts: int) -> Iterator[Candidate]:
+        """The ways that take least with so many stages and micro-batches."""
+        kinds = (self.regions.kinds[-1], *self.regions.leaner(self.request.cluster.device.host))
+        schedules = () if self._is_straight(stages) else self._schedules(stages, parts)
+        states = [*self.request.settings(stages), *self._hosted][-1]
+        asked = replace(self._layout_request(stages, parts), states=states)
+        staged = partial(self._staged, stages=stages)
+        return leanest(asked, self._layouts, self.regions, kinds, schedules, staged)
 
     def _recomputing(
         self, free: Candidate, asked: LayoutRequest, settings: Sequence[States]
@@ -382,10 +388,7 @@ class Planner:
     ) -> Iterator[Candidate]:
         """A program with its layouts in so many stages, by every schedule; `is_leaner`: what its
         regions keep is kept elsewhere, where they are too large though all run again."""
-        strategies = laid.decisions.strategies
-        tried = self._tried.setdefault(id(strategies), Tried(strategies))
-        regions = self._regions_of(laid)
-        program = StagedProgram(laid, stages, self.request, regions, self._pins, tried)
+        tried, program = self._tried_of(laid), self._staged(laid, stages)
         is_large = self.captured.length > LARGE
         kinds = self.regions.kinds
         leaner = self.regions.leaner(self.request.cluster.device.host) if is_leaner else ()
@@ -393,7 +396,7 @@ class Planner:
         for number, made in enumerate(self._schedules(stages, parts)):
             is_asked = self._fastest < math.inf and not is_large  # it takes longer than stages do
             if is_asked and self.ideal.is_slower(laid, made, self._fastest):
-                self.left_out["schedules"] += 1
+                self.ledger.left_out["schedules"] += 1
                 continue
             if is_leaner:
                 last = tried.seconds.get((number, kinds[-1]), math.inf)
@@ -429,9 +432,17 @@ class Planner:
                 if not is_tight or (is_large and not is_cut and way.barest > self.memory):
                     break  # in these stages, whatever is recomputed
 
+    def _tried_of(self, laid: Candidate) -> Tried:
+        strategies = laid.decisions.strategies
+        return self._tried.setdefault(id(strategies), Tried(strategies))
+
+    def _staged(self, laid: Candidate, stages: int) -> StagedProgram:
+        about = self.request, self._regions_of(laid), self._pins, self._tried_of(laid)
+        return StagedProgram(laid, stages, *about)
+
     def _is_worth_cutting(self, made: Schedule) -> bool:
         """Whether to look for stages that fit: not for those of large programs that share their
         ranks, which takes seconds, where something fits and the schedule is one of many."""
-        is_shared = made.pipes > 1 or made.chunks > 1
-        is_one_of_many = self.request.schedule is None and self.ledger.kept.best is not None
-        return not (is_shared and is_one_of_many and self.captured.length > LARGE)
+        if self.captured.length <= LARGE or self.request.schedule is not None:
+            return True
+        return not (made.pipes > 1 or made.chunks > 1) or self.ledger.kept.best is None

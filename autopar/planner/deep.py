@@ -59,7 +59,7 @@ class DeepPlanner:
     @property
     def left_out(self) -> Counter[str]:
         """What bounds ruled out."""
-        return self._planner.left_out
+        return self._planner.ledger.left_out
 
     def constraints(
         self, program: Captured, decided: Mapping[str, Recompute], mesh: Mesh

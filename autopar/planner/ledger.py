@@ -9,6 +9,7 @@ others how much they take.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -33,6 +34,7 @@ class Ledger:
     request: Request
     kept: Fastest = field(init=False)  # that fit
     fastest: float = field(init=False)  # the seconds of the last of them
+    left_out: Counter[str] = field(default_factory=Counter)  # "sizes", "schedules": by bounds
     weighed: list[Alternative] = field(default_factory=list)
     refused: list[SmallestFootprint] = field(default_factory=list)  # too large
     dropped: list[Candidate] = field(default_factory=list)  # too large though all runs again

@@ -8,6 +8,7 @@ promises.least(4, 16)           # then 0.1 at least: smaller micro-batches take 
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 
 from autopar.capture.captured import Captured
@@ -15,6 +16,7 @@ from autopar.cost.footprint import parameter_bytes
 from autopar.cost.saved_tensors import kept_bytes
 from autopar.layout import Layout, ParameterPlacement
 from autopar.mesh import Mesh
+from autopar.planner.hosting import least_update
 from autopar.planner.ideal import Ideal
 from autopar.planner.request import Request
 from autopar.strategies.node_info import info
@@ -29,21 +31,34 @@ class Promises:
         self._captured, self._request, self._ideal = captured, request, ideal
         self.known: dict[tuple[int, int], float] = {}  # seconds by stages and micro-batches
 
-    def of(self, stages: int, parts: int) -> tuple[float, int]:
+    def of(self, stages: int, parts: int, is_hosted: bool = False) -> tuple[float, int]:
         """What a step is likely to take, with stages that wait for one another and with what has to
-        run again to fit. Where states have to be cut, many micro-batches leave most room."""
+        run again to fit. Where states have to be cut, many micro-batches leave most room.
+        `is_hosted`: with states on the host, which takes longer than what else there is."""
         run = parts / stages * self._ideal.run(parts * self._request.meshes(stages)[0].size)
         waits = 1 + (stages - 1) / parts / 2
         live = self.states + self.kept * min(stages, parts) / parts
         again = AGAIN if live / self._request.cluster.devices > self._request.roomiest else 1.0
         most_room = -parts if self.states > self._request.memory else 0
-        return max(run, self.least(stages, parts)) * waits * again, most_room
+        seconds = max(run, self.least(stages, parts)) * waits * again
+        return (seconds + self.update) * AGAIN if is_hosted else seconds, most_room
 
     def least(self, stages: int, parts: int) -> float:
         """What a step takes in so many stages: the smaller its micro-batches are, the more it
         takes, whatever layouts it has."""
         known = self.known.items()
         return max((t for (n, m), t in known if n == stages and m <= parts), default=0.0)
+
+    def is_crowded(self, stages: int, parts: int) -> bool:
+        """Whether what one micro-batch keeps for backward does not fit: each tensor is cut over all
+        devices, at most."""
+        room = self._request.roomiest
+        return room < math.inf and self.kept / parts / self._request.cluster.devices > room
+
+    @cached_property
+    def update(self) -> float:
+        """The seconds that an optimizer on the host adds, at least."""
+        return least_update(self._captured, self._request)
 
     @cached_property
     def states(self) -> float:
