@@ -94,7 +94,7 @@ class SavedTensors:
 
     def _keeps_of(self, own: set[str], node: fx.Node) -> bool:
         """Whether a call keeps a value of `own`, by whatever kernel."""
-        facts = self.facts[node.name]
+        facts = self.facts.get(node.name)  # none of a result
         if facts is None or not any(facts.differentiable):
             return False
 

@@ -6,11 +6,13 @@ import pytest
 
 import autopar as ap
 from tests import models
+from tests.mixtures import mixture
 
 CASES = {
     "gpt": lambda: models.gpt(layers=3, hidden=16, heads=2),
     "linears": lambda: models.mlp(layers=4),
     "resnet": models.resnet,
+    "mixture": lambda: mixture(blocks=2),  # with operators of several results
 }
 WAYS = [("none", None), ("selective", "whole"), ("full", "whole"), ("full", "zero1")]
 
